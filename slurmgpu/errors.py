@@ -1,0 +1,26 @@
+"""The three kinds of error: the user can fix it, one item is bad, or it is a bug (which is any other exception)."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class SlurmGPUError(Exception):
+    """What was found, what was expected and what to do, in a sentence or two; the command line exits with 2."""
+
+
+class ItemError(Exception):
+    """One item cannot be computed: a workload returns it in place of a row, or raises it.
+
+    The message becomes the item's `error`; the other items of the batch are not affected.
+    """
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A sentence that names the closest known word, else all of them; with a leading blank, to append to another."""
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names, n=1)
+    if close:
+        return f" Did you mean {close[0]!r}?"
+    return f" Known: {', '.join(names)}." if names else ""

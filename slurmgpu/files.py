@@ -1,0 +1,55 @@
+"""Files that appear whole or not at all: written beside the target, fsynced, renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def fsync_dir(path: Path) -> None:
+    """Make renames and links in a directory survive a power loss."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
+    """Put `content` at `path` in one step; a reader sees the old file or the new one, never a part.
+
+    Without `durable` nothing is fsynced: for progress that may be lost with the machine.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with open(partial, "wb") as file:
+            file.write(content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    if durable:
+        fsync_dir(path.parent)
+
+
+def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
+    """Put `value` at `path` as indented JSON, in one step."""
+    write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode(), durable=durable)
+
+
+@contextlib.contextmanager
+def working_folder(path: Path) -> Iterator[None]:
+    """Work in `path` for a while. (`contextlib.chdir` is Python 3.11's.)"""
+    before = Path.cwd()
+    os.chdir(path)
+    try:
+        yield
+    finally:
+        os.chdir(before)
