@@ -1,0 +1,68 @@
+"""The failure classes, and what is done about each: see docs/reference/failures.md."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a failure class means for the run.
+
+    `retriable`: another submission can compute what this failure left; `auto_resubmit` goes on with these only.
+    `node_at_fault`: the next submission excludes the node.
+    """
+
+    meaning: str
+    retriable: bool
+    node_at_fault: bool = False
+
+
+POLICIES: dict[str, Policy] = {
+    "cuda_oom": Policy("the GPU's memory was not enough, at a batch of one item or while loading", False),
+    "item_error": Policy("the workload raised, or returned ItemError, for one item", False),
+    "crash": Policy("the worker died by a signal or an exit code", True),
+    "host_oom": Policy("the host memory of the job was not enough", True),
+    "timeout": Policy("the walltime ended before the shards did", True),
+    "preempted": Policy("Slurm took the allocation back", True),
+    "node_fail": Policy("the node died or stopped answering", True, node_at_fault=True),
+    "gpu_fault": Policy("a GPU was allocated but cannot be used", True, node_at_fault=True),
+    "container": Policy("the image is missing, unreadable or does not start", False),
+    "workload_error": Policy("loading failed, or every item of a shard failed the same way", False),
+    "input_error": Policy("the input cannot be read as it was planned", False),
+    "disk_full": Policy("a file could not be written", False),
+    "cancelled": Policy("scancel or slurmgpu cancel", True),
+    "lost": Policy("no end was recorded and Slurm does not know", True),
+}
+
+SELF_INFLICTED = frozenset(
+    {
+        signal.SIGSEGV,
+        signal.SIGABRT,
+        signal.SIGBUS,
+        signal.SIGFPE,
+        signal.SIGILL,
+        signal.SIGTRAP,
+        signal.SIGSYS,
+    }
+)
+"""Signals that a process brings upon itself; SIGKILL and SIGTERM may as well have come from outside."""
+
+
+def describe_exit(returncode: int) -> str:
+    """How a process ended, in words: `returncode` as in `subprocess`, negative for a signal."""
+    # Apptainer and shells hand a signal on as 128 + its number.
+    number = -returncode if returncode < 0 else returncode - 128 if 128 < returncode < 192 else 0
+    if number:
+        try:
+            return f"died by {signal.Signals(number).name}"
+        except ValueError:
+            return f"died by signal {number}"
+    return f"exited with code {returncode} before its work was done"
+
+
+def brought_upon_itself(returncode: int) -> bool:
+    """Whether a process that ended so did it by itself (a segfault, an exit), rather than being killed from outside."""
+    number = -returncode if returncode < 0 else returncode - 128 if 128 < returncode < 192 else 0
+    return number == 0 or number in SELF_INFLICTED

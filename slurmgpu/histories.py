@@ -1,0 +1,78 @@
+"""What killed workers in a shard, kept beside its claim so that the next worker knows, whoever runs it.
+
+A worker may die because of one item, or because somebody killed it. Nothing tells which for sure, so deaths are
+weighed: one that the process brought upon itself (a segfault, an exit) counts 1, a kill from outside 1/2. A batch that
+weighs 1 is computed item by item; an item that weighs 1 by itself, and 2 together with the batch it came from, is
+quarantined. So an item that segfaults costs two workers, and a worker that is killed by chance, once or twice, changes
+nothing in the results.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from slurmgpu.files import write_json
+
+
+@dataclass
+class History:
+    """Deaths of workers in one shard: weights by the first item of the batch, and by item where it was alone.
+
+    `quarantined` maps an item's index to the `error` of its row. `parked_by` is the submission that left the shard to
+    one with more memory.
+    """
+
+    batch_weights: dict[int, float] = field(default_factory=dict)
+    item_weights: dict[int, float] = field(default_factory=dict)
+    quarantined: dict[int, str] = field(default_factory=dict)
+    parked_by: int | None = None
+
+    def record(self, items: Sequence[int], *, isolated: bool, weight: float, error: str) -> int | None:
+        """Count a death with `items` in flight; the item that is now quarantined, if one is."""
+        first = items[0]
+        if not isolated:
+            self.batch_weights[first] = self.batch_weights.get(first, 0.0) + weight
+        if len(items) > 1:
+            return None
+        alone = self.item_weights[first] = self.item_weights.get(first, 0.0) + weight
+        # A batch of one is no evidence beside the item's own.
+        batch = max(self.batch_weights.values(), default=0.0) if isolated else 0.0
+        if alone >= 1 and alone + min(batch, 1.0) >= 2:
+            self.quarantined[first] = error
+            return first
+        return None
+
+    def isolates(self, batch: Sequence[int]) -> bool:
+        """Whether this batch is to be computed item by item."""
+        return self.batch_weights.get(batch[0], 0.0) >= 1 or any(index in self.quarantined for index in batch)
+
+
+def history_path(claims: Path, shard: int) -> Path:
+    """Where a shard's history lies, if it has one."""
+    return claims / f"{shard:05d}.history"
+
+
+def read_history(claims: Path, shard: int) -> History:
+    """The history of a shard; an empty one for nearly all."""
+    try:
+        value = json.loads(history_path(claims, shard).read_bytes())
+    except FileNotFoundError:
+        return History()
+    return History(
+        batch_weights=_by_index(value["batch_weights"]),
+        item_weights=_by_index(value["item_weights"]),
+        quarantined={int(index): error for index, error in value["quarantined"].items()},
+        parked_by=value["parked_by"],
+    )
+
+
+def write_history(claims: Path, shard: int, history: History) -> None:
+    """Keep a shard's history."""
+    write_json(history_path(claims, shard), asdict(history))
+
+
+def _by_index(weights: Mapping[str, float]) -> dict[int, float]:
+    return {int(index): weight for index, weight in weights.items()}

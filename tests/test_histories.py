@@ -1,0 +1,54 @@
+from slurmgpu.histories import History, read_history, write_history
+
+OWN_DOING, FROM_OUTSIDE = 1.0, 0.5
+BATCH = [8, 9, 10, 11]
+
+
+def test_an_item_that_segfaults_costs_its_batch_and_itself_one_worker_each():
+    history = History()
+    assert history.record(BATCH, isolated=False, weight=OWN_DOING, error="crash: x") is None
+    assert history.isolates(BATCH)
+    assert history.record([10], isolated=True, weight=OWN_DOING, error="crash: x") == 10
+    assert history.quarantined == {10: "crash: x"}
+
+
+def test_one_kill_from_outside_changes_nothing():
+    history = History()
+    history.record(BATCH, isolated=False, weight=FROM_OUTSIDE, error="")
+    assert not history.isolates(BATCH)
+
+
+def test_kills_in_different_batches_do_not_add_up():
+    history = History()
+    for first in (0, 8, 16):
+        history.record([first, first + 1], isolated=False, weight=FROM_OUTSIDE, error="")
+        assert not history.isolates([first, first + 1])
+
+
+def test_an_item_is_not_quarantined_for_kills_from_outside_before_the_second_one_hits_it_alone():
+    history = History()
+    for _ in range(2):
+        history.record(BATCH, isolated=False, weight=FROM_OUTSIDE, error="")
+    assert history.isolates(BATCH)
+    assert history.record([9], isolated=True, weight=FROM_OUTSIDE, error="e") is None
+    assert history.record([10], isolated=True, weight=FROM_OUTSIDE, error="e") is None
+    assert history.record([9], isolated=True, weight=FROM_OUTSIDE, error="e") == 9
+
+
+def test_in_batches_of_one_an_item_must_crash_twice():
+    history = History()
+    assert history.record([5], isolated=False, weight=OWN_DOING, error="e") is None
+    assert history.record([5], isolated=True, weight=OWN_DOING, error="e") == 5
+
+
+def test_the_batch_of_a_quarantined_item_stays_isolated():
+    history = History(quarantined={10: "crash: x"})
+    assert history.isolates(BATCH)
+    assert not history.isolates([0, 1])
+
+
+def test_a_history_is_read_as_it_was_written(tmp_path):
+    assert read_history(tmp_path, 7) == History()
+    history = History({8: 1.0}, {10: 0.5}, {11: "crash: ü"}, parked_by=2)
+    write_history(tmp_path, 7, history)
+    assert read_history(tmp_path, 7) == history
