@@ -1,0 +1,74 @@
+"""Results as Arrow tables. This module needs pyarrow, and is imported only where a table is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from slurmgpu.regions import OFFSET_DTYPE
+from slurmgpu.results.views import ArrayData, ColumnData, TextData
+
+
+def to_arrow(
+    columns: Mapping[str, ColumnData], failed: npt.NDArray[np.bool_], start: int = 0, stop: int | None = None
+) -> pa.Table:
+    """The rows from `start` to `stop` - 1 as a table: `index`, the columns, and `error`.
+
+    Numbers, text and ragged values are the file's own bytes, not copies of them. The columns of a failed item are
+    null, and `error` is where there was none. A complex number becomes a struct of `real` and `imag`.
+    """
+    rows = slice(*slice(start, stop).indices(len(failed))[:2])
+    failed = failed[rows]
+    nulls = {"index": np.zeros_like(failed), "error": ~failed}
+    return pa.table({name: _column(column, rows, nulls.get(name, failed)) for name, column in columns.items()})
+
+
+def _column(column: ColumnData, rows: slice, null: npt.NDArray[np.bool_]) -> pa.Array:
+    if isinstance(column, ArrayData):
+        return _array(column.values[rows], null)
+    offsets = column.offsets[rows.start : rows.stop + 1]
+    values = column.values[offsets[0] : offsets[-1]]
+    if offsets[0]:  # Parquet's writer wants lists to begin with the first value
+        offsets = offsets - offsets[0]
+    buffers = [_bitmap(~null), pa.py_buffer(offsets)]
+    if isinstance(column, TextData):
+        return pa.Array.from_buffers(pa.large_string(), len(null), [*buffers, pa.py_buffer(values)])
+    items = _not_null(values)
+    return pa.Array.from_buffers(pa.large_list(items.type), len(null), buffers, children=[items])
+
+
+def _array(values: npt.NDArray[Any], null: npt.NDArray[np.bool_]) -> pa.Array:
+    """The values along the first dimension; every further one is a list.
+
+    Not one of a fixed size: few versions of pyarrow write these to Parquet when some are null, or when the size is 0.
+    """
+    valid = _bitmap(~null)
+    if values.ndim > 1:
+        kept = values[~null] if null.any() else values  # Parquet's writer refuses null lists that hold values
+        items = _not_null(kept.reshape(len(kept) * values.shape[1], *values.shape[2:]))
+        offsets = np.concatenate([np.zeros(1, OFFSET_DTYPE), np.cumsum(~null)]) * values.shape[1]
+        buffers = [valid, pa.py_buffer(offsets)]
+        return pa.Array.from_buffers(pa.large_list(items.type), len(values), buffers, children=[items])
+    if values.dtype.kind == "c":
+        parts = [_not_null(np.ascontiguousarray(part)) for part in (values.real, values.imag)]
+        kind = pa.struct([("real", parts[0].type), ("imag", parts[1].type)])
+        return pa.Array.from_buffers(kind, len(values), [valid], children=parts)
+    if values.dtype.kind == "S":
+        return pa.array(values.tolist(), pa.binary(), mask=null)
+    if values.dtype.kind == "b":
+        return pa.Array.from_buffers(pa.bool_(), len(values), [valid, _bitmap(values)])
+    kind = pa.from_numpy_dtype(values.dtype)
+    return pa.Array.from_buffers(kind, len(values), [valid, pa.py_buffer(values)])
+
+
+def _not_null(values: npt.NDArray[Any]) -> pa.Array:
+    return _array(values, np.zeros(len(values), bool))
+
+
+def _bitmap(flags: npt.NDArray[Any]) -> pa.Buffer:
+    """Arrow's form of booleans: one bit for each, the lowest first."""
+    return pa.py_buffer(np.packbits(flags, bitorder="little"))
