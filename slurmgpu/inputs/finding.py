@@ -1,0 +1,84 @@
+"""Which files an input names."""
+
+from __future__ import annotations
+
+import glob
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+from slurmgpu.errors import SlurmGPUError, did_you_mean
+
+LINE_FORMATS = ("csv", "jsonl", "txt")
+FORMATS = (*LINE_FORMATS, "h5", "parquet")
+
+
+def find(patterns: str | Sequence[str], base: Path) -> list[Path]:
+    """The files of an input, absolute and in order: those of a list as listed, those of a glob sorted.
+
+    A pattern is a path or a glob (`**` for any depth), relative to `base`; `~` is the home directory.
+    What cannot be an input is a SlurmGPUError: a missing file, a glob without a match, a directory,
+    an unknown suffix, two formats, one file twice.
+    """
+    if isinstance(patterns, str):
+        patterns = [patterns]
+    if not patterns:
+        raise SlurmGPUError("input is an empty list: expected a path, a list of paths, or a glob.")
+    paths = [path for pattern in patterns for path in _expand(pattern, base.absolute())]
+    _check_files(paths, base)
+    format_of(paths)
+    return paths
+
+
+def format_of(paths: Sequence[Path]) -> str:
+    """The one format that the suffixes of all paths stand for."""
+    formats: dict[str, Path] = {}
+    for path in paths:
+        name = path.suffix.lower().removeprefix(".")
+        if name not in FORMATS:
+            raise SlurmGPUError(
+                f"Input {path} has the suffix {path.suffix!r}: expected .jsonl, .csv, .parquet, .txt or .h5, "
+                f"not compressed.{did_you_mean(name, FORMATS)}"
+            )
+        formats.setdefault(name, path)
+    if len(formats) > 1:
+        found = " and ".join(f"{name} ({path})" for name, path in formats.items())
+        raise SlurmGPUError(f"The input mixes formats, {found}: expected one format. Convert one, or plan two runs.")
+    return next(iter(formats))
+
+
+def _expand(pattern: str, base: Path) -> list[Path]:
+    """The paths that a pattern stands for; a file that has just this name wins over what it would match."""
+    pattern = os.path.expanduser(pattern)  # noqa: PTH111 - Path.expanduser raises where there is no home
+    if not glob.has_magic(pattern) or os.path.lexists(base / pattern):
+        return [base / pattern]
+    # Not Path.glob, which takes no absolute pattern; a set, as `**` may find a file on two ways.
+    matches = set(glob.glob(pattern, root_dir=base, recursive=True))  # noqa: PTH207
+    # A directory on the way (`data/**`) is passed over; one named like data (`parts.csv/`) is refused later.
+    found = sorted(base / match for match in matches)
+    paths = [path for path in found if not path.is_dir() or path.suffix.lower().removeprefix(".") in FORMATS]
+    if not paths:
+        raise SlurmGPUError(f"Input {pattern!r} matches no file. Relative patterns start at {base}.")
+    return paths
+
+
+def _check_files(paths: Sequence[Path], base: Path) -> None:
+    """Refuse what is not a regular file, and files that are named twice, also through links."""
+    seen: dict[tuple[int, int], Path] = {}
+    for path in paths:
+        try:
+            status = path.stat()
+        except FileNotFoundError as error:
+            raise SlurmGPUError(f"Input {path} does not exist. Relative paths start at {base.absolute()}.") from error
+        except OSError as error:
+            raise SlurmGPUError(f"Input {path} cannot be read: {error.strerror}.") from error
+        if stat.S_ISDIR(status.st_mode):
+            raise SlurmGPUError(
+                f"Input {path} is a directory: expected files. Name those in it, as in '{path}/*.jsonl'."
+            )
+        if not stat.S_ISREG(status.st_mode):
+            raise SlurmGPUError(f"Input {path} is not a regular file: items are read at any offset, again and again.")
+        twin = seen.setdefault((status.st_dev, status.st_ino), path)
+        if twin is not path:
+            raise SlurmGPUError(f"The input names one file twice, as {twin} and {path}. Leave one of them out.")

@@ -1,0 +1,125 @@
+"""The index of an input: where every `stride`-th item lies in its file. Layout: docs/reference/inputs.md."""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.files import fsync_dir
+from slurmgpu.inputs.spec import InputSpec
+
+MAGIC = b"slgpuidx"
+VERSION = 1
+_HEADER = struct.Struct("<8sqqqq32s")  # magic, version, stride, n_files, n_offsets, digest of the input
+_OFFSET = struct.Struct("<q")
+
+
+class IndexWriter:
+    """Writes the index while the files are scanned; it appears at `path` with `publish`, or not at all.
+
+    `n_items` is the number of items added so far, over all files.
+    """
+
+    def __init__(self, path: Path, *, stride: int, n_files: int) -> None:
+        self.n_items = 0
+        self._path = path
+        self._partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        self._stride = stride
+        self._n_files = n_files
+        self._begins: list[int] = []
+
+    def __enter__(self) -> IndexWriter:
+        self._file = open(self._partial, "wb")
+        self._file.write(bytes(_HEADER.size + self._n_files * _OFFSET.size))  # filled in by publish
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        self._partial.unlink(missing_ok=True)
+
+    def begin_file(self, offset: int) -> None:
+        """The next file's first item lies at `offset`."""
+        self._begins.append(offset)
+        self.add(np.array([offset]))
+
+    def add(self, offsets: NDArray[np.intp]) -> None:
+        """The next items lie at these offsets of the file begun last."""
+        kept = offsets[-self.n_items % self._stride :: self._stride]
+        self._file.write(kept.astype("<i8").tobytes())
+        self.n_items += len(offsets)
+
+    def publish(self, digest: str) -> None:
+        """Fill in the header, make the file durable and give it its name."""
+        n_offsets = -(-self.n_items // self._stride)
+        self._file.seek(0)
+        self._file.write(_HEADER.pack(MAGIC, VERSION, self._stride, self._n_files, n_offsets, bytes.fromhex(digest)))
+        self._file.write(np.array(self._begins, dtype="<i8").tobytes())
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._partial.replace(self._path)
+        fsync_dir(self._path.parent)
+
+
+class Index:
+    """Finds the bytes of a range of items; reads two offsets for each range and keeps nothing in memory."""
+
+    def __init__(self, path: Path, spec: InputSpec) -> None:
+        try:
+            self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by close
+        except OSError as error:
+            raise SlurmGPUError(
+                f"The input's index {path} cannot be read: {error.strerror}. Plan the run again."
+            ) from error
+        header = self._file.read(_HEADER.size)
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            _check_header(header, size, spec)
+        except ValueError as error:
+            self.close()
+            raise SlurmGPUError(f"The input's index {path} cannot be used: {error}. Plan the run again.") from error
+        self._stride = spec.stride
+        self._n_files = len(spec.files)
+
+    def close(self) -> None:
+        """Close the index's file."""
+        self._file.close()
+
+    def span(self, number: int, items: range, start: int, stop: int) -> tuple[int, int, int | None]:
+        """Where items start..stop-1 of the input lie in file `number`, which holds its items `items`.
+
+        Returns the last indexed item that is not after `start`, its offset, and the offset at which the first
+        indexed item from `stop` on begins; None: read to the file's end.
+        """
+        item = start - start % self._stride
+        if item in items:
+            begin = self._entry(self._n_files + item // self._stride)
+        else:
+            item, begin = items.start, self._entry(number)
+        after = -(-stop // self._stride)
+        end = self._entry(self._n_files + after) if after * self._stride in items else None
+        return item, begin, end
+
+    def _entry(self, number: int) -> int:
+        entry = os.pread(self._file.fileno(), _OFFSET.size, _HEADER.size + number * _OFFSET.size)
+        return int(_OFFSET.unpack(entry)[0])
+
+
+def _check_header(header: bytes, size: int, spec: InputSpec) -> None:
+    """Raise a ValueError that says what is wrong with the header or with the size of the file."""
+    if len(header) < _HEADER.size or not header.startswith(MAGIC):
+        raise ValueError("it is not an index")
+    _, version, stride, n_files, n_offsets, digest = _HEADER.unpack(header)
+    if version != VERSION:
+        raise ValueError(f"it has version {version}, and this slurmgpu reads version {VERSION}")
+    if (stride, digest.hex()) != (spec.stride, spec.digest):
+        raise ValueError("it belongs to another plan")
+    if size != _HEADER.size + _OFFSET.size * (n_files + n_offsets):
+        raise ValueError(f"its size is {size} bytes, which is not that of {n_offsets} offsets: it is damaged")

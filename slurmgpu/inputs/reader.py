@@ -1,0 +1,120 @@
+"""Any range of an input's items, read from where it lies."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from datetime import datetime
+from itertools import accumulate
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.inputs.finding import LINE_FORMATS
+from slurmgpu.inputs.index import Index
+from slurmgpu.inputs.lines import Layout, LineRows
+from slurmgpu.inputs.promising import PROMISED
+from slurmgpu.inputs.spec import InputFile, InputSpec
+from slurmgpu.inputs.tables import MergedRows, Table, open_table
+
+_ADVICE = "Put the file back as it was, or plan a new run."
+
+
+class Reader:
+    """Reads items of an input that was planned; holds one of its files open.
+
+    A file that is not as it was planned, now or later, is a SlurmGPUError.
+    """
+
+    def __init__(self, spec: InputSpec, index: Path) -> None:
+        for file in spec.files:
+            _check_unchanged(file)
+        self._spec = spec
+        self._bounds = [0, *accumulate(file.n_items for file in spec.files)]
+        self._index = Index(index, spec)
+        self._open: tuple[int, LineRows | Table] | None = None
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close what is open; the reader is of no use afterwards."""
+        self._close_file()
+        self._index.close()
+
+    def read(self, start: int, stop: int) -> list[Mapping[str, Any] | ItemError]:
+        """The data of items start..stop-1, in order; an ItemError in the place of a malformed one.
+
+        A range may span files. What lies before the multiple of the stride at or before `start` is not read.
+        """
+        if not 0 <= start <= stop <= self._spec.n_items:
+            raise ValueError(f"items {start} to {stop} of an input of {self._spec.n_items}")
+        data: list[Mapping[str, Any] | ItemError] = []
+        while start < stop:
+            number = bisect_right(self._bounds, start) - 1
+            end = min(stop, self._bounds[number + 1])
+            data += self._read_file(number, start, end)
+            start = end
+        return data
+
+    def _read_file(self, number: int, start: int, stop: int) -> list[Mapping[str, Any] | ItemError]:
+        first = self._bounds[number]
+        data = self._rows(number).read(start - first, stop - first)
+        _check_unchanged(self._spec.files[number])  # afterwards: then what was read is what was planned
+        return data
+
+    def _rows(self, number: int) -> LineRows | Table:
+        if self._open is None or self._open[0] != number:
+            self._close_file()
+            self._open = (number, self._open_file(number))
+        return self._open[1]
+
+    def _open_file(self, number: int) -> LineRows | Table:
+        path = self._spec.files[number].path
+        _check_unchanged(self._spec.files[number])
+        if self._spec.format not in LINE_FORMATS:
+            table = open_table(path, self._spec.format)
+            if self._spec.files[number].size_bytes == PROMISED:
+                _check_promise(self._spec.files[number], table)
+            return table
+        items = range(self._bounds[number], self._bounds[number + 1])
+        return LineRows(Layout(path, self._spec.format, self._spec.columns), self._index, number, items)
+
+    def _close_file(self) -> None:
+        if self._open is not None:
+            self._open[1].close()
+            self._open = None
+
+
+def _check_unchanged(file: InputFile) -> None:
+    try:
+        status = Path(file.path).stat()
+    except OSError as error:
+        raise SlurmGPUError(
+            f"The input changed since the run was planned: {file.path} cannot be read ({error.strerror}). {_ADVICE}"
+        ) from error
+    if file.size_bytes != PROMISED and (status.st_size, status.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
+        raise SlurmGPUError(
+            f"The input changed since the run was planned: {file.path} had {file.size_bytes} bytes, written "
+            f"{_time(file.mtime_ns)}; it has {status.st_size}, written {_time(status.st_mtime_ns)}. {_ADVICE}"
+        )
+
+
+def _check_promise(file: InputFile, table: Table) -> None:
+    """Refuse a merged file that is not the complete one of the plan that was waited for."""
+    fingerprint = table.fingerprint if isinstance(table, MergedRows) else ""
+    if len(table) != file.n_items or fingerprint != file.sha256:
+        raise SlurmGPUError(
+            f"{file.path} has {len(table)} rows of plan {fingerprint}; expected were the {file.n_items} rows of plan "
+            f"{file.sha256}, which this run waited for. Complete that run, then resubmit this one."
+        )
+
+
+def _time(ns: int) -> str:
+    return datetime.fromtimestamp(ns / 1e9).isoformat(" ", "microseconds")

@@ -1,0 +1,99 @@
+"""The formats that are tables already: .parquet, and .h5, the merged file of an earlier run."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import Any
+
+from slurmgpu.errors import ItemError, SlurmGPUError
+
+
+class ParquetRows:
+    """The rows of a .parquet file; the row group that was read last stays in memory."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+        except ImportError as error:
+            raise SlurmGPUError(f"Reading {path} needs pyarrow: pip install 'slurmgpu[parquet]'.") from error
+        self._damage = (pa.ArrowException, OSError)
+        try:
+            self._file = pq.ParquetFile(path, page_checksum_verification=True)
+        except self._damage as error:
+            _raise_if_disk_failed(error)
+            raise SlurmGPUError(f"{path} is not a Parquet file: {error}.") from error
+        self._path = path
+        about = self._file.metadata
+        groups = (about.row_group(i).num_rows for i in range(about.num_row_groups))
+        self._bounds: list[int] = [0, *accumulate(groups)]
+        self._cached: tuple[int, Any] | None = None
+        self.columns: tuple[str, ...] = tuple(self._file.schema_arrow.names)
+
+    def __len__(self) -> int:
+        return self._bounds[-1]
+
+    def close(self) -> None:
+        """Close the file and let go of the row group."""
+        self._file.close()
+        self._cached = None
+
+    def read(self, start: int, stop: int) -> list[Mapping[str, Any] | ItemError]:
+        """Rows start..stop-1 of this file; a row of a damaged row group is an ItemError."""
+        items: list[Mapping[str, Any] | ItemError] = []
+        while start < stop:
+            group = bisect_right(self._bounds, start) - 1
+            end = min(stop, self._bounds[group + 1])
+            try:
+                items += self._group(group).slice(start - self._bounds[group], end - start).to_pylist()
+            except self._damage as error:
+                _raise_if_disk_failed(error)
+                found = f"{self._path}, row group {group}: expected Parquet, found damage ({error})"
+                items += [ItemError(found)] * (end - start)
+            start = end
+        return items
+
+    def _group(self, group: int) -> Any:
+        if self._cached is None or self._cached[0] != group:
+            self._cached = None  # two row groups need not fit into memory
+            self._cached = (group, self._file.read_row_group(group))
+        return self._cached[1]
+
+
+class MergedRows:
+    """The rows of an earlier run's merged.h5: `index`, its columns, and `error` where the item failed."""
+
+    def __init__(self, path: str) -> None:
+        from slurmgpu import results
+
+        self._merged = results.open(path)
+        self.columns = ("index", *self._merged.columns)
+        self.fingerprint = str(self._merged.attributes["fingerprint"])
+
+    def __len__(self) -> int:
+        return len(self._merged)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._merged.close()
+
+    def read(self, start: int, stop: int) -> list[Mapping[str, Any] | ItemError]:
+        """Rows start..stop-1 of this file."""
+        errors, rows = self._merged.errors, self._merged.rows(start, stop)
+        return [row | {"error": errors[row["index"]]} if row["index"] in errors else row for row in rows]
+
+
+Table = ParquetRows | MergedRows
+
+
+def open_table(path: str, format_name: str) -> Table:
+    """The rows of a .parquet or .h5 file; SlurmGPUError if it is not one."""
+    return ParquetRows(path) if format_name == "parquet" else MergedRows(path)
+
+
+def _raise_if_disk_failed(error: BaseException) -> None:
+    """Let the file system's errors pass: pyarrow's OSError for damaged contents is one without an errno."""
+    if getattr(error, "errno", None) is not None:
+        raise error

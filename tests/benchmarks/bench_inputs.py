@@ -1,0 +1,84 @@
+"""Planning over one JSONL file, beside `cat` of it and a plain loop over its lines; then reading it in batches.
+
+    python -m tests.benchmarks.bench_inputs [--size-mb 1000] [--folder DIR]
+
+Every figure is the best of three in this run, with the file in the page cache unless it is larger than the memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from slurmgpu.inputs import InputSpec, Reader, scan
+
+BATCH = 16
+N_BATCHES = 2000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size-mb", type=int, default=1000, help="size of the JSONL file (default: 1000)")
+    parser.add_argument("--folder", type=Path, help="where to write it (default: the temporary directory)")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        path, index = Path(folder) / "input.jsonl", Path(folder) / "index"
+        size_mb = write_jsonl(path, arguments.size_mb)
+        cat_s = best(lambda: subprocess.run(f"cat {path} > /dev/null", shell=True, check=True))
+        loop_s = best(lambda: count_lines(path))
+        plan_s = best(lambda: scan([path], index, stride=BATCH))
+        spec = scan([path], index, stride=BATCH)
+        read_s = best(lambda: read_batches(spec, index))
+        print(f"{size_mb:.0f} MB, {spec.n_items} items, index {index.stat().st_size / 1e6:.1f} MB")
+        for name, seconds in (("cat", cat_s), ("for line in file", loop_s), ("scan", plan_s)):
+            speed = f"{size_mb / seconds:6.0f} MB/s"
+            print(f"{name:18} {speed}   {seconds / cat_s:5.2f} x cat   {seconds / loop_s:5.2f} x loop")
+        n_read = min(N_BATCHES, spec.n_items // BATCH) * BATCH
+        print(f"{'Reader.read':18} {read_s / n_read * 1e6:6.2f} us/item   random batches of {BATCH}")
+
+
+def write_jsonl(path: Path, size_mb: int) -> float:
+    """Write objects with texts of 20 to 2000 characters; returns the size in MB."""
+    rng = random.Random(7)
+    texts = ["".join(rng.choices("etaoin shrdlu", k=rng.randint(20, 2000))) for _ in range(1000)]
+    block = "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)).encode()
+    with open(path, "wb") as file:
+        for _ in range(-(-size_mb * 1_000_000 // len(block))):
+            file.write(block)
+    return path.stat().st_size / 1e6
+
+
+def count_lines(path: Path) -> int:
+    n_lines = 0
+    with open(path) as file:
+        for _ in file:
+            n_lines += 1
+    return n_lines
+
+
+def read_batches(spec: InputSpec, index: Path) -> None:
+    batches = range(spec.n_items // BATCH)
+    chosen = random.Random(7).sample(batches, min(N_BATCHES, len(batches)))
+    with Reader(spec, index) as reader:
+        for batch in chosen:
+            reader.read(batch * BATCH, (batch + 1) * BATCH)
+
+
+def best(action: Callable[[], object]) -> float:
+    """Seconds of the fastest of three calls."""
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+if __name__ == "__main__":
+    main()

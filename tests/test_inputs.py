@@ -1,0 +1,386 @@
+"""Finding an input's files, planning over them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.inputs import InputSpec, Reader, find, records, scan
+
+
+def put(folder: Path, **files: str | bytes) -> None:
+    """Write files named like keyword arguments: a_jsonl="..." makes a.jsonl."""
+    for name, content in files.items():
+        path = folder / name.replace("_", ".")
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def plan(folder: Path, pattern: str = "*", stride: int = 2) -> InputSpec:
+    index = folder.with_name("index")
+    return scan(find(pattern, folder), index, stride=stride)
+
+
+def read_all(folder: Path, pattern: str = "*", stride: int = 2) -> list[object]:
+    spec = plan(folder, pattern, stride)
+    with Reader(spec, folder.with_name("index")) as reader:
+        return list(reader.read(0, spec.n_items))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    return folder
+
+
+# Finding
+
+
+def test_a_path_a_list_and_a_glob_name_files_relative_to_the_base(folder: Path) -> None:
+    put(folder, b_txt="1", a_txt="2")
+    (folder / "deep").mkdir()
+    put(folder / "deep", c_txt="3")
+    a, b, c = folder / "a.txt", folder / "b.txt", folder / "deep/c.txt"
+    assert find("a.txt", folder) == [a]
+    assert find(["b.txt", "a.txt"], folder) == [b, a]
+    assert find("*.txt", folder) == [a, b]
+    assert find("**", folder) == [a, b, c]
+    assert find("data/*.txt", folder.parent) == [a, b]
+    assert find(str(folder / "*.txt"), Path("/")) == [a, b]
+    assert find(["deep/*.txt", str(a)], folder) == [c, a]
+
+
+def test_a_tilde_is_the_home_directory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(folder, a_txt="1")
+    monkeypatch.setenv("HOME", str(folder))
+    assert find("~/a.txt", Path("/")) == [folder / "a.txt"]
+    assert find("~/*.txt", Path("/")) == [folder / "a.txt"]
+
+
+def test_a_file_with_glob_characters_in_its_name_is_found_by_it(folder: Path) -> None:
+    (folder / "a[1].txt").write_text("x")
+    assert find("a[1].txt", folder) == [folder / "a[1].txt"]
+
+
+def test_paths_are_absolute_even_if_the_base_is_not(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(folder, a_txt="1")
+    monkeypatch.chdir(folder.parent)
+    assert find("a.txt", Path("data")) == [folder / "a.txt"]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "words"),
+    [
+        ("gone.jsonl", r"Input .*/gone.jsonl does not exist. Relative paths start at /.*/data\."),
+        ("gone*.jsonl", r"'gone\*.jsonl' matches no file"),
+        ("parts.csv", r"parts.csv is a directory.*'.*/parts.csv/\*.jsonl'"),
+        ("*.csv", "parts.csv is a directory"),
+        ("de*", "matches no file"),
+        ("a.json", r"a.json has the suffix '.json': expected .jsonl, .* Did you mean 'jsonl'\?"),
+        ("a.jsonl.gz", "suffix '.gz'.*not compressed"),
+        (["a.txt", "b.jsonl"], r"mixes formats, txt \(.*a.txt\) and jsonl \(.*b.jsonl\)"),
+        (["a.txt", "a.txt"], "one file twice"),
+        (["a.txt", "*.txt"], "one file twice"),
+        (["a.txt", "link.txt"], r"one file twice, as .*/a.txt and .*/link.txt"),
+        ("pipe.txt", "pipe.txt is not a regular file"),
+        ("dangling.txt", "dangling.txt does not exist"),
+        ("a.txt/b.txt", "cannot be read: Not a directory"),
+        ([], "an empty list"),
+    ],
+)
+def test_what_cannot_be_an_input_is_refused(folder: Path, patterns: str | list[str], words: str) -> None:
+    put(folder, a_txt="1", b_jsonl="{}", a_json="{}")
+    (folder / "a.jsonl.gz").write_bytes(b"")
+    (folder / "parts.csv").mkdir()
+    (folder / "deep").mkdir()
+    (folder / "link.txt").symlink_to("a.txt")
+    (folder / "dangling.txt").symlink_to("nowhere.txt")
+    os.mkfifo(folder / "pipe.txt")
+    with pytest.raises(SlurmGPUError, match=words):
+        find(patterns, folder)
+
+
+# Planning
+
+
+def test_the_spec_says_what_was_read_and_survives_json(folder: Path) -> None:
+    put(folder, a_csv="id,text\n1,x\n2,y\n", b_csv="id,text\n3,z")
+    spec = plan(folder, stride=16)
+    assert (spec.format, spec.n_items, spec.stride, spec.columns) == ("csv", 3, 16, ("id", "text"))
+    assert [(Path(file.path).name, file.n_items, file.size_bytes) for file in spec.files] == [
+        ("a.csv", 2, 16),
+        ("b.csv", 1, 11),
+    ]
+    assert all(file.mtime_ns == Path(file.path).stat().st_mtime_ns for file in spec.files)
+    assert InputSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+    put(folder, a_jsonl="{}")
+    spec = plan(folder, "*.jsonl")
+    assert spec.columns is None
+    assert InputSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+
+
+def test_the_digest_is_what_sha256sum_says(folder: Path) -> None:
+    put(folder, a_txt=b"\xef\xbb\xbf1\n\n" * 700_000, b_txt="3")
+    command = "cat a.txt > both; sha256sum a.txt b.txt | cut -c-64 | tee sums | sha256sum | cut -c-64"
+    digest = subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True, check=True)
+    spec = plan(folder, "*.txt")
+    assert spec.digest == digest.stdout.strip()
+    assert [file.sha256 for file in spec.files] == (folder / "sums").read_text().split()
+
+
+def test_progress_counts_every_byte(folder: Path) -> None:
+    put(folder, a_txt="x" * 3_000_000, b_txt="y")
+    seen: list[tuple[int, int]] = []
+    scan(find("*", folder), folder.with_name("index"), stride=1, progress=lambda *pair: seen.append(pair))
+    assert seen == sorted(seen)
+    assert len(seen) >= 3
+    assert seen[-1] == (3_000_001, 3_000_001)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.jsonl", "", "a.jsonl is empty"),
+        ("a.jsonl", "\n\r\n\n", "a.jsonl is empty"),
+        ("a.txt", "", "a.txt is empty"),
+        ("a.txt", b"\xef\xbb\xbf", "a.txt is empty"),
+        ("a.csv", "\n" * 200_000, "a.csv is empty"),
+        ("a.csv", "id,text\r\n", "a.csv is empty"),
+        ("a.jsonl", "{}\n[1]\n", "a.jsonl, line 2: expected a JSON object, found an array"),
+        ("a.jsonl", "null\n", "line 1: expected a JSON object, found null"),
+        ("a.jsonl", '"x"', "line 1: expected a JSON object, found a string"),
+        ("a.jsonl", "1.5", "line 1: expected a JSON object, found a number"),
+        ("a.jsonl", "true", "line 1: expected a JSON object, found a boolean"),
+        ("a.jsonl", "{}\n\n{}\n", "line 2: expected a JSON object, found an empty line"),
+        ("a.jsonl", "{}\r\n\r\n{}\r\n", "line 2: expected a JSON object, found an empty line"),
+        ("a.jsonl", '{\n "a": 1\n}\n', r"line 1: expected a JSON object, found text that is not JSON \(.* column 2\)"),
+        ("a.jsonl", b'{"a": "\xe4"}\n', "line 1: expected UTF-8, found 0xe4 at byte 8"),
+        ("a.jsonl", '{"a": 1}\n' * 5000 + '{"a": ', "line 5001: expected a JSON object"),
+        ("a.jsonl", "[" * 100_000, r"line 1: expected a JSON object, found text that is not JSON \(.*recursion"),
+        ("a.jsonl", '{"a": ' + "1" * 5000 + "}", r"line 1: expected a JSON object, found text that is not JSON \(Exc"),
+        ("a.txt", b"x\n\xff\xfe\n", "a.txt, line 2: expected UTF-8, found 0xff at byte 1"),
+        ("a.csv", "a,b\n1,2\n3\n", "a.csv, record 2: expected 2 fields as in the header, found 1"),
+        ("a.csv", "a,b\n1,2,3\n", "record 1: expected 2 fields as in the header, found 3"),
+        ("a.csv", "a,b\n1,2\n\n3,4", "record 2: expected a CSV record, found an empty line"),
+        ("a.csv", "a,b\n1,\"x\"y\n", r"record 1: expected a CSV record as in RFC 4180, found none \("),
+        ("a.csv", "\na,b\n1,2\n", "a.csv, header: expected a CSV record, found an empty line"),
+        ("a.csv", "a,b,a\n1,2,3\n", "header: 'a' names two columns"),
+        ("a.csv", "a;b\n1;2\n", "header: expected names separated by commas, found 'a;b'"),
+        ("a.csv", b"\xff\n1", "header: expected UTF-8"),
+        ("a.csv", 'a,b\n"x\ny",1\n5" disk,"z"\n', "a.csv, line 4: expected CSV .* a quote stands inside a field"),
+        ("a.csv", 'a,b\n1,"2\n3,4\n', "a.csv, line 2: expected CSV .* a quote is opened .* and never closed"),
+        ("a.csv", 'a,b\n1,"2\n' + "3,4\n" * 100_000, "line 2: expected CSV .* never closed"),
+        ("a.csv", "a,b\n" + '"1\n","2"\n' * 500_000 + '1,2"\n' + '"1","2"\n', "line 1000002: .* inside a field"),
+    ],
+)  # fmt: skip
+def test_what_is_not_the_format_is_refused_and_leaves_nothing(
+    folder: Path, name: str, content: str | bytes, words: str
+) -> None:
+    (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(SlurmGPUError, match=words) as caught:
+        plan(folder)
+    assert str(folder / name) in str(caught.value)
+    assert list(folder.parent.iterdir()) == [folder]
+
+
+def test_a_malformed_line_amid_a_large_file_is_met_by_the_sample(folder: Path) -> None:
+    good = b'{"text": "0123456789012345678901234567890123456789"}\n' * 100_000
+    put(folder, a_jsonl=good + b"{oops\n" * 30_000 + good)
+    with pytest.raises(SlurmGPUError, match=r"a.jsonl, line 1\d\d\d\d\d: expected a JSON object, found text that"):
+        plan(folder)
+
+
+def test_files_of_other_columns_are_refused(folder: Path) -> None:
+    put(folder, a_csv="id,text\n1,x\n", b_csv="id,words\n2,y\n", c_csv="text,id\nx,1\n")
+    with pytest.raises(
+        SlurmGPUError, match=r"b.csv has the columns 'id', 'words': expected those of .*a.csv, 'id', 't"
+    ):
+        plan(folder, "[ab].csv")
+    with pytest.raises(SlurmGPUError, match=r"c.csv has the columns 'text', 'id': .* in that order"):
+        plan(folder, "[ac].csv")
+
+
+def test_a_jsonl_file_without_a_common_key_is_refused(folder: Path) -> None:
+    put(folder, a_jsonl='{}\n{"id": 1, "text": "x"}\n', b_jsonl='{"id": 2}\n{"other": 1}\n', c_jsonl='{"meta": 1}\n')
+    assert plan(folder, "[ab].jsonl").n_items == 4
+    with pytest.raises(SlurmGPUError, match=r"c.jsonl has the keys 'meta': expected one .*/a.jsonl, 'id', 'text'"):
+        plan(folder)
+
+
+def test_a_record_longer_than_the_limit_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 3 << 20)
+    put(folder, a_txt=b"x\n" * 2_000_000 + b"y" * (3 << 20) + b"\nz\n")
+    assert plan(folder).n_items == 2_000_002
+    put(folder, a_txt=b"x\n" * 2_000_000 + b"y" * (5 << 20) + b"\nz\n")
+    with pytest.raises(SlurmGPUError, match=r"a.txt, line 2000001: .* one record on each line; .* longer than 3 MiB"):
+        plan(folder)
+
+
+def test_a_file_that_cannot_be_opened_is_refused(folder: Path) -> None:
+    put(folder, a_txt="x")
+    paths = find("*", folder)
+    paths[0].unlink()
+    with pytest.raises(SlurmGPUError, match=r"a.txt cannot be read: No such file"):
+        scan(paths, folder.with_name("index"), stride=1)
+
+
+def test_a_file_that_grows_while_it_is_planned_is_refused(folder: Path) -> None:
+    put(folder, a_txt="x\n" * 1_000_000)
+
+    def grow(done: int, total: int) -> None:
+        with open(folder / "a.txt", "a") as file:
+            file.write("y\n")
+
+    with pytest.raises(SlurmGPUError, match=r"a.txt changed while it was read"):
+        scan(find("*", folder), folder.with_name("index"), stride=1, progress=grow)
+    assert not folder.with_name("index").exists()
+
+
+MEMORY = """
+import sys
+from pathlib import Path
+from slurmgpu.inputs import Reader, scan
+spec = scan([Path(sys.argv[1])], Path(sys.argv[2]), stride=16)
+with Reader(spec, Path(sys.argv[2])) as reader:
+    assert len(reader.read(spec.n_items - 16, spec.n_items)) == 16
+print(spec.n_items, next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_planning_300_mb_takes_less_than_150_mb_of_memory(folder: Path) -> None:
+    block = b'{"text": "0123456789012345678901234567890123456789"}\n' * 20_000
+    with open(folder / "a.jsonl", "wb") as file:
+        for _ in range(300_000_000 // len(block) + 1):
+            file.write(block)
+    command = [sys.executable, "-c", MEMORY, str(folder / "a.jsonl"), str(folder.with_name("index"))]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    n_items, peak_kb = map(int, output.split())
+    (folder / "a.jsonl").unlink()
+    assert n_items * 53 > 300_000_000
+    assert peak_kb < 150_000
+
+
+def test_importing_inputs_needs_neither_h5py_nor_pyarrow() -> None:
+    code = "import sys, slurmgpu.inputs; sys.exit(bool({'h5py', 'pyarrow'} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# Reading what was planned
+
+
+def test_a_malformed_line_met_later_is_an_item_error_in_the_words_of_planning(folder: Path) -> None:
+    lines = [b'{"id": %d}' % i for i in range(20_000)]
+    lines[150:152] = [b"[]", b'{"\xff": 1}']
+    put(folder, a_jsonl=b"\n".join(lines))
+    put(folder, b_csv="a,b\n" + "".join(f'"{i}\n",x\n' for i in range(150)) + "1,2,3\n" + "".join(["1,2\n"] * 9999))
+    put(folder, c_txt=b"x\n" * 150 + b"\xff\n" + b"x\n" * 9999)
+    data = read_all(folder, "*.jsonl", stride=16)
+    bad = {i: item for i, item in enumerate(data) if isinstance(item, ItemError)}
+    assert {i: str(item) for i, item in bad.items()} == {
+        150: f"{folder}/a.jsonl, line 151: expected a JSON object, found an array",
+        151: f"{folder}/a.jsonl, line 152: expected UTF-8, found 0xff at byte 3",
+    }
+    assert [item for i, item in enumerate(data) if i not in bad] == [{"id": i} for i in range(20_000) if i not in bad]
+    data = read_all(folder, "*.csv", stride=16)
+    assert str(data[150]) == f"{folder}/b.csv, record 151: expected 2 fields as in the header, found 3"
+    assert data[149:152:2] == [{"a": "149\n", "b": "x"}, {"a": "1", "b": "2"}]
+    data = read_all(folder, "*.txt", stride=16)
+    assert str(data[150]) == f"{folder}/c.txt, line 151: expected UTF-8, found 0xff at byte 1"
+
+
+def test_lines_count_in_their_own_file(folder: Path) -> None:
+    put(folder, a_jsonl='{"a": 1}\n' * 7, b_jsonl='{"a": 1}\n' * 150 + "{\n" + '{"a": 1}\n' * 999)
+    assert f"{folder}/b.jsonl, line 151:" in str(read_all(folder, stride=4)[157])
+
+
+@pytest.mark.parametrize("stride", [1, 3, 16, 100])
+def test_reading_a_shard_reads_nothing_before_it_and_nothing_behind(folder: Path, stride: int) -> None:
+    put(folder, a_csv="a,b\n" + "".join(f'{i},"\n"\n' for i in range(90)), b_csv="a,b\n" + "1,2\n" * 777)
+    spec = plan(folder, stride=stride)
+    start = 300 // stride * stride
+    stop = start + 2 * stride
+    with Reader(spec, folder.with_name("index")) as reader:
+        expected = reader.read(start, stop)
+    path = Path(spec.files[1].path)
+    begin, end = 4 + (start - 90) * 4, 4 + (stop - 90) * 4
+    path.write_bytes(b'"' * begin + path.read_bytes()[begin:end] + b"\xff" * (path.stat().st_size - end))
+    os.utime(path, ns=(0, spec.files[1].mtime_ns))
+    os.truncate(spec.files[0].path, 0)
+    os.truncate(spec.files[0].path, spec.files[0].size_bytes)
+    os.utime(spec.files[0].path, ns=(0, spec.files[0].mtime_ns))
+    with Reader(spec, folder.with_name("index")) as reader:
+        assert reader.read(start, stop) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda path: path.write_text("x\ny\nz\n"), "a.txt had 4 bytes, written .*; it has 6"),
+        (lambda path: path.write_text("y\nx\n"), "a.txt had 4 bytes, written .*; it has 4"),
+        (lambda path: path.unlink(), r"a.txt cannot be read \(No such file or directory\)"),
+    ],
+)
+def test_an_input_that_changed_is_refused(folder: Path, change: Callable[[Path], object], words: str) -> None:
+    put(folder, a_txt="x\ny\n")
+    os.utime(folder / "a.txt", ns=(0, 1_700_000_000_123_456_789))
+    spec = plan(folder)
+    with Reader(spec, folder.with_name("index")) as reader:
+        reader.read(0, 1)
+        change(folder / "a.txt")
+        with pytest.raises(SlurmGPUError, match=f"The input changed since the run was planned: .*{words}"):
+            reader.read(1, 2)
+    with pytest.raises(SlurmGPUError, match=f"The input changed since the run was planned: .*{words}"):
+        Reader(spec, folder.with_name("index"))
+
+
+def test_a_range_beyond_the_input_is_a_bug(folder: Path) -> None:
+    put(folder, a_txt="x\ny\n")
+    with Reader(plan(folder), folder.with_name("index")) as reader:
+        assert reader.read(2, 2) == []
+        for start, stop in ((-1, 1), (1, 0), (1, 3)):
+            with pytest.raises(ValueError, match="of an input of 2"):
+                reader.read(start, stop)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda index: b"", "is not an index"),
+        (lambda index: b"X" + index[1:], "is not an index"),
+        (lambda index: index[:8] + b"\2" + index[9:], "has version 2, and this slurmgpu reads version 1"),
+        (lambda index: index[:-1], "is damaged"),
+        (lambda index: index + b"\0" * 8, "is damaged"),
+        (lambda index: index[:16] + b"\7" + index[17:], "belongs to another plan"),
+        (lambda index: index[:40] + b"\0\0" + index[42:], "belongs to another plan"),
+    ],
+)
+def test_an_index_that_is_not_the_plans_is_refused(folder: Path, damage: Callable[[bytes], bytes], words: str) -> None:
+    put(folder, a_txt="x\ny\n")
+    spec = plan(folder)
+    index = folder.with_name("index")
+    index.write_bytes(damage(index.read_bytes()))
+    with pytest.raises(SlurmGPUError, match=f"index .* {words}.* Plan the run again"):
+        Reader(spec, index)
+    index.unlink()
+    with pytest.raises(SlurmGPUError, match=r"index .* cannot be read: No such file"):
+        Reader(spec, index)
+
+
+def test_the_index_has_the_layout_of_its_page(folder: Path) -> None:
+    put(folder, a_txt="x\n\nyy\n", b_txt=b"\xef\xbb\xbf1\r\n2\r\n3")
+    spec = plan(folder)
+    content = folder.with_name("index").read_bytes()
+    assert content[:8] == b"slgpuidx"
+    numbers = [int.from_bytes(content[at : at + 8], "little") for at in (8, 16, 24, 32)]
+    assert numbers == [1, 2, 2, 3]  # version, stride, files, offsets
+    assert content[40:72].hex() == spec.digest
+    offsets = [int.from_bytes(content[at : at + 8], "little") for at in range(72, len(content), 8)]
+    assert offsets == [0, 3, *(0, 3, 6)]  # each file's first item; items 0, 2 and 4

@@ -1,0 +1,141 @@
+"""Parquet files, and the merged files of earlier runs, as inputs."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from slurmgpu.columns import Array, Ragged, Text
+from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.inputs import Reader, find, scan
+from slurmgpu.shards import write_shard
+
+ROWS: list[dict[str, Any]] = [
+    {
+        "id": i,
+        "text": None if i % 7 == 3 else f"täxt {i}",
+        "tags": [i] * (i % 3),
+        "on": datetime.date(2024, 1, 1 + i % 9),
+    }
+    for i in range(50)
+]
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]], rows_in_group: int) -> None:
+    pq.write_table(
+        pa.Table.from_pylist(rows, schema=pa.Table.from_pylist(ROWS).schema),
+        path,
+        row_group_size=rows_in_group,
+        write_page_checksum=True,
+        use_dictionary=False,
+    )
+
+
+@pytest.mark.parametrize(("stride", "rows_in_group"), [(1, 50), (4, 1), (7, 9), (64, 20)])
+def test_any_range_of_parquet_is_its_rows(tmp_path: Path, stride: int, rows_in_group: int) -> None:
+    write_parquet(tmp_path / "a.parquet", ROWS[:30], rows_in_group)
+    write_parquet(tmp_path / "b.parquet", ROWS[30:], rows_in_group)
+    spec = scan(find("*.parquet", tmp_path), tmp_path / "index", stride=stride)
+    assert (spec.format, spec.n_items, spec.columns) == ("parquet", 50, ("id", "text", "tags", "on"))
+    assert [file.n_items for file in spec.files] == [30, 20]
+    with Reader(spec, tmp_path / "index") as reader:
+        for start in range(51):
+            for stop in range(start, 51):
+                assert reader.read(start, stop) == ROWS[start:stop]
+
+
+def test_damage_in_one_row_group_is_that_groups_items_errors(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    write_parquet(path, ROWS, 10)
+    spec = scan([path], tmp_path / "index", stride=10)
+    column = pq.ParquetFile(path).metadata.row_group(2).column(1)
+    with open(path, "r+b") as file:
+        file.seek(column.data_page_offset + column.total_compressed_size - 8)
+        file.write(b"\xff" * 8)
+    os.utime(path, ns=(0, spec.files[0].mtime_ns))
+    with Reader(spec, tmp_path / "index") as reader:
+        items = reader.read(0, 50)
+    assert items[:20] + items[30:] == ROWS[:20] + ROWS[30:]
+    assert all(isinstance(item, ItemError) for item in items[20:30])
+    assert f"{path}, row group 2: expected Parquet, found damage" in str(items[25])
+
+
+def test_what_is_no_parquet_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    for content in (b"", b"PAR1", b"id,text\n1,x\n" * 100):
+        path.write_bytes(content)
+        with pytest.raises(SlurmGPUError, match=r"a.parquet is not a Parquet file"):
+            scan([path], tmp_path / "index", stride=1)
+    write_parquet(path, [], 1)
+    with pytest.raises(SlurmGPUError, match=r"a.parquet is empty"):
+        scan([path], tmp_path / "index", stride=1)
+    pq.write_table(pa.table([[1], [2]], names=["a", "a"]), path)
+    with pytest.raises(SlurmGPUError, match=r"'a' names two columns"):
+        scan([path], tmp_path / "index", stride=1)
+
+
+def test_parquet_files_of_other_columns_are_refused(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"id": [1], "text": ["x"]}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"id": [1]}), tmp_path / "b.parquet")
+    with pytest.raises(SlurmGPUError, match=r"b.parquet has the columns 'id': expected those of .*a.parquet"):
+        scan(find("*", tmp_path), tmp_path / "index", stride=1)
+
+
+def test_without_pyarrow_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_parquet(tmp_path / "a.parquet", ROWS, 10)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(SlurmGPUError, match=r"needs pyarrow: pip install 'slurmgpu\[parquet\]'"):
+        scan(find("*", tmp_path), tmp_path / "index", stride=1)
+
+
+def write_results(path: Path, start: int, stop: int) -> list[dict[str, Any]]:
+    """A file of an earlier run, and the data that its rows are as items."""
+    columns = {"score": Array("float32"), "vector": Array("int16", (2,)), "text": Text(), "lengths": Ragged("int8")}
+    rows: list[Any] = [
+        {
+            "score": np.float32(i / 2),
+            "vector": np.array([i, -i], "int16"),
+            "text": f"täxt {i}".encode(),
+            "lengths": np.arange(i % 3, dtype="int8"),
+        }
+        for i in range(start, stop)
+    ]
+    rows[1] = ItemError("too long")
+    write_shard(path, columns, start=start, rows=rows, fingerprint="f", notes={}, made_by={})
+    expected = [
+        {"index": i, "score": i / 2, "vector": [i, -i], "text": f"täxt {i}", "lengths": list(range(i % 3))}
+        for i in range(start, stop)
+    ]
+    expected[1] |= {"score": None, "vector": [0, 0], "text": "", "lengths": [], "error": "too long"}
+    return expected
+
+
+def plain(item: Any) -> dict[str, Any]:
+    """An item's data in plain values, NaN as None, to compare them."""
+    values = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in item.items()}
+    return {name: None if value != value else value for name, value in values.items()}
+
+
+def test_any_range_of_an_earlier_runs_file_is_its_rows(tmp_path: Path) -> None:
+    expected = write_results(tmp_path / "a.h5", 0, 5) + write_results(tmp_path / "b.h5", 40, 44)
+    spec = scan(find("*.h5", tmp_path), tmp_path / "index", stride=2)
+    assert (spec.format, spec.n_items) == ("h5", 9)
+    assert spec.columns == ("index", "score", "vector", "text", "lengths")
+    with Reader(spec, tmp_path / "index") as reader:
+        for start in range(10):
+            for stop in range(start, 10):
+                assert [plain(item) for item in reader.read(start, stop)] == expected[start:stop]
+
+
+def test_an_h5_file_of_someone_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.h5").write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(5000))
+    with pytest.raises(SlurmGPUError, match=r"a\.h5"):
+        scan(find("*", tmp_path), tmp_path / "index", stride=1)
