@@ -10,7 +10,8 @@ from dataclasses import dataclass
 class Policy:
     """What a failure class means for the run.
 
-    `retriable`: another submission can compute what this failure left; `auto_resubmit` goes on with these only.
+    `retriable`: another submission may compute what this failure left, so that `auto_resubmit` goes on. (What a user
+    cancelled is computed by `resubmit`, when the user asks for it.)
     `node_at_fault`: the next submission excludes the node.
     """
 
@@ -32,7 +33,7 @@ POLICIES: dict[str, Policy] = {
     "workload_error": Policy("loading failed, or every item of a shard failed the same way", False),
     "input_error": Policy("the input cannot be read as it was planned", False),
     "disk_full": Policy("a file could not be written", False),
-    "cancelled": Policy("scancel or slurmgpu cancel", True),
+    "cancelled": Policy("scancel, slurmgpu cancel or Ctrl-C", False),
     "lost": Policy("no end was recorded and Slurm does not know", True),
 }
 

@@ -1,0 +1,53 @@
+"""slurmgpu maps a GPU workload over a data set on Slurm and loses nothing.
+
+What is public is listed in `__all__`; a name is imported when it is first used, so `import slurmgpu` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Array",
+    "Item",
+    "ItemError",
+    "Merged",
+    "Ragged",
+    "SlurmGPUError",
+    "TaskContext",
+    "Text",
+    "Workload",
+    "__version__",
+    "open",
+    "submit",
+]
+
+_HOMES = {
+    "Array": "slurmgpu.columns",
+    "Ragged": "slurmgpu.columns",
+    "Text": "slurmgpu.columns",
+    "Item": "slurmgpu.workloads",
+    "TaskContext": "slurmgpu.workloads",
+    "Workload": "slurmgpu.workloads",
+    "ItemError": "slurmgpu.errors",
+    "SlurmGPUError": "slurmgpu.errors",
+    "Merged": "slurmgpu.results",
+    "open": "slurmgpu.results",
+    "submit": "slurmgpu.api",
+}
+
+if TYPE_CHECKING:
+    from slurmgpu.api import submit
+    from slurmgpu.columns import Array, Ragged, Text
+    from slurmgpu.errors import ItemError, SlurmGPUError
+    from slurmgpu.results import Merged, open  # noqa: A004
+    from slurmgpu.workloads import Item, TaskContext, Workload
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'slurmgpu' has no attribute {name!r}")

@@ -1,0 +1,231 @@
+"""A shard's rows: batches cut from the shard alone, failures narrowed to the item that causes them.
+
+Nothing in here knows of claims, files or processes.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from slurmgpu.columns import Column, convert_row
+from slurmgpu.errors import ItemError
+from slurmgpu.histories import History
+from slurmgpu.workloads import Item, Workload
+
+log = logging.getLogger(__name__)
+
+ERROR_LENGTH = 4000
+"""An item's `error` is cut at this many characters."""
+
+
+class WorkerBrokenError(Exception):
+    """The process cannot go on, since its CUDA context is lost; a new worker can."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why one item has no row. `way` is equal for items that raised at the same place; None for an ItemError."""
+
+    kind: str
+    message: str
+    way: tuple[str, ...] | None = None
+    trace: str = ""
+
+    def to_error(self) -> ItemError:
+        """What the shard keeps in the item's `error`: the failure class, then the message."""
+        return ItemError(f"{self.kind}: {self.message}"[:ERROR_LENGTH])
+
+
+_PENDING = Failure("item_error", "not computed")
+
+
+@dataclass
+class Computed:
+    """A shard's rows in the order of its items: converted values or Failures; and what changed its batches.
+
+    `oom_batch` is the batch size that memory sufficed for, 0 when it was never short.
+    """
+
+    rows: dict[int, Mapping[str, Any] | Failure] = field(default_factory=dict)
+    oom_batch: int = 0
+    narrowed: int = 0
+    isolated: int = 0
+
+    def common_way(self) -> Failure | None:
+        """The failure that every one of the items shares, if at least two raised, all at the same place."""
+        failures = [row for row in self.rows.values() if isinstance(row, Failure)]
+        if len(failures) < max(2, len(self.rows)) or failures[0].way is None:
+            return None
+        return failures[0] if all(failure.way == failures[0].way for failure in failures) else None
+
+    def notes(self) -> dict[str, int]:
+        """What the shard records of changed batches."""
+        notes = {
+            "oom_batch": self.oom_batch,
+            "narrowed_batches": self.narrowed,
+            "isolated_batches": self.isolated,
+        }
+        return {name: value for name, value in notes.items() if value}
+
+
+class Computer:
+    """Computes shards with one loaded workload.
+
+    `on_batch(indices, isolated)` is called before each call of the workload, so that who sees the worker die knows what
+    was in flight.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        name: str,
+        columns: Mapping[str, Column],
+        batch_size: int,
+        on_batch: Callable[[Sequence[int], bool], None] = lambda indices, isolated: None,
+    ) -> None:
+        self._workload = workload
+        self._name = name
+        self._columns = columns
+        self._batch_size = batch_size
+        self._on_batch = on_batch
+        self._ways_logged: set[tuple[str, ...]] = set()
+
+    def compute(self, items: Sequence[Item | tuple[int, ItemError]], history: History) -> Computed:
+        """Rows for `items`, which are the whole shard; one that could not be read comes as (index, ItemError)."""
+        done = Computed()
+        good = []
+        for item in items:
+            if isinstance(item, Item):
+                good.append(item)
+                done.rows[item.index] = _PENDING  # keeps the order of the shard
+            else:
+                done.rows[item[0]] = Failure("input_error", str(item[1]))
+        self._sort(good, done)
+        for cut in range(0, len(good), self._batch_size):
+            batch = good[cut : cut + self._batch_size]
+            if history.isolates([item.index for item in batch]):
+                done.isolated += 1
+                self._compute_alone(batch, history, done)
+            else:
+                self._compute_batch(batch, done)
+        return done
+
+    def _sort(self, items: list[Item], done: Computed) -> None:
+        key = getattr(self._workload, "sort_key", None)
+        if key is not None:
+            items.sort(key=lambda item: (key(item), item.index))
+
+    def _compute_alone(self, batch: Sequence[Item], history: History, done: Computed) -> None:
+        for item in batch:
+            if item.index in history.quarantined:
+                kind, _, message = history.quarantined[item.index].partition(": ")
+                done.rows[item.index] = Failure(kind, message)
+            else:
+                self._call_narrowing([item], done, isolated=True)
+
+    def _compute_batch(self, batch: Sequence[Item], done: Computed) -> None:
+        """One batch; in pieces of `oom_batch` once memory was short in this shard."""
+        start = 0
+        while start < len(batch):
+            size = done.oom_batch or len(batch)
+            self._call_narrowing(batch[start : start + size], done)
+            start += size
+
+    def _call_narrowing(self, items: Sequence[Item], done: Computed, *, isolated: bool = False) -> None:
+        """Rows for the items of one call; halved, and halved again, when the call fails."""
+        self._on_batch([item.index for item in items], isolated)
+        failure = self._call(items, done)
+        if failure is None:
+            return
+        if len(items) == 1:
+            self._log(items[0].index, failure)
+            done.rows[items[0].index] = failure
+            return
+        half = (len(items) + 1) // 2
+        if failure.kind == "cuda_oom":
+            _free_memory()
+            done.oom_batch = min(done.oom_batch or half, half)
+            log.warning("out of memory with a batch of %d; going on with %d", len(items), half)
+        else:
+            done.narrowed += 1
+        self._call_narrowing(items[:half], done, isolated=isolated)
+        self._call_narrowing(items[half:], done, isolated=isolated)
+
+    def _call(self, items: Sequence[Item], done: Computed) -> Failure | None:
+        """Call the workload and keep its rows; what went wrong, if the call as a whole did.
+
+        The exception does not leave this function: its traceback would keep the tensors of the failed call alive.
+        """
+        try:
+            returned = list(self._workload(items))
+        except ItemError as error:
+            return Failure("item_error", str(error))
+        except (Exception, SystemExit) as error:
+            if is_out_of_memory(error):
+                return Failure("cuda_oom", f"out of memory with a batch of {len(items)}", ("cuda_oom",))
+            if is_broken_cuda(error):
+                raise WorkerBrokenError(f"{type(error).__name__}: {error}") from error
+            return _failure(error)
+        if len(returned) != len(items):
+            message = f"workload {self._name} returned {len(returned)} rows for {len(items)} items"
+            return Failure("item_error", message, ("rows",))
+        for item, row in zip(items, returned, strict=True):
+            done.rows[item.index] = self._check(item, row)
+        return None
+
+    def _check(self, item: Item, row: Any) -> Mapping[str, Any] | Failure:
+        if isinstance(row, ItemError):
+            return Failure("item_error", str(row))
+        try:
+            if not isinstance(row, Mapping):
+                raise ValueError(f"a row is a mapping of column to value, not {type(row).__name__}")
+            return convert_row(self._columns, row)
+        except ValueError as error:
+            failure = Failure("item_error", f"workload {self._name}, item {item.index}: {error}", ("row", str(error)))
+            self._log(item.index, failure)
+            return failure
+
+    def _log(self, index: int, failure: Failure) -> None:
+        """A line for each failed item; the traceback only once for each place that raised."""
+        log.warning("item %d: %s: %s", index, failure.kind, failure.message.partition("\n")[0])
+        if failure.trace and failure.way and failure.way not in self._ways_logged:
+            self._ways_logged.add(failure.way)
+            log.warning("%s", failure.trace)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a smaller batch may help; told by name, since importing torch is the workload's affair."""
+    text = str(error)
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and ("CUDA out of memory" in text or "can't allocate memory" in text))
+    )
+
+
+def is_broken_cuda(error: BaseException) -> bool:
+    """Whether the CUDA context is lost: after a device-side assert every later call in this process fails, too."""
+    return type(error).__name__ == "AcceleratorError" or (
+        isinstance(error, RuntimeError) and str(error).startswith("CUDA error:")
+    )
+
+
+def _failure(error: BaseException) -> Failure:
+    frames = traceback.extract_tb(error.__traceback__)
+    last = frames[-1]
+    message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    trace = "".join(traceback.format_exception(error))
+    return Failure("item_error", message, (type(error).__name__, last.filename, str(last.lineno)), trace)
+
+
+def _free_memory() -> None:
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,237 @@
+"""The run directory: the frozen plan, the submissions and the attempts. What is on disk is the only state.
+
+Standard library only, since the worker, `status` and the merge all start here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.claims import Claims
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.files import fsync_dir, write_json
+
+RUN_FORMAT = "slurmgpu run"
+RUN_VERSION = 1
+FOLDERS = ("claims", "shards", "tasks", "logs", "telemetry")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run computes, frozen: everything that its rows depend on, and what it was first asked to run on.
+
+    `shard_items` consecutive items make a shard; the last may have fewer. `fingerprint` covers what the rows depend on.
+    """
+
+    name: str
+    input: Mapping[str, Any]
+    input_digest: str
+    n_items: int
+    workload: str
+    search_path: str
+    settings: Mapping[str, Any]
+    columns: Mapping[str, Any]
+    batch_size: int
+    shard_items: int
+    seed: int
+    lease_s: float
+    margin_s: float
+    auto_resubmit: int
+    resources: Mapping[str, Any]
+    slurm: Mapping[str, Any]
+    merge: Mapping[str, Any]
+    provenance: Mapping[str, Any]
+
+    @property
+    def n_shards(self) -> int:
+        """How many shards there are."""
+        return -(-self.n_items // self.shard_items)
+
+    def bounds(self, shard: int) -> tuple[int, int]:
+        """First item of a shard, and the one after its last."""
+        start = shard * self.shard_items
+        return start, min(start + self.shard_items, self.n_items)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of what the rows depend on; every shard carries it."""
+        parts = [self.input_digest, self.n_items, self.workload, self.settings, self.columns]
+        parts += [self.batch_size, self.shard_items, self.seed]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of run.json."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {"format": RUN_FORMAT, "version": RUN_VERSION, "fingerprint": self.fingerprint, **fields}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Plan:
+        """The plan in a run.json."""
+        return cls(**{name: value[name] for name in cls.__dataclass_fields__})
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory and the plan in it."""
+
+    folder: Path
+    plan: Plan
+
+    @classmethod
+    def open(cls, folder: Path) -> Run:
+        """The run in `folder`; a sentence when there is none, or one of a newer slurmgpu."""
+        folder = folder.expanduser().absolute()
+        try:
+            value = json.loads((folder / "run.json").read_bytes())
+        except (FileNotFoundError, NotADirectoryError):
+            raise SlurmGPUError(
+                f"{folder} is no run directory: it has no run.json. `slurmgpu submit` makes one."
+            ) from None
+        except ValueError as error:
+            raise SlurmGPUError(f"{folder / 'run.json'} is damaged: {error}.") from error
+        if value.get("format") != RUN_FORMAT or value.get("version") != RUN_VERSION:
+            raise SlurmGPUError(
+                f"{folder / 'run.json'} is of format {value.get('format')!r} version {value.get('version')}; "
+                f"this slurmgpu reads {RUN_FORMAT!r} version {RUN_VERSION}. Use the slurmgpu that made the run."
+            )
+        return cls(folder, Plan.from_json(value))
+
+    @property
+    def claims(self) -> Claims:
+        """The claims of this run."""
+        return Claims(self.folder / "claims")
+
+    @property
+    def shards(self) -> Path:
+        """The folder of published shards."""
+        return self.folder / "shards"
+
+    @property
+    def tasks(self) -> Path:
+        """The folder of attempts, one JSON file each."""
+        return self.folder / "tasks"
+
+    @property
+    def logs(self) -> Path:
+        """The folder of Submitit's files and the workers' output."""
+        return self.folder / "logs"
+
+    @property
+    def merged(self) -> Path:
+        """Where the merge puts the joined file."""
+        return self.folder / "merged.h5"
+
+    @property
+    def index(self) -> Path:
+        """The index of the input's records, made at planning."""
+        return self.folder / "input.idx"
+
+    def shard_path(self, shard: int) -> Path:
+        """Where a published shard lies. Its presence is the only meaning of done."""
+        return self.shards / f"{shard:05d}.h5"
+
+    def published(self) -> set[int]:
+        """The shards that are done, from one listing."""
+        return {int(name[:-3]) for name in os.listdir(self.shards) if name.endswith(".h5") and name[:-3].isdecimal()}
+
+    def damaged(self) -> dict[int, str]:
+        """Shards that a merge set aside and nobody has computed since, with what was wrong with them."""
+        found = {}
+        for name in sorted(os.listdir(self.shards)):
+            number, _, rest = name.partition(".")
+            if rest == "damaged.txt" and not self.shard_path(int(number)).exists():
+                found[int(number)] = (self.shards / name).read_text().strip()
+        return found
+
+    def attempts(self) -> list[dict[str, Any]]:
+        """What each attempt wrote of itself, in the order of their start."""
+        records = [json.loads((self.tasks / name).read_bytes()) for name in _json_names(self.tasks)]
+        return sorted(records, key=lambda record: (record["started"], record["attempt"]))
+
+    def submissions(self) -> list[dict[str, Any]]:
+        """The submissions, each with what all its lines say: of before sbatch, of after it, and of its end."""
+        merged: dict[int, dict[str, Any]] = {}
+        try:
+            lines = (self.folder / "submissions.jsonl").read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        for line in lines:
+            value = json.loads(line)
+            merged.setdefault(value["submission"], {}).update(value)
+        return [merged[number] for number in sorted(merged)]
+
+    def record_submission(self, value: Mapping[str, Any]) -> None:
+        """Append a line to submissions.jsonl; `submission` in it is the number that lines of one submission share."""
+        line = json.dumps(dict(value)) + "\n"
+        fd = os.open(self.folder / "submissions.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        with os.fdopen(fd, "wb") as file:
+            file.write(line.encode())
+            file.flush()
+            os.fsync(file.fileno())
+
+    @contextlib.contextmanager
+    def submitting(self) -> Iterator[None]:
+        """Keep a second shell from submitting at the same moment."""
+        lock = self.folder / ".submitting"
+        who = f"{socket.gethostname()}, process {os.getpid()}, at {time.strftime('%Y-%m-%d %H:%M:%S')}"
+        try:
+            with open(lock, "x") as file:
+                file.write(who)
+        except FileExistsError:
+            raise SlurmGPUError(
+                f"Somebody is submitting this run right now ({lock.read_text()}). "
+                f"If that process is gone, remove {lock} and submit again."
+            ) from None
+        try:
+            yield
+        finally:
+            lock.unlink()
+
+
+def create_run(folder: Path, plan: Plan, index: Path | None) -> Run:
+    """Make the run directory, whole or not at all; refuse one that exists.
+
+    `index` is moved into it. Of two shells that make the same run at once, one succeeds.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    partial.mkdir()
+    for name in FOLDERS:
+        (partial / name).mkdir()
+    if index is not None:
+        shutil.move(index, partial / "input.idx")
+    write_json(partial / "run.json", plan.to_json())
+    try:
+        partial.rename(folder)  # fails on a directory that is not empty
+    except OSError:
+        shutil.rmtree(partial)
+        refuse_existing(folder)
+        raise
+    fsync_dir(folder.parent)
+    return Run(folder, plan)
+
+
+def refuse_existing(folder: Path) -> None:
+    """Raise a sentence when `folder` holds a run, or anything else."""
+    if (folder / "run.json").exists():
+        raise SlurmGPUError(
+            f"{folder} holds a run already. `slurmgpu resubmit {folder}` computes what it lacks, "
+            f"`slurmgpu status {folder}` shows it; for another run of this file name another directory with --run-dir."
+        )
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise SlurmGPUError(f"{folder} exists and is no run directory; name another with --run-dir.")
+
+
+def _json_names(folder: Path) -> list[str]:
+    return sorted(name for name in os.listdir(folder) if name.endswith(".json") and not name.startswith("."))

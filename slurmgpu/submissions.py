@@ -1,0 +1,49 @@
+"""What a submission asks for: the same for every executor; kept in submissions.jsonl, before and after it is queued."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Submission:
+    """One array job and its merge job, or their like on this machine.
+
+    `after` are merge jobs of other runs that this one waits for. `round` counts the merge job's own resubmissions.
+    """
+
+    submission: int
+    executor: str
+    device: str
+    n_tasks: int
+    n_concurrent: int
+    gpus_per_task: int
+    slurm: Mapping[str, Any] = field(default_factory=dict)
+    merge: Mapping[str, Any] = field(default_factory=dict)
+    after: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    round: int = 0
+    resources: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The line that is written before anything is queued."""
+        return {**asdict(self), "state": "submitting", "time": time.time()}
+
+    @property
+    def sbatch_options(self) -> dict[str, Any]:
+        """[slurm], with the nodes to leave out."""
+        options = dict(self.slurm)
+        if self.exclude:
+            options["exclude"] = ",".join(part for part in (str(options.get("exclude", "")), *self.exclude) if part)
+        return options
+
+    @property
+    def merge_options(self) -> dict[str, Any]:
+        """[merge], which has account, partition, QOS and reservation from [slurm] unless it says otherwise."""
+        inherited = {
+            key: self.slurm[key] for key in ("account", "partition", "qos", "reservation") if key in self.slurm
+        }
+        return {**inherited, **self.merge}

@@ -1,0 +1,289 @@
+"""What computes: loads the workload once, then claim → read items → batches → rows → publish, until no shard is left.
+
+`python -m slurmgpu.worker RUN` is started by the task, possibly inside a container image; the standard library, NumPy
+and h5py are all it needs before it imports the workload. It speaks to the task in lines of JSON on what was its
+standard output (prints of the workload go to standard error instead) and ends when its standard input closes: a task
+that was killed takes its worker along.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import platform
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slurmgpu import gpus, workloads
+from slurmgpu.claims import Claim
+from slurmgpu.columns import columns_from_json
+from slurmgpu.computing import Computed, Computer, Failure, WorkerBrokenError, is_out_of_memory
+from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.files import working_folder
+from slurmgpu.histories import read_history
+from slurmgpu.inputs import InputSpec, Reader
+from slurmgpu.runs import Run
+from slurmgpu.scouting import Scout
+from slurmgpu.shards import publish, write_shard
+from slurmgpu.workloads import Item, TaskContext
+
+log = logging.getLogger(__name__)
+
+Report = Callable[[Mapping[str, Any]], None]
+"""Receives the worker's events: see `Task` for what each one says."""
+
+GPU_FAULT_TEXTS = (
+    "CUDA driver version is insufficient",
+    "no CUDA-capable device",
+    "CUDA unknown error",
+    "Found no NVIDIA driver",
+    "CUDA-capable device(s) is/are busy or unavailable",
+)
+"""What PyTorch says when the GPU or its driver is at fault rather than the workload."""
+
+
+class WorkerFailedError(Exception):
+    """The worker cannot do its work, and a new one could not either; `kind` is the failure class."""
+
+    def __init__(self, kind: str, message: str, trace: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.trace = trace
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What the task tells its worker.
+
+    `resume` are shards whose claims this attempt holds already, from a worker that died. `end_time` is when the
+    allocation ends, in seconds since the epoch by this node's clock.
+    """
+
+    task: str
+    attempt: str
+    n_gpus: int = 0
+    device: str = "cpu"
+    end_time: float | None = None
+    resume: Sequence[int] = ()
+
+
+@dataclass
+class Worker:
+    """One worker process's way through the shards of a run; once `stopping` is set it takes no more of them."""
+
+    run: Run
+    assignment: Assignment
+    report: Report
+    stopping: threading.Event = field(default_factory=threading.Event)
+    slowest_s: float = 0.0
+    _resume: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._resume = list(self.assignment.resume)
+        self._columns = columns_from_json(self.run.plan.columns)
+        claim = Claim(self.assignment.task, self.assignment.attempt, platform.node(), os.getpid())
+        self._scout = Scout(self.run, claim, self._tell_takeover)
+
+    def work(self) -> None:
+        """Take shards until none is left; raises WorkerFailedError when there is no sense in going on.
+
+        Works in the run file's folder, as planning did: relative paths among the settings mean the same there.
+        """
+        plan = self.run.plan
+        self.report({"event": "loading"})
+        with working_folder(Path(plan.search_path)), self._open_input() as reader:
+            started = time.monotonic()
+            workload = self._load()
+            self.report({"event": "ready", "load_s": time.monotonic() - started})
+            name = plan.workload.rpartition(":")[2]
+            computer = Computer(workload, name, self._columns, plan.batch_size, self._tell_batch)
+            self._take_and_compute(computer, reader)
+
+    def _take_and_compute(self, computer: Computer, reader: Reader) -> None:
+        waiting: list[tuple[int, Computed, float]] = []
+        while (shard := self.next_shard()) is not None:
+            self.report({"event": "claim", "shard": shard})
+            started = time.time()
+            computed = computer.compute(self._read(reader, shard), read_history(self.run.claims.folder, shard))
+            waiting.append((shard, computed, started))
+            # Every item raised at the same place: is it the workload, or this stretch of the input? One more tells.
+            if computed.common_way() is None or len(waiting) == 2:
+                self._publish_all(waiting)
+        self._publish_all(waiting)
+
+    def _publish_all(self, waiting: list[tuple[int, Computed, float]]) -> None:
+        """Publish what waits, unless all of it failed in one way and no shard yet shows that the workload can work."""
+        ways = [computed.common_way() for _, computed, _ in waiting]
+        if ways and ways[0] is not None and all(ways) and not self.run.published():
+            raise WorkerFailedError("workload_error", ways[0].message, ways[0].trace)
+        for shard, computed, started in waiting:
+            self._publish(shard, computed, started)
+        waiting.clear()
+
+    def next_shard(self) -> int | None:
+        """The next shard, claimed; None, after an event that says why, when this worker's work is done."""
+        if self._resume:
+            return self._resume.pop(0)
+        if self.stopping.is_set():
+            found: int | str = "told to stop"
+        elif self._is_too_late():
+            found = "deadline"
+        else:
+            found = self._scout.next()
+        if isinstance(found, int):
+            return found
+        self.report({"event": "done", "reason": found})
+        return None
+
+    def _is_too_late(self) -> bool:
+        """Whether the slowest shard so far would not fit in what is left of the walltime."""
+        end = self.assignment.end_time
+        return end is not None and time.time() + 1.1 * self.slowest_s + self.run.plan.margin_s > end
+
+    def _tell_takeover(self, shard: int, former: Claim) -> None:
+        self.report({"event": "takeover", "shard": shard, "from": former.attempt, "host": former.host})
+
+    def _tell_batch(self, indices: Sequence[int], isolated: bool) -> None:
+        self.report({"event": "batch", "items": list(indices), "isolated": isolated})
+
+    def _open_input(self) -> Reader:
+        try:
+            return Reader(InputSpec.from_json(self.run.plan.input), self.run.index)
+        except SlurmGPUError as error:
+            raise WorkerFailedError("input_error", str(error)) from error
+
+    def _read(self, reader: Reader, shard: int) -> list[Item | tuple[int, ItemError]]:
+        start, stop = self.run.plan.bounds(shard)
+        try:
+            records = reader.read(start, stop)
+        except (OSError, SlurmGPUError) as error:
+            raise WorkerFailedError("input_error", f"items {start}..{stop - 1} cannot be read: {error}") from error
+        seed = self.run.plan.seed
+        return [
+            (start + i, record) if isinstance(record, ItemError) else Item(start + i, record, seed)
+            for i, record in enumerate(records)
+        ]
+
+    def _load(self) -> workloads.Workload:
+        plan, given = self.run.plan, self.assignment
+        device = "cpu"
+        if given.n_gpus and given.device != "cpu":
+            try:
+                found = gpus.probe(given.n_gpus)
+            except gpus.GPUFaultError as error:
+                raise WorkerFailedError("gpu_fault", str(error)) from error
+            self.report({"event": "gpus", "names": [gpu.name for gpu in found]})
+            device = "cuda:0"
+        context = TaskContext(device, given.n_gpus if device != "cpu" else 0, self.run.folder, given.attempt)
+        try:
+            workload = workloads.build(plan.workload, plan.settings, Path(plan.search_path))
+            workload.load(context)
+        except (Exception, SystemExit) as error:
+            raise WorkerFailedError(
+                _loading_class(error), f"{type(error).__name__}: {error}", traceback.format_exc()
+            ) from error
+        return workload
+
+    def _publish(self, shard: int, computed: Computed, started: float) -> None:
+        start, _ = self.run.plan.bounds(shard)
+        rows = [row.to_error() if isinstance(row, Failure) else row for row in computed.rows.values()]
+        seconds = time.time() - started
+        partial = self.run.shards / f"{shard:05d}.{self.assignment.attempt}.{os.getpid()}.partial"
+        try:
+            write_shard(
+                partial,
+                self._columns,
+                start=start,
+                rows=rows,
+                fingerprint=self.run.plan.fingerprint,
+                notes=computed.notes(),
+                made_by={"attempt": self.assignment.attempt, "started": started, "seconds": seconds},
+            )
+            won = publish(partial, self.run.shard_path(shard))
+        except OSError as error:
+            raise WorkerFailedError("disk_full", f"shard {shard} cannot be written: {error}") from error
+        self.slowest_s = max(self.slowest_s, seconds)
+        n_errors = sum(isinstance(row, ItemError) for row in rows)
+        self.report(
+            {
+                "event": "published",
+                "shard": shard,
+                "items": len(rows),
+                "errors": n_errors,
+                "started": started,
+                "won": won,
+            }
+            | {"seconds": seconds, "oom": bool(computed.oom_batch)}
+        )
+
+
+def _loading_class(error: BaseException) -> str:
+    if is_out_of_memory(error):
+        return "cuda_oom"
+    if any(text in str(error) for text in GPU_FAULT_TEXTS):
+        return "gpu_fault"
+    return "workload_error"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The worker process: 0 when its work is done, 1 after a `failed` event, 70 when a new process is needed."""
+    parser = argparse.ArgumentParser(prog="python -m slurmgpu.worker")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("assignment", type=json.loads)
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    report = _report_on_stdout()
+    stopping = threading.Event()
+    _listen_to_stdin(stopping)
+    try:
+        Worker(Run.open(arguments.run), Assignment(**arguments.assignment), report, stopping).work()
+    except WorkerFailedError as error:
+        log.error("%s: %s\n%s", error.kind, error, error.trace)
+        report({"event": "failed", "class": error.kind, "message": str(error), "traceback": error.trace})
+        return 1
+    except WorkerBrokenError as error:
+        log.error("this process cannot go on: %s", error)
+        report({"event": "broken", "message": str(error)})
+        return 70
+    return 0
+
+
+def _report_on_stdout() -> Report:
+    """Keep the pipe to the task for events alone: what the workload prints goes to standard error."""
+    pipe = os.dup(1)
+    os.dup2(2, 1)
+    lock = threading.Lock()
+
+    def report(event: Mapping[str, Any]) -> None:
+        line = json.dumps(event).encode() + b"\n"
+        with lock:
+            while line:
+                line = line[os.write(pipe, line) :]
+
+    return report
+
+
+def _listen_to_stdin(stopping: threading.Event) -> None:
+    """Set `stopping` when the task says so, and die with the task: when it is gone, its end of the pipe is closed."""
+    stdin = os.dup(0)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+
+    def watch() -> None:
+        while os.read(stdin, 4096):
+            stopping.set()  # "stop" is all that a task ever says
+        os._exit(75)
+
+    threading.Thread(target=watch, daemon=True, name="the task's words").start()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

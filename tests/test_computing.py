@@ -1,0 +1,164 @@
+import re
+
+import pytest
+
+from slurmgpu.columns import Array
+from slurmgpu.computing import Computer, Failure, WorkerBrokenError
+from slurmgpu.errors import ItemError
+from slurmgpu.histories import History
+from slurmgpu.workloads import Item
+
+COLUMNS = {"x": Array("float64")}
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named as PyTorch names its own."""
+
+
+class Recorder:
+    """A workload made of a function; remembers the batches that it was called with."""
+
+    def __init__(self, function=lambda items: [{"x": item.data["x"]} for item in items], **members):
+        self.function = function
+        self.batches = []
+        self.__dict__.update(members)
+
+    def __call__(self, items):
+        self.batches.append([item.index for item in items])
+        return self.function(items)
+
+
+def compute(workload, n=8, batch_size=4, history=None, on_batch=lambda indices, isolated: None, start=0):
+    items = [Item(start + i, {"x": float(i)}) for i in range(n)]
+    computer = Computer(workload, "Recorder", COLUMNS, batch_size, on_batch)
+    return computer.compute(items, history or History())
+
+
+def failures(computed):
+    return {index: row for index, row in computed.rows.items() if isinstance(row, Failure)}
+
+
+def raise_at(*bad, error=ValueError):
+    def function(items):
+        for item in items:
+            if item.index in bad:
+                raise error(f"cannot do {item.index}")
+        return [{"x": item.data["x"]} for item in items]
+
+    return function
+
+
+def test_batches_are_cut_from_the_shard_in_order():
+    workload = Recorder()
+    computed = compute(workload, n=10)
+    assert workload.batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert [row["x"] for row in computed.rows.values()] == [float(i) for i in range(10)]
+    assert computed.notes() == {}
+
+
+def test_an_exception_is_narrowed_to_its_item_and_the_others_keep_their_rows():
+    workload = Recorder(raise_at(5))
+    computed = compute(workload)
+    assert list(failures(computed)) == [5]
+    assert str(failures(computed)[5].to_error()) == "item_error: ValueError: cannot do 5"
+    assert computed.rows[6]["x"] == 6.0
+    assert workload.batches == [[0, 1, 2, 3], [4, 5, 6, 7], [4, 5], [4], [5], [6, 7]]
+
+
+def test_sys_exit_in_a_workload_is_that_items_error():
+    assert list(failures(compute(Recorder(raise_at(2, error=SystemExit))))) == [2]
+
+
+def test_an_item_error_that_is_raised_or_returned_is_the_items_own():
+    returned = Recorder(lambda items: [ItemError("no") if item.index == 1 else {"x": 0} for item in items])
+    assert str(failures(compute(returned))[1].to_error()) == "item_error: no"
+    assert str(failures(compute(Recorder(raise_at(1, error=ItemError))))[1].to_error()) == "item_error: cannot do 1"
+
+
+def test_out_of_memory_halves_the_batch_for_the_rest_of_the_shard():
+    def function(items):
+        if len(items) > 3:
+            raise OutOfMemoryError("CUDA out of memory")
+        return [{"x": item.data["x"]} for item in items]
+
+    workload = Recorder(function)
+    computed = compute(workload, n=16, batch_size=8)
+    assert not failures(computed)
+    assert computed.oom_batch == 2
+    sizes = [len(batch) for batch in workload.batches]
+    assert sizes == [8, 4, 2, 2, 4, 2, 2, 2, 2, 2, 2]
+
+
+def test_out_of_memory_at_a_batch_of_one_is_the_items_fault():
+    computed = compute(Recorder(raise_at(3, error=OutOfMemoryError)))
+    assert {index: failure.kind for index, failure in failures(computed).items()} == {3: "cuda_oom"}
+
+
+def test_a_lost_cuda_context_ends_the_worker():
+    class AcceleratorError(RuntimeError):
+        pass
+
+    with pytest.raises(WorkerBrokenError, match="device-side assert"):
+        compute(Recorder(raise_at(0, error=lambda text: AcceleratorError("CUDA error: device-side assert triggered"))))
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([{"x": 1.0}], "returned 1 rows for 1 items"),
+        ([{"y": 1.0}], "column 'x' is missing"),
+        ([{"x": 1.0, "z": 2}], "column 'z' is not declared"),
+        ([{"x": [1.0, 2.0]}], r"column 'x': found shape \(2,\), expected \(\)"),
+        ([{"x": "text"}], "column 'x'"),
+        ([3], "a row is a mapping"),
+    ],
+)
+def test_a_wrong_row_names_workload_column_and_item(rows, said):
+    computed = compute(Recorder(lambda items: rows * 2 if "returned" in said else rows), n=1)
+    message = failures(computed)[0].message
+    assert "Recorder" in message
+    if "returned" not in said:
+        assert "item 0" in message
+        assert re.search(said, message)
+
+
+def test_items_that_cannot_be_read_are_input_errors_in_their_place():
+    computer = Computer(Recorder(), "w", COLUMNS, 4)
+    computed = computer.compute(
+        [Item(0, {"x": 1.0}), (1, ItemError("line 2: not JSON")), Item(2, {"x": 3.0})], History()
+    )
+    assert list(computed.rows) == [0, 1, 2]
+    assert str(computed.rows[1].to_error()) == "input_error: line 2: not JSON"
+    assert computed.rows[2]["x"] == 3.0
+
+
+def test_a_sort_key_orders_the_batches_and_not_the_rows():
+    workload = Recorder(sort_key=lambda item: -item.index)
+    computed = compute(workload)
+    assert workload.batches == [[7, 6, 5, 4], [3, 2, 1, 0]]
+    assert list(computed.rows) == list(range(8))
+
+
+def test_an_isolated_batch_is_computed_item_by_item_without_the_quarantined():
+    workload = Recorder()
+    calls = []
+    history = History(batch_weights={4: 1.0}, quarantined={6: "crash: the worker died by SIGSEGV"})
+    computed = compute(workload, history=history, on_batch=lambda indices, isolated: calls.append((indices, isolated)))
+    assert workload.batches == [[0, 1, 2, 3], [4], [5], [7]]
+    assert calls == [([0, 1, 2, 3], False), ([4], True), ([5], True), ([7], True)]
+    assert str(computed.rows[6].to_error()) == "crash: the worker died by SIGSEGV"
+    assert computed.notes() == {"isolated_batches": 1}
+
+
+def test_a_common_way_of_failing_is_found_only_when_every_item_raised_at_one_place():
+    assert compute(Recorder(raise_at(*range(8)))).common_way().message == "ValueError: cannot do 0"
+    assert compute(Recorder(raise_at(*range(7)))).common_way() is None
+    assert compute(Recorder(lambda items: [ItemError("no")] * len(items))).common_way() is None
+    assert compute(Recorder(raise_at(0)), n=1).common_way() is None
+
+
+def test_an_items_seed_depends_on_the_runs_seed_and_its_index_alone():
+    seeds = {Item(index, {}, run_seed).seed for index in range(1000) for run_seed in (0, 1)}
+    assert len(seeds) == 2000
+    assert Item(5, {"a": 1}, 7).seed == Item(5, {}, 7).seed
+    assert Item(0, {}, 0).seed == 3560153452049741418  # a promise: seeds are the same in every version
