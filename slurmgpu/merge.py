@@ -1,0 +1,62 @@
+"""The merge: joins the published shards in input order, sets damaged ones aside, and writes the report.
+
+It is for moments when no task of the run is alive; who calls it has made sure.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from slurmgpu.columns import columns_from_json
+from slurmgpu.files import write_bytes, write_json
+from slurmgpu.joins import join, verify_joined
+from slurmgpu.report import Lives, build_report, report_path
+from slurmgpu.runs import Run
+
+log = logging.getLogger(__name__)
+
+
+def merge(run: Run, lives: Lives | None = None) -> dict[str, Any]:
+    """Write merged.h5 and report.json from what is published; the report.
+
+    A damaged shard, or one of another plan, is renamed to `NNNNN.damaged`, the reason beside it: it is missing then.
+    """
+    for leftover in run.shards.glob("*.partial"):
+        leftover.unlink()
+    plan = run.plan
+    published = sorted(run.published())
+    parts = [(shard, run.shard_path(shard), *plan.bounds(shard)) for shard in published if shard < plan.n_shards]
+    merged_rows, errors = None, []
+    if not parts:
+        run.merged.unlink(missing_ok=True)  # of an earlier merge, whose shards are gone
+    else:
+        joined = join(
+            parts,
+            columns_from_json(plan.columns),
+            fingerprint=plan.fingerprint,
+            n_items=plan.n_items,
+            target=run.merged,
+            attributes={"run": plan.name, "seed": plan.seed, "workload": plan.workload},
+        )
+        for shard, reason in joined.damaged:
+            _set_aside(run, shard, reason)
+        merged_rows, errors = joined.n_rows, list(joined.errors)
+    report = build_report(run, errors=errors, merged_rows=merged_rows, lives=lives)
+    write_json(report_path(run), report)
+    run.claims.clear()
+    return report
+
+
+def verify(run: Run) -> list[str]:
+    """What is wrong with merged.h5, a sentence for each problem; none when every byte of it is as it was written."""
+    if not run.merged.exists():
+        return [f"there is no {run.merged}"]
+    return verify_joined(run.merged)
+
+
+def _set_aside(run: Run, shard: int, reason: str) -> None:
+    path = run.shard_path(shard)
+    log.error("shard %d is not merged: %s", shard, reason)
+    write_bytes(path.with_suffix(".damaged.txt"), f"{reason}\n".encode())
+    path.rename(path.with_suffix(".damaged"))

@@ -1,0 +1,226 @@
+"""From a run file to a plan: everything is checked here, before anything is queued or written."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
+
+from slurmgpu import __version__, inputs, workloads
+from slurmgpu.columns import check_columns, columns_to_json
+from slurmgpu.config import Resources, RunFile, read_run_file
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.files import working_folder
+from slurmgpu.runs import Plan, Run, refuse_existing
+
+TARGET_SHARDS = 2048
+"""At most so many shards by default: enough for balance over hundreds of GPUs, few enough for one directory."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A run not yet written: its plan, where it would lie, and the index of its input in a temporary file."""
+
+    plan: Plan
+    run_dir: Path
+    index: Path
+    resources: Resources
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """How many tasks are queued, how many of them may run at once, and the GPUs of each."""
+
+    n_tasks: int
+    n_concurrent: int
+    gpus_per_task: int
+
+
+@contextlib.contextmanager
+def draft_run(
+    run_file: Path,
+    overrides: Mapping[str, Any] | None = None,
+    run_dir: Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    after: Run | None = None,
+) -> Iterator[Draft]:
+    """The plan of a run file, while the `with` block lasts; SlurmGPUError where anything in it cannot work.
+
+    `after` is a run that this one waits for: its merged file may be the input before it exists.
+    """
+    path = run_file.expanduser().resolve()
+    config = read_run_file(path, overrides)
+    allocate(config.resources, n_shards=None)
+    target = _run_dir(path, config, run_dir)
+    refuse_existing(target)
+    full_name = workloads.resolve_use(config.workload.use, path.parent)
+    settings = _settings(full_name, config.settings, path.parent)
+    with working_folder(path.parent):
+        workload = workloads.build(full_name, settings, path.parent)
+    columns = columns_to_json(check_columns(workload.columns, f"workload {full_name}"))
+    batch_size = _batch_size(config, workload, full_name)
+    shard_items = _shard_items(config, batch_size)
+    with tempfile.TemporaryDirectory(prefix="slurmgpu-") as scratch:
+        index = Path(scratch) / "input.idx"
+        spec = _promised_input(config, path.parent, after, index, batch_size)
+        if spec is None:
+            found = inputs.find(config.input, path.parent)
+            spec = inputs.scan(found, index, stride=batch_size, progress=progress)
+        plan = Plan(
+            name=target.name,
+            input=spec.to_json(),
+            input_digest=spec.digest,
+            n_items=spec.n_items,
+            workload=full_name,
+            search_path=str(path.parent),
+            settings=settings,
+            columns=columns,
+            batch_size=batch_size,
+            shard_items=shard_items or default_shard_items(spec.n_items, batch_size),
+            seed=config.seed,
+            lease_s=config.lease_s,
+            margin_s=config.margin_s,
+            auto_resubmit=config.auto_resubmit,
+            resources=config.resources.model_dump(),
+            slurm=config.slurm,
+            merge=config.merge,
+            provenance=_provenance(path),
+        )
+        yield Draft(plan, target, index, config.resources)
+
+
+def _promised_input(
+    config: RunFile, base: Path, after: Run | None, index: Path, stride: int
+) -> inputs.InputSpec | None:
+    """The input that `after` is going to merge, if that is what the run file names and it does not exist yet."""
+    if after is None or not isinstance(config.input, str) or after.merged.exists():
+        return None
+    path = (base / Path(config.input).expanduser()).resolve()
+    if path != after.merged.resolve():
+        return None
+    columns = ("index", *after.plan.columns)
+    plan = after.plan
+    return inputs.promise(
+        path, index, n_items=plan.n_items, columns=columns, fingerprint=plan.fingerprint, stride=stride
+    )
+
+
+def default_shard_items(n_items: int, batch_size: int) -> int:
+    """Items in a shard: whole batches, and at most 2048 shards; of the input alone, never of the number of GPUs."""
+    return batch_size * -(-n_items // (batch_size * TARGET_SHARDS))
+
+
+def allocate(resources: Resources, n_shards: int | None) -> Allocation:
+    """Tasks and GPUs that [resources] asks for: see docs/reference/cli.md for the rule. No more tasks than shards."""
+    gpus, per_task = resources.gpus, resources.gpus_per_task
+    if gpus == 0:
+        if per_task is not None:
+            raise SlurmGPUError("gpus = 0 runs on CPUs, so gpus_per_task cannot be set; tasks says how many tasks.")
+        n_concurrent, per_task = resources.tasks or 1, 0
+    elif resources.array:
+        per_task = per_task or 1
+        if gpus % per_task:
+            raise SlurmGPUError(f"gpus = {gpus} is not a multiple of gpus_per_task = {per_task}.")
+        n_concurrent = gpus // per_task
+    else:
+        if per_task not in (None, gpus):
+            raise SlurmGPUError(
+                f"Without --array one task holds all {gpus} GPUs, but gpus_per_task = {per_task}; add --array."
+            )
+        n_concurrent, per_task = 1, gpus
+    limit = n_shards or sys.maxsize
+    n_tasks = min(resources.tasks or n_concurrent, limit)
+    return Allocation(n_tasks, min(n_concurrent, n_tasks), per_task)
+
+
+def _run_dir(path: Path, config: RunFile, run_dir: Path | None) -> Path:
+    if run_dir is not None:
+        return run_dir.expanduser().absolute()
+    return (path.parent / Path(config.run_dir or f"runs/{path.stem}").expanduser()).absolute()
+
+
+def _batch_size(config: RunFile, workload: workloads.Workload, name: str) -> int:
+    size = config.workload.batch_size or getattr(workload, "batch_size", None)
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise SlurmGPUError(
+            f"Workload {name} has batch_size = {size!r}; expected a whole number of at least 1. "
+            f"Set it in the class or in [workload]."
+        )
+    return size
+
+
+def _shard_items(config: RunFile, batch_size: int) -> int | None:
+    asked = config.shard_items
+    if asked is not None and asked % batch_size:
+        below = asked // batch_size * batch_size
+        options = f"{below} or {below + batch_size}" if below else f"{batch_size}"
+        raise SlurmGPUError(f"shard_items = {asked} is not a multiple of the batch size {batch_size}; use {options}.")
+    return asked
+
+
+def _settings(full_name: str, settings: Mapping[str, Any], search_path: Path) -> dict[str, Any]:
+    """The settings as they will be frozen: plain JSON, of the types that the workload's __init__ is annotated with."""
+    try:
+        frozen: dict[str, Any] = json.loads(json.dumps(settings))
+    except TypeError as error:
+        raise SlurmGPUError(
+            f"[settings] of workload {full_name}: {error}; use text, numbers, booleans and lists."
+        ) from error
+    cls = workloads.load_class(full_name, search_path)
+    try:
+        hints = typing.get_type_hints(vars(cls).get("__init__", cls))
+    except (NameError, TypeError):
+        return frozen  # annotations that exist for type checkers only
+    for name, value in frozen.items():
+        if name in hints:
+            _check_type(full_name, name, value, hints[name])
+    return frozen
+
+
+def _check_type(full_name: str, name: str, value: Any, hint: Any) -> None:
+    try:
+        config = (
+            None
+            if isinstance(hint, type) and hasattr(hint, "model_fields")
+            else ConfigDict(arbitrary_types_allowed=True)
+        )
+        adapter = TypeAdapter(hint, config=config)
+    except PydanticSchemaGenerationError:
+        return
+    try:
+        # JSON mode, strict: "5" is no int, but 5 is a float and a list is a tuple.
+        adapter.validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        problem = error.errors()[0]["msg"].removeprefix("Input ")
+        raise SlurmGPUError(f"Workload {full_name}: setting {name!r} {problem}; found {value!r}.") from error
+
+
+def _provenance(run_file: Path) -> dict[str, Any]:
+    versions = {"python": platform.python_version(), "slurmgpu": __version__}
+    versions |= {name: importlib.metadata.version(name) for name in ("numpy", "h5py", "submitit")}
+    return {"run_file": str(run_file), "versions": versions, "git": _git(run_file.parent)}
+
+
+def _git(folder: Path) -> dict[str, Any] | None:
+    """Commit of the run file's repository and whether its tree was dirty; None outside one, or without git."""
+    try:
+        commit = _git_output(folder, "rev-parse", "HEAD")
+        return {"commit": commit, "dirty": bool(_git_output(folder, "status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git_output(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout.strip()

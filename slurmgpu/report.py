@@ -1,0 +1,242 @@
+"""The report: the state of every shard, attempt and failed item, and the command that computes the rest.
+
+docs/reference/report.md lists the keys of report.json. Standard library only: `status` reads it on login nodes.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.failures import POLICIES
+from slurmgpu.runs import Run
+
+REPORT_FORMAT = "slurmgpu report"
+REPORT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Life:
+    """What Slurm's accounting knows of one attempt. `failure` is the class; None for a good end, or none yet."""
+
+    state: str
+    failure: str | None
+    ended: bool
+    elapsed_s: int
+    n_gpus: int
+    node: str
+    memory: str = ""
+
+
+Lives = Mapping[str, Sequence[Life]]
+"""By array task ("1234_7"), its lives in order, one for each restart."""
+
+
+def build_report(
+    run: Run, *, errors: Sequence[tuple[int, str]], merged_rows: int | None, lives: Lives | None = None
+) -> dict[str, Any]:
+    """The report of a run of which no task is alive.
+
+    `errors` are the failed items of the merged file; `lives` is None where accounting could not be asked.
+    """
+    plan = run.plan
+    attempts = attempts_of(run, lives)
+    missing = _holes(run)
+    complete = not missing
+    items = [_failed_item(index, message) for index, message in errors]
+    return {
+        "format": REPORT_FORMAT,
+        "version": REPORT_VERSION,
+        "run": plan.name,
+        "run_dir": str(run.folder),
+        "written": time.time(),
+        "fingerprint": plan.fingerprint,
+        "complete": complete,
+        "n_items": plan.n_items,
+        "n_rows": merged_rows if merged_rows is not None else 0,
+        "n_errors": len(items),
+        "n_missing_items": sum(hole["stop"] - hole["start"] for hole in missing),
+        "n_shards": plan.n_shards,
+        "n_shards_done": plan.n_shards - len(missing),
+        "merged": str(run.merged) if merged_rows is not None else None,
+        "missing": missing,
+        "errors": items,
+        "errors_by_class": dict(sorted(Counter(item["class"] for item in items).items())),
+        "attempts": attempts,
+        "failures": dict(sorted(Counter(a["failure"] for a in attempts if a["failure"]).items())),
+        "worker_deaths": dict(sorted(Counter(d["class"] for a in attempts for d in a["deaths"]).items())),
+        "gpu_hours": round(sum(attempt["gpu_hours"] for attempt in attempts), 4),
+        "accounting": lives is not None,
+        "submissions": run.submissions(),
+        "resubmit": None if complete else f"slurmgpu resubmit {shlex.quote(str(run.folder))}",
+        "provenance": plan.provenance,
+    }
+
+
+def attempts_of(run: Run, lives: Lives | None) -> list[dict[str, Any]]:
+    """Every attempt, from its own record first and Slurm's accounting second, with its failure class."""
+    cancelled = {line["submission"] for line in run.submissions() if line.get("cancelled")}
+    lost_leases = _lost_leases(run)
+    seen: set[tuple[str, int]] = set()
+    attempts = []
+    for record in run.attempts():
+        task = f"{record['job']}_{record['task']}"
+        seen.add((task, record["restart"]))
+        life = _life(lives, task, record["restart"])
+        attempts.append(
+            _attempt(record, life, record["submission"] in cancelled, lost_leases.get(record["attempt"], 0))
+        )
+    for task, its_lives in sorted((lives or {}).items()):
+        for restart, life in enumerate(its_lives):
+            # The last one out cancels what is pending: a task that never ran and was cancelled is no failure.
+            if (task, restart) not in seen and life.ended and life.failure not in (None, "cancelled"):
+                attempts.append(_attempt_without_record(task, restart, life))
+    return attempts
+
+
+def retriable(report: Mapping[str, Any]) -> bool:
+    """Whether another submission may compute what is missing: the last one met nothing but retriable failures."""
+    last = max((attempt["submission"] or 0 for attempt in report["attempts"]), default=0)
+    failures = {a["failure"] for a in report["attempts"] if a["failure"] and a["submission"] in (last, None)}
+    return all(POLICIES[failure].retriable for failure in failures)
+
+
+def bad_nodes(attempts: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The nodes that failures were the fault of."""
+    return sorted({a["node"] for a in attempts if a["failure"] and POLICIES[a["failure"]].node_at_fault and a["node"]})
+
+
+def read_report(run: Run) -> dict[str, Any] | None:
+    """The report that the last merge wrote; None before the first."""
+    path = run.folder / "report.json"
+    if not path.exists():
+        return None
+    report: dict[str, Any] = json.loads(path.read_bytes())
+    return report
+
+
+def last_report(run: Run) -> dict[str, Any]:
+    """The report that the last merge wrote; a sentence before the first."""
+    report = read_report(run)
+    if report is None:
+        raise SlurmGPUError(
+            f"{run.folder} has no report yet: its merge has not run. "
+            f"`slurmgpu status {run.folder}` shows where it stands; "
+            f"`slurmgpu merge {run.folder}` merges what there is, once no task is alive."
+        )
+    return report
+
+
+def report_path(run: Run) -> Path:
+    """Where the merge writes the report."""
+    return run.folder / "report.json"
+
+
+def _holes(run: Run) -> list[dict[str, Any]]:
+    """The shards that are not published; `damaged` says what was wrong with one that a merge set aside."""
+    published, damaged = run.published(), run.damaged()
+    holes = sorted(set(range(run.plan.n_shards)) - published)
+    bounds = map(run.plan.bounds, holes)
+    return [
+        {"shard": shard, "start": start, "stop": stop, "damaged": damaged.get(shard)}
+        for shard, (start, stop) in zip(holes, bounds, strict=True)
+    ]
+
+
+def _failed_item(index: int, message: str) -> dict[str, Any]:
+    kind, colon, rest = message.partition(": ")
+    known = bool(colon) and kind in POLICIES
+    return {"index": index, "class": kind if known else "item_error", "message": rest if known else message}
+
+
+def _life(lives: Lives | None, task: str, restart: int) -> Life | None:
+    its_lives = (lives or {}).get(task, ())
+    return its_lives[restart] if restart < len(its_lives) else None
+
+
+def _attempt(record: Mapping[str, Any], life: Life | None, cancelled: bool, n_lost: int) -> dict[str, Any]:
+    failure, message = _verdict(record, life, cancelled, n_lost)
+    last_sign = record["ended"] or record["updated"]
+    seconds = max(last_sign - record["started"], life.elapsed_s if life else 0)
+    return {
+        "attempt": record["attempt"],
+        "submission": record["submission"],
+        "executor": record["executor"],
+        "node": record["node"],
+        "gpus": record["gpus"],
+        "n_gpus": record["n_gpus"],
+        "memory_mb": record["memory_mb"],
+        "started": record["started"],
+        "ended": record["ended"],
+        "seconds": round(seconds, 3),
+        "gpu_hours": record["n_gpus"] * seconds / 3600,
+        "load_s": record["load_s"],
+        "n_shards": len(record["published"]),
+        "n_items": record["n_items"],
+        "n_errors": record["n_errors"],
+        "reason": record["reason"],
+        "failure": failure,
+        "message": message,
+        "traceback": record["traceback"],
+        "deaths": record["deaths"],
+        "takeovers": record["takeovers"],
+        "slurm_state": life.state if life else None,
+    }
+
+
+def _verdict(record: Mapping[str, Any], life: Life | None, cancelled: bool, n_lost: int) -> tuple[str | None, str]:
+    """Failure class and message: from the attempt's own record first, then from Slurm."""
+    failure, message = record["failure"], record["message"]
+    if failure == "preempted" and cancelled:
+        return "cancelled", message
+    if failure == "preempted" and life and life.failure in ("cancelled", "timeout"):
+        return life.failure, f"{message} (Slurm: {life.state})"
+    if failure is not None:
+        return failure, message
+    if record["ended"] is not None:
+        return None, ""
+    if cancelled:
+        return "cancelled", "it was killed before it could write down its end"
+    if life is not None and life.failure is not None:
+        return life.failure, f"it wrote no end; Slurm: {life.state}"
+    lease = f"; others took {n_lost} of its shards over" if n_lost else ""
+    return "lost", f"no end was recorded{lease}"
+
+
+def _attempt_without_record(task: str, restart: int, life: Life) -> dict[str, Any]:
+    return {
+        "attempt": f"{task}.{restart}",
+        "submission": None,
+        "executor": "slurm",
+        "node": life.node,
+        "gpus": [],
+        "n_gpus": life.n_gpus,
+        "memory_mb": None,
+        "started": None,
+        "ended": None,
+        "seconds": float(life.elapsed_s),
+        "gpu_hours": life.n_gpus * life.elapsed_s / 3600,
+        "load_s": None,
+        "n_shards": 0,
+        "n_items": 0,
+        "n_errors": 0,
+        "reason": None,
+        "failure": life.failure,
+        "message": f"it ended before it could write a record (Slurm: {life.state}); its log may say why",
+        "traceback": "",
+        "deaths": [],
+        "takeovers": [],
+        "slurm_state": life.state,
+    }
+
+
+def _lost_leases(run: Run) -> Counter[str]:
+    """How many shards were taken over from each attempt."""
+    return Counter(takeover["from"] for record in run.attempts() for takeover in record["takeovers"])

@@ -1,0 +1,76 @@
+"""How a run stands, from its files alone, while it works and after. Standard library only."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slurmgpu.report import attempts_of, read_report
+from slurmgpu.runs import Run
+
+STATUS_FORMAT = "slurmgpu status"
+STATUS_VERSION = 1
+
+
+def read_status(run: Run, queued: Sequence[Mapping[str, str]] | None = None) -> dict[str, Any]:
+    """Progress, attempts and failures; `queued` are the run's jobs in Slurm's queue, None where it was not asked."""
+    plan = run.plan
+    published = run.published()
+    claimed = run.claims.numbers() - published
+    attempts = attempts_of(run, None)
+    last = {attempt["attempt"]: attempt for attempt in attempts}
+    records = [
+        {
+            "attempt": record["attempt"],
+            "node": record["node"],
+            "state": record["state"],
+            "shard": record["shard"],
+            "n_shards": len(record["published"]),
+            "n_items": record["n_items"],
+            "n_errors": record["n_errors"],
+            "n_deaths": len(record["deaths"]),
+            "age_s": round(time.time() - record["updated"], 1),
+            "failure": last[record["attempt"]]["failure"] if record["ended"] else None,
+            "message": record["message"],
+        }
+        for record in run.attempts()
+    ]
+    report = read_report(run)
+    return {
+        "format": STATUS_FORMAT,
+        "version": STATUS_VERSION,
+        "run": plan.name,
+        "run_dir": str(run.folder),
+        "state": _state(run, len(published), queued, report),
+        "n_items": plan.n_items,
+        "n_items_done": sum(stop - start for start, stop in map(plan.bounds, published)),
+        "n_shards": plan.n_shards,
+        "n_shards_done": len(published),
+        "n_shards_claimed": len(claimed),
+        "n_errors": sum(record["n_errors"] for record in records),
+        "attempts": records,
+        "failures": dict(sorted(Counter(r["failure"] for r in records if r["failure"]).items())),
+        "queue": None if queued is None else [dict(job) for job in queued],
+        "merged": str(run.merged) if run.merged.exists() else None,
+        "complete": bool(report and report["complete"] and len(published) == plan.n_shards),
+    }
+
+
+def _state(run: Run, n_done: int, queued: Sequence[Mapping[str, str]] | None, report: Mapping[str, Any] | None) -> str:
+    """One of planned, queued, running, merging, complete, incomplete; "ended" if tasks are over, nothing merged."""
+    submissions = run.submissions()
+    if not submissions:
+        return "planned"
+    if submissions[-1]["state"] == "ended":
+        return "complete" if report and report["complete"] else "incomplete"
+    if submissions[-1]["state"] == "refused":
+        return "incomplete"
+    working = any(record["state"] != "ended" for record in run.attempts())
+    if n_done == run.plan.n_shards:
+        return "merging"
+    if queued is not None and submissions[-1]["executor"] == "slurm":
+        states = {job["state"] for job in queued}
+        return "running" if "RUNNING" in states else "queued" if states else "ended"
+    return "running" if working else "queued" if not run.attempts() else "ended"

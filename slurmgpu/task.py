@@ -1,0 +1,317 @@
+"""One array task on its node: GPU preflight, a worker kept alive, leases renewed, signals obeyed, all of it recorded.
+
+It runs on the host, outside any container image. A worker that dies is started again within the same allocation; what
+was in flight is remembered in the shard's history, so that an item that kills its worker is found and quarantined.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import queue
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from slurmgpu import cgroups, gpus
+from slurmgpu.claims import Claim
+from slurmgpu.failures import brought_upon_itself, describe_exit
+from slurmgpu.files import write_json
+from slurmgpu.histories import read_history, write_history
+from slurmgpu.processes import STOP_SIGNALS, Events, StoppedError, StopSignals, WorkerProcess
+from slurmgpu.records import Attempt, Record
+from slurmgpu.runs import Run
+from slurmgpu.scouting import Scout
+from slurmgpu.worker import Assignment, Worker, WorkerFailedError
+
+log = logging.getLogger(__name__)
+
+MAX_DEATHS = 8
+"""Workers that may die in a row, without a shard published or an item quarantined, before the task gives up."""
+MAX_DEATHS_LOADING = 3
+PROGRESS_S = 3.0
+"""How often an attempt's record is written anew; `status` reads it."""
+NOTICE_S = 120
+"""So near to the walltime's end a signal is taken for its notice; sbatch(1) allows itself 60 s of earliness."""
+EXIT_STOPPED = 75  # EX_TEMPFAIL: given back, to be taken up again
+
+
+class Task:
+    """An attempt at work. `run_worker` for a worker process, `run_in_process` for the debugger."""
+
+    def __init__(self, run: Run, attempt: Attempt) -> None:
+        self.run = run
+        self.attempt = attempt
+        self.record = Record(
+            attempt=attempt.name,
+            job=attempt.job,
+            task=attempt.task,
+            restart=attempt.restart,
+            submission=attempt.submission,
+            executor=attempt.executor,
+            node=os.environ.get("SLURMD_NODENAME") or platform.node(),
+            pid=os.getpid(),
+            n_gpus=attempt.n_gpus,
+            device=attempt.device,
+            gpus=gpus.visible_ids() or [],
+            memory_mb=attempt.memory_mb,
+            started=time.time(),
+        )
+        self._held: dict[int, Claim] = {}
+        self._in_flight: tuple[int, list[int], bool] | None = None
+        self._broken: str | None = None
+        self._parked: list[str] = []
+        self._renewed = self._written = time.monotonic()
+        self._deaths = 0
+
+    # What both ways of running share
+
+    def run_worker(self) -> int:
+        """Work with a worker process until no shard is left for this task; its exit code."""
+        with StopSignals() as signals:
+            return self._finish(self._guarded(lambda: self._keep_a_worker(signals)))
+
+    def run_in_process(self) -> int:
+        """Work in this very process, where `breakpoint()` stops; its exit code."""
+        try:
+            return self._finish(self._guarded(self._work_here))
+        except BaseException as error:  # what leaves the debugger, Ctrl-C above all
+            self._fail(
+                "cancelled" if isinstance(error, KeyboardInterrupt) else "crash", f"{type(error).__name__}: {error}"
+            )
+            self._finish(1)
+            raise
+
+    def _guarded(self, work: Callable[[], int]) -> int:
+        self._write()
+        try:
+            if self.attempt.n_gpus and self.attempt.device != "cpu":
+                gpus.check_visible(self.attempt.n_gpus)
+            dropped = self.run.claims.drop_earlier(self.attempt.task_name, self.attempt.name)
+            if dropped:
+                log.info("dropped the claims of this task's earlier attempts: shards %s", dropped)
+            return work()
+        except gpus.GPUFaultError as error:
+            return self._fail("gpu_fault", str(error))
+        except WorkerFailedError as error:
+            return self._fail(error.kind, str(error), error.trace)
+
+    def _fail(self, failure: str, message: str, trace: str = "") -> int:
+        log.error("%s: %s", failure, message)
+        self.record.failure, self.record.message, self.record.traceback = failure, message, trace
+        return 1
+
+    def _finish(self, code: int) -> int:
+        for shard in list(self._held):
+            self.run.claims.release(shard, self.attempt.name)
+        for partial in self.run.shards.glob(f"*.{self.attempt.name}.*.partial"):
+            partial.unlink(missing_ok=True)
+        self.record.state = "ended"
+        self.record.ended = time.time()
+        self.record.shard = None
+        self._write()
+        return code
+
+    # The worker process
+
+    def _keep_a_worker(self, signals: StopSignals) -> int:
+        claim = Claim(self.attempt.task_name, self.attempt.name, self.record.node, os.getpid())
+        try:
+            if (found := Scout(self.run, claim, pause=signals.pause).look()) != "work":
+                self.record.reason = found  # nothing to load a model for
+                return 0
+            while True:
+                kills_before = cgroups.oom_kills()
+                with WorkerProcess(self._command(), self._environment(), self._log_path(), signals.events) as worker:
+                    self._follow(signals.events, worker)
+                    returncode = worker.wait()
+                if returncode == 0 and self.record.reason is not None:
+                    return self._fail("host_oom", "; ".join(self._parked)) if self._parked else 0
+                if self.record.failure is not None:
+                    return 1
+                if -returncode in STOP_SIGNALS:
+                    # A signal to the whole job may reach the worker before this process: then it is no crash.
+                    signals.pause(0.5)
+                if not self._bury(returncode, was_oom=cgroups.oom_kills() > kills_before):
+                    return 1
+        except StoppedError as stopped:
+            return self._stopped(stopped.signum)
+
+    def _follow(self, events: Events, worker: WorkerProcess) -> None:
+        """Handle the worker's events until it has ended."""
+        tick = min(1.0, self.run.plan.lease_s / 12)
+        while True:
+            try:
+                event = events.get(timeout=tick)
+            except queue.Empty:
+                event = {"event": "tick"}
+                worker.reap()
+            if event["event"] == "signal" and event["signum"] == signal.SIGUSR2:
+                self._heed_notice(worker)
+            elif event["event"] == "signal":
+                worker.stop()
+                raise StoppedError(event["signum"])
+            if event["event"] == "eof" and event["pid"] == worker.pid:
+                return
+            self.handle(event)
+
+    def _heed_notice(self, worker: WorkerProcess) -> None:
+        """Slurm's notice, of the walltime or of a preemption; SIGTERM follows when the end has come."""
+        if self._interruption() == "preempted":
+            log.warning("SIGUSR2: this task takes no more shards")
+            worker.take_no_more()
+        # Of the walltime the worker knows itself, and more precisely.
+
+    def handle(self, event: Mapping[str, Any]) -> None:
+        """Take note of one event of the worker, and keep leases and the record fresh."""
+        record = self.record
+        match event["event"]:
+            case "loading":
+                record.state = "loading"
+            case "gpus":
+                record.gpus = list(event["names"])
+            case "ready":
+                record.state, record.load_s = "running", event["load_s"]
+                self._write()
+            case "claim":
+                shard = record.shard = event["shard"]
+                claim = Claim(self.attempt.task_name, self.attempt.name, record.node, os.getpid())
+                self._held.setdefault(shard, claim)
+            case "batch":
+                if record.shard is not None:
+                    self._in_flight = (record.shard, event["items"], event["isolated"])
+            case "published":
+                self._published(event)
+            case "takeover":
+                record.takeovers.append({key: event[key] for key in ("shard", "from", "host")})
+            case "done":
+                record.reason = event["reason"]
+                if record.reason == "deadline":
+                    record.failure = "timeout"
+                    record.message = "it took no more shards: the slowest one so far would not have fit in the walltime"
+                elif record.reason == "told to stop":
+                    record.failure = "preempted"
+                    record.message = "it took no more shards: Slurm gave notice of the end by SIGUSR2"
+            case "failed":
+                self._fail(event["class"], event["message"], event["traceback"])
+            case "broken":
+                self._broken = event["message"]
+        self._refresh()
+
+    def _published(self, event: Mapping[str, Any]) -> None:
+        self._held.pop(event["shard"], None)
+        self._in_flight = None
+        self._deaths = 0
+        if event["won"]:
+            self.record.n_items += event["items"]
+            self.record.n_errors += event["errors"]
+        self.record.published.append([event["shard"], round(event["started"], 3), round(event["seconds"], 3)])
+
+    def _refresh(self) -> None:
+        now = time.monotonic()
+        if now - self._renewed >= self.run.plan.lease_s / 6:
+            self._renewed = now
+            for shard, claim in self._held.items():
+                # None: taken over. The worker finishes all the same; the first of two equal copies is kept.
+                self._held[shard] = self.run.claims.renew(shard, claim) or claim
+        if now - self._written >= PROGRESS_S:
+            self._write()
+
+    def _bury(self, returncode: int, was_oom: bool) -> bool:
+        """Write down why a worker died; whether another one shall be started."""
+        kind = "host_oom" if was_oom else "crash"
+        how = (
+            f"the worker ran out of host memory and {describe_exit(returncode)}"
+            if was_oom
+            else describe_exit(returncode)
+        )
+        message = self._broken or (how if was_oom else f"the worker {how}")
+        death: dict[str, Any] = {
+            "class": kind,
+            "message": message,
+            "at": time.time(),
+            "state": self.record.state,
+        }
+        if self._in_flight is not None:
+            shard, items, isolated = self._in_flight
+            death |= {"shard": shard, "items": items[:1] if len(items) == 1 else [items[0], items[-1]]}
+            weight = 1.0 if self._broken or (brought_upon_itself(returncode) and not was_oom) else 0.5
+            self._remember(shard, items, isolated, weight, f"{kind}: {message}")
+        self.record.deaths.append(death)
+        log.error("%s: %s", kind, message)
+        self._deaths += 1
+        limit = MAX_DEATHS if self._in_flight is not None else MAX_DEATHS_LOADING
+        self._in_flight = self._broken = None
+        if self._deaths >= limit:
+            self._fail(kind, f"{message}; {self._deaths} workers died one after another")
+            return False
+        self._write()
+        return True
+
+    def _remember(self, shard: int, items: Sequence[int], isolated: bool, weight: float, error: str) -> None:
+        history = read_history(self.run.claims.folder, shard)
+        guilty = history.record(items, isolated=isolated, weight=weight, error=error)
+        if guilty is not None:
+            self._deaths = 0
+            if error.startswith("host_oom") and history.parked_by is None:
+                # More memory may be all it needs: the shard is left for a submission that has it.
+                del history.quarantined[guilty]
+                history.parked_by = self.attempt.submission
+                self.run.claims.park(shard, self._held.pop(shard))
+                log.error("shard %d is left for a submission with more memory: item %d", shard, guilty)
+                self._parked.append(f"item {guilty} needs more host memory; its shard {shard} was left")
+            else:
+                log.error("item %d is quarantined: %s", guilty, error)
+        write_history(self.run.claims.folder, shard, history)
+
+    def _stopped(self, signum: int) -> int:
+        name = signal.Signals(signum).name
+        self.record.failure = "cancelled" if signum in (signal.SIGINT, signal.SIGHUP) else self._interruption()
+        self.record.message = f"stopped by {name}; its shards were given back"
+        log.warning("%s", self.record.message)
+        return EXIT_STOPPED
+
+    def _interruption(self) -> str:
+        """What Slurm's signal means: the walltime, of which it may warn a minute early, or a preemption."""
+        end = self.attempt.end_time
+        return "timeout" if end is not None and time.time() > end - NOTICE_S else "preempted"
+
+    def _assignment(self) -> Assignment:
+        given = self.attempt
+        resume = sorted(self._held)
+        return Assignment(given.task_name, given.name, given.n_gpus, given.device, given.end_time, resume)
+
+    def _command(self) -> list[str]:
+        assignment = json.dumps(asdict(self._assignment()))
+        return [sys.executable, "-m", "slurmgpu.worker", str(self.run.folder), assignment]
+
+    @staticmethod
+    def _environment() -> dict[str, str]:
+        # The package that this task runs, wherever it was imported from, is the one that its worker runs.
+        home = str(Path(__file__).resolve().parent.parent)
+        path = os.pathsep.join(part for part in (home, os.environ.get("PYTHONPATH")) if part)
+        return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HDF5_USE_FILE_LOCKING": "FALSE"}
+
+    def _log_path(self) -> Path:
+        return self.run.logs / f"{self.attempt.name}.log"
+
+    # The debugger's way
+
+    def _work_here(self) -> int:
+        Worker(self.run, self._assignment(), self.handle).work()
+        return 0
+
+    def _write(self) -> None:
+        self._written = time.monotonic()
+        self.record.updated = time.time()
+        write_json(
+            self.run.tasks / f"{self.attempt.name}.json",
+            asdict(self.record),
+            durable=self.record.state == "ended",
+        )

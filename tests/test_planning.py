@@ -1,0 +1,222 @@
+"""What is refused before anything is queued, and what a plan depends on."""
+
+import json
+
+import pytest
+
+from slurmgpu.config import Resources
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.planning import Allocation, allocate, default_shard_items, draft_run
+
+
+def plan(folder, **overrides):
+    with draft_run(folder / "slurmgpu.toml", overrides) as draft:
+        return draft.plan
+
+
+def refused(folder, **overrides):
+    with pytest.raises(SlurmGPUError) as caught:
+        plan(folder, **overrides)
+    return str(caught.value)
+
+
+def edit(folder, old, new):
+    path = folder / "slurmgpu.toml"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("n_items", "batch_size", "expected"),
+    [(1, 16, 16), (1000, 16, 16), (32768, 16, 16), (32769, 16, 32), (10**9, 64, 488320), (5, 1, 1)],
+)
+def test_shards_are_whole_batches_and_at_most_2048(n_items, batch_size, expected):
+    assert default_shard_items(n_items, batch_size) == expected
+    assert -(-n_items // expected) <= 2048
+
+
+def test_shards_depend_on_the_input_alone(project):
+    folder = project(100)
+    plans = [plan(folder, resources=r) for r in ({"gpus": 1}, {"gpus": 64, "array": True}, {"gpus": 0, "tasks": 7})]
+    assert len({(p.shard_items, p.n_shards, p.fingerprint) for p in plans}) == 1
+
+
+def test_the_fingerprint_covers_what_the_rows_depend_on(project):
+    folder = project(100)
+    before = plan(folder).fingerprint
+    assert plan(folder, seed=1).fingerprint != before
+    assert plan(folder, settings={"item_s": 1.0}).fingerprint != before
+    assert plan(folder, shard_items=16).fingerprint != before
+    assert plan(folder, lease_s=7.0, auto_resubmit=2).fingerprint == before
+    (folder / "items.jsonl").write_text((folder / "items.jsonl").read_text().replace("item 7", "item 8"))
+    assert plan(folder).fingerprint != before
+
+
+def test_the_last_shard_has_what_is_left(project):
+    p = plan(project(100))
+    assert (p.n_shards, p.bounds(0), p.bounds(12)) == (13, (0, 8), (96, 100))
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({"gpus": 4, "array": True}, (4, 4, 1)),
+        ({"gpus": 4}, (1, 1, 4)),
+        ({"gpus": 8, "gpus_per_task": 4, "array": True}, (2, 2, 4)),
+        ({"gpus": 4, "array": True, "tasks": 20}, (20, 4, 1)),
+        ({"gpus": 0}, (1, 1, 0)),
+        ({"gpus": 0, "tasks": 3}, (3, 3, 0)),
+        ({}, (1, 1, 1)),
+    ],
+)
+def test_gpus_tasks_and_array_are_what_the_reference_says(asked, expected):
+    assert allocate(Resources(**asked), n_shards=1000) == Allocation(*expected)
+
+
+def test_there_are_no_more_tasks_than_shards():
+    assert allocate(Resources(gpus=64, array=True), n_shards=5) == Allocation(5, 5, 1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"gpus": 6, "gpus_per_task": 4, "array": True}, "not a multiple"),
+        ({"gpus": 8, "gpus_per_task": 4}, "add --array"),
+        ({"gpus": 0, "gpus_per_task": 1}, "CPUs"),
+    ],
+)
+def test_contradicting_resources_are_refused(asked, said):
+    with pytest.raises(SlurmGPUError, match=said):
+        allocate(Resources(**asked), n_shards=10)
+
+
+def test_an_unknown_key_is_refused_with_a_suggestion(project):
+    folder = project()
+    edit(folder, "shard_items", "shard_itms")
+    assert "unknown key shard_itms. Did you mean 'shard_items'?" in refused(folder)
+
+
+def test_an_unknown_key_in_a_table_names_the_table(project):
+    folder = project(resources={"gpu": 4})
+    assert "[resources] gpu. Did you mean 'gpus'?" in refused(folder)
+
+
+def test_a_value_of_a_wrong_type_is_refused(project):
+    assert "[resources] gpus" in refused(project(resources={"gpus": "four"}))
+
+
+def test_sbatch_options_that_slurmgpu_sets_itself_are_refused(project):
+    assert "'array' cannot be set here" in refused(project(slurm={"array": "0-3"}))
+
+
+def test_shard_items_must_be_whole_batches(project):
+    assert "use 8 or 12" in refused(project(shard_items=10))
+
+
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        ("workloads.py:Rws", "Did you mean 'Rows'?"),
+        ("nowhere.py:Rows", "there is no file"),
+        ("nowhere.at_all:Rows", "no module 'nowhere'"),
+        ("embd", "Did you mean 'embed'?"),
+        ("workloads.py", "of the form"),
+    ],
+)
+def test_a_workload_that_cannot_be_found_is_refused_with_a_hint(project, use, said):
+    assert said in refused(project(), workload={"use": use})
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"item_z": 1.0}, "no setting 'item_z'. Did you mean 'item_s'?"),
+        ({"item_s": "long"}, "'item_s' should be a valid number; found 'long'"),
+        ({"faults": 3}, "setting 'faults'"),
+    ],
+)
+def test_wrong_settings_name_the_workload_and_the_setting(project, settings, said):
+    message = refused(project(), settings=settings)
+    assert "workloads.py:Rows" in message
+    assert said in message
+
+
+def test_a_missing_setting_is_asked_for(project):
+    folder = project()
+    source = (folder / "workloads.py").read_text().replace("item_s: float = 0.0", "item_s: float")
+    (folder / "workloads.py").write_text(source)
+    assert "needs the setting 'item_s'" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ('{"index": Array("int32")}', "'index'"),
+        ("{}", "at least one"),
+        ('{"x": "float32"}', "Array(dtype, shape), Text() or Ragged(dtype)"),
+        ('{"x": Array("object")}', "Text()"),
+    ],
+)
+def test_columns_that_cannot_be_stored_are_refused(project, columns, said):
+    folder = project(workload="Broken")
+    source = (folder / "workloads.py").read_text().replace('{"x": Array("float32")}', columns)
+    (folder / "workloads.py").write_text(source)
+    assert said in refused(folder)
+
+
+def test_a_workload_without_load_is_refused(project):
+    folder = project(workload="Broken")
+    source = (folder / "workloads.py").read_text().replace("def load(", "def lod(")
+    (folder / "workloads.py").write_text(source)
+    assert "no method 'load'" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "items.jsonl"),
+        ("", "empty"),
+        ('{"text": "a"}\nnot json\n', "line 2"),
+        ("[1, 2]\n", "line 1"),
+    ],
+)
+def test_inputs_that_cannot_be_read_are_refused_before_anything_is_written(project, text, said):
+    folder = project()
+    (folder / "items.jsonl").unlink()
+    if text is not None:
+        (folder / "items.jsonl").write_text(text)
+    assert said in refused(folder)
+    assert not (folder / "run").exists()
+
+
+def test_a_run_file_that_is_missing_or_no_toml_is_refused(tmp_path, project):
+    with pytest.raises(SlurmGPUError, match="slurmgpu init"), draft_run(tmp_path / "none.toml"):
+        pass
+    folder = project()
+    (folder / "slurmgpu.toml").write_text("input = \n")
+    assert "is not TOML" in refused(folder)
+
+
+def test_paths_in_settings_are_relative_to_the_run_file(project, slurmgpu, tmp_path):
+    folder = project(8, workload="Reader")
+    (folder / "word.txt").write_text("hello")
+    (folder / "workloads.py").write_text(
+        "from pathlib import Path\nfrom slurmgpu import Text\n\n\nclass Reader:\n    columns = {'word': Text()}\n"
+        "    batch_size = 4\n\n    def __init__(self, *, path: Path):\n        Path(path).read_text()\n"
+        "        self.path = path\n\n    def load(self, task):\n        self.word = Path(self.path).read_text()\n\n"
+        "    def __call__(self, items):\n        return [{'word': self.word} for _ in items]\n"
+    )
+    for number, executor in enumerate(("debug", "local")):
+        argv = ("--executor", executor, "--gpus", "0", "--set", "path=word.txt", "--run-dir", f"run{number}")
+        slurmgpu("submit", folder / "slurmgpu.toml", *argv, cwd=tmp_path, expect=0)
+        assert (tmp_path / f"run{number}" / "merged.h5").exists()
+
+
+def test_run_json_freezes_where_everything_came_from(project, slurmgpu):
+    folder = project(8)
+    slurmgpu("submit", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0)
+    frozen = json.loads((folder / "run" / "run.json").read_text())
+    assert frozen["provenance"]["versions"].keys() >= {"python", "slurmgpu", "numpy", "h5py", "submitit"}
+    assert frozen["input"]["files"][0]["sha256"]
+    assert frozen["workload"] == f"{folder / 'workloads.py'}:Rows"
