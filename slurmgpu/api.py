@@ -1,0 +1,157 @@
+"""What the command line does, for Python: `run = slurmgpu.submit("slurmgpu.toml", gpus=4, array=True)`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.executors import commands, submitting
+from slurmgpu.executors.submitting import Outcome
+from slurmgpu.planning import Draft, draft_run
+from slurmgpu.report import last_report
+from slurmgpu.runs import Run, create_run
+from slurmgpu.status import read_status
+from slurmgpu.submissions import Submission
+
+log = logging.getLogger(__name__)
+
+EXIT_COMPLETE, EXIT_FAILED, EXIT_BAD_USAGE, EXIT_INCOMPLETE = 0, 1, 2, 3
+
+
+@dataclass(frozen=True)
+class RunHandle:
+    """A submitted run. Nothing needs it to stay alive: `slurmgpu.api.open_run(folder)` makes another one."""
+
+    run: Run
+    outcome: Outcome | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The run directory."""
+        return self.run.folder
+
+    def status(self) -> dict[str, Any]:
+        """How the run stands: the keys of `slurmgpu status --json`."""
+        return read_status(self.run, commands.queued_jobs(self.run))
+
+    def report(self) -> dict[str, Any]:
+        """The report of the last merge; SlurmGPUError before the first."""
+        return last_report(self.run)
+
+    def wait(self, on_tick: Callable[[dict[str, Any]], None] = lambda status: None) -> dict[str, Any]:
+        """Wait until nothing of the run is queued or alive; the report."""
+        return wait_for(self.run, on_tick)
+
+    def resubmit(self, **resources: Any) -> RunHandle:
+        """Submit what is missing; the keys of [resources] change what it runs on."""
+        return RunHandle(self.run, resubmit(self.run, resources)[0])
+
+    def cancel(self) -> str:
+        """Stop what is alive of the run; what was done, in words."""
+        return submitting.cancel(self.run)
+
+
+def submit(
+    run_file: str | Path = "slurmgpu.toml",
+    *,
+    run_dir: str | Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+    after: str | Path | None = None,
+    on_tick: Callable[[Run], None] = lambda run: None,
+    **resources: Any,
+) -> RunHandle:
+    """Plan the run file, make its run directory, and submit it.
+
+    `resources` are the keys of [resources]: gpus, array, gpus_per_task, tasks, executor, device. With the local and the
+    debug executor the run is over, merged and reported, when this returns.
+    """
+    overrides = {"settings": dict(settings or {}), "resources": resources}
+    other = Run.open(Path(after)) if after is not None else None
+    with draft_run(Path(run_file), overrides, Path(run_dir) if run_dir else None, after=other) as draft:
+        return submit_draft(draft, other, on_tick)
+
+
+def submit_draft(
+    draft: Draft, after: Run | None = None, on_tick: Callable[[Run], None] = lambda run: None
+) -> RunHandle:
+    """Make the run directory of a draft, and submit it."""
+    submission = submission_of(draft, after)
+    check_executor(submission)
+    run = create_run(draft.run_dir, draft.plan, draft.index)
+    try:
+        return RunHandle(run, submitting.start(run, submission, lambda: on_tick(run)))
+    except SlurmGPUError:
+        remove_unused(run)
+        raise
+
+
+def submission_of(draft: Draft, after: Run | None = None) -> Submission:
+    """The first submission of a draft."""
+    waits_for = submitting.after_jobs(after) if after is not None else ()
+    submission = submitting.first_submission(draft.plan.resources, draft.plan.n_shards)
+    if waits_for and submission.executor != "slurm":
+        raise SlurmGPUError(
+            f"{after.folder if after else ''} is not complete yet; only the slurm executor can wait for it (--after)."
+        )
+    return replace(submission, slurm=draft.plan.slurm, merge=draft.plan.merge, after=waits_for)
+
+
+def check_executor(submission: Submission) -> None:
+    """Refuse what cannot run before anything is written: GPUs that this machine lacks, a Slurm that is not there."""
+    if submission.executor == "slurm":
+        commands.run("sbatch", "--version")
+        return
+    from slurmgpu.executors import local
+
+    local.gpu_ids(submission)
+
+
+def remove_unused(run: Run) -> None:
+    """Take the run directory away again when Slurm refused its first submission."""
+    import shutil
+
+    lines = run.submissions()
+    if len(lines) == 1 and lines[0]["state"] == "refused":
+        shutil.rmtree(run.folder)
+
+
+def resubmit(
+    run: Run,
+    resources: Mapping[str, Any] | None = None,
+    slurm: Mapping[str, Any] | None = None,
+    on_tick: Callable[[Run], None] = lambda run: None,
+) -> tuple[Outcome, list[str]]:
+    """Submit what is missing; and a sentence for each thing that was adjusted."""
+    submitting.refuse_alive(run, "resubmit")
+    if len(run.published()) == run.plan.n_shards and not run.damaged():
+        raise SlurmGPUError(
+            f"{run.folder} lacks no shard: there is nothing to compute. "
+            f"`slurmgpu merge {run.folder}` merges it again if merged.h5 is gone."
+        )
+    run.claims.clear()
+    submission, notes = submitting.next_submission(run, resources, slurm)
+    check_executor(submission)
+    outcome = submitting.start(run, submission, lambda: on_tick(run))
+    return outcome, [*notes, *outcome.notes]
+
+
+def wait_for(run: Run, on_tick: Callable[[dict[str, Any]], None] = lambda status: None) -> dict[str, Any]:
+    """Wait until nothing of the run is queued or alive; the report. Asks Slurm every five seconds at most."""
+    asked, alive = 0.0, True
+    while alive:
+        on_tick(read_status(run))
+        ended = run.submissions()[-1]["state"] in ("ended", "refused")
+        if ended or time.monotonic() - asked > 5:
+            asked = time.monotonic()
+            try:
+                alive = submitting.alive(run) is not None
+            except commands.SlurmUnavailableError as error:
+                log.warning("%s", error)
+        if alive:
+            time.sleep(0.2)
+    return last_report(run)

@@ -1,0 +1,1 @@
+"""Where tasks run: on Slurm, on this machine, or in this process."""

@@ -1,0 +1,87 @@
+"""The local executor: one process of Submitit's for each slot of this machine, each with GPUs of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import submitit
+
+from slurmgpu import gpus
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.executors import entry
+from slurmgpu.runs import Run
+from slurmgpu.submissions import Submission
+
+NEVER_MIN = 10 * 365 * 24 * 60
+"""Submitit's local executor has a walltime of two minutes by default; this machine has none."""
+
+
+def gpu_ids(submission: Submission) -> list[list[str]]:
+    """The GPUs of each slot, as CUDA_VISIBLE_DEVICES takes them; a sentence when this machine has too few."""
+    n_slots, per_slot = submission.n_concurrent, submission.gpus_per_task
+    if per_slot == 0:
+        return [[] for _ in range(n_slots)]
+    ids = gpus.visible_ids()
+    if submission.device == "cpu":
+        ids = [str(number) for number in range(n_slots * per_slot)]
+    elif ids is None:
+        try:
+            ids = [str(number) for number in range(len(gpus.probe(n_slots * per_slot)))]
+        except gpus.GPUFaultError as error:
+            raise SlurmGPUError(
+                f"{error}. To compute on this machine's CPUs: --gpus 0, with --tasks for how many."
+            ) from error
+    if len(ids) < n_slots * per_slot:
+        raise SlurmGPUError(
+            f"{n_slots * per_slot} GPUs were asked for; CUDA_VISIBLE_DEVICES gives this shell {len(ids)}. "
+            f"Ask for fewer with --gpus."
+        )
+    return [ids[slot * per_slot : (slot + 1) * per_slot] for slot in range(n_slots)]
+
+
+def start(run: Run, submission: Submission) -> list[Any]:
+    """Start the slots; Submitit's jobs."""
+    job = f"local{submission.submission}"
+    executor = submitit.LocalExecutor(run.logs)
+    executor.update_parameters(timeout_min=NEVER_MIN)
+    slots = gpu_ids(submission)
+    n_threads = max(1, len(os.sched_getaffinity(0)) // len(slots))
+    number, device = submission.submission, submission.device
+    return [
+        executor.submit(entry.run_local_task, run.folder, job, slot, number, ids, device, n_threads)
+        for slot, ids in enumerate(slots)
+    ]
+
+
+def wait(jobs: list[Any], on_tick: Callable[[], None]) -> None:
+    """Wait for the slots; whatever interrupts this stops them, and they give their shards back."""
+    try:
+        while not all(job.done() for job in jobs):
+            on_tick()
+            time.sleep(0.1)
+    except BaseException:
+        stop([int(job.job_id) for job in jobs])
+        for job in jobs:
+            while not job.done():
+                time.sleep(0.05)
+        raise
+
+
+def stop(pids: list[int]) -> None:
+    """Ask the slots to end."""
+    for pid in pids:
+        if is_alive(pid):
+            os.kill(pid, signal.SIGTERM)  # Submitit's controller hands it on to the task
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a slot of this machine is running."""
+    try:
+        return b"submitit" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False

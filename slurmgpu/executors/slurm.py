@@ -1,0 +1,113 @@
+"""The Slurm executor: Submitit submits one array job, and a merge job that depends on it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import submitit
+from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.executors import commands, entry
+from slurmgpu.runs import Run
+from slurmgpu.submissions import Submission
+
+SIGNAL_BEFORE_END_S = 30
+"""A task stops taking shards by itself; the signal is for a shard that takes longer than any before it."""
+
+
+def respect_limits(asked: Submission) -> tuple[Submission, list[str]]:
+    """The submission within MaxArraySize and MaxSubmitJobs, and a sentence for each change.
+
+    Tasks take shards until none is left, so fewer of them still finish the run.
+    """
+    limits = {"MaxArraySize": commands.max_array_size()}
+    if (submit_jobs := commands.max_submit_jobs()) is not None:
+        limits["MaxSubmitJobs (one is for the merge job)"] = submit_jobs - 1
+    name, limit = min(limits.items(), key=lambda item: item[1])
+    if limit < 1:
+        raise SlurmGPUError(f"{name} of this cluster allows no task; ask its administrators.")
+    if asked.n_tasks <= limit:
+        return asked, []
+    less = replace(asked, n_tasks=limit, n_concurrent=min(asked.n_concurrent, limit))
+    return less, [f"{asked.n_tasks} tasks were asked for; {name} is {limit}, so {limit} will take all the shards."]
+
+
+def scripts(folder: Path, name: str, submission: Submission) -> dict[str, str]:
+    """The sbatch scripts that `submit` would hand to Slurm, by job."""
+    array = _array_executor(folder / "logs", name, submission)
+    array.parameters["map_count"] = submission.n_tasks
+    if submission.n_tasks == 1:
+        del array.parameters["map_count"]
+    merge = _merge_executor(folder / "logs", name, submission, "afterany:ARRAY_JOB")
+    return {
+        "array": array._make_submission_file_text(array._submitit_command_str, "dry-run"),
+        "merge": merge._make_submission_file_text(merge._submitit_command_str, "dry-run"),
+    }
+
+
+def submit(run: Run, submission: Submission) -> dict[str, Any]:
+    """Queue the array and its merge; their job ids. Nothing stays queued when the merge job is refused."""
+    array = _array_executor(run.logs, run.plan.name, submission)
+    with commands.outside_job():
+        tasks = [run.folder] * submission.n_tasks
+        jobs = _queue(lambda: array.map_array(entry.run_task, tasks, [submission.submission] * len(tasks)))
+        array_job = jobs[0].job_id.split("_")[0]
+        merge = _merge_executor(run.logs, run.plan.name, submission, f"afterany:{array_job}")
+        try:
+            merge_job = _queue(lambda: [merge.submit(entry.run_merge, run.folder)])[0].job_id
+        except SlurmGPUError:
+            commands.cancel(array_job)
+            raise
+    return {"array_job": array_job, "merge_job": merge_job}
+
+
+def _queue(submit_jobs: Any) -> Any:
+    try:
+        return submit_jobs()
+    except (FailedSubmissionError, FailedJobError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if "sbatch:" in line]
+        said = " ".join(lines) or str(error).strip()
+        raise SlurmGPUError(f"Slurm refuses the job: {said} Correct [slurm], [merge] or [resources].") from error
+
+
+def _array_executor(logs: Path, name: str, submission: Submission) -> submitit.SlurmExecutor:
+    options = submission.sbatch_options
+    if submission.gpus_per_task:
+        # Per node, not per task: it is the same for one process, and hides nothing where several share a node.
+        options["gpus_per_node"] = submission.gpus_per_task
+    if submission.after:
+        options["dependency"] = ",".join(f"afterok:{job}" for job in submission.after)
+        options["kill_on_invalid_dep"] = "yes"
+    return _executor(logs, f"slurmgpu:{name}", options, submission.n_concurrent)
+
+
+def _merge_executor(logs: Path, name: str, submission: Submission, dependency: str) -> submitit.SlurmExecutor:
+    # afterany: a failed task must not keep the others from being merged.
+    options = {**submission.merge_options, "dependency": dependency, "kill_on_invalid_dep": "yes"}
+    return _executor(logs, f"slurmgpu-merge:{name}", options, 1)
+
+
+def _executor(logs: Path, name: str, options: Mapping[str, Any], parallelism: int) -> submitit.SlurmExecutor:
+    executor = submitit.SlurmExecutor(logs)
+    # sbatch's own names go to Submitit's catch-all; its defaults (5 minutes, a wckey) are not what users wrote.
+    # srun does not inherit --cpus-per-task from Slurm 22.05 to 23.11: without the argument a step has one core.
+    cpus = options.get("cpus_per_task")
+    plain = {key.replace("_", "-"): value for key, value in options.items() if value is not False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        executor.update_parameters(
+            job_name=str(plain.pop("job-name", name)),
+            time=None,
+            wckey=None,
+            nodes=plain.pop("nodes", 1),
+            array_parallelism=parallelism,
+            signal_delay_s=SIGNAL_BEFORE_END_S,
+            additional_parameters=plain,
+            srun_args=None if cpus is None else [f"--cpus-per-task={cpus}"],
+        )
+    return executor

@@ -1,0 +1,92 @@
+"""What the tests look at in run directories and merged files."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import h5py
+
+import slurmgpu
+
+
+def start(*argv, cwd, **env):
+    """The command line in the background, in a process group of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "slurmgpu", *map(str, argv)],
+        cwd=cwd,
+        env={**os.environ, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def report(folder):
+    return json.loads((Path(folder) / "run" / "report.json").read_text())
+
+
+def records(folder):
+    return [json.loads(path.read_text()) for path in sorted((Path(folder) / "run" / "tasks").glob("[!.]*.json"))]
+
+
+def published(folder):
+    return sorted(path.name for path in (Path(folder) / "run" / "shards").glob("*.h5"))
+
+
+def datasets(folder):
+    """The bytes of every dataset of the merged file."""
+    found = {}
+    with h5py.File(Path(folder) / "run" / "merged.h5", "r") as file:
+        file.visititems(
+            lambda name, node: found.__setitem__(name, node[()].tobytes()) if isinstance(node, h5py.Dataset) else None
+        )
+    return found
+
+
+def check_rows(folder, n_items, errors=()):
+    """Every item has its row, in order, with the right values; the failed ones are exactly `errors`."""
+    with slurmgpu.open(Path(folder) / "run" / "merged.h5") as merged:
+        assert merged.index[:].tolist() == list(range(n_items))
+        assert sorted(merged.errors) == sorted(errors)
+        double, shout = merged["double"][:], merged["shout"][:]
+        for index in range(n_items):
+            if index not in errors:
+                assert double[index] == 2.0 * index
+                assert shout[index] == f"ITEM {index} OF MANY"
+
+
+def wait_until(condition, what, timeout_s=60):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
+        time.sleep(0.05)
+
+
+def shard_times(folder):
+    return {path.name: path.stat().st_mtime_ns for path in (Path(folder) / "run" / "shards").glob("*.h5")}
+
+
+def workers():
+    """The worker processes that live on this machine, with their command lines."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (path / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"slurmgpu.worker" in line:
+            found.append((int(path.name), b" ".join(line).decode()))
+    return found
+
+
+def kill_workers(folder):
+    """SIGKILL the workers of one run; how many there were."""
+    mine = [pid for pid, line in workers() if str(folder) in line]
+    for pid in mine:
+        os.kill(pid, signal.SIGKILL)
+    return len(mine)

@@ -1,0 +1,130 @@
+"""The walls of docs/explanation/architecture.md: imports point down, and each outside library has its rooms."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "slurmgpu"
+
+LAYERS = {
+    0: ["errors", "files", "failures", "cgroups", "gpus", "columns", "__init__"],
+    1: [
+        "claims",
+        "histories",
+        "records",
+        "runs",
+        "submissions",
+        "regions",
+        "skeletons",
+        "pieces",
+        "shards",
+        "results",
+        "joins",
+    ],
+    2: ["export", "inputs", "workloads", "config"],
+    3: ["planning", "report", "status", "computing", "scouting"],
+    4: ["worker", "merge"],
+    5: ["processes", "task"],
+    6: ["executors"],
+    7: ["api"],
+    8: ["cli", "__main__"],
+}
+LAYER = {name: number for number, names in LAYERS.items() for name in names}
+
+ROOMS = {
+    "submitit": {"executors"},
+    "typer": {"cli"},
+    "rich": {"cli"},
+    "pydantic": {"config", "planning"},
+    "torch": {"workloads"},
+    "transformers": {"workloads"},
+    "pyarrow": {"inputs", "results", "export"},
+    "pandas": {"results"},
+    "h5py": {"skeletons", "pieces", "shards", "joins", "results"},
+}
+
+
+def modules():
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def room(path):
+    relative = path.relative_to(PACKAGE)
+    return relative.parts[0].removesuffix(".py")
+
+
+def imports(path):
+    """Every module that a file imports, also within functions; not those for type checkers alone."""
+    tree = ast.parse(path.read_text())
+    skipped = {
+        id(node)
+        for test in ast.walk(tree)
+        if isinstance(test, ast.If) and isinstance(test.test, ast.Name) and test.test.id == "TYPE_CHECKING"
+        for node in ast.walk(test)
+    }
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module
+            if node.module == "slurmgpu":
+                yield from (f"slurmgpu.{alias.name}" for alias in node.names)
+
+
+def test_every_module_has_a_layer():
+    assert {room(path) for path in modules()} == set(LAYER)
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_down_and_libraries_stay_in_their_rooms(path):
+    here = room(path)
+    for name in imports(path):
+        top, _, rest = name.partition(".")
+        if top == "slurmgpu" and rest and (there := rest.split(".")[0]) in LAYER and there != here:
+            assert LAYER[there] <= LAYER[here], f"{here} (layer {LAYER[here]}) imports {there} (layer {LAYER[there]})"
+        elif top in ROOMS:
+            assert here in ROOMS[top], f"{here} imports {top}"
+
+
+def test_no_two_modules_import_each_other():
+    graph = {}
+    for path in modules():
+        graph.setdefault(room(path), set()).update(
+            name.split(".")[1] for name in imports(path) if name.startswith("slurmgpu.")
+        )
+    for start in graph:
+        seen, todo = set(), list(graph[start] - {start})
+        while todo:
+            name = todo.pop()
+            assert name != start, f"{start} imports itself in a circle"
+            if name not in seen:
+                seen.add(name)
+                todo += graph.get(name, set()) - {name}
+
+
+def loaded_after(code):
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\nimport sys\nprint(*sys.modules)"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return {name.split(".")[0] for name in done.stdout.split()}
+
+
+def test_the_worker_needs_the_standard_library_numpy_and_h5py_alone():
+    foreign = loaded_after("import slurmgpu.worker") & {*ROOMS, "pandas", "cloudpickle"}
+    assert foreign == {"h5py"}
+
+
+def test_help_and_status_import_neither_torch_nor_submitit_nor_h5py(project, slurmgpu):
+    folder = project(4)
+    slurmgpu("submit", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0)
+    run = "from slurmgpu.cli.app import app\napp(%r, standalone_mode=False)"
+    for argv in (["--help"], ["status", str(folder / "run")]):
+        heavy = {"torch", "submitit", "h5py", "numpy"}
+        assert not loaded_after(run % argv) & heavy, argv

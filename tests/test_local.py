@@ -1,0 +1,366 @@
+"""Whole runs on this machine, through the command line: what goes wrong in a worker, and what becomes of it."""
+
+import json
+import os
+import signal
+
+import pytest
+
+from tests.runs import (
+    check_rows,
+    datasets,
+    kill_workers,
+    published,
+    records,
+    report,
+    shard_times,
+    start,
+    wait_until,
+    workers,
+)
+
+LOCAL = ("submit", "--executor", "local", "--gpus", "0")
+
+
+def test_a_run_ends_with_every_row_in_input_order(project, slurmgpu):
+    folder = project(100)
+    done = slurmgpu(*LOCAL, "--tasks", "3", cwd=folder, expect=0)
+    check_rows(folder, 100)
+    assert "complete" in done.stdout
+    assert report(folder)["complete"] is True
+    assert len(records(folder)) == 3
+    assert not workers()
+
+
+def test_the_number_of_tasks_does_not_change_a_byte_of_the_results(project, slurmgpu):
+    merged = []
+    for n_tasks in (1, 3):
+        folder = project(100)
+        slurmgpu(*LOCAL, "--tasks", n_tasks, "--run-dir", "run", cwd=folder, expect=0)
+        merged.append(datasets(folder))
+        (folder / "run").rename(folder / f"run{n_tasks}")
+    assert merged[0] == merged[1]
+
+
+def test_the_debug_executor_runs_the_same_in_one_process(project, slurmgpu):
+    folder = project(20)
+    slurmgpu("submit", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0)
+    check_rows(folder, 20)
+
+
+def test_a_breakpoint_stops_the_debug_executor(project):
+    folder = project(8)
+    source = (folder / "workloads.py").read_text()
+    (folder / "workloads.py").write_text(
+        source.replace("        rows = []\n", "        rows = []\n        breakpoint()\n")
+    )
+    process = start(
+        "submit", "--executor", "debug", "--gpus", "0", cwd=folder, PYTHONBREAKPOINT="builtins.breakpointed"
+    )
+    output, _ = process.communicate(timeout=60)
+    assert "builtins.breakpointed" in output  # Python tried to call it, in the process that the user started
+
+
+def test_exceptions_and_item_errors_cost_their_item_alone(project, slurmgpu):
+    folder = project(40, settings={"faults": {"17": "exception", "3": "item_error"}})
+    slurmgpu(*LOCAL, cwd=folder, expect=0)
+    check_rows(folder, 40, errors={3, 17})
+    messages = {item["index"]: (item["class"], item["message"]) for item in report(folder)["errors"]}
+    assert messages == {3: ("item_error", "not this one"), 17: ("item_error", "ValueError: cannot do item 17")}
+
+
+@pytest.mark.parametrize(("fault", "said"), [("segfault", "died by SIGSEGV"), ("hard_exit", "exited with code 3")])
+def test_an_item_that_kills_its_worker_is_quarantined(project, slurmgpu, fault, said):
+    folder = project(40, settings={"faults": {"17": fault}})
+    slurmgpu(*LOCAL, cwd=folder, expect=0)
+    check_rows(folder, 40, errors={17})
+    [item] = report(folder)["errors"]
+    assert (item["index"], item["class"]) == (17, "crash")
+    assert said in item["message"]
+    [record] = records(folder)
+    assert [death["items"] for death in record["deaths"]] == [[16, 19], [17]]
+
+
+def test_a_killed_worker_is_started_again_and_changes_nothing(project, slurmgpu, tmp_path):
+    undisturbed = project(40)
+    slurmgpu(*LOCAL, cwd=undisturbed, expect=0)
+    before = datasets(undisturbed)
+    (undisturbed / "run").rename(undisturbed / "undisturbed")
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    folder = project(40, settings={"faults": {"17": "kill_once"}, "marks": str(marks)})
+    slurmgpu(*LOCAL, cwd=folder, expect=0)
+    assert datasets(folder) == before
+    assert [death["class"] for death in records(folder)[0]["deaths"]] == ["crash"]
+
+
+def test_a_killed_task_loses_nothing(project):
+    folder = project(200, settings={"item_s": 0.01})
+    process = start(*LOCAL, "--tasks", "2", cwd=folder)
+    wait_until(lambda: (folder / "run" / "shards").exists() and len(published(folder)) > 2, "the first shards")
+    victim = next(record for record in records(folder) if record["state"] == "running")
+    os.kill(victim["pid"], signal.SIGKILL)
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, output
+    check_rows(folder, 200)
+    outcome = report(folder)
+    assert outcome["failures"] == {"lost": 1}
+    assert [taken["from"] for attempt in outcome["attempts"] for taken in attempt["takeovers"]] == [victim["attempt"]]
+    assert not workers()
+
+
+def test_a_task_whose_shards_were_taken_over_while_it_lived_does_no_harm(project, tmp_path):
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    folder = project(120, settings={"item_s": 0.02, "marks": str(marks)}, lease_s=1.0)
+    process = start(*LOCAL, "--tasks", "2", cwd=folder)
+    wait_until(lambda: (folder / "run" / "shards").exists() and len(published(folder)) > 2, "the first shards")
+    frozen = next(record for record in records(folder) if record["state"] == "running")
+    its_worker = [pid for pid, line in workers() if f'"{frozen["attempt"]}"' in line and str(folder) in line]
+    for pid in (frozen["pid"], *its_worker):
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: len(published(folder)) == 15, "the other task to finish the run")
+    finally:
+        for pid in (*its_worker, frozen["pid"]):
+            os.kill(pid, signal.SIGCONT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    check_rows(folder, 120)
+    assert sum(len(record["takeovers"]) for record in records(folder)) == 1
+    assert max(path.read_text().count("\n") for path in marks.iterdir()) == 2  # the shard in hand was computed twice
+    assert not list((folder / "run" / "shards").glob("*.partial"))
+
+
+def test_a_killed_run_leaves_no_worker_and_resubmit_computes_only_what_is_missing(project, slurmgpu, tmp_path):
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    folder = project(200, settings={"item_s": 0.01, "marks": str(marks)})
+    process = start(*LOCAL, "--tasks", "2", cwd=folder)
+    wait_until(lambda: (folder / "run" / "shards").exists() and len(published(folder)) > 3, "the first shards")
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    wait_until(lambda: not workers(), "the workers to follow their tasks")
+    kept = shard_times(folder)
+    assert slurmgpu("report", "run", cwd=folder).returncode == 2  # there is none yet, says a sentence
+    slurmgpu("resubmit", "run", cwd=folder, expect=0)
+    check_rows(folder, 200)
+    assert kept.items() <= shard_times(folder).items()
+    computed = {int(path.name): path.read_text().count("\n") for path in marks.iterdir()}
+    done_before = {item for name in kept for item in range(int(name[:5]) * 8, int(name[:5]) * 8 + 8)}
+    assert all(computed[item] == 1 for item in done_before)
+
+
+def test_ctrl_c_gives_the_shards_back_and_says_how_to_go_on(project, slurmgpu):
+    folder = project(200, settings={"item_s": 0.02})
+    process = start(*LOCAL, "--tasks", "2", cwd=folder)
+    wait_until(lambda: (folder / "run" / "shards").exists() and len(published(folder)) > 2, "the first shards")
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert f"slurmgpu resubmit {folder / 'run'}" in output
+    assert {record["failure"] for record in records(folder)} == {"cancelled"}
+    done = {int(name[:5]) for name in published(folder)}
+    assert {int(path.name) for path in (folder / "run" / "claims").glob("[0-9]*")} <= done  # none but of what is done
+    slurmgpu("resubmit", "run", cwd=folder, expect=0)
+    check_rows(folder, 200)
+
+
+def test_a_local_run_is_cancelled_from_a_second_shell_and_a_second_submission_is_refused(project, slurmgpu):
+    folder = project(200, settings={"item_s": 0.02})
+    process = start(*LOCAL, cwd=folder)
+    wait_until(lambda: (folder / "run" / "shards").exists() and len(published(folder)) > 1, "the first shards")
+    assert "holds a run already" in slurmgpu(*LOCAL, cwd=folder, expect=2).stderr
+    assert "still at work" in slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
+    assert "still at work" in slurmgpu("merge", "run", cwd=folder, expect=2).stderr
+    status = json.loads(slurmgpu("status", "run", "--json", cwd=folder, expect=0).stdout)
+    assert status["state"] == "running"
+    assert 0 < status["n_items_done"] < 200
+    assert "cancelled" in slurmgpu("cancel", "run", cwd=folder, expect=0).stdout
+    process.communicate(timeout=30)
+    assert process.returncode == 3
+    assert report(folder)["failures"] == {"cancelled": 1}
+
+
+def test_a_workload_that_fails_for_every_item_ends_the_run_with_its_traceback(project, slurmgpu):
+    folder = project(100, workload="Broken")
+    done = slurmgpu(*LOCAL, "--tasks", "2", cwd=folder, expect=3)
+    outcome = report(folder)
+    assert set(outcome["failures"]) == {"workload_error"}
+    assert "KeyError: 'no such key'" in done.stdout
+    assert published(folder) == []
+    assert f"slurmgpu resubmit {folder / 'run'}" in done.stdout
+    # The user mends the workload and goes on with the same run.
+    source = (folder / "workloads.py").read_text().replace('item.data["no such key"]', "1.0")
+    (folder / "workloads.py").write_text(source)
+    slurmgpu("resubmit", "run", cwd=folder, expect=0)
+    assert report(folder)["complete"]
+
+
+def test_a_workload_that_cannot_load_is_not_tried_again(project, slurmgpu):
+    folder = project(20, workload="Unloadable", auto_resubmit=3)
+    done = slurmgpu(*LOCAL, cwd=folder, expect=3)
+    assert "No module named 'torch'" in done.stdout
+    assert len(records(folder)) == 1
+    assert records(folder)[0]["failure"] == "workload_error"
+
+
+def test_a_shard_of_bad_items_does_not_hold_up_the_others(project, slurmgpu):
+    # The first shard fails as a broken workload would; the second one shows that it is the items.
+    folder = project(40, settings={"faults": {str(index): "exception" for index in range(8)}})
+    slurmgpu(*LOCAL, cwd=folder, expect=0)
+    check_rows(folder, 40, errors=set(range(8)))
+
+
+def test_malformed_lines_are_their_items_errors(project, slurmgpu):
+    folder = project(1000)
+    lines = (folder / "items.jsonl").read_text().splitlines()
+    lines[531] = '{"text": '
+    (folder / "items.jsonl").write_text("\n".join(lines) + "\n")
+    done = slurmgpu(*LOCAL, cwd=folder)
+    if done.returncode == 2:  # the sample may meet the line at planning
+        assert "line 532" in done.stderr
+    else:
+        check_rows(folder, 1000, errors={531})
+        assert "line 532" in report(folder)["errors"][0]["message"]
+
+
+def test_an_input_that_changed_since_planning_is_refused(project, slurmgpu):
+    folder = project(40, workload="Unloadable")
+    slurmgpu(*LOCAL, cwd=folder, expect=3)
+    with open(folder / "items.jsonl", "a") as file:
+        file.write('{"text": "one more"}\n')
+    slurmgpu("resubmit", "run", cwd=folder, expect=3)
+    assert [record["failure"] for record in records(folder)] == ["workload_error", "input_error"]
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate"])
+def test_a_damaged_shard_is_reported_and_computed_again(project, slurmgpu, damage):
+    folder = project(40)
+    slurmgpu(*LOCAL, cwd=folder, expect=0)
+    before = datasets(folder)
+    path = folder / "run" / "shards" / "00002.h5"
+    content = bytearray(path.read_bytes())
+    if damage == "flip":
+        content[len(content) // 2] ^= 1
+    else:
+        del content[-100:]
+    path.write_bytes(content)
+    done = slurmgpu("merge", "run", cwd=folder, expect=3)
+    assert "damaged" in done.stdout
+    [hole] = report(folder)["missing"]
+    assert (hole["shard"], hole["start"], hole["stop"]) == (2, 16, 24)
+    kept = shard_times(folder)
+    slurmgpu("resubmit", "run", cwd=folder, expect=0)
+    assert datasets(folder) == before
+    assert kept.items() <= shard_times(folder).items()
+
+
+def test_a_shard_of_another_plan_is_not_merged(project, slurmgpu):
+    folder = project(40)
+    slurmgpu(*LOCAL, "--run-dir", "other", cwd=project(40, seed=1), expect=0)
+    project(40)
+    slurmgpu(*LOCAL, cwd=folder, expect=0)
+    (folder / "other" / "shards" / "00001.h5").replace(folder / "run" / "shards" / "00001.h5")
+    slurmgpu("merge", "run", cwd=folder, expect=3)
+    assert "plan" in report(folder)["missing"][0]["damaged"]
+
+
+def test_merge_verify_finds_a_flipped_bit_in_the_merged_file(project, slurmgpu):
+    folder = project(40)
+    slurmgpu(*LOCAL, cwd=folder, expect=0)
+    slurmgpu("merge", "run", "--verify", cwd=folder, expect=0)
+    path = folder / "run" / "merged.h5"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert slurmgpu("merge", "run", "--verify", cwd=folder, expect=1).stderr
+
+
+def test_random_kills_of_workers_and_tasks_change_no_byte(project, slurmgpu):
+    folder = project(160)
+    slurmgpu(*LOCAL, cwd=folder, expect=0)
+    before = datasets(folder)
+    (folder / "run").rename(folder / "undisturbed")
+    folder = project(160, settings={"item_s": 0.01})
+    process = start(*LOCAL, "--tasks", "2", cwd=folder)
+    kills = 0
+    while process.poll() is None and kills < 12:
+        before_kill = len(published(folder)) if (folder / "run" / "shards").exists() else 0
+        wait_until(
+            lambda n=before_kill: (
+                process.poll() is not None or ((folder / "run" / "shards").exists() and len(published(folder)) > n)
+            ),
+            "progress",
+        )
+        kills += kill_workers(folder / "run")
+    process.communicate(timeout=100)
+    assert kills > 5
+    if process.returncode == 3:
+        slurmgpu("resubmit", "run", cwd=folder, expect=0)
+    assert datasets(folder) == before
+
+
+def test_gpus_that_this_machine_lacks_are_refused_before_anything_is_written(project, slurmgpu):
+    folder = project(20)
+    done = slurmgpu(
+        "submit", "--executor", "local", "--gpus", "2", "--array", cwd=folder, expect=2, CUDA_VISIBLE_DEVICES="0"
+    )
+    assert "--gpus" in done.stderr
+    assert not (folder / "run").exists()
+
+
+def test_an_allocated_gpu_that_cuda_cannot_use_is_a_fault_and_never_the_cpu(project, slurmgpu):
+    folder = project(20)
+    done = slurmgpu("submit", "--executor", "local", "--gpus", "1", cwd=folder, CUDA_VISIBLE_DEVICES="0")
+    if done.returncode == 0:
+        pytest.skip("this machine has a GPU that works")
+    assert report(folder)["failures"] == {"gpu_fault": 1}
+    assert not list((folder / "run" / "claims").iterdir())
+
+
+def test_each_slot_gets_gpus_of_its_own(project, slurmgpu):
+    folder = project(200, settings={"item_s": 0.005})
+    argv = ("submit", "--executor", "local", "--gpus", "4", "--gpus-per-task", "2", "--array", "--device", "cpu")
+    slurmgpu(*argv, cwd=folder, expect=0, CUDA_VISIBLE_DEVICES="0,1,2,3")
+    assert [record["gpus"] for record in records(folder)] == [["0", "1"], ["2", "3"]]
+
+
+def test_export_writes_every_row(project, slurmgpu):
+    folder = project(20, settings={"faults": {"3": "item_error"}})
+    slurmgpu(*LOCAL, cwd=folder, expect=0)
+    slurmgpu("export", "run", "-o", "rows.jsonl", cwd=folder, expect=0)
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    assert [row["index"] for row in rows] == list(range(20))
+    assert rows[4]["shout"] == "ITEM 4 OF MANY"
+    assert rows[3]["error"] == "item_error: not this one"
+    assert "csv" in slurmgpu("export", "run", "-o", "rows.xls", cwd=folder, expect=2).stderr
+
+
+def test_the_merged_file_of_a_run_is_the_input_of_the_next(project, slurmgpu):
+    folder = project(20)
+    slurmgpu(*LOCAL, "--run-dir", "first", cwd=folder, expect=0)
+    text = (folder / "slurmgpu.toml").read_text().replace("items.jsonl", "first/merged.h5")
+    (folder / "next.toml").write_text(text.replace("workloads.py:Rows", "next.py:Again"))
+    (folder / "next.py").write_text(
+        "from slurmgpu import Text\n\n\nclass Again:\n    columns = {'text': Text()}\n    batch_size = 4\n\n"
+        "    def load(self, task):\n        pass\n\n"
+        "    def __call__(self, items):\n        return [{'text': item.data['shout'].lower()} for item in items]\n"
+    )
+    slurmgpu("submit", "next.toml", *LOCAL[1:], cwd=folder, expect=0)
+    slurmgpu("export", "run", "-o", "rows.jsonl", cwd=folder, expect=0)
+    texts = [json.loads(line)["text"] for line in (folder / "rows.jsonl").read_text().splitlines()]
+    assert texts == [f"item {i} of many" for i in range(20)]
+
+
+def test_the_python_interface_does_what_the_command_line_does(project, monkeypatch):
+    import slurmgpu
+
+    folder = project(20, settings={"faults": {"3": "item_error"}})
+    monkeypatch.chdir(folder)
+    run = slurmgpu.submit("slurmgpu.toml", gpus=0, executor="debug", settings={"faults": {}})
+    assert run.report()["complete"]
+    assert run.status()["state"] == "complete"
+    with slurmgpu.open(run.folder / "merged.h5") as merged:
+        assert len(merged["shout"][:]) == 20
+        assert not merged.errors
