@@ -1,0 +1,43 @@
+"""The pytest fixtures; tests/conftest.py imports them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import NoReturn
+
+import pytest
+
+from .cluster import INHERITED, Cluster, missing
+
+
+def leave_out(reason: str) -> NoReturn:
+    """Skip the test, saying why; in CI (CI=true) leaving out is failing."""
+    if os.environ.get("CI") == "true":
+        pytest.fail(f"in CI nothing may be left out: {reason}", pytrace=False)
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """The session's cluster. Slurm's commands find it through os.environ, which is put back at the end."""
+    reason = missing()
+    if reason is not None:
+        leave_out(reason)
+    running = Cluster.start(tmp_path_factory.mktemp("cluster"))
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name in [name for name in os.environ if name.startswith(INHERITED)]:
+                patch.delenv(name)
+            for name, value in running.env.items():
+                patch.setenv(name, value)
+            yield running
+    finally:
+        running.stop()
+
+
+@pytest.fixture
+def memory_limits(cluster: Cluster) -> None:
+    """For tests in which Slurm kills what exceeds its memory: this machine has cgroups that can be used."""
+    if not cluster.has_cgroups:
+        leave_out(cluster.cgroup_note)

@@ -1,0 +1,411 @@
+"""Whole runs on a real Slurm: everything that dies there, what the report calls it, and what resubmit computes."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+
+import pytest
+
+from slurmgpu.executors import commands
+from tests.runs import (
+    check_rows,
+    datasets,
+    kill_workers,
+    published,
+    records,
+    report,
+    shard_times,
+    start,
+    wait_until,
+)
+
+pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("cluster")]
+
+# Stand-in GPUs are allocated, and the CPU computes.
+SUBMIT = ("submit", "--device", "cpu", "--array")
+WAIT = (*SUBMIT, "--wait")
+
+
+def shards_of(folder):
+    return published(folder) if (folder / "run" / "shards").exists() else []
+
+
+def running(folder):
+    return [r for r in (records(folder) if (folder / "run" / "tasks").exists() else []) if r["state"] == "running"]
+
+
+def wait_for_end(folder, slurmgpu, timeout_s=120):
+    def ended():
+        return submissions(folder)[-1]["state"] == "ended"
+
+    wait_until(ended, "the merge", timeout_s)
+    ids = [i for line in submissions(folder) for i in (line.get("array_job"), line.get("merge_job")) if i]
+    wait_until(lambda: not commands.queue(ids), "the end of the merge job", timeout_s)
+
+
+def submissions(folder):
+    merged = {}
+    for line in (folder / "run" / "submissions.jsonl").read_text().splitlines():
+        value = json.loads(line)
+        merged.setdefault(value["submission"], {}).update(value)
+    return [merged[number] for number in sorted(merged)]
+
+
+def holding(folder):
+    """The record of a task that holds a shard right now."""
+    held = {json.loads(path.read_text())["attempt"] for path in (folder / "run" / "claims").glob("[0-9]*")}
+    return next((r for r in running(folder) if r["attempt"] in held), None)
+
+
+def test_four_tasks_make_one_verified_file(project, slurmgpu):
+    folder = project(200, settings={"item_s": 0.01})
+    done = slurmgpu(*WAIT, "--gpus", "4", cwd=folder, expect=0)
+    check_rows(folder, 200)
+    outcome = report(folder)
+    assert outcome["complete"]
+    assert len(outcome["attempts"]) == 4
+    assert all(len(attempt["gpus"]) == 1 for attempt in outcome["attempts"])
+    assert "complete" in done.stdout
+    files = [path for name in ("logs", "tasks", "telemetry") for path in (folder / "run" / name).iterdir()]
+    assert len(files) <= 12 * 4
+
+
+def test_a_dry_run_prints_the_scripts_that_are_then_submitted_and_queues_nothing(project, slurmgpu, cluster):
+    folder = project(40, slurm={"time": "00:05:00", "comment": "a, b"}, merge={"partition": "cpu"})
+    done = slurmgpu(*SUBMIT, "--gpus", "2", "--dry-run", cwd=folder, expect=0)
+    assert not (folder / "run").exists()
+    assert "#SBATCH --array=0-1%2" in done.stdout
+    assert "#SBATCH --time=00:05:00" in done.stdout
+    slurmgpu(*WAIT, "--gpus", "2", cwd=folder, expect=0)
+    texts = [path.read_text() for path in (folder / "run" / "logs").glob("*_submission.sh")]
+    [written] = [text for text in texts if "--array" in text]
+    shown = done.stdout.partition("# ---- array.sbatch ----\n")[2].partition("\n# ---- merge.sbatch")[0]
+    assert shown.strip() == written.strip()
+
+
+def test_a_killed_worker_and_a_killed_task_lose_nothing(project, slurmgpu):
+    folder = project(240, settings={"item_s": 0.03})
+    process = start(*WAIT, "--gpus", "3", cwd=folder)
+    wait_until(lambda: len(shards_of(folder)) > 2, "the first shards")
+    assert kill_workers(folder / "run") > 0
+    wait_until(lambda: holding(folder), "a task with a claim")
+    victim = holding(folder)
+    os.kill(victim["pid"], signal.SIGKILL)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    check_rows(folder, 240)
+    outcome = report(folder)
+    assert outcome["worker_deaths"].get("crash", 0) >= 1
+    [dead] = [a for a in outcome["attempts"] if a["attempt"] == victim["attempt"]]
+    assert dead["failure"] in ("crash", "lost")
+
+
+def test_faults_of_items_cost_their_items_alone(project, slurmgpu):
+    folder = project(80, settings={"faults": {"17": "segfault", "33": "hard_exit", "50": "exception"}})
+    slurmgpu(*WAIT, "--gpus", "2", cwd=folder, expect=0)
+    check_rows(folder, 80, errors={17, 33, 50})
+    assert report(folder)["errors_by_class"] == {"crash": 2, "item_error": 1}
+
+
+def test_a_dead_node_is_replaced_by_the_others_and_excluded_from_then_on(project, slurmgpu, cluster):
+    folder = project(480, settings={"item_s": 0.2}, slurm={"no-requeue": True})
+    process = start(*WAIT, "--gpus", "8", cwd=folder)
+    try:
+        wait_until(lambda: len({r["node"] for r in running(folder)}) == 2, "tasks on both nodes")
+        cluster.kill_node("gpu2")
+        output, _ = process.communicate(timeout=200)
+    finally:
+        cluster.start_node("gpu2")
+    assert process.returncode == 0, output
+    check_rows(folder, 480)
+    outcome = report(folder)
+    failures = {a["failure"] for a in outcome["attempts"] if a["node"] == "gpu2"}
+    assert failures <= {"node_fail"}
+    assert outcome["failures"]["node_fail"] >= 1
+
+
+@pytest.mark.usefixtures("memory_limits")
+def test_host_memory_that_runs_out_is_named_and_raised_on_resubmission(project, slurmgpu):
+    folder = project(80, settings={"faults": {"17": "memory"}}, slurm={"mem": "800M"})
+    done = slurmgpu(*WAIT, "--gpus", "2", cwd=folder, expect=3)
+    outcome = report(folder)
+    assert outcome["failures"] == {"host_oom": 1}
+    assert [hole["shard"] for hole in outcome["missing"]] == [2]
+    assert "slurmgpu resubmit" in done.stdout
+    kept = shard_times(folder)
+    done = slurmgpu("resubmit", "run", "--wait", cwd=folder, expect=0)
+    assert "mem is 1200M instead of 800M" in done.stderr
+    check_rows(folder, 80)
+    assert kept.items() <= shard_times(folder).items()
+
+
+def test_a_task_takes_no_shard_that_would_not_fit_in_the_walltime(project, slurmgpu):
+    folder = project(400, settings={"item_s": 0.2}, slurm={"time": "00:01:00"}, margin_s=48.0, auto_resubmit=9)
+    slurmgpu(*SUBMIT, "--gpus", "4", cwd=folder, expect=0)
+    wait_until(lambda: len(submissions(folder)) == 2, "the automatic resubmission", 60)
+    wait_until(lambda: len(shards_of(folder)) == 50, "the last shard")
+    wait_for_end(folder, slurmgpu)
+    check_rows(folder, 400)
+    first = [r for r in records(folder) if r["submission"] == 1]
+    assert {(r["failure"], r["reason"]) for r in first} == {("timeout", "deadline")}
+
+
+def test_a_shard_that_outlasts_the_walltime_is_given_back_as_a_timeout(project, slurmgpu):
+    folder = project(40, settings={"faults": {"9": "hang"}}, slurm={"time": "00:01:00"})
+    slurmgpu(*WAIT, "--gpus", "1", cwd=folder, expect=3)
+    assert report(folder)["failures"] == {"timeout": 1}
+    assert [hole["shard"] for hole in report(folder)["missing"]] == [1, 2, 3, 4]
+    assert "timeout" in slurmgpu("status", "run", cwd=folder, expect=0).stdout
+
+
+def test_a_preempted_task_is_requeued_and_the_run_completes(project, slurmgpu, cluster):
+    folder = project(200, settings={"item_s": 0.15}, slurm={"qos": "normal", "requeue": True})
+    process = start(*WAIT, "--gpus", "2", cwd=folder)
+    wait_until(lambda: len(shards_of(folder)) > 1, "the first shards")
+    urgent = ["--qos=high", "--nodes=2", "--exclusive", "--wrap", "sleep 3"]
+    cluster.run("sbatch", "--parsable", "--output=/dev/null", *urgent)
+    array = submissions(folder)[0]["array_job"]
+    wait_until(lambda: any(r["failure"] == "preempted" for r in records(folder)), "the preemption")
+    # Slurm lets a requeued job wait for two minutes; that is not what is tested here.
+    wait_until(lambda: any(job.reason == "BeginTime" for job in commands.queue([array])), "the requeue")
+    cluster.run("scontrol", "update", f"JobId={array}", "StartTime=now")
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    check_rows(folder, 200)
+    outcome = report(folder)
+    assert outcome["failures"].get("preempted", 0) >= 1
+    assert any(record["restart"] == 1 for record in records(folder))
+
+
+def test_scancel_of_a_task_is_no_error_of_the_run(project, slurmgpu, cluster):
+    folder = project(160, settings={"item_s": 0.05})
+    process = start(*WAIT, "--gpus", "2", cwd=folder)
+    wait_until(lambda: len(running(folder)) == 2 and len(shards_of(folder)) > 1, "both tasks")
+    victim = running(folder)[0]
+    cluster.run("scancel", f"{victim['job']}_{victim['task']}")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    check_rows(folder, 160)
+    assert report(folder)["failures"] == {"cancelled": 1}
+
+
+def test_a_cancelled_run_is_resumed_by_resubmit(project, slurmgpu):
+    folder = project(160, settings={"item_s": 0.05})
+    slurmgpu(*SUBMIT, "--gpus", "2", cwd=folder, expect=0)
+    wait_until(lambda: len(shards_of(folder)) > 2, "the first shards")
+    assert "still at work" in slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
+    assert "holds a run already" in slurmgpu(*SUBMIT, "--gpus", "2", cwd=folder, expect=2).stderr
+    slurmgpu("cancel", "run", cwd=folder, expect=0)
+    ids = [submissions(folder)[0][key] for key in ("array_job", "merge_job")]
+    wait_until(lambda: not commands.queue(ids), "the end of the jobs")
+    assert slurmgpu("report", "run", cwd=folder).returncode == 2  # its merge was cancelled, too
+    slurmgpu("merge", "run", cwd=folder, expect=3)
+    assert set(report(folder)["failures"]) == {"cancelled"}
+    kept = shard_times(folder)
+    slurmgpu("resubmit", "run", "--gpus", "4", "--wait", cwd=folder, expect=0)
+    check_rows(folder, 160)
+    assert kept.items() <= shard_times(folder).items()
+
+
+def test_a_full_disk_loses_nothing_that_was_published(project, slurmgpu, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small disk needs root")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=320k", "tmpfs", str(disk)], check=True)
+    try:
+        folder = project(480, run_dir=str(disk / "run"))
+        (folder / "run").symlink_to(disk / "run")
+        slurmgpu(*SUBMIT, "--gpus", "2", cwd=folder, expect=0)
+        ids = [submissions(folder)[0][key] for key in ("array_job", "merge_job")]
+        wait_until(lambda: not commands.queue(ids), "the end of the jobs", 100)
+        n_before = len(published(folder))
+        assert 0 < n_before < 60
+        subprocess.run(["mount", "-o", "remount,size=20M", str(disk)], check=True)
+        kept = shard_times(folder)
+        slurmgpu("merge", "run", cwd=folder, expect=3)
+        assert "disk_full" in report(folder)["failures"]
+        slurmgpu("resubmit", "run", "--wait", cwd=folder, expect=0)
+        check_rows(folder, 480)
+        assert kept.items() <= shard_times(folder).items()
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_an_input_that_vanished_is_named_and_the_run_resumed_when_it_is_back(project, slurmgpu):
+    folder = project(80, settings={"load_s": 0.5})
+    (folder / "items.jsonl").rename(folder / "items.away")
+    (folder / "items.away").rename(folder / "items.jsonl")
+    slurmgpu(*SUBMIT, "--gpus", "1", "--slurm", "begin=now+3", cwd=folder, expect=0)
+    (folder / "items.jsonl").rename(folder / "items.away")
+    wait_for_end(folder, slurmgpu)
+    assert report(folder)["failures"] == {"input_error": 1}
+    (folder / "items.away").rename(folder / "items.jsonl")
+    slurmgpu("resubmit", "run", "--wait", cwd=folder, expect=0)
+    check_rows(folder, 80)
+
+
+def test_a_gpu_that_cuda_cannot_use_is_a_fault_before_anything_is_claimed(project, slurmgpu):
+    folder = project(40)
+    slurmgpu("submit", "--array", "--gpus", "1", "--wait", "--slurm", "nodelist=gpu1", cwd=folder, expect=3)
+    outcome = report(folder)
+    assert outcome["failures"] == {"gpu_fault": 1}
+    assert "libcuda" in outcome["attempts"][0]["message"]
+    assert published(folder) == []
+    done = slurmgpu("resubmit", "run", "--device", "cpu", "--slurm", "nodelist=gpu2", "--wait", cwd=folder, expect=0)
+    assert "Excluded: gpu1" in done.stderr
+    assert {r["node"] for r in records(folder) if r["submission"] == 2} == {"gpu2"}
+
+
+def test_the_last_one_out_takes_pending_tasks_out_of_the_queue(project, slurmgpu, cluster):
+    folder = project(160)
+    slurmgpu(*WAIT, "--gpus", "2", "--tasks", "20", cwd=folder, expect=0)
+    assert len(records(folder)) < 20
+    assert report(folder)["failures"] == {}
+
+
+def test_an_array_larger_than_the_cluster_allows_is_cut_and_finishes_the_run(project, slurmgpu, cluster):
+    folder = project(2000, shard_items=1, batch_size=1)
+    done = slurmgpu(*SUBMIT, "--gpus", "4", "--tasks", "1500", "--dry-run", "--json", cwd=folder, expect=0)
+    plan = json.loads(done.stdout)
+    assert plan["submission"]["n_tasks"] == 1001
+    assert "MaxArraySize" in plan["notes"][0]
+    assert "--array=0-1000%4" in plan["scripts"]["array"]
+
+
+def test_fewer_tasks_are_queued_where_the_account_allows_no_more(project, slurmgpu, cluster):
+    folder = project(160)
+    cluster.run("sacctmgr", "--immediate", "modify", "user", "root", "set", "MaxSubmitJobs=4")
+    try:
+        wait_until(lambda: commands.max_submit_jobs() == 4, "the limit")
+        done = slurmgpu(*WAIT, "--gpus", "8", cwd=folder, expect=0)
+    finally:
+        cluster.run("sacctmgr", "--immediate", "modify", "user", "root", "set", "MaxSubmitJobs=-1")
+    assert "MaxSubmitJobs" in done.stderr
+    assert submissions(folder)[0]["n_tasks"] == 3
+    check_rows(folder, 160)
+
+
+def test_a_submission_that_died_before_it_wrote_its_job_ids_is_still_found(project, slurmgpu):
+    folder = project(40, settings={"item_s": 0.2})
+    slurmgpu(*SUBMIT, "--gpus", "1", cwd=folder, expect=0)
+    path = folder / "run" / "submissions.jsonl"
+    path.write_text(path.read_text().splitlines()[0] + "\n")
+    assert "still at work" in slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
+    wait_until(lambda: (folder / "run" / "report.json").exists(), "the merge")
+    check_rows(folder, 40)
+
+
+def test_each_core_that_was_asked_for_reaches_the_step(project, slurmgpu):
+    folder = project(40, slurm={"cpus-per-task": 3})
+    done = slurmgpu(*SUBMIT, "--gpus", "1", "--dry-run", cwd=folder, expect=0)
+    assert "#SBATCH --cpus-per-task=3" in done.stdout
+    assert "--cpus-per-task=3 " in done.stdout.partition("srun")[2]
+    slurmgpu(*WAIT, "--gpus", "1", cwd=folder, expect=0)
+
+
+def test_a_run_waits_for_another_runs_merge_also_across_its_resubmissions(project, slurmgpu, cluster, tmp_path):
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    folder = project(80, settings={"marks": str(marks)}, slurm={"time": "00:01:00"}, margin_s=55.0, auto_resubmit=5)
+    text = (folder / "slurmgpu.toml").read_text().replace("items.jsonl", "run/merged.h5").replace('"run"', '"second"')
+    (folder / "second.toml").write_text(text.replace("workloads.py:Rows", "second.py:Second").split("[settings]")[0])
+    (folder / "second.py").write_text(
+        "from slurmgpu import Text\n\n\nclass Second:\n    columns = {'text': Text()}\n    batch_size = 4\n\n"
+        "    def load(self, task):\n        pass\n\n"
+        "    def __call__(self, items):\n        return [{'text': item.data['shout']} for item in items]\n"
+    )
+    slurmgpu(*SUBMIT, "--gpus", "1", "--set", "item_s=0.15", cwd=folder, expect=0)
+    slurmgpu("submit", "second.toml", *SUBMIT[1:], "--gpus", "1", "--after", "run", cwd=folder, expect=0)
+    wait_until(lambda: (folder / "second" / "merged.h5").exists(), "the second run", 150)
+    assert len(submissions(folder)) > 1
+    check_rows(folder, 80)
+    slurmgpu("export", "second", "-o", "rows.jsonl", cwd=folder, expect=0)
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    assert [row["text"] for row in rows] == [f"ITEM {i} OF MANY" for i in range(80)]
+
+
+def test_without_accounting_nothing_is_lost_but_detail(project, slurmgpu, cluster):
+    folder = project(80, settings={"item_s": 0.02})
+    cluster.break_accounting()
+    try:
+        slurmgpu(*WAIT, "--gpus", "2", cwd=folder, expect=0)
+        assert report(folder)["accounting"] is False
+    finally:
+        cluster.mend_accounting()
+    check_rows(folder, 80)
+
+
+def test_options_that_slurm_refuses_leave_nothing_behind(project, slurmgpu, cluster):
+    folder = project(40, slurm={"partition": "nowhere"})
+    done = slurmgpu(*SUBMIT, "--gpus", "1", cwd=folder, expect=2)
+    assert "invalid partition" in done.stderr.lower()
+    assert not (folder / "run").exists()
+
+
+def test_a_merge_job_that_slurm_refuses_takes_the_array_along(project, slurmgpu, cluster):
+    folder = project(40, merge={"partition": "nowhere"})
+    slurmgpu(*SUBMIT, "--gpus", "1", cwd=folder, expect=2)
+    assert not (folder / "run").exists()
+    wait_until(lambda: not cluster.run("squeue", "--noheader", "--name", "slurmgpu:run").strip(), "an empty queue")
+
+
+def test_a_submission_from_within_a_job_does_not_inherit_that_job(project, slurmgpu, cluster):
+    folder = project(40)
+    foreign = {"SLURM_JOB_ID": "99999", "SBATCH_PARTITION": "nowhere", "SLURM_CPUS_PER_TASK": "64", "SRUN_DEBUG": "7"}
+    slurmgpu(*WAIT, "--gpus", "2", cwd=folder, expect=0, **foreign)
+    check_rows(folder, 40)
+
+
+def test_a_run_goes_on_when_the_login_session_ends(project):
+    folder = project(80, settings={"item_s": 0.05})
+    process = start(*WAIT, "--gpus", "2", cwd=folder)
+    wait_until(lambda: len(shards_of(folder)) > 0, "the first shard")
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    wait_until(lambda: (folder / "run" / "report.json").exists(), "the merge job")
+    check_rows(folder, 80)
+
+
+def test_chaos_changes_no_byte(project, slurmgpu, cluster):
+    """Workers and tasks are killed at random at least 30 times in one run."""
+    n_items = 960
+    undisturbed = project(n_items)
+    slurmgpu("submit", "--executor", "local", "--gpus", "0", cwd=undisturbed, expect=0)
+    before = datasets(undisturbed)
+    (undisturbed / "run").rename(undisturbed / "undisturbed")
+    folder = project(n_items, settings={"item_s": 0.06}, lease_s=2.0)
+    slurmgpu(*SUBMIT, "--gpus", "6", cwd=folder, expect=0)
+    dice = random.Random(20)
+    kills = 0
+    while len(shards_of(folder)) < n_items // 8:
+        n_before = len(shards_of(folder))
+        wait_until(
+            lambda n=n_before: len(shards_of(folder)) > n or not commands.queue([submissions(folder)[-1]["array_job"]]),
+            "progress",
+        )
+        jobs = commands.queue([submissions(folder)[-1][key] for key in ("array_job", "merge_job")])
+        if not jobs:
+            slurmgpu("resubmit", "run", "--gpus", "6", cwd=folder, expect=0)
+        elif kills < 40 and (alive := running(folder)):
+            kills += _kill_something(dice, folder, dice.choice(alive))
+    assert kills >= 30
+    wait_for_end(folder, slurmgpu)
+    assert datasets(folder) == before
+    check_rows(folder, n_items)
+
+
+def _kill_something(dice, folder, record):
+    """SIGKILL a task, one time in four, or its worker; how many died."""
+    try:
+        if dice.random() < 0.25:
+            os.kill(record["pid"], signal.SIGKILL)
+            return 1
+        children = subprocess.run(["pgrep", "-P", str(record["pid"])], capture_output=True, text=True).stdout.split()
+        for child in children:
+            os.kill(int(child), signal.SIGKILL)
+        return len(children)
+    except ProcessLookupError:
+        return 0
