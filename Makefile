@@ -1,0 +1,32 @@
+# The two commands of the README: `make demo` and `make test`. Both set up .venv by themselves.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := slurmgpu tests docs/examples
+
+.PHONY: demo test lint types bench clean
+
+demo: $(VENV)/demo
+	$(BIN)/python docs/examples/embed/demo.py
+
+test: $(VENV)/test lint types
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then bash tests/cluster/install.sh; fi
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/test
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+types: $(VENV)/test
+	$(BIN)/mypy
+
+bench: $(VENV)/test
+	$(BIN)/python -m tests.benchmarks
+
+$(VENV)/demo $(VENV)/test: $(VENV)/%: pyproject.toml tests/constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint tests/constraints.txt --editable '.[$*]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache docs/examples/embed/runs
