@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors import commands, submitting
+from slurmgpu.executors import adjusting, commands, living, submitting
 from slurmgpu.executors.submitting import Outcome
 from slurmgpu.planning import Draft, draft_run
 from slurmgpu.report import last_report
@@ -53,7 +53,7 @@ class RunHandle:
 
     def cancel(self) -> str:
         """Stop what is alive of the run; what was done, in words."""
-        return submitting.cancel(self.run)
+        return living.cancel(self.run)
 
 
 def submit(
@@ -93,7 +93,7 @@ def submit_draft(
 def submission_of(draft: Draft, after: Run | None = None) -> Submission:
     """The first submission of a draft."""
     waits_for = submitting.after_jobs(after) if after is not None else ()
-    submission = submitting.first_submission(draft.plan.resources, draft.plan.n_shards)
+    submission = adjusting.first_submission(draft.plan.resources, draft.plan.n_shards)
     if waits_for and submission.executor != "slurm":
         raise SlurmGPUError(
             f"{after.folder if after else ''} is not complete yet; only the slurm executor can wait for it (--after)."
@@ -127,14 +127,14 @@ def resubmit(
     on_tick: Callable[[Run], None] = lambda run: None,
 ) -> tuple[Outcome, list[str]]:
     """Submit what is missing; and a sentence for each thing that was adjusted."""
-    submitting.refuse_alive(run, "resubmit")
+    living.refuse_alive(run, "resubmit")
     if len(run.published()) == run.plan.n_shards and not run.damaged():
         raise SlurmGPUError(
             f"{run.folder} lacks no shard: there is nothing to compute. "
             f"`slurmgpu merge {run.folder}` merges it again if merged.h5 is gone."
         )
     run.claims.clear()
-    submission, notes = submitting.next_submission(run, resources, slurm)
+    submission, notes = adjusting.next_submission(run, resources, slurm)
     check_executor(submission)
     outcome = submitting.start(run, submission, lambda: on_tick(run))
     return outcome, [*notes, *outcome.notes]
@@ -149,7 +149,7 @@ def wait_for(run: Run, on_tick: Callable[[dict[str, Any]], None] = lambda status
         if ended or time.monotonic() - asked > 5:
             asked = time.monotonic()
             try:
-                alive = submitting.alive(run) is not None
+                alive = living.alive(run) is not None
             except commands.SlurmUnavailableError as error:
                 log.warning("%s", error)
         if alive:

@@ -200,9 +200,9 @@ def cancel(folder: RunArgument) -> None:
     What is published stays; resubmit goes on from there.
     """
     from slurmgpu.cli.output import result
-    from slurmgpu.executors import submitting
+    from slurmgpu.executors import living
 
-    done = submitting.cancel(_open(folder))
+    done = living.cancel(_open(folder))
     result(f"cancelled: {done}. To go on: slurmgpu resubmit {folder}" if done else "nothing of this run is alive.")
 
 

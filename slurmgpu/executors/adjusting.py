@@ -1,0 +1,96 @@
+"""What a submission asks for: the first one, and those that compute what failures have left."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from slurmgpu.config import merge_tables, parse_resources
+from slurmgpu.executors.accounts import lives_of
+from slurmgpu.planning import allocate
+from slurmgpu.report import attempts_of, bad_nodes
+from slurmgpu.runs import Run
+from slurmgpu.submissions import Submission
+
+MEMORY_FACTOR = 1.5
+
+
+def first_submission(plan_resources: Mapping[str, Any], n_shards: int, **given: Any) -> Submission:
+    """A run's first submission, from its [resources]."""
+    wanted = parse_resources(plan_resources)
+    allocation = allocate(wanted, n_shards)
+    submission = Submission(
+        submission=1,
+        executor=wanted.executor,
+        device=wanted.device,
+        n_tasks=allocation.n_tasks,
+        n_concurrent=allocation.n_concurrent,
+        gpus_per_task=allocation.gpus_per_task,
+        resources=wanted.model_dump(),
+    )
+    return replace(submission, **given)
+
+
+def next_submission(
+    run: Run,
+    resources: Mapping[str, Any] | None = None,
+    slurm: Mapping[str, Any] | None = None,
+    round: int = 0,  # noqa: A002  the word of the run file's docs
+) -> tuple[Submission, list[str]]:
+    """The submission that computes what is missing: the last one, adjusted to what failed; and what changed."""
+    last = run.submissions()[-1]
+    wanted = parse_resources(merge_tables(last["resources"], resources or {}))
+    n_missing = run.plan.n_shards - len(run.published())
+    allocation = allocate(wanted, max(1, n_missing))
+    options = {**last["slurm"], **(slurm or {})}
+    attempts = [a for a in attempts_of(run, lives_of(run)) if a["submission"] in (last["submission"], None)]
+    notes = []
+    exclude: list[str] = []
+    if wanted.executor == "slurm" and "exclude" not in (slurm or {}):  # a user who names nodes has the last word
+        exclude = sorted({*last["exclude"], *bad_nodes(attempts)})
+    if new := sorted(set(exclude) - set(last["exclude"])):
+        notes.append(f"Excluded: {', '.join(new)}, where nodes or GPUs failed.")
+    if wanted.executor == "slurm" and _ran_out_of_memory(attempts) and not slurm:
+        options, note = _with_more_memory(options, attempts)
+        notes.append(note)
+    submission = Submission(
+        submission=last["submission"] + 1,
+        executor=wanted.executor,
+        device=wanted.device,
+        n_tasks=allocation.n_tasks,
+        n_concurrent=allocation.n_concurrent,
+        gpus_per_task=allocation.gpus_per_task,
+        slurm=options,
+        merge=last["merge"],
+        exclude=tuple(exclude),
+        round=round,
+        resources=wanted.model_dump(),
+    )
+    return submission, notes
+
+
+def _ran_out_of_memory(attempts: list[dict[str, Any]]) -> bool:
+    return any(a["failure"] == "host_oom" or any(d["class"] == "host_oom" for d in a["deaths"]) for a in attempts)
+
+
+def _with_more_memory(options: Mapping[str, Any], attempts: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
+    for name in ("mem", "mem_per_gpu", "mem_per_cpu"):
+        if name in options:
+            match = re.fullmatch(r"(\d+)([KMGTkmgt]?)[Bb]?", str(options[name]))
+            if match is None:
+                return dict(
+                    options
+                ), f"Memory ran out, but {name} = {options[name]!r} is not understood: raise it by hand."
+            # Whole megabytes: 1.5 of 1G is no whole number of G.
+            megabytes = int(match[1]) * {"K": 1 / 1024, "G": 1024, "T": 1024**2}.get(match[2].upper(), 1)
+            more = f"{-(-int(megabytes * MEMORY_FACTOR) // 1)}M"
+            return {**options, name: more}, f"Memory ran out: {name} is {more} instead of {options[name]}."
+    had = max((a["memory_mb"] or 0 for a in attempts), default=0)
+    if not had:
+        return dict(
+            options
+        ), "Memory ran out, and how much there was is not known: set mem under [slurm], or --slurm mem=…"
+    more = f"{int(had * MEMORY_FACTOR)}M"
+    return {**options, "mem": more}, f"Memory ran out: mem is {more} instead of {had}M."

@@ -1,0 +1,83 @@
+"""What of a run is alive, here or in Slurm's queue, and how to stop it."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from slurmgpu.claims import Watch
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.executors import commands
+from slurmgpu.runs import Run
+
+log = logging.getLogger(__name__)
+
+
+def alive(run: Run) -> str | None:
+    """What of this run is alive or queued, in words; None when nothing is. Raises when Slurm does not tell."""
+    for line in reversed(run.submissions()):
+        if line["state"] in ("ended", "refused"):
+            continue
+        if line["executor"] == "slurm":
+            # By the run directory, too: a submission that died between sbatch and its record has left no job ids.
+            ids = [line[key] for key in ("array_job", "merge_job") if key in line]
+            jobs = commands.queue(ids, run.logs)
+            if jobs:
+                return f"Slurm has {len(jobs)} of its jobs, such as {jobs[0].job_id} ({jobs[0].state})"
+        elif "pids" in line and (here := _alive_here(run, line)):
+            return here
+    return None
+
+
+def _alive_here(run: Run, line: Mapping[str, Any]) -> str | None:
+    from slurmgpu.executors import local
+
+    if line["host"] == platform.node():
+        living = [pid for pid in line["pids"] if local.is_alive(pid)]
+        return f"process {living[0]} works on it" if living else None
+    log.warning("this run was started on %s; watching its leases for %.0f s", line["host"], run.plan.lease_s)
+    return f"tasks on {line['host']} renew their leases" if _renews(run) else None
+
+
+def _renews(run: Run) -> bool:
+    """Whether any claim is renewed within a lease's time."""
+    watch = Watch(run.plan.lease_s)
+    while True:
+        states = [watch.look(shard, claim) for shard, claim in run.claims.held() if not claim.parked]
+        open_states = [state for state in states if state != "stale"]
+        if "alive" in states or not open_states:
+            return "alive" in states
+        time.sleep(min(1.0, run.plan.lease_s / 20))
+
+
+def refuse_alive(run: Run, to_do: str) -> None:
+    """Raise a sentence when something of the run is alive."""
+    if what := alive(run):
+        raise SlurmGPUError(
+            f"{run.folder} is still at work: {what}. `slurmgpu status {run.folder}` shows it; wait for its end, "
+            f"or `slurmgpu cancel {run.folder}`, before you {to_do}."
+        )
+
+
+def cancel(run: Run) -> str:
+    """Stop what is alive of the run; what was done, in words."""
+    from slurmgpu.executors import local
+
+    stopped = []
+    for line in run.submissions():
+        if line["state"] in ("ended", "refused"):
+            continue
+        if line["executor"] == "slurm" and "array_job" in line:
+            run.record_submission({"submission": line["submission"], "cancelled": True})
+            commands.cancel(line["array_job"], line["merge_job"])
+            stopped.append(f"Slurm jobs {line['array_job']} and {line['merge_job']}")
+        elif "pids" in line and line["host"] == platform.node():
+            run.record_submission({"submission": line["submission"], "cancelled": True})
+            local.stop(line["pids"])
+            stopped.append(f"processes {', '.join(map(str, line['pids']))}")
+        elif "pids" in line:
+            raise SlurmGPUError(f"This run works on {line['host']}; cancel it there.")
+    return "; ".join(stopped)
