@@ -131,7 +131,7 @@ def resubmit(
     if len(run.published()) == run.plan.n_shards and not run.damaged():
         raise SlurmGPUError(
             f"{run.folder} lacks no shard: there is nothing to compute. "
-            f"`slurmgpu merge {run.folder}` merges it again if merged.h5 is gone."
+            f"`slurmgpu merge {run.typed}` merges it again if merged.h5 is gone."
         )
     run.claims.clear()
     submission, notes = adjusting.next_submission(run, resources, slurm)

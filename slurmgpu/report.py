@@ -6,7 +6,6 @@ docs/reference/report.md lists the keys of report.json. Standard library only: `
 from __future__ import annotations
 
 import json
-import shlex
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -75,7 +74,7 @@ def build_report(
         "gpu_hours": round(sum(attempt["gpu_hours"] for attempt in attempts), 4),
         "accounting": lives is not None,
         "submissions": run.submissions(),
-        "resubmit": None if complete else f"slurmgpu resubmit {shlex.quote(str(run.folder))}",
+        "resubmit": None if complete else f"slurmgpu resubmit {run.typed}",
         "provenance": plan.provenance,
     }
 
@@ -83,16 +82,16 @@ def build_report(
 def attempts_of(run: Run, lives: Lives | None) -> list[dict[str, Any]]:
     """Every attempt, from its own record first and Slurm's accounting second, with its failure class."""
     cancelled = {line["submission"] for line in run.submissions() if line.get("cancelled")}
-    lost_leases = _lost_leases(run)
+    records = run.attempts()
+    # How many shards were taken over from each attempt.
+    lost_leases = Counter(takeover["from"] for record in records for takeover in record["takeovers"])
     seen: set[tuple[str, int]] = set()
     attempts = []
-    for record in run.attempts():
+    for record in records:
         task = f"{record['job']}_{record['task']}"
         seen.add((task, record["restart"]))
         life = _life(lives, task, record["restart"])
-        attempts.append(
-            _attempt(record, life, record["submission"] in cancelled, lost_leases.get(record["attempt"], 0))
-        )
+        attempts.append(_attempt(record, life, record["submission"] in cancelled, lost_leases[record["attempt"]]))
     for task, its_lives in sorted((lives or {}).items()):
         for restart, life in enumerate(its_lives):
             # The last one out cancels what is pending: a task that never ran and was cancelled is no failure.
@@ -128,8 +127,8 @@ def last_report(run: Run) -> dict[str, Any]:
     if report is None:
         raise SlurmGPUError(
             f"{run.folder} has no report yet: its merge has not run. "
-            f"`slurmgpu status {run.folder}` shows where it stands; "
-            f"`slurmgpu merge {run.folder}` merges what there is, once no task is alive."
+            f"`slurmgpu status {run.typed}` shows where it stands; "
+            f"`slurmgpu merge {run.typed}` merges what there is, once no task is alive."
         )
     return report
 
@@ -173,11 +172,14 @@ def _attempt(record: Mapping[str, Any], life: Life | None, cancelled: bool, n_lo
         "gpus": record["gpus"],
         "n_gpus": record["n_gpus"],
         "memory_mb": record["memory_mb"],
+        "state": record["state"],
         "started": record["started"],
+        "updated": record["updated"],
         "ended": record["ended"],
         "seconds": round(seconds, 3),
         "gpu_hours": record["n_gpus"] * seconds / 3600,
         "load_s": record["load_s"],
+        "shard": record["shard"],
         "n_shards": len(record["published"]),
         "n_items": record["n_items"],
         "n_errors": record["n_errors"],
@@ -219,11 +221,14 @@ def _attempt_without_record(task: str, restart: int, life: Life) -> dict[str, An
         "gpus": [],
         "n_gpus": life.n_gpus,
         "memory_mb": None,
+        "state": "ended",
         "started": None,
+        "updated": None,
         "ended": None,
         "seconds": float(life.elapsed_s),
         "gpu_hours": life.n_gpus * life.elapsed_s / 3600,
         "load_s": None,
+        "shard": None,
         "n_shards": 0,
         "n_items": 0,
         "n_errors": 0,
@@ -235,8 +240,3 @@ def _attempt_without_record(task: str, restart: int, life: Life) -> dict[str, An
         "takeovers": [],
         "slurm_state": life.state,
     }
-
-
-def _lost_leases(run: Run) -> Counter[str]:
-    """How many shards were taken over from each attempt."""
-    return Counter(takeover["from"] for record in run.attempts() for takeover in record["takeovers"])

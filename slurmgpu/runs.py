@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import socket
 import time
@@ -106,6 +107,11 @@ class Run:
                 f"this slurmgpu reads {RUN_FORMAT!r} version {RUN_VERSION}. Use the slurmgpu that made the run."
             )
         return cls(folder, Plan.from_json(value))
+
+    @property
+    def typed(self) -> str:
+        """The run directory as it is typed in a shell, for the commands that messages propose."""
+        return shlex.quote(str(self.folder))
 
     @property
     def claims(self) -> Claims:
@@ -225,9 +231,10 @@ def create_run(folder: Path, plan: Plan, index: Path | None) -> Run:
 def refuse_existing(folder: Path) -> None:
     """Raise a sentence when `folder` holds a run, or anything else."""
     if (folder / "run.json").exists():
+        typed = shlex.quote(str(folder))
         raise SlurmGPUError(
-            f"{folder} holds a run already. `slurmgpu resubmit {folder}` computes what it lacks, "
-            f"`slurmgpu status {folder}` shows it; for another run of this file name another directory with --run-dir."
+            f"{folder} holds a run already. `slurmgpu resubmit {typed}` computes what it lacks, "
+            f"`slurmgpu status {typed}` shows it; for another run of this file name another directory with --run-dir."
         )
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise SlurmGPUError(f"{folder} exists and is no run directory; name another with --run-dir.")

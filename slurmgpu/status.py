@@ -20,22 +20,16 @@ def read_status(run: Run, queued: Sequence[Mapping[str, str]] | None = None) -> 
     published = run.published()
     claimed = run.claims.numbers() - published
     attempts = attempts_of(run, None)
-    last = {attempt["attempt"]: attempt for attempt in attempts}
-    records = [
+    tasks = [
         {
-            "attempt": record["attempt"],
-            "node": record["node"],
-            "state": record["state"],
-            "shard": record["shard"],
-            "n_shards": len(record["published"]),
-            "n_items": record["n_items"],
-            "n_errors": record["n_errors"],
-            "n_deaths": len(record["deaths"]),
-            "age_s": round(time.time() - record["updated"], 1),
-            "failure": last[record["attempt"]]["failure"] if record["ended"] else None,
-            "message": record["message"],
+            **{key: attempt[key] for key in ("attempt", "node", "state", "shard", "n_shards", "n_items", "n_errors")},
+            "n_deaths": len(attempt["deaths"]),
+            "age_s": round(time.time() - attempt["updated"], 1),
+            # One that wrote no end may be alive: the report, made when none is, knows better.
+            "failure": attempt["failure"] if attempt["state"] == "ended" else None,
+            "message": attempt["message"] if attempt["state"] == "ended" else "",
         }
-        for record in run.attempts()
+        for attempt in attempts
     ]
     report = read_report(run)
     return {
@@ -43,34 +37,39 @@ def read_status(run: Run, queued: Sequence[Mapping[str, str]] | None = None) -> 
         "version": STATUS_VERSION,
         "run": plan.name,
         "run_dir": str(run.folder),
-        "state": _state(run, len(published), queued, report),
+        "state": _state(run, len(published), tasks, queued, report),
         "n_items": plan.n_items,
         "n_items_done": sum(stop - start for start, stop in map(plan.bounds, published)),
         "n_shards": plan.n_shards,
         "n_shards_done": len(published),
         "n_shards_claimed": len(claimed),
-        "n_errors": sum(record["n_errors"] for record in records),
-        "attempts": records,
-        "failures": dict(sorted(Counter(r["failure"] for r in records if r["failure"]).items())),
+        "n_errors": sum(task["n_errors"] for task in tasks),
+        "attempts": tasks,
+        "failures": dict(sorted(Counter(task["failure"] for task in tasks if task["failure"]).items())),
         "queue": None if queued is None else [dict(job) for job in queued],
         "merged": str(run.merged) if run.merged.exists() else None,
         "complete": bool(report and report["complete"] and len(published) == plan.n_shards),
     }
 
 
-def _state(run: Run, n_done: int, queued: Sequence[Mapping[str, str]] | None, report: Mapping[str, Any] | None) -> str:
+def _state(
+    run: Run,
+    n_done: int,
+    tasks: Sequence[Mapping[str, Any]],
+    queued: Sequence[Mapping[str, str]] | None,
+    report: Mapping[str, Any] | None,
+) -> str:
     """One of planned, queued, running, merging, complete, incomplete; "ended" if tasks are over, nothing merged."""
     submissions = run.submissions()
     if not submissions:
         return "planned"
-    if submissions[-1]["state"] == "ended":
+    if submissions[-1]["state"] in ("ended", "refused"):
         return "complete" if report and report["complete"] else "incomplete"
-    if submissions[-1]["state"] == "refused":
-        return "incomplete"
-    working = any(record["state"] != "ended" for record in run.attempts())
     if n_done == run.plan.n_shards:
         return "merging"
-    if queued is not None and submissions[-1]["executor"] == "slurm":
+    if queued is not None:
         states = {job["state"] for job in queued}
         return "running" if "RUNNING" in states else "queued" if states else "ended"
-    return "running" if working else "queued" if not run.attempts() else "ended"
+    if any(task["state"] != "ended" for task in tasks):
+        return "running"
+    return "ended" if tasks else "queued"

@@ -1,5 +1,6 @@
 """What the tests look at in run directories and merged files."""
 
+import contextlib
 import json
 import os
 import signal
@@ -71,22 +72,23 @@ def shard_times(folder):
     return {path.name: path.stat().st_mtime_ns for path in (Path(folder) / "run" / "shards").glob("*.h5")}
 
 
-def workers():
-    """The worker processes that live on this machine, with their command lines."""
+def workers(folder):
+    """The living worker processes of the runs in a folder, with their command lines."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            line = (path / "cmdline").read_bytes().split(b"\0")
+            line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         except OSError:
             continue
-        if b"slurmgpu.worker" in line:
-            found.append((int(path.name), b" ".join(line).decode()))
+        if "slurmgpu.worker" in line and str(folder) in line:
+            found.append((int(path.name), line))
     return found
 
 
 def kill_workers(folder):
-    """SIGKILL the workers of one run; how many there were."""
-    mine = [pid for pid, line in workers() if str(folder) in line]
-    for pid in mine:
-        os.kill(pid, signal.SIGKILL)
+    """SIGKILL the workers of a run; how many there were."""
+    mine = workers(folder)
+    for pid, _ in mine:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     return len(mine)

@@ -29,7 +29,7 @@ def test_a_run_ends_with_every_row_in_input_order(project, slurmgpu):
     assert "complete" in done.stdout
     assert report(folder)["complete"] is True
     assert len(records(folder)) == 3
-    assert not workers()
+    assert not workers(folder)
 
 
 def test_the_number_of_tasks_does_not_change_a_byte_of_the_results(project, slurmgpu):
@@ -106,7 +106,7 @@ def test_a_killed_task_loses_nothing(project):
     outcome = report(folder)
     assert outcome["failures"] == {"lost": 1}
     assert [taken["from"] for attempt in outcome["attempts"] for taken in attempt["takeovers"]] == [victim["attempt"]]
-    assert not workers()
+    assert not workers(folder)
 
 
 def test_a_task_whose_shards_were_taken_over_while_it_lived_does_no_harm(project, tmp_path):
@@ -116,7 +116,7 @@ def test_a_task_whose_shards_were_taken_over_while_it_lived_does_no_harm(project
     process = start(*LOCAL, "--tasks", "2", cwd=folder)
     wait_until(lambda: (folder / "run" / "shards").exists() and len(published(folder)) > 2, "the first shards")
     frozen = next(record for record in records(folder) if record["state"] == "running")
-    its_worker = [pid for pid, line in workers() if f'"{frozen["attempt"]}"' in line and str(folder) in line]
+    its_worker = [pid for pid, line in workers(folder) if f'"{frozen["attempt"]}"' in line]
     for pid in (frozen["pid"], *its_worker):
         os.kill(pid, signal.SIGSTOP)
     try:
@@ -140,7 +140,7 @@ def test_a_killed_run_leaves_no_worker_and_resubmit_computes_only_what_is_missin
     wait_until(lambda: (folder / "run" / "shards").exists() and len(published(folder)) > 3, "the first shards")
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    wait_until(lambda: not workers(), "the workers to follow their tasks")
+    wait_until(lambda: not workers(folder), "the workers to follow their tasks")
     kept = shard_times(folder)
     assert slurmgpu("report", "run", cwd=folder).returncode == 2  # there is none yet, says a sentence
     slurmgpu("resubmit", "run", cwd=folder, expect=0)

@@ -202,8 +202,9 @@ def cancel(folder: RunArgument) -> None:
     from slurmgpu.cli.output import result
     from slurmgpu.executors import living
 
-    done = living.cancel(_open(folder))
-    result(f"cancelled: {done}. To go on: slurmgpu resubmit {folder}" if done else "nothing of this run is alive.")
+    run = _open(folder)
+    done = living.cancel(run)
+    result(f"cancelled: {done}. To go on: slurmgpu resubmit {run.typed}" if done else "nothing of this run is alive.")
 
 
 @app.command()
@@ -251,7 +252,9 @@ def export(
 
     run = _open(folder)
     if not run.merged.exists():
-        raise SlurmGPUError(f"There is no {run.merged} yet. `slurmgpu merge {folder}` makes it once no task is alive.")
+        raise SlurmGPUError(
+            f"There is no {run.merged} yet. `slurmgpu merge {run.typed}` makes it once no task is alive."
+        )
     chosen = file_format or output.suffix.removeprefix(".")
     if chosen not in FORMATS:
         raise SlurmGPUError(f"Format {chosen!r} is none of {', '.join(FORMATS)}; name one with --format.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -96,7 +97,7 @@ def show_status(status: Mapping[str, Any]) -> None:
         if job["state"] == "PENDING":
             result(f"queued: {job['job_id']} ({job['reason']})")
     if status["state"] in ("incomplete", "ended"):
-        say(f"next: slurmgpu resubmit {status['run_dir']}")
+        say(f"next: slurmgpu resubmit {shlex.quote(status['run_dir'])}")
 
 
 def show_report(report: Mapping[str, Any]) -> None:

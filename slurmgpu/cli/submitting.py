@@ -74,7 +74,7 @@ def _say_submitted(run: Run, outcome: Outcome, *, to_stderr: bool) -> None:
     tell = say if to_stderr else result
     submission, jobs = outcome.submission, outcome.jobs
     tell(f"submitted: array job {jobs['array_job']} ({submission.n_tasks} tasks), merge job {jobs['merge_job']}")
-    tell(f"next: slurmgpu status {run.folder}")
+    tell(f"next: slurmgpu status {run.typed}")
 
 
 def _show_draft(draft: Draft, after: Run | None, *, as_json: bool) -> None:
@@ -165,11 +165,13 @@ def _following(folder: Path, n_items: int) -> Iterator[_Follower]:
 
 
 def _say_interrupted(folder: Path) -> None:
-    last = Run.open(folder).submissions()[-1] if (folder / "run.json").exists() else None
-    if last is None:
+    if not (folder / "run.json").exists():
         say("interrupted; nothing was submitted.")
-    elif last["executor"] == "slurm":
-        say(f"interrupted; Slurm goes on with the run. To see it: slurmgpu status {folder}")
-        say(f"To stop it: slurmgpu cancel {folder}")
+        return
+    run = Run.open(folder)
+    last = run.submissions()[-1]
+    if last["executor"] == "slurm":
+        say(f"interrupted; Slurm goes on with the run. To see it: slurmgpu status {run.typed}")
+        say(f"To stop it: slurmgpu cancel {run.typed}")
     else:
-        say(f"interrupted; the tasks have ended and what is published is kept. To go on: slurmgpu resubmit {folder}")
+        say(f"interrupted; the tasks have ended and what is published is kept. To go on: slurmgpu resubmit {run.typed}")

@@ -57,8 +57,8 @@ def refuse_alive(run: Run, to_do: str) -> None:
     """Raise a sentence when something of the run is alive."""
     if what := alive(run):
         raise SlurmGPUError(
-            f"{run.folder} is still at work: {what}. `slurmgpu status {run.folder}` shows it; wait for its end, "
-            f"or `slurmgpu cancel {run.folder}`, before you {to_do}."
+            f"{run.folder} is still at work: {what}. `slurmgpu status {run.typed}` shows it; wait for its end, "
+            f"or `slurmgpu cancel {run.typed}`, before you {to_do}."
         )
 
 

@@ -137,5 +137,5 @@ def after_jobs(other: Run) -> tuple[str, ...]:
         return (last["merge_job"],)
     raise SlurmGPUError(
         f"{other.folder} is incomplete and no job of Slurm's is going to complete it. "
-        f"`slurmgpu resubmit {other.folder}` first."
+        f"`slurmgpu resubmit {other.typed}` first."
     )
