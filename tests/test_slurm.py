@@ -5,9 +5,11 @@ import os
 import random
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 
+from slurmgpu import open as open_merged
 from slurmgpu.executors import commands
 from tests.runs import (
     check_rows,
@@ -367,6 +369,22 @@ def test_a_run_goes_on_when_the_login_session_ends(project):
     process.wait()
     wait_until(lambda: (folder / "run" / "report.json").exists(), "the merge job")
     check_rows(folder, 80)
+
+
+@pytest.mark.model
+def test_the_embed_example_runs_on_the_cluster_as_it_does_here(slurmgpu, tmp_path):
+    example = Path(__file__).parent.parent / "docs" / "examples" / "embed"
+    texts = (example / "glosses.jsonl").read_text().splitlines(keepends=True)[:256]
+    (tmp_path / "glosses.jsonl").write_text("".join(texts))
+    text = (example / "slurmgpu.toml").read_text().replace("shard_items = 320", "shard_items = 64")
+    (tmp_path / "slurmgpu.toml").write_text(text)
+    slurmgpu(*WAIT, "--gpus", "2", "--run-dir", "there", cwd=tmp_path, expect=0, OMP_NUM_THREADS="1")
+    slurmgpu(
+        "submit", "--executor", "local", "--gpus", "0", "--run-dir", "here", cwd=tmp_path, expect=0, OMP_NUM_THREADS="1"
+    )
+    with open_merged(tmp_path / "there" / "merged.h5") as there, open_merged(tmp_path / "here" / "merged.h5") as here:
+        assert there["embedding"][:].shape == (256, 384)
+        assert (there["embedding"][:] == here["embedding"][:]).all()
 
 
 def test_chaos_changes_no_byte(project, slurmgpu, cluster):
