@@ -25,7 +25,7 @@ EXIT_COMPLETE, EXIT_FAILED, EXIT_BAD_USAGE, EXIT_INCOMPLETE = 0, 1, 2, 3
 
 @dataclass(frozen=True)
 class RunHandle:
-    """A submitted run. Nothing needs it to stay alive: `slurmgpu.api.open_run(folder)` makes another one."""
+    """A submitted run. It holds nothing: `RunHandle(Run.open(folder))` is another one of the same run."""
 
     run: Run
     outcome: Outcome | None = None
@@ -49,7 +49,7 @@ class RunHandle:
 
     def resubmit(self, **resources: Any) -> RunHandle:
         """Submit what is missing; the keys of [resources] change what it runs on."""
-        return RunHandle(self.run, resubmit(self.run, resources)[0])
+        return RunHandle(self.run, resubmit(self.run, resources))
 
     def cancel(self) -> str:
         """Stop what is alive of the run; what was done, in words."""
@@ -84,7 +84,7 @@ def submit_draft(
     check_executor(submission)
     run = create_run(draft.run_dir, draft.plan, draft.index)
     try:
-        return RunHandle(run, submitting.start(run, submission, lambda: on_tick(run)))
+        return RunHandle(run, submitting.start(run, lambda: (submission, []), lambda: on_tick(run)))
     except SlurmGPUError:
         remove_unused(run)
         raise
@@ -125,19 +125,22 @@ def resubmit(
     resources: Mapping[str, Any] | None = None,
     slurm: Mapping[str, Any] | None = None,
     on_tick: Callable[[Run], None] = lambda run: None,
-) -> tuple[Outcome, list[str]]:
-    """Submit what is missing; and a sentence for each thing that was adjusted."""
-    living.refuse_alive(run, "resubmit")
-    if len(run.published()) == run.plan.n_shards and not run.damaged():
-        raise SlurmGPUError(
-            f"{run.folder} lacks no shard: there is nothing to compute. "
-            f"`slurmgpu merge {run.typed}` merges it again if merged.h5 is gone."
-        )
-    run.claims.clear()
-    submission, notes = adjusting.next_submission(run, resources, slurm)
-    check_executor(submission)
-    outcome = submitting.start(run, submission, lambda: on_tick(run))
-    return outcome, [*notes, *outcome.notes]
+) -> Outcome:
+    """Submit what is missing; the outcome's notes say what was adjusted."""
+
+    def prepare() -> tuple[Submission, list[str]]:
+        living.refuse_alive(run, "resubmit")
+        if len(run.published()) == run.plan.n_shards:
+            raise SlurmGPUError(
+                f"{run.folder} lacks no shard: there is nothing to compute. "
+                f"`slurmgpu merge {run.typed}` merges it again if merged.h5 is gone."
+            )
+        submission, notes = adjusting.next_submission(run, resources, slurm)
+        check_executor(submission)
+        run.claims.clear()
+        return submission, notes
+
+    return submitting.start(run, prepare, lambda: on_tick(run))
 
 
 def wait_for(run: Run, on_tick: Callable[[dict[str, Any]], None] = lambda status: None) -> dict[str, Any]:

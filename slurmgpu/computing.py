@@ -5,6 +5,7 @@ Nothing in here knows of claims, files or processes.
 
 from __future__ import annotations
 
+import bdb
 import gc
 import logging
 import sys
@@ -166,6 +167,8 @@ class Computer:
             returned = list(self._workload(items))
         except ItemError as error:
             return Failure("item_error", str(error))
+        except bdb.BdbQuit as error:
+            raise KeyboardInterrupt("the debugger was left") from error
         except (Exception, SystemExit) as error:
             if is_out_of_memory(error):
                 return Failure("cuda_oom", f"out of memory with a batch of {len(items)}", ("cuda_oom",))

@@ -5,12 +5,13 @@ docs/reference/run-file.md lists every key.
 
 from __future__ import annotations
 
+import datetime
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 
@@ -40,7 +41,11 @@ def _slurm_names(value: Any) -> Any:
     """Sbatch's long names with '-' or '_', as users copy them; refused are those that slurmgpu sets itself."""
     if not isinstance(value, Mapping):
         return value
-    options = {str(name).lstrip("-").replace("-", "_"): option for name, option in value.items()}
+    # An unquoted 04:00:00 is a time of day to TOML.
+    options = {
+        str(name).lstrip("-").replace("-", "_"): str(option) if isinstance(option, datetime.time) else option
+        for name, option in value.items()
+    }
     for name in options:
         if name in SLURM_RESERVED:
             raise ValueError(f"{name!r} cannot be set here: {SLURM_RESERVED[name]}")
@@ -116,6 +121,16 @@ def parse_resources(value: Mapping[str, Any]) -> Resources:
         raise SlurmGPUError(f"resources: {_first_problem(error)}") from error
 
 
+def parse_slurm_options(texts: Sequence[str]) -> dict[str, SlurmValue]:
+    """The sbatch options in KEY=VALUE of --slurm; KEY alone is an option without a value, such as `no-requeue`."""
+    pairs = (text.partition("=") for text in texts)
+    options = {key.strip(): value if equals else True for key, equals, value in pairs}
+    try:
+        return TypeAdapter(SlurmOptions).validate_python(options)
+    except ValidationError as error:
+        raise SlurmGPUError(f"--slurm: {_first_problem(error)}") from error
+
+
 def merge_tables(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """`above` put over `below`, key by key and within tables key by key; a None above changes nothing.
 
@@ -145,7 +160,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
 def _first_problem(error: ValidationError) -> str:
     problem = error.errors()[0]
     path = [str(part) for part in problem["loc"]]
-    table, key = path[:-1], path[-1]
+    table, key = path[:-1], path[-1] if path else ""
     place = f"[{'.'.join(table)}] {key}" if table else key
     if problem["type"] == "extra_forbidden":
         tables: dict[str, type[_Table]] = {"workload": WorkloadTable, "resources": Resources}
@@ -154,4 +169,4 @@ def _first_problem(error: ValidationError) -> str:
     if problem["type"] == "missing":
         return f"{place} is missing."
     text = str(problem["msg"]).removeprefix("Value error, ").removeprefix("Input ")
-    return f"{place}: {text}; found {problem['input']!r}."
+    return f"{place}: {text}; found {problem['input']!r}.".removeprefix(": ")

@@ -23,7 +23,10 @@ REPORT_VERSION = 1
 
 @dataclass(frozen=True)
 class Life:
-    """What Slurm's accounting knows of one attempt. `failure` is the class; None for a good end, or none yet."""
+    """What others than the task itself know of one attempt: Slurm's accounting, or who started it on this machine.
+
+    `failure` is the class; None for a good end, or none yet.
+    """
 
     state: str
     failure: str | None
@@ -72,7 +75,7 @@ def build_report(
         "failures": dict(sorted(Counter(a["failure"] for a in attempts if a["failure"]).items())),
         "worker_deaths": dict(sorted(Counter(d["class"] for a in attempts for d in a["deaths"]).items())),
         "gpu_hours": round(sum(attempt["gpu_hours"] for attempt in attempts), 4),
-        "accounting": lives is not None,
+        "accounting": lives is not None and any(a["executor"] == "slurm" for a in attempts),
         "submissions": run.submissions(),
         "resubmit": None if complete else f"slurmgpu resubmit {run.typed}",
         "provenance": plan.provenance,
@@ -206,7 +209,7 @@ def _verdict(record: Mapping[str, Any], life: Life | None, cancelled: bool, n_lo
         return None, ""
     if cancelled:
         return "cancelled", "it was killed before it could write down its end"
-    if life is not None and life.failure is not None:
+    if life is not None and life.failure not in (None, "lost"):
         return life.failure, f"it wrote no end; Slurm: {life.state}"
     lease = f"; others took {n_lost} of its shards over" if n_lost else ""
     return "lost", f"no end was recorded{lease}"
@@ -216,7 +219,7 @@ def _attempt_without_record(task: str, restart: int, life: Life) -> dict[str, An
     return {
         "attempt": f"{task}.{restart}",
         "submission": None,
-        "executor": "slurm",
+        "executor": "local" if task.startswith("local") else "slurm",
         "node": life.node,
         "gpus": [],
         "n_gpus": life.n_gpus,
@@ -234,7 +237,7 @@ def _attempt_without_record(task: str, restart: int, life: Life) -> dict[str, An
         "n_errors": 0,
         "reason": None,
         "failure": life.failure,
-        "message": f"it ended before it could write a record (Slurm: {life.state}); its log may say why",
+        "message": f"it ended before it could write a record ({life.state}); its log may say why",
         "traceback": "",
         "deaths": [],
         "takeovers": [],

@@ -240,6 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("assignment", type=json.loads)
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    os.environ.pop("PYTHONSAFEPATH", None)  # meant for this process, not for those that the workload starts
     report = _report_on_stdout()
     stopping = threading.Event()
     _listen_to_stdin(stopping)

@@ -14,12 +14,13 @@ import h5py
 import slurmgpu
 
 
-def start(*argv, cwd, **env):
-    """The command line in the background, in a process group of its own."""
+def start(*argv, cwd, stdin=None, **env):
+    """The command line in the background, in a process group of its own; `stdin` is there to be written."""
     return subprocess.Popen(
         [sys.executable, "-m", "slurmgpu", *map(str, argv)],
         cwd=cwd,
         env={**os.environ, **env},
+        stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

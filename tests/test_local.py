@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 
 import pytest
 
@@ -195,6 +196,56 @@ def test_a_workload_that_fails_for_every_item_ends_the_run_with_its_traceback(pr
     (folder / "workloads.py").write_text(source)
     slurmgpu("resubmit", "run", cwd=folder, expect=0)
     assert report(folder)["complete"]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="PYTHONSAFEPATH is Python 3.11's")
+def test_a_module_of_pythons_name_beside_the_run_file_does_no_harm(project, slurmgpu):
+    folder = project(20)
+    (folder / "numbers.py").write_text("raise RuntimeError('this is not the module that NumPy wants')\n")
+    slurmgpu(*LOCAL, cwd=folder, expect=0, PYTHONSAFEPATH="1")
+    check_rows(folder, 20)
+
+
+def test_a_task_that_dies_before_its_first_word_is_in_the_report(project, slurmgpu, tmp_path):
+    folder = project(20)
+    (tmp_path / "site").mkdir()
+    # Where Submitit's pickle is opened, and nowhere else: the function in it cannot be imported.
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        "import sys\nif any('submitit.core._submit' in word for word in sys.orig_argv):\n    raise SystemExit(9)\n"
+    )
+    slurmgpu(*LOCAL, cwd=folder, expect=3, PYTHONPATH=str(tmp_path / "site"))
+    [attempt] = report(folder)["attempts"]
+    assert attempt["failure"] == "lost"
+    assert "before it could write a record" in attempt["message"]
+
+
+def test_leaving_the_debugger_ends_the_run(project):
+    folder = project(20)
+    source = (folder / "workloads.py").read_text()
+    (folder / "workloads.py").write_text(
+        source.replace("        rows = []\n", "        rows = []\n        breakpoint()\n")
+    )
+    process = start("submit", "--executor", "debug", "--gpus", "0", cwd=folder, stdin="q\n")
+    output, _ = process.communicate("q\n", timeout=60)
+    assert process.returncode == 130, output
+    assert "slurmgpu resubmit" in output
+    assert records(folder)[0]["failure"] == "cancelled"
+    assert not list((folder / "run" / "claims").iterdir())
+
+
+def test_two_shells_that_resubmit_at_once_start_one_submission(project, slurmgpu):
+    folder = project(80, workload="Unloadable")
+    slurmgpu(*LOCAL, cwd=folder, expect=3)
+    source = (folder / "workloads.py").read_text()
+    (folder / "workloads.py").write_text(
+        source.replace("class Unloadable", "class Other").replace("class Rows", "class Unloadable")
+    )
+    shells = [start("resubmit", "run", cwd=folder) for _ in range(4)]
+    outputs = [shell.communicate(timeout=60)[0] for shell in shells]
+    codes = [shell.returncode for shell in shells]
+    assert codes.count(2) == 3, outputs
+    assert len((folder / "run" / "submissions.jsonl").read_text().splitlines()) >= 2
+    assert {record["submission"] for record in records(folder)} == {1, 2}
 
 
 def test_a_workload_that_cannot_load_is_not_tried_again(project, slurmgpu):

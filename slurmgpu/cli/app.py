@@ -30,7 +30,7 @@ app = typer.Typer(
     ),
 )
 
-RunFileArgument = Annotated[Path, typer.Argument(metavar="[RUNFILE]", help="The run file.", show_default=False)]
+RunFileArgument = Annotated[Path, typer.Argument(metavar="RUNFILE", help="The run file.", show_default=False)]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The run directory.", show_default=False)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 GpusOption = Annotated[int | None, typer.Option("--gpus", help="GPUs the run may hold at once; 0 runs on CPUs.")]
@@ -96,19 +96,19 @@ def submit(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    r"""Plan a run and submit it.
+    """Plan a run and submit it.
 
     \b
       slurmgpu submit --gpus 4 --array                         four tasks of one GPU
       slurmgpu submit --gpus 4                                 one task of four GPUs
       slurmgpu submit --gpus 8 --gpus-per-task 4 --array       two tasks of four GPUs
       slurmgpu submit --executor local --gpus 0 --tasks 2      on this machine's CPUs
-    """
+    """  # noqa: D301 - \b keeps the lines of a paragraph apart
     from slurmgpu.cli import submitting
 
     overrides = {
         "settings": _pairs(settings),
-        "slurm": _pairs(slurm),
+        "slurm": _slurm_options(slurm),
         "resources": _resources(gpus, array, gpus_per_task, tasks, executor, device),
     }
     raise typer.Exit(
@@ -139,7 +139,7 @@ def resubmit(
     from slurmgpu.cli import submitting
 
     resources = _resources(gpus, array, gpus_per_task, tasks, executor, device)
-    raise typer.Exit(submitting.resubmit(_open(folder), resources, _pairs(slurm), wait=wait, as_json=as_json))
+    raise typer.Exit(submitting.resubmit(_open(folder), resources, _slurm_options(slurm), wait=wait, as_json=as_json))
 
 
 @app.command()
@@ -180,7 +180,7 @@ def report(folder: RunArgument, as_json: JsonOption = False) -> None:
 @app.command()
 def logs(
     folder: RunArgument,
-    task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="An attempt or task, such as 1234_7.")] = None,
+    task: Annotated[str | None, typer.Argument(metavar="TASK", help="An attempt or task, such as 1234_7.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on printing what is added.")] = False,
 ) -> None:
     """Print the logs of a task; without TASK, list them."""
@@ -291,6 +291,14 @@ def _pairs(texts: list[str] | None) -> dict[str, Any]:
     from slurmgpu.config import parse_setting
 
     return dict(parse_setting(text) for text in texts)
+
+
+def _slurm_options(texts: list[str] | None) -> dict[str, Any]:
+    if not texts:
+        return {}
+    from slurmgpu.config import parse_slurm_options
+
+    return dict(parse_slurm_options(texts))
 
 
 def _open(folder: Path) -> Run:

@@ -65,6 +65,6 @@ def _line(console: Console, name: str, check: Callable[[], str]) -> bool:
     try:
         console.print(f"[green]✓[/] {name:<10} {escape(check())}")
     except SlurmGPUError as error:
-        console.print(f"[red]✗[/] {name:<10} {escape(str(error))}")
+        console.print(f"[red]✗[/] {name:<10} {escape(' '.join(str(error).split()))}")
         return False
     return True

@@ -39,18 +39,18 @@ def submit(
         with _following(draft.run_dir, draft.plan.n_items) as follow:
             handle = api.submit_draft(draft, other, follow.run)
     assert handle.outcome is not None
-    return _conclude(handle.run, handle.outcome, (), wait=wait, as_json=as_json)
+    return _conclude(handle.run, handle.outcome, wait=wait, as_json=as_json)
 
 
 def resubmit(run: Run, resources: Mapping[str, Any], slurm: Mapping[str, Any], *, wait: bool, as_json: bool) -> int:
     """Submit what is missing; the exit code."""
     with _following(run.folder, run.plan.n_items) as follow:
-        outcome, notes = api.resubmit(run, resources, slurm, follow.run)
-    return _conclude(run, outcome, notes, wait=wait, as_json=as_json)
+        outcome = api.resubmit(run, resources, slurm, follow.run)
+    return _conclude(run, outcome, wait=wait, as_json=as_json)
 
 
-def _conclude(run: Run, outcome: Outcome, notes: Any, *, wait: bool, as_json: bool) -> int:
-    for note in dict.fromkeys((*notes, *outcome.notes)):
+def _conclude(run: Run, outcome: Outcome, *, wait: bool, as_json: bool) -> int:
+    for note in outcome.notes:
         say(note)
     report = outcome.report
     if report is None and wait:

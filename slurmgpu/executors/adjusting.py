@@ -15,6 +15,7 @@ from slurmgpu.runs import Run
 from slurmgpu.submissions import Submission
 
 MEMORY_FACTOR = 1.5
+MEMORY_OPTIONS = {"mem", "mem_per_cpu", "mem_per_gpu"}
 
 
 def first_submission(plan_resources: Mapping[str, Any], n_shards: int, **given: Any) -> Submission:
@@ -52,7 +53,7 @@ def next_submission(
         exclude = sorted({*last["exclude"], *bad_nodes(attempts)})
     if new := sorted(set(exclude) - set(last["exclude"])):
         notes.append(f"Excluded: {', '.join(new)}, where nodes or GPUs failed.")
-    if wanted.executor == "slurm" and _ran_out_of_memory(attempts) and not slurm:
+    if wanted.executor == "slurm" and _ran_out_of_memory(attempts) and not MEMORY_OPTIONS & set(slurm or {}):
         options, note = _with_more_memory(options, attempts)
         notes.append(note)
     submission = Submission(
@@ -76,7 +77,7 @@ def _ran_out_of_memory(attempts: list[dict[str, Any]]) -> bool:
 
 
 def _with_more_memory(options: Mapping[str, Any], attempts: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
-    for name in ("mem", "mem_per_gpu", "mem_per_cpu"):
+    for name in sorted(MEMORY_OPTIONS):
         if name in options:
             match = re.fullmatch(r"(\d+)([KMGTkmgt]?)[Bb]?", str(options[name]))
             if match is None:

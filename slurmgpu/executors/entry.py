@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from slurmgpu.executors import commands
@@ -14,6 +16,23 @@ from slurmgpu.runs import Run
 from slurmgpu.task import Task
 
 log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def safe_path() -> Iterator[None]:
+    """Keep files of the current folder, a numbers.py say, from shadowing modules in the jobs that start meanwhile.
+
+    `python -m`, which starts them, puts that folder first on the path. (From Python 3.11 on.)
+    """
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 def run_task(folder: Path, submission: int) -> None:

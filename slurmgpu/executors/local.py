@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import submitit
 from slurmgpu import gpus
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import entry
+from slurmgpu.report import Life
 from slurmgpu.runs import Run
 from slurmgpu.submissions import Submission
 
@@ -44,18 +46,30 @@ def gpu_ids(submission: Submission) -> list[list[str]]:
     return [ids[slot * per_slot : (slot + 1) * per_slot] for slot in range(n_slots)]
 
 
+def job_name(submission: int) -> str:
+    """What stands in place of a job id."""
+    return f"local{submission}"
+
+
+def lives_of(submission: Submission) -> dict[str, list[Life]]:
+    """The slots, when all have ended: so that the report misses those that died before they wrote a record."""
+    life = Life("ENDED", "lost", True, 0, submission.gpus_per_task, platform.node())
+    return {f"{job_name(submission.submission)}_{slot}": [life] for slot in range(submission.n_concurrent)}
+
+
 def start(run: Run, submission: Submission) -> list[Any]:
     """Start the slots; Submitit's jobs."""
-    job = f"local{submission.submission}"
+    job = job_name(submission.submission)
     executor = submitit.LocalExecutor(run.logs)
     executor.update_parameters(timeout_min=NEVER_MIN)
     slots = gpu_ids(submission)
     n_threads = max(1, len(os.sched_getaffinity(0)) // len(slots))
     number, device = submission.submission, submission.device
-    return [
-        executor.submit(entry.run_local_task, run.folder, job, slot, number, ids, device, n_threads)
-        for slot, ids in enumerate(slots)
-    ]
+    with entry.safe_path():
+        return [
+            executor.submit(entry.run_local_task, run.folder, job, slot, number, ids, device, n_threads)
+            for slot, ids in enumerate(slots)
+        ]
 
 
 def wait(jobs: list[Any], on_tick: Callable[[], None]) -> None:

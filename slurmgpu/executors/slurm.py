@@ -53,7 +53,7 @@ def scripts(folder: Path, name: str, submission: Submission) -> dict[str, str]:
 def submit(run: Run, submission: Submission) -> dict[str, Any]:
     """Queue the array and its merge; their job ids. Nothing stays queued when the merge job is refused."""
     array = _array_executor(run.logs, run.plan.name, submission)
-    with commands.outside_job():
+    with commands.outside_job(), entry.safe_path():
         tasks = [run.folder] * submission.n_tasks
         jobs = _queue(lambda: array.map_array(entry.run_task, tasks, [submission.submission] * len(tasks)))
         array_job = jobs[0].job_id.split("_")[0]

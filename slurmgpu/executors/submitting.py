@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import platform
 import re
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ from slurmgpu.executors.accounts import lives_of, settled_lives_of
 from slurmgpu.executors.adjusting import next_submission
 from slurmgpu.executors.living import refuse_alive
 from slurmgpu.records import Attempt
-from slurmgpu.report import retriable
+from slurmgpu.report import Lives, retriable
 from slurmgpu.runs import Run
 from slurmgpu.submissions import Submission
 from slurmgpu.task import Task
@@ -34,67 +35,77 @@ class Outcome:
     report: Mapping[str, Any] | None = None
 
 
-def start(run: Run, submission: Submission, on_tick: Callable[[], None] = lambda: None) -> Outcome:
-    """Queue the submission on Slurm, or run it here to the end of its merge."""
-    if submission.executor == "slurm":
-        return _start_on_slurm(run, submission)
+Prepare = Callable[[], tuple[Submission, list[str]]]
+"""Makes a submission, and a sentence for each thing that was adjusted; checks whether there may be one at all."""
+
+
+def start(run: Run, prepare: Prepare, on_tick: Callable[[], None] = lambda: None) -> Outcome:
+    """Queue a submission on Slurm, or run it here to the end of its merge.
+
+    `prepare` is called while no other shell can submit, so that what it has checked stays true.
+    """
     with run.submitting():
-        run.record_submission(submission.to_json())
-    jobs = _run_here(run, submission, on_tick)
-    report = merge.merge(run)
+        submission, notes = prepare()
+        if submission.executor == "slurm":
+            return _queue(run, submission, notes)
+        wait = _launch(run, submission)
+    lives = wait(on_tick)
+    report = merge.merge(run, lives)
     run.record_submission({"submission": submission.submission, "state": "ended"})
     if _goes_on(run, report, submission.round):
-        further, notes = next_submission(run, round=submission.round + 1)
-        log.warning(
-            "incomplete; automatic resubmission %d of %d. %s",
-            further.round,
-            run.plan.auto_resubmit,
-            " ".join(notes),
-        )
-        return start(run, further, on_tick)
-    return Outcome(submission, jobs, report=report)
+        log.warning("incomplete; resubmitting, %d of %d times", submission.round + 1, run.plan.auto_resubmit)
+        return start(run, lambda: next_submission(run, round=submission.round + 1), on_tick)
+    return Outcome(submission, {}, tuple(notes), report)
 
 
-def _start_on_slurm(run: Run, submission: Submission) -> Outcome:
+def _queue(run: Run, asked: Submission, notes: list[str]) -> Outcome:
     from slurmgpu.executors import slurm
 
-    submission, notes = slurm.respect_limits(submission)
-    with run.submitting():
-        # Before sbatch: if this process dies in between, what it has queued can be found by this line.
-        run.record_submission(submission.to_json())
-        try:
-            jobs = slurm.submit(run, submission)
-        except SlurmGPUError as error:
-            run.record_submission({"submission": submission.submission, "state": "refused", "message": str(error)})
-            raise
-        run.record_submission({"submission": submission.submission, "state": "queued", **jobs})
-    return Outcome(submission, jobs, tuple(notes))
+    submission, limited = slurm.respect_limits(asked)
+    # Before sbatch: if this process dies in between, it is known that there may be jobs.
+    run.record_submission(submission.to_json())
+    try:
+        jobs = slurm.submit(run, submission)
+    except SlurmGPUError as error:
+        run.record_submission({"submission": submission.submission, "state": "refused", "message": str(error)})
+        raise
+    run.record_submission({"submission": submission.submission, "state": "queued", **jobs})
+    return Outcome(submission, jobs, (*notes, *limited))
 
 
-def _run_here(run: Run, submission: Submission, on_tick: Callable[[], None]) -> dict[str, Any]:
+def _launch(run: Run, submission: Submission) -> Callable[[Callable[[], None]], Lives]:
+    """Start the tasks of this machine; a function that waits for their end, and tells which there were."""
     number = submission.submission
+    here = {"host": platform.node(), "pids": [os.getpid()]}
+    run.record_submission({**submission.to_json(), **here})
     if submission.executor == "debug":
         attempt = Attempt(f"debug{number}", 0, 0, number, "debug", submission.gpus_per_task, submission.device)
-        Task(run, attempt).run_in_process()
-        return {}
+        return lambda on_tick: _until_cancelled(run, number, lambda: Task(run, attempt).run_in_process(), {})
     from slurmgpu.executors import local
 
-    jobs = local.start(run, submission)
-    pids = [int(job.job_id) for job in jobs]
-    where = {"host": platform.node(), "pids": pids}
-    run.record_submission({"submission": number, "state": "running", **where})
+    slots = local.start(run, submission)
+    pids = [int(slot.job_id) for slot in slots]
+    run.record_submission({"submission": number, "state": "running", **here, "pids": pids})
+    lives = local.lives_of(submission)
+    return lambda on_tick: _until_cancelled(run, number, lambda: local.wait(slots, on_tick), lives)
+
+
+def _until_cancelled(run: Run, submission: int, work: Callable[[], object], lives: Lives) -> Lives:
     try:
-        local.wait(jobs, on_tick)
+        work()
+        return lives
     except BaseException:
-        run.record_submission({"submission": number, "state": "ended", "cancelled": True})
+        run.record_submission({"submission": submission, "state": "ended", "cancelled": True})
         raise
-    return where
 
 
 def merge_by_hand(run: Run) -> dict[str, Any]:
     """Merge now, when nothing of the run is alive; the report."""
-    refuse_alive(run, "merge")
-    return merge.merge(run, lives_of(run))
+    with run.submitting():
+        refuse_alive(run, "merge")
+        report = merge.merge(run, lives_of(run))
+        run.record_submission({"submission": run.submissions()[-1]["submission"], "state": "ended"})
+    return report
 
 
 def merge_on_slurm(run: Run, own_job: str) -> int:
@@ -104,9 +115,8 @@ def merge_on_slurm(run: Run, own_job: str) -> int:
     log.info("%s", {key: report[key] for key in ("complete", "n_rows", "n_errors", "failures")})
     try:
         if _goes_on(run, report, last["round"]):
-            submission, notes = next_submission(run, round=last["round"] + 1)
-            outcome = start(run, submission)
-            log.warning("resubmitted as %s. %s", dict(outcome.jobs), " ".join([*notes, *outcome.notes]))
+            outcome = start(run, lambda: next_submission(run, round=last["round"] + 1))
+            log.warning("resubmitted as %s. %s", dict(outcome.jobs), " ".join(outcome.notes))
             _hand_dependents_on(own_job, outcome.jobs["merge_job"])
         elif not report["complete"]:
             log.error("incomplete; %s", report["resubmit"])
