@@ -370,6 +370,16 @@ def test_an_allocated_gpu_that_cuda_cannot_use_is_a_fault_and_never_the_cpu(proj
     assert not list((folder / "run" / "claims").iterdir())
 
 
+def test_without_slurm_a_dry_run_shows_the_plan_and_a_submission_says_what_is_missing(project, slurmgpu):
+    folder = project(20)
+    done = slurmgpu("submit", "--dry-run", cwd=folder, expect=0, PATH="/nowhere")
+    assert "20 items" in done.stdout
+    assert "--executor local" in done.stdout
+    done = slurmgpu("submit", cwd=folder, expect=2, PATH="/nowhere")
+    assert "There is no sbatch here" in done.stderr
+    assert not (folder / "run").exists()
+
+
 def test_each_slot_gets_gpus_of_its_own(project, slurmgpu):
     folder = project(200, settings={"item_s": 0.005})
     argv = ("submit", "--executor", "local", "--gpus", "4", "--gpus-per-task", "2", "--array", "--device", "cpu")

@@ -86,9 +86,9 @@ def _show_draft(draft: Draft, after: Run | None, *, as_json: bool) -> None:
     if submission.executor == "slurm":
         try:
             submission, notes = slurm.respect_limits(submission)
+            scripts = slurm.scripts(draft.run_dir, draft.plan.name, submission)
         except commands.SlurmUnavailableError as error:
-            notes = [f"The limits of the cluster are not known: {error}"]
-        scripts = slurm.scripts(draft.run_dir, draft.plan.name, submission)
+            notes = [f"Neither limits nor scripts can be shown. {error}"]
     if as_json:
         plan, asked = draft.plan.to_json(), asdict(submission)
         result_json(

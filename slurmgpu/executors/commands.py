@@ -19,6 +19,7 @@ from slurmgpu.runs import Run
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 30
+NOT_HERE = "There is no {} here. Submit from a node of the cluster, or use this machine: --executor local."
 
 INHERITED = ("SLURM_", "SBATCH_", "SRUN_", "PMI_", "PMIX_", "SUBMITIT_")
 KEPT = {"SLURM_CONF"}
@@ -63,9 +64,7 @@ def run(*command: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
     except FileNotFoundError:
-        raise SlurmUnavailableError(
-            f"There is no {command[0]} here. Submit from a node of the cluster, or use this machine: --executor local."
-        ) from None
+        raise SlurmUnavailableError(NOT_HERE.format(command[0])) from None
     except subprocess.TimeoutExpired as error:
         raise SlurmUnavailableError(f"{command[0]} did not answer within {TIMEOUT_S} s. Try again later.") from error
     except subprocess.CalledProcessError as error:

@@ -93,7 +93,10 @@ def _merge_executor(logs: Path, name: str, submission: Submission, dependency: s
 
 
 def _executor(logs: Path, name: str, options: Mapping[str, Any], parallelism: int) -> submitit.SlurmExecutor:
-    executor = submitit.SlurmExecutor(logs)
+    try:
+        executor = submitit.SlurmExecutor(logs)
+    except RuntimeError as error:  # it looks for srun
+        raise commands.SlurmUnavailableError(commands.NOT_HERE.format("srun")) from error
     # sbatch's own names go to Submitit's catch-all; its defaults (5 minutes, a wckey) are not what users wrote.
     # srun does not inherit --cpus-per-task from Slurm 22.05 to 23.11: without the argument a step has one core.
     cpus = options.get("cpus_per_task")
