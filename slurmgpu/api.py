@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from slurmgpu import merge
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import adjusting, commands, living, submitting
 from slurmgpu.executors.submitting import Outcome
@@ -47,9 +48,9 @@ class RunHandle:
         """Wait until nothing of the run is queued or alive; the report."""
         return wait_for(self.run, on_tick)
 
-    def resubmit(self, **resources: Any) -> RunHandle:
-        """Submit what is missing; the keys of [resources] change what it runs on."""
-        return RunHandle(self.run, resubmit(self.run, resources))
+    def resubmit(self, *, failed: bool = False, **resources: Any) -> RunHandle:
+        """Submit what is missing, with `failed` also failed items; the keys of [resources] change what it runs on."""
+        return RunHandle(self.run, resubmit(self.run, resources, failed=failed))
 
     def cancel(self) -> str:
         """Stop what is alive of the run; what was done, in words."""
@@ -125,19 +126,25 @@ def resubmit(
     resources: Mapping[str, Any] | None = None,
     slurm: Mapping[str, Any] | None = None,
     on_tick: Callable[[Run], None] = lambda run: None,
+    *,
+    failed: bool = False,
 ) -> Outcome:
-    """Submit what is missing; the outcome's notes say what was adjusted."""
+    """Submit what is missing, with `failed` also shards that hold failed items; the notes say what was adjusted."""
 
     def prepare() -> tuple[Submission, list[str]]:
         living.refuse_alive(run, "resubmit")
-        if len(run.published()) == run.plan.n_shards:
+        again = merge.shards_with_failed_items(run) if failed else []
+        if len(run.published()) - len(again) == run.plan.n_shards:
             raise SlurmGPUError(
-                f"{run.folder} lacks no shard: there is nothing to compute. "
-                f"`slurmgpu merge {run.typed}` merges it again if merged.h5 is gone."
+                f"{run.folder} lacks no shard: there is nothing to compute. `slurmgpu resubmit --failed {run.typed}` "
+                f"computes its failed items anew, `slurmgpu merge {run.typed}` merges it again if merged.h5 is gone."
             )
-        submission, notes = adjusting.next_submission(run, resources, slurm)
+        submission, notes = adjusting.next_submission(run, resources, slurm, n_again=len(again))
         check_executor(submission)
         run.claims.clear()
+        if again:
+            merge.set_failed_aside(run, again)
+            notes.append(f"{len(again)} shards that hold failed items are computed anew.")
         return submission, notes
 
     return submitting.start(run, prepare, lambda: on_tick(run))

@@ -6,13 +6,17 @@ It is for moments when no task of the run is alive; who calls it has made sure.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from slurmgpu.columns import columns_from_json
 from slurmgpu.files import write_bytes, write_json
+from slurmgpu.histories import history_path
 from slurmgpu.joins import join, verify_joined
+from slurmgpu.regions import DamagedShardError
 from slurmgpu.report import Lives, build_report, report_path
 from slurmgpu.runs import Run
+from slurmgpu.shards import read_directory
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +28,9 @@ def merge(run: Run, lives: Lives | None = None) -> dict[str, Any]:
     """
     for leftover in run.shards.glob("*.partial"):
         leftover.unlink()
+    for former in run.shards.glob("*.failed"):
+        if former.with_suffix(".h5").exists():
+            former.unlink()
     plan = run.plan
     published = sorted(run.published())
     parts = [(shard, run.shard_path(shard), *plan.bounds(shard)) for shard in published if shard < plan.n_shards]
@@ -48,11 +55,34 @@ def merge(run: Run, lives: Lives | None = None) -> dict[str, Any]:
     return report
 
 
+def shards_with_failed_items(run: Run) -> list[int]:
+    """The published shards in which an item has no row but an error."""
+    return [shard for shard in sorted(run.published()) if _has_failed_items(run, shard)]
+
+
+def set_failed_aside(run: Run, shards: Sequence[int]) -> None:
+    """Rename shards to `NNNNN.failed`, so that they count as missing, and forget what killed workers in them.
+
+    The next merge removes those that were computed anew.
+    """
+    for shard in shards:
+        path = run.shard_path(shard)
+        path.rename(path.with_suffix(".failed"))
+        history_path(run.claims.folder, shard).unlink(missing_ok=True)
+
+
 def verify(run: Run) -> list[str]:
     """What is wrong with merged.h5, a sentence for each problem; none when every byte of it is as it was written."""
     if not run.merged.exists():
         return [f"there is no {run.merged}"]
     return verify_joined(run.merged)
+
+
+def _has_failed_items(run: Run, shard: int) -> bool:
+    try:
+        return read_directory(run.shard_path(shard)).n_errors > 0
+    except DamagedShardError:
+        return False  # the merge will say so
 
 
 def _set_aside(run: Run, shard: int, reason: str) -> None:

@@ -263,6 +263,22 @@ def test_a_shard_of_bad_items_does_not_hold_up_the_others(project, slurmgpu):
     check_rows(folder, 40, errors=set(range(8)))
 
 
+def test_failed_items_are_computed_anew_when_they_are_asked_for(project, slurmgpu):
+    folder = project(40, settings={"faults": {"17": "exception", "33": "segfault"}})
+    slurmgpu(*LOCAL, cwd=folder, expect=0)
+    assert "--failed" in slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
+    kept = shard_times(folder)
+    source = (
+        (folder / "workloads.py").read_text().replace("if fault := self.faults.get(item.index)", "if fault := None")
+    )
+    (folder / "workloads.py").write_text(source)
+    slurmgpu("resubmit", "--failed", "run", cwd=folder, expect=0)
+    check_rows(folder, 40)
+    again = shard_times(folder)
+    assert {name for name in kept if kept[name] != again[name]} == {"00002.h5", "00004.h5"}
+    assert not list((folder / "run" / "shards").glob("*.failed"))
+
+
 def test_malformed_lines_are_their_items_errors(project, slurmgpu):
     folder = project(1000)
     lines = (folder / "items.jsonl").read_text().splitlines()

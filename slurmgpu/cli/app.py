@@ -126,6 +126,7 @@ def resubmit(
     executor: ExecutorOption = None,
     device: DeviceOption = None,
     slurm: SlurmOption = None,
+    failed: Annotated[bool, typer.Option("--failed", help="Compute the shards of failed items anew as well.")] = False,
     wait: Annotated[
         bool, typer.Option("--wait", help="Follow the run to its end; exit with 3 if it is incomplete.")
     ] = False,
@@ -139,7 +140,9 @@ def resubmit(
     from slurmgpu.cli import submitting
 
     resources = _resources(gpus, array, gpus_per_task, tasks, executor, device)
-    raise typer.Exit(submitting.resubmit(_open(folder), resources, _slurm_options(slurm), wait=wait, as_json=as_json))
+    raise typer.Exit(
+        submitting.resubmit(_open(folder), resources, _slurm_options(slurm), failed=failed, wait=wait, as_json=as_json)
+    )
 
 
 @app.command()

@@ -42,10 +42,12 @@ def submit(
     return _conclude(handle.run, handle.outcome, wait=wait, as_json=as_json)
 
 
-def resubmit(run: Run, resources: Mapping[str, Any], slurm: Mapping[str, Any], *, wait: bool, as_json: bool) -> int:
+def resubmit(
+    run: Run, resources: Mapping[str, Any], slurm: Mapping[str, Any], *, failed: bool, wait: bool, as_json: bool
+) -> int:
     """Submit what is missing; the exit code."""
     with _following(run.folder, run.plan.n_items) as follow:
-        outcome = api.resubmit(run, resources, slurm, follow.run)
+        outcome = api.resubmit(run, resources, slurm, follow.run, failed=failed)
     return _conclude(run, outcome, wait=wait, as_json=as_json)
 
 

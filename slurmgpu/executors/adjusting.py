@@ -38,12 +38,13 @@ def next_submission(
     run: Run,
     resources: Mapping[str, Any] | None = None,
     slurm: Mapping[str, Any] | None = None,
+    n_again: int = 0,
     round: int = 0,  # noqa: A002  the word of the run file's docs
 ) -> tuple[Submission, list[str]]:
     """The submission that computes what is missing: the last one, adjusted to what failed; and what changed."""
     last = run.submissions()[-1]
     wanted = parse_resources(merge_tables(last["resources"], resources or {}))
-    n_missing = run.plan.n_shards - len(run.published())
+    n_missing = run.plan.n_shards - len(run.published()) + n_again
     allocation = allocate(wanted, max(1, n_missing))
     options = {**last["slurm"], **(slurm or {})}
     attempts = [a for a in attempts_of(run, lives_of(run)) if a["submission"] in (last["submission"], None)]
