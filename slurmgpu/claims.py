@@ -141,6 +141,10 @@ class Watch:
         self._clock = clock
         self._seen: dict[int, tuple[Claim, float, bool]] = {}
 
+    def doubt(self) -> None:
+        """Forget who was seen alive, not since when each lease is unchanged: alive is who renews from now on."""
+        self._seen = {shard: (claim, since, False) for shard, (claim, since, _) in self._seen.items()}
+
     def look(self, shard: int, claim: Claim) -> str:
         """What is known of a claim: "alive" (it was seen renewed, and not stale since), "stale", or "unknown" yet."""
         now = self._clock()

@@ -25,6 +25,7 @@ class Scout:
     on_takeover: Callable[[int, Claim], None] = lambda shard, former: None
     pause: Callable[[float], None] = time.sleep
     _cursor: int = 0
+    _observed: float = 0.0
     _watch: Watch = field(init=False)
 
     def __post_init__(self) -> None:
@@ -32,15 +33,29 @@ class Scout:
 
     def next(self) -> int | str:
         """A shard, claimed; else why there is none: "complete" (all published) or "others" (the rest has owners)."""
+        self._observe()
+        doubted = False
         while True:
             shard = self._take_free()
             if shard is None:
+                if not doubted:
+                    self._watch.doubt()
+                    doubted = True
                 shard = self._take_stale()
             if shard is not None:
                 return shard
             if (verdict := self._verdict()) is not None:
                 return verdict
             self._wait()
+
+    def _observe(self) -> None:
+        """Look at others' leases while there is free work, too: when there is none, the dead are known at once."""
+        if time.monotonic() - self._observed >= self.run.plan.lease_s / 4:
+            self._observed = time.monotonic()
+            for shard in sorted(self.run.claims.numbers() - self.run.published()):
+                claim = self.run.claims.read(shard)
+                if claim is not None and not claim.parked and claim.attempt != self.claim.attempt:
+                    self._watch.look(shard, claim)
 
     def look(self) -> str:
         """The same without claiming anything: "work", "complete" or "others". For a task, before it loads a model."""

@@ -254,6 +254,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         log.error("this process cannot go on: %s", error)
         report({"event": "broken", "message": str(error)})
         return 70
+    except Exception as error:
+        # What the workload raises was caught where it was called: this is a fault of slurmgpu's, and no item's.
+        trace = traceback.format_exc()
+        report({"event": "failed", "class": "crash", "message": f"{type(error).__name__}: {error}", "traceback": trace})
+        raise
     return 0
 
 

@@ -248,6 +248,19 @@ def test_two_shells_that_resubmit_at_once_start_one_submission(project, slurmgpu
     assert {record["submission"] for record in records(folder)} == {1, 2}
 
 
+def test_a_fault_of_slurmgpus_own_is_blamed_on_no_item(project, slurmgpu):
+    folder = project(20, workload="Unloadable")
+    slurmgpu(*LOCAL, cwd=folder, expect=3)
+    source = (folder / "workloads.py").read_text().replace("raise ImportError", "return ImportError")
+    (folder / "workloads.py").write_text(source)
+    (folder / "run" / "claims" / "00000.history").write_text("{")
+    done = slurmgpu("resubmit", "run", cwd=folder, expect=3)
+    assert records(folder)[1]["failure"] == "crash"
+    assert records(folder)[1]["deaths"] == []
+    assert "JSONDecodeError" in done.stdout
+    assert published(folder) == []
+
+
 def test_a_workload_that_cannot_load_is_not_tried_again(project, slurmgpu):
     folder = project(20, workload="Unloadable", auto_resubmit=3)
     done = slurmgpu(*LOCAL, cwd=folder, expect=3)
