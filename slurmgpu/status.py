@@ -65,11 +65,12 @@ def _state(
         return "planned"
     if submissions[-1]["state"] in ("ended", "refused"):
         return "complete" if report and report["complete"] else "incomplete"
+    if queued is not None and not queued:
+        return "ended"
     if n_done == run.plan.n_shards:
         return "merging"
     if queued is not None:
-        states = {job["state"] for job in queued}
-        return "running" if "RUNNING" in states else "queued" if states else "ended"
+        return "running" if any(job["state"] == "RUNNING" for job in queued) else "queued"
     if any(task["state"] != "ended" for task in tasks):
         return "running"
     return "ended" if tasks else "queued"

@@ -274,6 +274,11 @@ class Task:
         name = signal.Signals(signum).name
         self.record.failure = "cancelled" if signum in (signal.SIGINT, signal.SIGHUP) else self._interruption()
         self.record.message = f"stopped by {name}; its shards were given back"
+        if self.record.failure == "timeout" and self.record.shard is not None:
+            self.record.message += (
+                f". Shard {self.record.shard} did not fit in the walltime; if none ever does, ask for more time, "
+                f"or plan a run with fewer shard_items"
+            )
         log.warning("%s", self.record.message)
         return EXIT_STOPPED
 

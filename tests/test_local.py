@@ -213,7 +213,7 @@ def test_a_task_that_dies_before_its_first_word_is_in_the_report(project, slurmg
     (tmp_path / "site" / "sitecustomize.py").write_text(
         "import sys\nif any('submitit.core._submit' in word for word in sys.orig_argv):\n    raise SystemExit(9)\n"
     )
-    slurmgpu(*LOCAL, cwd=folder, expect=3, PYTHONPATH=str(tmp_path / "site"))
+    slurmgpu(*LOCAL, cwd=folder, expect=3, PYTHONPATH=f"{tmp_path / 'site'}:{os.environ.get('PYTHONPATH', '')}")
     [attempt] = report(folder)["attempts"]
     assert attempt["failure"] == "lost"
     assert "before it could write a record" in attempt["message"]

@@ -159,7 +159,9 @@ def test_a_shard_that_outlasts_the_walltime_is_given_back_as_a_timeout(project, 
     slurmgpu(*WAIT, "--gpus", "1", cwd=folder, expect=3)
     assert report(folder)["failures"] == {"timeout": 1}
     assert [hole["shard"] for hole in report(folder)["missing"]] == [1, 2, 3, 4]
-    assert "timeout" in slurmgpu("status", "run", cwd=folder, expect=0).stdout
+    shown = slurmgpu("status", "run", cwd=folder, expect=0).stdout
+    assert "timeout" in shown
+    assert "Shard 1 did not fit in the walltime" in shown
 
 
 def test_a_preempted_task_is_requeued_and_the_run_completes(project, slurmgpu, cluster):
@@ -298,6 +300,14 @@ def test_a_submission_that_died_before_it_wrote_its_job_ids_is_still_found(proje
     assert "still at work" in slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
     wait_until(lambda: (folder / "run" / "report.json").exists(), "the merge")
     check_rows(folder, 40)
+
+
+def test_gpus_asked_for_by_gres_are_not_asked_for_twice(project, slurmgpu):
+    folder = project(40, slurm={"gres": "gpu:a100:1"})
+    slurmgpu(*WAIT, "--gpus", "2", cwd=folder, expect=0)
+    assert all(len(record["gpus"]) == 1 for record in records(folder))
+    shown = slurmgpu(*SUBMIT, "--gpus", "2", "--run-dir", "other", "--dry-run", cwd=folder, expect=0).stdout
+    assert "gpus-per-node" not in shown
 
 
 def test_each_core_that_was_asked_for_reaches_the_step(project, slurmgpu):

@@ -97,7 +97,8 @@ def show_status(status: Mapping[str, Any]) -> None:
         if job["state"] == "PENDING":
             result(f"queued: {job['job_id']} ({job['reason']})")
     if status["state"] in ("incomplete", "ended"):
-        say(f"next: slurmgpu resubmit {shlex.quote(status['run_dir'])}")
+        verb = "merge" if status["n_shards_done"] == status["n_shards"] else "resubmit"
+        say(f"next: slurmgpu {verb} {shlex.quote(status['run_dir'])}")
 
 
 def show_report(report: Mapping[str, Any]) -> None:

@@ -40,9 +40,8 @@ def respect_limits(asked: Submission) -> tuple[Submission, list[str]]:
 def scripts(folder: Path, name: str, submission: Submission) -> dict[str, str]:
     """The sbatch scripts that `submit` would hand to Slurm, by job."""
     array = _array_executor(folder / "logs", name, submission)
-    array.parameters["map_count"] = submission.n_tasks
-    if submission.n_tasks == 1:
-        del array.parameters["map_count"]
+    if submission.n_tasks > 1:  # else Submitit makes it a plain job
+        array.parameters["map_count"] = submission.n_tasks
     merge = _merge_executor(folder / "logs", name, submission, "afterany:ARRAY_JOB")
     return {
         "array": array._make_submission_file_text(array._submitit_command_str, "dry-run"),
@@ -77,8 +76,9 @@ def _queue(submit_jobs: Any) -> Any:
 
 def _array_executor(logs: Path, name: str, submission: Submission) -> submitit.SlurmExecutor:
     options = submission.sbatch_options
-    if submission.gpus_per_task:
-        # Per node, not per task: it is the same for one process, and hides nothing where several share a node.
+    if submission.gpus_per_task and "gpu" not in str(options.get("gres", "")):
+        # Who asks for GPUs by --gres, for their type say, has said it all. Per node, not per task: it is the same for
+        # one process, and hides nothing where several share a node.
         options["gpus_per_node"] = submission.gpus_per_task
     if submission.after:
         options["dependency"] = ",".join(f"afterok:{job}" for job in submission.after)
