@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -86,7 +87,7 @@ def submit_draft(
     run = create_run(draft.run_dir, draft.plan, draft.index)
     try:
         return RunHandle(run, submitting.start(run, lambda: (submission, []), lambda: on_tick(run)))
-    except SlurmGPUError:
+    except BaseException:
         remove_unused(run)
         raise
 
@@ -113,12 +114,13 @@ def check_executor(submission: Submission) -> None:
 
 
 def remove_unused(run: Run) -> None:
-    """Take the run directory away again when Slurm refused its first submission."""
-    import shutil
-
+    """Take the run directory away again when its first submission came to nothing, and Slurm has no job of it."""
     lines = run.submissions()
-    if len(lines) == 1 and lines[0]["state"] == "refused":
-        shutil.rmtree(run.folder)
+    if lines and (len(lines) > 1 or lines[0]["state"] != "refused"):
+        return
+    if lines and commands.queue([], run.logs):
+        return
+    shutil.rmtree(run.folder)
 
 
 def resubmit(
@@ -147,7 +149,11 @@ def resubmit(
             notes.append(f"{len(again)} shards that hold failed items are computed anew.")
         return submission, notes
 
-    return submitting.start(run, prepare, lambda: on_tick(run))
+    try:
+        return submitting.start(run, prepare, lambda: on_tick(run))
+    except SlurmGPUError:
+        merge.put_failed_back(run)  # of what Slurm refuses, nothing is lost
+        raise
 
 
 def wait_for(run: Run, on_tick: Callable[[dict[str, Any]], None] = lambda status: None) -> dict[str, Any]:
@@ -155,7 +161,7 @@ def wait_for(run: Run, on_tick: Callable[[dict[str, Any]], None] = lambda status
     asked, alive = 0.0, True
     while alive:
         on_tick(read_status(run))
-        ended = run.submissions()[-1]["state"] in ("ended", "refused")
+        ended = run.last_submission()["state"] in ("ended", "refused")
         if ended or time.monotonic() - asked > 5:
             asked = time.monotonic()
             try:
@@ -164,4 +170,10 @@ def wait_for(run: Run, on_tick: Callable[[dict[str, Any]], None] = lambda status
                 log.warning("%s", error)
         if alive:
             time.sleep(0.2)
-    return last_report(run)
+    report = last_report(run)
+    if report["submissions"][-1]["submission"] != run.last_submission()["submission"]:
+        raise SlurmGPUError(
+            f"The merge of {run.folder} did not come to its end. `slurmgpu logs {run.typed}` may say why; "
+            f"`slurmgpu merge {run.typed}` merges what there is."
+        )
+    return report

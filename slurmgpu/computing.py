@@ -177,7 +177,11 @@ class Computer:
             return _failure(error)
         if len(returned) != len(items):
             message = f"workload {self._name} returned {len(returned)} rows for {len(items)} items"
-            return Failure("item_error", message, ("rows",))
+            # Not narrowed: alone, an item would get the one row that was meant for all.
+            failure = Failure("item_error", message, ("rows",))
+            self._log(items[0].index, failure)
+            done.rows.update({item.index: failure for item in items})
+            return None
         for item, row in zip(items, returned, strict=True):
             done.rows[item.index] = self._check(item, row)
         return None

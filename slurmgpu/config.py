@@ -158,8 +158,9 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def _first_problem(error: ValidationError) -> str:
-    problem = error.errors()[0]
-    path = [str(part) for part in problem["loc"]]
+    # A misspelt key is missing under its right name, too: the wrong one says more.
+    problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+    path = [str(part) for part in problem["loc"] if part not in ("str", "int", "float", "bool", "list[str]")]
     table, key = path[:-1], path[-1] if path else ""
     place = f"[{'.'.join(table)}] {key}" if table else key
     if problem["type"] == "extra_forbidden":

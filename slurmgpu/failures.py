@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 from dataclasses import dataclass
 
@@ -49,6 +50,11 @@ SELF_INFLICTED = frozenset(
     }
 )
 """Signals that a process brings upon itself; SIGKILL and SIGTERM may as well have come from outside."""
+
+
+def failure_of(error: OSError) -> str:
+    """The failure class of a file that could not be written."""
+    return "disk_full" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "crash"
 
 
 def describe_exit(returncode: int) -> str:

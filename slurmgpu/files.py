@@ -41,7 +41,9 @@ def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
 
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
     """Put `value` at `path` as indented JSON, in one step."""
-    write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode(), durable=durable)
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    # A lone surrogate, out of a file name say, becomes the escape that JSON has for it.
+    write_bytes(path, text.encode("utf-8", "backslashreplace"), durable=durable)
 
 
 @contextlib.contextmanager

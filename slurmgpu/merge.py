@@ -71,6 +71,13 @@ def set_failed_aside(run: Run, shards: Sequence[int]) -> None:
         history_path(run.claims.folder, shard).unlink(missing_ok=True)
 
 
+def put_failed_back(run: Run) -> None:
+    """Undo `set_failed_aside` for what nobody has computed anew."""
+    for former in run.shards.glob("*.failed"):
+        if not former.with_suffix(".h5").exists():
+            former.rename(former.with_suffix(".h5"))
+
+
 def verify(run: Run) -> list[str]:
     """What is wrong with merged.h5, a sentence for each problem; none when every byte of it is as it was written."""
     if not run.merged.exists():

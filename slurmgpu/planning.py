@@ -22,6 +22,7 @@ from slurmgpu.columns import check_columns, columns_to_json
 from slurmgpu.config import Resources, RunFile, read_run_file
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.files import working_folder
+from slurmgpu.report import is_complete
 from slurmgpu.runs import Plan, Run, refuse_existing
 
 TARGET_SHARDS = 2048
@@ -103,8 +104,8 @@ def draft_run(
 def _promised_input(
     config: RunFile, base: Path, after: Run | None, index: Path, stride: int
 ) -> inputs.InputSpec | None:
-    """The input that `after` is going to merge, if that is what the run file names and it does not exist yet."""
-    if after is None or not isinstance(config.input, str) or after.merged.exists():
+    """The input that `after` is going to merge, if that is what the run file names and it is not complete yet."""
+    if after is None or not isinstance(config.input, str) or is_complete(after):
         return None
     path = (base / Path(config.input).expanduser()).resolve()
     if path != after.merged.resolve():

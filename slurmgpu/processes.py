@@ -90,10 +90,16 @@ class WorkerProcess:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.endswith(b"\n"):  # a line cut short is the last word of a process that was killed
-                self._events.put(json.loads(line))
-        self._events.put({"event": "eof", "pid": self.pid})
+        try:
+            for line in self._process.stdout:
+                try:
+                    event = json.loads(line)
+                    self._events.put({"event": event["event"], **event})
+                except (ValueError, TypeError, KeyError):
+                    # Printed before the worker took the pipe for itself, or cut short by its death.
+                    log.warning("the worker wrote %r", line)
+        finally:
+            self._events.put({"event": "eof", "pid": self.pid})
 
     def wait(self) -> int:
         """Its exit code, once it has ended."""
@@ -128,7 +134,8 @@ class WorkerProcess:
         self._reader.join()
         for stream in (self._process.stdin, self._process.stdout):
             assert stream is not None
-            stream.close()
+            with contextlib.suppress(BrokenPipeError):  # a word that it did not live to hear
+                stream.close()
 
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError):  # all of the group are gone, as they should be

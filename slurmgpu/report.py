@@ -105,9 +105,10 @@ def attempts_of(run: Run, lives: Lives | None) -> list[dict[str, Any]]:
 
 def retriable(report: Mapping[str, Any]) -> bool:
     """Whether another submission may compute what is missing: the last one met nothing but retriable failures."""
-    last = max((attempt["submission"] or 0 for attempt in report["attempts"]), default=0)
-    failures = {a["failure"] for a in report["attempts"] if a["failure"] and a["submission"] in (last, None)}
-    return all(POLICIES[failure].retriable for failure in failures)
+    last = report["submissions"][-1]["submission"]
+    attempts = [attempt for attempt in report["attempts"] if attempt["submission"] in (last, None)]
+    # No attempt at all: the user took the whole array out of the queue.
+    return bool(attempts) and all(POLICIES[a["failure"]].retriable for a in attempts if a["failure"])
 
 
 def bad_nodes(attempts: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -120,7 +121,10 @@ def read_report(run: Run) -> dict[str, Any] | None:
     path = run.folder / "report.json"
     if not path.exists():
         return None
-    report: dict[str, Any] = json.loads(path.read_bytes())
+    try:
+        report: dict[str, Any] = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise SlurmGPUError(f"{path} is damaged: {error}. `slurmgpu merge {run.typed}` writes it anew.") from error
     return report
 
 
@@ -134,6 +138,14 @@ def last_report(run: Run) -> dict[str, Any]:
             f"`slurmgpu merge {run.typed}` merges what there is, once no task is alive."
         )
     return report
+
+
+def is_complete(run: Run) -> bool:
+    """Whether the run's merged file has a row for every item, and no submission is going to replace it."""
+    report, lines = read_report(run), run.submissions()
+    all_published = len(run.published()) == run.plan.n_shards
+    ended = bool(lines) and lines[-1]["state"] == "ended"
+    return bool(report and report["complete"]) and all_published and ended and run.merged.exists()
 
 
 def report_path(run: Run) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import shlex
 import shutil
@@ -22,6 +23,8 @@ from typing import Any
 from slurmgpu.claims import Claims
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.files import fsync_dir, write_json
+
+log = logging.getLogger(__name__)
 
 RUN_FORMAT = "slurmgpu run"
 RUN_VERSION = 1
@@ -162,7 +165,7 @@ class Run:
 
     def attempts(self) -> list[dict[str, Any]]:
         """What each attempt wrote of itself, in the order of their start."""
-        records = [json.loads((self.tasks / name).read_bytes()) for name in _json_names(self.tasks)]
+        records = [record for name in _json_names(self.tasks) if (record := _read_record(self.tasks / name))]
         return sorted(records, key=lambda record: (record["started"], record["attempt"]))
 
     def submissions(self) -> list[dict[str, Any]]:
@@ -173,15 +176,26 @@ class Run:
         except FileNotFoundError:
             return []
         for line in lines:
-            value = json.loads(line)
+            try:
+                value = json.loads(line)
+            except ValueError:
+                continue  # blank, or torn by a full disk or a kill; a line that counts was written whole
             merged.setdefault(value["submission"], {}).update(value)
         return [merged[number] for number in sorted(merged)]
+
+    def last_submission(self) -> dict[str, Any]:
+        """The last submission; a sentence when there was none."""
+        lines = self.submissions()
+        if not lines:
+            raise SlurmGPUError(f"{self.folder} was never submitted. `slurmgpu resubmit {self.typed}` does it.")
+        return lines[-1]
 
     def record_submission(self, value: Mapping[str, Any]) -> None:
         """Append a line to submissions.jsonl; `submission` in it is the number that lines of one submission share."""
         line = json.dumps(dict(value)) + "\n"
-        fd = os.open(self.folder / "submissions.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        with os.fdopen(fd, "wb") as file:
+        with open(self.folder / "submissions.jsonl", "a+b") as file:
+            if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
+                line = "\n" + line  # a line of its own, behind a torn one
             file.write(line.encode())
             file.flush()
             os.fsync(file.fileno())
@@ -238,6 +252,16 @@ def refuse_existing(folder: Path) -> None:
         )
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise SlurmGPUError(f"{folder} exists and is no run directory; name another with --run-dir.")
+
+
+def _read_record(path: Path) -> dict[str, Any] | None:
+    """An attempt's record; None for one that a dying node left empty: progress is not fsynced."""
+    try:
+        record: dict[str, Any] = json.loads(path.read_bytes())
+    except ValueError:
+        log.warning("%s is damaged; the report does without it", path)
+        return None
+    return record
 
 
 def _json_names(folder: Path) -> list[str]:

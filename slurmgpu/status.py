@@ -64,13 +64,13 @@ def _state(
     if not submissions:
         return "planned"
     if submissions[-1]["state"] in ("ended", "refused"):
-        return "complete" if report and report["complete"] else "incomplete"
+        return "complete" if report and report["complete"] and n_done == run.plan.n_shards else "incomplete"
     if queued is not None and not queued:
         return "ended"
     if n_done == run.plan.n_shards:
         return "merging"
     if queued is not None:
-        return "running" if any(job["state"] == "RUNNING" for job in queued) else "queued"
+        return "queued" if all(job["state"] == "PENDING" for job in queued) else "running"
     if any(task["state"] != "ended" for task in tasks):
         return "running"
     return "ended" if tasks else "queued"

@@ -14,6 +14,7 @@ import queue
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 
 from slurmgpu import cgroups, gpus
 from slurmgpu.claims import Claim
-from slurmgpu.failures import brought_upon_itself, describe_exit
+from slurmgpu.failures import brought_upon_itself, describe_exit, failure_of
 from slurmgpu.files import write_json
 from slurmgpu.histories import read_history, write_history
 from slurmgpu.processes import STOP_SIGNALS, Events, StoppedError, StopSignals, WorkerProcess
@@ -101,14 +102,28 @@ class Task:
             return self._fail("gpu_fault", str(error))
         except WorkerFailedError as error:
             return self._fail(error.kind, str(error), error.trace)
+        except OSError as error:
+            return self._fail(failure_of(error), str(error), traceback.format_exc())
+        except Exception as error:
+            # A fault of slurmgpu's own: it is recorded, and the claims are given back, before the task ends.
+            return self._fail("crash", f"{type(error).__name__}: {error}", traceback.format_exc())
 
     def _fail(self, failure: str, message: str, trace: str = "") -> int:
         log.error("%s: %s", failure, message)
         self.record.failure, self.record.message, self.record.traceback = failure, message, trace
         return 1
 
+    def _own_claims(self) -> list[int]:
+        """The open shards that this attempt has claimed, also those whose claim its worker did not live to report."""
+        held = sorted(self.run.claims.numbers() - self.run.published())
+        claims = ((shard, self.run.claims.read(shard)) for shard in held)
+        return [shard for shard, claim in claims if claim and claim.attempt == self.attempt.name and not claim.parked]
+
+    def _claim(self) -> Claim:
+        return Claim(self.attempt.task_name, self.attempt.name, self.record.node, os.getpid())
+
     def _finish(self, code: int) -> int:
-        for shard in list(self._held):
+        for shard in self._own_claims():
             self.run.claims.release(shard, self.attempt.name)
         for partial in self.run.shards.glob(f"*.{self.attempt.name}.*.partial"):
             partial.unlink(missing_ok=True)
@@ -121,9 +136,9 @@ class Task:
     # The worker process
 
     def _keep_a_worker(self, signals: StopSignals) -> int:
-        claim = Claim(self.attempt.task_name, self.attempt.name, self.record.node, os.getpid())
         try:
-            if (found := Scout(self.run, claim, pause=signals.pause).look()) != "work":
+            scout = Scout(self.run, self._claim(), pause=signals.pause)
+            if not self._own_claims() and (found := scout.look()) != "work":
                 self.record.reason = found  # nothing to load a model for
                 return 0
             while True:
@@ -181,8 +196,7 @@ class Task:
                 self._write()
             case "claim":
                 shard = record.shard = event["shard"]
-                claim = Claim(self.attempt.task_name, self.attempt.name, record.node, os.getpid())
-                self._held.setdefault(shard, claim)
+                self._held.setdefault(shard, self._claim())
             case "batch":
                 if record.shard is not None:
                     self._in_flight = (record.shard, event["items"], event["isolated"])
@@ -288,8 +302,9 @@ class Task:
         return "timeout" if end is not None and time.time() > end - NOTICE_S else "preempted"
 
     def _assignment(self) -> Assignment:
-        given = self.attempt
-        resume = sorted(self._held)
+        for shard in self._own_claims():
+            self._held.setdefault(shard, self._claim())
+        given, resume = self.attempt, sorted(self._held)
         return Assignment(given.task_name, given.name, given.n_gpus, given.device, given.end_time, resume)
 
     def _command(self) -> list[str]:
@@ -315,8 +330,9 @@ class Task:
     def _write(self) -> None:
         self._written = time.monotonic()
         self.record.updated = time.time()
-        write_json(
-            self.run.tasks / f"{self.attempt.name}.json",
-            asdict(self.record),
-            durable=self.record.state == "ended",
-        )
+        path = self.run.tasks / f"{self.attempt.name}.json"
+        try:
+            write_json(path, asdict(self.record), durable=self.record.state == "ended")
+        except OSError as error:
+            # Progress, or an end, that nobody learns of is no reason to give up shards that can be written.
+            log.warning("%s cannot be written: %s", path, error)

@@ -27,6 +27,7 @@ from slurmgpu.claims import Claim
 from slurmgpu.columns import columns_from_json
 from slurmgpu.computing import Computed, Computer, Failure, WorkerBrokenError, is_out_of_memory
 from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.failures import failure_of
 from slurmgpu.files import working_folder
 from slurmgpu.histories import read_history
 from slurmgpu.inputs import InputSpec, Reader
@@ -209,7 +210,7 @@ class Worker:
             )
             won = publish(partial, self.run.shard_path(shard))
         except OSError as error:
-            raise WorkerFailedError("disk_full", f"shard {shard} cannot be written: {error}") from error
+            raise WorkerFailedError(failure_of(error), f"shard {shard} cannot be written: {error}") from error
         self.slowest_s = max(self.slowest_s, seconds)
         n_errors = sum(isinstance(row, ItemError) for row in rows)
         self.report(
@@ -257,7 +258,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         # What the workload raises was caught where it was called: this is a fault of slurmgpu's, and no item's.
         trace = traceback.format_exc()
-        report({"event": "failed", "class": "crash", "message": f"{type(error).__name__}: {error}", "traceback": trace})
+        kind = failure_of(error) if isinstance(error, OSError) else "crash"
+        report({"event": "failed", "class": kind, "message": f"{type(error).__name__}: {error}", "traceback": trace})
         raise
     return 0
 

@@ -122,6 +122,13 @@ def test_a_wrong_row_names_workload_column_and_item(rows, said):
         assert re.search(said, message)
 
 
+def test_a_wrong_number_of_rows_fails_the_whole_batch_and_hides_in_no_smaller_one():
+    workload = Recorder(lambda items: [{"x": 1.0}])
+    computed = compute(workload, n=8)
+    assert workload.batches == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert computed.common_way().message == "workload Recorder returned 1 rows for 4 items"
+
+
 def test_items_that_cannot_be_read_are_input_errors_in_their_place():
     computer = Computer(Recorder(), "w", COLUMNS, 4)
     computed = computer.compute(

@@ -16,6 +16,7 @@ import pytest
 from slurmgpu.columns import Array, Ragged, Text
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs import Reader, find, scan
+from slurmgpu.joins import join
 from slurmgpu.shards import write_shard
 
 ROWS: list[dict[str, Any]] = [
@@ -96,7 +97,7 @@ def test_without_pyarrow_the_error_says_what_to_install(tmp_path: Path, monkeypa
         scan(find("*", tmp_path), tmp_path / "index", stride=1)
 
 
-def write_results(path: Path, start: int, stop: int) -> list[dict[str, Any]]:
+def write_results(path: Path, start: int, stop: int, n_items: int | None = None) -> list[dict[str, Any]]:
     """A file of an earlier run, and the data that its rows are as items."""
     columns = {"score": Array("float32"), "vector": Array("int16", (2,)), "text": Text(), "lengths": Ragged("int8")}
     rows: list[Any] = [
@@ -109,7 +110,10 @@ def write_results(path: Path, start: int, stop: int) -> list[dict[str, Any]]:
         for i in range(start, stop)
     ]
     rows[1] = ItemError("too long")
-    write_shard(path, columns, start=start, rows=rows, fingerprint="f", notes={}, made_by={})
+    shard = path.with_suffix(".shard")
+    write_shard(shard, columns, start=start, rows=rows, fingerprint="f", notes={}, made_by={})
+    parts, n_items = [(0, shard, start, stop)], n_items or stop - start
+    join(parts, columns, fingerprint="f", n_items=n_items, target=path, attributes={})
     expected = [
         {"index": i, "score": i / 2, "vector": [i, -i], "text": f"täxt {i}", "lengths": list(range(i % 3))}
         for i in range(start, stop)
@@ -133,6 +137,12 @@ def test_any_range_of_an_earlier_runs_file_is_its_rows(tmp_path: Path) -> None:
         for start in range(10):
             for stop in range(start, 10):
                 assert [plain(item) for item in reader.read(start, stop)] == expected[start:stop]
+
+
+def test_the_merged_file_of_an_incomplete_run_is_refused(tmp_path: Path) -> None:
+    write_results(tmp_path / "a.h5", 0, 5, n_items=6)
+    with pytest.raises(SlurmGPUError, match="its run is incomplete"):
+        scan(find("a.h5", tmp_path), tmp_path / "index", stride=2)
 
 
 def test_an_h5_file_of_someone_else_is_refused(tmp_path: Path) -> None:

@@ -7,6 +7,10 @@ import sys
 
 import pytest
 
+from slurmgpu.claims import Claim
+from slurmgpu.records import Attempt
+from slurmgpu.runs import Run
+from slurmgpu.task import Task
 from tests.runs import (
     check_rows,
     datasets,
@@ -441,6 +445,73 @@ def test_the_merged_file_of_a_run_is_the_input_of_the_next(project, slurmgpu):
     slurmgpu("export", "run", "-o", "rows.jsonl", cwd=folder, expect=0)
     texts = [json.loads(line)["text"] for line in (folder / "rows.jsonl").read_text().splitlines()]
     assert texts == [f"item {i} of many" for i in range(20)]
+
+
+def test_text_in_brackets_and_colons_is_shown_as_it_is(project, slurmgpu):
+    folder = project(20, settings={"faults": {"3": "item_error"}})
+    source = (folder / "workloads.py").read_text().replace('"not this one"', '"[INST] 3:100:7 [/INST]"')
+    (folder / "workloads.py").write_text(source)
+    done = slurmgpu("submit", "--dry-run", "--executor", "debug", "--set", "marks=a [/b] c", cwd=folder, expect=0)
+    assert "a [/b] c" in done.stdout
+    done = slurmgpu(*LOCAL, cwd=folder, expect=0)
+    assert "item 3: item_error: [INST] 3:100:7 [/INST]" in done.stdout
+
+
+def test_paths_that_cannot_be_written_get_a_sentence(project, slurmgpu):
+    folder = project(20)
+    slurmgpu(*LOCAL, cwd=folder, expect=0)
+    for argv in (
+        ("export", "run", "-o", "nowhere/rows.csv"),
+        ("export", "run", "-o", "run", "--format", "csv"),
+        ("submit", "--run-dir", "items.jsonl/run"),
+        ("init", "-o", "nowhere/slurmgpu.toml"),
+    ):
+        done = slurmgpu(*argv, cwd=folder, expect=2)
+        assert done.stderr.startswith("error: ")
+        assert "Traceback" not in done.stderr
+
+
+def test_a_submission_that_came_to_nothing_leaves_nothing_and_a_run_never_submitted_is_resumed(project, slurmgpu):
+    folder = project(20)
+    slurmgpu(*LOCAL, "--tasks", "1", cwd=folder, expect=0)
+    (folder / "run" / "submissions.jsonl").unlink()
+    for path in (folder / "run" / "shards").glob("0000[01].h5"):
+        path.unlink()
+    argv = ("resubmit", "run", "--executor", "local", "--gpus", "0")
+    slurmgpu(*argv, cwd=folder, expect=0)
+    check_rows(folder, 20)
+
+
+def test_torn_lines_and_records_cost_detail_only(project, slurmgpu):
+    folder = project(20)
+    slurmgpu(*LOCAL, cwd=folder, expect=0)
+    with open(folder / "run" / "submissions.jsonl", "a") as file:
+        file.write('{"submission": 1, "st')
+    (folder / "run" / "tasks" / "local1_9.0.json").touch()
+    (folder / "run" / "shards" / "00001.h5").unlink()
+    slurmgpu("status", "run", cwd=folder, expect=0)
+    slurmgpu("resubmit", "run", cwd=folder, expect=0)
+    check_rows(folder, 20)
+
+
+def test_what_is_printed_before_the_worker_takes_its_pipe_does_no_harm(project, slurmgpu, tmp_path):
+    folder = project(20)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text("print('hello')\nprint('{\"a\": 1}')\n")
+    slurmgpu(*LOCAL, cwd=folder, expect=0, PYTHONPATH=f"{tmp_path / 'site'}:{os.environ.get('PYTHONPATH', '')}")
+    check_rows(folder, 20)
+
+
+def test_a_claim_that_its_worker_did_not_live_to_report_is_no_hole(project, slurmgpu, tmp_path):
+    folder = project(40)
+    slurmgpu(*LOCAL, cwd=folder, expect=0)
+    run = Run.open(folder / "run")
+    run.shard_path(2).unlink()
+    attempt = Attempt("local2", 0, submission=2)
+    run.claims.take(2, Claim(attempt.task_name, attempt.name, "here", 1))
+    assert Task(run, attempt).run_worker() == 0
+    assert len(published(folder)) == 5
+    assert not run.claims.numbers() - run.published()
 
 
 def test_the_python_interface_does_what_the_command_line_does(project, monkeypatch):

@@ -195,6 +195,16 @@ def test_scancel_of_a_task_is_no_error_of_the_run(project, slurmgpu, cluster):
     assert report(folder)["failures"] == {"cancelled": 1}
 
 
+def test_an_array_that_the_user_cancelled_is_not_resubmitted_automatically(project, slurmgpu, cluster):
+    folder = project(160, settings={"item_s": 0.05}, auto_resubmit=3)
+    slurmgpu(*SUBMIT, "--gpus", "2", cwd=folder, expect=0)
+    wait_until(lambda: len(shards_of(folder)) > 2, "the first shards")
+    cluster.run("scancel", submissions(folder)[0]["array_job"])
+    wait_for_end(folder, slurmgpu)
+    assert len(submissions(folder)) == 1
+    assert set(report(folder)["failures"]) == {"cancelled"}
+
+
 def test_a_cancelled_run_is_resumed_by_resubmit(project, slurmgpu):
     folder = project(160, settings={"item_s": 0.05})
     slurmgpu(*SUBMIT, "--gpus", "2", cwd=folder, expect=0)

@@ -18,6 +18,9 @@ def main() -> None:
     except SlurmGPUError as error:
         complain(str(error))
         sys.exit(2)
+    except (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
+        complain(f"{error.filename}: {error.strerror}. Name a path that can be read, or written, here.")
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:

@@ -249,7 +249,7 @@ def export(
     ] = None,
 ) -> None:
     """Write the merged rows as JSONL, CSV or Parquet."""
-    from slurmgpu.cli.output import result
+    from slurmgpu.cli.output import result, say
     from slurmgpu.export import FORMATS
     from slurmgpu.export import export as write
 
@@ -261,8 +261,12 @@ def export(
     chosen = file_format or output.suffix.removeprefix(".")
     if chosen not in FORMATS:
         raise SlurmGPUError(f"Format {chosen!r} is none of {', '.join(FORMATS)}; name one with --format.")
+    if output.exists() and not output.is_file():
+        raise SlurmGPUError(f"{output} is no regular file; name the file to write with -o.")
     n_rows = write(run.merged, chosen, output)
     result(f"{output}: {n_rows:,} rows")
+    if n_rows < run.plan.n_items:
+        say(f"The run is incomplete: {run.plan.n_items - n_rows:,} items have no row. slurmgpu report {run.typed}")
 
 
 @app.command()

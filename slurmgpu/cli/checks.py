@@ -54,7 +54,7 @@ def run_checks(run_file: Path) -> int:
         "resources": resources,
         "executor": executor,
     }
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, emoji=False, soft_wrap=True)
     results = [
         _line(console, name, check) for name, check in checks.items() if name in ("versions", "run file") or config
     ]

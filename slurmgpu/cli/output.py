@@ -18,17 +18,17 @@ MAX_LISTED = 20
 
 def complain(text: str) -> None:
     """A sentence for the user, on stderr."""
-    Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]error:[/] {_escape(text)}")
+    Console(stderr=True, soft_wrap=True, highlight=False, emoji=False).print(f"[bold red]error:[/] {_escape(text)}")
 
 
 def say(text: str) -> None:
     """A line beside the result, on stderr."""
-    Console(stderr=True, soft_wrap=True, highlight=False).print(_escape(text))
+    Console(stderr=True, soft_wrap=True, highlight=False, emoji=False).print(_escape(text))
 
 
 def result(text: str) -> None:
     """A line of the result, on stdout."""
-    Console(soft_wrap=True, highlight=False).print(_escape(text))
+    Console(soft_wrap=True, highlight=False, emoji=False).print(_escape(text))
 
 
 def result_json(value: Any) -> None:
@@ -38,7 +38,7 @@ def result_json(value: Any) -> None:
 
 def _console() -> Console:
     """Rich on stdout; in a pipe, lines wide enough that no table is broken."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    return Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 200)
 
 
 def show_plan(plan: Mapping[str, Any], submission: Mapping[str, Any], run_dir: str, notes: Sequence[str]) -> None:
@@ -47,15 +47,16 @@ def show_plan(plan: Mapping[str, Any], submission: Mapping[str, Any], run_dir: s
     table = Table.grid(padding=(0, 2))
     files = plan["input"]["files"]
     size = sum(max(0, file["size_bytes"]) for file in files)
-    table.add_row("run", f"{run_dir} (not made)")
+    table.add_row("run", _escape(f"{run_dir} (not made)"))
     table.add_row("input", f"{plan['n_items']:,} items in {len(files)} file{_s(len(files))}, {_bytes(size)}")
-    table.add_row("workload", f"{plan['workload']} {json.dumps(plan['settings'])}")
-    table.add_row("columns", ", ".join(f"{name} ({_kind(column)})" for name, column in plan["columns"].items()))
+    table.add_row("workload", _escape(f"{plan['workload']} {json.dumps(plan['settings'])}"))
+    columns = ", ".join(f"{name} ({_kind(column)})" for name, column in plan["columns"].items())
+    table.add_row("columns", _escape(columns))
     n_shards = -(-plan["n_items"] // plan["shard_items"])
     table.add_row("shards", f"{n_shards:,} of {plan['shard_items']:,} items, in batches of {plan['batch_size']}")
     table.add_row("tasks", _tasks(submission))
     for note in notes:
-        table.add_row("note", note)
+        table.add_row("note", _escape(note))
     console.print(table)
 
 
@@ -77,7 +78,7 @@ def show_status(status: Mapping[str, Any]) -> None:
     if status["attempts"]:
         table = Table(box=None, header_style="bold", pad_edge=False)
         for name in ("attempt", "node", "state", "shard"):
-            table.add_column(name)
+            table.add_column(name, no_wrap=True, overflow="fold")
         for name in ("shards", "items", "failed", "deaths"):
             table.add_column(name, justify="right")
         table.add_column("last word")
@@ -146,7 +147,7 @@ def _show_attempts(console: Console, report: Mapping[str, Any]) -> None:
         return
     table = Table(box=None, header_style="bold", pad_edge=False, title="attempts", title_justify="left")
     for name in ("attempt", "node"):
-        table.add_column(name)
+        table.add_column(name, no_wrap=True, overflow="fold")
     for name in ("GPUs", "time", "shards", "items", "failed", "deaths"):
         table.add_column(name, justify="right")
     table.add_column("end")

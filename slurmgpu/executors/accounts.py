@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from slurmgpu.executors import commands
 from slurmgpu.report import Lives, attempts_of
@@ -32,7 +34,15 @@ def settled_lives_of(run: Run) -> Lives | None:
     deadline = time.monotonic() + PATIENCE_S
     while True:
         lives = lives_of(run)
-        unsettled = any(a["failure"] == "lost" and a["executor"] == "slurm" for a in attempts_of(run, lives))
+        unsettled = any(map(_is_unsettled, attempts_of(run, lives)))
         if lives is None or not unsettled or time.monotonic() > deadline:
             return lives
         time.sleep(1.0)
+
+
+def _is_unsettled(attempt: Mapping[str, Any]) -> bool:
+    """Whether accounting has yet to say how an attempt ended: of a SIGTERM only it knows who sent it."""
+    if attempt["executor"] != "slurm":
+        return False
+    alive = attempt["slurm_state"] is None or attempt["slurm_state"] not in commands.ENDED_STATES
+    return attempt["failure"] == "lost" or (attempt["failure"] == "preempted" and alive)

@@ -42,7 +42,10 @@ def next_submission(
     round: int = 0,  # noqa: A002  the word of the run file's docs
 ) -> tuple[Submission, list[str]]:
     """The submission that computes what is missing: the last one, adjusted to what failed; and what changed."""
-    last = run.submissions()[-1]
+    if not run.submissions():  # whoever planned the run died before it was submitted
+        first = first_submission(run.plan.resources, run.plan.n_shards)
+        return replace(first, slurm=run.plan.slurm, merge=run.plan.merge), []
+    last = run.last_submission()
     wanted = parse_resources(merge_tables(last["resources"], resources or {}))
     n_missing = run.plan.n_shards - len(run.published()) + n_again
     allocation = allocate(wanted, max(1, n_missing))

@@ -55,7 +55,11 @@ def attempt_here(run: Run, submission: int) -> Attempt:
     """The attempt that runs here, from the environment that Slurm gave it."""
     environ = os.environ
     given = next(line for line in run.submissions() if line["submission"] == submission)
-    left = commands.seconds_left(environ["SLURM_JOB_ID"])
+    job = environ["SLURM_JOB_ID"]
+    if "SLURM_ARRAY_TASK_ID" in environ:
+        # The job id of the last array task is that of the whole array, which squeue answers with all tasks.
+        job = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
+    left = commands.seconds_left(job)
     return Attempt(
         job=environ.get("SLURM_ARRAY_JOB_ID", environ["SLURM_JOB_ID"]),
         task=int(environ.get("SLURM_ARRAY_TASK_ID", "0")),

@@ -21,10 +21,11 @@ log = logging.getLogger(__name__)
 def alive(run: Run) -> str | None:
     """What of this run is alive or queued, in words; None when nothing is. Raises when Slurm does not tell."""
     for line in reversed(run.submissions()):
-        if line["state"] in ("ended", "refused"):
+        if line["state"] == "ended":
             continue
         if line["executor"] == "slurm":
-            # By the run directory, too: a submission that died between sbatch and its record has left no job ids.
+            # By the run directory, too: a submission that died between sbatch and its record has left no job ids, and
+            # one that was refused may have left an array that could not be cancelled.
             ids = [line[key] for key in ("array_job", "merge_job") if key in line]
             jobs = commands.queue(ids, run.logs)
             if jobs:
@@ -80,16 +81,18 @@ def cancel(run: Run) -> str:
 
     stopped = []
     for line in run.submissions():
-        if line["state"] in ("ended", "refused"):
+        if line["state"] == "ended":
             continue
-        if line["executor"] == "slurm" and "array_job" in line:
-            run.record_submission({"submission": line["submission"], "cancelled": True})
-            commands.cancel(line["array_job"], line["merge_job"])
-            stopped.append(f"Slurm jobs {line['array_job']} and {line['merge_job']}")
-        elif "pids" in line and line["host"] == platform.node():
-            run.record_submission({"submission": line["submission"], "cancelled": True})
-            local.stop(line["pids"])
-            stopped.append(f"processes {', '.join(map(str, line['pids']))}")
-        elif "pids" in line:
+        if line["executor"] == "slurm":
+            ids = [line[key] for key in ("array_job", "merge_job") if key in line]
+            if jobs := sorted({job.array_job for job in commands.queue(ids, run.logs)}):
+                run.record_submission({"submission": line["submission"], "cancelled": True})
+                commands.cancel(*jobs)
+                stopped.append(f"Slurm jobs {', '.join(jobs)}")
+        elif line["host"] != platform.node():
             raise SlurmGPUError(f"This run works on {line['host']}; cancel it there.")
+        elif pids := [pid for pid in line["pids"] if local.is_alive(pid)]:
+            run.record_submission({"submission": line["submission"], "cancelled": True})
+            local.stop(pids)
+            stopped.append(f"processes {', '.join(map(str, pids))}")
     return "; ".join(stopped)

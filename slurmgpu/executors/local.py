@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +67,27 @@ def start(run: Run, submission: Submission) -> list[Any]:
     slots = gpu_ids(submission)
     n_threads = max(1, len(os.sched_getaffinity(0)) // len(slots))
     number, device = submission.submission, submission.device
-    with entry.safe_path():
+    with entry.safe_path(), _deaf_to_ctrl_c():
         return [
             executor.submit(entry.run_local_task, run.folder, job, slot, number, ids, device, n_threads)
             for slot, ids in enumerate(slots)
         ]
+
+
+@contextlib.contextmanager
+def _deaf_to_ctrl_c() -> Iterator[None]:
+    """Let what starts meanwhile ignore the terminal's SIGINT, as Submitit's controllers shall: `stop` ends them.
+
+    The task in each slot listens to it all the same, with a handler of its own.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals cannot be set here, and Ctrl-C does not come here
+        return
+    former = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, former)
 
 
 def wait(jobs: list[Any], on_tick: Callable[[], None]) -> None:

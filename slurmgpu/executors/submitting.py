@@ -17,7 +17,7 @@ from slurmgpu.executors.accounts import lives_of, settled_lives_of
 from slurmgpu.executors.adjusting import next_submission
 from slurmgpu.executors.living import refuse_alive
 from slurmgpu.records import Attempt
-from slurmgpu.report import Lives, retriable
+from slurmgpu.report import Lives, is_complete, retriable
 from slurmgpu.runs import Run
 from slurmgpu.submissions import Submission
 from slurmgpu.task import Task
@@ -49,12 +49,14 @@ def start(run: Run, prepare: Prepare, on_tick: Callable[[], None] = lambda: None
         if submission.executor == "slurm":
             return _queue(run, submission, notes)
         wait = _launch(run, submission)
-    lives = wait(on_tick)
-    report = merge.merge(run, lives)
-    run.record_submission({"submission": submission.submission, "state": "ended"})
-    if _goes_on(run, report, submission.round):
-        log.warning("incomplete; resubmitting, %d of %d times", submission.round + 1, run.plan.auto_resubmit)
-        return start(run, lambda: next_submission(run, round=submission.round + 1), on_tick)
+    try:
+        report = merge.merge(run, wait(on_tick))
+        if _goes_on(run, report, submission.round):
+            log.warning("incomplete; resubmitting, %d of %d times", submission.round + 1, run.plan.auto_resubmit)
+            return start(run, lambda: next_submission(run, round=submission.round + 1), on_tick)
+    finally:
+        # Not before the next submission is there: a second shell would take the run for ended.
+        run.record_submission({"submission": submission.submission, "state": "ended"})
     return Outcome(submission, {}, tuple(notes), report)
 
 
@@ -84,7 +86,7 @@ def _launch(run: Run, submission: Submission) -> Callable[[Callable[[], None]], 
     from slurmgpu.executors import local
 
     slots = local.start(run, submission)
-    pids = [int(slot.job_id) for slot in slots]
+    pids = [os.getpid(), *(int(slot.job_id) for slot in slots)]  # this process merges when the slots have ended
     run.record_submission({"submission": number, "state": "running", **here, "pids": pids})
     lives = local.lives_of(submission)
     return lambda on_tick: _until_cancelled(run, number, lambda: local.wait(slots, on_tick), lives)
@@ -104,7 +106,8 @@ def merge_by_hand(run: Run) -> dict[str, Any]:
     with run.submitting():
         refuse_alive(run, "merge")
         report = merge.merge(run, lives_of(run))
-        run.record_submission({"submission": run.submissions()[-1]["submission"], "state": "ended"})
+        if lines := run.submissions():
+            run.record_submission({"submission": lines[-1]["submission"], "state": "ended"})
     return report
 
 
@@ -140,9 +143,9 @@ def _hand_dependents_on(own_job: str, merge_job: str) -> None:
 
 def after_jobs(other: Run) -> tuple[str, ...]:
     """The jobs to wait for so that `other` is complete; none when it is. A sentence when nothing will complete it."""
-    if len(other.published()) == other.plan.n_shards and other.merged.exists():
+    if is_complete(other):
         return ()
-    last = other.submissions()[-1]
+    last = other.last_submission()
     if last["executor"] == "slurm" and last["state"] == "queued" and commands.queue([last["merge_job"]]):
         return (last["merge_job"],)
     raise SlurmGPUError(

@@ -69,6 +69,11 @@ class MergedRows:
         from slurmgpu import results
 
         self._merged = results.open(path)
+        if not self._merged.complete:
+            self._merged.close()
+            raise SlurmGPUError(
+                f"{path} lacks rows: its run is incomplete. `slurmgpu resubmit` completes it; then go on."
+            )
         self.columns = ("index", *self._merged.columns)
         self.fingerprint = str(self._merged.attributes["fingerprint"])
 
