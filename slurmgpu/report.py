@@ -34,7 +34,6 @@ class Life:
     elapsed_s: int
     n_gpus: int
     node: str
-    memory: str = ""
 
 
 Lives = Mapping[str, Sequence[Life]]

@@ -127,7 +127,7 @@ def dependents(job_id: str) -> list[tuple[str, str]]:
 
 def accounting(job_ids: Sequence[str]) -> dict[str, list[Life]]:
     """What sacct knows: for each array task ("1234_7") its lives in order, one for each restart."""
-    fields = "JobID,State,ElapsedRaw,AllocTRES,NodeList,ReqMem"
+    fields = "JobID,State,ElapsedRaw,AllocTRES,NodeList"
     command = [
         "sacct",
         "--noheader",
@@ -140,14 +140,14 @@ def accounting(job_ids: Sequence[str]) -> dict[str, list[Life]]:
     ]
     lives: dict[str, list[Life]] = {}
     for line in run(*command).splitlines():
-        job_id, state, elapsed, tres, node, memory = line.split("|")
+        job_id, state, elapsed, tres, node = line.split("|")
         state = state.split(" ")[0].rstrip("+")  # "CANCELLED by 1000"
         task, is_step, _ = job_id.partition(".")
         task = task if "_" in task else f"{task}_0"  # Submitit submits an array of one as a plain job
         if not is_step:
             gpus = re.search(r"gres/gpu=(\d+)", tres)
             n_gpus = int(gpus[1]) if gpus else 0
-            life = Life(state, ENDED_STATES.get(state), state in ENDED_STATES, int(elapsed or 0), n_gpus, node, memory)
+            life = Life(state, ENDED_STATES.get(state), state in ENDED_STATES, int(elapsed or 0), n_gpus, node)
             lives.setdefault(task, []).append(life)
         elif state == "OUT_OF_MEMORY" and task in lives and lives[task][-1].state != "COMPLETED":
             # The job itself may only say FAILED.
