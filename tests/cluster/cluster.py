@@ -65,16 +65,19 @@ class Cluster:
         self._children: dict[str, subprocess.Popen[bytes]] = {}
 
     @classmethod
-    def start(cls, folder: Path, *, accounting: bool = True, max_array_size: int = 1001) -> Cluster:
+    def start(
+        cls, folder: Path, *, accounting: bool = True, max_array_size: int = 1001, with_cgroups: bool = True
+    ) -> Cluster:
         """A cluster whose nodes are idle, with everything that lasts under `folder` (configuration, logs).
 
-        Without `accounting` there is no sacct, no QOS and no preemption. When something does not come up, what
+        Without `accounting` there is no sacct, no QOS and no preemption; without cgroups there are no memory limits,
+        and Slurm tracks processes by their parents (proctrack/linuxproc). When something does not come up, what
         was started is stopped again and the ClusterError ends with the logs' last lines.
         """
         reason = missing()
         if reason is not None:
             raise ClusterError(reason)
-        settings, cgroup_conf = _settle(folder.resolve(), accounting, max_array_size)
+        settings, cgroup_conf = _settle(folder.resolve(), accounting, max_array_size, with_cgroups)
         cluster = cls(settings)
         try:
             config.write(settings, cgroup_conf)
@@ -276,7 +279,7 @@ class Cluster:
         return "\n".join(tails)
 
 
-def _settle(folder: Path, accounting: bool, max_array_size: int) -> tuple[Settings, str]:
+def _settle(folder: Path, accounting: bool, max_array_size: int, with_cgroups: bool) -> tuple[Settings, str]:
     """Take `folder` for a new cluster: its names, ports and cgroups, and the text of cgroup.conf."""
     if config.state_file(folder).exists():
         raise ClusterError(f"{folder} holds a cluster already: stop it with `python -m tests.cluster stop {folder}`")
@@ -289,7 +292,9 @@ def _settle(folder: Path, accounting: bool, max_array_size: int) -> tuple[Settin
     # /tmp, not TMPDIR: short, and a place that others may enter and where scripts can be executed (/run: noexec).
     private = Path(tempfile.mkdtemp(prefix="slurm-test-", dir="/tmp"))
     private.chmod(0o711)
-    found = cgroups.prepare(private.name, private / "cgroup", NODES, version)
+    found = cgroups.Cgroups(0, why_not="no memory limits: this cluster is without cgroups, as it was asked to be")
+    if with_cgroups:
+        found = cgroups.prepare(private.name, private / "cgroup", NODES, version)
     settings = Settings(
         folder=str(folder),
         private=str(private),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -24,7 +27,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     reason = missing()
     if reason is not None:
         leave_out(reason)
-    running = Cluster.start(tmp_path_factory.mktemp("cluster"))
+    # Jobs of other users read slurm.conf, too, and pytest's folders are root's alone. The logs go there in the end.
+    folder = Path(tempfile.mkdtemp(prefix="slurmgpu-test-cluster-", dir="/tmp"))
+    folder.chmod(0o755)
+    running = Cluster.start(folder)
     try:
         with pytest.MonkeyPatch.context() as patch:
             for name in [name for name in os.environ if name.startswith(INHERITED)]:
@@ -34,6 +40,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             yield running
     finally:
         running.stop()
+        shutil.copytree(folder / "log", tmp_path_factory.mktemp("cluster") / "log")
+        shutil.rmtree(folder)
 
 
 @pytest.fixture
