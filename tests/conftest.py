@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.fixture import cluster, memory_limits  # noqa: F401
+from tests.images import apptainer, normal_user  # noqa: F401
 
 HERE = Path(__file__).parent
 

@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "slurmgpu"
 
 LAYERS = {
-    0: ["errors", "files", "failures", "cgroups", "gpus", "columns", "__init__"],
+    0: ["errors", "files", "failures", "cgroups", "gpus", "columns", "containers", "__init__"],
     1: [
         "claims",
         "histories",
@@ -38,11 +38,12 @@ ROOMS = {
     "submitit": {"executors"},
     "typer": {"cli"},
     "rich": {"cli"},
-    "pydantic": {"config", "planning"},
-    "torch": {"workloads"},
+    "pydantic": {"config", "planning", "site"},
+    "torch": {"workloads", "groups"},
     "transformers": {"workloads"},
     "pyarrow": {"inputs", "results", "export"},
     "pandas": {"results"},
+    "pynvml": {"nvml"},
     "h5py": {"skeletons", "pieces", "shards", "joins", "results"},
 }
 

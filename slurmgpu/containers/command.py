@@ -1,0 +1,148 @@
+"""The one function that turns a container's settings into an argument vector; the only place that knows the options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import slurmgpu
+from slurmgpu.containers.environment import inner_environment, outer_environment
+from slurmgpu.containers.folders import task_folder
+from slurmgpu.containers.links import Known, names, upwards
+from slurmgpu.containers.settings import Bind, Container, home_folder
+
+INSIDE = "/opt/slurmgpu"
+"""Where slurmgpu, and what the workload is imported from, lie in the container: its PYTHONPATH."""
+
+SHARED = ("/tmp", "/var/tmp")
+"""What a container shares with its node unless it is strict."""
+
+QUOTE = '"'
+CSV_SPECIAL = frozenset(',"\r\n')
+
+
+def exec_command(
+    container: Container,
+    inner: Sequence[str],
+    *,
+    image: Path,
+    binds: Sequence[Bind],
+    gpus: bool,
+    folder: Path,
+    environ: Mapping[str, str],
+    extra_env: Mapping[str, str],
+    scratch: Path,
+) -> tuple[list[str], dict[str, str]]:
+    """The command that runs the image's Python with the arguments `inner` in `folder`, and its environment.
+
+    `image`, `binds` and `scratch` are those of this node, which `node.prepare` has checked. `environ` is the task's
+    environment, of which little comes in; `extra_env` is slurmgpu's own, which comes in and overrides.
+    """
+    needed = needed_binds([*binds, Bind(str(scratch), str(scratch))])
+    argv = [container.runtime, "--quiet", "exec", "--cleanenv", "--no-eval"]
+    if gpus:
+        argv.append("--nv")
+    argv += _home_options(container, environ, scratch)
+    for bind in needed:
+        argv += ["--mount", mount(bind)]
+    argv += ["--pwd", str(folder), str(image), container.python, *inner]
+    inside = inner_environment(container, environ, extra_env, scratch)
+    _drop_invisible(inside, container, needed)
+    return argv, outer_environment(container, environ, inside)
+
+
+def _home_options(container: Container, environ: Mapping[str, str], scratch: Path) -> list[str]:
+    own = task_folder(scratch)
+    options = ["--containall", "--workdir", str(own)] if container.strict else []
+    if container.home == "none":
+        # Without the latter, home comes in all the same when the task was started below it.
+        return [*options, "--no-home", "--no-mount", "cwd"]
+    if container.home == "private" and not container.strict:
+        return [*options, "--home", f"{own / 'home'}:{home_folder(environ)}", "--no-mount", "cwd"]
+    return options
+
+
+def mount(bind: Bind, *, filled: bool = False) -> str:
+    """The bind as `--mount` takes it: a line of CSV, so that any character may stand in a path.
+
+    `filled`: with as many fields whether read-only or not. A build reads all its mounts as one CSV text.
+    """
+    fields = ["type=bind", f"src={bind.src}", f"dst={bind.dst}"]
+    if bind.read_only:
+        fields.append("ro")
+    elif filled:
+        fields.append("type=bind")  # changes nothing; `rw` is refused, and `ro=false` means `ro`
+    return ",".join(f'"{text.replace(QUOTE, 2 * QUOTE)}"' if set(text) & CSV_SPECIAL else text for text in fields)
+
+
+def needed_binds(binds: Sequence[Bind]) -> list[Bind]:
+    """The binds, and those of the places that links on their way lead to, parents first.
+
+    Without those that another one brings already.
+    """
+    known: Known = {}
+    kept: dict[str, Bind] = {}
+    for bind in sorted(_where_links_lead(binds, known), key=lambda bind: (bind.dst.count("/"), bind.dst)):
+        above = next((kept[folder] for folder in upwards(bind.dst) if folder in kept), None)
+        if above is None or not _brings(above, bind, known):
+            kept[bind.dst] = bind
+    return list(kept.values())
+
+
+def _where_links_lead(binds: Sequence[Bind], known: Known) -> list[Bind]:
+    """One bind for each place inside; what a path is a link to is bound as well, unless something else goes there."""
+    found: dict[str, Bind] = {}
+    for bind in binds:
+        _add(found, bind)
+    for bind in list(found.values()):
+        real = names(bind.src, known)[-1]
+        _, *others = names(bind.dst, known)
+        if others and others[-1] == real:
+            for name in others:
+                given = found.get(name)
+                if given is None or names(given.src, known)[-1] == real:
+                    _add(found, Bind(given.src if given else real, name, bind.read_only))
+    return list(found.values())
+
+
+def _add(found: dict[str, Bind], bind: Bind) -> None:
+    # A folder that is bound twice is bound as the more generous of the two.
+    read_only = bind.read_only and found.get(bind.dst, bind).read_only
+    found[bind.dst] = Bind(bind.src, bind.dst, read_only)
+
+
+def _brings(above: Bind, bind: Bind, known: Known) -> bool:
+    rest = _below(bind.dst, above.dst) or ""
+    *_, place = names(above.src.rstrip("/") + rest, known)
+    if place != names(bind.src, known)[-1]:
+        return False
+    # The runtime leaves out, without a word, a mount on what is a link within another mount: the link is seen instead.
+    through_link = place != names(above.src, known)[-1].rstrip("/") + rest
+    return through_link or bind.read_only == above.read_only
+
+
+def _below(path: str, folder: str) -> str | None:
+    folder = folder.rstrip("/")
+    return path[len(folder) :] if path == folder or path.startswith(f"{folder}/") else None
+
+
+def _drop_invisible(inside: dict[str, str], container: Container, binds: Sequence[Bind]) -> None:
+    """Forget TMPDIR where it is not seen inside: `mktemp` would fail, and Python would quietly take /tmp."""
+    path = inside.get("TMPDIR")
+    if path is None or "TMPDIR" in container.env:
+        return
+    seen = [bind.dst for bind in binds if not bind.read_only] + ([] if container.strict else list(SHARED))
+    if path not in SHARED and not any(_below(path, folder) is not None for folder in seen):
+        del inside["TMPDIR"]
+
+
+def package_binds(packages: Sequence[tuple[str, str]]) -> list[Bind]:
+    """The slurmgpu that runs here, and the `packages`, names and paths, read-only by name below /opt/slurmgpu."""
+    own = ("slurmgpu", str(Path(slurmgpu.__file__).resolve().parent))
+    return [Bind(path, f"{INSIDE}/{name}", read_only=True) for name, path in (own, *packages)]
+
+
+def python_path(packages: Sequence[tuple[str, str]]) -> str:
+    """The PYTHONPATH by which Python finds what `package_binds` brings in."""
+    folders = [str(Path(INSIDE, name).parent) for name, _ in packages]
+    return ":".join(dict.fromkeys([INSIDE, *folders]))

@@ -1,0 +1,104 @@
+"""What a process in the image finds in its environment. No value is ever an argument, which `ps` would show."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from slurmgpu.containers.settings import NAME, Container, ContainerError
+
+ALLOWED = (
+    *("SLURM_*", "SLURMGPU_*", "SUBMITIT_*"),
+    *("CUDA_*", "NVIDIA_*", "ROCR_*", "HIP_*", "ZE_*"),
+    *("NCCL_*", "GLOO_*", "UCX_*", "FI_*", "OMPI_*", "PMI*", "MASTER_*", "RANK", "WORLD_SIZE", "LOCAL_*"),
+    *("OMP_*", "MKL_*", "OPENBLAS_*"),
+    *("HF_*", "TRANSFORMERS_*", "TOKENIZERS_*", "TORCH_*", "PYTORCH_*", "TRITON_*", "VLLM_*", "JAX_*", "XLA_*"),
+    *("WANDB_*", "*_PROXY", "*_proxy", "XDG_CACHE_HOME", "TMPDIR", "TZ", "TERM"),
+)
+"""What comes in of the task's environment. docs/explanation/containers.md says why not everything."""
+
+INSTALLATIONS = re.compile(r"(CUDA|NVIDIA|NCCL|UCX|OMPI|ROCR|HIP|MKL|OPENBLAS)_(HOME|ROOT|PATH|DIR|BASE|PREFIX)\Z")
+"""Where modules of the host installed a library: the image has its own."""
+
+ALWAYS = {"PYTHONNOUSERSITE": "1", "PYTHONUNBUFFERED": "1", "LANG": "C.UTF-8"}
+
+CACHES = {
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "MPLCONFIGDIR": "matplotlib",
+    "NUMBA_CACHE_DIR": "numba",
+}
+"""Caches of compiled code, which many tasks must not share on a network file system, and their folders."""
+
+FOLDERS = (
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "HF_DATASETS_CACHE",
+    "TORCH_HOME",
+    "WANDB_DIR",
+    "XDG_CACHE_HOME",
+    "TMPDIR",
+    "SLURM_TMPDIR",
+)
+"""Variables that name folders of the host: they come in together with a bind, or are of no use."""
+
+DROPPED = re.compile(
+    r"""
+    (APPTAINER|SINGULARITY)ENV_.*                   # get in in spite of --cleanenv
+    | (APPTAINER|SINGULARITY)_(                     # options of exec that the run decides
+        BIND | BINDPATH | MOUNT | ENV | ENV_FILE | HOME | NO_HOME | NO_MOUNT | WORKDIR | PWD | CWD | TARGET_PWD | NV
+        | NVCCLI | ROCM | CONTAIN | CONTAINALL | CLEANENV | NO_EVAL | SCRATCH | OVERLAY | WRITABLE | WRITABLE_TMPFS
+        | COMPAT | CONTAINLIBS | NO_INIT | UNSHARE_PID | PID | HOSTNAME | SHELL | APP
+    )
+    | BASH_FUNC_.* | LD_PRELOAD | PYTHONHOME | PYTHONPATH
+    """,
+    re.VERBOSE,
+)
+
+
+def inner_environment(
+    container: Container, environ: Mapping[str, str], own: Mapping[str, str], scratch: Path
+) -> dict[str, str]:
+    """The variables of a process in the image: allowed ones of the task, the user's over them, `own` over all."""
+    inside = {name: value for name, value in environ.items() if _allowed(name)}
+    inside |= ALWAYS
+    inside |= {name: str(scratch / "caches" / folder) for name, folder in CACHES.items()}
+    if container.home == "none":
+        inside.setdefault(
+            "XDG_CACHE_HOME", str(scratch / "caches")
+        )  # there is no ~/.cache then, and nothing to make it in
+    for name, value in container.env.items():
+        if value is True:
+            if name not in environ:
+                raise ContainerError(
+                    f"[container] env hands on {name}, which is not set in this task's environment. "
+                    f"Set it where you call `slurmgpu submit`, or in [slurm] setup"
+                )
+            inside[name] = environ[name]
+        elif value is False:
+            inside.pop(name, None)
+        else:
+            inside[name] = value
+    given = inside.get("PYTHONPATH")
+    inside |= own
+    if given and "PYTHONPATH" in own:
+        inside["PYTHONPATH"] = os.pathsep.join((own["PYTHONPATH"], given))
+    return inside
+
+
+def outer_environment(container: Container, environ: Mapping[str, str], inside: Mapping[str, str]) -> dict[str, str]:
+    """The environment that the runtime is started with: the host's, and `inside` under the names that it hands on."""
+    outside = {name: value for name, value in environ.items() if not DROPPED.fullmatch(name)}
+    # `singularity` may be Apptainer under its old name, which prefers its new one and complains of the old alone.
+    prefixes = ("APPTAINERENV_",) if container.runtime == "apptainer" else ("APPTAINERENV_", "SINGULARITYENV_")
+    return outside | {prefix + name: value for prefix in prefixes for name, value in inside.items()}
+
+
+def _allowed(name: str) -> bool:
+    # One name that no shell takes, and the runtime drops every variable, with exit code 0.
+    if not NAME.match(name) or INSTALLATIONS.match(name):
+        return False
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in ALLOWED)

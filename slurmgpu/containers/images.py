@@ -1,0 +1,132 @@
+"""Which image a run was planned with, and whether the one on this node is the same. Nothing is started for it."""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.containers.digests import digests
+from slurmgpu.containers.settings import ContainerError
+from slurmgpu.containers.sif import Sif, read_sif
+from slurmgpu.errors import SlurmGPUError
+
+LABELS = Path(".singularity.d", "labels.json")
+BUILD_ARCH, BUILD_DATE = "org.label-schema.build-arch", "org.label-schema.build-date"
+GO_MACHINES = {"amd64": "x86_64", "arm64": "aarch64", "386": "i686", "loong64": "loongarch64"}
+"""Go's words for architectures, where `platform.machine()` has others."""
+
+
+def identify(path: Path) -> dict[str, Any]:
+    """What tells this image from all others, for run.json; SlurmGPUError if it is none or cannot run here.
+
+    `sha256` is the file's, and signing changes it; `partition_sha256` is the root file system's, and it stays.
+    A sandbox is known by the digest of its labels, which hold the time of its build.
+    """
+    try:
+        found = _sandbox(path) if path.is_dir() else _sif(path, read_sif(path))
+        status = path.stat()
+    except OSError as error:
+        text = _unreadable(path, error)
+        raise SlurmGPUError(f"{text[:1].upper()}{text[1:]}.") from error
+    _check_arch(path, found["arch"])
+    return {**found, "size_bytes": status.st_size if found["kind"] == "sif" else None, "mtime_ns": status.st_mtime_ns}
+
+
+def same_image(path: Path, identity: Mapping[str, Any]) -> None:
+    """Nothing, if the image on this node is the one of the plan; else ContainerError.
+
+    Costs no hashing as long as size, time of change and UUID agree.
+    """
+    try:
+        if path.is_dir() != (identity["kind"] == "sandbox"):
+            raise ContainerError(_another(path, f"it is no {identity['kind']}"))
+        if identity["kind"] == "sandbox":
+            found = _sandbox(path)
+            if found["sha256"] != identity["sha256"]:
+                raise ContainerError(_another(path, f"built {found['created']}, not {identity['created']}"))
+            return
+        status = path.stat()
+        if status.st_size != identity["size_bytes"]:
+            sizes = f"{status.st_size:,} bytes, not {identity['size_bytes']:,}"
+            raise ContainerError(_another(path, sizes))
+        sif = read_sif(path)
+        if sif.uuid != identity["uuid"]:
+            raise ContainerError(_another(path, f"UUID {sif.uuid}, not {identity['uuid']}"))
+        if status.st_mtime_ns != identity["mtime_ns"]:
+            digest = digests(path, (sif.root_offset, sif.root_size))["sha256"]
+            if digest != identity["sha256"]:
+                raise ContainerError(_another(path, f"digest {digest[:12]}…, not {identity['sha256'][:12]}…"))
+    except SlurmGPUError as error:
+        raise ContainerError(str(error)) from error
+    except OSError as error:
+        # An NFS that is not mounted, or stale, is the node's fault; permissions are the file's.
+        text = f"{_unreadable(path, error, ' on this node')}; put it back, or plan a new run with another"
+        raise ContainerError(text, node_at_fault=_gone(error)) from error
+
+
+def _sif(path: Path, sif: Sif) -> dict[str, Any]:
+    created = datetime.datetime.fromtimestamp(sif.created, datetime.timezone.utc)
+    return {
+        "kind": "sif",
+        **digests(path, (sif.root_offset, sif.root_size)),
+        "uuid": sif.uuid,
+        "arch": sif.arch,
+        "labels": sif.labels,
+        "created": created.isoformat(),
+    }
+
+
+def _sandbox(path: Path) -> dict[str, Any]:
+    if not (path / ".singularity.d").is_dir():
+        raise SlurmGPUError(
+            f"{path} is a directory, but no container image: it has no .singularity.d in it. "
+            f"`apptainer build --sandbox DIR IMAGE.sif` makes one."
+        )
+    try:
+        content = (path / LABELS).read_bytes()
+    except FileNotFoundError:
+        content = b"{}"  # a sandbox may have no labels
+    try:
+        labels = {str(key): str(text) for key, text in json.loads(content).items()}
+    except (ValueError, AttributeError):
+        labels = {}
+    arch = labels.get(BUILD_ARCH)
+    return {
+        "kind": "sandbox",
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "partition_sha256": None,
+        "uuid": None,
+        "arch": GO_MACHINES.get(arch, arch) if arch else None,
+        "labels": labels,
+        "created": labels.get(BUILD_DATE),
+    }
+
+
+def _check_arch(path: Path, arch: str | None) -> None:
+    here = platform.machine()
+    if arch is not None and arch != here:
+        raise SlurmGPUError(f"{path} is built for {arch}, and this machine is {here}. Build it on a machine like this.")
+
+
+def _another(path: Path, difference: str) -> str:
+    return (
+        f"the image {path} is not the one that this run was planned with: {difference}. "
+        f"Put the old one back, or plan a new run with this one"
+    )
+
+
+def _gone(error: OSError) -> bool:
+    return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.EIO, errno.ENOTCONN)
+
+
+def _unreadable(path: Path, error: OSError, where: str = "") -> str:
+    if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        return f"the image {path} is not {where.strip() or 'there'}"
+    return f"the image {path} cannot be read{where}: {os.strerror(error.errno or 0)}"

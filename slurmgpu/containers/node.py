@@ -1,0 +1,128 @@
+"""What a container needs of its node, looked at before anything is claimed and before a model is loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import pwd
+import stat
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurmgpu.containers.command import SHARED, needed_binds
+from slurmgpu.containers.environment import FOLDERS, inner_environment
+from slurmgpu.containers.folders import take_task_folder, task_folder
+from slurmgpu.containers.images import same_image
+from slurmgpu.containers.settings import Bind, Container, ContainerError, expand, home_folder
+from slurmgpu.containers.staging import stage
+from slurmgpu.containers.unpacking import Pause
+from slurmgpu.containers.versions import runtime_version
+
+INFINIBAND = "/dev/infiniband"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A container as this node has it: `image` may be a staged copy, `binds` are expanded and exist."""
+
+    image: Path
+    scratch: Path
+    binds: tuple[Bind, ...]
+    runtime_version: str
+
+
+def prepare(
+    container: Container, binds: Sequence[Bind], environ: Mapping[str, str], pause: Pause = time.sleep
+) -> Prepared:
+    """The container ready to run on this node, its image staged; ContainerError, as a sentence, if it cannot be.
+
+    `binds` are slurmgpu's own (the run directory, packages …), to which those of [container] and of variables that
+    name folders are added. Leaves a folder `slurmgpu-<uid>` in the scratch folder: caches, and staged images;
+    `folders.leave_task_folders` removes what is the task's own, also after an error. What `pause` raises ends a wait.
+    """
+    scratch = _scratch(container, environ)
+    version = runtime_version(container.runtime, environ, scratch)
+    of_user = set(container.binds)
+    wanted = [bind.expanded(environ) if bind in of_user else bind for bind in (*binds, *container.binds)]
+    wanted += _folder_binds(container, environ)
+    _check_binds(wanted)
+    if container.strict or container.home == "private":
+        _make_places([*wanted, Bind(str(scratch), str(scratch))], task_folder(scratch) / "home", environ)
+    inner_environment(container, environ, {}, scratch)  # a variable that is to be handed on is there
+    image = Path(container.image)
+    same_image(image, container.identity)
+    image = stage(image, container.identity, scratch / "images", container.stage, pause)
+    return Prepared(image, scratch, tuple(needed_binds(wanted)), version)
+
+
+def _scratch(container: Container, environ: Mapping[str, str]) -> Path:
+    """The user's own folder on the node's disk; in it, one for this task."""
+    given = container.scratch and expand(container.scratch, environ, "[container] scratch")
+    temporary = environ.get("TMPDIR", "")
+    if not Path(temporary).is_absolute() or not Path(temporary).is_dir():
+        temporary = "/tmp"  # a TMPDIR of the machine that submitted, say; Python does the same
+    base = Path(given or temporary)
+    scratch = base / f"slurmgpu-{os.getuid()}"
+    try:
+        scratch.mkdir(mode=0o700, exist_ok=True)
+        status = scratch.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+            raise ContainerError(f"{scratch} belongs to somebody else on this node", node_at_fault=True)
+        if stat.S_IMODE(status.st_mode) != 0o700:
+            scratch.chmod(0o700)
+        take_task_folder(scratch)
+        (scratch / "caches").mkdir(exist_ok=True)
+    except OSError as error:
+        kind = "disk_full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "container"
+        raise ContainerError(
+            f"the scratch folder {base} cannot be used on this node: {os.strerror(error.errno or 0)}. "
+            f"[container] scratch names another",
+            kind=kind,
+            node_at_fault=True,
+        ) from error
+    return scratch
+
+
+def _make_places(binds: Sequence[Bind], own_home: Path, environ: Mapping[str, str]) -> None:
+    """Make the places of binds below home in the home of this task's own.
+
+    Apptainer makes those that the image lacks; those that it has are hidden by this home, and then it gives up.
+    """
+    homes = {Path(home_folder(environ))}
+    with contextlib.suppress(KeyError):  # a user whom passwd does not know: Apptainer says so
+        homes.add(Path(pwd.getpwuid(os.getuid()).pw_dir))  # where a strict container has home, whatever HOME says
+    for bind in needed_binds(binds):
+        path = Path(os.path.normpath(bind.dst))
+        for home in homes & set(path.parents):
+            place = own_home / path.relative_to(home)
+            with contextlib.suppress(FileExistsError, NotADirectoryError):  # below a file that is bound
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.mkdir(exist_ok=True) if Path(bind.src).is_dir() else place.touch()
+
+
+def _folder_binds(container: Container, environ: Mapping[str, str]) -> list[Bind]:
+    """Folders that variables name come in with them; a strict container gets InfiniBand, too."""
+    given = {name: environ.get(name) if value is True else value for name, value in container.env.items()}
+    paths = {name: given.get(name, environ.get(name)) for name in FOLDERS}
+    found = [os.path.normpath(path) for path in paths.values() if isinstance(path, str) and Path(path).is_absolute()]
+    found = [path for path in found if path not in SHARED] + ([INFINIBAND] if container.strict else [])
+    return [Bind(path, path) for path in found if Path(path).is_dir()]
+
+
+def _check_binds(binds: Sequence[Bind]) -> None:
+    sources: dict[str, str] = {}
+    for bind in binds:
+        try:
+            Path(bind.src).stat()
+        except OSError as error:
+            gone = error.errno in (errno.ENOENT, errno.ENOTDIR)
+            what = "does not exist" if gone else f"cannot be used ({os.strerror(error.errno or 0)})"
+            raise ContainerError(
+                f"{bind.src}, which is to be bound into the container, {what} on this node",
+                node_at_fault=True,
+            ) from error
+        if sources.setdefault(bind.dst, bind.src) != bind.src:
+            raise ContainerError(f"{sources[bind.dst]} and {bind.src} are both to be bound to {bind.dst}")

@@ -1,0 +1,144 @@
+"""What a run keeps about its container, and the error that ends a task whose container cannot work."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.errors import SlurmGPUError
+
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+VARIABLE = re.compile(r"\$\{?([A-Za-z_][A-Za-z0-9_]*)\}?")
+
+
+class ContainerError(Exception):
+    """The container cannot work here, as a sentence; nothing was claimed, so nothing is lost.
+
+    `kind` is the failure class; `node_at_fault`: another node may well do.
+    """
+
+    def __init__(self, message: str, *, kind: str = "container", node_at_fault: bool = False) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.node_at_fault = node_at_fault
+
+
+@dataclass(frozen=True)
+class Bind:
+    """A file or folder of the node that is seen in the container; paths may hold `$VARIABLES` and `~` of the node."""
+
+    src: str
+    dst: str
+    read_only: bool = False
+
+    @classmethod
+    def parse(cls, value: str | Mapping[str, Any], folder: Path | None = None) -> Bind:
+        """A bind from SRC[:DST[:ro]] or a table of src, dst and ro; a relative SRC is relative to `folder`."""
+        if isinstance(value, str):
+            parts = value.split(":")
+            if len(parts) > 3 or (len(parts) == 3 and parts[2] not in ("ro", "rw")):
+                raise SlurmGPUError(
+                    f"bind {value!r} is not of the form SRC, SRC:DST or SRC:DST:ro. Each bind is a text of its own; "
+                    f'for a path that holds a colon write {{src = "…", dst = "…", ro = true}}.'
+                )
+            src, dst, read_only = parts[0], ":".join(parts[1:2]), parts[2:] == ["ro"]
+        else:
+            src, dst, read_only = value["src"], value.get("dst") or "", bool(value.get("ro"))
+        if not src:
+            raise SlurmGPUError(f"bind {value!r} names no source.")
+        if not _rooted(src):
+            if folder is None:
+                raise SlurmGPUError(f"bind {value!r}: the source must be an absolute path, and {src!r} is not.")
+            src = whole_path(src, folder)
+        if dst and not _rooted(dst):
+            hint = f" For a read-only bind write {src}:{src}:ro." if dst in ("ro", "rw") else ""
+            raise SlurmGPUError(
+                f"bind {value!r}: the path in the container must be absolute, and {dst!r} is not.{hint}"
+            )
+        return cls(src, dst or src, read_only)
+
+    def expanded(self, environ: Mapping[str, str]) -> Bind:
+        """The bind on this node, `$VARIABLES` and `~` filled in; ContainerError if a variable is not set here."""
+        return Bind(expand(self.src, environ), expand(self.dst, environ), self.read_only)
+
+
+def whole_path(path: str, folder: Path) -> str:
+    """`path`, relative to `folder` unless it is absolute or begins with a `$VARIABLE` or `~` of the node."""
+    return path if _rooted(path) else os.path.normpath(folder / path)
+
+
+def _rooted(path: str) -> bool:
+    return path.startswith(("/", "$", "~"))
+
+
+def home_folder(environ: Mapping[str, str]) -> str:
+    """The home of a process that has this environment."""
+    return environ.get("HOME") or os.path.expanduser("~")  # noqa: PTH111
+
+
+def expand(path: str, environ: Mapping[str, str], what: str = "the bind") -> str:
+    """`path` with `$VARIABLES` and `~` filled in; ContainerError, in which `what` names it, if that cannot be done."""
+
+    def value(match: re.Match[str]) -> str:
+        if match[1] not in environ:
+            raise ContainerError(
+                f"{what} {path} names the variable {match[1]}, which is not set on this node", node_at_fault=True
+            )
+        return environ[match[1]]
+
+    home = home_folder(environ)
+    filled = VARIABLE.sub(value, home + path[1:] if path == "~" or path.startswith("~/") else path)
+    if not filled.startswith("/"):
+        raise ContainerError(f"{what} {path} becomes {filled!r} on this node, which is no absolute path")
+    return os.path.normpath(filled)
+
+
+@dataclass(frozen=True)
+class Container:
+    """The image in which a run's workers run, and what they see of the node.
+
+    `image` is absolute. `env` values are texts, `True` (hand on the task's own) or `False` (keep out).
+    `identity` is what `images.identify` said when the run was planned.
+    `packages` are the names and paths of folders and files that the workload is imported from.
+    """
+
+    image: str
+    runtime: str = "apptainer"
+    python: str = "python3"
+    binds: tuple[Bind, ...] = ()
+    env: Mapping[str, str | bool] = field(default_factory=dict)
+    home: str = "host"
+    stage: str = "none"
+    scratch: str | None = None
+    strict: bool = False
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    packages: tuple[tuple[str, str], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """What run.json keeps under "container"."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Container:
+        """The container that run.json describes."""
+        binds = tuple(Bind(**bind) for bind in value["binds"])
+        return cls(**{**value, "binds": binds, "packages": tuple((name, path) for name, path in value["packages"])})
+
+
+def check_env(env: Mapping[str, str | bool]) -> None:
+    """Refuse, with a SlurmGPUError, what [container] env cannot say."""
+    for name, value in env.items():
+        # One name that no shell takes, and apptainer drops every variable, with exit code 0.
+        if not NAME.match(name):
+            raise SlurmGPUError(
+                f"[container] env: {name!r} is no name of a variable; it may hold letters, digits and underscores, "
+                f"and begins with none of the digits."
+            )
+        if name == "HOME":
+            raise SlurmGPUError('[container] env: HOME cannot be set; home = "private" gives an empty one.')
+        if isinstance(value, str) and "\0" in value:
+            raise SlurmGPUError(f"[container] env: the value of {name} holds a NUL character.")

@@ -1,0 +1,135 @@
+"""Copies of images on a node's own disk, made once by whichever task comes first, and whole as soon as they appear."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.containers.folders import remove
+from slurmgpu.containers.settings import ContainerError
+from slurmgpu.containers.sif import read_sif
+from slurmgpu.containers.unpacking import Pause, describe, is_whole, record_of, remember, unpack
+from slurmgpu.errors import SlurmGPUError
+
+CHUNK = 1 << 22
+SYNC_BYTES = 1 << 28
+"""So much is written before it is waited for: a task that is to end must not wait for all of a large image."""
+UNPACKED_RATIO = 3.5
+"""Bytes of an unpacked image for each of a SIF: 3.3 for a small one of Python, 3.6 for one of torch."""
+INSTEAD = '[container] scratch names another folder, and stage = "none" does without a copy'
+
+
+def stage(image: Path, identity: Mapping[str, Any], folder: Path, how: str, pause: Pause = time.sleep) -> Path:
+    """The image to run on this node: a copy in `folder`, made now if there is no whole one, or `image` itself.
+
+    "node" copies a SIF to `<sha256>.sif` unless it lies on the same file system already; "unpack" makes a sandbox
+    `<sha256>` of it. A sandbox is used where it is. ContainerError if there is no room, or the copy differs.
+    `pause` is called again and again while this takes time, and ends it by what it raises; then nothing is left.
+    """
+    if how == "none" or identity["kind"] == "sandbox":
+        return image
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if how == "node" and image.stat().st_dev == folder.stat().st_dev:
+            return image
+        target = folder / (identity["sha256"] if how == "unpack" else f"{identity['sha256']}.sif")
+        if _is_usable(target, identity, how, pause):
+            return target
+        with _locked(folder / f"{identity['sha256']}.lock", pause):
+            if not _is_usable(target, identity, how, pause):
+                _make(image, identity, target, how, pause)
+        return target
+    except SlurmGPUError as error:
+        raise ContainerError(str(error)) from error
+    except OSError as error:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        text = f"the image {image} cannot be staged to {folder}: {os.strerror(error.errno or 0)}"
+        if is_full:
+            text += f". {INSTEAD}"
+        raise ContainerError(text, kind="disk_full" if is_full else "container", node_at_fault=True) from error
+
+
+def _is_usable(target: Path, identity: Mapping[str, Any], how: str, pause: Pause) -> bool:
+    # What lies in /tmp may have been cut short by a full disk, a crash of the node, or cleaning by age.
+    if how == "unpack":
+        return is_whole(target, pause)
+    try:
+        if target.stat().st_size != identity["size_bytes"] or read_sif(target).uuid != identity["uuid"]:
+            return False
+        os.utime(target)  # cleaning by age spares what is used
+    except (OSError, SlurmGPUError):
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _locked(path: Path, pause: Pause) -> Iterator[None]:
+    # A lock of a node's own disk, which the kernel takes back when its holder dies; the file stays for the next.
+    with open(path, "a") as file:
+        os.utime(path)
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                pause(0.2)
+        yield
+
+
+def _make(image: Path, identity: Mapping[str, Any], target: Path, how: str, pause: Pause) -> None:
+    part = target.with_name(f"{target.name}.part")
+    remove(record_of(target))
+    for left in (target, part):  # damaged, and of a task that died
+        remove(left)
+    try:
+        _check_room(target.parent, identity["size_bytes"] * (UNPACKED_RATIO if how == "unpack" else 1))
+        if how == "unpack":
+            unpack(image, part, pause)
+            description = describe(part, pause)
+            part.rename(target)
+            remember(target, description)
+        else:
+            _copy(image, identity, part, pause)
+            part.rename(target)
+    except BaseException:
+        remove(part)
+        raise
+
+
+def _check_room(folder: Path, needed: float) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise ContainerError(
+            f"there is no room for the image on this node: {folder} has {free / 1e9:.2f} GB left, and "
+            f"{needed / 1e9:.2f} GB are needed. {INSTEAD}",
+            kind="disk_full",
+            node_at_fault=True,
+        )
+
+
+def _copy(image: Path, identity: Mapping[str, Any], part: Path, pause: Pause) -> None:
+    digest, size, synced = hashlib.sha256(), 0, 0
+    with open(image, "rb", buffering=0) as source, open(part, "wb") as copy:
+        while chunk := source.read(CHUNK):
+            pause(0)
+            digest.update(chunk)
+            size += len(chunk)
+            copy.write(chunk)
+            if size - synced >= SYNC_BYTES:
+                os.fsync(copy.fileno())
+                synced = size
+        copy.flush()
+        os.fsync(copy.fileno())
+    if size != identity["size_bytes"] or digest.hexdigest() != identity["sha256"]:
+        raise ContainerError(
+            f"the copy of {image} on this node is not the image that this run was planned with: {size:,} bytes with "
+            f"digest {digest.hexdigest()[:12]}…, not {identity['size_bytes']:,} with {identity['sha256'][:12]}…"
+        )

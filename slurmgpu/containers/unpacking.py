@@ -1,0 +1,125 @@
+"""A SIF unpacked into a folder, and whether such a folder still is what was unpacked."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from slurmgpu.containers.settings import ContainerError
+from slurmgpu.containers.sif import read_sif
+from slurmgpu.files import write_json
+
+UPPER_LEVELS = 4
+"""So deep a folder is looked at before each task, down to the libraries of a system, which takes some milliseconds."""
+WHOLE_S = 86400.0
+"""So often it is looked at, and touched, as a whole: cleaning of /tmp by age leaves a file alone for a few days."""
+
+Pause = Callable[[float], None]
+
+
+def unpack(image: Path, part: Path, pause: Pause) -> None:
+    """Unpack the SIF into the new folder `part`; what `pause` raises ends it."""
+    # Not `apptainer build --sandbox`: it asks keyservers about signed images, and as root it needs all capabilities.
+    program = shutil.which("unsquashfs", path=os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin")))
+    if program is None:
+        raise ContainerError(
+            'stage = "unpack" needs unsquashfs (of squashfs-tools), which is not on this node; '
+            "name a sandbox as [container] image instead: `apptainer build --sandbox DIR IMAGE.sif`",
+            node_at_fault=True,
+        )
+    offset = read_sif(image).root_offset
+    argv = [program, "-no-progress", "-no-xattrs", "-offset", str(offset), "-dest", str(part), str(image)]
+    returncode, said = _run(argv, pause)
+    if returncode < 0:
+        pause(0.5)  # a signal to the whole job may have ended it before it reaches this process
+    is_full = "No space left" in said or "Disk quota" in said
+    # 2: something could not be set or made that a container does not need, a device file say.
+    if returncode not in (0, 2) or is_full or not (part / ".singularity.d").is_dir():
+        raise ContainerError(
+            f"{image} cannot be unpacked on this node: {said.strip()[-400:] or f'unsquashfs ended with {returncode}'}",
+            kind="disk_full" if is_full else "container",
+            node_at_fault=True,
+        )
+
+
+def _run(argv: list[str], pause: Pause) -> tuple[int, str]:
+    with subprocess.Popen(
+        argv,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    ) as process:
+        try:
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    said = process.communicate(timeout=0.2)[1]
+                    return process.returncode, said
+                pause(0)
+        except BaseException:
+            process.kill()
+            raise
+
+
+def record_of(folder: Path) -> Path:
+    """The file beside an unpacked image that says what is in it; last to come, first to go."""
+    return folder.with_name(f"{folder.name}.json")
+
+
+def describe(folder: Path, pause: Pause) -> dict[str, list[int]]:
+    """What `is_whole` compares a folder with: how many entries it has in all, with how many bytes, and near the top."""
+    return {"whole": _look(folder, pause), "upper": _look(folder, pause, UPPER_LEVELS)}
+
+
+def remember(folder: Path, description: dict[str, list[int]]) -> None:
+    """Write the folder's record."""
+    write_json(record_of(folder), description)
+
+
+def is_whole(folder: Path, pause: Pause) -> bool:
+    """Whether nothing is missing of the image that was unpacked into `folder`.
+
+    It is counted as a whole once a day and after a boot, and touched, so that cleaning by age spares it; in between its
+    upper levels stand for it.
+    """
+    record = record_of(folder)
+    try:
+        known = json.loads(record.read_text())
+        age_s = time.time() - record.stat().st_mtime
+        if 0 <= age_s < min(WHOLE_S, time.clock_gettime(time.CLOCK_BOOTTIME)):
+            return bool(_look(folder, pause, UPPER_LEVELS) == known["upper"])
+        if _look(folder, pause) != known["whole"]:
+            return False
+        os.utime(record)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return True
+
+
+def _look(folder: Path, pause: Pause, levels: float = math.inf) -> list[int]:
+    """The number of entries, and, where all are looked at, of bytes in files; then they are touched, too."""
+    n_entries = n_bytes = 0
+    now, todo = time.time_ns(), [(os.fspath(folder), 1)]
+    while todo:
+        path, level = todo.pop()
+        pause(0)
+        with contextlib.suppress(PermissionError), os.scandir(path) as entries:
+            for entry in entries:
+                n_entries += 1
+                is_folder = entry.is_dir(follow_symlinks=False)
+                if is_folder and level < levels:
+                    todo.append((entry.path, level + 1))
+                if levels == math.inf:
+                    status = entry.stat(follow_symlinks=False)
+                    n_bytes += 0 if is_folder else status.st_size
+                    # Not the time of change, by which Python knows its compiled files.
+                    os.utime(entry.path, ns=(now, status.st_mtime_ns), follow_symlinks=False)
+    return [n_entries, n_bytes]
