@@ -10,13 +10,27 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "slurmgpu"
 
 LAYERS = {
-    0: ["errors", "files", "failures", "cgroups", "gpus", "columns", "containers", "__init__"],
+    0: [
+        "errors",
+        "files",
+        "failures",
+        "cgroups",
+        "gpus",
+        "nvml",
+        "trees",
+        "surroundings",
+        "probing",
+        "columns",
+        "containers",
+        "__init__",
+    ],
     1: [
         "claims",
         "histories",
         "records",
         "runs",
         "submissions",
+        "telemetry",
         "regions",
         "skeletons",
         "pieces",

@@ -1,0 +1,67 @@
+"""What a worker finds around it: Python, packages, shared memory, image, kernel. Standard library only, and quick."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import slurmgpu
+
+PACKAGES = ("numpy", "h5py", "torch", "transformers", "accelerate", "vllm")
+"""Distributions whose versions explain results and failures."""
+
+
+def describe() -> dict[str, Any]:
+    """Python, versions of installed packages, /dev/shm, the image's name, kernel and C library; nothing is imported.
+
+    A package that is not installed is absent; `shm_*` are None where there is no /dev/shm.
+    """
+    shm = _shared_memory()
+    return {
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "executable": sys.executable,
+        "packages": {**installed(PACKAGES), "slurmgpu": slurmgpu.__version__},
+        "shm_bytes": shm[0],
+        "shm_free_bytes": shm[1],
+        "image": os.environ.get("APPTAINER_NAME") or os.environ.get("SINGULARITY_NAME"),
+        "kernel": os.uname().release,
+        "libc": _libc(),
+    }
+
+
+def installed(names: Sequence[str]) -> dict[str, str]:
+    """The versions of those distributions that are installed, by name.
+
+    Read off the names of *.dist-info: 0.3 ms, where importing importlib.metadata and asking it takes 15.
+    """
+    found: dict[str, str] = {}
+    for folder in sys.path:
+        try:
+            entries = os.listdir(folder or ".")
+        except OSError:
+            continue  # a zip archive, or not there
+        for entry in entries:
+            stem, dot, suffix = entry.rpartition(".")
+            if dot and suffix in ("dist-info", "egg-info"):
+                name, _, rest = stem.partition("-")
+                name = name.lower().replace("_", "-")
+                if name in names and rest:
+                    found.setdefault(name, rest.partition("-py")[0])
+    return {name: found[name] for name in names if name in found}
+
+
+def _shared_memory() -> tuple[int | None, int | None]:
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return None, None
+    return found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail
+
+
+def _libc() -> str | None:
+    try:
+        return os.confstr("CS_GNU_LIBC_VERSION")
+    except (OSError, ValueError):
+        return None  # another C library than glibc

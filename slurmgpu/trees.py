@@ -1,0 +1,83 @@
+"""Host memory and CPU time of a process tree, out of /proc: https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A process tree at one moment.
+
+    `rss_bytes` adds up the resident memory of its processes, and counts pages that they share several times; `cpu_s` is
+    what they and their ended children have used so far.
+    """
+
+    n_processes: int
+    rss_bytes: int
+    cpu_s: float
+
+
+@dataclass(frozen=True)
+class _Process:
+    parent: int
+    session: int
+    rss_bytes: int
+    cpu_s: float
+
+
+class TreeWatch:
+    """Reads trees, and remembers which of the node's many processes belong to others."""
+
+    def __init__(self) -> None:
+        self._foreign: set[int] = set()
+        self._root: int | None = None
+
+    def read(self, root: int) -> Tree | None:
+        """The tree of `root`: all of its session, and whatever descends from them; None once none is left.
+
+        A descendant may lead a session of its own, as torchrun's ranks do.
+        """
+        if root != self._root:
+            self._foreign, self._root = set(), root
+        listed = {int(name) for name in os.listdir("/proc") if name.isdecimal()}
+        # A process of others never becomes one of ours. To read each of the thousands of a node costs tens of
+        # milliseconds; a number that is gone may be given to a new one.
+        self._foreign &= listed
+        processes = {pid: found for pid in listed - self._foreign if (found := _read(pid)) is not None}
+        members = _members(processes, root)
+        self._foreign |= processes.keys() - members
+        ours = [processes[pid] for pid in members]
+        if not ours:
+            return None
+        return Tree(len(ours), sum(one.rss_bytes for one in ours), sum(one.cpu_s for one in ours))
+
+
+def _members(processes: dict[int, _Process], root: int) -> set[int]:
+    children: dict[int, list[int]] = {}
+    for pid, process in processes.items():
+        children.setdefault(process.parent, []).append(pid)
+    todo = [pid for pid, process in processes.items() if pid == root or process.session == root]
+    members: set[int] = set()
+    while todo:
+        pid = todo.pop()
+        if pid not in members:
+            members.add(pid)
+            todo += children.get(pid, [])
+    return members
+
+
+def _read(pid: int) -> _Process | None:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read()
+    except OSError:
+        return None  # it has just ended, or is hidden from us
+    # The command's name, in parentheses, may hold blanks and parentheses itself.
+    fields = text[text.rindex(b")") + 2 :].split()
+    ticks = sum(int(field) for field in fields[11:15])  # utime, stime, and those of children that it has waited for
+    return _Process(int(fields[1]), int(fields[3]), int(fields[21]) * _PAGE, ticks / _TICKS)
