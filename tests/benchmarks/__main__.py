@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 QUICK = {
+    "container": ["--quick"],
     "elasticity": ["--quick"],
     "embed": [],
     "front": ["--quick"],
