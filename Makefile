@@ -11,7 +11,7 @@ demo: $(VENV)/demo
 
 test: $(VENV)/test lint types
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then bash tests/cluster/install.sh; fi
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 lint: $(VENV)/test
 	$(BIN)/ruff check $(SOURCES)

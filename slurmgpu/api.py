@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu import merge
+from slurmgpu.containers.images import same_image
+from slurmgpu.containers.settings import ContainerError
+from slurmgpu.containing import contain_anew
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import adjusting, commands, living, submitting
 from slurmgpu.executors.submitting import Outcome
@@ -63,19 +66,30 @@ def submit(
     *,
     run_dir: str | Path | None = None,
     settings: Mapping[str, Any] | None = None,
+    image: str | Path | None = None,
     after: str | Path | None = None,
     on_tick: Callable[[Run], None] = lambda run: None,
     **resources: Any,
 ) -> RunHandle:
     """Plan the run file, make its run directory, and submit it.
 
-    `resources` are the keys of [resources]: gpus, array, gpus_per_task, tasks, executor, device. With the local and the
-    debug executor the run is over, merged and reported, when this returns.
+    `resources` are the keys of [resources]: gpus, array, gpus_per_task and so on. With the local and the debug executor
+    the run is over, merged and reported, when this returns.
     """
-    overrides = {"settings": dict(settings or {}), "resources": resources}
+    container = {} if image is None else {"image": str(Path(image).expanduser().absolute())}
+    overrides = {"settings": dict(settings or {}), "resources": resources, "container": container}
     other = Run.open(Path(after)) if after is not None else None
     with draft_run(Path(run_file), overrides, Path(run_dir) if run_dir else None, after=other) as draft:
         return submit_draft(draft, other, on_tick)
+
+
+def plan_draft(draft: Draft) -> tuple[Run, list[str], list[str]]:
+    """Make the run directory of a draft, and queue nothing; the two lines that submit it by hand, and notes on them."""
+    from slurmgpu.executors import byhand
+
+    submission, notes = byhand.asked_by_hand(submission_of(draft))
+    run = create_run(draft.run_dir, draft.plan, draft.index)
+    return run, byhand.lines_to_type(run, submission), notes
 
 
 def submit_draft(
@@ -83,7 +97,7 @@ def submit_draft(
 ) -> RunHandle:
     """Make the run directory of a draft, and submit it."""
     submission = submission_of(draft, after)
-    check_executor(submission)
+    check_executor(submission, draft.plan.container)
     run = create_run(draft.run_dir, draft.plan, draft.index)
     try:
         return RunHandle(run, submitting.start(run, lambda: (submission, []), lambda: on_tick(run)))
@@ -103,14 +117,28 @@ def submission_of(draft: Draft, after: Run | None = None) -> Submission:
     return replace(submission, slurm=draft.plan.slurm, merge=draft.plan.merge, after=waits_for)
 
 
-def check_executor(submission: Submission) -> None:
-    """Refuse what cannot run before anything is written: GPUs that this machine lacks, a Slurm that is not there."""
+def check_executor(submission: Submission, container: Mapping[str, Any] | None) -> None:
+    """Refuse what cannot run before anything is written: GPUs, a Slurm or a container runtime that are not here."""
     if submission.executor == "slurm":
         commands.run("sbatch", "--version")
         return
     from slurmgpu.executors import local
 
     local.gpu_ids(submission)
+    if submission.executor == "local" and container and shutil.which(container["runtime"]) is None:
+        raise SlurmGPUError(
+            f"{container['runtime']}, in which the run file's image is to run, is not on the PATH of this machine. "
+            f'Load its module, or set runtime = "none" in [container] to run without the image.'
+        )
+
+
+def check_image(container: Mapping[str, Any]) -> None:
+    """Refuse an image that is not the one that the run was planned with."""
+    try:
+        same_image(Path(container["image"]), container["identity"])
+    except ContainerError as error:
+        text = str(error)
+        raise SlurmGPUError(f"{text[:1].upper()}{text[1:].rstrip('.')}.") from error
 
 
 def remove_unused(run: Run) -> None:
@@ -118,7 +146,7 @@ def remove_unused(run: Run) -> None:
     lines = run.submissions()
     if lines and (len(lines) > 1 or lines[0]["state"] != "refused"):
         return
-    if lines and commands.queue([], run.logs):
+    if lines and commands.queue([], run):
         return
     shutil.rmtree(run.folder)
 
@@ -142,7 +170,12 @@ def resubmit(
                 f"computes its failed items anew, `slurmgpu merge {run.typed}` merges it again if merged.h5 is gone."
             )
         submission, notes = adjusting.next_submission(run, resources, slurm, n_again=len(again))
-        check_executor(submission)
+        if container := submission.container or run.plan.container:
+            container, changes = contain_anew(container, Path(run.plan.provenance["run_file"]))
+            check_image(container)
+            submission = replace(submission, container=container)
+            notes += changes
+        check_executor(submission, container)
         run.claims.clear()
         if again:
             merge.set_failed_aside(run, again)

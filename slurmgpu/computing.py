@@ -10,7 +10,7 @@ import gc
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ ERROR_LENGTH = 4000
 
 
 class WorkerBrokenError(Exception):
-    """The process cannot go on, since its CUDA context is lost; a new worker can."""
+    """The process cannot go on, since its CUDA context or its group is lost; a new worker can."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,11 @@ class Failure:
     message: str
     way: tuple[str, ...] | None = None
     trace: str = ""
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Failure:
+        """A failure from its `asdict`, whose tuples JSON has made lists."""
+        return cls(**{**value, "way": None if value["way"] is None else tuple(value["way"])})
 
     def to_error(self) -> ItemError:
         """What the shard keeps in the item's `error`: the failure class, then the message."""
@@ -79,7 +84,8 @@ class Computer:
     """Computes shards with one loaded workload.
 
     `on_batch(indices, isolated)` is called before each call of the workload, so that who sees the worker die knows what
-    was in flight.
+    was in flight. Processes of a group `agree(failure)` on how each call ended, so that all go on in the same way;
+    those that do not keep rows only take part in the calls.
     """
 
     def __init__(
@@ -89,12 +95,16 @@ class Computer:
         columns: Mapping[str, Column],
         batch_size: int,
         on_batch: Callable[[Sequence[int], bool], None] = lambda indices, isolated: None,
+        agree: Callable[[Failure | None], Failure | None] = lambda failure: failure,
+        keeps_rows: bool = True,
     ) -> None:
         self._workload = workload
         self._name = name
         self._columns = columns
         self._batch_size = batch_size
         self._on_batch = on_batch
+        self._agree = agree
+        self._keeps_rows = keeps_rows
         self._ways_logged: set[tuple[str, ...]] = set()
 
     def compute(self, items: Sequence[Item | tuple[int, ItemError]], history: History) -> Computed:
@@ -159,32 +169,43 @@ class Computer:
         self._call_narrowing(items[half:], done, isolated=isolated)
 
     def _call(self, items: Sequence[Item], done: Computed) -> Failure | None:
-        """Call the workload and keep its rows; what went wrong, if the call as a whole did.
+        """Call the workload and keep its rows; what went wrong, if the call as a whole did."""
+        returned, own_failure = self._try(items)
+        failure = self._agree(own_failure)
+        if failure is None and self._keeps_rows:
+            self._keep(items, returned, done)
+        return failure
+
+    def _try(self, items: Sequence[Item]) -> tuple[list[Any], Failure | None]:
+        """What the workload returns, or how it failed.
 
         The exception does not leave this function: its traceback would keep the tensors of the failed call alive.
         """
         try:
-            returned = list(self._workload(items))
+            returned = self._workload(items)
+            # A generator computes only while it is read.
+            return list(returned) if self._keeps_rows or isinstance(returned, Iterator) else [], None
         except ItemError as error:
-            return Failure("item_error", str(error))
+            return [], Failure("item_error", str(error))
         except bdb.BdbQuit as error:
             raise KeyboardInterrupt("the debugger was left") from error
         except (Exception, SystemExit) as error:
             if is_out_of_memory(error):
-                return Failure("cuda_oom", f"out of memory with a batch of {len(items)}", ("cuda_oom",))
+                return [], Failure("cuda_oom", f"out of memory with a batch of {len(items)}", ("cuda_oom",))
             if is_broken_cuda(error):
                 raise WorkerBrokenError(f"{type(error).__name__}: {error}") from error
-            return _failure(error)
+            return [], _failure(error)
+
+    def _keep(self, items: Sequence[Item], returned: Sequence[Any], done: Computed) -> None:
         if len(returned) != len(items):
             message = f"workload {self._name} returned {len(returned)} rows for {len(items)} items"
             # Not narrowed: alone, an item would get the one row that was meant for all.
             failure = Failure("item_error", message, ("rows",))
             self._log(items[0].index, failure)
             done.rows.update({item.index: failure for item in items})
-            return None
+            return
         for item, row in zip(items, returned, strict=True):
             done.rows[item.index] = self._check(item, row)
-        return None
 
     def _check(self, item: Item, row: Any) -> Mapping[str, Any] | Failure:
         if isinstance(row, ItemError):
@@ -200,6 +221,8 @@ class Computer:
 
     def _log(self, index: int, failure: Failure) -> None:
         """A line for each failed item; the traceback only once for each place that raised."""
+        if not self._keeps_rows:
+            return
         log.warning("item %d: %s: %s", index, failure.kind, failure.message.partition("\n")[0])
         if failure.trace and failure.way and failure.way not in self._ways_logged:
             self._ways_logged.add(failure.way)

@@ -1,6 +1,6 @@
-"""The run file: TOML in, checked values out. Unknown keys are refused with a suggestion.
+"""The run file's tables: TOML in, checked values out. Unknown keys are refused with a suggestion.
 
-docs/reference/run-file.md lists every key.
+docs/reference/run-file.md lists every key; `site` reads a run file over the site file.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import datetime
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -20,7 +20,9 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-SlurmValue = str | int | float | bool
+SlurmValue = str | int | float | bool | list[str]
+
+TableT = TypeVar("TableT", bound=BaseModel)
 
 SLURM_RESERVED = {
     "array": "--gpus, --tasks and --array of slurmgpu set it",
@@ -28,6 +30,7 @@ SLURM_RESERVED = {
     "gpus": "[resources] gpus sets it",
     "gpus_per_node": "[resources] gpus and gpus_per_task set it",
     "gpus_per_task": "[resources] gpus_per_task sets it",
+    "nodes": "[resources] nodes_per_task sets it",
     "output": "logs lie in the run directory",
     "error": "logs lie in the run directory",
     "open_mode": "logs lie in the run directory",
@@ -43,41 +46,77 @@ def _slurm_names(value: Any) -> Any:
         return value
     # An unquoted 04:00:00 is a time of day to TOML.
     options = {
-        str(name).lstrip("-").replace("-", "_"): str(option) if isinstance(option, datetime.time) else option
-        for name, option in value.items()
+        name: str(option) if isinstance(option, datetime.time) else option
+        for name, option in plain_names(value).items()
     }
-    for name in options:
+    for name, option in options.items():
         if name in SLURM_RESERVED:
             raise ValueError(f"{name!r} cannot be set here: {SLURM_RESERVED[name]}")
+        if isinstance(option, list) and name != "setup":
+            raise ValueError(f"{name!r} is a list; only setup, the commands that the script runs first, is one")
+    if isinstance(options.get("setup"), str):
+        options["setup"] = [options["setup"]]
     return options
+
+
+def plain_names(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of sbatch with '_' in their names, however they were written."""
+    return {str(name).lstrip("-").replace("-", "_"): value for name, value in options.items()}
 
 
 SlurmOptions = Annotated[dict[str, SlurmValue], BeforeValidator(_slurm_names)]
 
 
-class _Table(BaseModel):
+class Table(BaseModel):
+    """What refuses keys that it does not know, and values of another type."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class WorkloadTable(_Table):
+class WorkloadTable(Table):
     """[workload]: which class computes the rows."""
 
     use: str
     batch_size: int | None = Field(None, ge=1)
 
 
-class Resources(_Table):
+class Resources(Table):
     """[resources]: what the run may hold at once, and where its tasks run."""
 
     gpus: int = Field(1, ge=0)
     array: bool = False
     gpus_per_task: int | None = Field(None, ge=1)
+    gpu_type: str | None = None
     tasks: int | None = Field(None, ge=1)
+    processes: Literal["one", "per-gpu"] | None = None
+    nodes_per_task: int = Field(1, ge=1)
     executor: Literal["slurm", "local", "debug"] = "slurm"
     device: Literal["auto", "cpu"] = "auto"
 
 
-class RunFile(_Table):
+class BindTable(Table):
+    """A bind of [container] whose path holds a colon; others are text, SRC[:DST[:ro]]."""
+
+    src: str
+    dst: str | None = None
+    ro: bool = False
+
+
+class ContainerTable(Table):
+    """[container]: the image in which the workers run, and what they see of the node."""
+
+    image: str | None = None
+    runtime: Literal["apptainer", "singularity", "none"] = "apptainer"
+    python: str = "python3"
+    binds: list[str | BindTable] = Field(default_factory=list)
+    env: dict[str, str | bool] = Field(default_factory=dict)
+    home: Literal["host", "private", "none"] = "host"
+    stage: Literal["none", "node", "unpack"] = "none"
+    scratch: str | None = None
+    strict: bool = False
+
+
+class RunFile(Table):
     """A run file, and where it lies: relative paths in it are relative to its folder."""
 
     input: str | list[str]
@@ -87,44 +126,50 @@ class RunFile(_Table):
     auto_resubmit: int = Field(0, ge=0, le=100)
     lease_s: float = Field(120.0, gt=0)
     margin_s: float = Field(60.0, ge=0)
+    sample_s: float = Field(5.0, ge=0)
     workload: WorkloadTable
     settings: dict[str, Any] = Field(default_factory=dict)
     resources: Resources = Resources.model_validate({})
+    container: ContainerTable = ContainerTable.model_validate({})
     slurm: SlurmOptions = Field(default_factory=dict)
     merge: SlurmOptions = Field(default_factory=dict)
 
 
-def read_run_file(path: Path, overrides: Mapping[str, Any] | None = None) -> RunFile:
-    """The run file at `path`, with `overrides` (tables and keys as in the file) put over it; SlurmGPUError if wrong."""
+def read_toml(path: Path) -> dict[str, Any]:
+    """The content of a TOML file; FileNotFoundError where there is none, SlurmGPUError where it is none."""
     try:
-        value = tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        raise SlurmGPUError(f"There is no run file {path}. `slurmgpu init` writes one.") from None
+        value: dict[str, Any] = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SlurmGPUError(f"{path} is not TOML: {error}.") from error
-    return parse_run_file(merge_tables(value, overrides or {}), str(path))
+    return value
+
+
+def parse_table(model: type[TableT], value: Mapping[str, Any], where: str) -> TableT:
+    """The values of a table, or of a file of them; `where` names it in errors."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise SlurmGPUError(f"{where}: {_first_problem(error, model)}") from error
 
 
 def parse_run_file(value: Mapping[str, Any], where: str) -> RunFile:
     """The run file that a mapping describes; `where` names it in errors."""
-    try:
-        return RunFile.model_validate(value)
-    except ValidationError as error:
-        raise SlurmGPUError(f"{where}: {_first_problem(error)}") from error
+    return parse_table(RunFile, value, where)
 
 
 def parse_resources(value: Mapping[str, Any]) -> Resources:
     """[resources] from a mapping: of a run, with flags put over it."""
-    try:
-        return Resources.model_validate(value)
-    except ValidationError as error:
-        raise SlurmGPUError(f"resources: {_first_problem(error)}") from error
+    return parse_table(Resources, value, "resources")
 
 
 def parse_slurm_options(texts: Sequence[str]) -> dict[str, SlurmValue]:
-    """The sbatch options in KEY=VALUE of --slurm; KEY alone is an option without a value, such as `no-requeue`."""
+    """The sbatch options in KEY=VALUE of --slurm; KEY alone is an option without a value, such as `no-requeue`.
+
+    Values are text, so that a time or a name of digits stays what it is, but for true and false.
+    """
     pairs = (text.partition("=") for text in texts)
-    options = {key.strip(): value if equals else True for key, equals, value in pairs}
+    words = {"true": True, "false": False}
+    options = {key.strip(): words.get(value, value) if equals else True for key, equals, value in pairs}
     try:
         return TypeAdapter(SlurmOptions).validate_python(options)
     except ValidationError as error:
@@ -157,17 +202,24 @@ def parse_setting(text: str) -> tuple[str, Any]:
         return key.strip(), value
 
 
-def _first_problem(error: ValidationError) -> str:
+def _first_problem(error: ValidationError, model: type[BaseModel] | None = None) -> str:
     # A misspelt key is missing under its right name, too: the wrong one says more.
     problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     path = [str(part) for part in problem["loc"] if part not in ("str", "int", "float", "bool", "list[str]")]
     table, key = path[:-1], path[-1] if path else ""
     place = f"[{'.'.join(table)}] {key}" if table else key
-    if problem["type"] == "extra_forbidden":
-        tables: dict[str, type[_Table]] = {"workload": WorkloadTable, "resources": Resources}
-        known = (tables[table[0]] if table else RunFile).model_fields
-        return f"unknown key {place}.{did_you_mean(key, known)}"
+    if problem["type"] == "extra_forbidden" and model is not None:
+        return f"unknown key {place}.{did_you_mean(key, _keys(model, table))}"
     if problem["type"] == "missing":
         return f"{place} is missing."
     text = str(problem["msg"]).removeprefix("Value error, ").removeprefix("Input ")
     return f"{place}: {text}; found {problem['input']!r}.".removeprefix(": ")
+
+
+def _keys(model: type[BaseModel], table: Sequence[str]) -> list[str]:
+    """The keys that a table of a model may have."""
+    for name in table:
+        inner = model.model_fields[name].annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            model = inner
+    return list(model.model_fields)

@@ -57,11 +57,15 @@ def failure_of(error: OSError) -> str:
     return "disk_full" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "crash"
 
 
-def describe_exit(returncode: int) -> str:
-    """How a process ended, in words: `returncode` as in `subprocess`, negative for a signal."""
+def signal_of(returncode: int) -> int:
+    """The signal that a process died of, 0 for none: `returncode` as in `subprocess`, negative for a signal."""
     # Apptainer and shells hand a signal on as 128 + its number.
-    number = -returncode if returncode < 0 else returncode - 128 if 128 < returncode < 192 else 0
-    if number:
+    return -returncode if returncode < 0 else returncode - 128 if 128 < returncode < 192 else 0
+
+
+def describe_exit(returncode: int) -> str:
+    """How a process ended, in words."""
+    if number := signal_of(returncode):
         try:
             return f"died by {signal.Signals(number).name}"
         except ValueError:
@@ -71,5 +75,5 @@ def describe_exit(returncode: int) -> str:
 
 def brought_upon_itself(returncode: int) -> bool:
     """Whether a process that ended so did it by itself (a segfault, an exit), rather than being killed from outside."""
-    number = -returncode if returncode < 0 else returncode - 128 if 128 < returncode < 192 else 0
+    number = signal_of(returncode)
     return number == 0 or number in SELF_INFLICTED

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What a disk, or a quota, that is full answers."""
 
 
 def fsync_dir(path: Path) -> None:
@@ -39,11 +43,21 @@ def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
         fsync_dir(path.parent)
 
 
-def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
-    """Put `value` at `path` as indented JSON, in one step."""
-    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+def write_json(path: Path, value: Any, *, durable: bool = True, in_place_if_full: bool = False) -> None:
+    """Put `value` at `path` as indented JSON, in one step.
+
+    With `in_place_if_full` a disk that has no room for a second file gets the content over the first one's, where
+    another reader may see a part of it.
+    """
     # A lone surrogate, out of a file name say, becomes the escape that JSON has for it.
-    write_bytes(path, text.encode("utf-8", "backslashreplace"), durable=durable)
+    content = (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+    try:
+        write_bytes(path, content, durable=durable)
+    except OSError as error:
+        if not in_place_if_full or error.errno not in FULL or not path.exists():
+            raise
+        with open(path, "r+b") as file:
+            file.truncate(file.write(content))
 
 
 @contextlib.contextmanager

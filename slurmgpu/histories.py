@@ -13,6 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from slurmgpu.files import write_json
 
@@ -29,6 +30,16 @@ class History:
     item_weights: dict[int, float] = field(default_factory=dict)
     quarantined: dict[int, str] = field(default_factory=dict)
     parked_by: int | None = None
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> History:
+        """A history from its `asdict`, whose keys JSON has made texts."""
+        return cls(
+            batch_weights=_by_index(value["batch_weights"]),
+            item_weights=_by_index(value["item_weights"]),
+            quarantined={int(index): error for index, error in value["quarantined"].items()},
+            parked_by=value["parked_by"],
+        )
 
     def record(self, items: Sequence[int], *, isolated: bool, weight: float, error: str) -> int | None:
         """Count a death with `items` in flight; the item that is now quarantined, if one is."""
@@ -58,15 +69,9 @@ def history_path(claims: Path, shard: int) -> Path:
 def read_history(claims: Path, shard: int) -> History:
     """The history of a shard; an empty one for nearly all."""
     try:
-        value = json.loads(history_path(claims, shard).read_bytes())
+        return History.from_json(json.loads(history_path(claims, shard).read_bytes()))
     except FileNotFoundError:
         return History()
-    return History(
-        batch_weights=_by_index(value["batch_weights"]),
-        item_weights=_by_index(value["item_weights"]),
-        quarantined={int(index): error for index, error in value["quarantined"].items()},
-        parked_by=value["parked_by"],
-    )
 
 
 def write_history(claims: Path, shard: int, history: History) -> None:

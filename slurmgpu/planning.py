@@ -19,11 +19,13 @@ from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, Val
 
 from slurmgpu import __version__, inputs, workloads
 from slurmgpu.columns import check_columns, columns_to_json
-from slurmgpu.config import Resources, RunFile, read_run_file
+from slurmgpu.config import Resources, RunFile
+from slurmgpu.containing import contain
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.files import working_folder
 from slurmgpu.report import is_complete
 from slurmgpu.runs import Plan, Run, refuse_existing
+from slurmgpu.site import read_run_file
 
 TARGET_SHARDS = 2048
 """At most so many shards by default: enough for balance over hundreds of GPUs, few enough for one directory."""
@@ -66,11 +68,13 @@ def draft_run(
     target = _run_dir(path, config, run_dir)
     refuse_existing(target)
     full_name = workloads.resolve_use(config.workload.use, path.parent)
-    settings = _settings(full_name, config.settings, path.parent)
-    with working_folder(path.parent):
+    with working_folder(path.parent), workloads.at_planning(full_name):
+        settings = _settings(full_name, config.settings, path.parent)
         workload = workloads.build(full_name, settings, path.parent)
+    container = contain(config.container, full_name, path, overrides)
     columns = columns_to_json(check_columns(workload.columns, f"workload {full_name}"))
     batch_size = _batch_size(config, workload, full_name)
+    processes = _processes(config.resources, workload, full_name)
     shard_items = _shard_items(config, batch_size)
     with tempfile.TemporaryDirectory(prefix="slurmgpu-") as scratch:
         index = Path(scratch) / "input.idx"
@@ -97,6 +101,9 @@ def draft_run(
             slurm=config.slurm,
             merge=config.merge,
             provenance=_provenance(path),
+            container=container.to_json() if container else None,
+            processes=processes,
+            sample_s=config.sample_s,
         )
         yield Draft(plan, target, index, config.resources)
 
@@ -124,7 +131,7 @@ def default_shard_items(n_items: int, batch_size: int) -> int:
 
 def allocate(resources: Resources, n_shards: int | None) -> Allocation:
     """Tasks and GPUs that [resources] asks for: see docs/reference/cli.md for the rule. No more tasks than shards."""
-    gpus, per_task = resources.gpus, resources.gpus_per_task
+    gpus, per_task, nodes = resources.gpus, resources.gpus_per_task, resources.nodes_per_task
     if gpus == 0:
         if per_task is not None:
             raise SlurmGPUError("gpus = 0 runs on CPUs, so gpus_per_task cannot be set; tasks says how many tasks.")
@@ -140,6 +147,16 @@ def allocate(resources: Resources, n_shards: int | None) -> Allocation:
                 f"Without --array one task holds all {gpus} GPUs, but gpus_per_task = {per_task}; add --array."
             )
         n_concurrent, per_task = 1, gpus
+    if nodes > 1 and (per_task == 0 or per_task % nodes):
+        raise SlurmGPUError(
+            f"nodes_per_task = {nodes}, but a task has {per_task} GPUs: expected a multiple of {nodes}, "
+            f"the same number on each node. Correct gpus or gpus_per_task."
+        )
+    if nodes > 1 and resources.processes == "one":
+        raise SlurmGPUError(
+            f'nodes_per_task = {nodes}, but processes = "one": one process sees the GPUs of its own node only. '
+            f'Set processes = "per-gpu".'
+        )
     limit = n_shards or sys.maxsize
     n_tasks = min(resources.tasks or n_concurrent, limit)
     return Allocation(n_tasks, min(n_concurrent, n_tasks), per_task)
@@ -159,6 +176,19 @@ def _batch_size(config: RunFile, workload: workloads.Workload, name: str) -> int
             f"Set it in the class or in [workload]."
         )
     return size
+
+
+def _processes(resources: Resources, workload: workloads.Workload, name: str) -> str:
+    """How many processes a task's GPUs have: what the run file says, else what the workload wants."""
+    wanted = resources.processes or getattr(workload, "processes", "one")
+    if wanted not in ("one", "per-gpu"):
+        raise SlurmGPUError(f"Workload {name} has processes = {wanted!r}; expected 'one' or 'per-gpu'.")
+    if resources.nodes_per_task > 1 and wanted == "one":
+        raise SlurmGPUError(
+            f"nodes_per_task = {resources.nodes_per_task}, but workload {name} runs in one process, which sees the "
+            f'GPUs of its own node only. Set processes = "per-gpu" in [resources] if it can run in several.'
+        )
+    return str(wanted)
 
 
 def _shard_items(config: RunFile, batch_size: int) -> int | None:

@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 
 GRACE_S = 2.0
 """How long a worker may take to end after SIGTERM; Slurm's KillWait is 30 s by default, and sites shorten it."""
+SAID_BYTES = 1 << 16
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 
 Events = queue.SimpleQueue[dict[str, Any]]
@@ -48,11 +49,11 @@ class StopSignals:
         self.events.put({"event": "signal", "signum": signum})
 
     def pause(self, seconds: float) -> None:
-        """Wait; raises StoppedError as soon as a signal comes. For times when no worker lives."""
+        """Wait; raises StoppedError as soon as a signal comes, also with 0 seconds. For times when no worker lives."""
         end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
+        while True:
             try:
-                event = self.events.get(timeout=left)
+                event = self.events.get(timeout=max(0.0, end - time.monotonic()))
             except queue.Empty:
                 return
             if event["event"] == "signal":
@@ -66,6 +67,9 @@ class StopSignals:
 class WorkerProcess:
     """A worker in a session of its own, its events read into a queue; gone, with all its children, at the end."""
 
+    was_oom = False
+    """Whether host memory was short on another node of the task."""
+
     def __init__(
         self,
         command: list[str],
@@ -73,7 +77,9 @@ class WorkerProcess:
         log_path: Path,
         events: Events,
     ) -> None:
+        self._log_path = log_path
         with open(log_path, "ab") as file:
+            self._log_start = file.tell()
             # Its own session: Ctrl-C reaches the task alone, and killing the group reaches the worker's children.
             self._process = subprocess.Popen(
                 command,
@@ -82,24 +88,40 @@ class WorkerProcess:
                 stdout=subprocess.PIPE,
                 stderr=file,
                 start_new_session=True,
+                bufsize=0,
             )
         self.pid = self._process.pid
+        self._dead_since: float | None = None
         self._events = events
         self._reader = threading.Thread(target=self._read, daemon=True, name="worker events")
         self._reader.start()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
+        # Not through a buffered file: while a read of it waits, nobody could close it, not even Python at its end.
+        pipe, rest = self._process.stdout.fileno(), b""
+        while chunk := os.read(pipe, 1 << 16):
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                self._take(line)
+        if rest:
+            self._take(rest)
+        self._events.put({"event": "eof", "pid": self.pid})
+
+    def _take(self, line: bytes) -> None:
         try:
-            for line in self._process.stdout:
-                try:
-                    event = json.loads(line)
-                    self._events.put({"event": event["event"], **event})
-                except (ValueError, TypeError, KeyError):
-                    # Printed before the worker took the pipe for itself, or cut short by its death.
-                    log.warning("the worker wrote %r", line)
-        finally:
-            self._events.put({"event": "eof", "pid": self.pid})
+            event = json.loads(line)
+            self._events.put({"event": event["event"], **event})
+        except (ValueError, TypeError, KeyError):
+            # Printed before the worker took the pipe for itself, or cut short by its death.
+            log.warning("the worker wrote %r", line)
+
+    def said(self) -> str:
+        """What it has written to its log so far; the end of it, if that is much."""
+        with open(self._log_path, "rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(self._log_start, end - SAID_BYTES))
+            return file.read().decode(errors="replace")
 
     def wait(self) -> int:
         """Its exit code, once it has ended."""
@@ -113,9 +135,17 @@ class WorkerProcess:
             self._process.stdin.flush()
 
     def reap(self) -> None:
-        """When the worker is dead, kill what it left: children that hold its pipe open would hide its end."""
-        if self._process.poll() is not None:
-            self._kill_group()
+        """When the worker is dead, kill what it left: children that hold its pipe open would hide its end.
+
+        A daemon that it started, in a session of its own and with no living parent, is left alone, and not waited for.
+        """
+        if self._process.poll() is None:
+            return
+        self._kill_all()
+        self._dead_since = self._dead_since or time.monotonic()
+        if self._reader.is_alive() and time.monotonic() - self._dead_since > GRACE_S:
+            log.warning("something that the worker started holds its pipe; going on without it")
+            self._events.put({"event": "eof", "pid": self.pid})
 
     def stop(self) -> None:
         """End it: politely, then not."""
@@ -129,14 +159,47 @@ class WorkerProcess:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._kill_group()
+        self._kill_all()
         self._process.wait()
-        self._reader.join()
-        for stream in (self._process.stdin, self._process.stdout):
-            assert stream is not None
-            with contextlib.suppress(BrokenPipeError):  # a word that it did not live to hear
-                stream.close()
+        self._reader.join(GRACE_S)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        if not self._reader.is_alive():  # else the number of its file would be given to another while it is read
+            self._process.stdout.close()
 
-    def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError):  # all of the group are gone, as they should be
-            os.killpg(self.pid, signal.SIGKILL)
+    def _kill_all(self) -> None:
+        """Kill whatever lives of the worker: its session, also what runs in process groups or sessions below it.
+
+        Apptainer puts the process that serves the image into a group of its own, torchrun each rank into a session.
+        """
+        deadline = time.monotonic() + GRACE_S
+        while living := descendants(self.pid):
+            for pid in living:
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended; it is another user's
+                    os.kill(pid, signal.SIGKILL)
+            if time.monotonic() > deadline:
+                log.warning("processes %s do not die of SIGKILL; they wait for a disk or a GPU", sorted(living))
+                return
+            time.sleep(0.005)
+
+
+def descendants(session: int) -> set[int]:
+    """The living processes of a session, its leader among them, and those that have them as ancestors: proc(5)."""
+    parents: dict[int, int] = {}
+    found: set[int] = set()
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            with contextlib.suppress(OSError):  # it has just ended
+                # Behind the name in parentheses: state, parent, process group, session.
+                fields = Path("/proc", name, "stat").read_text().rpartition(")")[2].split()
+                if fields[0] not in "ZX":
+                    parents[int(name)] = int(fields[1])
+                    if int(fields[3]) == session:
+                        found.add(int(name))
+    grown = True
+    while grown:
+        new = {pid for pid, parent in parents.items() if parent in found and pid not in found}
+        grown = bool(new)
+        found |= new
+    return found

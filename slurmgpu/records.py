@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +14,8 @@ class Attempt:
 
     `job` is the array job's id, `task` its index in the array, `restart` how often Slurm has requeued it. `end_time` is
     when the allocation ends, in seconds since the epoch by this node's clock; `memory_mb` the job's host memory on this
-    node, if it is known.
+    node, if it is known. `n_gpus` are those of one node, of which the task has `n_nodes`; `nodes` are their names, if
+    it has several and they are known.
     """
 
     job: str
@@ -24,6 +27,13 @@ class Attempt:
     device: str = "auto"
     end_time: float | None = None
     memory_mb: int | None = None
+    n_nodes: int = 1
+    nodes: tuple[str, ...] = ()
+
+    @property
+    def uses_gpus(self) -> bool:
+        """Whether it computes on GPUs; not if it was told to leave them alone."""
+        return self.n_gpus > 0 and self.device != "cpu"
 
     @property
     def task_name(self) -> str:
@@ -34,6 +44,11 @@ class Attempt:
     def name(self) -> str:
         """The attempt: "1234_7.0"."""
         return f"{self.task_name}.{self.restart}"
+
+
+def node_name() -> str:
+    """The name of this node: Slurm's, in a job of Slurm's."""
+    return os.environ.get("SLURMD_NODENAME") or platform.node()
 
 
 @dataclass
@@ -49,6 +64,7 @@ class Record:
     node: str
     pid: int
     n_gpus: int
+    n_nodes: int
     device: str
     gpus: list[str]
     memory_mb: int | None
@@ -60,6 +76,10 @@ class Record:
     failure: str | None = None
     message: str = ""
     traceback: str = ""
+    bad_node: str | None = None
+    image: str | None = None
+    surroundings: dict[str, Any] = field(default_factory=dict)
+    usage: dict[str, Any] = field(default_factory=dict)
     load_s: float | None = None
     n_items: int = 0
     n_errors: int = 0

@@ -36,6 +36,10 @@ class Life:
     node: str
 
 
+IDLE_PERCENT = 10
+"""A GPU that is used less than this, on average while items are computed, is a GPU that somebody else could have."""
+IDLE_SAMPLES = 3
+
 Lives = Mapping[str, Sequence[Life]]
 """By array task ("1234_7"), its lives in order, one for each restart."""
 
@@ -77,6 +81,7 @@ def build_report(
         "accounting": lives is not None and any(a["executor"] == "slurm" for a in attempts),
         "submissions": run.submissions(),
         "resubmit": None if complete else f"slurmgpu resubmit {run.typed}",
+        "image": _image(run),
         "provenance": plan.provenance,
     }
 
@@ -107,12 +112,13 @@ def retriable(report: Mapping[str, Any]) -> bool:
     last = report["submissions"][-1]["submission"]
     attempts = [attempt for attempt in report["attempts"] if attempt["submission"] in (last, None)]
     # No attempt at all: the user took the whole array out of the queue.
-    return bool(attempts) and all(POLICIES[a["failure"]].retriable for a in attempts if a["failure"])
+    # What is the fault of one node, another one may well do.
+    return bool(attempts) and all(POLICIES[a["failure"]].retriable or a["bad_node"] for a in attempts if a["failure"])
 
 
 def bad_nodes(attempts: Iterable[Mapping[str, Any]]) -> list[str]:
     """The nodes that failures were the fault of."""
-    return sorted({a["node"] for a in attempts if a["failure"] and POLICIES[a["failure"]].node_at_fault and a["node"]})
+    return sorted({a["bad_node"] for a in attempts if a["bad_node"]})
 
 
 def read_report(run: Run) -> dict[str, Any] | None:
@@ -152,6 +158,12 @@ def report_path(run: Run) -> Path:
     return run.folder / "report.json"
 
 
+def _image(run: Run) -> dict[str, Any] | None:
+    """The image that the run is frozen to; None without one."""
+    container = run.plan.container
+    return None if container is None else {"path": container["image"], **container["identity"]}
+
+
 def _holes(run: Run) -> list[dict[str, Any]]:
     """The shards that are not published; `damaged` says what was wrong with one that a merge set aside."""
     published, damaged = run.published(), run.damaged()
@@ -185,13 +197,14 @@ def _attempt(record: Mapping[str, Any], life: Life | None, cancelled: bool, n_lo
         "node": record["node"],
         "gpus": record["gpus"],
         "n_gpus": record["n_gpus"],
+        "n_nodes": record.get("n_nodes", 1),
         "memory_mb": record["memory_mb"],
         "state": record["state"],
         "started": record["started"],
         "updated": record["updated"],
         "ended": record["ended"],
         "seconds": round(seconds, 3),
-        "gpu_hours": record["n_gpus"] * seconds / 3600,
+        "gpu_hours": record["n_gpus"] * record.get("n_nodes", 1) * seconds / 3600,
         "load_s": record["load_s"],
         "shard": record["shard"],
         "n_shards": len(record["published"]),
@@ -200,11 +213,27 @@ def _attempt(record: Mapping[str, Any], life: Life | None, cancelled: bool, n_lo
         "reason": record["reason"],
         "failure": failure,
         "message": message,
+        "bad_node": record.get("bad_node") or _bad_node(failure, record["node"], record.get("n_nodes", 1)),
         "traceback": record["traceback"],
         "deaths": record["deaths"],
         "takeovers": record["takeovers"],
+        "usage": record.get("usage") or {},
+        "idle_gpu": _is_idle(record),
         "slurm_state": life.state if life else None,
     }
+
+
+def _bad_node(failure: str | None, node: str, n_nodes: int) -> str | None:
+    """The node that a failure is the fault of; of several nodes it is not known which, unless the task has said so."""
+    at_fault = failure is not None and POLICIES[failure].node_at_fault and n_nodes == 1
+    return node or None if at_fault else None
+
+
+def _is_idle(record: Mapping[str, Any]) -> bool:
+    usage = record.get("usage") or {}
+    if not record["n_gpus"] or record["device"] == "cpu" or usage.get("gpu_utilisation") is None:
+        return False
+    return bool(usage["gpu_utilisation"] < IDLE_PERCENT and usage["n_samples_ready"] >= IDLE_SAMPLES)
 
 
 def _verdict(record: Mapping[str, Any], life: Life | None, cancelled: bool, n_lost: int) -> tuple[str | None, str]:
@@ -234,6 +263,7 @@ def _attempt_without_record(task: str, restart: int, life: Life) -> dict[str, An
         "node": life.node,
         "gpus": [],
         "n_gpus": life.n_gpus,
+        "n_nodes": 1,
         "memory_mb": None,
         "state": "ended",
         "started": None,
@@ -249,8 +279,11 @@ def _attempt_without_record(task: str, restart: int, life: Life) -> dict[str, An
         "reason": None,
         "failure": life.failure,
         "message": f"it ended before it could write a record ({life.state}); its log may say why",
+        "bad_node": _bad_node(life.failure, life.node, 2 if "[" in life.node or "," in life.node else 1),
         "traceback": "",
         "deaths": [],
         "takeovers": [],
+        "usage": {},
+        "idle_gpu": False,
         "slurm_state": life.state,
     }

@@ -56,6 +56,9 @@ class Plan:
     slurm: Mapping[str, Any]
     merge: Mapping[str, Any]
     provenance: Mapping[str, Any]
+    container: Mapping[str, Any] | None = None
+    processes: str = "one"
+    sample_s: float = 5.0
 
     @property
     def n_shards(self) -> int:
@@ -82,7 +85,7 @@ class Plan:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Plan:
         """The plan in a run.json."""
-        return cls(**{name: value[name] for name in cls.__dataclass_fields__})
+        return cls(**{name: value[name] for name in cls.__dataclass_fields__ if name in value})
 
 
 @dataclass(frozen=True)
@@ -216,7 +219,7 @@ class Run:
         try:
             yield
         finally:
-            lock.unlink()
+            lock.unlink(missing_ok=True)  # who waits for a turn may have taken us for dead
 
 
 def create_run(folder: Path, plan: Plan, index: Path | None) -> Run:

@@ -62,8 +62,8 @@ def _state(
     """One of planned, queued, running, merging, complete, incomplete; "ended" if tasks are over, nothing merged."""
     submissions = run.submissions()
     if not submissions:
-        return "planned"
-    if submissions[-1]["state"] in ("ended", "refused"):
+        return "queued" if queued else "planned"
+    if submissions[-1]["state"] in ("ended", "refused") and not queued:
         return "complete" if report and report["complete"] and n_done == run.plan.n_shards else "incomplete"
     if queued is not None and not queued:
         return "ended"

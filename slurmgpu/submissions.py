@@ -13,6 +13,7 @@ class Submission:
     """One array job and its merge job, or their like on this machine.
 
     `after` are merge jobs of other runs that this one waits for. `round` counts the merge job's own resubmissions.
+    `container` is None where it is the plan's.
     """
 
     submission: int
@@ -21,12 +22,15 @@ class Submission:
     n_tasks: int
     n_concurrent: int
     gpus_per_task: int
+    gpu_type: str | None = None
+    nodes_per_task: int = 1
     slurm: Mapping[str, Any] = field(default_factory=dict)
     merge: Mapping[str, Any] = field(default_factory=dict)
     after: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     round: int = 0
     resources: Mapping[str, Any] = field(default_factory=dict)
+    container: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The line that is written before anything is queued."""
@@ -37,7 +41,7 @@ class Submission:
         """[slurm], with the nodes to leave out."""
         options = dict(self.slurm)
         if self.exclude:
-            options["exclude"] = ",".join(part for part in (str(options.get("exclude", "")), *self.exclude) if part)
+            options["exclude"] = ",".join(part for part in (str(options.get("exclude") or ""), *self.exclude) if part)
         return options
 
     @property

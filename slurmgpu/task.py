@@ -6,13 +6,10 @@ was in flight is remembered in the shard's history, so that an item that kills i
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import platform
 import queue
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -22,13 +19,17 @@ from typing import Any
 
 from slurmgpu import cgroups, gpus
 from slurmgpu.claims import Claim
-from slurmgpu.failures import brought_upon_itself, describe_exit, failure_of
+from slurmgpu.containers.settings import ContainerError
+from slurmgpu.failures import POLICIES, brought_upon_itself, describe_exit, failure_of, signal_of
 from slurmgpu.files import write_json
 from slurmgpu.histories import read_history, write_history
+from slurmgpu.launching import Launcher
+from slurmgpu.nodes import NodeFaultError, OtherNodes
 from slurmgpu.processes import STOP_SIGNALS, Events, StoppedError, StopSignals, WorkerProcess
-from slurmgpu.records import Attempt, Record
+from slurmgpu.records import Attempt, Record, node_name
 from slurmgpu.runs import Run
 from slurmgpu.scouting import Scout
+from slurmgpu.telemetry import Sampler
 from slurmgpu.worker import Assignment, Worker, WorkerFailedError
 
 log = logging.getLogger(__name__)
@@ -56,17 +57,25 @@ class Task:
             restart=attempt.restart,
             submission=attempt.submission,
             executor=attempt.executor,
-            node=os.environ.get("SLURMD_NODENAME") or platform.node(),
+            node=node_name(),
             pid=os.getpid(),
             n_gpus=attempt.n_gpus,
+            n_nodes=attempt.n_nodes,
             device=attempt.device,
             gpus=gpus.visible_ids() or [],
             memory_mb=attempt.memory_mb,
             started=time.time(),
         )
+        self._launcher = Launcher(run, attempt)
+        self._worker_pid: int | None = None
+        # Without GPUs to use there are none to sample.
+        gpu_ids = gpus.visible_ids() if attempt.uses_gpus else []
+        telemetry = run.folder / "telemetry" / f"{attempt.name}.jsonl"
+        self._sampler = Sampler(telemetry, gpu_ids, run.plan.sample_s, lambda: self._worker_pid)
         self._held: dict[int, Claim] = {}
         self._in_flight: tuple[int, list[int], bool] | None = None
         self._broken: str | None = None
+        self._heard = False
         self._parked: list[str] = []
         self._renewed = self._written = time.monotonic()
         self._deaths = 0
@@ -75,8 +84,8 @@ class Task:
 
     def run_worker(self) -> int:
         """Work with a worker process until no shard is left for this task; its exit code."""
-        with StopSignals() as signals:
-            return self._finish(self._guarded(lambda: self._keep_a_worker(signals)))
+        with StopSignals() as signals, self._sampler, OtherNodes(self.run, self.attempt, signals) as others:
+            return self._finish(self._guarded(lambda: self._keep_a_worker(signals, others)))
 
     def run_in_process(self) -> int:
         """Work in this very process, where `breakpoint()` stops; its exit code."""
@@ -92,14 +101,21 @@ class Task:
     def _guarded(self, work: Callable[[], int]) -> int:
         self._write()
         try:
-            if self.attempt.n_gpus and self.attempt.device != "cpu":
+            if self.attempt.uses_gpus:
                 gpus.check_visible(self.attempt.n_gpus)
             dropped = self.run.claims.drop_earlier(self.attempt.task_name, self.attempt.name)
             if dropped:
                 log.info("dropped the claims of this task's earlier attempts: shards %s", dropped)
             return work()
         except gpus.GPUFaultError as error:
+            self.record.bad_node = self.record.node
             return self._fail("gpu_fault", str(error))
+        except ContainerError as error:
+            self.record.bad_node = self.record.node if error.node_at_fault else None
+            return self._fail(error.kind, str(error))
+        except NodeFaultError as error:
+            self.record.bad_node = error.node
+            return self._fail(error.kind, str(error))
         except WorkerFailedError as error:
             return self._fail(error.kind, str(error), error.trace)
         except OSError as error:
@@ -131,29 +147,38 @@ class Task:
         self.record.ended = time.time()
         self.record.shard = None
         self._write()
+        self._launcher.close()
         return code
 
     # The worker process
 
-    def _keep_a_worker(self, signals: StopSignals) -> int:
+    def _keep_a_worker(self, signals: StopSignals, others: OtherNodes) -> int:
         try:
+            others.meet()
             scout = Scout(self.run, self._claim(), pause=signals.pause)
             if not self._own_claims() and (found := scout.look()) != "work":
                 self.record.reason = found  # nothing to load a model for
                 return 0
+            self._launcher.prepare(signals.pause)
+            self.record.image = self._launcher.image
             while True:
                 kills_before = cgroups.oom_kills()
-                with WorkerProcess(self._command(), self._environment(), self._log_path(), signals.events) as worker:
+                self._heard = False
+                with others.start(self._launcher, self._assignment(), self._log_path()) as worker:
+                    self._worker_pid = worker.pid
                     self._follow(signals.events, worker)
                     returncode = worker.wait()
+                self._worker_pid = None
                 if returncode == 0 and self.record.reason is not None:
                     return self._fail("host_oom", "; ".join(self._parked)) if self._parked else 0
                 if self.record.failure is not None:
                     return 1
-                if -returncode in STOP_SIGNALS:
+                if signal_of(returncode) in STOP_SIGNALS:
                     # A signal to the whole job may reach the worker before this process: then it is no crash.
                     signals.pause(0.5)
-                if not self._bury(returncode, was_oom=cgroups.oom_kills() > kills_before):
+                if not self._heard and (complaint := self._launcher.explain(worker.said(), returncode)):
+                    raise complaint
+                if not self._bury(returncode, was_oom=worker.was_oom or cgroups.oom_kills() > kills_before):
                     return 1
         except StoppedError as stopped:
             return self._stopped(stopped.signum)
@@ -174,6 +199,7 @@ class Task:
                 raise StoppedError(event["signum"])
             if event["event"] == "eof" and event["pid"] == worker.pid:
                 return
+            self._heard = self._heard or event["event"] not in ("tick", "eof")
             self.handle(event)
 
     def _heed_notice(self, worker: WorkerProcess) -> None:
@@ -189,10 +215,14 @@ class Task:
         match event["event"]:
             case "loading":
                 record.state = "loading"
+            case "surroundings":
+                record.surroundings = {key: value for key, value in event.items() if key != "event"}
             case "gpus":
                 record.gpus = list(event["names"])
+                self._sampler.use_gpus(event["uuids"])
             case "ready":
                 record.state, record.load_s = "running", event["load_s"]
+                self._sampler.mark_ready()
                 self._write()
             case "claim":
                 shard = record.shard = event["shard"]
@@ -213,9 +243,13 @@ class Task:
                     record.failure = "preempted"
                     record.message = "it took no more shards: Slurm gave notice of the end by SIGUSR2"
             case "failed":
-                self._fail(event["class"], event["message"], event["traceback"])
+                # Of several processes the first to fail says why; the others may fail for want of it.
+                if record.failure is None:
+                    self._fail(event["class"], event["message"], event["traceback"])
+                    if POLICIES[event["class"]].node_at_fault:
+                        record.bad_node = event.get("node", record.node)
             case "broken":
-                self._broken = event["message"]
+                self._broken = self._broken or event["message"]
         self._refresh()
 
     def _published(self, event: Mapping[str, Any]) -> None:
@@ -307,17 +341,6 @@ class Task:
         given, resume = self.attempt, sorted(self._held)
         return Assignment(given.task_name, given.name, given.n_gpus, given.device, given.end_time, resume)
 
-    def _command(self) -> list[str]:
-        assignment = json.dumps(asdict(self._assignment()))
-        return [sys.executable, "-m", "slurmgpu.worker", str(self.run.folder), assignment]
-
-    @staticmethod
-    def _environment() -> dict[str, str]:
-        # The package that this task runs, wherever it was imported from, is the one that its worker runs.
-        home = str(Path(__file__).resolve().parent.parent)
-        path = os.pathsep.join(part for part in (home, os.environ.get("PYTHONPATH")) if part)
-        return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HDF5_USE_FILE_LOCKING": "FALSE"}
-
     def _log_path(self) -> Path:
         return self.run.logs / f"{self.attempt.name}.log"
 
@@ -330,9 +353,11 @@ class Task:
     def _write(self) -> None:
         self._written = time.monotonic()
         self.record.updated = time.time()
+        self.record.usage = self._sampler.usage()
         path = self.run.tasks / f"{self.attempt.name}.json"
+        has_ended = self.record.state == "ended"
         try:
-            write_json(path, asdict(self.record), durable=self.record.state == "ended")
+            write_json(path, asdict(self.record), durable=has_ended, in_place_if_full=has_ended)
         except OSError as error:
             # Progress, or an end, that nobody learns of is no reason to give up shards that can be written.
             log.warning("%s cannot be written: %s", path, error)

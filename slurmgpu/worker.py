@@ -3,7 +3,8 @@
 `python -m slurmgpu.worker RUN` is started by the task, possibly inside a container image; the standard library, NumPy
 and h5py are all it needs before it imports the workload. It speaks to the task in lines of JSON on what was its
 standard output (prints of the workload go to standard error instead) and ends when its standard input closes: a task
-that was killed takes its worker along.
+that was killed takes its worker along. Of several processes, rank 0 does all of this; the others read the same items
+and take part in each call of the workload.
 """
 
 from __future__ import annotations
@@ -13,33 +14,33 @@ import json
 import logging
 import os
 import platform
+import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-from slurmgpu import gpus, workloads
+from slurmgpu import gpus, groups, workloads
 from slurmgpu.claims import Claim
 from slurmgpu.columns import columns_from_json
 from slurmgpu.computing import Computed, Computer, Failure, WorkerBrokenError, is_out_of_memory
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.failures import failure_of
 from slurmgpu.files import working_folder
-from slurmgpu.histories import read_history
+from slurmgpu.groups import Group, PeersMissingError
+from slurmgpu.histories import History, read_history
 from slurmgpu.inputs import InputSpec, Reader
+from slurmgpu.pipes import Report, close_stdin, listen_on_stdin, report_on_stdout, watch_stdin
 from slurmgpu.runs import Run
 from slurmgpu.scouting import Scout
 from slurmgpu.shards import publish, write_shard
+from slurmgpu.surroundings import describe
 from slurmgpu.workloads import Item, TaskContext
 
 log = logging.getLogger(__name__)
-
-Report = Callable[[Mapping[str, Any]], None]
-"""Receives the worker's events: see `Task` for what each one says."""
 
 GPU_FAULT_TEXTS = (
     "CUDA driver version is insufficient",
@@ -84,6 +85,7 @@ class Worker:
     assignment: Assignment
     report: Report
     stopping: threading.Event = field(default_factory=threading.Event)
+    group: Group = field(default_factory=Group)
     slowest_s: float = 0.0
     _resume: list[int] = field(default_factory=list)
 
@@ -99,26 +101,57 @@ class Worker:
         Works in the run file's folder, as planning did: relative paths among the settings mean the same there.
         """
         plan = self.run.plan
+        self.report({"event": "surroundings", **describe()})
         self.report({"event": "loading"})
         with working_folder(Path(plan.search_path)), self._open_input() as reader:
             started = time.monotonic()
             workload = self._load()
+            self.group.gather()
             self.report({"event": "ready", "load_s": time.monotonic() - started})
-            name = plan.workload.rpartition(":")[2]
-            computer = Computer(workload, name, self._columns, plan.batch_size, self._tell_batch)
+            name, leads = plan.workload.rpartition(":")[2], self.group.leads
+            computer = Computer(
+                workload, name, self._columns, plan.batch_size, self._tell_batch, self._agree, keeps_rows=leads
+            )
             self._take_and_compute(computer, reader)
 
     def _take_and_compute(self, computer: Computer, reader: Reader) -> None:
         waiting: list[tuple[int, Computed, float]] = []
-        while (shard := self.next_shard()) is not None:
-            self.report({"event": "claim", "shard": shard})
+        for shard, history in self._shards():
             started = time.time()
-            computed = computer.compute(self._read(reader, shard), read_history(self.run.claims.folder, shard))
-            waiting.append((shard, computed, started))
+            computed = computer.compute(self._read(reader, shard), history)
+            if self.group.leads:
+                waiting.append((shard, computed, started))
             # Every item raised at the same place: is it the workload, or this stretch of the input? One more tells.
             if computed.common_way() is None or len(waiting) == 2:
                 self._publish_all(waiting)
         self._publish_all(waiting)
+
+    def _shards(self) -> Iterator[tuple[int, History]]:
+        """The shards to compute, and what is known of each: rank 0 finds them, and tells the others."""
+        while True:
+            found = None
+            if self.group.leads and (shard := self.next_shard()) is not None:
+                self.report({"event": "claim", "shard": shard})
+                # Not read by each rank: a network file system may show them different ones.
+                found = shard, asdict(read_history(self.run.claims.folder, shard))
+            found = self.group.broadcast(found)
+            if found is None:
+                return
+            yield found[0], History.from_json(found[1])
+
+    def _agree(self, failure: Failure | None) -> Failure | None:
+        """How a call of the workload ended for the group: as it failed on the lowest rank that failed."""
+        if self.group.world_size == 1:
+            return failure
+        try:
+            ways = self.group.gather(asdict(failure) if failure else None, groups.PEER_PATIENCE_S if failure else None)
+        except PeersMissingError as error:
+            alone = Failure.from_json(error.value)
+            if error.rank == self.group.rank and alone.trace:
+                log.error("%s", alone.trace)
+            raise WorkerBrokenError(f"{alone.message}; {error}") from error
+        found = next((way for way in ways if way), None)
+        return Failure.from_json(found) if found else None
 
     def _publish_all(self, waiting: list[tuple[int, Computed, float]]) -> None:
         """Publish what waits, unless all of it failed in one way and no shard yet shows that the workload can work."""
@@ -174,16 +207,17 @@ class Worker:
         ]
 
     def _load(self) -> workloads.Workload:
-        plan, given = self.run.plan, self.assignment
+        plan, given, group = self.run.plan, self.assignment, self.group
         device = "cpu"
         if given.n_gpus and given.device != "cpu":
             try:
-                found = gpus.probe(given.n_gpus)
+                found = gpus.probe(given.n_gpus, mine=group.local_rank if group.world_size > 1 else None)
             except gpus.GPUFaultError as error:
                 raise WorkerFailedError("gpu_fault", str(error)) from error
-            self.report({"event": "gpus", "names": [gpu.name for gpu in found]})
-            device = "cuda:0"
-        context = TaskContext(device, given.n_gpus if device != "cpu" else 0, self.run.folder, given.attempt)
+            self.report({"event": "gpus", "names": [gpu.name for gpu in found], "uuids": [gpu.uuid for gpu in found]})
+            device = f"cuda:{group.local_rank}"
+        n_gpus, place = given.n_gpus if device != "cpu" else 0, (group.rank, group.world_size, group.local_rank)
+        context = TaskContext(device, n_gpus, self.run.folder, given.attempt, *place)
         try:
             workload = workloads.build(plan.workload, plan.settings, Path(plan.search_path))
             workload.load(context)
@@ -241,12 +275,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("assignment", type=json.loads)
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    # Where Slurm signals every process of a job, its notice comes here as well; the task alone heeds it.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     os.environ.pop("PYTHONSAFEPATH", None)  # meant for this process, not for those that the workload starts
-    report = _report_on_stdout()
+    group = Group.of_environment()
+    report = report_on_stdout(group.rank, group.local_rank)
     stopping = threading.Event()
-    _listen_to_stdin(stopping)
+    if group.leads:
+        listen_on_stdin(stopping)
+    else:
+        watch_stdin()
+        close_stdin()
     try:
-        Worker(Run.open(arguments.run), Assignment(**arguments.assignment), report, stopping).work()
+        Worker(Run.open(arguments.run), Assignment(**arguments.assignment), report, stopping, group).work()
+        group.leave()
     except WorkerFailedError as error:
         log.error("%s: %s\n%s", error.kind, error, error.trace)
         report({"event": "failed", "class": error.kind, "message": str(error), "traceback": error.trace})
@@ -264,34 +306,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _report_on_stdout() -> Report:
-    """Keep the pipe to the task for events alone: what the workload prints goes to standard error."""
-    pipe = os.dup(1)
-    os.dup2(2, 1)
-    lock = threading.Lock()
-
-    def report(event: Mapping[str, Any]) -> None:
-        line = json.dumps(event).encode() + b"\n"
-        with lock:
-            while line:
-                line = line[os.write(pipe, line) :]
-
-    return report
-
-
-def _listen_to_stdin(stopping: threading.Event) -> None:
-    """Set `stopping` when the task says so, and die with the task: when it is gone, its end of the pipe is closed."""
-    stdin = os.dup(0)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-
-    def watch() -> None:
-        while os.read(stdin, 4096):
-            stopping.set()  # "stop" is all that a task ever says
-        os._exit(75)
-
-    threading.Thread(target=watch, daemon=True, name="the task's words").start()
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    if exit_code:
+        # A lost CUDA context, or a collective that waits for a rank that failed, may keep Python from ending.
+        sys.stderr.flush()
+        os._exit(exit_code)

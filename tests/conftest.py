@@ -8,8 +8,27 @@ import pytest
 
 from tests.cluster.fixture import cluster, memory_limits  # noqa: F401
 from tests.images import apptainer, normal_user  # noqa: F401
+from tests.somebody import somebody  # noqa: F401
 
 HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_site_file(tmp_path_factory):
+    """A developer's own site file changes no test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
+        yield
+
+
+def pytest_collection_modifyitems(items):
+    """With `-n 2`, as `make test` runs them, files go side by side: many tests wait for Slurm, and leave cores idle.
+
+    Those that look at which images the machine serves go one after another.
+    """
+    for item in items:
+        shared = "apptainer" if "apptainer" in item.fixturenames else item.path.name
+        item.add_marker(pytest.mark.xdist_group(shared))
 
 
 @pytest.fixture(autouse=True)
@@ -59,10 +78,11 @@ def project(tmp_path):
 
 
 def _toml(table):
-    return "".join(f"{key} = {_toml_value(value)}\n" for key, value in table.items())
+    return "".join(f"{key} = {toml(value)}\n" for key, value in table.items())
 
 
-def _toml_value(value):
+def toml(value):
+    """A value as TOML."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(key)} = {_toml_value(inner)}" for key, inner in value.items()) + "}"
+        return "{" + ", ".join(f"{json.dumps(key)} = {toml(inner)}" for key, inner in value.items()) + "}"
     return json.dumps(value)  # JSON's scalars and lists are TOML's

@@ -73,7 +73,7 @@ def shard_times(folder):
     return {path.name: path.stat().st_mtime_ns for path in (Path(folder) / "run" / "shards").glob("*.h5")}
 
 
-def workers(folder):
+def workers(folder, module="slurmgpu.worker"):
     """The living worker processes of the runs in a folder, with their command lines."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
@@ -81,7 +81,7 @@ def workers(folder):
             line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         except OSError:
             continue
-        if "slurmgpu.worker" in line and str(folder) in line:
+        if module in line and str(folder) in line:
             found.append((int(path.name), line))
     return found
 

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -67,6 +69,49 @@ class Rows:
         if not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Ranks(Rows):
+    """The rows of Rows, each computed by one rank and summed over all; faults are `fault_rank`'s, or all ranks'."""
+
+    def __init__(
+        self, *, faults: dict = {}, item_s: float = 0.0, fault_rank: int = -1, max_batch: int = 99, child: bool = False
+    ) -> None:
+        super().__init__(faults=faults, item_s=item_s)
+        self.fault_rank, self.max_batch, self.child = fault_rank, max_batch, child
+
+    def load(self, task) -> None:
+        import torch.distributed
+
+        from slurmgpu import groups
+
+        super().load(task)
+        self.torch = torch
+        if self.fault_rank == task.rank:
+            groups.PEER_PATIENCE_S = 1.0  # nobody will come
+        elif self.fault_rank >= 0:
+            self.faults = {}
+        if task.world_size > 1:
+            torch.distributed.init_process_group("gloo")
+        if "load" in self.faults.values():
+            raise RuntimeError("no such model")
+        if self.child:
+            # Named so that the tests find it by the run directory.
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", "child", str(task.run_dir)])
+
+    def __call__(self, items):
+        if len(items) > self.max_batch:
+            raise MemoryError("simulated")
+        rows = super().__call__(items)
+        if self.task.world_size == 1:
+            return rows
+        double = self.torch.zeros(len(items))
+        for place in range(self.task.rank, len(items), self.task.world_size):
+            double[place] = rows[place]["double"]
+        self.torch.distributed.all_reduce(double)
+        if self.task.rank > 0:
+            return None
+        return [row | {"double": value.item()} for row, value in zip(rows, double, strict=True)]
 
 
 class Broken:

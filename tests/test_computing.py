@@ -28,9 +28,9 @@ class Recorder:
         return self.function(items)
 
 
-def compute(workload, n=8, batch_size=4, history=None, on_batch=lambda indices, isolated: None, start=0):
+def compute(workload, n=8, batch_size=4, history=None, on_batch=lambda indices, isolated: None, start=0, **given):
     items = [Item(start + i, {"x": float(i)}) for i in range(n)]
-    computer = Computer(workload, "Recorder", COLUMNS, batch_size, on_batch)
+    computer = Computer(workload, "Recorder", COLUMNS, batch_size, on_batch, **given)
     return computer.compute(items, history or History())
 
 
@@ -92,6 +92,19 @@ def test_out_of_memory_halves_the_batch_for_the_rest_of_the_shard():
 def test_out_of_memory_at_a_batch_of_one_is_the_items_fault():
     computed = compute(Recorder(raise_at(3, error=OutOfMemoryError)))
     assert {index: failure.kind for index, failure in failures(computed).items()} == {3: "cuda_oom"}
+
+
+def test_processes_that_agree_on_failures_call_the_workload_with_the_same_batches():
+    # The leader's memory is short at batches of more than two; its peer has enough, and learns of it.
+    leader = Recorder(
+        lambda items: raise_at(*range(8), error=OutOfMemoryError)(items) if len(items) > 2 else [{"x": 0}] * 2
+    )
+    told = []
+    compute(leader, agree=lambda failure: told.append(failure) or failure)
+    peer = Recorder(lambda items: None)
+    computed = compute(peer, agree=lambda failure: failure or told.pop(0), keeps_rows=False)
+    assert peer.batches == leader.batches == [[0, 1, 2, 3], [0, 1], [2, 3], [4, 5], [6, 7]]
+    assert computed.oom_batch == 2
 
 
 def test_a_lost_cuda_context_ends_the_worker():

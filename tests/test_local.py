@@ -525,3 +525,19 @@ def test_the_python_interface_does_what_the_command_line_does(project, monkeypat
     with slurmgpu.open(run.folder / "merged.h5") as merged:
         assert len(merged["shout"][:]) == 20
         assert not merged.errors
+
+
+def test_a_daemon_that_the_workload_starts_does_not_hold_up_the_task(project, slurmgpu):
+    folder = project(8)
+    source = (folder / "workloads.py").read_text()
+    daemon = (
+        "        if os.fork() == 0:\n            os.setsid()\n"
+        "            if os.fork() == 0:\n                time.sleep(60)\n            os._exit(0)\n"
+    )
+    (folder / "workloads.py").write_text(
+        source.replace("        self.task = task\n", f"        self.task = task\n{daemon}")
+    )
+    slurmgpu(*LOCAL, cwd=folder, expect=0)
+    check_rows(folder, 8)
+    [record] = records(folder)
+    assert record["ended"] - record["started"] < 50  # the daemon would have held it for a minute

@@ -220,3 +220,72 @@ def test_run_json_freezes_where_everything_came_from(project, slurmgpu):
     assert frozen["provenance"]["versions"].keys() >= {"python", "slurmgpu", "numpy", "h5py", "submitit"}
     assert frozen["input"]["files"][0]["sha256"]
     assert frozen["workload"] == f"{folder / 'workloads.py'}:Rows"
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"gpus": 6, "nodes_per_task": 4}, "expected a multiple of 4, the same number on each node"),
+        ({"gpus": 0, "nodes_per_task": 2}, "but a task has 0 GPUs"),
+        ({"gpus": 4, "nodes_per_task": 2, "processes": "one"}, "one process sees the GPUs of its own node only"),
+        ({"gpus": 4, "nodes_per_task": 2}, 'Set processes = "per-gpu" in [resources] if it can run in several'),
+        ({"processes": "two"}, "[resources] processes"),
+    ],
+)
+def test_contradicting_nodes_and_processes_are_refused(project, asked, said):
+    assert said in refused(project(resources=asked))
+
+
+def test_the_run_file_says_how_many_processes_a_task_has_and_else_the_workload(project):
+    folder = project(8)
+    assert plan(folder).processes == "one"
+    assert plan(folder, resources={"processes": "per-gpu"}).processes == "per-gpu"
+    source = (folder / "workloads.py").read_text()
+    # Another file, since a file's module is imported once.
+    (folder / "others.py").write_text(source.replace("class Rows:", 'class Rows:\n    processes = "per-gpu"\n'))
+    other = {"use": "others.py:Rows"}
+    assert plan(folder, workload=other).processes == "per-gpu"
+    assert plan(folder, workload=other, resources={"processes": "one"}).processes == "one"
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ({"image": "missing.sif"}, "missing.sif"),
+        ({"image": "items.jsonl"}, "items.jsonl"),
+        ({"imag": "x.sif"}, "unknown key [container] imag. Did you mean 'image'?"),
+        ({"runtime": "docker"}, "[container] runtime"),
+        ({"image": "items.jsonl", "env": {"bad-name": "1"}}, "'bad-name' is no name of a variable"),
+        ({"stage": "disk"}, "[container] stage"),
+    ],
+)
+def test_a_container_that_cannot_be_is_refused_before_anything_is_written(project, table, said):
+    folder = project(8, container=table)
+    assert said in refused(folder)
+    assert not (folder / "run").exists()
+
+
+def test_without_a_runtime_the_image_is_not_looked_at(project):
+    folder = project(8, container={"image": "missing.sif", "runtime": "none"})
+    assert plan(folder).container is None
+
+
+@pytest.mark.parametrize("where", ["top", "init"])
+def test_a_module_that_only_the_image_has_is_no_bug_of_the_workload(project, slurmgpu, where):
+    folder = project(8)
+    source = (folder / "workloads.py").read_text()
+    there = "import os\n" if where == "top" else "        self.faults ="
+    indent = "" if where == "top" else "        "
+    (folder / "workloads.py").write_text(source.replace(there, f"{indent}import onlyinimage.parts\n{there}", 1))
+    said = refused(folder)
+    assert "workloads.py:Rows needs the module 'onlyinimage', which is not installed here." in said
+    assert "import it in `load`" in said
+    assert "needs the module 'onlyinimage'" in slurmgpu("check", cwd=folder, expect=2).stdout
+
+
+def test_an_image_that_is_named_but_would_not_be_used_is_refused(project):
+    folder = project(8, container={"image": "site.sif", "runtime": "none"})
+    said = refused(folder, container={"image": "/no.sif"})
+    assert said.startswith(
+        '--image names an image, and [container] runtime = "none" in slurmgpu.toml runs without one.'
+    )

@@ -447,3 +447,62 @@ def _kill_something(dice, folder, record):
         return len(children)
     except ProcessLookupError:
         return 0
+
+
+def test_types_of_gpus_nodes_and_setup_reach_the_script(project, slurmgpu, cluster):
+    options = {"gpus": 4, "nodes_per_task": 2, "processes": "per-gpu", "gpu_type": "a100"}
+    folder = project(8, resources=options, slurm={"setup": ["export SHEEP=wool", "module() { true; }"]})
+    shown = slurmgpu("submit", "--dry-run", cwd=folder, expect=0).stdout
+    array = shown.partition("# ---- array.sbatch ----")[2].partition("# ---- merge.sbatch")[0]
+    assert "#SBATCH --gpus-per-node=a100:2" in array
+    assert "#SBATCH --nodes=2" in array
+    assert array.index("export SHEEP=wool") < array.index("srun")
+
+
+def test_setup_makes_the_environment_of_the_tasks(project, slurmgpu):
+    folder = project(8, slurm={"setup": ["export SHEEP=wool"]})
+    source = (folder / "workloads.py").read_text()
+    (folder / "workloads.py").write_text(source.replace("text.upper()", "os.environ['SHEEP']"))
+    slurmgpu(*WAIT, "--gpus", "1", cwd=folder, expect=0)
+    with open_merged(folder / "run" / "merged.h5") as merged:
+        assert merged["shout"][0] == "wool"
+
+
+def test_a_type_of_gpu_that_the_cluster_lacks_is_refused_and_nothing_stays(project, slurmgpu):
+    folder = project(8)
+    done = slurmgpu(*SUBMIT, "--gpus", "1", "--gpu-type", "h900", cwd=folder, expect=2)
+    assert "Slurm refuses the job" in done.stderr
+    assert not (folder / "run").exists()
+
+
+ODD = "one\ntwo\x1e\nthree\x1ffour\x85five\u2028six"
+
+
+def test_jobs_with_any_characters_in_their_arguments_are_told_apart(project, slurmgpu, cluster, tmp_path):
+    script = tmp_path / "plain.sh"
+    script.write_text("#!/bin/bash\n")
+    command = ["sbatch", "--parsable", "--begin=now+1hour", "--job-name=slurmgpu", str(script)]
+    odd = [subprocess.check_output([*command, text], text=True).strip() for text in (ODD, b"caf\xe9", "one\ntwo")]
+    folder = project(8)
+    try:
+        assert {job.job_id: job.state for job in commands.queue(odd)} == dict.fromkeys(odd, "PENDING")
+        slurmgpu(*WAIT, "--gpus", "1", cwd=folder, expect=0)
+        assert "complete" in slurmgpu("status", "run", cwd=folder, expect=0).stdout
+    finally:
+        commands.cancel(*odd)
+    check_rows(folder, 8)
+
+
+def test_a_refusal_names_the_nodes_that_failures_have_excluded(project, slurmgpu):
+    folder = project(8, workload="Unloadable")
+    slurmgpu(*WAIT, "--gpus", "1", cwd=folder, expect=3)
+    last = submissions(folder)[-1]["submission"]
+    with open(folder / "run" / "submissions.jsonl", "a") as file:
+        file.write(json.dumps({"submission": last, "exclude": ["gpu1", "gpu2"]}) + "\n")
+    done = slurmgpu("resubmit", "run", cwd=folder, expect=2)
+    assert "not available. gpu1, gpu2 are excluded, because tasks failed there; `--slurm exclude=` " in done.stderr
+    for given in ("exclude=", "exclude=false"):
+        done = slurmgpu("resubmit", "run", "--slurm", given, "--wait", cwd=folder)
+        assert "refuses" not in done.stderr
+        assert done.returncode == 3
+    assert submissions(folder)[-1]["exclude"] == []

@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from slurmgpu import __version__
+from slurmgpu.cli import options, plain
+from slurmgpu.cli.image import image_app
+from slurmgpu.cli.options import (
+    DEFAULT_RUN_FILE,
+    ArrayOption,
+    DeviceOption,
+    ExecutorOption,
+    GpusOption,
+    ImageOption,
+    JsonOption,
+    NodesOption,
+    PerTaskOption,
+    ProcessesOption,
+    RunArgument,
+    RunDirOption,
+    RunFileArgument,
+    SetOption,
+    SlurmOption,
+    TasksOption,
+    TypeOption,
+    WaitOption,
+)
 from slurmgpu.errors import SlurmGPUError
-
-if TYPE_CHECKING:
-    from slurmgpu.runs import Run
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -30,17 +49,8 @@ app = typer.Typer(
     ),
 )
 
-RunFileArgument = Annotated[Path, typer.Argument(metavar="RUNFILE", help="The run file.", show_default=False)]
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The run directory.", show_default=False)]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
-GpusOption = Annotated[int | None, typer.Option("--gpus", help="GPUs the run may hold at once; 0 runs on CPUs.")]
-ArrayOption = Annotated[bool | None, typer.Option("--array/--no-array", help="Spread them over array tasks.")]
-PerTaskOption = Annotated[int | None, typer.Option("--gpus-per-task", help="GPUs of each array task (1).")]
-TasksOption = Annotated[int | None, typer.Option("--tasks", help="Tasks to queue, if not as many as run at once.")]
-DeviceOption = Annotated[str | None, typer.Option("--device", help="auto (the allocated GPUs) or cpu.")]
-SlurmOption = Annotated[list[str] | None, typer.Option("--slurm", metavar="KEY=VALUE", help="An sbatch option.")]
-ExecutorOption = Annotated[str | None, typer.Option("--executor", help="slurm, local or debug.")]
-DEFAULT_RUN_FILE = Path("slurmgpu.toml")
+
+app.add_typer(image_app, name="image")
 
 
 @app.callback(invoke_without_command=True)
@@ -55,35 +65,40 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
 @app.command()
 def init(
     workload: Annotated[str | None, typer.Argument(help="A built-in workload, such as embed.")] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write it.")] = DEFAULT_RUN_FILE,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write it.")] = None,
+    site: Annotated[bool, typer.Option("--site", help="Write the site file, from what Slurm says.")] = False,
 ) -> None:
     """Write a commented run file.
 
-    For a built-in workload, or without WORKLOAD for a class of your own.
+    For a built-in workload, or without WORKLOAD for a class of your own. With --site, write the site file: what holds
+    for all of your runs on this cluster.
     """
+    from slurmgpu.cli import templates
     from slurmgpu.cli.output import result
-    from slurmgpu.cli.templates import run_file_template
 
-    text = run_file_template(workload)
-    if output.exists():
-        raise SlurmGPUError(f"{output} exists; name another file with -o, or remove it.")
-    output.write_text(text)
-    result(f"{output} is written. Edit it, then: slurmgpu submit {output} --dry-run")
+    if site and workload is not None:
+        raise SlurmGPUError("A site file is for all workloads: `slurmgpu init --site` alone.")
+    path = templates.write_site_file(output) if site else templates.write_run_file(workload, output or DEFAULT_RUN_FILE)
+    then = "Look at it, and change what is not so." if site else f"Edit it, then: slurmgpu submit {path} --dry-run"
+    result(f"{path} is written. {then}")
 
 
 @app.command()
 def submit(
+    context: typer.Context,
     run_file: RunFileArgument = DEFAULT_RUN_FILE,
     gpus: GpusOption = None,
     array: ArrayOption = None,
     gpus_per_task: PerTaskOption = None,
+    nodes_per_task: NodesOption = None,
+    gpu_type: TypeOption = None,
+    processes: ProcessesOption = None,
     tasks: TasksOption = None,
     executor: ExecutorOption = None,
     device: DeviceOption = None,
-    run_dir: Annotated[Path | None, typer.Option("--run-dir", help="The run directory to make.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of the workload.")
-    ] = None,
+    image: ImageOption = None,
+    run_dir: RunDirOption = None,
+    settings: SetOption = None,
     slurm: SlurmOption = None,
     after: Annotated[
         Path | None, typer.Option("--after", metavar="RUN", help="Start when that run is complete.")
@@ -91,9 +106,7 @@ def submit(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the plan and the sbatch scripts; queue nothing.")
     ] = False,
-    wait: Annotated[
-        bool, typer.Option("--wait", help="Follow the run to its end; exit with 3 if it is incomplete.")
-    ] = False,
+    wait: WaitOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Plan a run and submit it.
@@ -106,30 +119,30 @@ def submit(
     """  # noqa: D301 - \b keeps the lines of a paragraph apart
     from slurmgpu.cli import submitting
 
-    overrides = {
-        "settings": _pairs(settings),
-        "slurm": _slurm_options(slurm),
-        "resources": _resources(gpus, array, gpus_per_task, tasks, executor, device),
-    }
+    overrides = options.overrides(context.params, settings, slurm, image)
     raise typer.Exit(
         submitting.submit(run_file, overrides, run_dir, after, dry_run=dry_run, wait=wait, as_json=as_json)
     )
 
 
+app.command()(plain.plan)
+
+
 @app.command()
 def resubmit(
+    context: typer.Context,
     folder: RunArgument,
     gpus: GpusOption = None,
     array: ArrayOption = None,
     gpus_per_task: PerTaskOption = None,
+    nodes_per_task: NodesOption = None,
+    gpu_type: TypeOption = None,
     tasks: TasksOption = None,
     executor: ExecutorOption = None,
     device: DeviceOption = None,
     slurm: SlurmOption = None,
     failed: Annotated[bool, typer.Option("--failed", help="Compute the shards of failed items anew as well.")] = False,
-    wait: Annotated[
-        bool, typer.Option("--wait", help="Follow the run to its end; exit with 3 if it is incomplete.")
-    ] = False,
+    wait: WaitOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Compute what a run lacks, on any number of GPUs.
@@ -139,10 +152,12 @@ def resubmit(
     """
     from slurmgpu.cli import submitting
 
-    resources = _resources(gpus, array, gpus_per_task, tasks, executor, device)
-    raise typer.Exit(
-        submitting.resubmit(_open(folder), resources, _slurm_options(slurm), failed=failed, wait=wait, as_json=as_json)
-    )
+    run = options.open_run(folder)
+    resources, sbatch_options = options.resources(context.params), options.slurm_options(slurm)
+    raise typer.Exit(submitting.resubmit(run, resources, sbatch_options, failed=failed, wait=wait, as_json=as_json))
+
+
+app.command()(plain.task)
 
 
 @app.command()
@@ -151,11 +166,12 @@ def status(folder: RunArgument, as_json: JsonOption = False) -> None:
 
     From its files, and one call of squeue at most.
     """
-    from slurmgpu.cli.output import result_json, show_status
+    from slurmgpu.cli.output import result_json
+    from slurmgpu.cli.tables import show_status
     from slurmgpu.executors.commands import queued_jobs
     from slurmgpu.status import read_status
 
-    run = _open(folder)
+    run = options.open_run(folder)
     value = read_status(run, queued_jobs(run))
     if as_json:
         result_json(value)
@@ -169,10 +185,11 @@ def report(folder: RunArgument, as_json: JsonOption = False) -> None:
 
     Exits with 3 while the run is incomplete.
     """
-    from slurmgpu.cli.output import result_json, show_report
+    from slurmgpu.cli.output import result_json
+    from slurmgpu.cli.tables import show_report
     from slurmgpu.report import last_report
 
-    value = last_report(_open(folder))
+    value = last_report(options.open_run(folder))
     if as_json:
         result_json(value)
     else:
@@ -189,7 +206,7 @@ def logs(
     """Print the logs of a task; without TASK, list them."""
     from slurmgpu.cli.logs import list_logs, print_logs
 
-    run = _open(folder)
+    run = options.open_run(folder)
     if task is None:
         list_logs(run)
     else:
@@ -205,39 +222,12 @@ def cancel(folder: RunArgument) -> None:
     from slurmgpu.cli.output import result
     from slurmgpu.executors import living
 
-    run = _open(folder)
+    run = options.open_run(folder)
     done = living.cancel(run)
     result(f"cancelled: {done}. To go on: slurmgpu resubmit {run.typed}" if done else "nothing of this run is alive.")
 
 
-@app.command()
-def merge(
-    folder: RunArgument,
-    verify: Annotated[bool, typer.Option("--verify", help="Only check every byte of merged.h5 again.")] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Join what is published into merged.h5, and report.
-
-    The merge job does this by itself. Exits with 3 while the run is incomplete; --verify with 1 if bytes changed.
-    """
-    from slurmgpu.cli.output import complain, result, result_json, show_report
-    from slurmgpu.executors import submitting
-    from slurmgpu.merge import verify as verify_merged
-
-    run = _open(folder)
-    if verify:
-        problems = verify_merged(run)
-        for problem in problems:
-            complain(problem)
-        if not problems:
-            result(f"{run.merged} is whole.")
-        raise typer.Exit(1 if problems else 0)
-    value = submitting.merge_by_hand(run)
-    if as_json:
-        result_json(value)
-    else:
-        show_report(value)
-    raise typer.Exit(0 if value["complete"] else 3)
+app.command()(plain.merge)
 
 
 @app.command()
@@ -253,7 +243,7 @@ def export(
     from slurmgpu.export import FORMATS
     from slurmgpu.export import export as write
 
-    run = _open(folder)
+    run = options.open_run(folder)
     if not run.merged.exists():
         raise SlurmGPUError(
             f"There is no {run.merged} yet. `slurmgpu merge {run.typed}` makes it once no task is alive."
@@ -270,45 +260,16 @@ def export(
 
 
 @app.command()
-def check(run_file: RunFileArgument = DEFAULT_RUN_FILE) -> None:
+def check(
+    run_file: RunFileArgument = DEFAULT_RUN_FILE,
+    node: Annotated[bool, typer.Option("--node", help="Check a node of the cluster, too, by a short job.")] = False,
+    here: Annotated[bool, typer.Option("--here", help="Check this machine as a task would, and nothing else.")] = False,
+) -> None:
     """Check what a run needs, one line each.
 
-    Versions, run file, plan, resources, Slurm. Exits with 2 if one fails.
+    Versions, run file, image, plan, resources, Slurm. With --node or --here the image is started,
+    and tells its Python and the GPUs that CUDA can use. Exits with 2 if one fails.
     """
-    from slurmgpu.cli.checks import run_checks
+    from slurmgpu.cli import checks
 
-    raise typer.Exit(run_checks(run_file))
-
-
-def _resources(
-    gpus: int | None,
-    array: bool | None,
-    gpus_per_task: int | None,
-    tasks: int | None,
-    executor: str | None,
-    device: str | None,
-) -> dict[str, Any]:
-    given = {"gpus": gpus, "array": array, "gpus_per_task": gpus_per_task}
-    return {**given, "tasks": tasks, "executor": executor, "device": device}
-
-
-def _pairs(texts: list[str] | None) -> dict[str, Any]:
-    if not texts:
-        return {}
-    from slurmgpu.config import parse_setting
-
-    return dict(parse_setting(text) for text in texts)
-
-
-def _slurm_options(texts: list[str] | None) -> dict[str, Any]:
-    if not texts:
-        return {}
-    from slurmgpu.config import parse_slurm_options
-
-    return dict(parse_slurm_options(texts))
-
-
-def _open(folder: Path) -> Run:
-    from slurmgpu.runs import Run
-
-    return Run.open(folder)
+    raise typer.Exit(checks.run_checks_here(run_file) if here else checks.run_checks(run_file, node=node))

@@ -46,17 +46,14 @@ def _files(run: Run, attempt: str) -> list[Path]:
     """Where an attempt's output lies: its task's, by Submitit's naming, then its workers'."""
     record = next(record for record in run.attempts() if record["attempt"] == attempt)
     job, task = record["job"], record["task"]
-    candidates = [
-        f"{job}_{task}_0_log.out",
-        f"{job}_{task}_0_log.err",
-        f"{job}_0_log.out",
-        f"{job}_0_log.err",
-    ]
+    stems = [f"{name}_{rank}_log" for rank in range(record["n_nodes"]) for name in (f"{job}_{task}", job)]
+    candidates = [f"{stem}.{end}" for stem in stems for end in ("out", "err")]
     if record["executor"] == "local":
         line = next(line for line in run.submissions() if line["submission"] == record["submission"])
         pid = line.get("pids", [])[task : task + 1]
         candidates = [f"{p}_0_log.{end}" for p in pid for end in ("out", "err")]
-    return [path for name in (*candidates, f"{attempt}.log") if (path := run.logs / name).exists()]
+    candidates += [f"{attempt}.log", *(f"{attempt}.node{rank}.log" for rank in range(1, record["n_nodes"]))]
+    return [path for name in candidates if (path := run.logs / name).exists()]
 
 
 def _print_from(path: Path, position: int, *, heading: bool = False) -> int:

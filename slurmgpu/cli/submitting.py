@@ -13,11 +13,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from slurmgpu import api
-from slurmgpu.cli.output import result, result_json, say, show_plan, show_report, show_scripts
+from slurmgpu.cli.output import result, result_json, say, show_origins, show_plan, show_scripts
+from slurmgpu.cli.tables import show_report
 from slurmgpu.executors import commands
 from slurmgpu.executors.submitting import Outcome
 from slurmgpu.planning import Draft, draft_run
 from slurmgpu.runs import Run
+from slurmgpu.site import Origins, origins
 
 
 def submit(
@@ -34,12 +36,26 @@ def submit(
     other = Run.open(after) if after is not None else None
     with _planning() as progress, draft_run(run_file, overrides, run_dir, progress, other) as draft:
         if dry_run:
-            _show_draft(draft, other, as_json=as_json)
+            _show_draft(draft, other, origins(run_file, overrides), as_json=as_json)
             return 0
         with _following(draft.run_dir, draft.plan.n_items) as follow:
             handle = api.submit_draft(draft, other, follow.run)
     assert handle.outcome is not None
     return _conclude(handle.run, handle.outcome, wait=wait, as_json=as_json)
+
+
+def plan(run_file: Path, overrides: Mapping[str, Any], run_dir: Path | None, *, as_json: bool) -> None:
+    """Make the run directory, and print how to submit it by hand."""
+    with _planning() as progress, draft_run(run_file, overrides, run_dir, progress) as draft:
+        run, lines, notes = api.plan_draft(draft)
+    for note in notes:
+        say(note)
+    if as_json:
+        result_json({"run_dir": str(run.folder), "lines": lines})
+        return
+    say(f"{run.folder} is made, and nothing is queued. To submit it:")
+    for line in lines:
+        result(line)
 
 
 def resubmit(
@@ -79,7 +95,7 @@ def _say_submitted(run: Run, outcome: Outcome, *, to_stderr: bool) -> None:
     tell(f"next: slurmgpu status {run.typed}")
 
 
-def _show_draft(draft: Draft, after: Run | None, *, as_json: bool) -> None:
+def _show_draft(draft: Draft, after: Run | None, values: Origins, *, as_json: bool) -> None:
     from slurmgpu.executors import slurm
 
     submission = api.submission_of(draft, after)
@@ -88,6 +104,7 @@ def _show_draft(draft: Draft, after: Run | None, *, as_json: bool) -> None:
     if submission.executor == "slurm":
         try:
             submission, notes = slurm.respect_limits(submission)
+            notes += slurm.hazards(draft.plan.container)
             scripts = slurm.scripts(draft.run_dir, draft.plan.name, submission)
         except commands.SlurmUnavailableError as error:
             notes = [f"Neither limits nor scripts can be shown. {error}"]
@@ -98,12 +115,14 @@ def _show_draft(draft: Draft, after: Run | None, *, as_json: bool) -> None:
                 "run_dir": str(draft.run_dir),
                 "plan": plan,
                 "submission": asked,
+                "origins": values,
                 "notes": notes,
                 "scripts": scripts,
             }
         )
     else:
         show_plan(draft.plan.to_json(), asdict(submission), str(draft.run_dir), notes)
+        show_origins(values)
         show_scripts(scripts)
 
 

@@ -1,8 +1,13 @@
-"""What `init` writes."""
+"""What `init` writes: a commented run file, or the site file."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.executors.surveying import Survey, survey
+from slurmgpu.site import site_path
 
 SETTINGS = {
     "embed": """model = "sentence-transformers/all-MiniLM-L6-v2"   # a name on the hub, or a folder
@@ -29,16 +34,90 @@ use = "{use}"
 [resources]
 gpus = 4                           # held at once
 array = true                       # spread over tasks of one GPU; without it one task holds all of them
+# gpus_per_task = 4                # with array: GPUs of each task
+# gpu_type = "a100"                # as Slurm calls it
+# processes = "per-gpu"            # a process for each GPU of a task, if the workload can; default: what it wants
+# nodes_per_task = 2               # spread each task over nodes; needs processes = "per-gpu"
 # device = "cpu"                   # compute on the CPU whatever is allocated
+
+# [container]                      # without it tasks run in the Python that submits
+# image = "image.sif"              # an Apptainer image, with what the workload imports
+# binds = ["/data", "/scratch/ada:/scratch"]
+# env = {{HF_HOME = "/data/hf", HF_TOKEN = true}}   # true: as it is where the task starts
 
 [slurm]                            # sbatch's own names, passed through
 # partition = "gpu"
-time = "04:00:00"
+# time = "04:00:00"                # the walltime of a task; default: the site file's, else the partition's
 # mem = "32G"
 
 [merge]                            # the same for the merge job, which needs no GPU
 # partition = "cpu"
 """
+
+
+SITE_TEMPLATE = """\
+# The site file: what holds for all of your runs on this cluster.
+# Run files go over it, and options of commands over both.
+# Written by `slurmgpu init --site` from what Slurm says of the cluster {cluster}.
+
+[slurm]                            # sbatch's own names
+{slurm}
+[merge]                            # the merge job, which needs no GPU
+{merge}
+[resources]
+{resources}
+[container]                        # relative paths are relative to this file
+# image = "/path/to/image.sif"
+# binds = ["/data"]
+# scratch = "{scratch}"            # a folder on each node for images and caches; default: $TMPDIR, else /tmp
+"""
+
+
+def write_run_file(workload: str | None, path: Path) -> Path:
+    """Write a commented run file; refuse to overwrite."""
+    if path.exists():
+        raise SlurmGPUError(f"{path} exists; name another file with -o, or remove it.")
+    path.write_text(run_file_template(workload))
+    return path
+
+
+def write_site_file(path: Path | None) -> Path:
+    """Write the site file, by default where every run looks for it; refuse to overwrite."""
+    path = path or site_path()
+    if path.exists():
+        raise SlurmGPUError(f"{path} exists; edit it, or see with -o FILE what would be proposed today.")
+    text = site_file_template(survey())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def site_file_template(found: Survey) -> str:
+    """A commented site file: what to take, with the alternatives in comments."""
+    with_gpus = [(p.name, p.described) for p in found.gpu_partitions]
+    without = [(p.name, p.described) for p in found.partitions if not p.gpus]
+    account = [(name, "the default one" if n == 0 else "") for n, name in enumerate(found.accounts)]
+    # None is taken: a run that does not care starts sooner.
+    types = _choices("gpu_type", [(name, "") for name in found.gpu_types], n_taken=0)
+    slurm = _choices("partition", with_gpus) + _choices("account", account)
+    slurm += _choices("qos", [(name, "") for name in found.qos], n_taken=0)
+    slurm += '# time = "04:00:00"\n# setup = ["module load apptainer"]   # what a job\'s script runs first\n'
+    return SITE_TEMPLATE.format(
+        cluster=found.cluster,
+        slurm=slurm if with_gpus else f"# No partition has GPUs.\n{slurm}",
+        merge=_choices("partition", without) or "# partition, account, qos and reservation are those of [slurm]\n",
+        resources=types or '# gpu_type = "a100"\n',
+        scratch=found.scratch,
+    )
+
+
+def _choices(key: str, values: Sequence[tuple[str, str]], n_taken: int = 1) -> str:
+    """A line for each value, the first ones as they are and the others in comments, with a word on each."""
+    lines = []
+    for n, (value, word) in enumerate(values):
+        text = f'{"" if n < n_taken else "# "}{key} = "{value}"'
+        lines.append(f"{text:<34} # {word}\n" if word else f"{text}\n")
+    return "".join(lines)
 
 
 def run_file_template(workload: str | None) -> str:

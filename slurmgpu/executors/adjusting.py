@@ -29,6 +29,8 @@ def first_submission(plan_resources: Mapping[str, Any], n_shards: int, **given: 
         n_tasks=allocation.n_tasks,
         n_concurrent=allocation.n_concurrent,
         gpus_per_task=allocation.gpus_per_task,
+        gpu_type=wanted.gpu_type,
+        nodes_per_task=wanted.nodes_per_task,
         resources=wanted.model_dump(),
     )
     return replace(submission, **given)
@@ -43,21 +45,28 @@ def next_submission(
 ) -> tuple[Submission, list[str]]:
     """The submission that computes what is missing: the last one, adjusted to what failed; and what changed."""
     if not run.submissions():  # whoever planned the run died before it was submitted
-        first = first_submission(run.plan.resources, run.plan.n_shards)
-        return replace(first, slurm=run.plan.slurm, merge=run.plan.merge), []
+        first = first_submission(merge_tables(run.plan.resources, resources or {}), run.plan.n_shards)
+        return replace(first, slurm={**run.plan.slurm, **(slurm or {})}, merge=run.plan.merge), []
     last = run.last_submission()
     wanted = parse_resources(merge_tables(last["resources"], resources or {}))
     n_missing = run.plan.n_shards - len(run.published()) + n_again
     allocation = allocate(wanted, max(1, n_missing))
     options = {**last["slurm"], **(slurm or {})}
-    attempts = [a for a in attempts_of(run, lives_of(run)) if a["submission"] in (last["submission"], None)]
+    all_attempts = attempts_of(run, lives_of(run))
+    attempts = [a for a in all_attempts if a["submission"] in (last["submission"], None)]
     notes = []
     exclude: list[str] = []
     if wanted.executor == "slurm" and "exclude" not in (slurm or {}):  # a user who names nodes has the last word
-        exclude = sorted({*last["exclude"], *bad_nodes(attempts)})
+        innocent = _blamed_alike(all_attempts)
+        exclude = sorted({*last["exclude"], *bad_nodes(attempts)} - innocent)
+        if innocent:
+            notes.append(f"{', '.join(sorted(innocent))} failed alike, and no other node did better: none is excluded.")
     if new := sorted(set(exclude) - set(last["exclude"])):
         notes.append(f"Excluded: {', '.join(new)}, where nodes or GPUs failed.")
     if wanted.executor == "slurm" and _ran_out_of_memory(attempts) and not MEMORY_OPTIONS & set(slurm or {}):
+        if last.get("by_hand") and any(attempt["memory_mb"] for attempt in attempts):
+            # The script may have asked for another amount than the run file.
+            options = {name: value for name, value in options.items() if name not in MEMORY_OPTIONS}
         options, note = _with_more_memory(options, attempts)
         notes.append(note)
     submission = Submission(
@@ -67,13 +76,23 @@ def next_submission(
         n_tasks=allocation.n_tasks,
         n_concurrent=allocation.n_concurrent,
         gpus_per_task=allocation.gpus_per_task,
+        gpu_type=wanted.gpu_type,
+        nodes_per_task=wanted.nodes_per_task,
         slurm=options,
         merge=last["merge"],
         exclude=tuple(exclude),
         round=round,
         resources=wanted.model_dump(),
+        container=last.get("container"),
     )
     return submission, notes
+
+
+def _blamed_alike(attempts: list[dict[str, Any]]) -> set[str]:
+    """Nodes that lacked something for the container when no node at all had it: a path that is wrong is nobody's."""
+    blamed = {a["bad_node"] for a in attempts if a["failure"] == "container" and a["bad_node"]}
+    well = any(a["node"] not in blamed and (a["n_shards"] or not a["failure"]) for a in attempts)
+    return blamed if len(blamed) > 1 and not well else set()
 
 
 def _ran_out_of_memory(attempts: list[dict[str, Any]]) -> bool:
@@ -85,17 +104,15 @@ def _with_more_memory(options: Mapping[str, Any], attempts: list[dict[str, Any]]
         if name in options:
             match = re.fullmatch(r"(\d+)([KMGTkmgt]?)[Bb]?", str(options[name]))
             if match is None:
-                return dict(
-                    options
-                ), f"Memory ran out, but {name} = {options[name]!r} is not understood: raise it by hand."
+                note = f"Memory ran out, but {name} = {options[name]!r} is not understood: raise it by hand."
+                return dict(options), note
             # Whole megabytes: 1.5 of 1G is no whole number of G.
             megabytes = int(match[1]) * {"K": 1 / 1024, "G": 1024, "T": 1024**2}.get(match[2].upper(), 1)
             more = f"{-(-int(megabytes * MEMORY_FACTOR) // 1)}M"
             return {**options, name: more}, f"Memory ran out: {name} is {more} instead of {options[name]}."
     had = max((a["memory_mb"] or 0 for a in attempts), default=0)
     if not had:
-        return dict(
-            options
-        ), "Memory ran out, and how much there was is not known: set mem under [slurm], or --slurm mem=…"
+        note = "Memory ran out, and how much there was is not known: set mem under [slurm], or --slurm mem=…"
+        return dict(options), note
     more = f"{int(had * MEMORY_FACTOR)}M"
     return {**options, "mem": more}, f"Memory ran out: mem is {more} instead of {had}M."

@@ -24,6 +24,12 @@ NOT_HERE = "There is no {} here. Submit from a node of the cluster, or use this 
 INHERITED = ("SLURM_", "SBATCH_", "SRUN_", "PMI_", "PMIX_", "SUBMITIT_")
 KEPT = {"SLURM_CONF"}
 
+JOB_NAME = "slurmgpu"
+MERGE_NAME = "slurmgpu-merge"
+"""What names of jobs begin with: Submitit's, and those of sbatch/*.sbatch."""
+
+JOB_KEYS = ("array_job", "merge_job")
+
 ENDED_STATES = {
     "BOOT_FAIL": "node_fail",
     "CANCELLED": "cancelled",
@@ -51,6 +57,8 @@ class QueuedJob:
     job_id: str
     state: str
     reason: str
+    name: str
+    folder: str
     command: str
 
     @property
@@ -58,11 +66,36 @@ class QueuedJob:
         """The id before the underscore."""
         return self.job_id.split("_")[0]
 
+    @property
+    def is_merge(self) -> bool:
+        """Whether it merges, rather than computes."""
+        return self.name.startswith(MERGE_NAME)
+
+    def is_submitits(self, run: Run) -> bool:
+        """Whether Submitit wrote its script, into the run directory."""
+        return Path(self.command).parent == run.logs
+
+    def is_of(self, run: Run) -> bool:
+        """Whether it belongs to a run by its script: Submitit's lies in the run directory.
+
+        One that was submitted by hand bears a name that begins with "slurmgpu", and the run among its arguments.
+        """
+        if self.is_submitits(run):
+            return True
+        if not self.name.startswith(JOB_NAME) or run.folder.name not in self.command:
+            return False
+        # squeue shows the arguments joined by blanks, which a path may hold as well.
+        words = self.command.split(" ")[1:]
+        spans = (" ".join(words[a:b]) for a in range(len(words)) for b in range(a + 1, len(words) + 1))
+        folder = run.folder.resolve()
+        return any(Path(self.folder, span).resolve() == folder for span in spans if Path(span).name == folder.name)
+
 
 def run(*command: str) -> str:
     """Standard output of a Slurm command; SlurmUnavailableError says what it complained of."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+        # replace: names and arguments of jobs are any bytes.
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=True)
     except FileNotFoundError:
         raise SlurmUnavailableError(NOT_HERE.format(command[0])) from None
     except subprocess.TimeoutExpired as error:
@@ -84,32 +117,49 @@ def outside_job() -> Iterator[None]:
         os.environ.update(hidden)
 
 
-def queue(job_ids: Sequence[str], scripts: Path | None = None) -> list[QueuedJob]:
-    """What squeue says of these jobs, and of those whose script lies in `scripts`; not of jobs that have ended."""
-    if not job_ids and scripts is None:
+def queue(job_ids: Sequence[str], of: Run | None = None) -> list[QueuedJob]:
+    """What squeue says of these jobs, and of those whose script tells that they are of a run; not of ended ones."""
+    if not job_ids and of is None:
         return []
     # Named with --jobs, one job that Slurm has forgotten makes squeue fail for all; so all of the user's are asked for.
-    text = run("squeue", "--noheader", "--user", getpass.getuser(), "--format", "%i|%T|%r|%o")
+    # Arguments hold any character, also newlines. A job whose name or arguments hold these two is no run's.
+    fields = "\x1f".join(("%i", "%T", "%r", "%j", "%Z", "%o")) + "\x1e"
+    text = run("squeue", "--noheader", "--user", getpass.getuser(), "--format", fields)
     wanted = set(job_ids)
-    jobs = [QueuedJob(*(part.strip() for part in line.split("|", 3))) for line in text.splitlines() if line.strip()]
+    records = [record.split("\x1f") for record in text.split("\x1e\n")]
+    jobs = [QueuedJob(*(part.strip() for part in record)) for record in records if len(record) == 6]
     return [
         job
         for job in jobs
-        if job.state not in ENDED_STATES and (job.array_job in wanted or Path(job.command).parent == scripts)
+        if job.state not in ENDED_STATES and (job.array_job in wanted or (of is not None and job.is_of(of)))
     ]
+
+
+def jobs_of(run: Run) -> list[QueuedJob]:
+    """A run's jobs in the queue, of all submissions that have not ended, and those that have not joined it yet."""
+    lines = run.submissions()
+    over = {line.get(key) for line in lines if line["state"] == "ended" for key in JOB_KEYS}
+    ids = [line[key] for line in lines for key in JOB_KEYS if key in line and line["state"] != "ended"]
+    return [job for job in queue(ids, run) if job.array_job not in over]
+
+
+def may_be_queued(run: Run) -> bool:
+    """Whether Slurm may have jobs of a run: not of one that was only ever computed on this machine."""
+    lines = run.submissions()
+    return not lines or any(line["executor"] == "slurm" for line in lines)
 
 
 def queued_jobs(run: Run) -> list[dict[str, str]] | None:
     """A run's jobs in the queue, by one call of squeue; None where Slurm has none of it, or does not answer."""
-    open_lines = [line for line in run.submissions() if line["state"] == "queued"]
-    ids = [line[key] for line in open_lines for key in ("array_job", "merge_job")]
-    if not ids:
+    if not may_be_queued(run):
         return None
+    expected = any(line["state"] == "queued" for line in run.submissions())
     try:
-        return [{"job_id": job.job_id, "state": job.state, "reason": job.reason} for job in queue(ids)]
+        jobs = [{"job_id": job.job_id, "state": job.state, "reason": job.reason} for job in jobs_of(run)]
     except SlurmUnavailableError as error:
-        log.warning("%s", error)
+        log.log(logging.WARNING if expected else logging.DEBUG, "%s", error)
         return None
+    return jobs if jobs or expected else None
 
 
 def dependents(job_id: str) -> list[tuple[str, str]]:
@@ -169,24 +219,69 @@ def cancel_pending(array_job: str) -> None:
     cancel("--state=PENDING", array_job)
 
 
-def seconds_left(job_id: str) -> float | None:
-    """Seconds until the walltime of a running job ends; None when it has no limit or Slurm does not say."""
+@dataclass(frozen=True)
+class OwnJob:
+    """The job that this process runs in: of an array, the array's id and the index in it; of a plain job, its id and 0.
+
+    `restart` is how often it was requeued; `seconds_left` until its walltime ends, None without a limit. `n_tasks` are
+    those of the array.
+    """
+
+    array_job: str
+    task: int
+    restart: int
+    seconds_left: float | None
+    n_tasks: int = 1
+
+
+def own_job() -> OwnJob:
+    """The job that this process is in, as Slurm knows it; where it does not answer, as the environment says.
+
+    The environment alone may be another job's: sbatch hands an array task's variables on to what is submitted in it.
+    """
+    environ = os.environ
+    job_id = environ["SLURM_JOB_ID"]
+    columns = ("JobID", "ArrayJobID", "ArrayTaskID", "RestartCnt", "TimeLeft")
     try:
-        text = run("squeue", "--noheader", "--jobs", job_id, "--format", "%L").strip()
-    except SlurmUnavailableError as error:
-        log.warning("the walltime is not known: %s", error)
-        return None
-    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.splitlines()[0] if text else "")
+        # Asked for the last task of an array, whose id is the array's, squeue answers with all of its tasks.
+        text = run("squeue", "--noheader", "--jobs", job_id, "--Format", ",".join(f"{name}:24" for name in columns))
+        fields = next(line.split() for line in text.splitlines() if line.split()[:1] == [job_id])
+        array_job, index, restart, left = fields[1:]
+    except (SlurmUnavailableError, StopIteration, ValueError) as error:
+        log.warning("the walltime is not known: %s", error or "squeue does not know this job")
+        array_job, index = environ.get("SLURM_ARRAY_JOB_ID", job_id), environ.get("SLURM_ARRAY_TASK_ID", "N/A")
+        restart, left = environ.get("SLURM_RESTART_COUNT", "0"), ""
+    if not index.isdecimal():
+        return OwnJob(job_id, 0, int(restart), _seconds(left))
+    return OwnJob(array_job, int(index), int(restart), _seconds(left), int(environ.get("SLURM_ARRAY_TASK_COUNT", "1")))
+
+
+def _seconds(text: str) -> float | None:
+    """Slurm's days-hours:minutes:seconds."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
     if match is None:
         return None  # UNLIMITED, NOT_SET, INVALID
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
+def hostnames(expression: str) -> tuple[str, ...]:
+    """The nodes of a list such as `gpu[1-2]`; none when Slurm does not answer."""
+    try:
+        return tuple(run("scontrol", "show", "hostnames", expression).split())
+    except SlurmUnavailableError as error:
+        log.warning("%s", error)
+        return ()
+
+
+def configuration() -> dict[str, str]:
+    """The cluster's slurm.conf and cgroup.conf, as `scontrol show config` gives them."""
+    return dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", run("scontrol", "show", "config"), re.MULTILINE))
+
+
 def max_array_size() -> int:
     """MaxArraySize of the cluster; indices run to one less."""
-    found = re.search(r"MaxArraySize\s*=\s*(\d+)", run("scontrol", "show", "config"))
-    return int(found[1]) if found else 1001  # Slurm's default
+    return int(configuration().get("MaxArraySize", "1001"))  # Slurm's default
 
 
 def max_submit_jobs() -> int | None:

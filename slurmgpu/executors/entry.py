@@ -1,4 +1,4 @@
-"""What Submitit calls on a node: a task, or the merge. Plain arguments, so that its pickles stay small."""
+"""What Slurm's jobs run on a node: a task, or the merge. Plain arguments, so that Submitit's pickles stay small."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from slurmgpu.executors import commands
-from slurmgpu.records import Attempt
+from slurmgpu.following import follow
+from slurmgpu.nodes import node_rank
+from slurmgpu.records import Attempt, node_name
 from slurmgpu.runs import Run
 from slurmgpu.task import Task
 
 log = logging.getLogger(__name__)
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 @contextlib.contextmanager
@@ -36,10 +40,40 @@ def safe_path() -> Iterator[None]:
 
 
 def run_task(folder: Path, submission: int) -> None:
-    """An array task of a Slurm job; exits with the task's code, for Slurm's accounting."""
-    _log_to_stderr()
+    """An array task of Submitit's; exits with the task's code, for Slurm's accounting."""
+    log_to_stderr()
     run = Run.open(folder)
-    attempt = attempt_here(run, submission)
+    given = next(line for line in run.submissions() if line["submission"] == submission)
+    nodes = given.get("nodes_per_task", 1)
+    n_gpus, own = given["gpus_per_task"] // nodes, commands.own_job()
+    code = work(run, attempt_here(own, submission, n_gpus, given["device"], nodes))
+    if code:
+        sys.exit(code)
+
+
+def run_task_by_hand(folder: Path, device: str | None = None) -> int:
+    """A task of a job that was submitted by hand, sbatch/array.sbatch say; its exit code.
+
+    The allocation is what Slurm's environment says, not what the plan asked for.
+    """
+    from slurmgpu.executors import joining
+
+    joining.check_job()
+    log_to_stderr()
+    run = Run.open(folder)
+    own = commands.own_job()
+    with joining.log_beside(run, own):
+        given = joining.join(run, own, device)
+        n_gpus, n_nodes = joining.gpus_here(), joining.nodes_here()
+        attempt = attempt_here(own, given["submission"], n_gpus, device or given["device"], n_nodes)
+        log.info("attempt %s of %s: %d GPUs, device %s", attempt.name, run.folder, n_gpus, attempt.device)
+        return work(run, attempt)
+
+
+def work(run: Run, attempt: Attempt) -> int:
+    """Work as this attempt until no shard is left for it; the exit code. Submitit's way and the scripts' meet here."""
+    if attempt.n_nodes > 1 and (rank := node_rank()):
+        return follow(run, attempt, rank, node_name())
     task = Task(run, attempt)
     code = task.run_worker()
     if task.record.reason == "complete":
@@ -47,37 +81,42 @@ def run_task(folder: Path, submission: int) -> None:
             commands.cancel_pending(attempt.job)
         except commands.SlurmUnavailableError as error:
             log.warning("tasks that are still queued stay so: %s", error)
-    if code:
-        sys.exit(code)
+    return code
 
 
-def attempt_here(run: Run, submission: int) -> Attempt:
-    """The attempt that runs here, from the environment that Slurm gave it."""
-    environ = os.environ
-    given = next(line for line in run.submissions() if line["submission"] == submission)
-    job = environ["SLURM_JOB_ID"]
-    if "SLURM_ARRAY_TASK_ID" in environ:
-        # The job id of the last array task is that of the whole array, which squeue answers with all tasks.
-        job = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
-    left = commands.seconds_left(job)
+def attempt_here(own: commands.OwnJob, submission: int, n_gpus: int, device: str, n_nodes: int = 1) -> Attempt:
+    """The attempt that runs here, from the environment that Slurm gave it; `n_gpus` are those of this node."""
+    environ, left = os.environ, own.seconds_left
     return Attempt(
-        job=environ.get("SLURM_ARRAY_JOB_ID", environ["SLURM_JOB_ID"]),
-        task=int(environ.get("SLURM_ARRAY_TASK_ID", "0")),
-        restart=int(environ.get("SLURM_RESTART_COUNT", "0")),
+        job=own.array_job,
+        task=own.task,
+        restart=own.restart,
         submission=submission,
         executor="slurm",
-        n_gpus=given["gpus_per_task"],
-        device=given["device"],
+        n_gpus=n_gpus,
+        device=device,
         end_time=None if left is None else time.time() + left,
-        memory_mb=int(environ["SLURM_MEM_PER_NODE"]) if "SLURM_MEM_PER_NODE" in environ else None,
+        memory_mb=_memory_mb(environ, n_gpus),
+        n_nodes=n_nodes,
+        nodes=commands.hostnames(environ["SLURM_STEP_NODELIST"]) if n_nodes > 1 else (),
     )
+
+
+def _memory_mb(environ: Mapping[str, str], n_gpus: int) -> int | None:
+    """The job's memory on this node, in whichever of three ways it was asked for; 0 stands for all of the node's."""
+    shares = {
+        "SLURM_MEM_PER_NODE": 1,
+        "SLURM_MEM_PER_CPU": int(environ.get("SLURM_CPUS_ON_NODE", "0")),
+        "SLURM_MEM_PER_GPU": n_gpus,
+    }
+    return next((int(environ[name]) * count or None for name, count in shares.items() if name in environ), None)
 
 
 def run_merge(folder: Path) -> None:
     """The merge job: joins, reports, resubmits if the run file says so; exits with 3 while the run is incomplete."""
     from slurmgpu.executors import submitting  # it imports this module's functions for Submitit to pickle
 
-    _log_to_stderr()
+    log_to_stderr()
     code = submitting.merge_on_slurm(Run.open(folder), os.environ["SLURM_JOB_ID"])
     if code:
         sys.exit(code)
@@ -87,14 +126,18 @@ def run_local_task(
     folder: Path, job: str, slot: int, submission: int, gpu_ids: list[str], device: str, n_threads: int
 ) -> None:
     """A slot of the local executor, with GPUs and a share of the cores of its own; exits with the task's code."""
-    _log_to_stderr()
+    log_to_stderr()
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)
-    os.environ.setdefault("OMP_NUM_THREADS", str(n_threads))
+    run = Run.open(folder)
+    n_processes = len(gpu_ids) if run.plan.processes == "per-gpu" else 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, n_threads // max(1, n_processes))))
     attempt = Attempt(job, slot, submission=submission, executor="local", n_gpus=len(gpu_ids), device=device)
-    code = Task(Run.open(folder), attempt).run_worker()
+    code = Task(run, attempt).run_worker()
     if code:
         sys.exit(code)
 
 
-def _log_to_stderr() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+def log_to_stderr() -> None:
+    """Log what a job does, for its output file."""
+    # force: the command line has set up warnings already.
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr, force=True)

@@ -18,21 +18,35 @@ from slurmgpu.runs import Run
 log = logging.getLogger(__name__)
 
 
-def alive(run: Run) -> str | None:
-    """What of this run is alive or queued, in words; None when nothing is. Raises when Slurm does not tell."""
+def alive(run: Run, waiting_merge: str | None = None) -> str | None:
+    """What of this run is alive or queued, in words; None when nothing is. Raises when Slurm does not tell.
+
+    `waiting_merge` is the job of who asks, to merge when the others have ended; others that wait like it do not count.
+    """
+    if jobs := _queued(run, waiting_merge):
+        return f"Slurm has {len(jobs)} of its jobs, such as {jobs[0].job_id} ({jobs[0].state})"
     for line in reversed(run.submissions()):
-        if line["state"] == "ended":
-            continue
-        if line["executor"] == "slurm":
-            # By the run directory, too: a submission that died between sbatch and its record has left no job ids, and
-            # one that was refused may have left an array that could not be cancelled.
-            ids = [line[key] for key in ("array_job", "merge_job") if key in line]
-            jobs = commands.queue(ids, run.logs)
-            if jobs:
-                return f"Slurm has {len(jobs)} of its jobs, such as {jobs[0].job_id} ({jobs[0].state})"
-        elif "pids" in line and (here := _alive_here(run, line)):
+        if line["state"] != "ended" and "pids" in line and (here := _alive_here(run, line)):
             return here
     return None
+
+
+def _queued(run: Run, waiting_merge: str | None) -> list[commands.QueuedJob]:
+    if not commands.may_be_queued(run):
+        return []
+    try:
+        # By the run directory, too: a submission that died between sbatch and its record has left no job ids, and one
+        # that was refused may have left an array that could not be cancelled.
+        jobs = commands.jobs_of(run)
+    except commands.SlurmUnavailableError:
+        if all(line["state"] == "ended" or line["executor"] != "slurm" for line in run.submissions()):
+            return []  # where there is no Slurm, nothing was submitted by hand
+        raise
+    if waiting_merge is None:
+        return jobs
+    waiting = {waiting_merge, *(line.get("merge_job") for line in run.submissions() if line.get("by_hand"))}
+    waiting |= {job.array_job for job in jobs if job.is_merge and not job.is_submitits(run)}
+    return [job for job in jobs if job.array_job not in waiting]
 
 
 def _alive_here(run: Run, line: Mapping[str, Any]) -> str | None:
@@ -80,18 +94,19 @@ def cancel(run: Run) -> str:
     from slurmgpu.executors import local
 
     stopped = []
-    for line in run.submissions():
-        if line["state"] == "ended":
-            continue
-        if line["executor"] == "slurm":
-            ids = [line[key] for key in ("array_job", "merge_job") if key in line]
-            if jobs := sorted({job.array_job for job in commands.queue(ids, run.logs)}):
+    if jobs := sorted({job.array_job for job in _queued(run, None)}):
+        for line in run.submissions():
+            ids = {line[key] for key in commands.JOB_KEYS if key in line} or set(jobs)  # it may not have written them
+            if line["state"] != "ended" and line["executor"] == "slurm" and ids & set(jobs):
                 run.record_submission({"submission": line["submission"], "cancelled": True})
-                commands.cancel(*jobs)
-                stopped.append(f"Slurm jobs {', '.join(jobs)}")
-        elif line["host"] != platform.node():
+        commands.cancel(*jobs)
+        stopped.append(f"Slurm jobs {', '.join(jobs)}")
+    for line in run.submissions():
+        if line["state"] == "ended" or line["executor"] == "slurm":
+            continue
+        if line["host"] != platform.node():
             raise SlurmGPUError(f"This run works on {line['host']}; cancel it there.")
-        elif pids := [pid for pid in line["pids"] if local.is_alive(pid)]:
+        if pids := [pid for pid in line["pids"] if local.is_alive(pid)]:
             run.record_submission({"submission": line["submission"], "cancelled": True})
             local.stop(pids)
             stopped.append(f"processes {', '.join(map(str, pids))}")

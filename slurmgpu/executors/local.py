@@ -28,6 +28,11 @@ NEVER_MIN = 10 * 365 * 24 * 60
 def gpu_ids(submission: Submission) -> list[list[str]]:
     """The GPUs of each slot, as CUDA_VISIBLE_DEVICES takes them; a sentence when this machine has too few."""
     n_slots, per_slot = submission.n_concurrent, submission.gpus_per_task
+    if submission.nodes_per_task > 1:
+        raise SlurmGPUError(
+            f"nodes_per_task = {submission.nodes_per_task}, and the local executor has this machine alone. "
+            f"Set it to 1 here: --nodes-per-task 1."
+        )
     if per_slot == 0:
         return [[] for _ in range(n_slots)]
     ids = gpus.visible_ids()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 import submitit
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
+from slurmgpu.config import RunFile
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import commands, entry
+from slurmgpu.executors.adjusting import first_submission
 from slurmgpu.runs import Run
 from slurmgpu.submissions import Submission
 
@@ -37,6 +40,28 @@ def respect_limits(asked: Submission) -> tuple[Submission, list[str]]:
     return less, [f"{asked.n_tasks} tasks were asked for; {name} is {limit}, so {limit} will take all the shards."]
 
 
+def hazards(container: Mapping[str, Any] | None) -> list[str]:
+    """A sentence when Slurm's signals would kill the image under its worker; none when they do not.
+
+    A SIF is served by a process of the job. Where Slurm signals all processes of a job, that one dies, and the worker
+    of a bus error with it. An unpacked image needs no such process.
+    """
+    if container is None or container["stage"] == "unpack" or container["identity"]["kind"] != "sif":
+        return []
+    config = commands.configuration()
+    tracking = config.get("ProctrackType", "")
+    if tracking != "proctrack/cgroup":
+        cause = f"ProctrackType = {tracking}"
+    elif config.get("SignalChildrenProcesses", "no") == "yes":
+        cause = "SignalChildrenProcesses = yes"
+    else:
+        return []
+    return [
+        f"Slurm signals every process of a job here ({cause}), also the one that serves the image: the notice of a "
+        f'preemption would end the worker by a bus error. Set stage = "unpack" in [container], which needs none.'
+    ]
+
+
 def scripts(folder: Path, name: str, submission: Submission) -> dict[str, str]:
     """The sbatch scripts that `submit` would hand to Slurm, by job."""
     array = _array_executor(folder / "logs", name, submission)
@@ -54,36 +79,82 @@ def submit(run: Run, submission: Submission) -> dict[str, Any]:
     array = _array_executor(run.logs, run.plan.name, submission)
     with commands.outside_job(), entry.safe_path():
         tasks = [run.folder] * submission.n_tasks
-        jobs = _queue(lambda: array.map_array(entry.run_task, tasks, [submission.submission] * len(tasks)))
+        numbers = [submission.submission] * len(tasks)
+        jobs = _queue(lambda: array.map_array(entry.run_task, tasks, numbers), submission.exclude)
         array_job = jobs[0].job_id.split("_")[0]
         merge = _merge_executor(run.logs, run.plan.name, submission, f"afterany:{array_job}")
         try:
             merge_job = _queue(lambda: [merge.submit(entry.run_merge, run.folder)])[0].job_id
-        except SlurmGPUError:
+        except BaseException:
             commands.cancel(array_job)
             raise
     return {"array_job": array_job, "merge_job": merge_job}
 
 
-def _queue(submit_jobs: Any) -> Any:
+CHECK_TIME = "00:05:00"
+FOR_SRUN = {
+    "account",
+    "constraint",
+    "cpus_per_task",
+    "exclude",
+    "gres",
+    "mem",
+    "mem_per_cpu",
+    "mem_per_gpu",
+    "nodelist",
+}
+FOR_SRUN |= {"partition", "qos", "reservation"}
+
+
+def check_command(config: RunFile, command: list[str]) -> list[str]:
+    """The srun that runs a command where a task of the run file would run, for five minutes at most."""
+    submission = first_submission(config.resources.model_dump(), n_shards=1)
+    options = _array_options(replace(submission, slurm=config.slurm))
+    asked = {key: value for key, value in options.items() if key in FOR_SRUN | {"gpus_per_node", "nodes"}}
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in asked.items() if value is not False]
+    if "setup" in options:
+        script = "\n".join(["set -e", *options["setup"], f"exec {shlex.join(command)}"])
+        command = ["bash", "-c", script]
+    own = ["--quiet", f"--time={CHECK_TIME}", "--ntasks-per-node=1", "--job-name=slurmgpu-check"]
+    return ["srun", *own, *flags, *command]
+
+
+def _queue(submit_jobs: Any, excluded: Sequence[str] = ()) -> Any:
     try:
         return submit_jobs()
     except (FailedSubmissionError, FailedJobError) as error:
         lines = [line.strip() for line in str(error).splitlines() if "sbatch:" in line]
-        said = " ".join(lines) or str(error).strip()
-        raise SlurmGPUError(f"Slurm refuses the job: {said} Correct [slurm], [merge] or [resources].") from error
+        said = (" ".join(lines) or str(error).strip()).rstrip(".")
+        raise SlurmGPUError(
+            f"Slurm refuses the job: {said}. {_let_back_in(excluded)}Correct [slurm], [merge] or [resources]."
+        ) from error
+
+
+def _let_back_in(excluded: Sequence[str]) -> str:
+    if not excluded:
+        return ""
+    who, them = ("are", "them") if len(excluded) > 1 else ("is", "it")
+    names = ", ".join(excluded)
+    return f"{names} {who} excluded, because tasks failed there; `--slurm exclude=` lets {them} back in. "
 
 
 def _array_executor(logs: Path, name: str, submission: Submission) -> submitit.SlurmExecutor:
+    return _executor(logs, f"slurmgpu:{name}", _array_options(submission), submission.n_concurrent)
+
+
+def _array_options(submission: Submission) -> dict[str, Any]:
     options = submission.sbatch_options
     if submission.gpus_per_task and "gpu" not in str(options.get("gres", "")):
         # Who asks for GPUs by --gres, for their type say, has said it all. Per node, not per task: it is the same for
         # one process, and hides nothing where several share a node.
-        options["gpus_per_node"] = submission.gpus_per_task
+        count = submission.gpus_per_task // submission.nodes_per_task
+        options["gpus_per_node"] = f"{submission.gpu_type}:{count}" if submission.gpu_type else count
+    if submission.nodes_per_task > 1:
+        options["nodes"] = submission.nodes_per_task  # and one task of srun's on each: Submitit's default
     if submission.after:
         options["dependency"] = ",".join(f"afterok:{job}" for job in submission.after)
         options["kill_on_invalid_dep"] = "yes"
-    return _executor(logs, f"slurmgpu:{name}", options, submission.n_concurrent)
+    return options
 
 
 def _merge_executor(logs: Path, name: str, submission: Submission, dependency: str) -> submitit.SlurmExecutor:
@@ -101,6 +172,7 @@ def _executor(logs: Path, name: str, options: Mapping[str, Any], parallelism: in
     # srun does not inherit --cpus-per-task from Slurm 22.05 to 23.11: without the argument a step has one core.
     cpus = options.get("cpus_per_task")
     plain = {key.replace("_", "-"): value for key, value in options.items() if value is not False}
+    setup = plain.pop("setup", None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         executor.update_parameters(
@@ -110,6 +182,7 @@ def _executor(logs: Path, name: str, options: Mapping[str, Any], parallelism: in
             nodes=plain.pop("nodes", 1),
             array_parallelism=parallelism,
             signal_delay_s=SIGNAL_BEFORE_END_S,
+            setup=setup,
             additional_parameters=plain,
             srun_args=None if cpus is None else [f"--cpus-per-task={cpus}"],
         )

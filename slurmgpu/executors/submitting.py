@@ -6,6 +6,8 @@ import logging
 import os
 import platform
 import re
+import shutil
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +17,8 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import commands
 from slurmgpu.executors.accounts import lives_of, settled_lives_of
 from slurmgpu.executors.adjusting import next_submission
-from slurmgpu.executors.living import refuse_alive
+from slurmgpu.executors.living import alive, refuse_alive
+from slurmgpu.executors.turns import turn
 from slurmgpu.records import Attempt
 from slurmgpu.report import Lives, is_complete, retriable
 from slurmgpu.runs import Run
@@ -23,6 +26,9 @@ from slurmgpu.submissions import Submission
 from slurmgpu.task import Task
 
 log = logging.getLogger(__name__)
+
+MAX_PAUSE_S = 15.0
+"""Between two calls of squeue by a merge that waits."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ def start(run: Run, prepare: Prepare, on_tick: Callable[[], None] = lambda: None
 
     `prepare` is called while no other shell can submit, so that what it has checked stays true.
     """
-    with run.submitting():
+    with turn(run):
         submission, notes = prepare()
         if submission.executor == "slurm":
             return _queue(run, submission, notes)
@@ -64,6 +70,7 @@ def _queue(run: Run, asked: Submission, notes: list[str]) -> Outcome:
     from slurmgpu.executors import slurm
 
     submission, limited = slurm.respect_limits(asked)
+    limited += slurm.hazards(run.plan.container)
     # Before sbatch: if this process dies in between, it is known that there may be jobs.
     run.record_submission(submission.to_json())
     try:
@@ -103,11 +110,57 @@ def _until_cancelled(run: Run, submission: int, work: Callable[[], object], live
 
 def merge_by_hand(run: Run) -> dict[str, Any]:
     """Merge now, when nothing of the run is alive; the report."""
-    with run.submitting():
+    with turn(run):
         refuse_alive(run, "merge")
-        report = merge.merge(run, lives_of(run))
-        if lines := run.submissions():
-            run.record_submission({"submission": lines[-1]["submission"], "state": "ended"})
+        return _merge_and_end(run, lives_of(run))
+
+
+def merge_when_over(run: Run) -> dict[str, Any]:
+    """Wait until no task of the run is alive or queued, then merge; the report. What sbatch/merge.sbatch does.
+
+    The run file's `auto_resubmit` is not honoured: who submits by hand decides what comes next.
+    """
+    own_job = os.environ.get("SLURM_JOB_ID", "")
+    if own_job:
+        _say_who_merges(run, own_job)
+    while True:
+        _wait_for_end(run, own_job)
+        with turn(run, patient=True):
+            if alive(run, own_job) is None:  # since the last look another array may have started
+                return _merge_and_end(run, settled_lives_of(run))
+
+
+def _say_who_merges(run: Run, own_job: str) -> None:
+    """Write this job down as the merge job of the submissions that lack one, for runs that wait for it (--after)."""
+    for line in run.submissions():
+        if line.get("by_hand") and line["state"] != "ended" and "merge_job" not in line:
+            run.record_submission({"submission": line["submission"], "merge_job": own_job})
+
+
+def _wait_for_end(run: Run, own_job: str) -> None:
+    said, pause = None, 1.0
+    while what := _alive_as_far_as_known(run, own_job):
+        if what != said:
+            said = what
+            log.info("waiting: %s", what)
+        time.sleep(pause)
+        pause = min(2 * pause, MAX_PAUSE_S)
+
+
+def _alive_as_far_as_known(run: Run, own_job: str) -> str | None:
+    try:
+        return alive(run, own_job)
+    except commands.SlurmUnavailableError as error:
+        if shutil.which("squeue") is None:
+            raise
+        return f"Slurm does not tell what is alive; {error}"
+
+
+def _merge_and_end(run: Run, lives: Lives | None) -> dict[str, Any]:
+    report = merge.merge(run, lives)
+    for line in run.submissions():
+        if line["state"] != "ended":
+            run.record_submission({"submission": line["submission"], "state": "ended"})
     return report
 
 
@@ -129,6 +182,10 @@ def merge_on_slurm(run: Run, own_job: str) -> int:
     return 0 if report["complete"] else 3
 
 
+def _merges(job: commands.QueuedJob, run: Run) -> bool:
+    return job.is_merge or job.array_job in [line.get("merge_job") for line in run.submissions()]
+
+
 def _goes_on(run: Run, report: Mapping[str, Any], round_done: int) -> bool:
     return not report["complete"] and round_done < run.plan.auto_resubmit and retriable(report)
 
@@ -145,9 +202,10 @@ def after_jobs(other: Run) -> tuple[str, ...]:
     """The jobs to wait for so that `other` is complete; none when it is. A sentence when nothing will complete it."""
     if is_complete(other):
         return ()
-    last = other.last_submission()
-    if last["executor"] == "slurm" and last["state"] == "queued" and commands.queue([last["merge_job"]]):
-        return (last["merge_job"],)
+    # Of a run that was submitted by hand the merge job may be queued without having said so.
+    jobs = commands.jobs_of(other) if commands.may_be_queued(other) else []
+    if merges := [job.array_job for job in jobs if _merges(job, other)]:
+        return (max(merges, key=int),)
     raise SlurmGPUError(
         f"{other.folder} is incomplete and no job of Slurm's is going to complete it. "
         f"`slurmgpu resubmit {other.typed}` first."

@@ -5,12 +5,13 @@ The worker imports this: standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -121,6 +122,20 @@ def build(full_name: str, settings: Mapping[str, Any], search_path: Path) -> Wor
     if not isinstance(getattr(workload, "columns", None), Mapping):
         raise SlurmGPUError(f"Workload {full_name} has no 'columns': a mapping of name to Array, Text or Ragged.")
     return workload
+
+
+@contextlib.contextmanager
+def at_planning(full_name: str) -> Iterator[None]:
+    """Say of a module that the workload lacks where it is planned that it may be one that only the image has."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None:
+            raise
+        raise SlurmGPUError(
+            f"Workload {full_name} needs the module {error.name!r}, which is not installed here. Planning imports the "
+            f"workload on this machine, outside of any image: import it in `load`, or install it here as well."
+        ) from error
 
 
 def _import_module(name: str) -> ModuleType:

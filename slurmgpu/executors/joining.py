@@ -1,0 +1,124 @@
+"""Jobs that were submitted by hand: their tasks find the submission that they are, or write it themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from slurmgpu import gpus
+from slurmgpu.config import merge_tables
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.executors import commands
+from slurmgpu.executors.adjusting import first_submission
+from slurmgpu.executors.entry import LOG_FORMAT
+from slurmgpu.executors.turns import turn
+from slurmgpu.runs import Run
+from slurmgpu.submissions import Submission
+
+log = logging.getLogger(__name__)
+
+
+def check_job() -> None:
+    """Raise a sentence unless this is the one process of a Slurm job on its node."""
+    environ = os.environ
+    if "SLURM_JOB_ID" not in environ:
+        raise SlurmGPUError(
+            "This is no job of Slurm's: `slurmgpu task` is what sbatch/array.sbatch runs. "
+            "To compute on this machine: slurmgpu resubmit RUN --executor local."
+        )
+    n_nodes, n_job_nodes = nodes_here(), int(environ.get("SLURM_JOB_NUM_NODES", "1"))
+    n_processes = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    if n_processes != n_nodes or n_nodes != n_job_nodes:
+        raise SlurmGPUError(
+            f"`slurmgpu task` was started {n_processes} times on {n_nodes} of the job's {n_job_nodes} nodes; expected "
+            f"once on each: srun --ntasks-per-node=1, as sbatch/multi-node.sbatch does. "
+            f"It starts the processes of its GPUs itself."
+        )
+
+
+def nodes_here() -> int:
+    """The nodes on which srun has started this task; 1 without srun."""
+    return int(os.environ.get("SLURM_STEP_NUM_NODES", "1"))
+
+
+def gpus_here() -> int:
+    """The GPUs that the job was given on this node."""
+    ids = gpus.visible_ids()
+    return int(os.environ.get("SLURM_GPUS_ON_NODE", len(ids or [])))
+
+
+def join(run: Run, own: commands.OwnJob, device: str | None) -> dict[str, Any]:
+    """The submission that `own`, this job, is: the first of its tasks writes it, the others and the requeued find it.
+
+    It has no merge job of its own: the one that waits for it was submitted by hand as well.
+    """
+    array_job = own.array_job
+    if given := _written(run, array_job):
+        return given
+    with turn(run, patient=True):
+        if given := _written(run, array_job):
+            return given
+        _refuse_another(run)
+        asked = _as_submission(run, own.n_tasks, device)
+        run.record_submission({**asked.to_json(), "state": "queued", "by_hand": True, "array_job": array_job})
+    return next(line for line in run.submissions() if line["submission"] == asked.submission)
+
+
+def _written(run: Run, array_job: str) -> dict[str, Any] | None:
+    return next((line for line in reversed(run.submissions()) if line.get("array_job") == array_job), None)
+
+
+def _refuse_another(run: Run) -> None:
+    """Raise while a submission with a merge job of its own is at work: that merge would not wait for this job."""
+    try:
+        jobs = [job for job in commands.jobs_of(run) if job.is_submitits(run)]
+    except commands.SlurmUnavailableError as error:
+        log.warning("%s", error)
+        return
+    if jobs:
+        raise SlurmGPUError(
+            f"{run.folder} is at work already: Slurm has its job {jobs[0].job_id} ({jobs[0].state}), and the merge "
+            f"would not wait for this one. Wait for its end, or `slurmgpu cancel {run.typed}`, and submit this again."
+        )
+
+
+def _as_submission(run: Run, n_tasks: int, device: str | None) -> Submission:
+    """What was asked for, as far as it matters to later submissions, and what was given."""
+    lines = run.submissions()
+    last: Mapping[str, Any] = lines[-1] if lines else {"slurm": run.plan.slurm, "merge": run.plan.merge}
+    asked = last.get("resources", run.plan.resources)
+    wanted = merge_tables(asked, {"executor": "slurm", "device": device})
+    n_nodes = nodes_here()
+    return replace(
+        first_submission(wanted, run.plan.n_shards),
+        submission=lines[-1]["submission"] + 1 if lines else 1,
+        n_tasks=n_tasks,
+        n_concurrent=n_tasks,
+        gpus_per_task=gpus_here() * n_nodes,
+        nodes_per_task=n_nodes,
+        slurm=last["slurm"],
+        merge=last["merge"],
+        exclude=tuple(last.get("exclude", ())),
+    )
+
+
+@contextlib.contextmanager
+def log_beside(run: Run, own: commands.OwnJob) -> Iterator[None]:
+    """Let this task's log go to where `slurmgpu logs` looks for it, as well; the file is named as Submitit names it."""
+    rank = os.environ.get("SLURM_PROCID", "0")
+    handler = logging.FileHandler(run.logs / f"{own.array_job}_{own.task}_{rank}_log.err")
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    except SlurmGPUError as error:
+        # In the file alone: the command line prints it to stderr.
+        handler.handle(log.makeRecord(log.name, logging.ERROR, __file__, 0, str(error), (), None))
+        raise
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()

@@ -1,0 +1,102 @@
+"""The worker's ends of its two pipes: events to the task in lines of JSON, and words from it.
+
+Standard output and standard input are the pipes. The processes of a group share them: rank 0 reports and listens, the
+others report only why they fail, and all of them see the task die.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Report = Callable[[Mapping[str, Any]], None]
+"""Receives a worker's events: see `Task` for what each one says."""
+
+EXIT_ABANDONED = 75
+FAILURES = ("failed", "broken")
+
+
+def report_on_stdout(rank: int = 0, local_rank: int = 0) -> Report:
+    """Keep the pipe to the task for events alone: what the workload prints goes to standard error.
+
+    On each node the first rank tells that it has started.
+    """
+    pipe = os.dup(1)
+    os.dup2(2, 1)
+    lock = threading.Lock()
+
+    def report(event: Mapping[str, Any]) -> None:
+        line = _line(event)
+        with lock:
+            while line:
+                line = line[os.write(pipe, line) :]
+
+    def report_failure(event: Mapping[str, Any]) -> None:
+        if event["event"] in FAILURES:
+            report_briefly({**event, "message": f"rank {rank}: {event['message']}"}, pipe)
+        elif event["event"] == "loading" and local_rank == 0:
+            report(event)
+
+    return report_failure if rank else report
+
+
+def report_briefly(event: Mapping[str, Any], pipe: int = 1) -> None:
+    """Report with one write that the pipe takes whole, whoever else writes to it; long texts are cut: pipe(7)."""
+    brief, room = event, select.PIPE_BUF
+    while len(line := _line(brief)) > select.PIPE_BUF:
+        room //= 2
+        # Of a traceback the end says most, of anything else the beginning.
+        brief = {key: _cut(value, room, key == "traceback") for key, value in event.items()}
+    os.write(pipe, line)
+
+
+def listen_on_stdin(stopping: threading.Event) -> None:
+    """Set `stopping` when the task says so, and die with the task: when it is gone, its end of the pipe is closed."""
+    stdin = _take_stdin()
+
+    def watch() -> None:
+        while os.read(stdin, 4096):
+            stopping.set()  # "stop" is all that a task ever says
+        os._exit(EXIT_ABANDONED)
+
+    threading.Thread(target=watch, daemon=True, name="the task's words").start()
+
+
+def watch_stdin(on_end: Callable[[], None] = lambda: os._exit(EXIT_ABANDONED)) -> None:
+    """Call `on_end` when the task is gone, and leave its words to who listens."""
+    stdin = os.dup(0)
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(stdin, 0)  # nothing but the closed end, which is always told
+        poll.poll()
+        on_end()
+
+    threading.Thread(target=watch, daemon=True, name="the task's life").start()
+
+
+def close_stdin() -> None:
+    """Give the workload an empty standard input: it shall not take the task's words."""
+    os.close(_take_stdin())
+
+
+def _take_stdin() -> int:
+    stdin = os.dup(0)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    return stdin
+
+
+def _line(event: Mapping[str, Any]) -> bytes:
+    return json.dumps(dict(event)).encode() + b"\n"
+
+
+def _cut(value: Any, room: int, from_end: bool) -> Any:
+    if not isinstance(value, str):
+        return value
+    return value[-room:] if from_end else value[:room]

@@ -1,0 +1,93 @@
+"""What the tables of `report` and `status` show on a terminal of 80 columns: no number is cut, no message is lost."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+
+LONG = "The image /images/judge.sif is not on gpu-a100-07: there is no such file. Put it there, or set stage. " * 2
+
+
+@pytest.fixture
+def on_a_terminal():
+    """The command line on a terminal of 80 columns: the lines that it prints."""
+
+    def call(*argv, cwd):
+        ours, its = pty.openpty()
+        command = [sys.executable, "-m", "slurmgpu", *argv]
+        with subprocess.Popen(command, cwd=cwd, env={**os.environ, "COLUMNS": "80"}, stdout=its) as process:
+            os.close(its)
+            printed = b""
+            try:
+                while part := os.read(ours, 65536):
+                    printed += part
+            except OSError:  # the other end is closed
+                os.close(ours)
+            assert process.wait() in (0, 3)
+        return printed.decode().replace("\r\n", "\n")
+
+    return call
+
+
+@pytest.fixture
+def run(project, slurmgpu):
+    """A run whose twenty attempts have names and numbers as long as a cluster's; four of them failed in two ways."""
+    folder = project(8)
+    slurmgpu("submit", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0)
+    path = folder / "run" / "report.json"
+    report = json.loads(path.read_text())
+    record = json.loads((folder / "run" / "tasks" / "debug1_0.0.json").read_text())
+    for key in ("gpu_utilisation", "gpu_memory_peak_bytes", "host_memory_peak_bytes"):
+        report["attempts"][0]["usage"][key] = 81e9
+    report["attempts"][0]["usage"]["gpu_utilisation"] = 97.0
+    report["attempts"] = [
+        {
+            **report["attempts"][0],
+            "attempt": f"12345678_{n}.0",
+            "node": "gpu-a100-07",
+            "seconds": 86399,
+            "n_items": 1234567,
+            "n_shards": 1205,
+            **({"failure": "container", "message": LONG} if n < 5 else {}),
+            **({"failure": "workload_error", "message": "ValueError: [/b] no"} if n == 5 else {}),
+        }
+        for n in range(20)
+    ]
+    path.write_text(json.dumps(report))
+    for a in report["attempts"]:
+        value = {key: a[key] for key in ("attempt", "node", "n_items", "failure", "message")}
+        value["published"] = list(range(1205))
+        (path.parent / "tasks" / f"{a['attempt']}.json").write_text(json.dumps({**record, **value}))
+    return folder
+
+
+def test_a_report_loses_nothing_on_80_columns(run, on_a_terminal):
+    text = on_a_terminal("report", "run", cwd=run)
+    assert "…" not in text
+    table = [line for line in text.splitlines() if line.startswith("12345678_")]
+    assert all(len(line) <= 80 for line in table)
+    assert sum("23:59:59" in line and "1,205 1,234,567" in line for line in table) == 20
+    assert sum(line.split()[1:] == ["97", "81.0", "81.0"] for line in table) == 20  # a table of their own
+    assert text.count(LONG) == 1
+    assert f"\n  12345678_0.0, 12345678_1.0, 12345678_2.0 and 2 more: container: {LONG}\n" in text
+    assert "\n  12345678_5.0: workload_error: ValueError: [/b] no\n" in text
+
+
+def test_a_status_loses_nothing_on_80_columns(run, on_a_terminal):
+    text = on_a_terminal("status", "run", cwd=run)
+    assert "…" not in text
+    table = [line for line in text.splitlines() if line.startswith("12345678_")]
+    assert all(len(line) <= 80 for line in table)
+    assert sum("1,205 1,234,567" in line for line in table) == 20
+    assert sum(line.rstrip().endswith(" container") for line in table) == 5
+    assert text.count(LONG) == 1
+
+
+def test_a_table_of_short_words_is_whole_on_80_columns(project, slurmgpu, on_a_terminal):
+    folder = project(8)
+    slurmgpu("submit", "--executor", "local", "--gpus", "0", cwd=folder, expect=0)
+    [line] = [line for line in on_a_terminal("report", "run", cwd=folder).splitlines() if "local1_0.0" in line]
+    assert line.rstrip().endswith("ok (complete)")
