@@ -7,7 +7,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,24 @@ def normal_user(apptainer: Apptainer) -> dict[str, Any]:
     if fuse.exists() and fuse.stat().st_mode & 0o006 != 0o006:
         fuse.chmod(0o666)  # as udev has it; a bare container gives it to root alone
     return {"user": NOBODY, "group": NOBODY, "extra_groups": []}
+
+
+def fork(work: Callable[[], object]) -> int:
+    """Start a child of this very process, where it may lie that others cannot start its Python; the child's number.
+
+    It exits with 0 when `work` returns, and with 1 after a traceback: a child must never go on with the tests.
+    """
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return pid
 
 
 def make_images(folder: Path) -> Apptainer:

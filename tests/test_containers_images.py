@@ -12,6 +12,7 @@ from slurmgpu.containers.images import identify, same_image
 from slurmgpu.containers.settings import ContainerError
 from slurmgpu.containers.sif import DESCRIPTOR, HEADER, read_sif
 from slurmgpu.errors import SlurmGPUError
+from tests.images import NOBODY, fork
 
 OTHER = {"x86_64": (b"04", "aarch64")}.get(platform.machine(), (b"02", "x86_64"))
 
@@ -151,16 +152,14 @@ def test_an_image_that_may_not_be_read_is_refused(image, normal_user):
         with pytest.raises(SlurmGPUError, match="Permission denied"):
             identify(image)
         return
-    pid = os.fork()  # this Python may lie where a normal user cannot start it
-    if pid == 0:
+
+    def as_a_normal_user():
         os.setgroups([])
-        os.setresuid(65534, 65534, 65534)
-        try:
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+        with pytest.raises(SlurmGPUError, match="Permission denied"):
             identify(image)
-        except SlurmGPUError as error:
-            os._exit(0 if "Permission denied" in str(error) else 1)
-        os._exit(2)
-    assert os.waitpid(pid, 0)[1] == 0
+
+    assert os.waitpid(fork(as_a_normal_user), 0)[1] == 0
 
 
 def test_the_node_that_lacks_the_image_is_at_fault(image):

@@ -17,6 +17,7 @@ from slurmgpu.containers.images import identify
 from slurmgpu.containers.node import prepare
 from slurmgpu.containers.settings import Bind, Container, ContainerError
 from tests.cluster.fixture import leave_out
+from tests.images import fork
 from tests.runs import check_rows, records, start, wait_until
 
 
@@ -74,8 +75,8 @@ def test_a_prepared_container_runs(container, tmp_path):
 def test_a_normal_user_prepares_and_runs_too(apptainer, normal_user):
     folder = Path(tempfile.mkdtemp(dir=apptainer.sif.parent))
     folder.chmod(0o777)
-    pid = os.fork()  # this Python may lie where a normal user cannot start it
-    if pid == 0:
+
+    def as_a_normal_user():
         if normal_user:
             os.setgroups([])
             os.setresuid(normal_user["user"], normal_user["user"], normal_user["user"])
@@ -97,7 +98,8 @@ def test_a_normal_user_prepares_and_runs_too(apptainer, normal_user):
             scratch=ready.scratch,
         )
         os.execvpe(argv[0], argv, env)
-    assert os.waitpid(pid, 0)[1] == 0
+
+    assert os.waitpid(fork(as_a_normal_user), 0)[1] == 0
 
 
 @pytest.mark.parametrize("name", ["apptainer", "singularity"])
@@ -279,10 +281,7 @@ def test_a_task_in_another_pid_namespace_keeps_its_home_and_shares_it_with_nobod
 def test_a_task_that_ends_takes_its_folder_with_it_also_when_it_could_not_start(container, tmp_path):
     scratch = prepare(container(), [], os.environ).scratch
     (task_folder(scratch) / "home" / "cache").mkdir()
-    if os.fork() == 0:
-        leave_task_folders()  # a fork is not the task
-        os._exit(0)
-    os.wait()
+    os.waitpid(fork(leave_task_folders), 0)  # a fork is not the task
     assert task_folder(scratch).exists()
     leave_task_folders()
     leave_task_folders()

@@ -14,6 +14,7 @@ from slurmgpu.containers.images import identify
 from slurmgpu.containers.settings import ContainerError
 from slurmgpu.containers.staging import stage
 from slurmgpu.processes import StoppedError, StopSignals
+from tests.images import fork
 from tests.shard_files import small_disk  # noqa: F401
 
 DAYS_AGO = time.time() - 20 * 86400
@@ -68,14 +69,13 @@ def test_ten_tasks_of_a_node_that_stage_an_image_at_once_copy_it_once(far, tmp_p
 
     monkeypatch.setattr(staging, name, spied)
     start_read, start_write = os.pipe()
-    pids = []
-    for _ in range(10):
-        pid = os.fork()
-        if pid == 0:
-            os.close(start_write)
-            os.read(start_read, 1)  # until the pipe is closed: all at once
-            os._exit(0 if stage(far, identity, folder, how).exists() else 1)
-        pids.append(pid)
+
+    def as_a_task():
+        os.close(start_write)
+        os.read(start_read, 1)  # until the pipe is closed: all at once
+        assert stage(far, identity, folder, how).exists()
+
+    pids = [fork(as_a_task) for _ in range(10)]
     os.close(start_write)
     os.close(start_read)
     assert [os.waitpid(pid, 0)[1] for pid in pids] == [0] * 10
@@ -145,11 +145,11 @@ def test_a_task_that_was_killed_while_it_copied_holds_nobody_up(far, tmp_path, m
         os.write(told_write, b"x")
         signal.pause()
 
-    pid = os.fork()
-    if pid == 0:
+    def as_a_task_that_dies():
         staging._copy = staging.unpack = half
         stage(far, identity, folder, how)
-        os._exit(1)
+
+    pid = fork(as_a_task_that_dies)
     os.read(told_read, 1)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
