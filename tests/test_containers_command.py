@@ -358,7 +358,9 @@ def test_a_signal_reaches_the_program_once_and_nothing_is_left_behind(runs, stri
     argv, env = runs.command("-c", TRAP, strict=strict)
     if runs.user:
         env.pop("APPTAINER_DROP_CAPS", None)
-    with subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True, **runs.user) as run:
+    # A normal user may not be allowed into the folder that the tests are run in.
+    options = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True, "cwd": "/", **runs.user}
+    with subprocess.Popen(argv, env=env, **options) as run:
         assert run.stdout.readline() == "ready\n"
         run.send_signal(signal.SIGUSR2)
         assert run.stdout.readline() == "usr2\n"

@@ -77,6 +77,7 @@ def test_a_normal_user_prepares_and_runs_too(apptainer, normal_user):
     folder.chmod(0o777)
 
     def as_a_normal_user():
+        os.chdir("/")  # he may not be allowed into the folder that the tests are run in
         if normal_user:
             os.setgroups([])
             os.setresuid(normal_user["user"], normal_user["user"], normal_user["user"])
