@@ -6,6 +6,8 @@ import errno
 import signal
 from dataclasses import dataclass
 
+from slurmgpu.files import FULL
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -54,7 +56,7 @@ SELF_INFLICTED = frozenset(
 
 def failure_of(error: OSError) -> str:
     """The failure class of a file that could not be written."""
-    return "disk_full" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "crash"
+    return "disk_full" if error.errno in (*FULL, errno.EFBIG) else "crash"
 
 
 def signal_of(returncode: int) -> int:

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from slurmgpu.trees import living
+
 log = logging.getLogger(__name__)
 
 GRACE_S = 2.0
@@ -174,32 +176,11 @@ class WorkerProcess:
         Apptainer puts the process that serves the image into a group of its own, torchrun each rank into a session.
         """
         deadline = time.monotonic() + GRACE_S
-        while living := descendants(self.pid):
-            for pid in living:
+        while left := living(self.pid):
+            for pid in left:
                 with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended; it is another user's
                     os.kill(pid, signal.SIGKILL)
             if time.monotonic() > deadline:
-                log.warning("processes %s do not die of SIGKILL; they wait for a disk or a GPU", sorted(living))
+                log.warning("processes %s do not die of SIGKILL; they wait for a disk or a GPU", sorted(left))
                 return
             time.sleep(0.005)
-
-
-def descendants(session: int) -> set[int]:
-    """The living processes of a session, its leader among them, and those that have them as ancestors: proc(5)."""
-    parents: dict[int, int] = {}
-    found: set[int] = set()
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            with contextlib.suppress(OSError):  # it has just ended
-                # Behind the name in parentheses: state, parent, process group, session.
-                fields = Path("/proc", name, "stat").read_text().rpartition(")")[2].split()
-                if fields[0] not in "ZX":
-                    parents[int(name)] = int(fields[1])
-                    if int(fields[3]) == session:
-                        found.add(int(name))
-    grown = True
-    while grown:
-        new = {pid for pid, parent in parents.items() if parent in found and pid not in found}
-        grown = bool(new)
-        found |= new
-    return found

@@ -1,4 +1,4 @@
-"""Host memory and CPU time of a process tree, out of /proc: https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html."""
+"""Process trees, their host memory and CPU time, out of /proc: https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class _Process:
+    has_ended: bool
     parent: int
     session: int
     rss_bytes: int
@@ -44,7 +45,7 @@ class TreeWatch:
         """
         if root != self._root:
             self._foreign, self._root = set(), root
-        listed = {int(name) for name in os.listdir("/proc") if name.isdecimal()}
+        listed = _listed()
         # A process of others never becomes one of ours. To read each of the thousands of a node costs tens of
         # milliseconds; a number that is gone may be given to a new one.
         self._foreign &= listed
@@ -55,6 +56,16 @@ class TreeWatch:
         if not ours:
             return None
         return Tree(len(ours), sum(one.rss_bytes for one in ours), sum(one.cpu_s for one in ours))
+
+
+def living(root: int) -> set[int]:
+    """The processes of a tree, as `TreeWatch` understands it, that have not ended."""
+    found = {pid: process for pid in _listed() if (process := _read(pid)) is not None and not process.has_ended}
+    return _members(found, root)
+
+
+def _listed() -> set[int]:
+    return {int(name) for name in os.listdir("/proc") if name.isdecimal()}
 
 
 def _members(processes: dict[int, _Process], root: int) -> set[int]:
@@ -80,4 +91,4 @@ def _read(pid: int) -> _Process | None:
     # The command's name, in parentheses, may hold blanks and parentheses itself.
     fields = text[text.rindex(b")") + 2 :].split()
     ticks = sum(int(field) for field in fields[11:15])  # utime, stime, and those of children that it has waited for
-    return _Process(int(fields[1]), int(fields[3]), int(fields[21]) * _PAGE, ticks / _TICKS)
+    return _Process(fields[0] in (b"Z", b"X"), int(fields[1]), int(fields[3]), int(fields[21]) * _PAGE, ticks / _TICKS)

@@ -20,6 +20,7 @@ from slurmgpu.containers.settings import Bind, Container, ContainerError, expand
 from slurmgpu.containers.staging import stage
 from slurmgpu.containers.unpacking import Pause
 from slurmgpu.containers.versions import runtime_version
+from slurmgpu.files import FULL
 
 INFINIBAND = "/dev/infiniband"
 
@@ -76,7 +77,7 @@ def _scratch(container: Container, environ: Mapping[str, str]) -> Path:
         take_task_folder(scratch)
         (scratch / "caches").mkdir(exist_ok=True)
     except OSError as error:
-        kind = "disk_full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "container"
+        kind = "disk_full" if error.errno in FULL else "container"
         raise ContainerError(
             f"the scratch folder {base} cannot be used on this node: {os.strerror(error.errno or 0)}. "
             f"[container] scratch names another",

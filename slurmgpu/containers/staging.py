@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import os
@@ -18,6 +17,7 @@ from slurmgpu.containers.settings import ContainerError
 from slurmgpu.containers.sif import read_sif
 from slurmgpu.containers.unpacking import Pause, describe, is_whole, record_of, remember, unpack
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.files import FULL
 
 CHUNK = 1 << 22
 SYNC_BYTES = 1 << 28
@@ -50,7 +50,7 @@ def stage(image: Path, identity: Mapping[str, Any], folder: Path, how: str, paus
     except SlurmGPUError as error:
         raise ContainerError(str(error)) from error
     except OSError as error:
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        is_full = error.errno in FULL
         text = f"the image {image} cannot be staged to {folder}: {os.strerror(error.errno or 0)}"
         if is_full:
             text += f". {INSTEAD}"
