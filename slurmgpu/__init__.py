@@ -14,6 +14,7 @@ __all__ = [
     "Array",
     "Item",
     "ItemError",
+    "Json",
     "Merged",
     "Ragged",
     "SlurmGPUError",
@@ -27,6 +28,7 @@ __all__ = [
 
 _HOMES = {
     "Array": "slurmgpu.columns",
+    "Json": "slurmgpu.columns",
     "Ragged": "slurmgpu.columns",
     "Text": "slurmgpu.columns",
     "Item": "slurmgpu.workloads",
@@ -41,7 +43,7 @@ _HOMES = {
 
 if TYPE_CHECKING:
     from slurmgpu.api import submit
-    from slurmgpu.columns import Array, Ragged, Text
+    from slurmgpu.columns import Array, Json, Ragged, Text
     from slurmgpu.errors import ItemError, SlurmGPUError
     from slurmgpu.results import Merged, open  # noqa: A004
     from slurmgpu.workloads import Item, TaskContext, Workload

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -78,6 +79,22 @@ class Text:
         return b""
 
 
+@dataclass(frozen=True)
+class Json(Text):
+    """A column of one JSON value for each item: lists and mappings of text, numbers, booleans and None.
+
+    It is stored as its text, and read back as `json.loads` has it: tuples are lists then, and keys are strings.
+    """
+
+    def convert(self, value: Any) -> bytes:
+        """The value as compact JSON in UTF-8; ValueError for what JSON has no words for, NaN among them."""
+        try:
+            text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"found {_name(value)} that JSON cannot hold: {error}") from error
+        return super().convert(text)
+
+
 @dataclass(frozen=True, init=False)
 class Ragged:
     """A column of one 1-d array for each item, of a length that may differ from row to row."""
@@ -99,14 +116,14 @@ class Ragged:
         return np.empty(0, self.dtype)
 
 
-Column: TypeAlias = Array | Text | Ragged
+Column: TypeAlias = Array | Text | Json | Ragged
 
 
 def check_columns(columns: Mapping[str, Column], owner: str) -> dict[str, Column]:
     """The columns that the workload `owner` declares, in order; SlurmGPUError unless a file can hold them."""
     if not isinstance(columns, Mapping) or not columns:
         raise SlurmGPUError(
-            f"{owner}: columns is {columns!r}; expected a mapping of names to Array, Text or Ragged,"
+            f"{owner}: columns is {columns!r}; expected a mapping of names to Array, Text, Json or Ragged,"
             ' such as {"score": Array("float32")}, with at least one.'
         )
     for name, column in columns.items():
@@ -118,7 +135,8 @@ def check_columns(columns: Mapping[str, Column], owner: str) -> dict[str, Column
             raise SlurmGPUError(f"{owner}: the column {name!r} is written by slurmgpu itself; choose another name.")
         if not isinstance(column, Column):
             raise SlurmGPUError(
-                f"{owner}: the column {name!r} is {column!r}; expected Array(dtype, shape), Text() or Ragged(dtype)."
+                f"{owner}: the column {name!r} is {column!r}; expected Array(dtype, shape), Text(), Json()"
+                " or Ragged(dtype)."
             )
     return dict(columns)
 
@@ -139,7 +157,7 @@ def columns_from_json(value: Mapping[str, Any]) -> dict[str, Column]:
 
 
 def convert_row(columns: Mapping[str, Column], row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row as it is stored: ndarrays for Array and Ragged, bytes for Text; a copy that shares no memory.
+    """The row as it is stored: ndarrays for Array and Ragged, bytes for Text and Json; a copy that shares no memory.
 
     Raises ValueError, naming the column, what was found and what was expected: a column missing or unknown,
     a wrong shape, or a value that its dtype cannot hold. Floats may lose precision, nothing else may be lost.
@@ -263,6 +281,8 @@ def _column_to_json(column: Column) -> dict[str, Any]:
             return {"kind": "array", "dtype": column.dtype.str, "shape": list(column.shape)}
         case Ragged():
             return {"kind": "ragged", "dtype": column.dtype.str}
+        case Json():  # before Text, which it is, too
+            return {"kind": "json"}
         case Text():
             return {"kind": "text"}
 
@@ -275,6 +295,8 @@ def _column_from_json(name: str, value: Mapping[str, Any]) -> Column:
             return Ragged(dtype)
         case {"kind": "text"}:
             return Text()
+        case {"kind": "json"}:
+            return Json()
     raise SlurmGPUError(
         f"The column {name!r} is described as {value!r}, which this slurmgpu does not know;"
         " use the version that wrote it."

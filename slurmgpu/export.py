@@ -1,7 +1,8 @@
-"""Export: the rows of a merged file as JSONL, CSV or Parquet, in bounded memory, written whole or not at all.
+"""Export: the rows of a merged file as JSONL, CSV, Parquet or tensors, written whole or not at all.
 
 Every row has `index`, the columns and `error`. The columns of a failed item are null, and so is `error` where there
 was none; so are NaN and the infinities in JSONL and CSV, for JSON has no words for them. In CSV null is empty.
+Memory is bounded, but for tensors, of which torch.save wants all at once.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import numpy.typing as npt
 
 from slurmgpu import results
 from slurmgpu.errors import SlurmGPUError, did_you_mean
-from slurmgpu.files import fsync_dir
+from slurmgpu.files import fsync_dir, write_json
 from slurmgpu.results import Merged
-from slurmgpu.results.views import ArrayData, ColumnData, TextData
+from slurmgpu.results.views import ArrayData, ColumnData, JsonData, RaggedData, TextData
 
 _BLOCK_BYTES = 4 << 20  # as Python's objects they take some ten times as much
 _ROW_GROUP_BYTES = 32 << 20
@@ -38,6 +39,8 @@ def export(path: Path, format: str, output: Path) -> int:  # noqa: A002 - the wo
                 FORMATS[format](merged, file)
                 file.flush()
                 os.fsync(file.fileno())
+            if format == "pt":
+                write_json(output.with_name(f"{output.name}.json"), _about(merged))
             partial.replace(output)
         except BaseException:
             partial.unlink(missing_ok=True)
@@ -54,11 +57,11 @@ def _write_jsonl(merged: Merged, file: IO[bytes]) -> None:
 
 
 def _write_csv(merged: Merged, file: IO[bytes]) -> None:
-    """RFC 4180. Numbers and text are as they are, everything else is JSON."""
+    """RFC 4180. Numbers and text are as they are, everything else is JSON, a Json column's texts and numbers, too."""
     text = io.TextIOWrapper(file, encoding="utf-8", newline="")
     writer = csv.writer(text)
     writer.writerow(("index", *merged.columns, "error"))
-    for row in _plain_rows(merged):
+    for row in _plain_rows(merged, json_as_text=True):
         writer.writerow(json.dumps(value) if isinstance(value, list | bool) else value for value in row)
     text.detach()
 
@@ -73,10 +76,49 @@ def _write_parquet(merged: Merged, file: IO[bytes]) -> None:
             writer.write_table(merged.to_arrow(start, stop))
 
 
+def _write_pt(merged: Merged, file: IO[bytes]) -> None:
+    """A dict that `torch.load` reads: tensors of numbers, lists of text and JSON, lists of tensors."""
+    try:
+        import torch
+    except ImportError as error:
+        raise SlurmGPUError("The format pt needs PyTorch: pip install 'slurmgpu[torch]'") from error
+
+    def tensor(values: npt.NDArray[Any]) -> Any:
+        return _plain(values) if values.dtype.kind == "S" else torch.from_numpy(np.array(values))
+
+    content: dict[str, Any] = {"index": tensor(merged.index)}
+    for name in merged.columns:
+        column = merged[name]
+        if isinstance(column, ArrayData):
+            content[name] = tensor(column.values)
+        elif isinstance(column, RaggedData):
+            content[name] = [tensor(values) for values in column[:]]
+        else:
+            content[name] = [None if failed else value for failed, value in zip(merged.failed, column[:], strict=True)]
+    content["error"] = [message or None for message in merged["error"][:]]
+    torch.save(content, file)
+
+
+def _about(merged: Merged) -> dict[str, Any]:
+    """What lies beside the tensors as JSON: totals, and of the run that merged them its settings and summary."""
+    attributes = merged.attributes
+    about = {name: attributes.get(name) for name in ("run", "workload", "seed", "n_items", "complete", "fingerprint")}
+    about |= {"n_rows": len(merged), "n_errors": int(merged.failed.sum())}
+    about["columns"] = json.loads(str(attributes["columns"]))
+    for key, name in (("settings", "run.json"), ("summary", "report.json")):
+        try:
+            found = json.loads((merged.path.parent / name).read_bytes())
+        except FileNotFoundError:
+            found = {}  # the merged file was copied elsewhere
+        about[key] = found.get(key) if found.get("fingerprint") == attributes["fingerprint"] else None
+    return about
+
+
 FORMATS: dict[str, Callable[[Merged, IO[bytes]], None]] = {
     "jsonl": _write_jsonl,
     "csv": _write_csv,
     "parquet": _write_parquet,
+    "pt": _write_pt,
 }
 
 
@@ -87,10 +129,13 @@ def _blocks(merged: Merged, n_bytes: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + n_rows, len(merged))
 
 
-def _plain_rows(merged: Merged) -> Iterator[tuple[Any, ...]]:
+def _plain_rows(merged: Merged, *, json_as_text: bool = False) -> Iterator[tuple[Any, ...]]:
     """The rows as JSON has them: index, columns, error."""
+    columns = [merged[name] for name in merged.columns]
+    if json_as_text:
+        columns = [column.text if isinstance(column, JsonData) else column for column in columns]
     for start, stop in _blocks(merged, _BLOCK_BYTES):
-        values = [_plain_column(merged[name], start, stop) for name in merged.columns]
+        values = [_plain_column(column, start, stop) for column in columns]
         for row in np.flatnonzero(merged.failed[start:stop]):
             for column in values:
                 column[row] = None

@@ -9,7 +9,7 @@ import h5py
 import numpy as np
 import pytest
 
-from slurmgpu.columns import Array, Ragged, Text, convert_row
+from slurmgpu.columns import Array, Json, Ragged, Text, convert_row
 from slurmgpu.errors import ItemError
 from slurmgpu.joins import join
 from slurmgpu.shards import shard_name, write_shard
@@ -28,6 +28,7 @@ COLUMNS = {
     "silence": Text(),
     "lengths": Ragged("int16"),
     "phases": Ragged("complex128"),
+    "told": Json(),
 }
 
 
@@ -44,6 +45,7 @@ def plain_row(index):
         "silence": "",
         "lengths": range(index % 5),
         "phases": [1j * index] * (index % 3),
+        "told": {"größe ⚠": [index, None, {"half": index / 2}]},
     }
 
 

@@ -15,7 +15,7 @@ import slurmgpu.export
 from slurmgpu.columns import Array, Ragged, Text, convert_row
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.export import FORMATS, export
-from tests.shard_files import COLUMNS, join_parts, plain_row, write, write_parts
+from tests.shard_files import COLUMNS, FINGERPRINT, join_parts, plain_row, write, write_parts
 
 FAILED = {2, 7, 8}
 N_ROWS = 12
@@ -85,12 +85,48 @@ def test_parquet_has_every_row(merged, tmp_path):
     assert str(table.schema.field("logits").type).count("halffloat") == 1
     for row, wanted in zip(table.to_pylist(), expected_rows(), strict=True):
         assert list(row) == list(wanted)
-        for name in wanted.keys() - {"phase", "phases", "tag"}:
+        for name in wanted.keys() - {"phase", "phases", "tag", "told"}:
             assert row[name] == wanted[name], name
         if wanted["error"] is None:
             assert row["phase"] == {"real": wanted["phase"][0], "imag": wanted["phase"][1]}
             assert row["phases"] == [{"real": real, "imag": imag} for real, imag in wanted["phases"]]
             assert row["tag"].decode() == wanted["tag"]
+            assert json.loads(row["told"]) == wanted["told"]
+
+
+def test_pt_has_tensors_that_torch_loads_and_totals_beside_them(merged, tmp_path):
+    torch = pytest.importorskip("torch")
+    report = {"fingerprint": FINGERPRINT, "summary": {"accuracy": 0.75}}
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    (tmp_path / "run.json").write_text(json.dumps({"fingerprint": "of another run", "settings": {}}))
+    assert export(merged, "pt", tmp_path / "a.pt") == N_ROWS
+    found = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert list(found) == ["index", *COLUMNS, "error"]
+    for index in set(range(N_ROWS)) - FAILED:
+        row = plain_row(index)
+        assert found["index"][index] == index
+        for name in ("score", "logits", "ok", "phase", "nothing", "lengths", "phases"):
+            np.testing.assert_array_equal(found[name][index].numpy(), np.asarray(row[name]))
+        assert [found[name][index] for name in ("tag", "shout", "told", "error")] == [
+            row["tag"].decode(),
+            row["shout"],
+            row["told"],
+            None,
+        ]
+    assert found["shout"][2] is None
+    assert found["score"][2].isnan()
+    assert "schlecht" in found["error"][2]
+    about = json.loads((tmp_path / "a.pt.json").read_text())
+    assert (about["n_rows"], about["n_errors"], about["complete"]) == (N_ROWS, len(FAILED), True)
+    assert about["summary"] == {"accuracy": 0.75}
+    assert about["settings"] is None
+
+
+def test_pt_without_pytorch_says_what_to_install(merged, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(SlurmGPUError, match=r"slurmgpu\[torch\]"):
+        export(merged, "pt", tmp_path / "a.pt")
+    assert list(tmp_path.glob("*a.pt*")) == []
 
 
 def test_what_json_has_no_words_for_is_null(tmp_path):
@@ -121,6 +157,9 @@ def test_no_rows_are_exported_as_no_rows(tmp_path, file_format):
     if file_format == "parquet":
         parquet = pytest.importorskip("pyarrow.parquet")
         assert parquet.read_table(output).column_names == ["index", *COLUMNS, "error"]
+    elif file_format == "pt":
+        torch = pytest.importorskip("torch")
+        assert list(torch.load(output, weights_only=True)) == ["index", *COLUMNS, "error"]
     else:
         assert len(output.read_text().splitlines()) == {"csv": 1, "jsonl": 0}[file_format]
 

@@ -55,7 +55,7 @@ ROOMS = {
     "typer": {"cli"},
     "rich": {"cli"},
     "pydantic": {"config", "planning", "site"},
-    "torch": {"workloads", "groups"},
+    "torch": {"workloads", "groups", "export"},
     "transformers": {"workloads"},
     "pyarrow": {"inputs", "results", "export"},
     "pandas": {"results"},

@@ -154,7 +154,7 @@ def test_a_missing_setting_is_asked_for(project):
     [
         ('{"index": Array("int32")}', "'index'"),
         ("{}", "at least one"),
-        ('{"x": "float32"}', "Array(dtype, shape), Text() or Ragged(dtype)"),
+        ('{"x": "float32"}', "Array(dtype, shape), Text(), Json() or Ragged(dtype)"),
         ('{"x": Array("object")}', "Text()"),
     ],
 )

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from slurmgpu.columns import Array, Column, Ragged, Text, columns_from_json, stored_columns
+from slurmgpu.columns import Array, Column, Json, Ragged, Text, columns_from_json, stored_columns
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.regions import DamagedShardError, Reader, read_userblock
-from slurmgpu.results.views import ArrayData, ColumnData, RaggedData, TextData
+from slurmgpu.results.views import ArrayData, ColumnData, JsonData, RaggedData, TextData
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -64,6 +64,8 @@ class Merged:
         match self._columns.get(name):
             case Array():
                 return ArrayData(self._dataset(name))
+            case Json():
+                return JsonData(self._dataset(f"{name}/offsets"), self._dataset(f"{name}/values"))
             case Text():
                 return TextData(self._dataset(f"{name}/offsets"), self._dataset(f"{name}/values"))
             case Ragged():
@@ -113,10 +115,10 @@ class Merged:
         frame = {}
         for name in ("index", *self.columns):
             column = self[name]
-            if isinstance(column, TextData) or (isinstance(column, ArrayData) and column.is_numbers):
-                frame[name] = pd.Series(column[:])
-            else:
+            if isinstance(column, JsonData | RaggedData) or (isinstance(column, ArrayData) and not column.is_numbers):
                 frame[name] = pd.Series(column.python_values(), dtype=object)
+            else:
+                frame[name] = pd.Series(column[:])
         frame["error"] = pd.Series([message or None for message in self["error"][:]], dtype=object)
         data_frame: pd.DataFrame = pd.DataFrame(frame)
         return data_frame

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import operator
 from collections.abc import Sequence
 from itertools import pairwise
@@ -96,6 +97,18 @@ class TextData(_ListData):
         return [content[first:last].decode() for first, last in pairwise(bounds)]
 
 
+class JsonData(TextData):
+    """The values of a Json column, as `json.loads` has them; None for a failed item. `text` has the JSON itself."""
+
+    @property
+    def text(self) -> TextData:
+        """The column as text: compact JSON, and "" for a failed item."""
+        return TextData(self.offsets, self.values)
+
+    def _read(self, start: int, stop: int) -> list[Any]:
+        return [json.loads(text) if text else None for text in super()._read(start, stop)]
+
+
 class RaggedData(_ListData):
     """The values of a Ragged column: an array for a row, a list of arrays, views of one, for several."""
 
@@ -104,4 +117,4 @@ class RaggedData(_ListData):
         return [block[first:last] for first, last in pairwise(bounds)]
 
 
-ColumnData: TypeAlias = ArrayData | TextData | RaggedData
+ColumnData: TypeAlias = ArrayData | TextData | JsonData | RaggedData

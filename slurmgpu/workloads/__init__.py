@@ -120,7 +120,7 @@ def build(full_name: str, settings: Mapping[str, Any], search_path: Path) -> Wor
     except (ValueError, TypeError, ItemError) as error:
         raise SlurmGPUError(f"Workload {full_name} refuses its settings: {error}") from error
     if not isinstance(getattr(workload, "columns", None), Mapping):
-        raise SlurmGPUError(f"Workload {full_name} has no 'columns': a mapping of name to Array, Text or Ragged.")
+        raise SlurmGPUError(f"Workload {full_name} has no 'columns': a mapping of name to Array, Text, Json or Ragged.")
     return workload
 
 
