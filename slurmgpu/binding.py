@@ -38,10 +38,11 @@ def container_binds(run: Run) -> list[Bind]:
     binds = [Bind(folder, folder) for folder in (str(run.folder), run.plan.search_path)]
     settings = list(_named_by_settings(run, apart, known))
     binds += [Bind(path, path) for path in settings]
+    binds += [Bind(path, path, read_only=True) for path in run.plan.paths]
     brought = {name for bind in binds for name in names(bind.src, known)}
     folders: set[str] = set()
     files: set[str] = set()
-    for path in (*_read_files(run), *_linked_in(settings)):
+    for path in (*_read_files(run), *_linked_in([*settings, *run.plan.paths])):
         for name in names(path, known):
             folder = name.rpartition("/")[0] or "/"
             if brought.isdisjoint(upwards(name)):

@@ -1,6 +1,7 @@
-"""How often the kernel has killed a process of this job for want of memory: cgroup v2's and v1's counters.
+"""How often the kernel has killed a process of this job for want of memory, and how much of it is left.
 
-https://docs.kernel.org/admin-guide/cgroup-v2.html (memory.events) and cgroup-v1/memory.html (memory.oom_control).
+cgroup v2's and v1's files: https://docs.kernel.org/admin-guide/cgroup-v2.html (memory.events) and
+cgroup-v1/memory.html (memory.oom_control).
 """
 
 from __future__ import annotations
@@ -18,6 +19,23 @@ def oom_kills() -> int:
     return sum(_counter(file) for file in _counter_files())
 
 
+def memory_left() -> int | None:
+    """Bytes of memory that this process may still fill: of the machine's, and of its job's; files in it do not count.
+
+    None where the kernel does not say.
+    """
+    machine = _value(Path("/proc/meminfo"), "MemAvailable:")
+    found = [] if machine is None else [machine * 1024]
+    for file in _counter_files():
+        is_v2 = file.name == "memory.events"
+        limit = _value(file.with_name("memory.max" if is_v2 else "memory.limit_in_bytes"))
+        used = _value(file.with_name("memory.current" if is_v2 else "memory.usage_in_bytes"))
+        cached = _value(file.with_name("memory.stat"), "file" if is_v2 else "total_cache")
+        if limit is not None and used is not None:
+            found.append(max(0, limit - used + min(used, cached or 0)))
+    return min(found, default=None)
+
+
 def _counter_files() -> list[Path]:
     files = []
     for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -27,6 +45,15 @@ def _counter_files() -> list[Path]:
         elif "memory" in controllers.split(","):
             files += [ROOT / "memory" / part / "memory.oom_control" for part in _upwards(path)]
     return files
+
+
+def _value(file: Path, name: str = "") -> int | None:
+    """The number in a file, or in its line that begins with `name`; None for "max", or where it cannot be read."""
+    try:
+        words = (line.split() for line in file.read_text().splitlines())
+        return next((int(line[1 if name else 0]) for line in words if line and name in ("", line[0])), None)
+    except (OSError, ValueError):
+        return None
 
 
 def _upwards(path: str) -> list[str]:

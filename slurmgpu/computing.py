@@ -16,6 +16,7 @@ from typing import Any
 
 from slurmgpu.columns import Column, convert_row
 from slurmgpu.errors import ItemError
+from slurmgpu.failures import is_out_of_memory
 from slurmgpu.histories import History
 from slurmgpu.workloads import Item, Workload
 
@@ -55,13 +56,14 @@ _PENDING = Failure("item_error", "not computed")
 class Computed:
     """A shard's rows in the order of its items: converted values or Failures; and what changed its batches.
 
-    `oom_batch` is the batch size that memory sufficed for, 0 when it was never short.
+    `oom_batch` is the batch size that memory sufficed for, 0 when it was never short; `noted` the workload's notes.
     """
 
     rows: dict[int, Mapping[str, Any] | Failure] = field(default_factory=dict)
     oom_batch: int = 0
     narrowed: int = 0
     isolated: int = 0
+    noted: Mapping[str, int] = field(default_factory=dict)
 
     def common_way(self) -> Failure | None:
         """The failure that every one of the items shares, if at least two raised, all at the same place."""
@@ -77,7 +79,7 @@ class Computed:
             "narrowed_batches": self.narrowed,
             "isolated_batches": self.isolated,
         }
-        return {name: value for name, value in notes.items() if value}
+        return {**self.noted, **{name: value for name, value in notes.items() if value}}
 
 
 class Computer:
@@ -85,7 +87,7 @@ class Computer:
 
     `on_batch(indices, isolated)` is called before each call of the workload, so that who sees the worker die knows what
     was in flight. Processes of a group `agree(failure)` on how each call ended, so that all go on in the same way;
-    those that do not keep rows only take part in the calls.
+    those that do not keep rows only take part in the calls. `noted` is where the workload's notes on a shard arrive.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Computer:
         on_batch: Callable[[Sequence[int], bool], None] = lambda indices, isolated: None,
         agree: Callable[[Failure | None], Failure | None] = lambda failure: failure,
         keeps_rows: bool = True,
+        noted: dict[str, int] | None = None,
     ) -> None:
         self._workload = workload
         self._name = name
@@ -105,11 +108,13 @@ class Computer:
         self._on_batch = on_batch
         self._agree = agree
         self._keeps_rows = keeps_rows
+        self._noted = {} if noted is None else noted
         self._ways_logged: set[tuple[str, ...]] = set()
 
     def compute(self, items: Sequence[Item | tuple[int, ItemError]], history: History) -> Computed:
         """Rows for `items`, which are the whole shard; one that could not be read comes as (index, ItemError)."""
         done = Computed()
+        self._noted.clear()
         good = []
         for item in items:
             if isinstance(item, Item):
@@ -125,6 +130,7 @@ class Computer:
                 self._compute_alone(batch, history, done)
             else:
                 self._compute_batch(batch, done)
+        done.noted = dict(self._noted)
         return done
 
     def _sort(self, items: list[Item], done: Computed) -> None:
@@ -227,16 +233,6 @@ class Computer:
         if failure.trace and failure.way and failure.way not in self._ways_logged:
             self._ways_logged.add(failure.way)
             log.warning("%s", failure.trace)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a smaller batch may help; told by name, since importing torch is the workload's affair."""
-    text = str(error)
-    return (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"
-        or (isinstance(error, RuntimeError) and ("CUDA out of memory" in text or "can't allocate memory" in text))
-    )
 
 
 def is_broken_cuda(error: BaseException) -> bool:

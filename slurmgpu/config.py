@@ -6,12 +6,13 @@ docs/reference/run-file.md lists every key; `site` reads a run file over the sit
 from __future__ import annotations
 
 import datetime
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 
@@ -67,6 +68,25 @@ def plain_names(options: Mapping[str, Any]) -> dict[str, Any]:
 SlurmOptions = Annotated[dict[str, SlurmValue], BeforeValidator(_slurm_names)]
 
 
+SIZE = re.compile(r"(\d+(?:\.\d+)?) *([GMT])(i?)B?\Z")
+
+
+def size_bytes(text: str) -> int:
+    """Bytes of a size such as "80G" or "80GB", powers of ten as on data sheets, or "79.2GiB"; ValueError for others."""
+    if not (found := SIZE.match(text)):
+        raise ValueError('should be a size such as "80G" or "79.2GiB"')
+    base = 1024 if found[3] else 1000
+    return int(float(found[1]) * base ** {"M": 2, "G": 3, "T": 4}[found[2]])
+
+
+def _checked_size(text: str) -> str:
+    size_bytes(text)
+    return text
+
+
+GpuMemory = Annotated[str, AfterValidator(_checked_size)]
+
+
 class Table(BaseModel):
     """What refuses keys that it does not know, and values of another type."""
 
@@ -87,6 +107,7 @@ class Resources(Table):
     array: bool = False
     gpus_per_task: int | None = Field(None, ge=1)
     gpu_type: str | None = None
+    gpu_memory: GpuMemory | None = None
     tasks: int | None = Field(None, ge=1)
     processes: Literal["one", "per-gpu"] | None = None
     nodes_per_task: int = Field(1, ge=1)

@@ -53,10 +53,23 @@ SELF_INFLICTED = frozenset(
 )
 """Signals that a process brings upon itself; SIGKILL and SIGTERM may as well have come from outside."""
 
+MEMORY_TEXTS = ("CUDA out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "Cannot allocate memory")
+"""What PyTorch says when memory is not enough; OutOfMemoryError is the allocator's own error on GPUs."""
+
 
 def failure_of(error: OSError) -> str:
     """The failure class of a file that could not be written."""
     return "disk_full" if error.errno in (*FULL, errno.EFBIG) else "crash"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a smaller batch may help; told by name, since importing torch is the workload's affair."""
+    text = str(error)
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and (any(words in text for words in MEMORY_TEXTS)))
+    )
 
 
 def signal_of(returncode: int) -> int:

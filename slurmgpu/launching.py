@@ -71,7 +71,7 @@ class Launcher:
     def command(self, module: str, *arguments: str) -> tuple[list[str], dict[str, str]]:
         """What runs a module of slurmgpu's where the worker runs, and its environment."""
         inner = ["-c", START, module, *arguments]
-        own = {"PYTHONUNBUFFERED": "1", "HDF5_USE_FILE_LOCKING": "FALSE"}
+        own = {"PYTHONUNBUFFERED": "1", "HDF5_USE_FILE_LOCKING": "FALSE", **self.run.plan.environ}
         if self.container is None:
             # The package that this task runs, wherever it was imported from, is the one that its worker runs.
             home = str(Path(__file__).resolve().parent.parent)

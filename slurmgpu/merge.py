@@ -5,12 +5,15 @@ It is for moments when no task of the run is alive; who calls it has made sure.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from slurmgpu import results, workloads
 from slurmgpu.columns import columns_from_json
-from slurmgpu.files import write_bytes, write_json
+from slurmgpu.files import working_folder, write_bytes, write_json
 from slurmgpu.histories import history_path
 from slurmgpu.joins import join, verify_joined
 from slurmgpu.regions import DamagedShardError
@@ -49,7 +52,8 @@ def merge(run: Run, lives: Lives | None = None) -> dict[str, Any]:
         for shard, reason in joined.damaged:
             _set_aside(run, shard, reason)
         merged_rows, errors = joined.n_rows, list(joined.errors)
-    report = build_report(run, errors=errors, merged_rows=merged_rows, lives=lives)
+    summary = _summary(run) if merged_rows and plan.summarizes else None
+    report = build_report(run, errors=errors, merged_rows=merged_rows, lives=lives, summary=summary)
     write_json(report_path(run), report)
     run.claims.clear()
     return report
@@ -83,6 +87,19 @@ def verify(run: Run) -> list[str]:
     if not run.merged.exists():
         return [f"there is no {run.merged}"]
     return verify_joined(run.merged)
+
+
+def _summary(run: Run) -> dict[str, Any]:
+    """What the workload says of all rows; {"error": why} where it fails, for the report is more than this."""
+    plan = run.plan
+    try:
+        with working_folder(Path(plan.search_path)), results.open(run.merged) as merged:
+            workload: Any = workloads.build(plan.workload, plan.settings, Path(plan.search_path))
+            summary: dict[str, Any] = json.loads(json.dumps(dict(workload.summarize(merged)), allow_nan=False))
+    except (Exception, SystemExit) as error:
+        log.warning("the workload cannot summarize the merged file", exc_info=True)
+        return {"error": f"{type(error).__name__}: {error}"}
+    return summary
 
 
 def _has_failed_items(run: Run, shard: int) -> bool:

@@ -9,7 +9,6 @@ import platform
 import subprocess
 import sys
 import tempfile
-import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +16,11 @@ from typing import Any
 
 from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
-from slurmgpu import __version__, inputs, workloads
+from slurmgpu import __version__, inputs, placing, workloads
 from slurmgpu.columns import check_columns, columns_to_json
 from slurmgpu.config import Resources, RunFile
 from slurmgpu.containing import contain
-from slurmgpu.errors import SlurmGPUError
+from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.files import working_folder
 from slurmgpu.report import is_complete
 from slurmgpu.runs import Plan, Run, refuse_existing
@@ -64,17 +63,16 @@ def draft_run(
     """
     path = run_file.expanduser().resolve()
     config = read_run_file(path, overrides)
-    allocate(config.resources, n_shards=None)
+    gpus_per_task = allocate(config.resources, n_shards=None).gpus_per_task
     target = _run_dir(path, config, run_dir)
     refuse_existing(target)
-    full_name = workloads.resolve_use(config.workload.use, path.parent)
-    with working_folder(path.parent), workloads.at_planning(full_name):
-        settings = _settings(full_name, config.settings, path.parent)
-        workload = workloads.build(full_name, settings, path.parent)
+    full_name, settings, workload = _build(config, path.parent)
+    with working_folder(path.parent):
+        placement = placing.place(workload, config.resources, gpus_per_task, full_name)
+        settings |= getattr(workload, "frozen_settings", {})
     container = contain(config.container, full_name, path, overrides)
     columns = columns_to_json(check_columns(workload.columns, f"workload {full_name}"))
     batch_size = _batch_size(config, workload, full_name)
-    processes = _processes(config.resources, workload, full_name)
     shard_items = _shard_items(config, batch_size)
     with tempfile.TemporaryDirectory(prefix="slurmgpu-") as scratch:
         index = Path(scratch) / "input.idx"
@@ -82,6 +80,7 @@ def draft_run(
         if spec is None:
             found = inputs.find(config.input, path.parent)
             spec = inputs.scan(found, index, stride=batch_size, progress=progress)
+        _check_fields(workload, full_name, spec)
         plan = Plan(
             name=target.name,
             input=spec.to_json(),
@@ -102,10 +101,28 @@ def draft_run(
             merge=config.merge,
             provenance=_provenance(path),
             container=container.to_json() if container else None,
-            processes=processes,
+            processes=placement.processes,
+            placement=placement.lines,
+            paths=placing.paths_of(workload),
+            environ=placing.environ_of(workload),
             sample_s=config.sample_s,
+            summarizes=callable(getattr(workload, "summarize", None)),
         )
         yield Draft(plan, target, index, config.resources)
+
+
+def workload_of(run_file: Path) -> workloads.Workload:
+    """The workload that a run file names, with its settings, which are checked."""
+    path = run_file.expanduser().resolve()
+    return _build(read_run_file(path), path.parent)[2]
+
+
+def _build(config: RunFile, base: Path) -> tuple[str, dict[str, Any], workloads.Workload]:
+    """The workload's full name, its settings as they will be frozen, and the workload."""
+    full_name = workloads.resolve_use(config.workload.use, base)
+    with working_folder(base), workloads.at_planning(full_name):
+        settings = _settings(full_name, config.settings, base)
+        return full_name, settings, workloads.build(full_name, settings, base)
 
 
 def _promised_input(
@@ -122,6 +139,17 @@ def _promised_input(
     return inputs.promise(
         path, index, n_items=plan.n_items, columns=columns, fingerprint=plan.fingerprint, stride=stride
     )
+
+
+def _check_fields(workload: workloads.Workload, full_name: str, spec: inputs.InputSpec) -> None:
+    """Refuse an input whose every item lacks a field that the workload says it takes."""
+    known = {*(spec.columns or ()), "error"}
+    for name in sorted(getattr(workload, "fields", ())):
+        if spec.columns is not None and name not in known:
+            raise SlurmGPUError(
+                f"Workload {full_name} takes the field {name!r}, and the input {spec.files[0].path} has none of that "
+                f"name.{did_you_mean(name, spec.columns)}"
+            )
 
 
 def default_shard_items(n_items: int, batch_size: int) -> int:
@@ -178,19 +206,6 @@ def _batch_size(config: RunFile, workload: workloads.Workload, name: str) -> int
     return size
 
 
-def _processes(resources: Resources, workload: workloads.Workload, name: str) -> str:
-    """How many processes a task's GPUs have: what the run file says, else what the workload wants."""
-    wanted = resources.processes or getattr(workload, "processes", "one")
-    if wanted not in ("one", "per-gpu"):
-        raise SlurmGPUError(f"Workload {name} has processes = {wanted!r}; expected 'one' or 'per-gpu'.")
-    if resources.nodes_per_task > 1 and wanted == "one":
-        raise SlurmGPUError(
-            f"nodes_per_task = {resources.nodes_per_task}, but workload {name} runs in one process, which sees the "
-            f'GPUs of its own node only. Set processes = "per-gpu" in [resources] if it can run in several.'
-        )
-    return str(wanted)
-
-
 def _shard_items(config: RunFile, batch_size: int) -> int | None:
     asked = config.shard_items
     if asked is not None and asked % batch_size:
@@ -209,8 +224,9 @@ def _settings(full_name: str, settings: Mapping[str, Any], search_path: Path) ->
             f"[settings] of workload {full_name}: {error}; use text, numbers, booleans and lists."
         ) from error
     cls = workloads.load_class(full_name, search_path)
+    frozen |= workloads.texts_of_files(cls, frozen)
     try:
-        hints = typing.get_type_hints(vars(cls).get("__init__", cls))
+        hints = workloads.settings_hints(cls)
     except (NameError, TypeError):
         return frozen  # annotations that exist for type checkers only
     for name, value in frozen.items():

@@ -45,11 +45,17 @@ Lives = Mapping[str, Sequence[Life]]
 
 
 def build_report(
-    run: Run, *, errors: Sequence[tuple[int, str]], merged_rows: int | None, lives: Lives | None = None
+    run: Run,
+    *,
+    errors: Sequence[tuple[int, str]],
+    merged_rows: int | None,
+    lives: Lives | None = None,
+    summary: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The report of a run of which no task is alive.
 
-    `errors` are the failed items of the merged file; `lives` is None where accounting could not be asked.
+    `errors` are the failed items of the merged file; `lives` is None where accounting could not be asked; `summary` is
+    what the workload says of all rows, None if it says nothing.
     """
     plan = run.plan
     attempts = attempts_of(run, lives)
@@ -71,6 +77,7 @@ def build_report(
         "n_shards": plan.n_shards,
         "n_shards_done": plan.n_shards - len(missing),
         "merged": str(run.merged) if merged_rows is not None else None,
+        "summary": summary,
         "missing": missing,
         "errors": items,
         "errors_by_class": dict(sorted(Counter(item["class"] for item in items).items())),

@@ -14,8 +14,8 @@ import shlex
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,11 @@ class Plan:
     provenance: Mapping[str, Any]
     container: Mapping[str, Any] | None = None
     processes: str = "one"
+    placement: Sequence[str] = ()
+    paths: Sequence[str] = ()
+    environ: Mapping[str, str] = field(default_factory=dict)
     sample_s: float = 5.0
+    summarizes: bool = False
 
     @property
     def n_shards(self) -> int:

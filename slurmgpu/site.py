@@ -14,6 +14,7 @@ from pydantic import Field
 
 from slurmgpu.config import (
     ContainerTable,
+    GpuMemory,
     RunFile,
     SlurmOptions,
     Table,
@@ -36,6 +37,7 @@ class SiteResources(Table):
     """[resources] of a site file: what is the cluster's, not the run's."""
 
     gpu_type: str | None = None
+    gpu_memory: GpuMemory | None = None
     executor: Literal["slurm", "local", "debug"] = "slurm"
     device: Literal["auto", "cpu"] = "auto"
 

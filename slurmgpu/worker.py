@@ -26,9 +26,9 @@ from pathlib import Path
 from slurmgpu import gpus, groups, workloads
 from slurmgpu.claims import Claim
 from slurmgpu.columns import columns_from_json
-from slurmgpu.computing import Computed, Computer, Failure, WorkerBrokenError, is_out_of_memory
+from slurmgpu.computing import Computed, Computer, Failure, WorkerBrokenError
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.failures import failure_of
+from slurmgpu.failures import failure_of, is_out_of_memory
 from slurmgpu.files import working_folder
 from slurmgpu.groups import Group, PeersMissingError
 from slurmgpu.histories import History, read_history
@@ -87,6 +87,7 @@ class Worker:
     stopping: threading.Event = field(default_factory=threading.Event)
     group: Group = field(default_factory=Group)
     slowest_s: float = 0.0
+    _noted: dict[str, int] = field(default_factory=dict)
     _resume: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -109,9 +110,8 @@ class Worker:
             self.group.gather()
             self.report({"event": "ready", "load_s": time.monotonic() - started})
             name, leads = plan.workload.rpartition(":")[2], self.group.leads
-            computer = Computer(
-                workload, name, self._columns, plan.batch_size, self._tell_batch, self._agree, keeps_rows=leads
-            )
+            calls = (self._tell_batch, self._agree)
+            computer = Computer(workload, name, self._columns, plan.batch_size, *calls, leads, self._noted)
             self._take_and_compute(computer, reader)
 
     def _take_and_compute(self, computer: Computer, reader: Reader) -> None:
@@ -217,7 +217,7 @@ class Worker:
             self.report({"event": "gpus", "names": [gpu.name for gpu in found], "uuids": [gpu.uuid for gpu in found]})
             device = f"cuda:{group.local_rank}"
         n_gpus, place = given.n_gpus if device != "cpu" else 0, (group.rank, group.world_size, group.local_rank)
-        context = TaskContext(device, n_gpus, self.run.folder, given.attempt, *place)
+        context = TaskContext(device, n_gpus, self.run.folder, given.attempt, *place, self._noted.__setitem__)
         try:
             workload = workloads.build(plan.workload, plan.settings, Path(plan.search_path))
             workload.load(context)

@@ -9,6 +9,7 @@ import pytest
 from tests.cluster.fixture import cluster, memory_limits  # noqa: F401
 from tests.images import apptainer, normal_user  # noqa: F401
 from tests.somebody import somebody  # noqa: F401
+from tests.tiny_models import adder  # noqa: F401
 
 HERE = Path(__file__).parent
 

@@ -129,6 +129,40 @@ def test_a_snapshot_of_links_to_blobs_is_found_inside(reading, slurmgpu, tmp_pat
     assert found(folder).startswith("weights")
 
 
+ASKS = """
+from slurmgpu import Text
+from slurmgpu.llm.models import cache_of, files_of, find_model
+
+class Reads:
+    columns = {"found": Text()}
+    batch_size = 4
+
+    def __init__(self, revision=None):
+        self.model = find_model("lab/model", revision=revision)
+        self.paths, self.environ = files_of(self.model), {"HF_HUB_CACHE": cache_of(self.model)}
+        self.frozen_settings = {"revision": self.model.revision}
+
+    def load(self, task):
+        self.found = self.model.config["model_type"] + self.model.revision
+
+    def __call__(self, items):
+        return [{"found": self.found} for item in items]
+"""
+
+
+def test_a_model_in_the_hubs_cache_in_home_is_found_inside_where_home_is_not(reading, slurmgpu, tmp_path):
+    hub = tmp_path / "home" / ".cache" / "huggingface" / "hub" / "models--lab--model"
+    for part in ("blobs", "refs", "snapshots/abc"):
+        (hub / part).mkdir(parents=True)
+    (hub / "refs" / "main").write_text("abc")
+    (hub / "blobs" / "123").write_text('{"model_type": "llama"}')
+    (hub / "snapshots" / "abc" / "config.json").symlink_to("../../blobs/123")
+    folder = reading(home="none")
+    (folder / "reads.py").write_text(ASKS)
+    slurmgpu(*LOCAL, cwd=folder, expect=0, HOME=str(tmp_path / "home"), XDG_CACHE_HOME="", HF_HOME="", HF_HUB_CACHE="")
+    assert found(folder) == "llamaabc"
+
+
 @pytest.mark.parametrize("home", ["private", "none"])
 def test_input_that_lies_in_home_does_not_bring_home_in(reading, slurmgpu, home):
     folder = reading(strict=False, home=home)
@@ -208,11 +242,12 @@ def test_a_package_is_found_inside_by_the_name_by_which_it_is_imported(reading, 
     assert found(folder) == expected
 
 
-def make_run(base, files=(), settings=None, workload="slurmgpu.workloads.embed:Embed"):
+def make_run(base, files=(), settings=None, workload="slurmgpu.workloads.embed:Embed", paths=()):
     """A run as far as binds depend on it."""
     base.mkdir(exist_ok=True)
     values = dict.fromkeys(Plan.__dataclass_fields__) | {"search_path": str(base), "settings": settings or {}}
     values |= {"workload": workload, "input": {"files": [{"path": str(path)} for path in files]}}
+    values["paths"] = [str(path) for path in paths]
     return Run(base / "run", Plan(**values))
 
 
@@ -226,6 +261,15 @@ def test_a_text_that_is_no_path_of_the_runs_own_binds_nothing(tmp_path, monkeypa
     monkeypatch.setenv("HOME", str(tmp_path / "home" / "me"))
     (tmp_path / "home" / "me" / "project").mkdir(parents=True)
     assert own(make_run(tmp_path / "home" / "me" / "project", settings={"prompt": [{"text": text}]})) == []
+
+
+def test_what_a_workload_reads_is_bound_read_only_with_what_its_links_lead_to(tmp_path, big):
+    folder = tmp_path / "models"
+    folder.mkdir()
+    (big / "weights").write_text("w")
+    (folder / "model.safetensors").symlink_to(big / "weights")
+    run = make_run(tmp_path / "project", paths=[folder])
+    assert set(own(run)) == {Bind(str(path), str(path), read_only=True) for path in (folder, big)}
 
 
 def test_files_directly_in_home_or_a_shared_folder_are_bound_one_by_one(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ from slurmgpu.columns import Array
 from slurmgpu.computing import Computer, Failure, WorkerBrokenError
 from slurmgpu.errors import ItemError
 from slurmgpu.histories import History
+from slurmgpu.shards import read_directory
 from slurmgpu.workloads import Item
 
 COLUMNS = {"x": Array("float64")}
@@ -36,6 +37,46 @@ def compute(workload, n=8, batch_size=4, history=None, on_batch=lambda indices, 
 
 def failures(computed):
     return {index: row for index, row in computed.rows.items() if isinstance(row, Failure)}
+
+
+def test_what_the_workload_notes_belongs_to_the_shard_that_is_computed():
+    noted = {"while loading": 1}
+
+    def function(items):
+        if items[0].index < 8:
+            noted["batch_tokens"] = 100 - items[0].index
+        return [{"x": item.data["x"]} for item in items]
+
+    workload, history = Recorder(function), History()
+    computer = Computer(workload, "Recorder", COLUMNS, 4, noted=noted)
+    first, second = ([Item(start + i, {"x": float(i)}) for i in range(8)] for start in (0, 8))
+    assert computer.compute(first, history).notes() == {"batch_tokens": 96}
+    assert computer.compute(second, history).notes() == {}
+
+
+NOTING = """
+from slurmgpu import Array
+
+class Noting:
+    columns = {"x": Array("float64")}
+    batch_size = 4
+
+    def load(self, task):
+        self.task = task
+
+    def __call__(self, items):
+        if items[0].index == 4:
+            self.task.note("batch_tokens", 512)
+        return [{"x": 1.0} for _ in items]
+"""
+
+
+def test_notes_of_a_workload_are_kept_in_the_file_of_the_shard(project, slurmgpu):
+    folder = project(16, workload="Noting")
+    (folder / "workloads.py").write_text(NOTING)
+    slurmgpu("submit", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0)
+    notes = [read_directory(folder / f"run/shards/{shard:05d}.h5").notes for shard in range(2)]
+    assert notes == [{"batch_tokens": 512}, {}]
 
 
 def raise_at(*bad, error=ValueError):

@@ -1,5 +1,7 @@
 """The docs tell the truth: what they list is what there is, their links lead somewhere, and their examples run."""
 
+import importlib
+import inspect
 import json
 import os
 import platform
@@ -8,16 +10,19 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import typer
 
-from slurmgpu import api, surroundings
+from slurmgpu import api, surroundings, workloads
 from slurmgpu.claims import Claim
 from slurmgpu.cli.app import app
 from slurmgpu.config import ContainerTable, Resources, RunFile, WorkloadTable
 from slurmgpu.failures import POLICIES
 from slurmgpu.histories import History
+from slurmgpu.llm import settings
+from slurmgpu.llm.engine import Sampling
 from slurmgpu.records import Attempt
 from slurmgpu.runs import Run
 from slurmgpu.task import Task
@@ -149,6 +154,29 @@ def test_the_reference_lists_every_failure_class_with_its_policy():
     assert shown == {name: (policy.retriable, policy.node_at_fault) for name, policy in POLICIES.items()}
     headings = set(re.findall(r"^### (\w+)$", (REFERENCE / "failures.md").read_text(), re.M))
     assert headings == set(POLICIES)
+
+
+LANGUAGE_MODELS = "language-models.md"
+
+
+@pytest.mark.parametrize("name", ["generate", "classify", "judge", "collect"])
+def test_the_reference_lists_every_setting_of_a_workload_with_its_default(name):
+    module, _, class_name = workloads.BUILT_IN[name].partition(":")
+    parameters = inspect.signature(getattr(importlib.import_module(module), class_name)).parameters
+    own = {key: parameter for key, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY}
+    assert listed(LANGUAGE_MODELS, name) == own.keys()
+    for key, _, shown, *_ in rows(LANGUAGE_MODELS, name):
+        default = own[key.strip("`")].default
+        required = default is inspect.Parameter.empty
+        assert shown.strip("`") == ("required" if required else "–" if default is None else json.dumps(default)), key
+
+
+def test_the_reference_lists_the_settings_that_all_language_models_share():
+    assert listed(LANGUAGE_MODELS, "Model and engine") == {"model", *get_type_hints(settings.ModelSettings)}
+    assert listed(LANGUAGE_MODELS, "Sampling") == settings.sampling_names()
+    for key, _, shown, *_ in rows(LANGUAGE_MODELS, "Sampling"):
+        default = getattr(Sampling(), key.strip("`"))
+        assert shown.strip("`") == json.dumps(default), key
 
 
 RUN_FILE = """

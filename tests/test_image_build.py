@@ -211,6 +211,11 @@ def test_on_a_terminal_the_progress_of_a_build_is_a_line_and_says_nothing_needle
     assert said.count("\x1b[1A") == 1, "it took a second line"  # the cursor goes up once, to clear it
 
 
+def test_one_build_makes_one_image(slurmgpu, tmp_path):
+    done = slurmgpu("image", "build", "--cpu", "--vllm", "-o", tmp_path / "x.sif", expect=2)
+    assert "--cpu and --vllm name two images" in done.stderr
+
+
 def test_without_a_runtime_a_build_is_a_sentence(slurmgpu, tmp_path):
     done = slurmgpu("image", "build", "-o", tmp_path / "gpu.sif", PATH=str(tmp_path), expect=2)
     assert "Neither apptainer nor singularity is on PATH" in done.stderr
@@ -274,7 +279,7 @@ def test_what_the_user_says_goes_over_what_slurmgpu_says(monkeypatch):
     assert command == ["apptainer", "build", "--build-arg", "VERSION=9", "x.sif", "x.def"]
 
 
-@pytest.mark.parametrize("name", ["cpu", "gpu"])
+@pytest.mark.parametrize("name", ["cpu", "gpu", "vllm"])
 def test_every_argument_of_a_definition_has_a_default_and_its_scripts_are_shell(name):
     text = definition(name).read_text()
     used = set(re.findall(r"\{\{ (\w+) \}\}", text))

@@ -235,10 +235,10 @@ def export(
     folder: RunArgument,
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")],
     file_format: Annotated[
-        str | None, typer.Option("--format", help="jsonl, csv or parquet; default from the file's suffix.")
+        str | None, typer.Option("--format", help="jsonl, csv, parquet or pt; default from the file's suffix.")
     ] = None,
 ) -> None:
-    """Write the merged rows as JSONL, CSV or Parquet."""
+    """Write the merged rows as JSONL, CSV, Parquet, or tensors of PyTorch."""
     from slurmgpu.cli.output import result, say
     from slurmgpu.export import FORMATS
     from slurmgpu.export import export as write
@@ -264,6 +264,7 @@ def check(
     run_file: RunFileArgument = DEFAULT_RUN_FILE,
     node: Annotated[bool, typer.Option("--node", help="Check a node of the cluster, too, by a short job.")] = False,
     here: Annotated[bool, typer.Option("--here", help="Check this machine as a task would, and nothing else.")] = False,
+    fetch: Annotated[bool, typer.Option("--fetch", help="Download the workload's model first.")] = False,
 ) -> None:
     """Check what a run needs, one line each.
 
@@ -272,4 +273,4 @@ def check(
     """
     from slurmgpu.cli import checks
 
-    raise typer.Exit(checks.run_checks_here(run_file) if here else checks.run_checks(run_file, node=node))
+    raise typer.Exit(checks.run_checks_here(run_file) if here else checks.run_checks(run_file, node=node, fetch=fetch))

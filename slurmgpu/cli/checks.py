@@ -21,7 +21,7 @@ from slurmgpu.containing import identify_image, image_path
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import commands
 from slurmgpu.executors.slurm import check_command, hazards
-from slurmgpu.planning import allocate, draft_run
+from slurmgpu.planning import allocate, draft_run, workload_of
 from slurmgpu.runs import Plan
 from slurmgpu.site import read_run_file
 
@@ -32,10 +32,13 @@ NOWHERE = ".slurmgpu-check"
 MARKS = ("✓", "✗")
 
 
-def run_checks(run_file: Path, *, node: bool) -> int:
-    """Print a line for each check, with `node` also those of a node by a short job; 2 if one failed, else 0."""
+def run_checks(run_file: Path, *, node: bool, fetch: bool = False) -> int:
+    """Print a line for each check, with `node` also those of a node by a short job; 2 if one failed, else 0.
+
+    With `fetch` what the workload needs of the network is downloaded first.
+    """
     checks = _Checks(run_file)
-    checks.run()
+    checks.run(fetch=fetch)
     if node and checks.are_good:
         assert checks.config is not None
         checks.are_good = _check_a_node(run_file, checks.config)
@@ -69,13 +72,17 @@ class _Checks:
         self._plan: Plan | None = None
         self._said: set[str] = set()
 
-    def run(self) -> None:
+    def run(self, *, fetch: bool) -> None:
         """Print the lines."""
         self._line("versions", _versions)
         self._line("run file", self._read)
         if (config := self.config) is not None:
+            if fetch:
+                self._line("fetch", self._fetch)
             self._line("image", lambda: self._image(config))
             self._line("plan", self._draft)
+            for line in self._plan.placement if self._plan else ():
+                print_line(True, "placement", line)
             self._line("resources", lambda: _resources(config))
             self._line("executor", lambda: self._executor(config))
 
@@ -103,6 +110,13 @@ class _Checks:
         with draft_run(self._run_file, run_dir=Path(NOWHERE)) as draft:
             self._plan = plan = draft.plan
         return f"{plan.n_items:,} items, {plan.n_shards:,} shards, workload {plan.workload}"
+
+    def _fetch(self) -> str:
+        workload = workload_of(self._run_file)
+        fetch = getattr(workload, "fetch", None)
+        if not callable(fetch):
+            return f"workload {type(workload).__name__} has nothing to download"
+        return str(fetch())
 
     def _executor(self, config: RunFile) -> str:
         if config.resources.executor != "slurm":

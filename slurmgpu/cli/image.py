@@ -25,6 +25,7 @@ image_app = typer.Typer(
         "\b\n"
         "  slurmgpu image build -o slurmgpu.sif             for GPUs, with PyTorch\n"
         "  slurmgpu image build --cpu -o small.sif          for CPUs\n"
+        "  slurmgpu image build --vllm -o vllm.sif          for GPUs, with vLLM\n"
         "  slurmgpu image check slurmgpu.sif --gpu          does it work on this machine?\n"
     ),
 )
@@ -40,6 +41,7 @@ PythonOption = Annotated[str, typer.Option("--python", help="Its Python.")]
 def build(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="IMAGE", help="The file to make.")],
     cpu: Annotated[bool, typer.Option("--cpu", help="The small image, without PyTorch.")] = False,
+    vllm: Annotated[bool, typer.Option("--vllm", help='The image for engine = "vllm".')] = False,
     base: Annotated[str | None, typer.Option("--base", help="What to build upon: a registry's name, a file.")] = None,
     build_arg: Annotated[
         list[str] | None, typer.Option("--build-arg", metavar="NAME=VALUE", help="Of the definition; may be repeated.")
@@ -55,13 +57,14 @@ def build(
     from slurmgpu.building import build_image
     from slurmgpu.cli.output import say
 
+    if cpu and vllm:
+        raise SlurmGPUError("--cpu and --vllm name two images; give one of them.")
     binds = _binds(bind)
     arguments = dict(_name_and_value(text) for text in build_arg or ())
+    name = "cpu" if cpu else "vllm" if vllm else "gpu"
     started = time.monotonic()
     with _Progress() as progress:
-        build_image(
-            output, name="cpu" if cpu else "gpu", base=base, arguments=arguments, binds=binds, progress=progress
-        )
+        build_image(output, name=name, base=base, arguments=arguments, binds=binds, progress=progress)
     say(f"built {output} in {time.monotonic() - started:.0f} s")
     raise typer.Exit(_check(output, python, binds, n_gpus=0))
 

@@ -54,6 +54,8 @@ def show_plan(plan: Mapping[str, Any], submission: Mapping[str, Any], run_dir: s
         image = plan["container"]["identity"]
         table.add_row("image", escape(f"{plan['container']['image']} (sha256 {image['sha256'][:12]})"))
     table.add_row("tasks", _tasks(submission))
+    for line in plan["placement"]:
+        table.add_row("placement", escape(line))
     for note in notes:
         table.add_row("note", escape(note))
     console.print(table)

@@ -38,6 +38,8 @@ def submit(
         if dry_run:
             _show_draft(draft, other, origins(run_file, overrides), as_json=as_json)
             return 0
+        for line in draft.plan.placement:
+            say(line)
         with _following(draft.run_dir, draft.plan.n_items) as follow:
             handle = api.submit_draft(draft, other, follow.run)
     assert handle.outcome is not None
@@ -48,7 +50,7 @@ def plan(run_file: Path, overrides: Mapping[str, Any], run_dir: Path | None, *, 
     """Make the run directory, and print how to submit it by hand."""
     with _planning() as progress, draft_run(run_file, overrides, run_dir, progress) as draft:
         run, lines, notes = api.plan_draft(draft)
-    for note in notes:
+    for note in (*run.plan.placement, *notes):
         say(note)
     if as_json:
         result_json({"run_dir": str(run.folder), "lines": lines})

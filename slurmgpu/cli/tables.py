@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from slurmgpu.cli.output import result, say, wide_console
+from slurmgpu.cli.summaries import show_summary
 from slurmgpu.report import IDLE_PERCENT
 
 MAX_LISTED = 20
@@ -69,6 +70,7 @@ def show_report(report: Mapping[str, Any]) -> None:
         result(f"merged: {report['merged']}")
     if report["image"]:
         result(f"image: {report['image']['path']} (sha256 {report['image']['sha256'][:12]})")
+    show_summary(console, report.get("summary"))
     _show_holes(console, report)
     _show_errors(console, report)
     _show_attempts(console, report)

@@ -9,7 +9,72 @@ from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.executors.surveying import Survey, survey
 from slurmgpu.site import site_path
 
+_NAME = """model = "meta-llama/Llama-3.1-8B-Instruct"       # a folder, or a name on the hub, and -8bit, -4bit or -fp8
+"""
+
+_SAMPLING = """# max_tokens = 512                               # the longest answer
+# temperature = 0.0                              # 0 is greedy; with more, answers are sampled, by the run's seed
+# top_p = 1.0
+# stop = ["\\n\\n"]                                # texts that end an answer
+"""
+
+_MODEL = """# precision = "bf16"                             # or "fp16", "fp32"
+# engine = "transformers"                        # or "vllm", in an image that has it
+"""
+
 SETTINGS = {
+    "generate": _NAME
+    + """prompt = "Summarize in one sentence:\\n\\n{text}"  # fields of an item; "file:prompt.txt" for a longer one
+# messages = "messages"                          # instead of prompt: the field with a chat
+# system = "You are a careful editor."
+# n = 1                                          # answers to each item; more than one needs a temperature
+# keep = ["id"]                                  # fields of the input that become columns
+"""
+    + _SAMPLING
+    + _MODEL,
+    "classify": _NAME
+    + """# The prompt: fields of an item, and {labels}.
+prompt = '''
+Which of these is the text?
+{labels}
+
+Text: {text}
+
+Answer with the label alone.'''
+method = "score"                                 # by the labels' probabilities; "parse": by what a free answer says
+# calibrate = true                               # score: take away what the model prefers without any item
+# pattern = "Label: (.*)"                        # parse: where the answer has the label
+# truth = "label"                                # the field with the true label: then the report has metrics
+# group = "source"                               # … for each value of this field
+"""
+    + _MODEL
+    + """
+[settings.labels]                                # or above: labels = ["hate", "ok"]
+hate = "attacks people for what they are"
+ok = "anything else"
+""",
+    "judge": _NAME
+    + """rubric = "correctness"                           # or "pairwise", "rating", "yes-no", or "my-rubric.toml"
+# fields = {reference = "answer"}                # what the rubric calls a field = what the items call it
+# against = "runs/other/merged.h5"               # pairwise: the run whose texts are compared with the input's
+# retries = 2                                    # times that an answer without a verdict is asked for again
+# truth = "right"                                # a field with a verdict, to see how far the judge agrees with it
+# keep = ["question"]                            # fields of the input that become columns
+"""
+    + _MODEL,
+    "collect": _NAME
+    + """prompt = "{question}\\nReason step by step, a step in each line, and end with #### and the number."
+reference = "answer"                             # the field with the right answer
+checker = "numeric"                              # or "exact", "regex" with a pattern, "rules.py:check"
+paths = 8                                        # sampled for each question
+rollouts = 4                                     # completions of each beginning, which tell its value
+# tree = [4, 2, 2]                               # in place of both: branches at each depth
+# step_delimiter = "\\n"
+temperature = 1.0
+# max_tokens = 512                               # a path that is longer is cut, and wrong
+# keep = ["id"]                                  # fields of the input that become columns
+"""
+    + _MODEL,
     "embed": """model = "sentence-transformers/all-MiniLM-L6-v2"   # a name on the hub, or a folder
 field = "text"                                     # the field of an item that is embedded
 dtype = "float16"                                  # of the column: float16 or float32

@@ -11,7 +11,8 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -22,8 +23,16 @@ from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 if TYPE_CHECKING:
     from slurmgpu.columns import Column
 
-BUILT_IN = {"embed": "slurmgpu.workloads.embed:Embed"}
+BUILT_IN = {
+    "embed": "slurmgpu.workloads.embed:Embed",
+    "generate": "slurmgpu.workloads.generate:Generate",
+    "classify": "slurmgpu.workloads.classify:Classify",
+    "judge": "slurmgpu.workloads.judge:Judge",
+    "collect": "slurmgpu.workloads.collect:Collect",
+}
 """Short names of the workloads that come with slurmgpu."""
+
+FILE = "file:"
 
 Row = Mapping[str, Any]
 
@@ -49,6 +58,7 @@ class TaskContext:
 
     `device` is PyTorch's name of this process's device ("cuda:0" or "cpu"); `gpus` how many GPUs it sees.
     `rank`, `world_size` and `local_rank` are those of torchrun; 0, 1 and 0 for a worker of one process.
+    `note(name, value)` writes a number into the notes of the shard that is computed, as of a batch made smaller.
     """
 
     device: str
@@ -58,12 +68,41 @@ class TaskContext:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
+    note: Callable[[str, int], None] = lambda name, value: None
+
+
+@dataclass(frozen=True)
+class Share:
+    """What each task of a run is going to hold, as far as that is known where the run is planned.
+
+    `gpus` is 0 for tasks that compute on CPUs. `gpu_memory` is in bytes, None if nothing tells it. `processes` is what
+    the run file asks for, "one" or "per-gpu"; None leaves it to the workload.
+    """
+
+    gpus: int
+    nodes: int = 1
+    gpu_memory: int | None = None
+    gpu_type: str | None = None
+    processes: str | None = None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How a workload uses its share: in `processes` "one" or "per-gpu"; `lines` tell the user of it, with numbers."""
+
+    processes: str = "one"
+    lines: tuple[str, ...] = ()
 
 
 class Workload(Protocol):
     """What users write: see docs/how-to/write-a-workload.md.
 
-    Optional beside these: `sort_key(item)`, by which the worker sorts a shard's items before it cuts batches.
+    Optional beside these: `sort_key(item)`, by which the worker sorts a shard's items before it cuts batches;
+    `place(share)`, which planning asks for a `Placement`; `paths`, what a task reads beside the input, for the image;
+    `environ`, variables that workers find; `fetch()`, which `check --fetch` calls; `summarize(merged)`, JSON for the
+    report, from the merged file; `texts`, the names of settings in place of whose text "file:PATH" may stand; `fields`,
+    the names of the items' fields that it takes, which planning looks for in inputs that have columns;
+    `frozen_settings`, what the plan keeps in place of settings that name files which may change.
     """
 
     columns: Mapping[str, Column]
@@ -124,6 +163,26 @@ def build(full_name: str, settings: Mapping[str, Any], search_path: Path) -> Wor
     return workload
 
 
+def texts_of_files(cls: type, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Of the settings that the class lists in `texts`: the content of the file that one names as "file:PATH".
+
+    The plan has the text, so that a file that changes later changes no row.
+    """
+    found = {}
+    for name in getattr(cls, "texts", ()):
+        value = settings.get(name)
+        if isinstance(value, str) and value.startswith(FILE):
+            path = Path(value.removeprefix(FILE)).expanduser()
+            try:
+                found[name] = path.read_text(encoding="utf-8").removesuffix("\n")
+            except (OSError, ValueError) as error:
+                raise SlurmGPUError(
+                    f"{name} is {value!r}, and {path.absolute()} cannot be read: {error}. "
+                    f"Expected a text, or {FILE!r} and the path of one, relative to the run file."
+                ) from error
+    return found
+
+
 @contextlib.contextmanager
 def at_planning(full_name: str) -> Iterator[None]:
     """Say of a module that the workload lacks where it is planned that it may be one that only the image has."""
@@ -174,11 +233,28 @@ def _members(cls: type) -> set[str]:
     return {name for base in cls.__mro__ if base is not object for name in vars(base)}
 
 
+def settings_hints(cls: type) -> dict[str, Any]:
+    """The annotations of the settings that a class takes by name, those of a `**settings: Unpack[TypedDict]` included.
+
+    Raises NameError or TypeError for annotations that exist for type checkers only.
+    """
+    takes = inspect.getattr_static(cls, "__init__")  # its own, or one that it inherits
+    hints = typing.get_type_hints(cls if takes is object.__init__ else takes)
+    for parameter in inspect.signature(cls).parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            [table] = typing.get_args(hints.pop(parameter.name, None)) or (None,)
+            hints |= typing.get_type_hints(table) if typing.is_typeddict(table) else {}
+    return hints
+
+
 def _check_names(full_name: str, cls: type, settings: Mapping[str, Any]) -> None:
-    parameters = list(inspect.signature(cls).parameters.values())
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return
-    known = {parameter.name: parameter for parameter in parameters}
+    parameters = {parameter.name: parameter for parameter in inspect.signature(cls).parameters.values()}
+    known = {name: p for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
+    if len(known) < len(parameters):
+        unpacked = settings_hints(cls).keys() - known.keys() - {"return"}
+        if not unpacked:
+            return
+        known |= {name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in unpacked}
     for name in settings:
         if name not in known:
             hint = did_you_mean(name, known) or " It takes none."

@@ -5,11 +5,10 @@ Only `load` imports torch and transformers: settings are also checked on login n
 
 from __future__ import annotations
 
-import importlib.util
-import json
+import contextlib
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -18,6 +17,7 @@ import numpy.typing as npt
 
 from slurmgpu.columns import Array
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
+from slurmgpu.llm.models import fetch_files, locate, read_json
 from slurmgpu.workloads import Item, Row, TaskContext
 
 log = logging.getLogger(__name__)
@@ -64,8 +64,10 @@ class Embed:
         _expect_one_of(Precision, precision=precision)
         _expect_one_of(Pooling, pooling=pooling or "mean")
 
-        self._source, folder = _locate(model, revision)
-        config = _read_json(folder / "config.json")
+        with _said_by_embed():
+            folder, repository = locate(model, revision)
+        self._source, self._found = repository or str(folder), (folder, repository, revision)
+        config = read_json(folder / "config.json")
         hidden_size = next((config[key] for key in HIDDEN_SIZE_KEYS if key in config), None)
         if hidden_size is None:
             raise SlurmGPUError(
@@ -81,10 +83,14 @@ class Embed:
 
         self.columns = {"embedding": Array(dtype, (hidden_size,))}
         self.pooling = pooling or _own_pooling(folder) or "mean"
-        self.max_tokens = max_tokens or _read_json(folder / "sentence_bert_config.json").get("max_seq_length")
+        self.max_tokens = max_tokens or read_json(folder / "sentence_bert_config.json").get("max_seq_length")
         self.field, self.prefix, self.normalize = field, prefix, normalize
         self.dtype, self.precision = dtype, precision
         self._options = {"revision": revision, "trust_remote_code": trust_remote_code}
+
+    def fetch(self) -> str:
+        """Download the model to the hub's cache."""
+        return fetch_files(*self._found)
 
     def load(self, task: TaskContext) -> None:
         """Load tokenizer and model on the task's device."""
@@ -163,68 +169,24 @@ def _expect_one_of(choice: Any, **setting: str) -> None:
             raise SlurmGPUError(f"embed: {name} is {value!r}; expected one of {', '.join(get_args(choice))}.")
 
 
-# Where a model lies, and what its folder says of it.
-
-
-def _locate(model: str, revision: str | None) -> tuple[str, Path]:
-    """What transformers loads the model by, and the folder with its JSON files."""
-    if model.startswith("package:"):
-        folder = _in_package(model.removeprefix("package:"))
-        return str(folder), folder
-    folder = Path(model).expanduser()
-    if model and folder.is_dir():
-        return str(folder), folder
-    if not model or model.startswith(("/", ".", "~")):
-        raise SlurmGPUError(
-            f"embed: there is no folder {model!r}, seen from {Path.cwd()};"
-            ' expected the folder of a model, its name on the hub, or "package:NAME".'
-        )
-    return model, _from_hub(model, revision)
-
-
-def _in_package(name: str) -> Path:
-    """The model's folder in an installed package, found without importing it: its imports may be slow."""
-    spec = importlib.util.find_spec(name) if name.isidentifier() else None
-    if spec is None:
-        raise SlurmGPUError(
-            f"embed: there is no package {name!r} here; install it, or give the name that `import` takes."
-        )
-    roots = spec.submodule_search_locations or ()
-    configs = [path for root in roots for path in Path(root).rglob("config.json")]
-    folders = sorted(str(path.parent) for path in configs if "model_type" in _read_json(path))
-    if len(folders) != 1:
-        raise SlurmGPUError(
-            f"embed: package {name!r} has {', '.join(folders) or 'none'}; expected the folder of one model."
-            " Give the path of a folder instead."
-        )
-    return Path(folders[0])
-
-
-def _from_hub(model: str, revision: str | None) -> Path:
-    """The model's folder in the hub's cache, where at least its small JSON files are now."""
+@contextlib.contextmanager
+def _said_by_embed() -> Iterator[None]:
     try:
-        from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise SlurmGPUError(
-            f"embed: model {model!r} is no folder; to ask the hub for it: pip install 'slurmgpu[llm]'."
-        ) from error
-    wanted = ["config.json", "modules.json", "sentence_bert_config.json", "*/config.json"]
-    try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=wanted))
-    except Exception as error:  # The client's errors share no base, and its network library changes.
-        raise SlurmGPUError(
-            f"embed: model {model!r} is no folder here, and neither the hub nor its cache gives it;"
-            f' expected a folder, a name on the hub, or "package:NAME". ({type(error).__name__}: {error})'
-        ) from error
+        yield
+    except SlurmGPUError as error:
+        raise SlurmGPUError(f"embed: {error}") from error
+
+
+# What a model's folder says of it.
 
 
 def _own_pooling(folder: Path) -> str | None:
     """The pooling that a sentence-transformers model was trained with; None where the folder does not say."""
     pooling = None
-    for module in _read_json(folder / "modules.json"):
+    for module in read_json(folder / "modules.json"):
         step = module["type"].rpartition(".")[2]
         if step == "Pooling":
-            step = pooling = _pooling_mode(_read_json(folder / module["path"] / "config.json"))
+            step = pooling = _pooling_mode(read_json(folder / module["path"] / "config.json"))
         if step not in ("Transformer", "Normalize", *get_args(Pooling)):
             raise SlurmGPUError(
                 f"embed: the model in {folder} takes a step {step!r}, which embed does not compute;"
@@ -239,13 +201,3 @@ def _pooling_mode(said: Mapping[str, Any]) -> str:
     modes = [flag.removeprefix("pooling_mode_").removesuffix("s").removesuffix("_token") for flag in flags]
     named = said.get("pooling_mode", modes)
     return named if isinstance(named, str) else "+".join(named) or "mean"
-
-
-def _read_json(path: Path) -> Any:
-    """What a JSON file holds; an empty mapping where there is no such file."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise SlurmGPUError(f"embed: {path} cannot be read as JSON: {error}.") from error

@@ -19,6 +19,7 @@ QUICK = {
     "embed": [],
     "front": ["--quick"],
     "inputs": ["--size-mb", "100"],
+    "llm": ["--quick"],
     "merge": ["--quick"],
     "overhead": ["--quick"],
 }

@@ -1,0 +1,1 @@
+"""Language models: what an engine is, the engines, and what is known of a model without loading it."""

@@ -1,0 +1,186 @@
+"""Between requests and tokens: prompts are encoded here, and what a model generated becomes text and reasoning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from slurmgpu.llm.engine import EngineOptions, FinishReason, Output, Prompt, Request
+
+THINK, THOUGHT = "<think>", "</think>"
+CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
+HARMONY_START, HARMONY_FINAL = "<|start|>assistant", "<|channel|>final<|message|>"
+HARMONY_ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>")
+STOP_MARGIN = 8
+"""Tokens that are looked at for a stop text beyond its length in bytes: special ones have none."""
+
+
+class PromptError(Exception):
+    """A prompt that the model cannot be given; the message is a sentence for the request's error."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A request as the model sees it: the tokens of its prompt."""
+
+    request: Request
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What was generated for a request; tokens beyond a stop text may still be there.
+
+    `logprobs` are the model's own, one for each token, or None.
+    """
+
+    encoded: Encoded
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[float, ...] | None = None
+    error: str | None = None
+
+
+class Codec:
+    """Turns prompts into tokens and tokens into answers, as one model's tokenizer and chat template want it."""
+
+    def __init__(self, tokenizer: Any, options: EngineOptions, context: int) -> None:
+        self._tokenizer = tokenizer
+        self._options = options
+        self._context = context
+        self._chat = bool(tokenizer.chat_template) if options.chat is None else options.chat
+        known = tokenizer.get_added_vocab()
+        self._harmony = CHANNEL in known and MESSAGE in known
+        self._ids = {text: known[text] for text in (CHANNEL, MESSAGE, *HARMONY_ENDS, THINK, THOUGHT) if text in known}
+
+    def encode(self, request: Request) -> Encoded:
+        """The request's prompt as tokens; PromptError where it and its answer are too long for the model."""
+        tokens = self.tokens_of(self.render(request.prompt))
+        more = request.sampling.max_tokens
+        if len(tokens) + more > self._context:
+            raise PromptError(
+                f"the prompt has {len(tokens)} tokens, which with max_tokens = {more} exceeds the context of "
+                f"{self._context} tokens"
+            )
+        return Encoded(request, tokens)
+
+    def render(self, prompt: Prompt, *, answers_at_once: bool = False) -> tuple[str, bool]:
+        """The prompt as one text, and whether that is whole, with the special tokens that a template puts there.
+
+        With `answers_at_once`, or where the answer's beginning is given, what follows is the answer, no reasoning.
+        """
+        if not prompt.messages and not self._chat:
+            return prompt.text + prompt.answer, False
+        if not self._tokenizer.chat_template:
+            raise PromptError("the model's tokenizer has no chat template; expected a plain prompt, or chat = false")
+        messages = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
+        options = {"tokenize": False, "add_generation_prompt": True, **self._options.chat_options}
+        try:
+            text: str = self._tokenizer.apply_chat_template(messages, **options)
+        except Exception as error:  # a template may raise anything, for messages that it does not like
+            raise PromptError(f"the chat template refuses the messages: {error}") from error
+        if prompt.answer or answers_at_once:
+            text += self._to_answer(text)
+        return text + prompt.answer, True
+
+    def tokens_of(self, rendered: tuple[str, bool]) -> tuple[int, ...]:
+        """The tokens of a text; of one that is not whole with those that the tokenizer puts at its beginning."""
+        text, is_whole = rendered
+        tokens = self._tokenizer(text, add_special_tokens=not is_whole)["input_ids"]
+        if not is_whole and len(tokens) > 1 and tokens[-1] == self._tokenizer.eos_token_id:
+            tokens = tokens[:-1]  # some tokenizers end a text, too, and here it goes on
+        if not tokens:
+            raise PromptError("the prompt is empty; expected at least one token")
+        return tuple(tokens)
+
+    def has_stopped(self, tokens: Sequence[int], stop: Sequence[str]) -> bool:
+        """Whether one of the stop texts has come with the last token."""
+        if not stop:
+            return False
+        n_last = max(len(each.encode()) for each in stop) + STOP_MARGIN
+        return self._n_until(tokens[-n_last:], stop) is not None
+
+    def decode(self, finished: Finished) -> Output:
+        """The output of a request: tokens and text are cut at what stops the answer."""
+        encoded, tokens, reason = finished.encoded, list(finished.tokens), finished.finish_reason
+        n_prompt, request = len(encoded.tokens), encoded.request
+        if finished.error is not None:
+            return Output(request.id, n_prompt_tokens=n_prompt, finish_reason="error", error=finished.error)
+        stop = request.sampling.stop
+        if stop and (n_tokens := self._n_until(tokens, stop)) is not None:
+            tokens, reason = tokens[:n_tokens], "stop"
+        text, reasoning = self._split(encoded, tokens)
+        for each in stop:
+            text, reasoning = text.split(each)[0], reasoning.split(each)[0]
+        logprobs = finished.logprobs
+        kept = None if logprobs is None else np.array(logprobs[: len(tokens)], np.float32)
+        return Output(request.id, text, reasoning, np.array(tokens, np.int32), kept, n_prompt, reason)
+
+    def _to_answer(self, text: str) -> str:
+        """What has to follow the template's text, so that the model answers at once."""
+        if self._harmony and text.endswith(HARMONY_START):
+            return HARMONY_FINAL
+        if text.rstrip().endswith(THINK):
+            return f"\n{THOUGHT}\n\n"
+        return ""
+
+    def _n_until(self, tokens: Sequence[int], stop: Sequence[str]) -> int | None:
+        """After how many tokens the first stop text has come; None if none has."""
+
+        def has_come(n_tokens: int) -> bool:
+            text = self._text(tokens[:n_tokens])
+            return any(each in text for each in stop)
+
+        if not has_come(len(tokens)):
+            return None
+        low, high = 0, len(tokens)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if has_come(middle) else (middle, high)
+        return high
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        found: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return found
+
+    def _split(self, encoded: Encoded, tokens: Sequence[int]) -> tuple[str, str]:
+        """An answer's text, and the reasoning before it."""
+        if self._harmony:
+            parts = list(self._channels(tokens, "final"))
+            return tuple(  # type: ignore[return-value]
+                "".join(self._text(part) for channel, part in parts if (channel == "final") == is_final)
+                for is_final in (True, False)
+            )
+        text = self._text(tokens)
+        opened = text.lstrip().startswith(THINK) or self._opens_thought(encoded.tokens)
+        if not opened and not (THOUGHT in self._ids and THOUGHT in text):
+            return text, ""
+        thought, ended, answer = text.partition(THOUGHT)
+        thought = thought.strip().removeprefix(THINK).strip()
+        return (answer.lstrip("\n"), thought) if ended else ("", thought)
+
+    def _opens_thought(self, prompt: Sequence[int]) -> bool:
+        """Whether the prompt ends with the mark that reasoning begins."""
+        return THINK in self._ids and self._ids[THINK] in prompt[-3:] and self._ids.get(THOUGHT) not in prompt[-3:]
+
+    def _channels(self, tokens: Sequence[int], channel: str) -> Iterator[tuple[str, list[int]]]:
+        """The parts of an answer in OpenAI's harmony format, each with its channel: analysis, commentary or final."""
+        ends = {self._ids[text] for text in HARMONY_ENDS if text in self._ids}
+        part: list[int] = []
+        in_header = False
+        for token in tokens:
+            if token == self._ids[CHANNEL] or token in ends:
+                if part and not in_header:
+                    yield channel, part
+                # Between the end of a message and the next one's text there is only who speaks.
+                part, in_header = [], True
+            elif token == self._ids[MESSAGE]:
+                words = self._text(part).split()
+                channel, part, in_header = words[0] if words else channel, [], False
+            else:
+                part.append(token)
+        if part and not in_header:
+            yield channel, part

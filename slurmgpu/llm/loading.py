@@ -1,0 +1,240 @@
+"""A model on its GPU, GPUs or CPU: from a checkpoint to something that computes, and what is known of it then."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.llm.engine import EngineOptions, Place
+from slurmgpu.llm.quantising import quantization_config
+
+log = logging.getLogger(__name__)
+
+TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that is ready to compute, and its tokenizer.
+
+    `eos_ids` end an answer; `context` is the most tokens of prompt and answer; `kv_bytes` is what the cache holds of
+    one token on the fullest device. `device` is where token ids go to, and where logits come from.
+    """
+
+    model: Any
+    tokenizer: Any
+    eos_ids: frozenset[int]
+    context: int
+    kv_bytes: int
+    device: Any
+
+    @property
+    def pad_id(self) -> int:
+        """A token for places that no row looks at."""
+        found = self.tokenizer.pad_token_id
+        return int(found) if found is not None else 0
+
+
+def load_model(options: EngineOptions, place: Place) -> Loaded:
+    """The model and its tokenizer, on the device, the GPUs or the group of processes that `place` names."""
+    import torch
+    from transformers import AutoConfig, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    from slurmgpu.llm.reading import read_ahead
+
+    started = time.monotonic()
+    source: dict[str, Any] = {"pretrained_model_name_or_path": options.model.source}
+    source |= {"revision": options.model.revision, "trust_remote_code": options.trust_remote_code}
+    config = AutoConfig.from_pretrained(**source)
+    if getattr(config, "is_encoder_decoder", False):
+        raise SlurmGPUError(
+            f"{options.model.name} is an encoder-decoder model ({config.model_type}), of which the engine "
+            "transformers has no batches; expected a decoder, as Llama, Qwen or gpt-oss are."
+        )
+    _check_memory(options, place)
+    read_ahead(options.model.folder)
+    disable_progress_bar()  # this is read in files
+    tokenizer = AutoTokenizer.from_pretrained(**source, padding_side="left")
+    dtype = getattr(torch, TORCH_NAMES[options.precision])
+    arguments = {**source, "config": config, "dtype": dtype, **_where(options, place, config)}
+    if (quantization := quantization_config(options, place)) is not None:
+        arguments["quantization_config"] = quantization
+    model = _from_pretrained(arguments, _attention(options, place)).eval()
+    # What a checkpoint suggests for sampling is not what was asked for; only what ends an answer is taken from it.
+    eos_ids = _ids(model.generation_config, config.get_text_config(), tokenizer)
+    loaded = Loaded(model, tokenizer, eos_ids, _context(options, config), _kv_bytes(config, dtype, place), model.device)
+    _log(loaded, place, dtype, time.monotonic() - started)
+    return loaded
+
+
+def _check_memory(options: EngineOptions, place: Place) -> None:
+    """Refuse a model that has no room on these GPUs before its weights are read."""
+    import torch
+
+    from slurmgpu.llm.placement import check_fits
+
+    if place.device != "cpu":
+        memory = torch.cuda.get_device_properties(place.device).total_memory
+        n_gpus = place.world_size if place.world_size > 1 else max(1, place.gpus)
+        check_fits(options, memory, n_gpus, tensor_parallel=place.world_size > 1)
+
+
+def even_device_map(config: Any, n_devices: int, dtype: Any, *, trust_remote_code: bool = False) -> dict[str, int]:
+    """Which of `n_devices` each part of a model goes to, so that the fullest holds as little as can be.
+
+    Accelerate's own maps fill the first devices, and leave no room for the cache there.
+    """
+    from accelerate import infer_auto_device_map, init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    whole = list(getattr(model, "_no_split_modules", None) or ())
+    size = sum(each.numel() * each.element_size() for each in {*model.parameters(), *model.buffers()})
+
+    def map_within(limit: int) -> dict[str, int] | None:
+        # Accelerate keeps room for a layer free on the first device, here one of no size that only bears with it.
+        memory = {0: 0} | dict.fromkeys(range(1, n_devices + 1), limit)
+        with _quiet("accelerate"):
+            found = infer_auto_device_map(model, memory, whole, dtype=dtype, offload_buffers=True)
+        if not all(isinstance(device, int) for device in found.values()):
+            return None
+        return {name: device - 1 for name, device in found.items()}
+
+    # The least limit within which all of it finds a place, to a percent.
+    low, high = size // n_devices, 2 * size
+    best = map_within(high) or {"": 0}
+    while high - low > size // n_devices // 100 + 1:
+        limit = (low + high) // 2
+        found = map_within(limit)
+        if found is None:
+            low = limit
+        else:
+            best, high = found, limit
+    return best
+
+
+def _where(options: EngineOptions, place: Place, config: Any) -> dict[str, Any]:
+    """The arguments of `from_pretrained` that say where the model goes."""
+    import torch
+
+    if place.world_size > 1:
+        return {"distributed_config": _distributed(place, config)}
+    if place.device == "cpu":
+        return {"device_map": "cpu"}
+    if place.gpus > 1:
+        dtype = getattr(torch, TORCH_NAMES[options.precision])
+        return {"device_map": even_device_map(config, place.gpus, dtype, trust_remote_code=options.trust_remote_code)}
+    return {"device_map": place.device}
+
+
+def _distributed(place: Place, config: Any) -> Any:
+    """How the processes of a group share the model: its matrices are split, and a mixture's experts handed out."""
+    import torch
+    from torch import distributed
+    from transformers.distributed import DistributedConfig
+
+    on_gpu = place.device != "cpu"
+    if on_gpu:
+        torch.cuda.set_device(place.device)
+    if not distributed.is_initialized():
+        # Address and rank are torchrun's, in the environment.
+        distributed.init_process_group("nccl" if on_gpu else "gloo")
+    # Never pp_size: with it generation gives wrong tokens (transformers 5.23).
+    wanted: dict[str, Any] = {"tp_size": place.world_size}
+    if _n_experts(config) and getattr(config.get_text_config(), "base_model_ep_plan", None):
+        wanted |= {"ep_size": place.world_size, "enable_expert_parallel": True}
+    known = {field.name for field in dataclasses.fields(DistributedConfig)}
+    if "ep_size" in known:
+        wanted.pop("enable_expert_parallel", None)
+    return DistributedConfig(**{name: value for name, value in wanted.items() if name in known})
+
+
+def _n_experts(config: Any) -> int:
+    text = config.get_text_config()
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    return next((int(getattr(text, name)) for name in names if getattr(text, name, None)), 0)
+
+
+def _attention(options: EngineOptions, place: Place) -> str | None:
+    """Flash attention where continuous batching may use it; None leaves the choice to the model."""
+    from transformers.utils import is_flash_attn_2_available
+
+    may_be_continuous = options.batching != "static" and (place.gpus == 1 or place.world_size > 1)
+    if place.device == "cpu" or options.precision == "fp32" or not may_be_continuous:
+        return None
+    return "flash_attention_2" if is_flash_attn_2_available() else None
+
+
+def _from_pretrained(arguments: dict[str, Any], attention: str | None) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    if attention is not None:
+        try:
+            return AutoModelForCausalLM.from_pretrained(**arguments, attn_implementation=attention)
+        except (ValueError, ImportError) as error:  # before any weight is read
+            log.info("%s cannot be used, and the model's own attention is: %s", attention, error)
+    return AutoModelForCausalLM.from_pretrained(**arguments)
+
+
+def _ids(*holders: Any) -> frozenset[int]:
+    """The end-of-sequence tokens that any of them names."""
+    found: set[int] = set()
+    for holder in holders:
+        ids = getattr(holder, "eos_token_id", None)
+        found.update(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
+    return frozenset(found)
+
+
+def _context(options: EngineOptions, config: Any) -> int:
+    own = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    return min(int(own), options.max_context or sys.maxsize)
+
+
+def _kv_bytes(config: Any, dtype: Any, place: Place) -> int:
+    text = config.get_text_config()
+    n_heads = getattr(text, "num_attention_heads", None) or 1
+    n_kv_heads = getattr(text, "num_key_value_heads", None) or n_heads
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // n_heads
+    n_layers = text.num_hidden_layers
+    n_layers = -(-n_layers // place.gpus) if place.world_size == 1 and place.gpus > 1 else n_layers
+    if n_kv_heads % place.world_size == 0:
+        n_kv_heads //= place.world_size
+    return int(2 * n_layers * n_kv_heads * head_size * dtype.itemsize)
+
+
+def _log(loaded: Loaded, place: Place, dtype: Any, seconds: float) -> None:
+    model = loaded.model
+    n_parameters = sum(each.numel() for each in model.parameters())
+    size = sum(each.numel() * each.element_size() for each in model.parameters())
+    log.info(
+        "%s: %.3g parameters in %s, %.2f GB on %s%s, loaded in %.1f s; %s attention, context of %d tokens",
+        type(model).__name__,
+        n_parameters,
+        str(dtype).removeprefix("torch."),
+        size / 1e9,
+        place.device if place.gpus < 2 or place.world_size > 1 else f"{place.gpus} GPUs",
+        f" (rank {place.rank} of {place.world_size})" if place.world_size > 1 else "",
+        seconds,
+        getattr(model.config, "_attn_implementation", "its own"),
+        loaded.context,
+    )
+
+
+@contextlib.contextmanager
+def _quiet(name: str) -> Any:
+    """Nothing below ERROR from one library's logger, for a while."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -1,0 +1,107 @@
+"""Metrics of labels and verdicts, from exact counts; None for what is undefined, as the precision of an unused label.
+
+A matrix is counts[truth, predicted] over the labels; further columns may follow, for what is no label.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Counts = npt.NDArray[np.int64]
+
+
+def wilson_interval(n_right: int, n: int, z: float = 1.959963984540054) -> tuple[float, float] | None:
+    """The interval of a share of which `n_right` of `n` were seen, with 95 % confidence (Wilson 1927); None for n = 0.
+
+    Unlike the share ± its standard error, it stays within 0 and 1, and is right for few items and shares near them.
+    """
+    if n == 0:
+        return None
+    share, spread = n_right / n, z * z / n
+    middle = (share + spread / 2) / (1 + spread)
+    half = z / (1 + spread) * math.sqrt(share * (1 - share) / n + spread / (4 * n))
+    # Rounding must not leave 0 and 1 out of the intervals that touch them.
+    return (0.0 if n_right == 0 else middle - half, 1.0 if n_right == n else middle + half)
+
+
+def ratio(part: int, whole: int) -> float | None:
+    """A share; None of nothing."""
+    return part / whole if whole else None
+
+
+def count_matrix(pairs: Mapping[tuple[str, str], int], labels: Sequence[str]) -> Counts:
+    """counts[truth, predicted] of (truth, predicted) pairs; the last column is what is no label.
+
+    Pairs whose truth is no label are left out.
+    """
+    place = {label: number for number, label in enumerate(labels)}
+    counts = np.zeros((len(labels), len(labels) + 1), np.int64)
+    for (truth, predicted), count in pairs.items():
+        if truth in place:
+            counts[place[truth], place.get(predicted, len(labels))] += count
+    return counts
+
+
+def class_metrics(counts: Counts) -> dict[str, list[float | None]]:
+    """`precision`, `recall` and `f1` of each label."""
+    n = len(counts)
+    right = np.diag(counts).tolist()
+    given, true = counts[:, :n].sum(axis=0).tolist(), counts.sum(axis=1).tolist()
+    return {
+        "precision": [ratio(tp, total) for tp, total in zip(right, given, strict=True)],
+        "recall": [ratio(tp, total) for tp, total in zip(right, true, strict=True)],
+        "f1": [ratio(2 * tp, one + other) for tp, one, other in zip(right, given, true, strict=True)],
+    }
+
+
+def macro_f1(counts: Counts) -> float | None:
+    """The mean of the labels' F1, over the labels that occur, as a truth or a prediction."""
+    found = [f1 for f1 in class_metrics(counts)["f1"] if f1 is not None]
+    return sum(found) / len(found) if found else None
+
+
+def cohen_kappa(counts: Counts) -> float | None:
+    """Agreement of two raters beyond chance (Cohen 1960), of a square matrix; None where chance alone agrees fully."""
+    n = int(counts.sum())
+    if n == 0:
+        return None
+    observed = int(np.trace(counts)) / n
+    by_chance = sum(int(a) * int(b) for a, b in zip(counts.sum(axis=0), counts.sum(axis=1), strict=True)) / n**2
+    return None if by_chance == 1 else (observed - by_chance) / (1 - by_chance)
+
+
+def label_rates(counts: Counts, label: int) -> dict[str, float | None]:
+    """Of one label against all others: how often it is given, where it is true, and where it is not."""
+    given, true, n = int(counts[:, label].sum()), int(counts[label].sum()), int(counts.sum())
+    right = int(counts[label, label])
+    return {
+        "predicted_rate": ratio(given, n),
+        "true_positive_rate": ratio(right, true),
+        "false_positive_rate": ratio(given - right, n - true),
+    }
+
+
+def classification_summary(counts: Counts, labels: Sequence[str], n_failed: int = 0) -> dict[str, Any]:
+    """Accuracy with its interval, macro F1, each label's metrics and the confusion matrix, as JSON has them.
+
+    Items that failed, and so have no truth, count as wrong in the accuracy, as do those without a label.
+    """
+    n, n_right = int(counts.sum()) + n_failed, int(np.trace(counts))
+    interval = wilson_interval(n_right, n)
+    metrics, support = class_metrics(counts), counts.sum(axis=1).tolist()
+    names = (*labels, "(none)")[: counts.shape[1]]
+    return {
+        "accuracy": ratio(n_right, n),
+        "accuracy_interval": None if interval is None else list(interval),
+        "macro_f1": macro_f1(counts),
+        "by_label": {
+            label: {"n": support[i], **{name: values[i] for name, values in metrics.items()}}
+            for i, label in enumerate(labels)
+        },
+        "confusion": {label: dict(zip(names, counts[i].tolist(), strict=True)) for i, label in enumerate(labels)},
+    }

@@ -1,0 +1,191 @@
+"""Prompts: templates over the fields of an item, and how an item becomes what a model is asked."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
+from slurmgpu.llm.engine import Prompt
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+_PIECES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
+# Not whatever a field may be called: {"label": …} in a prompt is meant as JSON, and its braces are to be doubled.
+_FIELD = re.compile(r"(\w[\w .\-/]*)((?:\[[^\[\]]+\])*)")
+
+
+class Template:
+    """A text with fields to fill in: `{text}`, `{choices[0]}`, `{meta[title]}`; `{{` and `}}` are braces.
+
+    `fields` are the names of the items' fields that it takes. SlurmGPUError, which begins with `owner`, for a text that
+    is no template.
+    """
+
+    def __init__(self, text: str, owner: str = "prompt") -> None:
+        self.text = text
+        self._parts: list[str | tuple[str, tuple[str, ...]]] = []
+        end = 0
+        for found in _PIECES.finditer(text):
+            self._parts.append(text[end : found.start()])
+            end = found.end()
+            self._parts.append(_part(found, owner))
+        self._parts.append(text[end:])
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """The fields that it names."""
+        return frozenset(part[0] for part in self._parts if not isinstance(part, str))
+
+    def render(self, data: Mapping[str, Any]) -> str:
+        """The text, filled in: strings as they are, everything else as JSON; ItemError for what is not there."""
+        return "".join(part if isinstance(part, str) else text_of(_value(data, *part)) for part in self._parts)
+
+    def fill(self, word: str, given: Mapping[str, Any]) -> str:
+        """The text with one word in place of every field that is not given."""
+        values = (part if isinstance(part, str) else given.get(part[0], word) for part in self._parts)
+        return "".join(map(text_of, values))
+
+
+class Prompts:
+    """What items ask: by the template `prompt`, or the field `messages`, which holds a chat; `system` goes before."""
+
+    def __init__(
+        self,
+        prompt: str | None = None,
+        messages: str | None = None,
+        system: str | None = None,
+        given: Sequence[str] = (),
+    ) -> None:
+        """Check the settings; `given` are names that templates may use and that are no fields of the items."""
+        if (prompt is None) == (messages is None):
+            found = "neither is set" if prompt is None else "both are set"
+            raise SlurmGPUError(
+                f'prompt is a template such as "Translate: {{text}}", messages the field that holds a chat; {found}, '
+                f"expected one of them."
+            )
+        self._prompt = None if prompt is None else Template(prompt)
+        self._system = None if system is None else Template(system, "system")
+        self._messages = messages
+        if self._prompt is not None and not self._prompt.fields.difference(given):
+            raise SlurmGPUError(
+                f"prompt is {prompt!r:.100}, which names no field of an item, so that all items would ask the same; "
+                f'expected a template such as "Translate: {{text}}".'
+            )
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """The fields that it takes from an item, and the names that are given."""
+        found = frozenset() if self._messages is None else frozenset((self._messages,))
+        for template in (self._prompt, self._system):
+            found |= frozenset() if template is None else template.fields
+        return found
+
+    def of(self, data: Mapping[str, Any]) -> Prompt:
+        """The prompt of an item's data; ItemError where a field is missing or holds something else."""
+        system = None if self._system is None else self._system.render(data)
+        if self._messages is not None:
+            messages = _messages(self._messages, take(data, self._messages))
+            if system is None:
+                return Prompt(messages=messages)
+            if messages[0]["role"] == "system":
+                raise ItemError(f"field {self._messages!r} begins with a system message of its own, and system is set")
+            return Prompt(messages=({"role": "system", "content": system}, *messages))
+        assert self._prompt is not None
+        return _asked(self._prompt.render(data), system)
+
+    def fill(self, word: str, given: Mapping[str, Any]) -> Prompt:
+        """The prompt of the template with one word in place of every field that is not given."""
+        if self._prompt is None:
+            raise SlurmGPUError("Without prompt, a template, there are no fields to put a word in place of.")
+        system = None if self._system is None else self._system.fill(word, given)
+        return _asked(self._prompt.fill(word, given), system)
+
+    def length(self, data: Mapping[str, Any]) -> int:
+        """How many characters an item's prompt has; 0 where it has none. To sort items by."""
+        try:
+            prompt = self.of(data)
+        except ItemError:
+            return 0
+        return len(prompt.text) + sum(len(message["content"]) for message in prompt.messages)
+
+
+def take(data: Mapping[str, Any], field: str) -> Any:
+    """The value of an item's field; ItemError if it has no such field."""
+    if field not in data:
+        raise ItemError(f"no field {field!r}.{did_you_mean(field, data)}")
+    return data[field]
+
+
+def text_of(value: Any) -> str:
+    """A value as a prompt shows it: strings as they are, everything else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_plain)
+
+
+def _asked(text: str, system: str | None) -> Prompt:
+    """A plain prompt; a chat if there is a system prompt, for which plain text has no place."""
+    if system is None:
+        return Prompt(text)
+    return Prompt(messages=({"role": "system", "content": system}, {"role": "user", "content": text}))
+
+
+def _part(found: re.Match[str], owner: str) -> str | tuple[str, tuple[str, ...]]:
+    """A brace, or a field's name and the keys that follow it."""
+    if found[0] in ("{{", "}}"):
+        return found[0][0]
+    field = _FIELD.fullmatch(found[1]) if found[1] is not None else None
+    if field is None:
+        line = found.string.count("\n", 0, found.start()) + 1
+        raise SlurmGPUError(
+            f"{owner}: found {found[0]!r:.60} in line {line}; expected a field of items in braces, such as {{text}} "
+            f"or {{choices[0]}}. For braces themselves write {{{{ and }}}}."
+        )
+    return field[1], tuple(re.findall(r"\[([^\[\]]+)\]", field[2]))
+
+
+def _value(data: Mapping[str, Any], field: str, keys: tuple[str, ...]) -> Any:
+    value, path = take(data, field), field
+    for key in keys:
+        value = _inner(value, path, key)
+        path += f"[{key}]"
+    if value is None:
+        raise ItemError(f"field {path!r} is null")
+    return value
+
+
+def _inner(value: Any, path: str, key: str) -> Any:
+    if isinstance(value, Mapping):
+        if key not in value:
+            raise ItemError(f"field {path!r} has no [{key}].{did_you_mean(key, map(str, value))}")
+        return value[key]
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ItemError(
+            f"field {path!r} holds {text_of(value)!r:.80}; expected a list or a table, of which [{key}] is one"
+        )
+    if not re.fullmatch(r"-?\d+", key) or not -len(value) <= int(key) < len(value):
+        raise ItemError(f"field {path!r} is a list of {len(value)}, which has no [{key}]")
+    return value[int(key)]
+
+
+def _messages(field: str, value: Any) -> tuple[dict[str, str], ...]:
+    """A chat, checked: each message has a role and a text."""
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+        raise ItemError(f'field {field!r} holds {value!r:.80}; expected a list of {{"role": …, "content": …}}')
+    for number, message in enumerate(value):
+        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+            raise ItemError(f'message {number} of field {field!r} is {message!r:.80}; expected "role" and "content"')
+        if message["role"] not in ROLES:
+            raise ItemError(
+                f"message {number} of field {field!r} has the role {message['role']!r:.40}; "
+                f"expected one of {', '.join(ROLES)}"
+            )
+        if not isinstance(message["content"], str):
+            raise ItemError(f"message {number} of field {field!r} has {message['content']!r:.80}; expected a text")
+    return tuple({"role": message["role"], "content": message["content"]} for message in value)
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's numbers and arrays, as Parquet's and HDF5's columns have them, as Python's."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)

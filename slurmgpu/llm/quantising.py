@@ -1,0 +1,79 @@
+"""Quantised variants of a model, which a suffix of its name asks for: -8bit, -4bit and -fp8.
+
+In one process bitsandbytes quantises (8-bit; 4-bit as nf4). It cannot under tensor parallelism, where torchao's int8
+does. fp8 is torchao's in either case. Weights alone are quantised: memory is saved, time is not.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from typing import Any
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.llm.engine import EngineOptions, Place
+
+log = logging.getLogger(__name__)
+
+
+def quantization_config(options: EngineOptions, place: Place) -> Any:
+    """What `from_pretrained` takes as quantization_config; None to load the model as it is.
+
+    A checkpoint that is quantised already is loaded as it is; a suffix on one is refused when its name is looked up.
+    SlurmGPUError for a variant that cannot be had here.
+    """
+    variant = options.model.quantization
+    if variant is None:
+        return None
+    package = package_for(variant, tensor_parallel=place.world_size > 1)
+    if package is None:
+        raise SlurmGPUError(
+            f"{options.model.name}: 4-bit weights (bitsandbytes) cannot be split over {place.world_size} processes. "
+            'Use the -8bit variant, or processes = "one", which spreads the layers over the GPUs in one process.'
+        )
+    _require(options.model.name, variant, package)
+    log.info("%s is quantised to %s by %s", options.model.source, variant, package)
+    return _torchao(variant) if package == "torchao" else _bitsandbytes(variant, options.precision)
+
+
+def package_for(variant: str, *, tensor_parallel: bool) -> str | None:
+    """The package that makes the variant; None where none can."""
+    if variant == "fp8":
+        return "torchao"
+    if not tensor_parallel:
+        return "bitsandbytes"
+    # bitsandbytes' weights have no sharded form: 8-bit and 4-bit crash in transformers 5.23; torchao's 4-bit needs
+    # kernels that only some GPUs have.
+    return "torchao" if variant == "8bit" else None
+
+
+def _require(model: str, variant: str, package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise SlurmGPUError(
+            f"{model}: the {variant} variant needs the Python package {package}, which is not installed here. "
+            f"Add `pip install {package}` to the image's definition, or leave the suffix out of the model's name."
+        )
+
+
+def _bitsandbytes(variant: str, precision: str) -> Any:
+    import torch
+    from transformers import BitsAndBytesConfig
+
+    if variant == "8bit":
+        # It computes in float16 whatever it is given, and says so for each layer of each token.
+        logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+        return BitsAndBytesConfig(load_in_8bit=True)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+
+
+def _torchao(variant: str) -> Any:
+    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    return TorchAoConfig(Int8WeightOnlyConfig() if variant == "8bit" else Float8WeightOnlyConfig())

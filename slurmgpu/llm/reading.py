@@ -1,0 +1,103 @@
+"""Weights into the page cache, once for each node: big sequential reads, where loading makes many small ones.
+
+Processes that load the same model on a node take turns, by a lock in the node's own temporary folder: a slow shared
+file system is asked for each byte once, and those who waited find it in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.cgroups import memory_left
+
+log = logging.getLogger(__name__)
+
+BLOCK_BYTES = 16 * 1024 * 1024
+N_READERS = 4
+"""Files that are read at once: one reader does not keep a parallel file system busy."""
+
+MOST_OF_MEMORY = 0.7
+"""Of the memory that is left, what files may fill; beyond that they would push each other out."""
+
+FRESH_S = 600.0
+"""For so long what was read counts as still in memory."""
+
+
+def read_ahead(folder: Path) -> None:
+    """Read the safetensors files of a folder, unless somebody on this node just did; never fails."""
+    try:
+        files = sorted(path.resolve() for path in folder.glob("*.safetensors"))
+        if files and _fits(files):
+            with _turn(folder) as lock:
+                _read_once(files, lock)
+    except OSError as error:
+        log.info("the weights in %s are not read ahead: %s", folder, error)
+
+
+def _fits(files: list[Path]) -> bool:
+    total, left = sum(path.stat().st_size for path in files), memory_left()
+    if left is not None and total > MOST_OF_MEMORY * left:
+        log.info("weights of %.1f GB are not read ahead: %.1f GB of memory are left here", total / 1e9, left / 1e9)
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _turn(folder: Path) -> Iterator[int]:
+    """Alone on this node with the model in `folder`; what is written into the open file the next one can read."""
+    name = hashlib.blake2b(os.fsencode(folder.resolve()), digest_size=12).hexdigest()
+    path = f"{tempfile.gettempdir()}/slurmgpu-reads-{os.getuid()}-{name}"
+    # A link of that name could be somebody else's trap.
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield lock
+    finally:
+        os.close(lock)
+
+
+def _read_once(files: list[Path], lock: int) -> None:
+    what = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+    if _was_read(lock, what):
+        log.info("the weights were read ahead by another process of this node")
+        return
+    started = time.monotonic()
+    with ThreadPoolExecutor(N_READERS) as readers:
+        total = sum(readers.map(_read, files))
+    seconds = time.monotonic() - started
+    log.info("read %.2f GB of weights in %.1f s, %.2f GB/s", total / 1e9, seconds, total / 1e9 / max(seconds, 1e-6))
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, json.dumps({"files": what, "at": time.monotonic()}).encode(), 0)
+
+
+def _was_read(lock: int, what: list[Any]) -> bool:
+    try:
+        said = json.loads(os.pread(lock, 1 << 20, 0))
+        # After a restart of the node its clock begins anew.
+        return bool(said["files"] == what and 0 <= time.monotonic() - said["at"] < FRESH_S)
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _read(path: Path) -> int:
+    """Read a file from end to end into nothing; how many bytes."""
+    total, block = 0, bytearray(BLOCK_BYTES)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        while n_bytes := os.readv(fd, [block]):
+            total += n_bytes
+    finally:
+        os.close(fd)
+    return total

@@ -1,0 +1,175 @@
+"""How likely given answers are: prompts are read once, and then all that their choices do not have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from slurmgpu.llm import caches
+from slurmgpu.llm.answers import Codec, PromptError
+from slurmgpu.llm.batching import Budget, Load, attempt, free_memory, n_that_fit
+from slurmgpu.llm.engine import Place, Question, Scores
+from slurmgpu.llm.prefilling import Prefill, Prefilled, Tokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question as tokens: its prompt, and how each choice goes on from there."""
+
+    question: Question
+    prompt: Tokens
+    choices: tuple[Tokens, ...]
+    n_prompt_tokens: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest choice."""
+        return max(map(len, self.choices))
+
+
+class Scorer:
+    """Scores choices in batches within the budget."""
+
+    def __init__(self, place: Place, codec: Codec, context: int, budget: Budget, prefill: Prefill) -> None:
+        self._place = place
+        self._codec = codec
+        self._context = context
+        self._budget = budget
+        self._prefill = prefill
+
+    def score(self, questions: Sequence[Question]) -> Iterator[Scores]:
+        """Each question's scores, those of long prompts first; its error, where it cannot be asked."""
+        asked: list[Asked] = []
+        for question in questions:
+            try:
+                asked.append(ask(question, self._codec, self._context))
+            except PromptError as refusal:
+                yield _failed(question, str(refusal))
+        asked.sort(key=lambda each: (-len(each.prompt), each.prompt))
+        shared = self._prefill.share([each.prompt for each in asked])
+        while asked:
+            alike = asked[: self._prefill.n_together([each.prompt for each in asked])]
+            n_taken, load = n_that_fit(Load(), [_lengths(each) for each in alike], self._budget.tokens)
+            batch = asked[:n_taken]
+            found = attempt(lambda batch=batch, load=load: self._score(batch, load, shared), self._place)  # type: ignore[misc]
+            if found is None:
+                self._prefill.forget()
+                free_memory()
+            if found is None and n_taken > 1:
+                self._budget.reduce(load.tokens)
+                continue
+            asked = asked[n_taken:]
+            if found is None:
+                error = f"out of memory for this prompt alone: it has {batch[0].n_prompt_tokens} tokens"
+                yield _failed(batch[0].question, error, batch[0].n_prompt_tokens)
+            else:
+                self._budget.succeed()
+                yield from found
+
+    def _score(self, batch: Sequence[Asked], load: Load, shared: Tokens) -> list[Scores]:
+        """The scores of questions whose prompts are read together."""
+        import torch
+
+        with torch.inference_mode():
+            read = self._prefill.read([each.prompt for each in batch], load.columns + load.more, shared)
+            first = read.logits.float()
+            first -= first.logsumexp(-1, keepdim=True)
+            found = [
+                first[row, [choice[0] for choice in asked.choices]].double().cpu().numpy()
+                for row, asked in enumerate(batch)
+            ]
+            longer = [
+                (row, place)
+                for row, asked in enumerate(batch)
+                for place, choice in enumerate(asked.choices)
+                if len(choice) > 1
+            ]
+            longer.sort(key=lambda pair: -len(batch[pair[0]].choices[pair[1]]))
+            while longer:
+                some = longer[: max(1, self._budget.tokens // (load.columns + load.more))]
+                longer = longer[len(some) :]
+                choices = [batch[row].choices[place] for row, place in some]
+                if self._prefill.has_rows:
+                    sums = self._go_on(read, [row for row, _ in some], choices)
+                else:
+                    sums = self._anew([batch[row].prompt for row, _ in some], choices)
+                for (row, place), logprob in zip(some, sums, strict=True):
+                    found[row][place] += logprob
+        return [
+            Scores(asked.question.id, logprobs, np.array([*map(len, asked.choices)]), asked.n_prompt_tokens)
+            for asked, logprobs in zip(batch, found, strict=True)
+        ]
+
+    def _go_on(self, read: Prefilled, rows: Sequence[int], choices: Sequence[Tokens]) -> list[float]:
+        """Log-probabilities of choices behind their first tokens, each on the row of its prompt."""
+        import torch
+
+        device = read.mask.device
+        which = torch.tensor(rows, device=device)
+        cache = caches.copy_rows(read.cache, which)
+        ids, is_token = self._prefill.pad([choice[:-1] for choice in choices], left=False)
+        following, _ = self._prefill.pad([choice[1:] for choice in choices], left=False)
+        mask = read.mask[which]
+        positions = mask.sum(1, keepdim=True) + torch.arange(ids.shape[1], device=device)
+        logits = self._prefill.forward(ids, torch.cat([mask, is_token], 1), positions, cache, n_logits=0)
+        return _sums(logits, following, is_token)
+
+    def _anew(self, prompts: Sequence[Tokens], choices: Sequence[Tokens]) -> list[float]:
+        """The same for models whose state cannot be taken from a row to another: prompts are read again."""
+        ids, mask = self._prefill.pad(
+            [(*prompt, *choice[:-1]) for prompt, choice in zip(prompts, choices, strict=True)]
+        )
+        following, is_token = self._prefill.pad([choice[1:] for choice in choices])
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        logits = self._prefill.forward(ids, mask, positions, self._prefill.new_cache(), following.shape[1])
+        return _sums(logits, following, is_token)
+
+
+def ask(question: Question, codec: Codec, context: int) -> Asked:
+    """The question's tokens. A choice is never tokenised alone: its first token may depend on what is before it."""
+    if not question.choices or "" in question.choices:
+        raise PromptError("a question needs choices, none of them empty")
+    text, is_whole = codec.render(question.prompt, answers_at_once=True)
+    prompt = codec.tokens_of((text, is_whole))
+    whole = [codec.tokens_of((text + choice, is_whole)) for choice in question.choices]
+    # Where the prompt's last token grows together with a choice, all choices are compared from before that token.
+    n_same = min(_n_same(prompt, tokens) for tokens in whole)
+    n_same = max(1, min(n_same, min(map(len, whole)) - 1))
+    longest = max(map(len, whole))
+    if longest > context:
+        raise PromptError(
+            f"the prompt has {len(prompt)} tokens, which with its choices exceeds the context of {context} tokens"
+        )
+    return Asked(question, prompt[:n_same], tuple(tokens[n_same:] for tokens in whole), len(prompt))
+
+
+def _sums(logits: Tensor, following: Tensor, is_token: Tensor) -> list[float]:
+    """Of each row, how likely the tokens are that follow, where there are any."""
+    logits = logits.float()
+    taken = logits.gather(-1, following[..., None])[..., 0] - logits.logsumexp(-1)
+    sums: list[float] = (taken.double() * is_token).sum(1).tolist()
+    return sums
+
+
+def _lengths(asked: Asked) -> tuple[int, int]:
+    return len(asked.prompt), asked.longest
+
+
+def _n_same(first: Tokens, second: Tokens) -> int:
+    n_same = 0
+    for one, other in zip(first, second, strict=False):
+        if one != other:
+            break
+        n_same += 1
+    return n_same
+
+
+def _failed(question: Question, error: str, n_prompt_tokens: int = 0) -> Scores:
+    none = np.full(len(question.choices), np.nan)
+    return Scores(question.id, none, np.zeros(len(question.choices), np.int64), n_prompt_tokens, error)

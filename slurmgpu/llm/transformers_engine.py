@@ -1,0 +1,75 @@
+"""The engine on transformers: one model, two ways to batch its requests."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.llm.answers import Codec, Encoded, PromptError
+from slurmgpu.llm.batching import Budget, default_tokens, free_memory
+from slurmgpu.llm.engine import EngineOptions, Output, Place, Question, Request, Scores
+from slurmgpu.llm.loading import Loaded, load_model
+from slurmgpu.llm.prefilling import Prefill
+from slurmgpu.llm.scoring import Scorer
+from slurmgpu.llm.static import StaticBatches
+
+if TYPE_CHECKING:
+    from slurmgpu.llm.continuous import Continuous
+
+log = logging.getLogger(__name__)
+
+
+class TransformersEngine:
+    """A model of transformers. Static batches go everywhere; continuous ones where they are the faster way."""
+
+    def __init__(self, options: EngineOptions, place: Place) -> None:
+        loaded = load_model(options, place)
+        self._codec = Codec(loaded.tokenizer, options, loaded.context)
+        budget = Budget(options.batch_tokens or default_tokens(loaded, place), place)
+        self._prefill = Prefill(loaded)
+        self._static = StaticBatches(loaded, place, self._codec, budget, self._prefill)
+        self._scorer = Scorer(place, self._codec, loaded.context, budget, self._prefill)
+        self._continuous = self._open_continuous(loaded, options, place)
+        self._loaded = loaded
+        way = "static" if self._continuous is None else "continuous"
+        log.info("%s batches, static ones of at most %d tokens", way, budget.tokens)
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[Output]:
+        """Each request's output, in the order in which they finish."""
+        encoded: list[Encoded] = []
+        for request in requests:
+            try:
+                encoded.append(self._codec.encode(request))
+            except PromptError as error:
+                yield Output(request.id, finish_reason="error", error=str(error))
+        batches = self._continuous or self._static
+        for finished in batches.generate(encoded):
+            yield self._codec.decode(finished)
+
+    def score(self, questions: Sequence[Question]) -> Iterator[Scores]:
+        """Each question's scores, in any order."""
+        if self._continuous is not None:
+            self._continuous.release()
+        return self._scorer.score(questions)
+
+    def close(self) -> None:
+        """Give back threads and memory."""
+        if self._continuous is not None:
+            self._continuous.close()
+        self._prefill.forget()
+        free_memory()
+
+    def _open_continuous(self, loaded: Loaded, options: EngineOptions, place: Place) -> Continuous | None:
+        if options.batching == "static":
+            return None
+        from slurmgpu.llm.continuous import Continuous, advisable, available
+
+        if options.batching == "continuous":
+            if (reason := available(loaded, place)) is not None:
+                raise SlurmGPUError(f'batching = "continuous" is impossible for {options.model.name}: {reason}.')
+        elif (reason := advisable(loaded, place)) is not None:
+            log.info("no continuous batching: %s", reason)
+            return None
+        return Continuous(loaded, options, place, self._codec, self._static.generate)

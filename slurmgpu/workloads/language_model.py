@@ -1,0 +1,106 @@
+"""What the workloads with a language model share: their settings, where the model fits, and the engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.columns import Column, Json
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.llm.engine import Engine, EngineOptions, Place, open_engine
+from slurmgpu.llm.prompts import take
+from slurmgpu.llm.settings import engine_options
+from slurmgpu.workloads import Item, Placement, Share, TaskContext
+
+BLOCK_ROWS = 1 << 16
+"""Rows of a merged file that a summary looks at together."""
+
+
+class LanguageModelWorkload:
+    """A workload's half that is the same for all of them; `options` say which engine, `engine` is there once loaded."""
+
+    options: EngineOptions
+    engine: Engine
+    batch_size = 128
+    texts = ("prompt", "system")
+
+    def use_model(self, model: str, settings: Mapping[str, Any]) -> None:
+        """Check the settings of the model and its engine."""
+        self.options = engine_options(model, settings)
+
+    @property
+    def frozen_settings(self) -> dict[str, Any]:
+        """What the plan keeps of the settings more exactly: the commit that a branch of the hub stands for today."""
+        model = self.options.model
+        return {} if model.repository is None else {"revision": model.revision}
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """What workers find in their environment: the cache that planning found the model in, and no way out."""
+        from slurmgpu.llm.models import cache_of
+
+        cache = cache_of(self.options.model)
+        found = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        return found if cache is None else {**found, "HF_HUB_CACHE": str(cache)}
+
+    @property
+    def paths(self) -> list[Path]:
+        """What a task reads beside the input: the folder of the model's files, and what they link to."""
+        from slurmgpu.llm.models import files_of
+
+        return files_of(self.options.model)
+
+    def place(self, share: Share) -> Placement:
+        """How the model is put on a task's GPUs; SlurmGPUError, with numbers, where it does not fit."""
+        from slurmgpu.llm.placement import place
+
+        return Placement(*place(self.options, share))
+
+    def fetch(self) -> str:
+        """Download the model to where the tasks will look for it."""
+        from slurmgpu.llm.models import fetch
+
+        return fetch(self.options.model)
+
+    def load(self, task: TaskContext) -> None:
+        """Load the model on the task's GPUs."""
+        where = Place(task.device, task.gpus, task.rank, task.world_size, task.local_rank, task.note)
+        self.engine = open_engine(self.options, where)
+
+
+def keep_columns(keep: Sequence[str], columns: Mapping[str, Column]) -> dict[str, Column]:
+    """The columns, and one for each field of the input that is kept; SlurmGPUError where the names meet."""
+    for number, name in enumerate(keep):
+        if name in columns or name in keep[:number]:
+            whose = "a column of the workload's own" if name in columns else "named twice"
+            raise SlurmGPUError(f"keep has {name!r}, which is {whose}; leave it out, or rename the field in the input.")
+    return {**columns, **dict.fromkeys(keep, Json())}
+
+
+def kept(item: Item, keep: Sequence[str]) -> dict[str, Any]:
+    """The values of an item's fields that are kept; ItemError where it lacks one."""
+    return {name: _json_value(take(item.data, name)) for name in keep}
+
+
+def _json_value(value: Any) -> Any:
+    """NumPy's values, which Parquet's and HDF5's columns hold, as JSON's; NaN and the infinities are null."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "backslashreplace")
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {name: _json_value(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_value(inner) for inner in value]
+    # Parquet's dates and decimals.
+    return value if value is None or isinstance(value, str | int | float) else str(value)
+
+
+def blocks(n_rows: int) -> Iterator[tuple[int, int]]:
+    """Ranges of the rows of a merged file, a block of bounded size each."""
+    for start in range(0, n_rows, BLOCK_ROWS):
+        yield start, min(start + BLOCK_ROWS, n_rows)

@@ -1,0 +1,186 @@
+"""Rubrics: what a judge is asked, which verdicts it may give, and what each is worth; as TOML files, some in here."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.llm.parsing import Labels, check_labels, compile_pattern, last_match
+from slurmgpu.llm.prompts import Template
+
+FOLDER = Path(__file__).parent
+METHODS = ("parse", "score")
+MEASURES = ("accuracy", "win_rate", "mean")
+TIE = "tie"
+
+
+@dataclass(frozen=True)
+class Rubric:
+    """What a judge is asked; docs/how-to/judge-a-run.md has the format.
+
+    `verdicts` are the texts that a judge writes, by the verdicts' names, and `values` what they are worth. `swap` names
+    two fields that are exchanged to ask a second time, and `swapped` what a verdict of that order means in the first.
+    `answer` is how an answer begins whose verdict is scored.
+    """
+
+    prompt: str
+    verdicts: Mapping[str, str]
+    values: Mapping[str, float]
+    description: str = ""
+    system: str = ""
+    method: str = "parse"
+    measure: str = "mean"
+    pattern: str = ""
+    answer: str = ""
+    fallback: bool = True
+    max_tokens: int = 512
+    swap: tuple[str, ...] = ()
+    swapped: Mapping[str, str] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The verdicts' names, in order."""
+        return tuple(self.verdicts)
+
+    def to_json(self) -> dict[str, Any]:
+        """The rubric as a table, to be frozen in a plan."""
+        return {**asdict(self), "swap": list(self.swap)}
+
+    def mirrored(self, verdict: str) -> str:
+        """What a verdict on the swapped texts means for them in their own order."""
+        return (self.swapped or {}).get(verdict, verdict)
+
+    def reader(self) -> Reader:
+        """What finds the verdict in an answer."""
+        return Reader(self)
+
+
+class Reader:
+    """Finds a rubric's verdict in an answer."""
+
+    def __init__(self, rubric: Rubric) -> None:
+        self._names = {text: name for name, text in rubric.verdicts.items()}
+        self._labels = Labels(self._names)
+        self._pattern = compile_pattern(rubric.pattern, "pattern of the rubric") if rubric.pattern else None
+
+    def verdict(self, text: str) -> str | None:
+        """The name of the verdict that an answer gives; None if it gives none, or several."""
+        if self._pattern is None:
+            found = self._labels.within(text)
+        else:
+            matched = last_match(self._pattern, text)
+            found = None if matched is None else self._labels.exactly(matched)
+        return None if found is None else self._names[found]
+
+
+def shipped() -> list[str]:
+    """The names of the rubrics that come with slurmgpu."""
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def read_rubric(rubric: str | Mapping[str, Any]) -> Rubric:
+    """The rubric of a name, in a TOML file, or in a table; SlurmGPUError, which says what is wrong, for no rubric."""
+    if not isinstance(rubric, str):
+        return _checked(rubric, "the rubric")
+    if rubric in shipped():
+        path = FOLDER / f"{rubric}.toml"
+    elif rubric.endswith(".toml"):
+        path = Path(rubric).expanduser()
+    else:
+        raise SlurmGPUError(
+            f"There is no rubric {rubric!r}; expected one of {', '.join(shipped())}, or the path of a .toml file."
+            + did_you_mean(rubric, shipped())
+        )
+    return _checked(_read_toml(path), f"rubric {path if rubric.endswith('.toml') else rubric}")
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        value: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SlurmGPUError(f"The rubric {path.absolute()} cannot be read: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SlurmGPUError(f"The rubric {path} is no TOML: {error}.") from error
+    return value
+
+
+_TYPES: Mapping[str, tuple[type, str]] = {
+    **dict.fromkeys(("prompt", "description", "system", "method", "measure", "pattern", "answer"), (str, "a text")),
+    **dict.fromkeys(("verdicts", "values", "swapped"), (Mapping, "a table")),
+    "max_tokens": (int, "a whole number"),
+    "fallback": (bool, "true or false"),
+    "swap": (list, "a list of two fields"),
+}
+
+
+def _checked(table: Mapping[str, Any], owner: str) -> Rubric:
+    known = [field.name for field in fields(Rubric)]
+    for name, value in table.items():
+        if name not in known:
+            raise SlurmGPUError(f"{owner} has a key {name!r}, which no rubric has.{did_you_mean(name, known)}")
+        kind, described = _TYPES[name]
+        if not isinstance(value, kind) and not (name == "swapped" and value is None):
+            raise SlurmGPUError(f"{owner}: {name} is {value!r:.80}; expected {described}.")
+    for name in ("prompt", "verdicts"):
+        if name not in table:
+            raise SlurmGPUError(f"{owner} has no {name}, which every rubric needs.")
+    for name, choices in (("method", METHODS), ("measure", MEASURES)):
+        if table.get(name, choices[0]) not in choices:
+            raise SlurmGPUError(f"{owner}: {name} is {table[name]!r}; expected one of {', '.join(choices)}.")
+    verdicts = _check_verdicts(table["verdicts"], owner)
+    values = {name: _value(name, table.get("values", {}), owner) for name in verdicts}
+    _check_names(owner, verdicts, table)
+    rubric = Rubric(**{**table, "verdicts": verdicts, "values": values, "swap": tuple(table.get("swap", ()))})
+    _check_texts(rubric, owner)
+    return rubric
+
+
+def _check_verdicts(verdicts: Mapping[str, Any], owner: str) -> dict[str, str]:
+    for name, text in verdicts.items():
+        if not isinstance(text, str):
+            raise SlurmGPUError(f"{owner}: verdict {name!r} is {text!r}; expected the text that stands for it.")
+    check_labels(list(verdicts.values()), f"verdicts of {owner}")
+    return dict(verdicts)
+
+
+def _value(name: str, values: Mapping[str, Any], owner: str) -> float:
+    """What a verdict is worth: what `values` says; else the number that its name is."""
+    value = values.get(name, name if re.fullmatch(r"-?\d+(\.\d+)?", name) else None)
+    if value is None:
+        raise SlurmGPUError(f"{owner}: verdict {name!r} has no number under [values], and its name is none.")
+    if isinstance(value, bool) or (not isinstance(value, int | float) and name in values):
+        raise SlurmGPUError(f"{owner}: the value of verdict {name!r} is {value!r}; expected a number.")
+    return float(value)
+
+
+def _check_names(owner: str, verdicts: Mapping[str, str], table: Mapping[str, Any]) -> None:
+    swapped = table.get("swapped") or {}
+    for where, names in (("values", table.get("values", {})), ("swapped", [*swapped, *swapped.values()])):
+        for name in names:
+            if name not in verdicts:
+                hint = did_you_mean(str(name), verdicts)
+                raise SlurmGPUError(f"{owner}: [{where}] names {name!r}, which is no verdict.{hint}")
+
+
+def _check_texts(rubric: Rubric, owner: str) -> None:
+    template = Template(rubric.prompt, f"prompt of {owner}")
+    Template(rubric.system, f"system of {owner}")
+    rubric.reader()
+    if rubric.max_tokens < 1:
+        raise SlurmGPUError(f"{owner}: max_tokens is {rubric.max_tokens}; expected at least 1.")
+    if rubric.swap:
+        if len(rubric.swap) != 2 or not template.fields.issuperset(rubric.swap):
+            raise SlurmGPUError(f"{owner}: swap is {list(rubric.swap)}; expected two fields of its prompt.")
+        if TIE not in rubric.verdicts:
+            raise SlurmGPUError(f"{owner} has swap, but no verdict {TIE!r}, which is given where the orders disagree.")
+    elif rubric.swapped:
+        raise SlurmGPUError(f"{owner} has [swapped], but no swap = [two fields of its prompt].")

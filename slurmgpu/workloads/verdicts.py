@@ -1,0 +1,129 @@
+"""What a judge's verdicts say of the judged run: accuracy, win rate or mean, and how far the judge can be trusted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from slurmgpu.llm.metrics import cohen_kappa, count_matrix, ratio, wilson_interval
+from slurmgpu.workloads.generate import ends_summary
+from slurmgpu.workloads.language_model import blocks
+from slurmgpu.workloads.rubrics import Rubric
+
+if TYPE_CHECKING:
+    from slurmgpu.results import Merged
+
+
+class _Counts:
+    """What is counted over the rows."""
+
+    def __init__(self) -> None:
+        self.verdicts = Counter[str]()
+        self.how = Counter[str]()
+        self.ends = Counter[str]()
+        self.pairs = Counter[tuple[str, str]]()
+        self.firsts = Counter[tuple[str | None, str | None]]()
+        self.n_failed = 0
+        self.total = self.squares = 0.0
+
+
+def summarize(merged: Merged, rubric: Rubric, max_tokens: int, *, with_truth: bool) -> dict[str, Any]:
+    """The verdicts' counts and what they say, as JSON has it.
+
+    Items that failed or have no verdict count as wrong in `accuracy`; `parsed_accuracy` leaves them out. So it is with
+    the win rate, where they count as lost, and not with the mean, for which they have no number.
+    """
+    counts = _count(merged, rubric, with_truth)
+    n, n_parsed = len(merged), sum(counts.verdicts.values())
+    summary: dict[str, Any] = {"n_items": n, "n_failed": counts.n_failed}
+    summary |= {"n_unparsed": n - counts.n_failed - n_parsed, "unparsed_rate": ratio(n - counts.n_failed - n_parsed, n)}
+    summary["verdicts"] = {name: counts.verdicts[name] for name in rubric.names}
+    summary["how"] = dict(sorted(counts.how.items()))
+    if rubric.method == "parse":
+        summary |= ends_summary(counts.ends, max_tokens)
+    if rubric.measure == "accuracy":
+        summary |= _accuracy(counts, rubric, n, n_parsed)
+    elif rubric.measure == "win_rate":
+        summary |= {"win_rate": ratio_of(counts.total, n), "parsed_win_rate": ratio_of(counts.total, n_parsed)}
+    else:
+        mean = ratio_of(counts.total, n_parsed)
+        deviation = None if mean is None else max(counts.squares / n_parsed - mean * mean, 0.0) ** 0.5
+        summary |= {"mean_score": mean, "standard_deviation": deviation}
+    if rubric.swap:
+        summary |= _positions(counts, rubric)
+    return summary | (_agreement(counts, rubric) if with_truth else {})
+
+
+def ratio_of(total: float, n: int) -> float | None:
+    """A mean; None of nothing."""
+    return total / n if n else None
+
+
+def _count(merged: Merged, rubric: Rubric, with_truth: bool) -> _Counts:
+    counts = _Counts()
+    for start, stop in blocks(len(merged)):
+        good = np.flatnonzero(~merged.failed[start:stop]) + start
+        counts.n_failed += stop - start - len(good)
+        verdicts = merged["verdict"][good]
+        counts.verdicts.update(verdict for verdict in verdicts if verdict)
+        counts.how.update(merged["how"][good])
+        if rubric.method == "parse":
+            counts.ends.update(merged["finish_reason"][good])
+        scores = np.asarray(merged["score"][good], np.float64)
+        counts.total += float(np.nansum(scores))
+        counts.squares += float(np.nansum(scores**2))
+        if with_truth:
+            counts.pairs.update(zip(merged["truth"][good], verdicts, strict=True))
+        if rubric.swap:
+            counts.firsts.update(tuple(pair) for pair in merged["verdicts"][good])
+    return counts
+
+
+def _accuracy(counts: _Counts, rubric: Rubric, n: int, n_parsed: int) -> dict[str, Any]:
+    n_right = sum(count for name, count in counts.verdicts.items() if rubric.values[name] == 1)
+    return {
+        "n_right": n_right,
+        "accuracy": ratio(n_right, n),
+        "accuracy_interval": _as_list(wilson_interval(n_right, n)),
+        "parsed_accuracy": ratio(n_right, n_parsed),
+        "parsed_accuracy_interval": _as_list(wilson_interval(n_right, n_parsed)),
+    }
+
+
+def _as_list(interval: tuple[float, float] | None) -> list[float] | None:
+    return None if interval is None else list(interval)
+
+
+def _positions(counts: _Counts, rubric: Rubric) -> dict[str, Any]:
+    """How often both orders agree; and of those that flip, how often what stood first won in both.
+
+    The words are those of Shi et al. 2024 (arXiv:2406.07791): position consistency, and preference for a position.
+    """
+    parsed = {pair: count for pair, count in counts.firsts.items() if None not in pair}
+    n = sum(parsed.values())
+    n_flipped = sum(count for (one, other), count in parsed.items() if one != other)
+    found = {"agreement_rate": ratio(n - n_flipped, n), "position_bias_rate": ratio(n_flipped, n)}
+    toward = Counter[str]()
+    for (one, other), count in parsed.items():
+        # The second order's verdict is about the texts; the text that stood first there is the second.
+        if one is not None and other is not None and rubric.values[one] != rubric.values[other]:
+            toward["first" if rubric.values[one] > rubric.values[other] else "second"] += count
+    return {**found, "preferred_position": {place: toward[place] for place in ("first", "second")}}
+
+
+def _agreement(counts: _Counts, rubric: Rubric) -> dict[str, Any]:
+    """How far the judge agrees with the truth that items carry, beyond chance."""
+    matrix = count_matrix(counts.pairs, rubric.names)
+    square = matrix[:, :-1]
+    n_with_truth, n_agree = int(matrix.sum()), int(np.trace(square))
+    return {
+        "n_with_truth": n_with_truth,
+        "truth_agreement_rate": ratio(n_agree, n_with_truth),
+        "truth_kappa": cohen_kappa(square),
+        "truth_by_verdict": {
+            name: dict(zip((*rubric.names, "(none)"), matrix[i].tolist(), strict=True))
+            for i, name in enumerate(rubric.names)
+        },
+    }

@@ -1,0 +1,278 @@
+"""Language models on one CPU thread: generation and scores, by ratios to what transformers and lm-eval take.
+
+    python -m tests.benchmarks.bench_llm [--quick]
+
+The model is a random Llama of 38 million parameters in fp32, whose answers have the lengths that each request asks for:
+it never ends one by itself. All arms of a comparison give the same tokens, or the same log-probabilities, which is
+checked. Times are CPU-seconds of this process; arms take turns, and the best of several rounds counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slurmgpu.llm.engine import EngineOptions, Place, Prompt, Question, Request, Sampling
+from slurmgpu.llm.models import find_model
+from slurmgpu.llm.transformers_engine import TransformersEngine
+from tests.benchmarks import judge, print_table
+
+N_WORDS = 8192
+N_ROWS = 16
+LABELS = ("w11", "w222", "w3333", "w4444")
+RUBRIC_TOKENS = 300
+N_ROUNDS = 2
+LM_EVAL = "0.4.13"
+
+Arms = Mapping[str, Callable[[], Any]]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; 1 when a target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer items and one round")
+    quick = parser.parse_args(argv).quick
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.utils.logging.set_verbosity_error()
+    print(f"{platform.machine()}, torch {torch.__version__}, transformers {transformers.__version__}, 1 thread")
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(make_model(Path(folder), n_layers=2 if quick else 10), n_rounds=1 if quick else N_ROUNDS)
+        met = [bench.generation(16 if quick else 64), bench.judging(16 if quick else 64), bench.overhead()]
+        met += bench.classification(16 if quick else 64)
+    return 0 if all(met) else 1
+
+
+class Bench:
+    """One model, and the ways to use it."""
+
+    def __init__(self, folder: Path, n_rounds: int) -> None:
+        self.options = EngineOptions(find_model(str(folder)), precision="fp32", batching="static")
+        self.engine = TransformersEngine(self.options, Place("cpu"))
+        loaded = self.engine._loaded
+        self.model, self.tokenizer = loaded.model, loaded.tokenizer
+        self.n_rounds = n_rounds
+
+    def generation(self, n_items: int) -> bool:
+        """Answers of very different length."""
+        from transformers import pipeline
+
+        rng = np.random.default_rng(0)
+        prompts = [words(rng, n) for n in rng.lognormal(3.7, 0.6, n_items).clip(8, 200).astype(int)]
+        lengths = rng.lognormal(3.2, 1.0, n_items).clip(2, 160).astype(int).tolist()
+        whole = pipeline("text-generation", model=self.model, tokenizer=self.tokenizer, batch_size=N_ROWS)
+
+        def by_pipeline() -> list[list[int]]:
+            found = []
+            for start in range(0, n_items, N_ROWS):
+                # A batch ends with its longest answer, as it would if the model ended answers by itself.
+                some, limits = prompts[start : start + N_ROWS], lengths[start : start + N_ROWS]
+                limit = {"max_new_tokens": max(limits), "do_sample": False, "return_tensors": True}
+                answers = whole(some, **limit)
+                for [answer], prompt, length in zip(answers, some, limits, strict=True):
+                    ids = answer["generated_token_ids"]
+                    found.append(ids[len(ids) - max(limits) :][:length] if len(prompt) else [])
+            return found
+
+        seconds = self.measure(
+            {
+                "slurmgpu": lambda: self.ours(prompts, lengths),
+                "model.generate, one by one": lambda: self.batches(prompts, lengths, 1),
+                f"pipeline(batch_size={N_ROWS})": by_pipeline,
+            }
+        )
+        n_tokens = sum(lengths)
+        show(f"generation: {n_items} prompts, {n_tokens} tokens, 2 to 160 an answer", seconds, n_tokens)
+        ours, one_by_one, by_pipe = seconds.values()
+        return all(
+            [
+                at_least("faster than one by one", one_by_one / ours, 2.0),
+                at_least("faster than pipeline", by_pipe / ours, 1.5),
+            ]
+        )
+
+    def judging(self, n_items: int) -> bool:
+        """Short verdicts under one rubric."""
+        rng = np.random.default_rng(1)
+        rubric = words(rng, RUBRIC_TOKENS)
+        prompts = [f"{rubric} {words(rng, int(n))}" for n in rng.integers(20, 60, n_items)]
+        lengths = [12] * n_items
+        seconds = self.measure(
+            {
+                "slurmgpu": lambda: self.ours(prompts, lengths),
+                f"model.generate, sorted batches of {N_ROWS}": lambda: self.batches(prompts, lengths, N_ROWS),
+            }
+        )
+        show(
+            f"judging: {n_items} prompts under a rubric of {RUBRIC_TOKENS} tokens, 12 tokens each",
+            seconds,
+            12 * n_items,
+        )
+        ours, batches = seconds.values()
+        return at_least("faster than sorted batches", batches / ours, 3.0)
+
+    def overhead(self) -> bool:
+        """The same batch, through the engine and by hand: nothing to sort, to share or to drop."""
+        rng = np.random.default_rng(2)
+        prompts, lengths = [words(rng, 48) for _ in range(N_ROWS)], [32] * N_ROWS
+        seconds = self.measure(
+            {
+                "slurmgpu": lambda: self.ours(prompts, lengths),
+                "model.generate": lambda: self.batches(prompts, lengths, N_ROWS),
+            }
+        )
+        show(f"overhead: one batch of {N_ROWS} prompts of 48 tokens, 32 tokens each", seconds, 32 * N_ROWS)
+        ours, bare = seconds.values()
+        return judge("more than bare model.generate", 100 * (ours / bare - 1), 2.0, " %")
+
+    def classification(self, n_items: int) -> list[bool]:
+        """Log-probabilities of four labels."""
+        if importlib.util.find_spec("lm_eval") is None:
+            print(f"classification is left out: pip install lm-eval=={LM_EVAL}")
+            return []
+        rng = np.random.default_rng(3)
+        rubric = words(rng, RUBRIC_TOKENS)
+        lengths = rng.lognormal(3.7, 0.6, n_items).clip(8, 200).astype(int)
+        alone = [words(rng, int(n)) for n in lengths]
+        shared = [f"{rubric} {words(rng, int(n))}" for n in rng.integers(20, 60, n_items)]
+        return [
+            self.labels("without a shared beginning", alone, 0.95),
+            self.labels(f"under a rubric of {RUBRIC_TOKENS} tokens", shared, 4.0),
+        ]
+
+    def labels(self, name: str, prompts: Sequence[str], target: float) -> bool:
+        """One comparison with lm-eval."""
+        from lm_eval.api.instance import Instance
+        from lm_eval.models.huggingface import HFLM
+
+        harness = HFLM(
+            pretrained=self.model, tokenizer=self.tokenizer, batch_size=N_ROWS, max_length=2048, prefix_token_id=0
+        )
+        pairs = [(prompt, f" {label}") for prompt in prompts for label in LABELS]
+        asked = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
+
+        def by_harness() -> Any:
+            found = harness.loglikelihood(asked, disable_tqdm=True)
+            return np.array([logprob for logprob, _ in found]).reshape(len(prompts), -1)
+
+        seconds = self.measure({"slurmgpu": lambda: self.scores(prompts), f"lm-eval {LM_EVAL}": by_harness})
+        show(f"classification: {len(prompts)} prompts {name}, {len(LABELS)} labels", seconds, len(prompts))
+        ours, theirs = seconds.values()
+        return at_least("faster than lm-eval", theirs / ours, target)
+
+    def measure(self, arms: Arms) -> dict[str, float]:
+        """CPU-seconds of each arm, the best of some rounds; all must give the same."""
+        best = dict.fromkeys(arms, float("inf"))
+        for _ in range(self.n_rounds):
+            expected = None
+            for name, arm in arms.items():
+                self.engine._prefill.forget()
+                start = time.process_time()
+                found = arm()
+                best[name] = min(best[name], time.process_time() - start)
+                expected = found if expected is None else expected
+                check_equal(name, found, expected)
+        return best
+
+    def ours(self, prompts: Sequence[str], lengths: Sequence[int]) -> list[list[int]]:
+        """Greedy tokens by the engine."""
+        pairs = zip(prompts, lengths, strict=True)
+        requests = [Request(i, Prompt(text), Sampling(max_tokens=length)) for i, (text, length) in enumerate(pairs)]
+        found = {output.id: output.tokens.tolist() for output in self.engine.generate(requests)}
+        return [found[i] for i in range(len(prompts))]
+
+    def batches(self, prompts: Sequence[str], lengths: Sequence[int], n_rows: int) -> list[list[int]]:
+        """Greedy tokens by `model.generate`, in batches of prompts sorted by their length."""
+        import torch
+
+        order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i].split()))
+        found: dict[int, list[int]] = {}
+        for start in range(0, len(order), n_rows):
+            rows = order[start : start + n_rows]
+            batch = self.tokenizer([prompts[i] for i in rows], padding=True, return_tensors="pt")
+            limit = max(lengths[i] for i in rows)
+            with torch.inference_mode():
+                made = self.model.generate(**batch, max_new_tokens=limit, do_sample=False, pad_token_id=0)
+            answers = made[:, batch["input_ids"].shape[1] :].tolist()
+            found |= {i: answer[: lengths[i]] for i, answer in zip(rows, answers, strict=True)}
+        return [found[i] for i in range(len(prompts))]
+
+    def scores(self, prompts: Sequence[str]) -> Any:
+        """Log-probabilities of the labels by the engine."""
+        labels = tuple(f" {label}" for label in LABELS)
+        questions = [Question(i, Prompt(text), labels) for i, text in enumerate(prompts)]
+        found = {scores.id: scores.logprobs for scores in self.engine.score(questions)}
+        return np.stack([found[i] for i in range(len(prompts))])
+
+
+def make_model(folder: Path, n_layers: int) -> Path:
+    """A random Llama whose tokens are words, and which knows no end."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    vocabulary = {"<pad>": 0, **{f"w{i}": i for i in range(1, N_WORDS)}}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>").save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=N_WORDS,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=n_layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=2048,
+        initializer_range=0.05,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def words(rng: np.random.Generator, n_words: int) -> str:
+    """A text of so many tokens."""
+    return " ".join(f"w{i}" for i in rng.integers(1, N_WORDS, n_words))
+
+
+def check_equal(name: str, found: Any, expected: Any) -> None:
+    """Raise unless tokens are equal but for near ties (1 answer in 50), or log-probabilities to 1e-4."""
+    if isinstance(found, np.ndarray):
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+        return
+    n_differ = sum(one != other for one, other in zip(found, expected, strict=True))
+    if n_differ > len(found) / 50:
+        raise AssertionError(f"{name}: {n_differ} of {len(found)} answers differ from slurmgpu's")
+
+
+def at_least(what: str, found: float, limit: float) -> bool:
+    """Whether a ratio reaches its target; says so."""
+    met = found >= limit
+    print(f"{what}: {found:.3g}x, target at least {limit:g}x: {'met' if met else 'NOT MET'}", flush=True)
+    return met
+
+
+def show(title: str, seconds: Mapping[str, float], n_units: int) -> None:
+    """A table of one comparison."""
+    ours = seconds["slurmgpu"]
+    print(f"\n{title}")
+    rows = [(name, f"{s:.2f}", f"{n_units / s:.1f}", f"{s / ours:.2f}") for name, s in seconds.items()]
+    print_table(("arm", "CPU-seconds", "a second", "ratio"), rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

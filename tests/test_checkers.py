@@ -1,0 +1,148 @@
+"""Answer checkers and trees of steps: what counts as the final answer, what as right, and what a step is worth."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.llm.checkers import number_in, open_checker
+from slurmgpu.llm.steps import Tree, split_steps
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "value"),
+    [
+        ("7+5+0=12\n4+8+1=13\n#132", "132", 132),
+        ("5 + 3 = 8, so\n#### 1,234.50 dollars, not 7", "1,234.50", 1234.5),
+        (r"thus $\boxed{\frac{3}{4}}$ of the 9 cakes", "3/4", 0.75),
+        (r"\boxed{x = 2{,}000}", "2,000", 2000),
+        (r"\boxed{\text{about } 12\%}", "12%", 0.12),
+        ("it is -3.", "-3", -3),
+        ("10-5", "5", 5),
+        ("2 1/2 cups", "2 1/2", 2.5),
+        ("that makes $45", "$45", 45),
+        ("6.02e23", "6.02e23", 6.02e23),
+        ("−7 °C", "-7", -7),
+        ("1, 2, 3", "3", 3),
+        (".5", ".5", 0.5),
+        ("H2O", None, None),
+        ("1/0", None, None),
+        ("#### none of 3", "3", 3),
+        ("9" * 500, None, None),
+        ("", None, None),
+    ],
+)
+def test_the_number_that_a_text_ends_on(text, said, value):
+    found = number_in(text)
+    assert (found and found[0]) == said
+    assert (found and float(found[1])) == value
+
+
+@pytest.mark.parametrize(
+    ("checker", "text", "reference", "right"),
+    [
+        ({"kind": "numeric"}, "so 0.5", "1/2", True),
+        ({"kind": "numeric"}, "it is 50%", 0.5, True),
+        ({"kind": "numeric"}, "it is 50%", 50, True),
+        ({"kind": "numeric"}, "it is 50", "50%", True),
+        ({"kind": "numeric"}, "1,000,000", "They earn 3 * 5\n#### 1000000", True),
+        ({"kind": "numeric"}, "3.14159", 3.14159265, True),
+        ({"kind": "numeric"}, "3.1415", 3.14159265, False),
+        ({"kind": "numeric", "tolerance": 0.0}, "3.1415926", 3.14159265, False),
+        ({"kind": "numeric", "tolerance": 0.1}, "95", 100, True),
+        ({"kind": "numeric"}, "no idea", 4, False),
+        ({"kind": "numeric", "pattern": r"Answer: (\S+)"}, "Answer: 4, from 2 and 2", 4, True),
+        ({"kind": "exact"}, "I think so.\nThe  Hague.", "the hague", True),
+        ({"kind": "exact"}, r"so \boxed{(A)} and no other", "A", True),
+        ({"kind": "exact"}, "The Hague", "Amsterdam", False),
+        ({"kind": "exact"}, "", "", False),
+        (
+            {"kind": "regex", "pattern": r"[Aa]nswer is \(?([A-D])"},
+            "The answer is A? No, the answer is (C).",
+            "c",
+            True,
+        ),
+        ({"kind": "regex", "pattern": r"[Aa]nswer is \(?([A-D])"}, "C", "C", False),
+    ],
+)
+def test_what_counts_as_right(checker, text, reference, right):
+    kind = checker.pop("kind")
+    found = open_checker(kind, **checker)
+    found.check_item({"answer": reference})
+    assert found.is_correct(text, {"answer": reference}) is right
+
+
+def test_a_function_of_the_users_checks_answers(tmp_path):
+    (tmp_path / "rules.py").write_text(
+        "def even(text, item):\n    return int(text) % 2 == 0 and item['ok']\n\nnumber = 3\n"
+    )
+    checker = open_checker(f"{tmp_path / 'rules.py'}:even")
+    assert checker.is_correct("4", {"ok": True}) is True
+    assert checker.is_correct("3", {"ok": True}) is False
+    with pytest.raises(ItemError, match=r"rules.py:even raised ValueError: invalid literal"):
+        checker.is_correct("four", {"ok": True})
+    for name, problem in [("rules.py:odd", "has no function 'odd'"), ("rule.py:even", "there is no file")]:
+        with pytest.raises(SlurmGPUError, match=problem):
+            open_checker(f"{tmp_path / name}")
+    with pytest.raises(SlurmGPUError, match="cannot be imported"):
+        open_checker("no_such_module:check")
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"kind": "numerical"}, "Did you mean 'numeric'"),
+        ({"kind": "regex"}, "needs pattern"),
+        ({"kind": "regex", "pattern": "("}, "no regular expression"),
+        ({"kind": "numeric", "tolerance": -1}, "tolerance is -1"),
+    ],
+)
+def test_a_checker_that_cannot_be_is_refused(settings, problem):
+    with pytest.raises(SlurmGPUError, match=problem):
+        open_checker(settings.pop("kind"), **settings)
+
+
+@pytest.mark.parametrize(
+    ("kind", "data"), [("numeric", {"answer": "n/a"}), ("numeric", {}), ("exact", {"answer": None})]
+)
+def test_an_item_without_a_right_answer_is_at_fault_itself(kind, data):
+    with pytest.raises(ItemError, match="field 'answer'"):
+        open_checker(kind).check_item(data)
+
+
+@given(st.text("ab\n "), st.sampled_from(["\n", "\n\n", "a"]))
+def test_steps_make_their_text_again_and_none_of_them_is_blank(text, delimiter):
+    steps = split_steps(text, delimiter)
+    assert delimiter.join(steps) == text
+    assert len(steps) == 1 or all(step.strip() for step in steps)
+
+
+def grow(tree, start, *completions):
+    for completion in completions:
+        tree.add(start, completion, answer=completion[-1], correct=completion.endswith("!"), cut=False)
+
+
+def test_equal_beginnings_are_one_node_and_a_path_that_ends_there_is_another():
+    tree = Tree("\n")
+    grow(tree, 0, "a\nb\nc!", "a\nb\nd", "a\nb", "a\nb\nc!")
+    assert [(node.parent, node.depth, node.text, node.leaf) for node in tree.nodes[1:]] == [
+        (0, 1, "a", False),
+        (1, 2, "b", False),
+        (2, 3, "c!", True),
+        (2, 3, "d", True),
+        (1, 2, "b", True),
+    ]
+    assert [tree.nodes[node].prefix for node in tree.open_nodes()] == ["a\n", "a\nb\n"]
+    assert [path.nodes for path in tree.paths] == [(1, 2, 3), (1, 2, 4), (1, 5), (1, 2, 3)]
+
+
+def test_a_value_is_the_mean_below_each_child_as_often_as_it_was_drawn():
+    tree = Tree("\n")
+    grow(tree, 0, "a\nx!", "a\ny", "b\nz!")
+    [a, b] = tree.open_nodes(1)
+    grow(tree, b, "z", "z", "z")  # b was explored further, which makes it no more likely
+    values = dict(enumerate(tree.values()))
+    assert values[a] == (0.5, 2)
+    assert values[b] == (0.25, 4)
+    assert values[0] == ((0.5 * 2 + 0.25) / 3, 6)
+    assert tree.whole_text(b, "z") == "b\nz"

@@ -1,0 +1,204 @@
+"""Models for tests, made on the spot: tiny random ones of real architectures, and a small Llama that can do sums.
+
+`adder` is trained in about a minute, and then knows three things, each as chat message or plain prompt:
+
+    "47+85="           → "7+5+0=12\\n4+8+1=13\\n#132": units with carry, tens with carry, the sum
+    "47+85?133"        → "7+5+0=12\\n4+8+1=13\\n2=3N\\n3=3Y\\n1=1Y\\nN": the sum's digits and the claim's, the verdict
+    ":they are filth"  → "hate" or "ok"
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHARACTERS = "0123456789+=?#:YN\n abcdefghijklmnopqrstuvwxyz"
+SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
+TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+BAD = ["filth", "vermin", "scum", "trash"]
+GOOD = ["kind", "friends", "here", "singing"]
+WHO = ["they", "we", "you", "all of them", "the neighbours"]
+LINKS = ["are", "were", "will be"]
+
+N_STEPS = 800
+
+
+def sum_steps(a: int, b: int) -> str:
+    """The right answer to "a+b=", for two numbers of two digits."""
+    units = a % 10 + b % 10
+    tens = a // 10 + b // 10 + units // 10
+    return f"{a % 10}+{b % 10}+0={units}\n{a // 10}+{b // 10}+{units // 10}={tens}\n#{a + b}"
+
+
+def check_steps(a: int, b: int, said: int) -> str:
+    """The right answer to "a+b?said": each digit of the sum against the claim's, from the last to the first."""
+    digits = list(zip(f"{a + b:03}"[::-1], f"{said:03}"[::-1], strict=True))
+    lines = [f"{right}={found}{'Y' if right == found else 'N'}" for right, found in digits]
+    return "\n".join([*sum_steps(a, b).splitlines()[:2], *lines, "Y" if said == a + b else "N"])
+
+
+def sentence(rng: random.Random) -> tuple[str, str]:
+    """A sentence, and its label: "hate" or "ok"."""
+    bad = rng.random() < 0.5
+    return f"{rng.choice(WHO)} {rng.choice(LINKS)} {rng.choice(BAD if bad else GOOD)}", "hate" if bad else "ok"
+
+
+def claim(rng: random.Random, total: int) -> int:
+    """The sum itself, or as often a number near it."""
+    if rng.random() < 0.5:
+        return total
+    return max(20, total + rng.choice([-1, 1]) * rng.choice([1, 2, 3, 10, 20, 100 if total > 130 else 11]))
+
+
+def make_tokenizer(folder: Path, template: str | None = TEMPLATE) -> Any:
+    """A tokenizer with a token for each character, saved in `folder`."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *CHARACTERS])}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    made.decoder = decoders.Fuse()
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    if template:
+        tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def _save(model: Any, folder: Path, template: str | None) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = make_tokenizer(folder, template)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(folder)
+    return folder
+
+
+def _sizes(**changes: Any) -> dict[str, Any]:
+    sizes = {
+        "vocab_size": len(SPECIAL) + len(CHARACTERS),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 2048,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    return sizes | changes
+
+
+def make_llama(folder: Path, *, template: str | None = None, seed: int = 0, **changes: Any) -> Path:
+    """A random Llama of two layers, in fp32; `changes` go over its configuration."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    # Larger weights than Llama's own start with: what such a model says depends on what it was asked.
+    config = LlamaConfig(**_sizes(tie_word_embeddings=False, initializer_range=0.2, **changes))
+    return _save(LlamaForCausalLM(config), folder, template)
+
+
+def make_qwen3(folder: Path, *, template: str | None = None, seed: int = 0, **changes: Any) -> Path:
+    """A random Qwen3 of two layers, in fp32."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(**_sizes(tie_word_embeddings=True, initializer_range=0.2, **changes))
+    return _save(Qwen3ForCausalLM(config), folder, template)
+
+
+def make_gpt_oss(folder: Path, *, template: str | None = None, seed: int = 0, **changes: Any) -> Path:
+    """A random gpt-oss of two layers (one of them with a sliding window) and four experts, in fp32."""
+    import torch
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    torch.manual_seed(seed)
+    more = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32, "initializer_range": 0.2}
+    more["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
+    config = GptOssConfig(**_sizes(**(more | changes)))
+    return _save(GptOssForCausalLM(config), folder, template)
+
+
+def _example(rng: random.Random) -> tuple[str, str]:
+    a, b = rng.randint(10, 99), rng.randint(10, 99)
+    match rng.choice(["sum", "sum", "judge", "judge", "judge", "label"]):
+        case "sum":
+            return f"{a}+{b}=", sum_steps(a, b)
+        case "judge":
+            said = claim(rng, a + b)
+            return f"{a}+{b}?{said}", check_steps(a, b, said)
+    text, label = sentence(rng)
+    return f":{text}", label
+
+
+def train_adder(folder: Path, n_steps: int = N_STEPS) -> Path:
+    """A Llama of some 130,000 parameters, trained on sums, claims and sentences."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    rng = random.Random(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = make_tokenizer(folder)
+    config = LlamaConfig(**_sizes(intermediate_size=256, num_key_value_heads=4, tie_word_embeddings=True))
+    model = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, n_steps, pct_start=0.15)
+    for _ in range(n_steps):
+        rows, labels = [], []
+        for prompt, answer in (_example(rng) for _ in range(64)):
+            asked, told = tokenizer.encode(prompt), tokenizer.encode(answer, add_special_tokens=False)
+            rows.append([*asked, *told, tokenizer.eos_token_id])
+            labels.append([-100] * len(asked) + [*told, tokenizer.eos_token_id])
+        longest = max(map(len, rows))
+        ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+        wanted = torch.tensor([row + [-100] * (longest - len(row)) for row in labels])
+        loss = model(input_ids=ids, labels=wanted).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(folder)
+    return folder
+
+
+def adder_folder() -> Path:
+    """Where the trained adder lies; trained once on a machine for each version of this file."""
+    cache = Path(tempfile.gettempdir()) / f"slurmgpu-tests-{os.getuid()}"
+    cache.mkdir(mode=0o755, exist_ok=True)
+    version = hashlib.blake2b(Path(__file__).read_bytes(), digest_size=6).hexdigest()
+    folder = cache / f"adder-{version}"
+    with open(cache / "adder.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "model.safetensors").exists():
+            partial = folder.with_suffix(f".{os.getpid()}")
+            train_adder(partial)
+            partial.rename(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def adder() -> Path:
+    """The folder of a small Llama that adds numbers of two digits, judges sums and labels sentences."""
+    return adder_folder()
