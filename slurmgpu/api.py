@@ -179,7 +179,8 @@ def resubmit(
         run.claims.clear()
         if again:
             merge.set_failed_aside(run, again)
-            notes.append(f"{len(again)} shards that hold failed items are computed anew.")
+            what = "shard that holds failed items is" if len(again) == 1 else "shards that hold failed items are"
+            notes.append(f"{len(again)} {what} computed anew.")
         return submission, notes
 
     try:

@@ -7,6 +7,7 @@ Memory is bounded, but for tensors, of which torch.save wants all at once.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -42,11 +43,24 @@ def export(path: Path, format: str, output: Path) -> int:  # noqa: A002 - the wo
             if format == "pt":
                 write_json(output.with_name(f"{output.name}.json"), _about(merged))
             partial.replace(output)
-        except BaseException:
-            partial.unlink(missing_ok=True)
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+            if isinstance(error, OSError) and error.filename == str(partial):
+                error.filename = str(output)  # what the user knows of
             raise
     fsync_dir(output.parent)
     return len(merged)
+
+
+def export_to(path: Path, format: str, file: IO[bytes]) -> int:  # noqa: A002 - the word of the command line
+    """Write the rows of a merged file to an open file, as far as that gets; how many they are."""
+    if format not in STREAMS:
+        raise SlurmGPUError(f"Format {format!r} needs a file of its own; a stream gets {' or '.join(STREAMS)}.")
+    with results.open(path) as merged:
+        FORMATS[format](merged, file)
+        file.flush()
+        return len(merged)
 
 
 def _write_jsonl(merged: Merged, file: IO[bytes]) -> None:
@@ -57,11 +71,11 @@ def _write_jsonl(merged: Merged, file: IO[bytes]) -> None:
 
 
 def _write_csv(merged: Merged, file: IO[bytes]) -> None:
-    """RFC 4180. Numbers and text are as they are, everything else is JSON, a Json column's texts and numbers, too."""
+    """RFC 4180. Numbers and text are as they are, everything else is JSON; null is empty."""
     text = io.TextIOWrapper(file, encoding="utf-8", newline="")
     writer = csv.writer(text)
     writer.writerow(("index", *merged.columns, "error"))
-    for row in _plain_rows(merged, json_as_text=True):
+    for row in _plain_rows(merged, json_as_cells=True):
         writer.writerow(json.dumps(value) if isinstance(value, list | bool) else value for value in row)
     text.detach()
 
@@ -121,6 +135,9 @@ FORMATS: dict[str, Callable[[Merged, IO[bytes]], None]] = {
     "pt": _write_pt,
 }
 
+STREAMS = ("jsonl", "csv")
+"""Of these, those that can be read as they come."""
+
 
 def _blocks(merged: Merged, n_bytes: int) -> Iterator[tuple[int, int]]:
     """Ranges of rows that take about `n_bytes` each."""
@@ -129,13 +146,16 @@ def _blocks(merged: Merged, n_bytes: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + n_rows, len(merged))
 
 
-def _plain_rows(merged: Merged, *, json_as_text: bool = False) -> Iterator[tuple[Any, ...]]:
+def _plain_rows(merged: Merged, *, json_as_cells: bool = False) -> Iterator[tuple[Any, ...]]:
     """The rows as JSON has them: index, columns, error."""
     columns = [merged[name] for name in merged.columns]
-    if json_as_text:
-        columns = [column.text if isinstance(column, JsonData) else column for column in columns]
     for start, stop in _blocks(merged, _BLOCK_BYTES):
-        values = [_plain_column(column, start, stop) for column in columns]
+        values = [
+            [_json_cell(text) for text in column.text[start:stop]]
+            if json_as_cells and isinstance(column, JsonData)
+            else _plain_column(column, start, stop)
+            for column in columns
+        ]
         for row in np.flatnonzero(merged.failed[start:stop]):
             for column in values:
                 column[row] = None
@@ -148,6 +168,14 @@ def _plain_column(column: ColumnData, start: int, stop: int) -> list[Any]:
         return _plain(column[start:stop])
     found: list[Any] = column[start:stop]
     return found if isinstance(column, TextData) else [_plain(values) for values in found]
+
+
+def _json_cell(text: str) -> str | None:
+    """JSON as a cell of a table: without the quotes of a text, and null as nothing."""
+    if text.startswith('"'):
+        found: str = json.loads(text)
+        return found
+    return None if text == "null" else text
 
 
 def _plain(values: npt.NDArray[Any]) -> list[Any]:

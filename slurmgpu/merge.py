@@ -13,11 +13,12 @@ from typing import Any
 
 from slurmgpu import results, workloads
 from slurmgpu.columns import columns_from_json
+from slurmgpu.errors import SlurmGPUError
 from slurmgpu.files import working_folder, write_bytes, write_json
 from slurmgpu.histories import history_path
 from slurmgpu.joins import join, verify_joined
 from slurmgpu.regions import DamagedShardError
-from slurmgpu.report import Lives, build_report, report_path
+from slurmgpu.report import Lives, build_report, read_report, report_path
 from slurmgpu.runs import Run
 from slurmgpu.shards import read_directory
 
@@ -54,6 +55,8 @@ def merge(run: Run, lives: Lives | None = None) -> dict[str, Any]:
         merged_rows, errors = joined.n_rows, list(joined.errors)
     summary = _summary(run) if merged_rows and plan.summarizes else None
     report = build_report(run, errors=errors, merged_rows=merged_rows, lives=lives, summary=summary)
+    if summary and summary.keys() == {"error"}:
+        report["summary"] = _former_summary(run, report) or summary
     write_json(report_path(run), report)
     run.claims.clear()
     return report
@@ -100,6 +103,20 @@ def _summary(run: Run) -> dict[str, Any]:
         log.warning("the workload cannot summarize the merged file", exc_info=True)
         return {"error": f"{type(error).__name__}: {error}"}
     return summary
+
+
+def _former_summary(run: Run, report: dict[str, Any]) -> dict[str, Any] | None:
+    """The summary that an earlier merge made of the same rows; None if there is none."""
+    try:
+        former = read_report(run) or {}
+    except SlurmGPUError:
+        return None  # damaged; this merge writes it anew
+    same = all(former.get(name) == report[name] for name in ("fingerprint", "n_rows", "missing", "errors"))
+    found: dict[str, Any] | None = former.get("summary")
+    if not same or not found or "error" in found:
+        return None
+    log.warning("the summary of an earlier merge is kept: it is of the same rows")
+    return found
 
 
 def _has_failed_items(run: Run, shard: int) -> bool:

@@ -20,7 +20,7 @@ from slurmgpu import __version__, inputs, placing, workloads
 from slurmgpu.columns import check_columns, columns_to_json
 from slurmgpu.config import Resources, RunFile
 from slurmgpu.containing import contain
-from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.errors import SlurmGPUError
 from slurmgpu.files import working_folder
 from slurmgpu.report import is_complete
 from slurmgpu.runs import Plan, Run, refuse_existing
@@ -80,7 +80,10 @@ def draft_run(
         if spec is None:
             found = inputs.find(config.input, path.parent)
             spec = inputs.scan(found, index, stride=batch_size, progress=progress)
-        _check_fields(workload, full_name, spec)
+        fields, advice = getattr(workload, "fields", ()), getattr(workload, "advice", {})
+        inputs.check_fields(spec, index, fields, f"Workload {full_name}", advice)
+        if callable(check_input := getattr(workload, "check_input", None)):
+            check_input([Path(file.path) for file in spec.files], spec.n_items)
         plan = Plan(
             name=target.name,
             input=spec.to_json(),
@@ -122,7 +125,22 @@ def _build(config: RunFile, base: Path) -> tuple[str, dict[str, Any], workloads.
     full_name = workloads.resolve_use(config.workload.use, base)
     with working_folder(base), workloads.at_planning(full_name):
         settings = _settings(full_name, config.settings, base)
-        return full_name, settings, workloads.build(full_name, settings, base)
+        try:
+            return full_name, settings, workloads.build(full_name, settings, base)
+        except workloads.UnknownSettingError as error:
+            raise SlurmGPUError(f"{error}{_where_it_belongs(error.name, settings)}") from error
+
+
+def _where_it_belongs(name: str, settings: Mapping[str, Any]) -> str:
+    """What to say of a name that is none of a workload's settings, and is something else."""
+    outer, dot, inner = name.partition(".")
+    if dot:
+        return f" A table is set whole: {outer}={{{inner}={json.dumps(settings[name])}}}."
+    if name in RunFile.model_fields:
+        return f" {name} is a key at the top of the run file, above its tables: set it there."
+    if name in Resources.model_fields:
+        return f" {name} is a key of [resources] in the run file: set it there."
+    return ""
 
 
 def _promised_input(
@@ -139,17 +157,6 @@ def _promised_input(
     return inputs.promise(
         path, index, n_items=plan.n_items, columns=columns, fingerprint=plan.fingerprint, stride=stride
     )
-
-
-def _check_fields(workload: workloads.Workload, full_name: str, spec: inputs.InputSpec) -> None:
-    """Refuse an input whose every item lacks a field that the workload says it takes."""
-    known = {*(spec.columns or ()), "error"}
-    for name in sorted(getattr(workload, "fields", ())):
-        if spec.columns is not None and name not in known:
-            raise SlurmGPUError(
-                f"Workload {full_name} takes the field {name!r}, and the input {spec.files[0].path} has none of that "
-                f"name.{did_you_mean(name, spec.columns)}"
-            )
 
 
 def default_shard_items(n_items: int, batch_size: int) -> int:
@@ -249,8 +256,11 @@ def _check_type(full_name: str, name: str, value: Any, hint: Any) -> None:
         # JSON mode, strict: "5" is no int, but 5 is a float and a list is a tuple.
         adapter.validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
-        problem = error.errors()[0]["msg"].removeprefix("Input ")
-        raise SlurmGPUError(f"Workload {full_name}: setting {name!r} {problem}; found {value!r}.") from error
+        # Of the kinds that a setting may be of, the one meant is that whose error lies deepest.
+        worst = max(error.errors(), key=lambda each: len(each["loc"]))
+        problem, found, place = worst["msg"].removeprefix("Input "), worst.get("input", value), worst["loc"]
+        where = f"setting {name!r}" + (f", at {place[-1]!r}," if place and found != value else "")
+        raise SlurmGPUError(f"Workload {full_name}: {where} {problem}; found {found!r}.") from error
 
 
 def _provenance(run_file: Path) -> dict[str, Any]:

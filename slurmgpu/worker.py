@@ -221,6 +221,10 @@ class Worker:
         try:
             workload = workloads.build(plan.workload, plan.settings, Path(plan.search_path))
             workload.load(context)
+        except SlurmGPUError as error:
+            if error.__cause__ is not None:
+                log.info("what led to it:", exc_info=error.__cause__)
+            raise WorkerFailedError(_loading_class(error), str(error)) from error
         except (Exception, SystemExit) as error:
             raise WorkerFailedError(
                 _loading_class(error), f"{type(error).__name__}: {error}", traceback.format_exc()
@@ -290,7 +294,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Worker(Run.open(arguments.run), Assignment(**arguments.assignment), report, stopping, group).work()
         group.leave()
     except WorkerFailedError as error:
-        log.error("%s: %s\n%s", error.kind, error, error.trace)
+        log.error("%s: %s%s", error.kind, error, f"\n{error.trace}" if error.trace else "")
         report({"event": "failed", "class": error.kind, "message": str(error), "traceback": error.trace})
         return 1
     except WorkerBrokenError as error:

@@ -1,17 +1,15 @@
-import json
+import functools
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.cluster.fixture import cluster, memory_limits  # noqa: F401
 from tests.images import apptainer, normal_user  # noqa: F401
+from tests.runs import make_project
 from tests.somebody import somebody  # noqa: F401
 from tests.tiny_models import adder  # noqa: F401
-
-HERE = Path(__file__).parent
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -38,7 +36,7 @@ def _plain_output(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def slurmgpu():
     """The command line as a user types it: `slurmgpu("submit", …)` gives the finished process."""
 
@@ -61,29 +59,4 @@ def slurmgpu():
 @pytest.fixture
 def project(tmp_path):
     """Makes a folder with an input, a run file and the tests' workloads: `project(n_items=100, settings={…})`."""
-
-    def make(n_items=100, workload="Rows", items=None, batch_size=4, **tables):
-        folder = tmp_path / "project"
-        folder.mkdir(exist_ok=True)
-        lines = items if items is not None else [{"text": f"item {i} of many", "x": i} for i in range(n_items)]
-        (folder / "items.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        (folder / "workloads.py").write_text((HERE / "sample_workloads.py").read_text())
-        top = {"input": "items.jsonl", "shard_items": 8, "run_dir": "run", "lease_s": 4.0, "margin_s": 1.0}
-        top |= {key: tables.pop(key) for key in list(tables) if not isinstance(tables[key], dict)}
-        tables = {"workload": {"use": f"workloads.py:{workload}", "batch_size": batch_size}, **tables}
-        text = _toml(top) + "".join(f"\n[{name}]\n{_toml(table)}" for name, table in tables.items())
-        (folder / "slurmgpu.toml").write_text(text)
-        return folder
-
-    return make
-
-
-def _toml(table):
-    return "".join(f"{key} = {toml(value)}\n" for key, value in table.items())
-
-
-def toml(value):
-    """A value as TOML."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(key)} = {toml(inner)}" for key, inner in value.items()) + "}"
-    return json.dumps(value)  # JSON's scalars and lists are TOML's
+    return functools.partial(make_project, tmp_path / "project")

@@ -14,6 +14,31 @@ import h5py
 import slurmgpu
 
 
+def make_project(folder, n_items=100, workload="Rows", items=None, batch_size=4, **tables):
+    """A folder with an input, a run file and the tests' workloads."""
+    folder.mkdir(exist_ok=True)
+    lines = items if items is not None else [{"text": f"item {i} of many", "x": i} for i in range(n_items)]
+    (folder / "items.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "workloads.py").write_text((Path(__file__).parent / "sample_workloads.py").read_text())
+    top = {"input": "items.jsonl", "shard_items": 8, "run_dir": "run", "lease_s": 4.0, "margin_s": 1.0}
+    top |= {key: tables.pop(key) for key in list(tables) if not isinstance(tables[key], dict)}
+    tables = {"workload": {"use": f"workloads.py:{workload}", "batch_size": batch_size}, **tables}
+    text = _toml(top) + "".join(f"\n[{name}]\n{_toml(table)}" for name, table in tables.items())
+    (folder / "slurmgpu.toml").write_text(text)
+    return folder
+
+
+def _toml(table):
+    return "".join(f"{key} = {toml(value)}\n" for key, value in table.items())
+
+
+def toml(value):
+    """A value as TOML."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)} = {toml(inner)}" for key, inner in value.items()) + "}"
+    return json.dumps(value)  # JSON's scalars and lists are TOML's
+
+
 def start(*argv, cwd, stdin=None, **env):
     """The command line in the background, in a process group of its own; `stdin` is there to be written."""
     return subprocess.Popen(

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm.checkers import number_in, open_checker
+from slurmgpu.llm.checkers import open_checker
+from slurmgpu.llm.final_answers import number_in, reference_number
 from slurmgpu.llm.steps import Tree, split_steps
 
 
@@ -17,6 +18,15 @@ from slurmgpu.llm.steps import Tree, split_steps
         (r"thus $\boxed{\frac{3}{4}}$ of the 9 cakes", "3/4", 0.75),
         (r"\boxed{x = 2{,}000}", "2,000", 2000),
         (r"\boxed{\text{about } 12\%}", "12%", 0.12),
+        (r"\boxed{2\frac12}", "2 1/2", 2.5),
+        (r"\boxed{1.5 \times 10^{3}}", "1.5e3", 1500),
+        (r"\boxed{10^{-2}}", "1e-2", 0.01),
+        (r"\boxed{5\text{ cm}^2}", "5", 5),
+        (r"\boxed{90^\circ}", "90", 90),
+        (r"\boxed{7\sqrt{2}}", None, None),
+        (r"\boxed{(3, 4)}", None, None),
+        (r"#### 3\sqrt{2}", None, None),
+        ("it is x^2", None, None),
         ("it is -3.", "-3", -3),
         ("10-5", "5", 5),
         ("2 1/2 cups", "2 1/2", 2.5),
@@ -45,6 +55,15 @@ def test_the_number_that_a_text_ends_on(text, said, value):
         ({"kind": "numeric"}, "it is 50%", 0.5, True),
         ({"kind": "numeric"}, "it is 50%", 50, True),
         ({"kind": "numeric"}, "it is 50", "50%", True),
+        ({"kind": "numeric"}, "it is 0.5", "50%", True),
+        ({"kind": "numeric"}, "it is 50%", "50 %", True),
+        ({"kind": "numeric"}, "it is 50%", 0.005, False),
+        ({"kind": "numeric"}, "it is 0.005", "50%", False),
+        ({"kind": "numeric"}, "12345679", 12345678, False),
+        ({"kind": "numeric", "tolerance": 1e-6}, "12345679", 12345678, True),
+        ({"kind": "numeric"}, "0.333333", r"\frac13", True),
+        ({"kind": "numeric"}, "1500", r"1.5 \times 10^{3}", True),
+        ({"kind": "numeric"}, "2", r"The second of 3 is\n#### 2", True),
         ({"kind": "numeric"}, "1,000,000", "They earn 3 * 5\n#### 1000000", True),
         ({"kind": "numeric"}, "3.14159", 3.14159265, True),
         ({"kind": "numeric"}, "3.1415", 3.14159265, False),
@@ -89,17 +108,85 @@ def test_a_function_of_the_users_checks_answers(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("x = 1\ndef check(text, item)\n", r"bad\.py:2 has SyntaxError: expected ':'"),
+        ("x = 1\n\ny = x / 0\n", r"bad\.py:3 has ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_file_of_the_users_that_cannot_be_imported_is_named_with_the_line(tmp_path, source, problem):
+    (tmp_path / "bad.py").write_text(source)
+    with pytest.raises(SlurmGPUError, match=problem):
+        open_checker(f"{tmp_path / 'bad.py'}:check")
+
+
+@pytest.mark.parametrize(
     ("settings", "problem"),
     [
         ({"kind": "numerical"}, "Did you mean 'numeric'"),
         ({"kind": "regex"}, "needs pattern"),
+        ({"kind": "exact", "tolerance": 0.1}, "tolerance is set, and checker is 'exact'"),
         ({"kind": "regex", "pattern": "("}, "no regular expression"),
         ({"kind": "numeric", "tolerance": -1}, "tolerance is -1"),
+        ({"kind": "numeric", "tolerance": float("nan")}, "tolerance is nan"),
     ],
 )
 def test_a_checker_that_cannot_be_is_refused(settings, problem):
     with pytest.raises(SlurmGPUError, match=problem):
         open_checker(settings.pop("kind"), **settings)
+
+
+@pytest.mark.parametrize("text", [" ", "\n", "1", "1,111", "# ", "\\frac{", "x ", "- "])
+def test_a_long_answer_without_an_end_is_read_all_the_same(text):
+    """Some patterns take as long as the cube of the length, and this test would not end."""
+    text = (text * 100_000)[:100_000]
+    for answer in (f"it is 5{text}!", f"#### {text}!", f"\\boxed{{{text}!"):
+        number_in(answer)
+        reference_number(answer)
+
+
+def test_a_pattern_that_takes_for_ever_is_the_items_error(monkeypatch):
+    monkeypatch.setattr("slurmgpu.llm.parsing.TIME_LIMIT_S", 0.05)
+    for kind in ("numeric", "exact", "regex"):
+        with pytest.raises(ItemError, match=r"pattern .* to search a text"):
+            open_checker(kind, pattern="(?:a|aa)+$").is_correct("a" * 60 + "!", {"answer": 4})
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        r"3\sqrt{2}",
+        r"#### 3\sqrt{2}",
+        "x^2",
+        "2x",
+        "2x + 1",
+        r"\frac{\pi}{4}",
+        "(3, 4)",
+        "[0, 1)",
+        "3-5",
+        "12:30",
+        "10 000",
+    ],
+)
+def test_a_reference_that_is_not_one_number_is_its_items_error(reference):
+    with pytest.raises(ItemError, match='is not one number; checker = "exact"'):
+        open_checker("numeric").check_item({"answer": reference})
+
+
+@pytest.mark.parametrize(
+    ("reference", "value"),
+    [
+        ("60 km/h", 60),
+        ("$18", 18),
+        ("5 m^2", 5),
+        (r"$-\frac{3}{4}$", -0.75),
+        ("x = 5", 5),
+        ("She sold 48/2 = 24, and 3 * 8 is as many: 24", 24),
+        ("So 48/2 = <<48/2=24>>24 clips\n#### 72", 72),
+    ],
+)
+def test_a_reference_may_have_units_and_words(reference, value):
+    assert reference_number(reference).value == value
 
 
 @pytest.mark.parametrize(
@@ -119,11 +206,11 @@ def test_steps_make_their_text_again_and_none_of_them_is_blank(text, delimiter):
 
 def grow(tree, start, *completions):
     for completion in completions:
-        tree.add(start, completion, answer=completion[-1], correct=completion.endswith("!"), cut=False)
+        tree.add(start, completion, answer=completion[-1:], correct=completion.endswith("!"), cut=False)
 
 
 def test_equal_beginnings_are_one_node_and_a_path_that_ends_there_is_another():
-    tree = Tree("\n")
+    tree = Tree("\n", 64)
     grow(tree, 0, "a\nb\nc!", "a\nb\nd", "a\nb", "a\nb\nc!")
     assert [(node.parent, node.depth, node.text, node.leaf) for node in tree.nodes[1:]] == [
         (0, 1, "a", False),
@@ -137,7 +224,7 @@ def test_equal_beginnings_are_one_node_and_a_path_that_ends_there_is_another():
 
 
 def test_a_value_is_the_mean_below_each_child_as_often_as_it_was_drawn():
-    tree = Tree("\n")
+    tree = Tree("\n", 64)
     grow(tree, 0, "a\nx!", "a\ny", "b\nz!")
     [a, b] = tree.open_nodes(1)
     grow(tree, b, "z", "z", "z")  # b was explored further, which makes it no more likely
@@ -146,3 +233,23 @@ def test_a_value_is_the_mean_below_each_child_as_often_as_it_was_drawn():
     assert values[b] == (0.25, 4)
     assert values[0] == ((0.5 * 2 + 0.25) / 3, 6)
     assert tree.whole_text(b, "z") == "b\nz"
+
+
+def test_no_two_nodes_begin_alike_wherever_their_paths_were_sampled_from():
+    tree = Tree("\n", 64)
+    grow(tree, 0, "a\nX", "a\n\nb\nc")
+    [a, longer] = tree.open_nodes(1)
+    grow(tree, a, "\nb\nd!", "Y")
+    assert [tree.nodes[node].prefix for node in tree.open_nodes()] == ["a\n", "a\n\n", "a\n\nb\n"]
+    assert (tree.n_drawn(a), tree.n_drawn(longer), tree.n_drawn(0)) == (2, 2, 2)
+    assert tree.values()[longer] == (0.5, 2)
+    grow(tree, longer, "")
+    assert tree.nodes[tree.paths[-1].nodes[-1]].text == "a\n\n"
+
+
+def test_a_path_has_no_more_steps_than_it_may():
+    tree = Tree("\n", 3)
+    grow(tree, 0, "a\nb\nc\nd\ne!", "a\nb\nc!")
+    assert [node.text for node in tree.nodes[1:]] == ["a", "b", "c\nd\ne!", "c!"]
+    assert len(tree.open_nodes()) == 2
+    assert [path.is_long for path in tree.paths] == [True, False]

@@ -9,6 +9,7 @@ import pytest
 
 from slurmgpu.columns import convert_row
 from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.llm import parsing
 from slurmgpu.llm.engine import Output, Scores
 from slurmgpu.workloads import Item, TaskContext
 from slurmgpu.workloads.classify import Classify
@@ -36,7 +37,6 @@ def nothing(tmp_path_factory):
         ({"method": "guess"}, "method is 'guess'; expected 'score' or 'parse'."),
         ({"choices": ["A"]}, "choices has 1 texts, and there are 2 labels; expected one for each."),
         ({"choices": ["A", "A"]}, "choices holds 'A' twice"),
-        ({"labels": ["hate", "hate speech"]}, "'hate speech' begins with 'hate', another label"),
         ({"pattern": "(.*)"}, "pattern is set, and method is 'score'"),
         ({"temperature": 1.0}, "temperature is set, and method is 'score'"),
         ({"method": "parse", "calibrate": True}, "calibrate is set, and method is 'parse'"),
@@ -55,6 +55,12 @@ def test_a_wrong_setting_is_named_with_what_was_expected(nothing, settings, said
 def test_planning_knows_which_fields_are_taken(nothing):
     workload = Classify(model=nothing, labels=LABELS, prompt="{labels}: {text}", truth="gold", group="who", keep=["id"])
     assert workload.fields == {"text", "gold", "who", "id"}
+
+
+def test_an_item_without_a_field_is_told_of_its_own_fields_alone(nothing):
+    workload = Classify(model=nothing, labels=LABELS, prompt="{labels}: {text}")
+    [row] = workload([Item(0, {"body": "x", "source": "y"})])
+    assert str(row) == "no field 'text'. Known: body, source."
 
 
 # Scores
@@ -140,6 +146,14 @@ def test_a_label_is_read_from_an_answer_or_the_answer_is_not_ok(nothing, setting
     assert (row["label"], row["raw"], row["parse_ok"]) == (label, answer, bool(label))
 
 
+def test_a_pattern_that_never_ends_is_the_error_of_its_item_alone(nothing, monkeypatch):
+    monkeypatch.setattr(parsing, "TIME_LIMIT_S", 0.1)
+    settings = {"method": "parse", "labels": ["a", "b"], "pattern": "(?:a+)+b"}
+    _, rows = scored(nothing, {"x": "a" * 5000, "y": "b\nab"}, ["x", "y"], **settings)
+    assert str(rows[0]).startswith("pattern '(?:a+)+b' took more than 0.1 s")
+    assert not isinstance(rows[1], ItemError)
+
+
 def test_truth_and_group_come_from_the_item(nothing):
     workload = Classify(model=nothing, labels=["0", "1"], prompt="{x}", truth="y", group="g", keep=["id"])
     workload.engine = Table({"x": {"0": -1.0, "1": -2.0}})
@@ -183,6 +197,14 @@ def test_a_model_that_has_learnt_labels_gives_them(adder, settings):
     if "method" not in settings:
         assert np.sum([row["scores"] for row in rows], axis=1) == pytest.approx(1)
         assert all(row["margin"] == pytest.approx(abs(np.diff(row["scores"])[0])) for row in rows)
+
+
+@pytest.mark.model
+def test_a_label_that_begins_with_another_can_win(adder):
+    """The adder answers "hate", which begins with "ha": with both as labels it must be the one that it says."""
+    for settings in ({}, {"calibrate": True}, {"length_normalize": True}):
+        [row] = loaded(adder, labels=["ha", "hate", "ok"], **settings)([Item(0, {"text": "they are filth"})])
+        assert (row["label"], bool(row["scores"][1] > row["scores"][0])) == ("hate", True)
 
 
 @pytest.mark.model

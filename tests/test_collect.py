@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import random
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +19,8 @@ from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.engine import Output
 from slurmgpu.workloads import Item, TaskContext
 from slurmgpu.workloads.collect import Collect
-from tests.runs import datasets, kill_workers, published, report, start, wait_until
+from tests.runs import datasets, make_project, published, report, start, wait_until, workers
+from tests.shard_files import join_parts, write
 from tests.tiny_models import sum_steps
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -54,10 +57,13 @@ def loaded(adder, **settings):
         ({"paths": 0}, "paths is 0; expected at least 1"),
         ({"rollouts": -1}, "rollouts is -1"),
         ({"tree": [4, 0]}, r"tree is \[4, 0\]"),
+        ({"tree": [100, 100, 100, 100]}, "100,000,000 paths of each question; expected 10,000 at most"),
+        ({"stop": ["END", "\n"]}, "a path would end with its first step"),
         ({"tree": [4, 2], "paths": 8}, "tree and paths are both set"),
         ({"tree": [4, 2], "rollouts": 8}, "tree and rollouts are both set"),
         ({"temperature": 0.0}, "all paths would be the same"),
         ({"step_delimiter": ""}, "step_delimiter is empty"),
+        ({"max_steps": 0}, "max_steps is 0"),
         ({"checker": "numerical"}, "Did you mean 'numeric'"),
         ({"keep": ["paths"]}, "keep has 'paths'"),
     ],
@@ -114,9 +120,8 @@ def test_a_beginning_that_paths_share_is_completed_once(nothing):
     assert [row["depths"][node] for node in paths[0]["nodes"]] == [1, 2, 3]
     assert (row["n_correct"], row["n_rollouts"], row["vote"], bool(row["vote_correct"])) == (2, 9, b"7", True)
     assert row["n_tokens"] == 3 * 13
-    left = {request.prompt.answer: request.sampling.max_tokens for request in completions}
-    assert {request.sampling.max_tokens for request in first} == {512}
-    assert 512 - 3 - 2 <= left["a\nb\n"] < left["a\n"] < 512  # a path has three tokens here
+    assert {(request.sampling.max_tokens, request.sampling.fit) for request in first} == {(512, False)}
+    assert {(request.sampling.max_tokens, request.sampling.fit) for request in completions} == {(512, True)}
 
 
 def test_a_cut_path_is_wrong_and_counted_and_has_no_vote(nothing):
@@ -124,6 +129,38 @@ def test_a_cut_path_is_wrong_and_counted_and_has_no_vote(nothing):
     _, [row] = collect(nothing, answer, [{"question": "1+6", "answer": 7}], paths=3)
     assert (row["n_correct"], row["n_cut"], row["vote"]) == (0, 2, b"8")
     assert [path["cut"] for path in json.loads(row["paths"])] == [False, True, True]
+
+
+def test_a_run_with_cut_paths_has_a_hint(nothing, tmp_path):
+    workload, rows = collect(
+        nothing, says("a\nb", "a", cut={"a"}), [{"question": "1", "answer": 7}], paths=2, rollouts=0
+    )
+    part = write(tmp_path / "part.h5", 0, 1, columns=workload.columns, rows=rows)
+    join_parts([(0, part, 0, 1)], tmp_path / "merged.h5", columns=workload.columns)
+    with library.open(tmp_path / "merged.h5") as merged:
+        assert "1 of 2 paths were cut at max_tokens = " in workload.summarize(merged)["hint"]
+
+
+def test_a_rambling_path_costs_so_many_completions_and_is_counted(nothing):
+    answer = says("a\n" * 40 + "#7", "a\n#7")
+    _, [row] = collect(nothing, answer, [{"question": "1+6", "answer": 7}], paths=2, rollouts=2, max_steps=4)
+    assert (row["n_rollouts"], row["n_long"], row["n_correct"]) == (3 * 2, 1, 2)
+    steps = [path["steps"] for path in json.loads(row["paths"])]
+    assert sorted(map(len, steps)) == [2, 4]
+    assert "\n".join(max(steps, key=len)) == "a\n" * 40 + "#7"
+
+
+def test_a_pattern_that_takes_for_ever_is_its_items_error(nothing, monkeypatch):
+    monkeypatch.setattr("slurmgpu.llm.parsing.TIME_LIMIT_S", 0.05)
+    texts = {"1+5": "a\n" + "a" * 60 + "!", "1+6": "a\n7"}
+
+    def answer(request):
+        return Output(request.id, texts[request.prompt.text])
+
+    data = [{"question": "1+5", "answer": 6}, {"question": "1+6", "answer": 7}]
+    _, rows = collect(nothing, answer, data, paths=2, rollouts=1, pattern=r"^((?:a|aa)+|\d)$")
+    assert "to search a text" in str(rows[0])
+    assert rows[1]["n_correct"] == 2
 
 
 def test_what_fails_is_one_items_error_and_costs_nothing_more(nothing):
@@ -162,8 +199,8 @@ def test_a_tree_has_so_many_branches_at_each_depth_and_counts_those_it_has(nothi
 
 @pytest.mark.model
 def test_the_value_of_a_step_tells_whether_it_is_right(adder):
-    data = questions(16)
-    rows = loaded(adder, paths=6, rollouts=12)(items_of(data))
+    data = questions(10)
+    rows = loaded(adder, paths=6, rollouts=8)(items_of(data))
     right, wrong = [], []
     for each, row in zip(data, rows, strict=True):
         wanted = sum_steps(*map(int, each["question"].split("+"))).split("\n")
@@ -178,59 +215,70 @@ def test_the_value_of_a_step_tells_whether_it_is_right(adder):
 
 @pytest.mark.model
 def test_a_path_depends_on_seed_item_and_path_alone(adder):
-    data = questions(6)
+    data = questions(4)
     items = items_of(data)
-    together = loaded(adder, paths=4, rollouts=2)(items)
-    alone = [loaded_row for item in reversed(items[:2]) for loaded_row in loaded(adder, paths=4, rollouts=2)([item])]
-    assert alone == [together[1], together[0]]
+    workload = loaded(adder, paths=4, rollouts=2)
+    together = workload(items)
+    assert [row for item in reversed(items[:2]) for row in workload([item])] == [together[1], together[0]]
     more = loaded(adder, paths=6, rollouts=0)(items)
     for row, other in zip(together, more, strict=True):
         assert [path["text"] for path in other["paths"][:4]] == [path["text"] for path in row["paths"]]
+    alone, together = ([*loaded(adder, tree=[3, 2, 2])(some)] for some in (items[1:2], items))
+    assert alone == [together[1]]
     [other_seed] = loaded(adder, paths=4, rollouts=0)([Item(0, data[0], 6)])
-    assert [p["text"] for p in other_seed["paths"]] != [p["text"] for p in together[0]["paths"]]
+    assert [p["text"] for p in other_seed["paths"]] != [p["text"] for p in more[0]["paths"][:4]]
 
 
-def collecting(project, adder, n_items, **settings):
-    settings = {"model": str(adder), **SETTINGS, "keep": ["id", "answer"], **settings}
-    folder = project(items=questions(n_items), batch_size=8, settings=settings, seed=3)
+def collecting(folder, adder):
+    """A project of 20 questions, and one without an answer, in six shards."""
+    settings = {"model": str(adder), **SETTINGS, "keep": ["id", "answer"], "paths": 4, "rollouts": 2}
+    items = [*questions(20), {"id": "q20", "question": "1+1", "answer": None}]
+    make_project(folder, items=items, batch_size=4, settings=settings, seed=3, shard_items=4)
     text = (folder / "slurmgpu.toml").read_text()
     (folder / "slurmgpu.toml").write_text(text.replace("workloads.py:Rows", "collect"))
     return folder
 
 
+@pytest.fixture(scope="module")
+def collected(tmp_path_factory, slurmgpu, adder):
+    """The project after a run, and what that printed."""
+    folder = collecting(tmp_path_factory.mktemp("collected") / "project", adder)
+    done = slurmgpu("submit", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0, COLUMNS="200", **ONE_THREAD)
+    return folder, done.stdout
+
+
 @pytest.mark.model
-def test_trees_are_the_same_with_one_task_with_two_and_after_a_kill(project, slurmgpu, adder):
-    folder = collecting(project, adder, 32, tree=[3, 2, 2])
-    submit = ("submit", "--executor", "local", "--gpus", "0")
-    slurmgpu(*submit, "--tasks", "1", "--run-dir", "one/run", cwd=folder, expect=0, **ONE_THREAD)
-    killed = start(*submit, "--tasks", "2", "--run-dir", "two/run", cwd=folder, **ONE_THREAD)
-    wait_until(lambda: (folder / "two/run/shards").exists() and published(folder / "two"), "a published shard")
-    assert kill_workers(folder / "two" / "run")
+def test_paths_and_values_are_the_same_with_two_tasks_of_which_one_was_killed(collected, tmp_path, adder):
+    folder = collecting(tmp_path / "project", adder)
+    words = ("submit", "--executor", "local", "--gpus", "0", "--tasks", "2")
+    killed = start(*words, cwd=folder, **ONE_THREAD)
+    wait_until(lambda: (folder / "run/shards").exists() and published(folder), "a published shard")
+    os.kill(workers(folder / "run")[0][0], signal.SIGKILL)
     out, _ = killed.communicate(timeout=200)
     assert killed.returncode == 0, out
-    assert datasets(folder / "one") == datasets(folder / "two")
-    assert "pass_rate" not in report(folder / "one")["summary"]
+    assert datasets(folder) == datasets(collected[0])
 
 
 @pytest.mark.model
-def test_the_report_and_the_tensors_have_the_totals(project, slurmgpu, adder, tmp_path):
-    folder = collecting(project, adder, 16, paths=4, rollouts=2)
-    shown = slurmgpu("submit", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0, **ONE_THREAD).stdout
+def test_the_report_and_the_tensors_have_the_totals(collected, slurmgpu, adder):
+    folder, shown = collected
     assert "vote accuracy" in shown
     summary = report(folder)["summary"]
     with library.open(folder / "run" / "merged.h5") as merged:
-        n_right = merged["n_correct"][:].tolist()
-        assert summary["n_paths"] == 64
-        assert summary["accuracy"] == sum(n_right) / 64
-        assert summary["vote_accuracy"] == merged["vote_correct"][:].mean()
-        assert summary["n_steps"] == sum(map(len, merged["steps"][:]))
+        n_right = merged["n_correct"][:20].tolist()
+        assert (summary["n_questions"], summary["n_failed"], summary["n_paths"]) == (21, 1, 80)
+        assert summary["accuracy"] == sum(n_right) / 80
+        assert summary["vote_accuracy"] == pytest.approx(merged["vote_correct"][:20].sum() / 21)
+        assert summary["n_steps"] == sum(map(len, merged["steps"][:20]))
+        tree = Collect(model=str(adder), **SETTINGS, tree=[4, 2])
+        assert "pass_rate" not in tree.summarize(merged)
     for k in (1, 2, 4):
-        wanted = np.mean([1 - math.comb(4 - n, k) / math.comb(4, k) for n in n_right])
+        wanted = sum(1 - math.comb(4 - n, k) / math.comb(4, k) for n in n_right) / 21
         assert summary["pass_rate"][str(k)] == pytest.approx(wanted)
     torch = pytest.importorskip("torch")
     slurmgpu("export", "run", "-o", "merged.pt", cwd=folder, expect=0)
     found = torch.load(folder / "merged.pt", weights_only=True)
-    assert found["n_correct"].tolist() == n_right
+    assert found["n_correct"].tolist()[:20] == n_right
     assert len(found["paths"][0]) == len(found["rewards"][0]) == 4
     about = json.loads((folder / "merged.pt.json").read_text())
     assert about["summary"] == summary
@@ -238,15 +286,11 @@ def test_the_report_and_the_tensors_have_the_totals(project, slurmgpu, adder, tm
 
 
 @pytest.mark.model
-def test_the_script_of_the_docs_makes_rows_for_a_trainer(project, slurmgpu, adder):
+def test_the_script_of_the_docs_makes_rows_for_a_trainer(collected):
     page = (Path(__file__).parent.parent / "docs" / "how-to" / "collect-paths.md").read_text()
     [script] = re.findall(r"^```python\n(# stepwise\.py\n.*?)^```$", page, re.M | re.S)
-    folder = collecting(project, adder, 3, paths=2, rollouts=1)
-    items = folder / "items.jsonl"
-    items.write_text(items.read_text() + '{"question": "without an answer"}\n')
-    slurmgpu("submit", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0, **ONE_THREAD)
     command = [sys.executable, "-c", script, "run/merged.h5"]
-    lines = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout.splitlines()
+    lines = subprocess.run(command, cwd=collected[0], check=True, capture_output=True, text=True).stdout.splitlines()
     rows = [json.loads(line) for line in lines]
-    assert len(rows) == 6
+    assert len(rows) == 80
     assert all(len(row["completions"]) == len(row["labels"]) for row in rows)

@@ -13,9 +13,19 @@ import pytest
 
 from tests.cluster import Cluster, missing
 from tests.cluster.fixture import leave_out
-from tests.conftest import toml
 from tests.images import NOBODY
-from tests.runs import check_rows, datasets, kill_workers, published, records, report, start, wait_until, workers
+from tests.runs import (
+    check_rows,
+    datasets,
+    kill_workers,
+    published,
+    records,
+    report,
+    start,
+    toml,
+    wait_until,
+    workers,
+)
 
 SCRIPTS = Path(__file__).parent.parent / "sbatch"
 LOCAL = ("submit", "--executor", "local", "--gpus", "0")

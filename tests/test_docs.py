@@ -39,6 +39,7 @@ BLURRED = [
     (r"\d\d:\d\d:\d\d", "00:00:00"),
     (r"\d+\.\d+\.\d+", "1.2.3"),
     (r" in \d+\.\d+s", " in 0.00s"),
+    (r"\d+\.\d\d GPU-hours", "0.00 GPU-hours"),
     (r"\d+_0_log", "1234_0_log"),
     (r"it has \d+ bytes, and had \d+", "it has 1 bytes, and had 2"),
 ]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import slurmgpu.export
-from slurmgpu.columns import Array, Ragged, Text, convert_row
+from slurmgpu.columns import Array, Json, Ragged, Text, convert_row
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.export import FORMATS, export
 from tests.shard_files import COLUMNS, FINGERPRINT, join_parts, plain_row, write, write_parts
@@ -75,6 +75,16 @@ def test_csv_has_a_record_for_each_row_and_json_for_what_is_neither_number_nor_t
                 assert cell == ""
             else:
                 assert (cell if isinstance(value, str) else json.loads(cell)) == value
+
+
+def test_csv_has_texts_of_a_json_column_without_quotes(tmp_path):
+    columns = {"kept": Json()}
+    values = ["q0", 'say "hi"', "1", 1, None, True, ["a"], {"a": None}]
+    rows = [convert_row(columns, {"kept": value}) for value in values]
+    export(write(tmp_path / "a.h5", columns=columns, rows=rows), "csv", tmp_path / "a.csv")
+    with open(tmp_path / "a.csv", newline="", encoding="utf-8") as file:
+        cells = [record[1] for record in csv.reader(file)][1:]
+    assert cells == ["q0", 'say "hi"', "1", "1", "", "true", '["a"]', '{"a":null}']
 
 
 @pytest.mark.usefixtures("_blocks")

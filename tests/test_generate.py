@@ -3,6 +3,7 @@
 import csv
 import json
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from slurmgpu.columns import convert_row
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.engine import Output
-from slurmgpu.workloads import Item, TaskContext
+from slurmgpu.workloads import Item, Share, TaskContext
 from slurmgpu.workloads.generate import Generate
 from tests.runs import datasets, kill_workers, published, report, start, wait_until
 from tests.tiny_models import make_llama, sum_steps
@@ -45,7 +46,12 @@ def sums(n, seed=0):
         ({"n": 4}, "n = 4 answers with temperature = 0 would all be the same"),
         ({"temperature": -1.0}, "temperature is -1.0; expected at least 0."),
         ({"top_p": 0.0}, "top_p is 0.0; expected more than 0 and at most 1."),
+        ({"temperature": float("nan")}, "temperature is nan; expected at least 0."),
+        ({"temperature": float("inf")}, "temperature is inf; expected at least 0."),
+        ({"top_p": float("nan")}, "top_p is nan; expected more than 0 and at most 1."),
         ({"max_tokens": 0}, "max_tokens is 0; expected at least 1."),
+        ({"max_tokens": 2048}, "max_tokens is 2048, and the model's context of 2048 tokens holds prompt and answer"),
+        ({"max_tokens": 80, "max_context": 64}, "max_tokens is 80, and max_context of 64 tokens holds"),
         ({"stop": [""]}, "stop holds an empty text"),
         ({"precision": "int8"}, "precision is 'int8'; expected one of 'bf16', 'fp16', 'fp32'."),
         ({"engine": "llama.cpp"}, "engine is 'llama.cpp'; expected one of 'transformers', 'vllm'."),
@@ -56,7 +62,7 @@ def sums(n, seed=0):
 )
 def test_a_wrong_setting_is_named_with_what_was_expected(nothing, settings, sentence):
     with pytest.raises(SlurmGPUError) as raised:
-        Generate(**{"model": nothing, "prompt": "{a}", **settings})
+        Generate(**{"model": nothing, "prompt": "{a}", **settings}).place(Share(0))
     assert sentence in str(raised.value)
 
 
@@ -101,6 +107,28 @@ def test_a_bad_setting_ends_submit_with_exit_code_2(nothing, project, slurmgpu):
     done = slurmgpu("submit", "--gpus", "0", cwd=folder, expect=2)
     assert "would all be the same; set temperature, or n = 1." in done.stderr
     assert not (folder / "run").exists()
+
+
+def test_a_folder_that_changes_after_planning_ends_the_run_and_a_merge_needs_no_model(tmp_path, project, slurmgpu):
+    model = make_llama(tmp_path / "model")
+    settings = {"model": str(model), "prompt": "{text}", "max_tokens": 2, **FP32}
+    folder = project(4, batch_size=2, shard_items=2, settings=settings)
+    text = (folder / "slurmgpu.toml").read_text().replace("workloads.py:Rows", "generate")
+    (folder / "slurmgpu.toml").write_text(text)
+    slurmgpu("submit", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0, **ONE_THREAD)
+    summary = report(folder)["summary"]
+    assert summary["n_answers"] == 4
+
+    (folder / "run" / "shards" / "00001.h5").unlink()
+    make_llama(model, seed=1)
+    said = slurmgpu("resubmit", "run", "--executor", "debug", cwd=folder, expect=None, **ONE_THREAD)
+    assert "planned with: model.safetensors is changed." in said.stdout + said.stderr
+    assert report(folder)["failures"] == {"workload_error": 1}
+    assert report(folder)["n_missing_items"] == 2
+
+    shutil.rmtree(model)
+    slurmgpu("merge", "run", cwd=folder, expect=3, **ONE_THREAD)
+    assert report(folder)["summary"]["n_answers"] == 2
 
 
 def test_a_prompt_from_a_file_is_frozen_in_the_plan(nothing, project, slurmgpu):
@@ -214,7 +242,7 @@ def test_samples_are_the_same_with_one_task_with_two_and_after_a_kill(project, s
     assert report(folder / "one")["summary"]["tokens_per_answer"] == 16
     slurmgpu("export", "one/run", "--format", "csv", "-o", "out.csv", cwd=folder, expect=0)
     rows = list(csv.DictReader((folder / "out.csv").open()))
-    assert [json.loads(row["id"]) for row in rows] == [f"q{i}" for i in range(48)]
+    assert [row["id"] for row in rows] == [f"q{i}" for i in range(48)]
     texts = [json.loads(row["text"]) for row in rows]
     assert {len(text) for pair in texts for text in pair} == {16}
     assert any(first != second for first, second in texts)

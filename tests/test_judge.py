@@ -18,7 +18,7 @@ from slurmgpu.workloads import Item, TaskContext, settings_hints
 from slurmgpu.workloads.collect import Collect
 from slurmgpu.workloads.judge import Judge
 from slurmgpu.workloads.rubrics import read_rubric, shipped
-from tests.runs import datasets, report, wait_until
+from tests.runs import report, wait_until
 from tests.tiny_models import claim
 
 if sys.version_info >= (3, 11):
@@ -56,6 +56,7 @@ def nothing(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64}))
     (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    (folder / "tokenizer.json").write_text("{}")
     return str(folder)
 
 
@@ -121,6 +122,16 @@ def test_a_rubric_that_cannot_be_is_refused_with_what_was_expected(tmp_path, cha
         ({"keep": ["verdict"]}, "keep has 'verdict'"),
         ({"final": "numerical"}, "Did you mean 'numeric'"),
         ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"retry_temperature": float("nan")}, "retry_temperature is nan"),
+        (
+            {"rubric": "sums.jsonl"},
+            r"There is no rubric 'sums.jsonl'; [^,]*, or the path of a .toml file\. Known: corr",
+        ),
+        ({"pattern": "x"}, "final is not set.* is the pattern of a rubric"),
+        ({"fields": {"refrence": "answer"}}, "fields has 'refrence'.* Did you mean 'reference'"),
+        ({"fields": {"final": "answer"}, "final": "numeric", "rubric": SUMS}, "fields has 'final'"),
+        ({"rubric": "yes-no", "max_tokens": 9}, "max_tokens is set, and method is 'score'"),
+        ({"method": "score", "stop": ["x"]}, "stop is set, and method is 'score'"),
     ],
 )
 def test_a_wrong_setting_is_named_with_what_was_expected(nothing, settings, problem):
@@ -234,14 +245,14 @@ def test_a_judge_that_always_likes_one_position_gives_ties(nothing, answer, verd
     _, [row] = judge(nothing, engine, items, rubric=rubric, retries=0)
     assert (row["verdict"], bool(row["agreement"])) == (verdict, agreement)
     np.testing.assert_equal(row["score"], np.float32(score))
-    one, other = (request.prompt.messages[-1]["content"] for request in engine.asked[0])
+    one, other = (request.prompt.text for request in engine.asked[0])
     assert one.index("2") < one.index("3\n")
     assert "<answer_a>\n3\n" in other
 
 
 def test_what_cannot_be_judged_is_its_items_error(nothing):
     items = [
-        Item(0, {**ITEM.data, "error": "item_error: too dark"}),
+        Item(0, {"index": 0, "question": None, "text": "", "error": "item_error: too dark"}),
         Item(1, {"question": "1+1", "text": "2"}),
         ITEM,
     ]
@@ -254,10 +265,16 @@ def test_what_cannot_be_judged_is_its_items_error(nothing):
 
 
 @pytest.mark.parametrize(
-    ("value", "verdict"), [(True, "correct"), (0, "incorrect"), ("correct", "correct"), (None, ""), ("1", ""), (7, "")]
+    ("value", "verdict"),
+    [
+        *[(value, "correct") for value in (True, 1.0, "Correct", "TRUE", " true", "1", "1.0")],
+        *[(value, "incorrect") for value in (0, "incorrect", "False", "0")],
+        *[(None, ""), (7, "7"), ("7", "7"), ("maybe", "maybe"), (["correct"], '["correct"]')],
+    ],
 )
 def test_a_truth_is_a_verdict_by_its_name_or_its_value(nothing, value, verdict):
-    assert Judge(model=nothing).verdict_of(value) == verdict
+    _, [row] = judge(nothing, Told(["Verdict: correct"]), [Item(0, {**ITEM.data, "gold": value})], truth="gold")
+    assert row["truth"].decode() == verdict
 
 
 # Judges that can be checked
@@ -285,20 +302,21 @@ def test_a_judge_of_sums_agrees_with_arithmetic_and_the_report_counts_it(project
     items = [*claims(64), {"question": "1+1", "text": "2"}]
     settings = {"model": str(adder), "rubric": SUMS, "final": "numeric", "truth": "right", "keep": ["question"]}
     folder = judged_project(project, items, **settings)
-    merged = []
-    for n_tasks in (1, 2):
-        run = f"{n_tasks}/run"
-        shown = slurmgpu(*LOCAL, "--tasks", n_tasks, "--run-dir", run, cwd=folder, expect=0, **ONE_THREAD).stdout
-        merged.append(datasets(folder / str(n_tasks)))
-    assert merged[0] == merged[1]
-    with library.open(folder / "1/run/merged.h5") as found:
+    shown = slurmgpu(*LOCAL, "--tasks", 2, cwd=folder, expect=0, **ONE_THREAD).stdout
+    workload = Judge(**settings, precision="fp32")
+    workload.load(TaskContext("cpu", 0, Path()))
+    alone = [row for number in (5, 40) for row in workload([Item(number, items[number], 3)])]
+    with library.open(folder / "run/merged.h5") as found:
+        for row, number in zip(alone, (5, 40), strict=True):  # whichever task judged it, and beside which others
+            assert row["rationale"] == found["rationale"][number]
+            assert row["verdict"] == found["verdict"][number]
         assert found.index.tolist() == list(range(65))
         assert list(found.errors) == [64]
         right = np.array([verdict == "correct" for verdict in found["verdict"][:64]])
         assert np.mean(right == [item["right"] for item in items[:64]]) > 0.9
         assert found["question"][3] == items[3]["question"]
         assert "Y\n" in found["rationale"][0]
-    summary = report(folder / "1")["summary"]
+    summary = report(folder)["summary"]
     assert (summary["n_items"], summary["n_failed"], summary["n_right"]) == (65, 1, right.sum())
     assert summary["accuracy"] == right.sum() / 65
     assert summary["accuracy_interval"] == pytest.approx(wilson_interval(int(right.sum()), 65))
@@ -333,7 +351,7 @@ def test_both_orders_are_asked_and_a_flip_is_a_tie(adder):
 
 @pytest.mark.model
 def test_two_runs_are_compared_item_by_item(project, slurmgpu, adder):
-    """The second run is found by index, whichever task asks; what failed in it fails here."""
+    """The second run is found by index; what failed in it fails here."""
     folder = project(items=[{"text": f"{word} are filth"} for word in ("they", "we", "you", "fail")], batch_size=2)
     (folder / "says.py").write_text(SAYS)
     run_file = (folder / "slurmgpu.toml").read_text()
@@ -345,7 +363,7 @@ def test_two_runs_are_compared_item_by_item(project, slurmgpu, adder):
     folder = judged_project(project, [], **settings)
     run_file = folder / "slurmgpu.toml"
     run_file.write_text(run_file.read_text().replace("items.jsonl", "one/merged.h5"))
-    slurmgpu(*LOCAL, "--tasks", "2", cwd=folder, expect=0, **ONE_THREAD)
+    slurmgpu(*LOCAL, cwd=folder, expect=0, **ONE_THREAD)
     with library.open(folder / "run" / "merged.h5") as merged:
         assert list(merged.errors) == [0, 3]
         assert "the item failed in" in merged.errors[0]
@@ -434,9 +452,9 @@ def test_a_run_and_its_judge_are_submitted_one_behind_the_other(tmp_path, slurmg
     (tmp_path / "gen.toml").write_text(GENERATE.format(adder=adder))
     (tmp_path / "judge.toml").write_text(JUDGE.format(adder=adder))
     (tmp_path / "sums.toml").write_text(toml_of(SUMS))
-    on_slurm = ("--gpus", "2", "--array", "--device", "cpu")
-    slurmgpu("submit", "gen.toml", *on_slurm, cwd=tmp_path, expect=0, **ONE_THREAD)
-    slurmgpu("submit", "judge.toml", *on_slurm, "--after", "gen", cwd=tmp_path, expect=0, **ONE_THREAD)
+    cpu = {"cwd": tmp_path, "expect": 0, **ONE_THREAD}
+    slurmgpu("submit", "gen.toml", "--gpus", "1", "--device", "cpu", **cpu)
+    slurmgpu("submit", "judge.toml", "--gpus", "2", "--array", "--device", "cpu", "--after", "gen", **cpu)
     wait_until((tmp_path / "run" / "report.json").exists, "the judge's report", 240)
     with library.open(tmp_path / "gen" / "merged.h5") as merged:
         assert not merged.errors

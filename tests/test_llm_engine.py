@@ -13,6 +13,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.batching import Budget, Load, common_prefix, n_that_fit
 from slurmgpu.llm.engine import EngineOptions, Place, Prompt, Question, Request, Sampling, open_engine
 from slurmgpu.llm.models import find_model
+from slurmgpu.llm.scoring import ROUNDING, exclusive
 from tests.tiny_models import (
     CHARACTERS,
     _save,
@@ -186,7 +187,7 @@ def test_outputs_come_as_they_finish(folders):
 @pytest.mark.parametrize("prefix", ["", SHARED])
 def test_scores_are_those_of_a_direct_forward_pass(folder, budget, prefix):
     ours = engine(folder, batch_tokens=budget)
-    choices = ("y", "n", "they are", "they were kind", "y")
+    choices = ("y", "n", "they are", "they were kind", "ok")
     questions = [Question(i, Prompt(prefix + text), choices[: 2 + i % 4]) for i, text in enumerate(texts(5))]
     found = {scores.id: scores for scores in ours.score(questions)}
     for question in questions:
@@ -198,6 +199,29 @@ def test_scores_are_those_of_a_direct_forward_pass(folder, budget, prefix):
         assert scores.n_tokens.tolist() == [len(choice) for choice in question.choices]
         assert scores.n_prompt_tokens == len(prompt)
         assert scores.error is None
+
+
+def test_choices_that_begin_alike_exclude_each_other(folders):
+    """As "1" and "10" do where each digit is a token: what begins with 1 and goes on to 10 or 12 is no 1."""
+    ours = engine(folders["llama"])
+    choices = ("1", "10", "2", "12", "123", " 1", "1")
+    [scores] = ours.score([Question(0, Prompt("a="), choices, n_ways=7)])
+    begins = {}
+    for choice in choices:
+        whole = encode(ours, f"a={choice}")
+        direct = logits_of(ours, whole)[:-1].log_softmax(-1)[range(len(whole) - 1), whole[1:]]
+        begins[choice] = float(direct[len(encode(ours, "a=")) - 1 :].sum().exp())
+    expected = begins | {"1": begins["1"] - begins["10"] - begins["12"], "12": begins["12"] - begins["123"]}
+    assert np.exp(scores.logprobs[:-1]).tolist() == pytest.approx([expected[each] for each in choices[:-1]], abs=1e-6)
+    assert scores.logprobs[-1] == -np.inf  # the same way once more
+    assert scores.n_tokens.tolist() == [1, 2, 1, 2, 3, 2, 1]
+
+
+@pytest.mark.parametrize("begins", [0.0, -1e-12, 1e-9])
+def test_rounding_makes_no_choice_impossible_that_always_goes_on(begins):
+    found = exclusive([(1,), (1, 2)], np.array([-0.5, -0.5 + begins]))
+    assert found[0] == pytest.approx(-0.5 + np.log(ROUNDING), abs=1)
+    assert exclusive([(1,), (1, 2)], np.array([-np.inf, -np.inf])).tolist() == [-np.inf, -np.inf]
 
 
 def test_a_choice_that_grows_together_with_the_prompt_is_compared_from_before_it(folders, tmp_path):
@@ -255,9 +279,10 @@ def test_a_request_that_cannot_be_is_its_own_error(folders):
 
 def test_a_question_that_cannot_be_is_its_own_error(folders):
     ours = engine(folders["llama"], max_context=64)
-    asked = [("ab", ("y", "n")), ("1" * 64, ("y", "n")), ("ab", ()), ("ab", ("y", ""))]
+    asked = [("ab", ("y", "n")), ("1" * 64, ("y", "n")), ("ab", ()), ("ab", ("y", "")), ("ab", ("y", "É", "Ü"))]
     found = {each.id: each for each in ours.score([Question(i, Prompt(a), b) for i, (a, b) in enumerate(asked)])}
-    assert [found[i].error is None for i in range(4)] == [True, False, False, False]
+    assert [found[i].error is None for i in range(5)] == [True, False, False, False, False]
+    assert found[4].error.startswith("'É' and 'Ü' are the same tokens to this model")
     assert "exceeds the context of 64 tokens" in found[1].error
     assert np.isnan(found[1].logprobs).all()
 
@@ -409,3 +434,14 @@ def test_layers_are_spread_evenly_over_devices(folders, tmp_path):
     layers = [placed[f"model.layers.{i}"] for i in range(8)]
     assert layers == sorted(layers)
     assert sorted(layers.count(device) for device in range(4)) == [2, 2, 2, 2]
+
+
+def test_a_vocabulary_that_transformers_cannot_divide_is_a_sentence(tmp_path, monkeypatch):
+    def refuse(**_):
+        # In the words of transformers 5.20.
+        raise ValueError("The output size of `lm_head` (49) must be divisible by the tensor parallel size (2) when …")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", refuse)
+    options = EngineOptions(find_model(str(make_llama(tmp_path / "m"))), precision="fp32")
+    with pytest.raises(SlurmGPUError, match=r"`lm_head` \(49\) must be .* set processes = \"one\" in \[resources\]"):
+        open_engine(options, Place("cpu"))

@@ -1,5 +1,6 @@
 """Finding models, fetching them, and reading them ahead. The hub is a server on this machine."""
 
+import contextlib
 import json
 import logging
 import os
@@ -11,8 +12,11 @@ import pytest
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm import hub
+from slurmgpu.llm.decoders import ENCODERS, GENERATES, check_decoder, check_tokenizer
+from slurmgpu.llm.digests import check_unchanged, digests_of
 from slurmgpu.llm.models import cache_of, fetch, files_of, find_model
 from slurmgpu.llm.reading import read_ahead
+from slurmgpu.planning import draft_run
 from tests.hubs import COMMIT, serving
 from tests.tiny_models import make_llama
 
@@ -36,6 +40,41 @@ def in_cache(tmp_path, name, commit=COMMIT, **config):
     (repository / "refs").mkdir(parents=True, exist_ok=True)
     (repository / "refs" / "main").write_text(commit)
     return make(repository / "snapshots" / commit, **config)
+
+
+# Content.
+
+
+def test_a_folder_whose_files_changed_is_not_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr("slurmgpu.llm.digests.WHOLE_BYTES", 100_000)
+    folder = make(tmp_path / "m")
+    for name in ("tokenizer.json", "model-1.safetensors", "notes.txt"):
+        (folder / name).write_text("{}")
+    size = 64 << 20
+    with open(folder / "model-2.safetensors", "wb") as file:
+        file.truncate(size)
+    source = find_model("m")
+    planned = digests_of(source)
+    assert set(planned) == {"config.json", "tokenizer.json", "model-1.safetensors", "model-2.safetensors"}
+    (folder / "notes.txt").write_text("read")
+    for path in folder.iterdir():
+        os.utime(path, (1, 1))  # as a copy of the folder has other times
+    check_unchanged(source, planned)
+
+    with open(folder / "model-2.safetensors", "r+b") as file:
+        file.seek(size // 2 - size // 64)
+        file.write(b"\1" * (size // 64))
+    (folder / "chat_template.jinja").touch()
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(SlurmGPUError) as raised:
+        check_unchanged(source, planned)
+    said = "planned with: model-2.safetensors is changed; tokenizer.json is missing; chat_template.jinja is new."
+    assert said in str(raised.value)
+
+
+def test_a_commit_of_the_hub_needs_no_digests(tmp_path):
+    in_cache(tmp_path, "lab/model")
+    assert digests_of(find_model("lab/model")) is None
 
 
 # Names.
@@ -77,6 +116,8 @@ def test_a_packages_model_takes_a_suffix_and_is_not_bound_into_an_image(tmp_path
         ("./nowhere", "there is no folder './nowhere'"),
         ("/no/where-8bit", "there is no folder '/no/where'"),
         ("a/b/c", "there is no folder 'a/b/c'"),
+        ("https://huggingface.co/lab/model", "is an address; expected the model's name on the hub, here 'lab/model'."),
+        ("https://huggingface.co/lab/model/tree/main", "expected the model's name on the hub, here 'lab/model'."),
         ("empty", "has no config.json; expected the folder of a model"),
         ("quantised-8bit", "is one already (quantization_config in its config.json: awq). Leave the suffix out."),
         ("own", "comes with code of its own, which is not run unless you say so"),
@@ -214,6 +255,23 @@ def test_fetching_takes_safetensors_alone_where_there_are_any(tmp_path):
     assert fetch(find_model("local")) == f"the model lies in {folder}, 0.0 MB: there is nothing to download"
 
 
+def test_fetching_without_network_is_content_with_a_cache_that_is_whole(tmp_path):
+    model = FILES | {"model.safetensors.index.json": b'{"weight_map": {"a": "model.safetensors"}}'}
+    code = ASK.format(names=[]) + "\n    print(fetch(find_model('lab/model', revision='main')))"
+    with serving({"lab/model": model}) as there:
+        ask(code, there.address, tmp_path / "cache")
+    away = {"address": "http://127.0.0.1:1", "cache": tmp_path / "cache"}
+    for more in ({}, {"HF_HUB_OFFLINE": "1"}):
+        [said] = ask(code, **away, **more)
+        assert said.startswith(f"lab/model at {COMMIT[:12]} (main) is in the cache, {tmp_path}/cache/")
+        assert said.endswith("; the hub was not reached")
+    source = find_model("lab/model")
+    (source.folder / "model.safetensors").unlink()
+    code = code.replace("print(fetch(", "\n    try: print(fetch(") + "\n    except SlurmGPUError as error: print(error)"
+    [said] = ask(code, **away, HF_HUB_OFFLINE="1")
+    assert said.startswith("model 'lab/model' at revision")
+
+
 def test_a_hub_model_is_fetched_before_submission_and_never_by_a_task(tmp_path, slurmgpu):
     model = make_llama(tmp_path / "made")
     (tmp_path / "items.jsonl").write_text('{"text": "1+2="}\n' * 3)
@@ -233,6 +291,9 @@ def test_a_hub_model_is_fetched_before_submission_and_never_by_a_task(tmp_path, 
         said = call("check", "--fetch", address=there.address, expect=None).stdout
         assert f"✓ fetch      lab/llama at {COMMIT[:12]} is in {tmp_path}/cache/" in said
         assert "✓ plan " in said
+    said = call("check", "--fetch", address="http://127.0.0.1:1", expect=None)
+    assert "; the hub was not reached" in said.stdout
+    assert "Retrying" not in said.stderr + said.stdout
     call("submit", "--executor", "local", "--set", 'model="lab/llama-8bit"', "--dry-run", address="", expect=0)
     call("submit", "--executor", "local", address="http://127.0.0.1:1", expect=0)
     plan = json.loads((tmp_path / "run" / "run.json").read_text())
@@ -245,6 +306,76 @@ def test_a_hub_model_is_fetched_before_submission_and_never_by_a_task(tmp_path, 
 def test_a_workload_without_a_model_has_nothing_to_fetch(project, slurmgpu):
     said = slurmgpu("check", "--fetch", cwd=project(4)).stdout
     assert "✓ fetch      workload Rows has nothing to download" in said
+
+
+# What can generate.
+
+
+@pytest.mark.parametrize(
+    ("config", "decodes"),
+    [
+        ({}, True),
+        ({"architectures": ["LlamaForCausalLM"]}, True),
+        ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}, True),
+        ({"architectures": ["Qwen3Model"]}, True),  # a trunk whose head may be tied: loading looks at its weights
+        ({"architectures": ["OwnModel"]}, True),
+        ({"architectures": ["BertLMHeadModel"], "model_type": "bert"}, True),
+        ({"architectures": ["BertModel"], "model_type": "bert"}, False),
+        ({"model_type": "roberta"}, False),
+        ({"architectures": ["ModernBertForMaskedLM"], "model_type": "modernbert"}, False),
+        ({"architectures": ["LlamaForSequenceClassification"]}, False),
+    ],
+)
+def test_what_does_not_generate_text_is_refused_by_its_config(tmp_path, config, decodes):
+    source = find_model(str(make(tmp_path / "model", **config)))
+    refused = pytest.raises(SlurmGPUError, match="which does not generate text; expected a decoder")
+    with contextlib.nullcontext() if decodes else refused:
+        check_decoder(source)
+
+
+def test_encoders_are_models_for_masks_in_transformers():
+    modeling = pytest.importorskip("transformers.models.auto.modeling_auto")
+    assert set(ENCODERS) <= set(modeling.MODEL_FOR_MASKED_LM_MAPPING_NAMES)
+    names = modeling.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    assert [name for name in names if isinstance(name, str) and not GENERATES.search(name)] == []
+
+
+@pytest.mark.parametrize(
+    ("files", "suffices"),
+    [
+        ({"tokenizer.json": "{}"}, True),
+        ({"spiece.model": ""}, True),
+        ({"vocab.txt": ""}, True),
+        ({"tokenizer_config.json": '{"auto_map": {"AutoTokenizer": ["code.Tokenizer", null]}}'}, True),
+        ({"tokenizer_config.json": '{"tokenizer_class": "ByT5Tokenizer"}'}, True),
+        ({"tokenizer_config.json": '{"tokenizer_class": "LlamaTokenizer"}', "model.safetensors": ""}, False),
+        ({}, False),
+    ],
+)
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path, files, suffices):
+    folder = make(tmp_path / "model")
+    for name, content in files.items():
+        (folder / name).write_text(content)
+    refused = pytest.raises(SlurmGPUError, match=r"there is no tokenizer in .*model; expected tokenizer\.json")
+    with contextlib.nullcontext() if suffices else refused:
+        check_tokenizer(find_model(str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({"remove": "tokenizer.json"}, "there is no tokenizer in"), ({"kind": "BertModel"}, "does not generate text")],
+)
+def test_planning_refuses_a_model_that_cannot_answer(project, tmp_path, changes, said):
+    folder = make_llama(tmp_path / "model")
+    if "remove" in changes:
+        (folder / changes["remove"]).unlink()
+        (folder / "tokenizer_config.json").unlink()
+    else:
+        make(folder, **json.loads((folder / "config.json").read_text()) | {"model_type": "bert", "architectures": []})
+    there = project(4, settings={"model": str(folder), "prompt": "{text}"}, resources={"gpus": 0})
+    run_file, workload = there / "slurmgpu.toml", {"workload": {"use": "generate"}}
+    with pytest.raises(SlurmGPUError, match=said), draft_run(run_file, workload):
+        pass
 
 
 # Reading ahead.

@@ -13,9 +13,12 @@ pytest.importorskip("transformers")
 
 import torch
 
+import slurmgpu as library
 from slurmgpu.llm.engine import Place
+from slurmgpu.workloads import Item, TaskContext
+from slurmgpu.workloads.generate import Generate
 from tests.llm_ranks import compute
-from tests.runs import datasets, records
+from tests.runs import records
 from tests.tiny_models import make_gpt_oss, make_llama, make_qwen3
 
 LOCAL = ("submit", "--executor", "local", "--device", "cpu")
@@ -123,21 +126,19 @@ class Faulty(Generate):
 """
 
 
-def test_a_run_of_several_processes_equals_one_of_one_also_after_a_rank_failed(project, slurmgpu, models):
+def test_a_run_of_several_processes_says_what_one_does_also_after_a_rank_failed(project, slurmgpu, models):
     items = [{"q": f"{number}+{number}="} for number in range(12)]
     settings = {"model": str(models["llama"]), "prompt": "{q}", "max_tokens": 12, "precision": "fp32", "tokens": True}
-    merged = []
-    for processes, n_gpus, batching in (("one", 1, "static"), ("per-gpu", 2, "continuous")):
-        folder = project(
-            items=items,
-            workload="Faulty",
-            settings=settings | {"batching": batching},
-            resources={"processes": processes},
-        )
-        (folder / "workloads.py").write_text(FAULTY)
-        slurmgpu(*LOCAL, "--gpus", n_gpus, cwd=folder, expect=0, OMP_NUM_THREADS="1")
-        merged.append(datasets(folder))
-        [record] = records(folder)
-        assert len(record["deaths"]) == (batching == "continuous")
-        (folder / "run").rename(folder / f"run{n_gpus}")
-    assert merged[0] == merged[1]
+    continuous = settings | {"batching": "continuous"}
+    folder = project(items=items, workload="Faulty", settings=continuous, resources={"processes": "per-gpu"})
+    (folder / "workloads.py").write_text(FAULTY)
+    slurmgpu(*LOCAL, "--gpus", 2, cwd=folder, expect=0, OMP_NUM_THREADS="1")
+    [record] = records(folder)
+    assert len(record["deaths"]) == 1
+    alone = Generate(**settings, batching="static")
+    alone.load(TaskContext("cpu", 0, Path()))
+    rows = alone([Item(index, item) for index, item in enumerate(items)])
+    with library.open(folder / "run" / "merged.h5") as merged:
+        for name in ("text", "finish_reason", "n_tokens"):
+            assert list(merged[name][:]) == [row[name] for row in rows]
+        assert [each.tolist() for each in merged["tokens"][:]] == [row["tokens"].tolist() for row in rows]

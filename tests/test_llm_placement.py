@@ -1,5 +1,6 @@
 """Where models go: their memory, from headers and config.json alone, and what is decided before anything is queued."""
 
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -9,12 +10,14 @@ import pytest
 
 from slurmgpu.config import parse_resources, size_bytes
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.llm.batching import CPU_TOKENS
+from slurmgpu.llm.defaults import DEFAULTS, NAMES, with_defaults
 from slurmgpu.llm.engine import EngineOptions
 from slurmgpu.llm.models import find_model
 from slurmgpu.llm.placement import check_fits, memory_of, place
-from slurmgpu.llm.sizes import cache_sizes, weights_of
+from slurmgpu.llm.sizes import cache_sizes, heads_of, weights_of
 from slurmgpu.llm.splitting import EXPERT_PARALLEL, TENSOR_PARALLEL, obstacle_to
-from slurmgpu.placing import gpu_memory_of
+from slurmgpu.placing import GPU_MEMORY_GB, gpu_memory_of
 from slurmgpu.planning import draft_run
 from slurmgpu.workloads import Share
 from tests.big_models import LLAMA_70B, llama_tensors, write_model
@@ -198,7 +201,7 @@ def test_a_damaged_file_is_named(tmp_path, damage, sentence):
             "Split over 4 GPUs: needs GPUs of at least 44.6 GB. Whether these are is not known",
         ),
         ("-4bit", 2, None, {}, "one", "Spread over 2 GPUs: needs GPUs of at least"),
-        ("", 0, 80, {}, "one", "On CPUs: each task needs some 153.3 GB of memory."),
+        ("", 0, 80, {}, "one", "On CPUs: each task needs some 145.3 GB of memory."),
         ("", 0, None, {"processes": "per-gpu"}, "per-gpu", "On CPUs"),
         (
             "",
@@ -233,11 +236,60 @@ def test_a_70b_goes_where_it_fits(llama_70b, suffix, gpus, gigabytes, more, proc
     assert re.search(said.replace("(", r"\(").replace(")", r"\)"), text), text
 
 
-def test_what_is_said_to_fit_fits(llama_70b):
-    wanted = options(llama_70b, "-4bit")
-    assert place(replace(wanted, batch_tokens=9216), share(1, 48))[0] == "one"
-    with pytest.raises(SlurmGPUError):
-        place(replace(wanted, batch_tokens=11 * 1024), share(1, 48))
+SMALL = {**LLAMA_70B, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 32001}
+SMALL |= {"num_attention_heads": 32, "num_key_value_heads": 4}
+SUGGESTIONS = {
+    "gpus": r"--gpus (\d+)",
+    "processes": "no processes",
+    "suffix": r"-(.bit)\" on the same",
+    "card": r"GPUs of (\d+) GB[;.]",
+    "tokens": r"batch_tokens = (\d+) in place of (\d+)",
+}
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+@pytest.mark.parametrize("config", [LLAMA_70B, SMALL, {**MIXTURE, "hidden_size": 2880, "num_hidden_layers": 24}])
+def test_what_is_said_to_fit_fits(tmp_path, config, engine):
+    wanted = options(config_only(tmp_path / "m", **config), engine=engine)
+    n_tried, kinds = 0, set()
+    cases = itertools.product((1, 2, 3, 4, 8), (1, 2), (4, 16, 40, 80), (None, "one", "per-gpu"), (None, 500, 131072))
+    for gpus, nodes, gigabytes, processes, batch_tokens in cases:
+        asked = replace(wanted, batch_tokens=batch_tokens)
+        offer = share(gpus, gigabytes, nodes=nodes, processes=processes)
+        said = refusal(asked, offer)
+        if said is None or "What fits: " not in said:
+            continue
+        said = said.split("What fits: ")[1]
+        for kind, pattern in SUGGESTIONS.items():
+            if not (found := re.search(pattern, said)):
+                continue
+            again, other = asked, offer
+            match kind:
+                case "gpus":
+                    other = replace(offer, gpus=int(found[1]))
+                    assert gpus < other.gpus <= 8 * nodes
+                case "processes":
+                    other = replace(offer, processes=None)
+                case "suffix":
+                    again = replace(asked, model=replace(asked.model, quantization=found[1]))
+                case "card":
+                    other = replace(offer, gpu_memory=int(found[1]) * 10**9)
+                case "tokens":
+                    again = replace(asked, batch_tokens=int(found[1]))
+                    assert int(found[1]) < int(found[2])
+                    assert refusal(replace(asked, batch_tokens=int(found[1]) + 1024), offer)  # the largest
+            assert refusal(again, other) is None, (kind, offer, said)
+            n_tried, kinds = n_tried + 1, {*kinds, kind}
+    assert n_tried > 20
+    assert {"gpus", "card"} <= kinds
+
+
+def refusal(wanted, offer):
+    try:
+        place(wanted, offer)
+    except SlurmGPUError as error:
+        return str(error)
+    return None
 
 
 def test_vllm_starts_its_own_processes(llama_70b):
@@ -245,6 +297,79 @@ def test_vllm_starts_its_own_processes(llama_70b):
     assert place(wanted, share(4, 80))[0] == "one"
     with pytest.raises(SlurmGPUError, match="the engine vllm starts its processes itself"):
         place(wanted, share(4, 80, processes="per-gpu"))
+    assert place(wanted, share(4, 80))[1][1].startswith("Split over 4 GPUs of 80.0 GB, by vLLM: 36.9 GB of weights")
+    assert place(wanted, share(4, None))[1][1].startswith("Split over 4 GPUs, by vLLM: needs GPUs of at least")
+
+
+@pytest.mark.parametrize(
+    ("suffix", "gpus", "sentence"),
+    [
+        ("", 3, "64 heads and 8 key-value heads do not divide by 3. Give each task 1 or 2 or 4 or 8 of them."),
+        ("-4bit", 1, "vLLM makes no 4bit variant while it loads. Use a suffix -fp8 or -8bit"),
+    ],
+)
+def test_what_vllm_would_refuse_is_refused_before_anything_is_queued(llama_70b, suffix, gpus, sentence):
+    assert sentence in refusal(options(llama_70b, suffix, engine="vllm"), share(gpus, 80))
+
+
+def test_key_value_heads_that_are_fewer_than_gpus_are_held_twice_by_vllm(tmp_path):
+    wanted = options(config_only(tmp_path / "m", **SMALL), engine="vllm")
+    memory = memory_of(wanted)
+    assert memory.on_each(8, tensor_parallel=True)[1] == memory.cache / 4
+
+
+def test_a_vocabulary_that_does_not_divide_is_spoken_of(tmp_path):
+    wanted = options(config_only(tmp_path / "m", **SMALL))
+    assert "vocabulary of 32,001 does not divide by 4" in place(wanted, share(4, 8))[1][2]
+    assert len(place(replace(wanted, batch_tokens=1024), share(1, 40))[1]) == 2
+
+
+# What a config does not say.
+
+
+@pytest.mark.parametrize("kind", sorted(DEFAULTS))
+def test_what_a_config_leaves_out_is_what_transformers_takes_for_granted(kind):
+    transformers = pytest.importorskip("transformers")
+    if kind not in transformers.CONFIG_MAPPING:
+        pytest.skip("a kind of model of another transformers")
+    for said in ({}, {"num_attention_heads": 8, "hidden_size": 1024, "num_hidden_layers": 13}):
+        theirs, ours = transformers.CONFIG_MAPPING[kind](**said), with_defaults({"model_type": kind, **said})
+        n_heads = theirs.num_attention_heads
+        assert heads_of(ours) == (
+            n_heads,
+            theirs.num_key_value_heads,
+            getattr(theirs, "head_dim", None) or theirs.hidden_size // n_heads,
+        )
+        names = set(NAMES) - {"num_key_value_heads", "head_dim", "every"}
+        assert {name: ours[name] for name in names & ours.keys()} == {
+            name: getattr(theirs, name) for name in names & ours.keys()
+        }
+        if "every" in DEFAULTS[kind]:
+            assert ours["layer_types"] == theirs.layer_types
+
+
+def test_a_gemma_3_is_measured_by_what_its_kind_takes_for_granted(tmp_path):
+    inner = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    config = {"model_type": "gemma3", "text_config": {**inner, "sliding_window": 1024}}
+    wanted = options(config_only(tmp_path / "m", **config))
+    sizes = cache_sizes(wanted.model, "bf16")
+    layer = 2 * 4 * 256 * 2
+    assert (sizes.full, sizes.sliding, sizes.window) == (5 * layer, 29 * layer, 1024)
+    assert weights_of(wanted.model).parameters == pytest.approx(3.88e9, rel=0.01)
+    assert place(wanted, share(2, 10))[0] == "per-gpu"
+
+
+def test_a_cache_that_the_config_does_not_tell_is_no_reason_to_refuse(tmp_path):
+    folder = config_only(tmp_path / "m", model_type="starfish")
+    with open(folder / "pytorch_model.bin", "wb") as file:
+        file.truncate(16 * 10**9)
+    lines = place(options(folder, precision="fp16"), share(1, 24))[1]
+    assert lines[0].endswith(
+        "about 8.0 billion parameters, about 16.0 GB of weights; its config.json does not say how large the KV cache "
+        "is, which comes to that."
+    )
+    assert "That does not fit one GPU" in refusal(options(folder), share(1, 16))
+    assert place(options(folder), share(4, 16))[0] == "one"
 
 
 def test_a_mixture_of_experts_is_split_by_experts(tmp_path):
@@ -350,7 +475,7 @@ def test_weights_that_are_not_all_there_are_refused(llama_70b, tmp_path, monkeyp
     [
         ({}, None),
         ({"gpu_type": "gpu"}, None),
-        ({"gpu_type": "a100"}, 40),
+        ({"gpu_type": "a100"}, (40, 80)),
         ({"gpu_type": "A100-SXM4-80GB"}, 80),
         ({"gpu_type": "a100_3g.20gb"}, 20),
         ({"gpu_type": "nvidia_h100_nvl"}, 94),
@@ -362,7 +487,15 @@ def test_weights_that_are_not_all_there_are_refused(llama_70b, tmp_path, monkeyp
     ],
 )
 def test_a_gpus_memory_is_told_by_the_run_file_or_its_name(resources, gigabytes):
-    assert gpu_memory_of(parse_resources(resources)) == (gigabytes and gigabytes * 10**9)
+    sizes = gigabytes if isinstance(gigabytes, tuple) else gigabytes and (gigabytes, gigabytes)
+    assert gpu_memory_of(parse_resources(resources)) == (sizes and (sizes[0] * 10**9, sizes[1] * 10**9))
+
+
+def test_the_reference_lists_what_each_gpu_type_is_taken_for():
+    text = (HOW_TO.parent.parent / "reference" / "run-file.md").read_text()
+    section = text.partition("### What a gpu_type is taken for\n")[2].partition("Under a name")[0]
+    found = re.findall(r"`(\w+)` (\d+)(?: or (\d+))?[,.]", section)
+    assert {name: (int(least), int(most or least)) for name, least, most in found} == GPU_MEMORY_GB
 
 
 def test_sizes_are_those_of_data_sheets_unless_binary_is_said():
@@ -404,10 +537,38 @@ def test_a_plan_holds_where_its_model_goes(judging, slurmgpu, llama_70b):
 
 
 def test_a_model_that_does_not_fit_is_refused_at_submission(judging, slurmgpu):
-    folder = judging(gpus=4, gpu_type="a100")
+    folder = judging(gpus=4, gpu_type="v100")
     said = slurmgpu("submit", "--executor", "local", cwd=folder, expect=2).stderr
-    assert "does not fit 4 GPUs of 40.0 GB" in said
+    assert "does not fit 4 GPUs of 32.0 GB" in said
+    assert '(gpu_type = "v100" is taken for 32 GB, the most that is sold under that name; gpu_memory under' in said
     assert not (folder / "runs").exists()
+
+
+def test_a_model_that_fits_the_larger_gpu_of_a_name_is_planned_with_a_warning(judging):
+    def lines(**resources):
+        with draft_run(judging(gpus=4, **resources) / "slurmgpu.toml") as draft:
+            return draft.plan.placement
+
+    assert "Split over 4 GPUs of 80.0 GB" in lines(gpu_type="a100")[1]
+    assert 'gpu_type = "a100" is sold with 40 and with 80 GB; this fits the larger only' in lines(gpu_type="a100")[-1]
+    assert not any("sold" in line for line in lines(gpu_type="a100", gpu_memory="80G"))
+    assert not any("sold" in line for line in lines(gpu_type="h100"))
+    run_file, settings = judging(gpu_type="a100") / "slurmgpu.toml", {"settings": {"max_tokens": 200_000}}
+    with (
+        pytest.raises(SlurmGPUError, match="holds prompt and answer together") as raised,
+        draft_run(run_file, settings),
+    ):
+        pass
+    assert "gpu_type" not in str(raised.value)
+
+
+@pytest.mark.parametrize("resources", [{"gpus": 0}, {"gpus": 1, "device": "cpu"}])
+def test_vllm_is_not_planned_for_cpus(judging, resources):
+    folder = judging(**resources)
+    said = 'engine = "vllm" computes on GPUs, and these tasks compute on CPUs'
+    settings = {"settings": {"engine": "vllm"}}
+    with pytest.raises(SlurmGPUError, match=said), draft_run(folder / "slurmgpu.toml", settings):
+        pass
 
 
 def test_a_task_that_computes_on_cpus_is_not_measured_by_gpus(judging):
@@ -415,3 +576,4 @@ def test_a_task_that_computes_on_cpus_is_not_measured_by_gpus(judging):
     with draft_run(folder / "slurmgpu.toml") as draft:
         assert draft.plan.processes == "per-gpu"
         assert "On CPUs" in draft.plan.placement[1]
+        assert f"for a batch of {CPU_TOKENS:,} tokens" in draft.plan.placement[0]

@@ -8,7 +8,7 @@ import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm import metrics
-from slurmgpu.llm.parsing import Labels, check_labels, compile_pattern, json_field, last_match
+from slurmgpu.llm.parsing import Labels, check_labels, compile_pattern, json_field, search_last
 from slurmgpu.llm.prompts import Prompts, Template
 
 DATA = {"text": "cats", "n": 3, "half": 0.5, "choices": ["a", "b"], "meta": {"title": "T", "ids": [7, 8]}, "no": None}
@@ -66,11 +66,10 @@ def test_an_item_without_what_a_template_takes_is_an_error_of_that_item(template
 # Prompts
 
 
-def test_a_template_is_a_plain_prompt_and_a_chat_with_a_system_prompt():
+def test_a_template_is_a_plain_prompt_that_may_have_a_system_prompt():
     assert Prompts("{text}?").of(DATA).text == "cats?"
     chat = Prompts("{text}?", system="Be {n}.").of(DATA)
-    assert chat.text == ""
-    assert chat.messages == ({"role": "system", "content": "Be 3."}, {"role": "user", "content": "cats?"})
+    assert (chat.system, chat.text, chat.messages) == ("Be 3.", "cats?", ())
 
 
 def test_messages_are_taken_from_their_field():
@@ -112,10 +111,8 @@ def test_settings_that_make_no_prompt_are_refused(settings, sentence):
 
 def test_a_prompt_without_an_item_has_a_word_in_place_of_its_fields():
     prompts = Prompts("{labels}: {choices[0]}, {text}", system="{n}", given=["labels"])
-    assert [message["content"] for message in prompts.fill("N/A", {"labels": "a, b"}).messages] == [
-        "N/A",
-        "a, b: N/A, N/A",
-    ]
+    filled = prompts.fill("N/A", {"labels": "a, b"})
+    assert (filled.system, filled.text) == ("N/A", "a, b: N/A, N/A")
 
 
 def test_a_prompt_has_a_length_to_sort_by_also_where_an_item_has_none():
@@ -160,7 +157,7 @@ def test_case_counts_where_labels_differ_in_nothing_else():
     ],
 )
 def test_the_last_match_of_a_pattern_counts(pattern, text, found):
-    assert last_match(compile_pattern(pattern), text) == found
+    assert search_last(compile_pattern(pattern), text) == found
 
 
 @pytest.mark.parametrize(

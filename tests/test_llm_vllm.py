@@ -196,9 +196,11 @@ def test_its_answers_are_read_as_those_of_the_other_engine(engine, reference, sa
             assert found.logprobs is None
 
 
-@pytest.mark.parametrize("choices", [("a", "b"), ("1", "12", "123", "ab", "ac"), ("yes", "no", "yes")])
-def test_its_scores_are_those_of_the_other_engine(engine, reference, choices):
-    questions = [Question(number, Prompt(text), choices) for number, text in enumerate(("1+1=", "abc"))]
+@pytest.mark.parametrize(
+    ("choices", "n_ways"), [(("a", "b"), 1), (("1", "12", "123", "ab", "ac"), 1), (("yes", "yes", "no", " no"), 2)]
+)
+def test_its_scores_are_those_of_the_other_engine(engine, reference, choices, n_ways):
+    questions = [Question(number, Prompt(text), choices, n_ways) for number, text in enumerate(("1+1=", "abc"))]
     expected = {scores.id: scores for scores in reference.score(questions)}
     for found in engine().score(questions):
         np.testing.assert_allclose(found.logprobs, expected[found.id].logprobs, atol=1e-4)

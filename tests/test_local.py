@@ -273,6 +273,19 @@ def test_a_workload_that_cannot_load_is_not_tried_again(project, slurmgpu):
     assert records(folder)[0]["failure"] == "workload_error"
 
 
+def test_a_sentence_that_loading_refuses_with_is_reported_without_a_traceback(project, slurmgpu):
+    folder = project(20, workload="Unloadable")
+    source = (folder / "workloads.py").read_text()
+    raised = 'from slurmgpu.errors import SlurmGPUError; raise SlurmGPUError("mend the model") from KeyError("why")'
+    (folder / "workloads.py").write_text(source.replace("raise ImportError(\"No module named 'torch'\")", raised))
+    done = slurmgpu(*LOCAL, cwd=folder, expect=3)
+    [record] = records(folder)
+    assert (record["failure"], record["message"], record["traceback"]) == ("workload_error", "mend the model", "")
+    assert "Traceback" not in done.stdout
+    logs = [path.read_bytes() for path in (folder / "run" / "logs").iterdir()]
+    assert b"KeyError: 'why'" in b"".join(logs)
+
+
 def test_a_shard_of_bad_items_does_not_hold_up_the_others(project, slurmgpu):
     # The first shard fails as a broken workload would; the second one shows that it is the items.
     folder = project(40, settings={"faults": {str(index): "exception" for index in range(8)}})
@@ -429,6 +442,12 @@ def test_export_writes_every_row(project, slurmgpu):
     assert rows[4]["shout"] == "ITEM 4 OF MANY"
     assert rows[3]["error"] == "item_error: not this one"
     assert "csv" in slurmgpu("export", "run", "-o", "rows.xls", cwd=folder, expect=2).stderr
+    streamed = slurmgpu("export", "run", "--format", "jsonl", "-o", "-", cwd=folder, expect=0)
+    assert streamed.stdout == (folder / "rows.jsonl").read_text()
+    assert slurmgpu("export", "run", "--format", "csv", "-o", "-", cwd=folder, expect=0).stdout.startswith("index,")
+    assert not (folder / "-").exists()
+    said = slurmgpu("export", "run", "--format", "parquet", "-o", "-", cwd=folder, expect=2).stderr
+    assert "Format 'parquet' needs a file of its own; a stream gets jsonl or csv." in said
 
 
 def test_the_merged_file_of_a_run_is_the_input_of_the_next(project, slurmgpu):
@@ -469,6 +488,8 @@ def test_paths_that_cannot_be_written_get_a_sentence(project, slurmgpu):
         done = slurmgpu(*argv, cwd=folder, expect=2)
         assert done.stderr.startswith("error: ")
         assert "Traceback" not in done.stderr
+        if "nowhere/rows.csv" in argv:
+            assert done.stderr.startswith("error: nowhere/rows.csv: No such file")
 
 
 def test_a_submission_that_came_to_nothing_leaves_nothing_and_a_run_never_submitted_is_resumed(project, slurmgpu):

@@ -132,6 +132,9 @@ def test_a_workload_that_cannot_be_found_is_refused_with_a_hint(project, use, sa
     ("settings", "said"),
     [
         ({"item_z": 1.0}, "no setting 'item_z'. Did you mean 'item_s'?"),
+        ({"seed": 5}, "seed is a key at the top of the run file, above its tables: set it there."),
+        ({"gpus": 5}, "gpus is a key of [resources] in the run file: set it there."),
+        ({"faults.x": False}, "A table is set whole: faults={x=false}."),
         ({"item_s": "long"}, "'item_s' should be a valid number; found 'long'"),
         ({"faults": 3}, "setting 'faults'"),
     ],
@@ -188,6 +191,26 @@ def test_inputs_that_cannot_be_read_are_refused_before_anything_is_written(proje
         (folder / "items.jsonl").write_text(text)
     assert said in refused(folder)
     assert not (folder / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("items", "said"),
+    [
+        ([{"q": "a", "id": 1}] * 200, "has none, in its first 100 items, of that name. Did you mean 'question'?"),
+        ([{"q": "a"}] * 99 + [{"question": "b"}], None),
+        ([{"question": "a"}], None),
+    ],
+)
+def test_a_field_that_none_of_the_first_json_objects_has_is_refused(project, items, said):
+    folder = project(items=[{**item, "questiom": 1} if said else item for item in items])
+    source = (folder / "workloads.py").read_text()
+    assert "class Rows:\n" in source
+    fields = 'class Rows:\n    fields = ("question",)\n'
+    (folder / "workloads.py").write_text(source.replace("class Rows:\n", fields, 1))
+    if said is None:
+        assert plan(folder).n_items == len(items)
+    else:
+        assert said.replace("'question'", "'questiom'") in refused(folder)
 
 
 def test_a_run_file_that_is_missing_or_no_toml_is_refused(tmp_path, project):

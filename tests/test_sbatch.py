@@ -17,8 +17,7 @@ from slurmgpu.executors import commands, joining, turns
 from slurmgpu.executors.byhand import lines_to_type
 from slurmgpu.runs import Run
 from slurmgpu.submissions import Submission
-from tests.conftest import toml
-from tests.runs import check_rows, datasets, published, records, report, wait_until
+from tests.runs import check_rows, datasets, published, records, report, toml, wait_until
 
 SCRIPTS = Path(__file__).parent.parent / "sbatch"
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from slurmgpu.cli.output import wide_console
+from slurmgpu.cli.output import count_of, wide_console
 from slurmgpu.cli.summaries import show_summary
 from tests.runs import report
 
@@ -66,9 +66,14 @@ def test_a_summary_that_fails_is_a_sentence_in_a_whole_report(ran, name, reason)
     assert f"the workload could not summarize its rows: {reason}" in done.stdout
 
 
-def test_a_module_that_is_gone_costs_the_summary_and_not_the_merge(ran, slurmgpu):
+def test_a_module_that_is_gone_costs_neither_the_merge_nor_the_summary_that_was_made(ran, slurmgpu):
     folder, _ = ran("Sum")
     (folder / "w.py").write_text("import no_such_module")
+    again = slurmgpu("merge", "run", cwd=folder, expect=0)
+    assert report(folder)["summary"] == {"sum": 84, "n_failed": 0}
+    assert "No module named 'no_such_module'" in again.stderr
+    path = folder / "run" / "report.json"
+    path.write_text(json.dumps({**report(folder), "n_rows": 5}))  # of other rows
     slurmgpu("merge", "run", cwd=folder, expect=0)
     assert report(folder)["summary"] == {"error": "ModuleNotFoundError: No module named 'no_such_module'"}
 
@@ -79,6 +84,11 @@ def test_a_workload_without_a_summary_is_not_imported_by_the_merge(ran, slurmgpu
     (folder / "imported").unlink()
     slurmgpu("merge", "run", cwd=folder, expect=0)
     assert not (folder / "imported").exists()
+
+
+@pytest.mark.parametrize(("count", "said"), [(0, "0 shards"), (1, "1 shard"), (1234, "1,234 shards")])
+def test_one_thing_is_not_in_the_plural(count, said):
+    assert count_of(count, "shard") == said
 
 
 def test_values_are_lines_and_what_has_rows_and_columns_is_a_table(capsys):
@@ -93,6 +103,8 @@ def test_values_are_lines_and_what_has_rows_and_columns_is_a_table(capsys):
         "confusion": {"a": {"a": 1, "[b]": 0}, "[b]": {"a": 1000, "[b]": 2}},
         "rates": {"a": {"x": {"hit_rate": 0.5}, "y": {"hit_rate": None}}},
         "uneven": {"a": {"x": 1}, "b": {"y": 1}},
+        "how": {},
+        "groups": {"": {"n": 1}, "b": {"n": 2}},
         "hint": "Do it again.",
     }
     show_summary(wide_console(), summary)
@@ -117,6 +129,10 @@ summary
   x            50.0%
   y                –
   uneven: report --json has it
+
+  groups  n
+  (none)  1
+  b       2
 
   Do it again.""".splitlines()
     )

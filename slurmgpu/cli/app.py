@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -233,14 +234,14 @@ app.command()(plain.merge)
 @app.command()
 def export(
     folder: RunArgument,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write, - for standard output.")],
     file_format: Annotated[
         str | None, typer.Option("--format", help="jsonl, csv, parquet or pt; default from the file's suffix.")
     ] = None,
 ) -> None:
     """Write the merged rows as JSONL, CSV, Parquet, or tensors of PyTorch."""
-    from slurmgpu.cli.output import result, say
-    from slurmgpu.export import FORMATS
+    from slurmgpu.cli.output import count_of, result, say
+    from slurmgpu.export import FORMATS, export_to
     from slurmgpu.export import export as write
 
     run = options.open_run(folder)
@@ -253,10 +254,13 @@ def export(
         raise SlurmGPUError(f"Format {chosen!r} is none of {', '.join(FORMATS)}; name one with --format.")
     if output.exists() and not output.is_file():
         raise SlurmGPUError(f"{output} is no regular file; name the file to write with -o.")
-    n_rows = write(run.merged, chosen, output)
-    result(f"{output}: {n_rows:,} rows")
-    if n_rows < run.plan.n_items:
-        say(f"The run is incomplete: {run.plan.n_items - n_rows:,} items have no row. slurmgpu report {run.typed}")
+    if str(output) == "-":
+        n_rows = export_to(run.merged, chosen, sys.stdout.buffer)
+    else:
+        n_rows = write(run.merged, chosen, output)
+        result(f"{output}: {count_of(n_rows, 'row')}")
+    if n_missing := run.plan.n_items - n_rows:
+        say(f"The run is incomplete: {count_of(n_missing, 'item')} without a row. slurmgpu report {run.typed}")
 
 
 @app.command()

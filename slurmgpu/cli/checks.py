@@ -15,12 +15,13 @@ from rich.markup import escape
 
 from slurmgpu import __version__
 from slurmgpu.checking import NodeCheck, check_here
-from slurmgpu.cli.output import result, size_of
+from slurmgpu.cli.output import count_of, result, size_of
 from slurmgpu.config import RunFile
 from slurmgpu.containing import identify_image, image_path
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import commands
 from slurmgpu.executors.slurm import check_command, hazards
+from slurmgpu.files import working_folder
 from slurmgpu.planning import allocate, draft_run, workload_of
 from slurmgpu.runs import Plan
 from slurmgpu.site import read_run_file
@@ -109,14 +110,15 @@ class _Checks:
     def _draft(self) -> str:
         with draft_run(self._run_file, run_dir=Path(NOWHERE)) as draft:
             self._plan = plan = draft.plan
-        return f"{plan.n_items:,} items, {plan.n_shards:,} shards, workload {plan.workload}"
+        return f"{count_of(plan.n_items, 'item')}, {count_of(plan.n_shards, 'shard')}, workload {plan.workload}"
 
     def _fetch(self) -> str:
         workload = workload_of(self._run_file)
         fetch = getattr(workload, "fetch", None)
         if not callable(fetch):
             return f"workload {type(workload).__name__} has nothing to download"
-        return str(fetch())
+        with working_folder(self._run_file.expanduser().resolve().parent):  # a setting may be a path
+            return str(fetch())
 
     def _executor(self, config: RunFile) -> str:
         if config.resources.executor != "slurm":
@@ -144,10 +146,8 @@ def _resources(config: RunFile) -> str:
     wanted = config.resources
     found = allocate(wanted, None)
     nodes = f" on {wanted.nodes_per_task} nodes" if wanted.nodes_per_task > 1 else ""
-    return (
-        f"{found.n_tasks} tasks of {found.gpus_per_task} GPUs{nodes}, executor {wanted.executor}, "
-        f"device {wanted.device}"
-    )
+    share = f"of {count_of(found.gpus_per_task, 'GPU')}" if found.gpus_per_task else "on CPUs"
+    return f"{count_of(found.n_tasks, 'task')} {share}{nodes}, executor {wanted.executor}, device {wanted.device}"
 
 
 def _check_a_node(run_file: Path, config: RunFile) -> bool:

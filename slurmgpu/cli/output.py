@@ -44,12 +44,13 @@ def show_plan(plan: Mapping[str, Any], submission: Mapping[str, Any], run_dir: s
     files = plan["input"]["files"]
     size = sum(max(0, file["size_bytes"]) for file in files)
     table.add_row("run", escape(f"{run_dir} (not made)"))
-    table.add_row("input", f"{plan['n_items']:,} items in {len(files)} file{_s(len(files))}, {size_of(size)}")
+    table.add_row("input", f"{count_of(plan['n_items'], 'item')} in {count_of(len(files), 'file')}, {size_of(size)}")
     table.add_row("workload", escape(f"{plan['workload']} {json.dumps(plan['settings'])}"))
     columns = ", ".join(f"{name} ({_kind(column)})" for name, column in plan["columns"].items())
     table.add_row("columns", escape(columns))
     n_shards = -(-plan["n_items"] // plan["shard_items"])
-    table.add_row("shards", f"{n_shards:,} of {plan['shard_items']:,} items, in batches of {plan['batch_size']}")
+    items = count_of(plan["shard_items"], "item")
+    table.add_row("shards", f"{n_shards:,} of {items}, in batches of {plan['batch_size']}")
     if plan["container"]:
         image = plan["container"]["identity"]
         table.add_row("image", escape(f"{plan['container']['image']} (sha256 {image['sha256'][:12]})"))
@@ -82,7 +83,7 @@ def show_scripts(scripts: Mapping[str, str]) -> None:
 
 def _tasks(submission: Mapping[str, Any]) -> str:
     n, per_task = submission["n_tasks"], submission["gpus_per_task"]
-    what = f"{per_task} GPU{_s(per_task)}" if per_task else "CPUs only"
+    what = count_of(per_task, "GPU") if per_task else "CPUs only"
     what += f" on {submission['nodes_per_task']} nodes" if submission["nodes_per_task"] > 1 else ""
     at_once = "" if submission["n_concurrent"] == n else f", {submission['n_concurrent']} at once"
     return f"{n} of {what}{at_once}, executor {submission['executor']}, device {submission['device']}"
@@ -103,5 +104,6 @@ def size_of(size: int) -> str:
     return f"{value:.3g} TB"
 
 
-def _s(count: int) -> str:
-    return "" if count == 1 else "s"
+def count_of(count: int, thing: str) -> str:
+    """So many of a thing, in the plural where there are more or fewer than one."""
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from slurmgpu import api
-from slurmgpu.cli.output import result, result_json, say, show_origins, show_plan, show_scripts
+from slurmgpu.cli.output import count_of, result, result_json, say, show_origins, show_plan, show_scripts
 from slurmgpu.cli.tables import show_report
 from slurmgpu.executors import commands
 from slurmgpu.executors.submitting import Outcome
@@ -93,7 +93,8 @@ def _conclude(run: Run, outcome: Outcome, *, wait: bool, as_json: bool) -> int:
 def _say_submitted(run: Run, outcome: Outcome, *, to_stderr: bool) -> None:
     tell = say if to_stderr else result
     submission, jobs = outcome.submission, outcome.jobs
-    tell(f"submitted: array job {jobs['array_job']} ({submission.n_tasks} tasks), merge job {jobs['merge_job']}")
+    tasks = count_of(submission.n_tasks, "task")
+    tell(f"submitted: array job {jobs['array_job']} ({tasks}), merge job {jobs['merge_job']}")
     tell(f"next: slurmgpu status {run.typed}")
 
 
@@ -167,7 +168,7 @@ class _Follower:
             self._bar.update(self._task, completed=n_done)
         elif n_done * 10 // self._n_items > self._last:
             self._last = n_done * 10 // self._n_items
-            say(f"{n_done:,} of {self._n_items:,} items")
+            say(f"{n_done:,} of {count_of(self._n_items, 'item')}")
 
 
 @contextlib.contextmanager

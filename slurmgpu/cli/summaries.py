@@ -13,6 +13,8 @@ from slurmgpu.cli.output import result
 
 PERCENT = ("accuracy", "_rate", "accuracy_interval")
 """Keys that end so have shares, which are shown in percent."""
+NO_NAME = "(none)"
+"""What a group without a name is called: that of the items without one."""
 MAX_ROWS = 30
 MAX_COLUMNS = 12
 
@@ -30,7 +32,7 @@ def show_summary(console: Console, summary: Mapping[str, Any] | None) -> None:
     for name, value in lines.items():
         result(f"  {_words(name):<{width}}  {_text(name, value)}")
     for name, value in summary.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:  # of failed items alone there may be nothing to tell
             _show_mapping(console, name, value)
     if "hint" in summary:
         result(f"\n  {summary['hint']}")
@@ -40,12 +42,12 @@ def _show_mapping(console: Console, name: str, value: Mapping[str, Any]) -> None
     """Values in one line; a table; or, of what is deeper, a table for each."""
     inner = list(value.values())
     if not any(isinstance(each, Mapping) for each in inner):
-        result(f"  {_words(name)}: {', '.join(f'{key} {_text(name, each)}' for key, each in value.items())}")
+        result(f"  {_words(name)}: {', '.join(f'{key or NO_NAME} {_text(name, each)}' for key, each in value.items())}")
     elif not all(isinstance(each, Mapping) and each.keys() == inner[0].keys() for each in inner):
         result(f"  {_words(name)}: report --json has it")
     elif any(isinstance(cell, Mapping) for each in inner for cell in each.values()):
         for key, each in list(value.items())[:MAX_COLUMNS]:
-            _show_mapping(console, f"{name}: {key}", each)
+            _show_mapping(console, f"{name}: {key or NO_NAME}", each)
     else:
         _show_table(console, name, value)
 
@@ -60,7 +62,7 @@ def _show_table(console: Console, name: str, value: Mapping[str, Mapping[str, An
     for column in columns:
         table.add_column(escape(_words(column)), justify="right", no_wrap=True)
     for key, cells in list(value.items())[:MAX_ROWS]:
-        table.add_row(f"  {escape(key)}", *(_text(column, cells[column]) for column in columns))
+        table.add_row(f"  {escape(key or NO_NAME)}", *(_text(column, cells[column]) for column in columns))
     console.print()
     console.print(table)
     if len(value) > MAX_ROWS:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from slurmgpu.cli.output import result, say, wide_console
+from slurmgpu.cli.output import count_of, result, say, wide_console
 from slurmgpu.cli.summaries import show_summary
 from slurmgpu.report import IDLE_PERCENT
 
@@ -31,8 +31,9 @@ def show_status(status: Mapping[str, Any]) -> None:
     console = wide_console()
     done, total = status["n_items_done"], status["n_items"]
     console.print(
-        f"[bold]{escape(status['run'])}[/]  {status['state']}  {done:,} of {total:,} items ({done / total:.1%}), "
-        f"{status['n_shards_done']:,} of {status['n_shards']:,} shards, {status['n_errors']:,} items failed"
+        f"[bold]{escape(status['run'])}[/]  {status['state']}  {done:,} of {count_of(total, 'item')} "
+        f"({done / total:.1%}), {status['n_shards_done']:,} of {count_of(status['n_shards'], 'shard')}, "
+        f"{count_of(status['n_errors'], 'item')} failed"
     )
     if attempts := status["attempts"]:
         columns = {
@@ -63,7 +64,7 @@ def show_report(report: Mapping[str, Any]) -> None:
     console = wide_console()
     word = "[bold green]complete[/]" if report["complete"] else "[bold red]incomplete[/]"
     console.print(
-        f"[bold]{escape(report['run'])}[/]  {word}  {report['n_rows']:,} of {report['n_items']:,} rows, "
+        f"[bold]{escape(report['run'])}[/]  {word}  {report['n_rows']:,} of {count_of(report['n_items'], 'row')}, "
         f"{report['n_errors']:,} of them failed, {report['gpu_hours']:.2f} GPU-hours"
     )
     if report["merged"]:
@@ -83,7 +84,8 @@ def show_report(report: Mapping[str, Any]) -> None:
 def _show_holes(console: Console, report: Mapping[str, Any]) -> None:
     if not report["missing"]:
         return
-    console.print(f"\n[bold]missing[/]  {report['n_missing_items']:,} items in {len(report['missing']):,} shards")
+    items, shards = count_of(report["n_missing_items"], "item"), count_of(len(report["missing"]), "shard")
+    console.print(f"\n[bold]missing[/]  {items} in {shards}")
     for hole in report["missing"][:MAX_LISTED]:
         why = f"  damaged: {hole['damaged']}" if hole["damaged"] else ""
         result(f"  shard {hole['shard']}: items {hole['start']}..{hole['stop'] - 1}{why}")

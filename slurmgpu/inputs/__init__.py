@@ -5,10 +5,11 @@
 docs/reference/inputs.md.
 """
 
+from slurmgpu.inputs.fields import check_fields
 from slurmgpu.inputs.finding import find
 from slurmgpu.inputs.promising import promise
 from slurmgpu.inputs.reader import Reader
 from slurmgpu.inputs.scanning import scan
 from slurmgpu.inputs.spec import InputFile, InputSpec
 
-__all__ = ["InputFile", "InputSpec", "Reader", "find", "promise", "scan"]
+__all__ = ["InputFile", "InputSpec", "Reader", "check_fields", "find", "promise", "scan"]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from slurmgpu.llm.engine import EngineOptions, FinishReason, Output, Prompt, Request
+from slurmgpu.llm.quoting import MARK, Quotes
+
+log = logging.getLogger(__name__)
 
 THINK, THOUGHT = "<think>", "</think>"
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
@@ -20,6 +24,18 @@ STOP_MARGIN = 8
 
 class PromptError(Exception):
     """A prompt that the model cannot be given; the message is a sentence for the request's error."""
+
+    def output(self, request: Request) -> Output:
+        """What the request's caller gets."""
+        return Output(request.id, finish_reason="error", error=str(self))
+
+
+class FullContextError(PromptError):
+    """A prompt that leaves no room for an answer, which was to fit: it is cut before its first token."""
+
+    def output(self, request: Request) -> Output:
+        """An answer of no tokens."""
+        return Output(request.id, finish_reason="length")
 
 
 @dataclass(frozen=True)
@@ -52,6 +68,8 @@ class Codec:
         self._options = options
         self._context = context
         self._chat = bool(tokenizer.chat_template) if options.chat is None else options.chat
+        self._quotes = Quotes(tokenizer)
+        self._joins_system = False
         known = tokenizer.get_added_vocab()
         self._harmony = CHANNEL in known and MESSAGE in known
         self._ids = {text: known[text] for text in (CHANNEL, MESSAGE, *HARMONY_ENDS, THINK, THOUGHT) if text in known}
@@ -59,8 +77,12 @@ class Codec:
     def encode(self, request: Request) -> Encoded:
         """The request's prompt as tokens; PromptError where it and its answer are too long for the model."""
         tokens = self.tokens_of(self.render(request.prompt))
-        more = request.sampling.max_tokens
-        if len(tokens) + more > self._context:
+        more, room = request.sampling.max_tokens, self._context - len(tokens)
+        if more > room and request.sampling.fit:
+            if room < 1:
+                raise FullContextError(f"the prompt has {len(tokens)} tokens, which is all of the context")
+            request = replace(request, sampling=replace(request.sampling, max_tokens=room))
+        elif more > room:
             raise PromptError(
                 f"the prompt has {len(tokens)} tokens, which with max_tokens = {more} exceeds the context of "
                 f"{self._context} tokens"
@@ -71,27 +93,52 @@ class Codec:
         """The prompt as one text, and whether that is whole, with the special tokens that a template puts there.
 
         With `answers_at_once`, or where the answer's beginning is given, what follows is the answer, no reasoning.
+        The text has marks within what only looks like a special token.
         """
+        cut = self._quotes.cut
         if not prompt.messages and not self._chat:
-            return prompt.text + prompt.answer, False
+            before = f"{cut(prompt.system)}\n\n" if prompt.system else ""
+            return before + cut(prompt.text) + cut(prompt.answer), False
         if not self._tokenizer.chat_template:
             raise PromptError("the model's tokenizer has no chat template; expected a plain prompt, or chat = false")
-        messages = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
-        options = {"tokenize": False, "add_generation_prompt": True, **self._options.chat_options}
-        try:
-            text: str = self._tokenizer.apply_chat_template(messages, **options)
-        except Exception as error:  # a template may raise anything, for messages that it does not like
-            raise PromptError(f"the chat template refuses the messages: {error}") from error
+        system = [{"role": "system", "content": prompt.system}] if prompt.system else []
+        messages = prompt.messages or (*system, {"role": "user", "content": prompt.text})
+        cut_messages = [{**each, "content": cut(each["content"])} if "content" in each else each for each in messages]
+        text = self._chat_text(cut_messages)
         if prompt.answer or answers_at_once:
             text += self._to_answer(text)
-        return text + prompt.answer, True
+        return text + cut(prompt.answer), True
+
+    def _chat_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """What the template makes of messages; one that takes no system message has it before the user's first."""
+        options = {"tokenize": False, "add_generation_prompt": True, **self._options.chat_options}
+        try:
+            text: str = self._tokenizer.apply_chat_template([*messages], **options)
+        except Exception as error:  # a template may raise anything, for messages that it does not like
+            if [each.get("role") for each in messages[:2]] != ["system", "user"]:
+                raise PromptError(f"the chat template refuses the messages: {error}") from error
+            joined = f"{messages[0]['content']}\n\n{messages[1]['content']}"
+            text = self._chat_text([{**messages[1], "content": joined}, *messages[2:]])
+            if not self._joins_system:
+                log.info("the chat template takes no system message (%s); it is put before the user's first", error)
+                self._joins_system = True
+        return text
 
     def tokens_of(self, rendered: tuple[str, bool]) -> tuple[int, ...]:
         """The tokens of a text; of one that is not whole with those that the tokenizer puts at its beginning."""
         text, is_whole = rendered
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # which a tokenizer answers with a TypeError, for the whole batch
+            raise PromptError(
+                f"the prompt has half of a surrogate pair, \\u{ord(text[error.start]):x}, which is no text"
+            ) from error
+        text, *rest = text.split(MARK)
         tokens = self._tokenizer(text, add_special_tokens=not is_whole)["input_ids"]
         if not is_whole and len(tokens) > 1 and tokens[-1] == self._tokenizer.eos_token_id:
             tokens = tokens[:-1]  # some tokenizers end a text, too, and here it goes on
+        for piece in rest:
+            tokens = tokens + self._tokenizer(piece, add_special_tokens=False)["input_ids"]
         if not tokens:
             raise PromptError("the prompt is empty; expected at least one token")
         return tuple(tokens)

@@ -16,6 +16,7 @@ from slurmgpu.llm.engine import Place
 log = logging.getLogger(__name__)
 
 CPU_TOKENS = 8192
+"""A batch on CPUs, unless `batch_tokens` says another."""
 MOST_TOKENS = 65536
 """Of an engine's own choice; `batch_tokens` may say more."""
 MOST_ROWS = 256

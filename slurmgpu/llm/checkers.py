@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import re
+import math
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -12,33 +13,23 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
+from slurmgpu.llm.final_answers import Number, marked, number_in, reference_number
+from slurmgpu.llm.parsing import Pattern, compile_pattern, search_last
 
 KINDS = ("numeric", "exact", "regex")
 
-# 1,234.5   -3/4   2 1/2   .5   6e23   50%
-_NUMBER = re.compile(
-    r"(?<![\w.)])(?P<sign>[-+]?)\s*\$?\s*"
-    r"(?:(?P<whole>\d+)\s+(?=\d+/\d))?"
-    r"(?P<digits>\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)(?P<exponent>[eE][-+]?\d{1,3}(?![\d\w]))?"
-    r"(?:/(?P<below>\d+(?:\.\d+)?))?\s*(?P<percent>%?)"
-)
-_LATEX = [
-    (re.compile(r"\\[dt]?frac\s*\{([^{}]+)\}\s*\{([^{}]+)\}"), r" \1/\2"),
-    (re.compile(r"\{,\}"), ","),
-    (re.compile(r"\\([%$])"), r"\1"),
-    (re.compile(r"\\[!,;: ]|\\(?:left|right|text|mathrm)\b"), ""),
-    (re.compile("[−–]"), "-"),
-]
-_MARK = re.compile(r"####|#(?=\s*[-+$.\d])")
-_LONGEST = 400
-"""Digits of a number: what is longer is no answer, and slow to compute with."""
+TOLERANCE = Fraction(1, 1_000_000)
+"""The relative difference that a number may have, unless set; whole numbers may have none then."""
 
 
 class Checker(Protocol):
     """Finds the final answer of a text, and says whether it is right for an item."""
 
     def answer(self, text: str) -> str | None:
-        """The final answer as it stands in the text; None where there is none."""
+        """The final answer as it stands in the text; None where there is none.
+
+        ItemError where the user's pattern takes too long to find it.
+        """
 
     def normal(self, answer: str) -> str:
         """A form that is equal for answers that mean the same, to count votes by."""
@@ -51,23 +42,27 @@ class Checker(Protocol):
 
 
 def open_checker(
-    kind: str, *, reference: str = "answer", pattern: str | None = None, tolerance: float = 1e-6
+    kind: str, *, reference: str = "answer", pattern: str | None = None, tolerance: float | None = None
 ) -> Checker:
     """The checker of that kind: "numeric", "exact", "regex", or a function as "file.py:name" or "module:name".
 
-    `reference` is the field with the right answer. `pattern` finds an answer in place of the kind's own rule: the last
-    match, its first group if it has one. `tolerance` is the relative difference that a number may have.
+    `reference` is the field with the right answer. `pattern` finds an answer in place of the kind's own rule: its last
+    match, or its group there. `tolerance` is the relative difference that a number may have.
     """
     if kind not in KINDS and ":" not in kind:
         raise SlurmGPUError(
-            f'checker is {kind!r}; expected {", ".join(KINDS)}, or a function as "file.py:name" or "module:name".'
+            f'checker is {kind!r}; expected the name of a kind, or a function as "file.py:name" or "module:name".'
             + did_you_mean(kind, KINDS)
         )
-    if tolerance < 0:
+    if tolerance is not None and not 0 <= tolerance < math.inf:
         raise SlurmGPUError(f"tolerance is {tolerance!r}; expected at least 0, a share of the right number.")
-    compiled = None if pattern is None else _compiled(pattern)
+    if tolerance is not None and kind != "numeric":
+        raise SlurmGPUError(
+            f'tolerance is set, and checker is {kind!r}: it is for the numbers of checker = "numeric". Leave it out.'
+        )
+    compiled = None if pattern is None else compile_pattern(pattern)
     if kind == "numeric":
-        return Numeric(reference, compiled, Fraction(tolerance))
+        return Numeric(reference, compiled, None if tolerance is None else Fraction(str(tolerance)))
     if kind == "exact":
         return Exact(reference, compiled)
     if kind == "regex":
@@ -79,44 +74,55 @@ def open_checker(
 
 @dataclass(frozen=True)
 class Numeric:
-    """Right is a number that is as good as equal; see `number_in` for where it is looked for.
+    """Right is the same number; see `number_in` for where it is looked for.
 
-    One with a percent sign equals one without it both as a share and as the number before the sign.
+    `tolerance` is the relative difference that is as good as none; None: none between whole numbers, else TOLERANCE.
+    Where one of the two has a percent sign, the other may be the number before the sign, or the share that it means.
     """
 
     reference: str
-    pattern: re.Pattern[str] | None
-    tolerance: Fraction
+    pattern: Pattern | None
+    tolerance: Fraction | None
 
     def answer(self, text: str) -> str | None:
         """The text's last number behind a mark, if there is a mark."""
-        found = text if self.pattern is None else matched(self.pattern, text)
-        number = None if found is None else number_in(found)
-        return None if number is None else number[0]
+        number = self._said(text)
+        return None if number is None else number.text
 
     def normal(self, answer: str) -> str:
         """The number in lowest terms."""
         number = number_in(answer)
-        return answer if number is None else str(number[1])
+        return answer if number is None else str(number.value)
 
     def check_item(self, data: Mapping[str, Any]) -> None:
-        """Raise ItemError for an item without a number as its right answer."""
+        """Raise ItemError for an item whose right answer is not one number."""
         self._wanted(data)
 
     def is_correct(self, text: str, data: Mapping[str, Any]) -> bool:
         """Whether both are the same number."""
-        wanted = self._wanted(data)
-        said = self.answer(text)
-        found = None if said is None else number_in(said)
-        if found is None:
+        wanted, said = self._wanted(data), self._said(text)
+        if said is None:
             return False
-        factors = (1,) if found[2] == wanted[2] else (1, 100, Fraction(1, 100))
-        return any(abs(found[1] * factor - wanted[1]) <= self.tolerance * abs(wanted[1]) for factor in factors)
+        # 50 % of something is asked for, and answered, as 50%, as 50 and as 0.5.
+        as_share = said.is_percent != wanted.is_percent and self._equal(said.value, wanted.value)
+        return as_share or self._equal(said.face, wanted.face)
 
-    def _wanted(self, data: Mapping[str, Any]) -> tuple[str, Fraction, bool]:
-        wanted = number_in(str(reference_of(data, self.reference)))
+    def _equal(self, said: Fraction, wanted: Fraction) -> bool:
+        if self.tolerance is None and said.denominator == wanted.denominator == 1:
+            return said == wanted
+        return abs(said - wanted) <= (TOLERANCE if self.tolerance is None else self.tolerance) * abs(wanted)
+
+    def _said(self, text: str) -> Number | None:
+        found = text if self.pattern is None else search_last(self.pattern, text)
+        return None if found is None else number_in(found)
+
+    def _wanted(self, data: Mapping[str, Any]) -> Number:
+        wanted = reference_number(str(reference_of(data, self.reference)))
         if wanted is None:
-            raise ItemError(f"field {self.reference!r} holds no number, but {data[self.reference]!r:.80}")
+            raise ItemError(
+                f"field {self.reference!r} holds {data[self.reference]!r:.80}, which is not one number; "
+                f'checker = "exact" compares answers as text'
+            )
         return wanted
 
 
@@ -125,17 +131,17 @@ class Exact:
     """Right is the same text, but for case, blanks, and punctuation and quotes around it."""
 
     reference: str
-    pattern: re.Pattern[str] | None
+    pattern: Pattern | None
 
     def answer(self, text: str) -> str | None:
         """What the pattern finds; without one what is marked as the answer, else the last line."""
         if self.pattern is not None:
-            return matched(self.pattern, text)
-        marked = text_behind_mark(text)
-        lines = [line.strip() for line in (text if marked is None else marked).splitlines() if line.strip()]
+            return search_last(self.pattern, text)
+        answer, _ = marked(text)
+        lines = [line.strip() for line in (text if answer is None else answer).splitlines() if line.strip()]
         if not lines:
             return None
-        return lines[-1] if marked is None else lines[0]
+        return lines[-1] if answer is None else lines[0]
 
     def normal(self, answer: str) -> str:
         """Lower case, single blanks, nothing around it."""
@@ -158,7 +164,7 @@ class Function:
 
     name: str
     check: Callable[[str, Mapping[str, Any]], Any]
-    pattern: re.Pattern[str] | None
+    pattern: Pattern | None
 
     def answer(self, text: str) -> str | None:
         """What the pattern finds; without one what is marked as the answer, else the last line."""
@@ -188,44 +194,6 @@ def reference_of(data: Mapping[str, Any], field: str) -> Any:
     return data[field]
 
 
-def matched(pattern: re.Pattern[str], text: str) -> str | None:
-    """The first group of the last match, or all of it; None where nothing matches."""
-    last = None
-    for last in pattern.finditer(text):  # noqa: B007 - the last one is wanted
-        pass
-    if last is None:
-        return None
-    found: str | None = last[1] if pattern.groups else last[0]
-    return found
-
-
-def text_behind_mark(text: str) -> str | None:
-    r"""The content of the last `\boxed{}`, else what follows the last `####` or `#` before a number; else None."""
-    start = text.rfind("\\boxed{")
-    if start >= 0:
-        return _braced(text, start + len("\\boxed{"))
-    marks = list(_MARK.finditer(text))
-    return text[marks[-1].end() :] if marks else None
-
-
-def number_in(text: str) -> tuple[str, Fraction, bool] | None:
-    r"""The number that a text ends on: as it is written, its value, and whether it is in percent; None without one.
-
-    It is the last number in `\boxed{}`, else the first behind the last `####` or `#`, else the last of all. Commas
-    between thousands, fractions, also LaTeX's, mixed numbers and exponents are understood.
-    """
-    marked = text_behind_mark(text)
-    plain = text if marked is None else marked
-    for pattern, instead in _LATEX:
-        plain = pattern.sub(instead, plain)
-    numbers = list(_NUMBER.finditer(plain))
-    if not numbers:
-        return None
-    found = numbers[0] if marked is not None and "\\boxed{" not in text else numbers[-1]
-    value = _value(found)
-    return None if value is None else (found[0].strip(), value, bool(found["percent"]))
-
-
 def load_function(name: str) -> Callable[[str, Mapping[str, Any]], Any]:
     """The function that "file.py:name" or "module:name" names; SlurmGPUError where there is none."""
     module_name, _, function_name = name.rpartition(":")
@@ -234,6 +202,13 @@ def load_function(name: str) -> Callable[[str, Mapping[str, Any]], Any]:
         module = _import_file(Path(module_name)) if is_file else importlib.import_module(module_name)
     except ImportError as error:
         raise SlurmGPUError(f"checker {name!r} cannot be imported: {error}.") from error
+    except SlurmGPUError:
+        raise
+    except Exception as error:  # what the user's file does as it is imported
+        raise SlurmGPUError(
+            f"checker {name!r} cannot be imported: {_line_of(error)} has {type(error).__name__}: "
+            f"{error.msg if isinstance(error, SyntaxError) else error}. Correct it there."
+        ) from error
     found = getattr(module, function_name, None)
     if not callable(found):
         raise SlurmGPUError(
@@ -242,6 +217,14 @@ def load_function(name: str) -> Callable[[str, Mapping[str, Any]], Any]:
         )
     function: Callable[[str, Mapping[str, Any]], Any] = found
     return function
+
+
+def _line_of(error: Exception) -> str:
+    """The file and the line where an import failed."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{last.filename}:{last.lineno}"
 
 
 def _import_file(path: Path) -> Any:
@@ -254,35 +237,3 @@ def _import_file(path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def _compiled(pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise SlurmGPUError(f"pattern {pattern!r} is no regular expression: {error}.") from error
-
-
-def _braced(text: str, start: int) -> str:
-    """What stands from `start` to the brace that closes it; to the end if none does."""
-    depth = 1
-    for position in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
-        if not depth:
-            return text[start:position]
-    return text[start:]
-
-
-def _value(found: re.Match[str]) -> Fraction | None:
-    if len(found[0]) > _LONGEST:
-        return None
-    value = Fraction(found["digits"].replace(",", "") + (found["exponent"] or ""))
-    if found["below"]:
-        below = Fraction(found["below"])
-        if not below:
-            return None
-        value /= below
-    value += int(found["whole"] or 0)
-    if found["sign"] == "-":
-        value = -value
-    return value / 100 if found["percent"] else value

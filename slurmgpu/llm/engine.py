@@ -20,14 +20,29 @@ Batching = Literal["auto", "static", "continuous"]
 FinishReason = Literal["stop", "length", "error"]
 
 
+class Composed(str):
+    """A text that a template made: `quoted` are the (start, stop) of what comes from the item, the rest is ours."""
+
+    quoted: tuple[tuple[int, int], ...]
+
+    def __new__(cls, text: str, quoted: tuple[tuple[int, int], ...] = ()) -> Composed:
+        """The text."""
+        made = super().__new__(cls, text)
+        made.quoted = quoted
+        return made
+
+
 @dataclass(frozen=True)
 class Prompt:
     """What a model is asked: chat `messages`, or plain `text`; and `answer`, how its answer begins, if that is given.
 
-    The engine applies the chat template and tokenises; neither text nor answer is stripped.
+    The engine applies the chat template and tokenises; neither text nor answer is stripped. `system` belongs to a plain
+    text: a system message where the model has a chat template, else what comes before the text and a blank line.
+    What looks like a special token is text in all of these, but for what a `Composed` one does not quote.
     """
 
     text: str = ""
+    system: str = ""
     messages: tuple[Mapping[str, Any], ...] = ()
     answer: str = ""
 
@@ -37,6 +52,7 @@ class Sampling:
     """How tokens are chosen. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 leave no token out.
 
     A text of `stop` ends an answer and is not part of it. `logprobs` asks for each token's log-probability.
+    An answer for which the context has no room is an error, unless it is to `fit`: then it is cut there.
     """
 
     max_tokens: int = 512
@@ -46,6 +62,7 @@ class Sampling:
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
     logprobs: bool = False
+    fit: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,16 +96,25 @@ class Output:
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt with the answers to choose from."""
+    """A prompt with the answers to choose from.
+
+    Each `n_ways` choices that follow one another are ways to write the same answer. Choices of different answers that
+    are the same tokens are an error; those of one answer may be.
+    """
 
     id: int
     prompt: Prompt
     choices: tuple[str, ...]
+    n_ways: int = 1
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Of one question: log p(choice | prompt), natural logarithm, for each choice, and each choice's token count."""
+    """Of one question: log p(choice | prompt), natural logarithm, for each choice, and each choice's token count.
+
+    The choices exclude each other: what goes on as a longer choice counts for that one alone, so that "1" is what
+    begins with 1 and not with 10. A way to write an answer whose tokens an earlier way has is impossible (-inf).
+    """
 
     id: int
     logprobs: npt.NDArray[np.float64]

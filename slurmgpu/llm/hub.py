@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -84,14 +85,23 @@ def _ask(repository: str, revision: str | None, question: Callable[[Any], Any]) 
             f"model {repository!r} is no folder, and not in the hub's cache, {cache_folder()}; to ask the hub for it: "
             f"pip install 'slurmgpu[llm]'."
         ) from error
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # each retry is a warning, and what comes of them is said below
     try:
         return question(huggingface_hub)
     except Exception as error:  # The client's errors share no base, and its network library changes.
         raise _refusal(repository, revision, error) from error
+    finally:
+        logger.setLevel(level)
 
 
 class UnknownRepositoryError(SlurmGPUError):
     """The hub has no repository of this name, or none that this user may know of."""
+
+
+class UnreachedError(SlurmGPUError):
+    """The hub did not answer, or was not to be asked."""
 
 
 def _refusal(repository: str, revision: str | None, error: Exception) -> SlurmGPUError:
@@ -108,7 +118,8 @@ def _refusal(repository: str, revision: str | None, error: Exception) -> SlurmGP
             f"model {repository!r} cannot be written into the hub's cache, {cache_folder()}: "
             f"{os.strerror(error.errno)}. Set HF_HOME to a place where you may write, and where there is room."
         )
-    beginning = f"model {repository!r} is no folder here, and neither the hub nor its cache gives it"
+    at = f" at revision {revision!r}" if revision else ""
+    beginning = f"model {repository!r}{at} is no folder here, and neither the hub nor its cache gives it"
     expected = 'expected a folder, a name on the hub, or "package:NAME".'
     if "RepositoryNotFoundError" in kinds:
         return UnknownRepositoryError(
@@ -119,7 +130,7 @@ def _refusal(repository: str, revision: str | None, error: Exception) -> SlurmGP
         return SlurmGPUError(f"{beginning}: it is no name of a repository; {expected}")
     # Hub errors come with paragraphs, and addresses.
     said = " ".join(str(error).split())[:300]
-    return SlurmGPUError(
+    return UnreachedError(
         f"{beginning}: the cache is {cache_folder()}, and the hub was not reached. {FETCH}; HF_HOME must be the same "
         f"there and here. ({type(error).__name__}: {said})"
     )

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,9 @@ from slurmgpu.llm.quantising import quantization_config
 log = logging.getLogger(__name__)
 
 TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+FEW = 3
+"""So many weights are named of those that are wrong."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,9 @@ def load_model(options: EngineOptions, place: Place) -> Loaded:
     arguments = {**source, "config": config, "dtype": dtype, **_where(options, place, config)}
     if (quantization := quantization_config(options, place)) is not None:
         arguments["quantization_config"] = quantization
-    model = _from_pretrained(arguments, _attention(options, place)).eval()
+    model, report = _from_pretrained(arguments, _attention(options, place))
+    _check_whole(model, report, options)
+    model.eval()
     # What a checkpoint suggests for sampling is not what was asked for; only what ends an answer is taken from it.
     eos_ids = _ids(model.generation_config, config.get_text_config(), tokenizer)
     loaded = Loaded(model, tokenizer, eos_ids, _context(options, config), _kv_bytes(config, dtype, place), model.device)
@@ -173,15 +179,55 @@ def _attention(options: EngineOptions, place: Place) -> str | None:
     return "flash_attention_2" if is_flash_attn_2_available() else None
 
 
-def _from_pretrained(arguments: dict[str, Any], attention: str | None) -> Any:
+def _from_pretrained(arguments: dict[str, Any], attention: str | None) -> tuple[Any, Mapping[str, Any]]:
+    """The model, and transformers' account of which weights the checkpoint had."""
     from transformers import AutoModelForCausalLM
 
+    # Both would otherwise be a warning with a table, and an error that only names that table.
+    arguments = {**arguments, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    found: tuple[Any, Mapping[str, Any]]
     if attention is not None:
         try:
-            return AutoModelForCausalLM.from_pretrained(**arguments, attn_implementation=attention)
+            found = AutoModelForCausalLM.from_pretrained(**arguments, attn_implementation=attention)
+            return found
         except (ValueError, ImportError) as error:  # before any weight is read
             log.info("%s cannot be used, and the model's own attention is: %s", attention, error)
-    return AutoModelForCausalLM.from_pretrained(**arguments)
+    try:
+        found = AutoModelForCausalLM.from_pretrained(**arguments)
+    except ValueError as error:
+        if "tensor parallel size" not in str(error):
+            raise
+        raise SlurmGPUError(  # as transformers 5.20 refuses a vocabulary that does not divide; 5.23 takes it
+            f"the transformers of this image cannot split this model over so many GPUs: {error} Take another number of "
+            f'them, or a later transformers; or set processes = "one" in [resources], which spreads the layers.'
+        ) from error
+    return found
+
+
+def _check_whole(model: Any, report: Mapping[str, Any], options: EngineOptions) -> None:
+    """Refuse a model of which the checkpoint lacks weights: transformers has filled them with random numbers.
+
+    Weights that are tied to others are not among those missing.
+    """
+    missing = sorted(report["missing_keys"])
+    mismatched = [
+        f"{name} (stored as {list(stored)}, expected {list(expected)})"
+        for name, stored, expected in sorted(report["mismatched_keys"], key=lambda each: str(each[0]))
+    ]
+    wrongs = [("lacks", missing), ("has in another shape", mismatched)]
+    said = [f"{verb} {_some(names)}" for verb, names in wrongs if names]
+    if said:
+        raise SlurmGPUError(
+            f"The checkpoint of {options.model.name}, in {options.model.folder}, does not hold every weight of a "
+            f"{type(model).__name__}: it {'; it '.join(said)}. Such a model would answer at random. Copy or convert "
+            f"the checkpoint again; a model without a head for text, an encoder or a bare trunk, cannot generate."
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first names, and how many there are."""
+    first = ", ".join(names[:FEW])
+    return first if len(names) <= FEW else f"{first} and {len(names) - FEW} more ({len(names)} in all)"
 
 
 def _ids(*holders: Any) -> frozenset[int]:

@@ -11,13 +11,16 @@ RUNTIME_BYTES = 1.5e9
 
 @dataclass(frozen=True)
 class Memory:
-    """What a model needs, in bytes: weights that can be split over GPUs, weights that cannot, and the batch's cache."""
+    """What a model needs, in bytes: weights that can be split over GPUs, weights that cannot, and the batch's cache.
+
+    The cache has as many parts as there are key-value heads; more GPUs than those hold some of them twice.
+    """
 
     split: float
     whole: float
     cache: float
     layers: int
-    splits_cache: bool = True
+    cache_parts: int = 1_000
 
     @property
     def weights(self) -> float:
@@ -29,7 +32,7 @@ class Memory:
         if n_gpus == 1:
             return self.weights, self.cache
         if tensor_parallel:
-            return self.split / n_gpus + self.whole, self.cache / (n_gpus if self.splits_cache else 1)
+            return self.split / n_gpus + self.whole, self.cache / min(n_gpus, self.cache_parts)
         # Layers are not cut: one GPU has one more than its share.
         layers = min(1.0, 1 / n_gpus + 1 / max(1, self.layers))
         return self.weights * layers, self.cache * layers

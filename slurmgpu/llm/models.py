@@ -84,6 +84,10 @@ def locate(model: str, revision: str | None = None) -> tuple[Path, str | None]:
     found = _as_named(model, revision)
     if found is not None:
         return found
+    if "://" in model:
+        *_, name = model.partition("://")
+        short = "/".join(name.split("/")[1:3])
+        raise SlurmGPUError(f"model {model!r} is an address; expected the model's name on the hub, here {short!r}.")
     if _is_path(model):
         raise SlurmGPUError(
             f"there is no folder {model!r}, seen from {Path.cwd()};"
@@ -163,8 +167,30 @@ def fetch_files(folder: Path, repository: str | None, revision: str | None) -> s
     """Download what `locate` found on the hub; a sentence with size and place."""
     if repository is None:
         return f"the model lies in {folder}, {_size(folder)}: there is nothing to download"
-    folder = hub.download_all(repository, revision)
-    return f"{repository} at {folder.name[:12]} is in {folder}, {_size(folder)}"
+    try:
+        folder = hub.download_all(repository, revision)
+    except hub.UnreachedError:
+        if not _is_whole(folder):
+            raise
+        at = _at(repository, folder, revision)
+        return f"{at} is in the cache, {folder}, {_size(folder)}; the hub was not reached"
+    return f"{_at(repository, folder, revision)} is in {folder}, {_size(folder)}"
+
+
+def _at(repository: str, folder: Path, revision: str | None) -> str:
+    asked = "" if revision is None or folder.name.startswith(revision) else f" ({revision})"
+    return f"{repository} at {folder.name[:12]}{asked}"
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a snapshot has weights and a tokenizer: its files appear once they are complete."""
+    from slurmgpu.llm.decoders import VOCABULARIES
+
+    indices = [folder / f"{name}.index.json" for name in ("model.safetensors", "pytorch_model.bin")]
+    listed = next((set(read_json(path).get("weight_map", {}).values()) for path in indices if path.is_file()), set())
+    single = [path for pattern in ("*.safetensors", "pytorch_model*.bin") for path in folder.glob(pattern)]
+    has_weights = all((folder / name).is_file() for name in listed) and bool(listed or single)
+    return has_weights and any(next(folder.glob(pattern), None) for pattern in VOCABULARIES)
 
 
 def _size(folder: Path) -> str:

@@ -5,31 +5,61 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from slurmgpu.errors import SlurmGPUError
+from slurmgpu.errors import ItemError, SlurmGPUError
+
+TIME_LIMIT_S = 10.0
+"""How long one pattern may search one text: some take longer with each character than the world will last."""
 
 
-def compile_pattern(pattern: str, name: str = "pattern") -> re.Pattern[str]:
+@dataclass(frozen=True)
+class Pattern:
+    """A setting's regular expression, with one group or none; `name` is the setting's."""
+
+    text: str
+    name: str
+    n_groups: int
+
+
+def compile_pattern(pattern: str, name: str = "pattern") -> Pattern:
     """A setting's regular expression, with `^` and `$` for lines; SlurmGPUError unless it has one group, or none."""
     try:
-        compiled = re.compile(pattern, re.MULTILINE)
+        n_groups = re.compile(pattern, re.MULTILINE).groups
     except re.error as error:
         raise SlurmGPUError(f"{name} is {pattern!r}, which is no regular expression: {error}.") from error
-    if compiled.groups > 1:
+    if n_groups > 1:
         raise SlurmGPUError(
-            f"{name} is {pattern!r}, which has {compiled.groups} groups; expected one, around what is wanted. "
+            f"{name} is {pattern!r}, which has {n_groups} groups; expected one, around what is wanted. "
             f"Write (?:…) for the others."
         )
-    return compiled
+    return Pattern(pattern, name, n_groups)
 
 
-def last_match(pattern: re.Pattern[str], text: str) -> str | None:
-    """What the pattern's group holds where it matches last (the whole match without a group); None without a match."""
-    found = None
-    for match in pattern.finditer(text):
-        found = match[pattern.groups] if match[pattern.groups] is not None else found
-    return found
+def search_all(pattern: Pattern, text: str) -> list[str]:
+    """What the pattern's group holds at each match (the whole match without a group), in order.
+
+    ItemError where that takes longer than TIME_LIMIT_S.
+    """
+    # A dependency of transformers, which login nodes may lack; the standard library's re knows no time limit.
+    import regex
+
+    matches = regex.finditer(pattern.text, text, regex.MULTILINE, timeout=TIME_LIMIT_S)
+    try:
+        found = [match[pattern.n_groups] for match in matches]
+    except TimeoutError as error:
+        raise ItemError(
+            f"{pattern.name} {pattern.text!r:.200} took more than {TIME_LIMIT_S:g} s to search a text of {len(text)} "
+            f"characters; expected one whose repetitions do not overlap, as those of (a+)+ do"
+        ) from error
+    return [each for each in found if each is not None]
+
+
+def search_last(pattern: Pattern, text: str) -> str | None:
+    """What `search_all` finds last; None without a match."""
+    found = search_all(pattern, text)
+    return found[-1] if found else None
 
 
 def json_field(text: str, field: str) -> Any:

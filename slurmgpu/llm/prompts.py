@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
-from slurmgpu.llm.engine import Prompt
+from slurmgpu.llm.engine import Composed, Prompt
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+
+NOTHING: Mapping[str, Any] = {}
 
 _PIECES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 # Not whatever a field may be called: {"label": …} in a prompt is meant as JSON, and its braces are to be doubled.
@@ -39,14 +41,30 @@ class Template:
         """The fields that it names."""
         return frozenset(part[0] for part in self._parts if not isinstance(part, str))
 
-    def render(self, data: Mapping[str, Any]) -> str:
-        """The text, filled in: strings as they are, everything else as JSON; ItemError for what is not there."""
-        return "".join(part if isinstance(part, str) else text_of(_value(data, *part)) for part in self._parts)
+    @property
+    def whole_fields(self) -> frozenset[str]:
+        """Those of the fields that it takes as a whole, and not only by a key: `{text}`, not `{text[0]}`."""
+        return frozenset(part[0] for part in self._parts if not isinstance(part, str) and not part[1])
 
-    def fill(self, word: str, given: Mapping[str, Any]) -> str:
+    def render(self, data: Mapping[str, Any], given: Mapping[str, Any] = NOTHING) -> Composed:
+        """The text, filled in: strings as they are, everything else as JSON; ItemError for what is not there.
+
+        What is `given` goes before the items' fields.
+        """
+        texts: list[str] = []
+        quoted: list[tuple[int, int]] = []
+        length = 0
+        for part in self._parts:
+            texts.append(part if isinstance(part, str) else text_of(_value(given if part[0] in given else data, *part)))
+            if not isinstance(part, str):
+                quoted.append((length, length + len(texts[-1])))
+            length += len(texts[-1])
+        return Composed("".join(texts), tuple(quoted))
+
+    def fill(self, word: str, given: Mapping[str, Any]) -> Composed:
         """The text with one word in place of every field that is not given."""
         values = (part if isinstance(part, str) else given.get(part[0], word) for part in self._parts)
-        return "".join(map(text_of, values))
+        return Composed("".join(map(text_of, values)))
 
 
 class Prompts:
@@ -83,9 +101,14 @@ class Prompts:
             found |= frozenset() if template is None else template.fields
         return found
 
-    def of(self, data: Mapping[str, Any]) -> Prompt:
-        """The prompt of an item's data; ItemError where a field is missing or holds something else."""
-        system = None if self._system is None else self._system.render(data)
+    @property
+    def whole_fields(self) -> frozenset[str]:
+        """Those of the fields that its templates take as a whole."""
+        return frozenset[str]().union(*(each.whole_fields for each in (self._prompt, self._system) if each is not None))
+
+    def of(self, data: Mapping[str, Any], given: Mapping[str, Any] = NOTHING) -> Prompt:
+        """The prompt of an item's data and what is given; ItemError where a field is missing or something else."""
+        system = None if self._system is None else self._system.render(data, given)
         if self._messages is not None:
             messages = _messages(self._messages, take(data, self._messages))
             if system is None:
@@ -94,22 +117,22 @@ class Prompts:
                 raise ItemError(f"field {self._messages!r} begins with a system message of its own, and system is set")
             return Prompt(messages=({"role": "system", "content": system}, *messages))
         assert self._prompt is not None
-        return _asked(self._prompt.render(data), system)
+        return Prompt(self._prompt.render(data, given), system=system or "")
 
     def fill(self, word: str, given: Mapping[str, Any]) -> Prompt:
         """The prompt of the template with one word in place of every field that is not given."""
         if self._prompt is None:
             raise SlurmGPUError("Without prompt, a template, there are no fields to put a word in place of.")
         system = None if self._system is None else self._system.fill(word, given)
-        return _asked(self._prompt.fill(word, given), system)
+        return Prompt(self._prompt.fill(word, given), system=system or "")
 
-    def length(self, data: Mapping[str, Any]) -> int:
+    def length(self, data: Mapping[str, Any], given: Mapping[str, Any] = NOTHING) -> int:
         """How many characters an item's prompt has; 0 where it has none. To sort items by."""
         try:
-            prompt = self.of(data)
+            prompt = self.of(data, given)
         except ItemError:
             return 0
-        return len(prompt.text) + sum(len(message["content"]) for message in prompt.messages)
+        return len(prompt.text) + len(prompt.system) + sum(len(message["content"]) for message in prompt.messages)
 
 
 def take(data: Mapping[str, Any], field: str) -> Any:
@@ -122,13 +145,6 @@ def take(data: Mapping[str, Any], field: str) -> Any:
 def text_of(value: Any) -> str:
     """A value as a prompt shows it: strings as they are, everything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_plain)
-
-
-def _asked(text: str, system: str | None) -> Prompt:
-    """A plain prompt; a chat if there is a system prompt, for which plain text has no place."""
-    if system is None:
-        return Prompt(text)
-    return Prompt(messages=({"role": "system", "content": system}, {"role": "user", "content": text}))
 
 
 def _part(found: re.Match[str], owner: str) -> str | tuple[str, tuple[str, ...]]:

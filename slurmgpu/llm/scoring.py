@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from slurmgpu.llm import caches
 from slurmgpu.llm.answers import Codec, PromptError
@@ -16,6 +17,9 @@ from slurmgpu.llm.prefilling import Prefill, Prefilled, Tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+ROUNDING = 2.0**-24
+"""How far a probability near 1 is off in float32, in which the models' own are computed."""
 
 
 @dataclass(frozen=True)
@@ -101,10 +105,7 @@ class Scorer:
                     sums = self._anew([batch[row].prompt for row, _ in some], choices)
                 for (row, place), logprob in zip(some, sums, strict=True):
                     found[row][place] += logprob
-        return [
-            Scores(asked.question.id, logprobs, np.array([*map(len, asked.choices)]), asked.n_prompt_tokens)
-            for asked, logprobs in zip(batch, found, strict=True)
-        ]
+        return [scores_of(asked, logprobs) for asked, logprobs in zip(batch, found, strict=True)]
 
     def _go_on(self, read: Prefilled, rows: Sequence[int], choices: Sequence[Tokens]) -> list[float]:
         """Log-probabilities of choices behind their first tokens, each on the row of its prompt."""
@@ -146,7 +147,47 @@ def ask(question: Question, codec: Codec, context: int) -> Asked:
         raise PromptError(
             f"the prompt has {len(prompt)} tokens, which with its choices exceeds the context of {context} tokens"
         )
-    return Asked(question, prompt[:n_same], tuple(tokens[n_same:] for tokens in whole), len(prompt))
+    asked = Asked(question, prompt[:n_same], tuple(tokens[n_same:] for tokens in whole), len(prompt))
+    _refuse_same(asked)
+    return asked
+
+
+def scores_of(asked: Asked, logprobs: npt.NDArray[np.float64]) -> Scores:
+    """The scores of a question, from the log-probabilities that a text begins with the tokens of each choice."""
+    n_tokens = np.array([len(choice) for choice in asked.choices], np.int64)
+    return Scores(asked.question.id, exclusive(asked.choices, logprobs), n_tokens, asked.n_prompt_tokens)
+
+
+def exclusive(choices: Sequence[Tokens], logprobs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Log-probabilities of choices that exclude each other: of each, without those that go on from it.
+
+    Of choices with the same tokens the first has all.
+    """
+    taken, found = np.zeros(len(choices)), logprobs.copy()
+    begun: list[int] = []  # the choices that the present one begins with, from the shortest on
+    for place in sorted(range(len(choices)), key=lambda place: choices[place]):
+        tokens = choices[place]
+        while begun and tokens[: len(choices[begun[-1]])] != choices[begun[-1]]:
+            begun.pop()
+        if begun and tokens == choices[begun[-1]]:
+            found[place] = -np.inf
+            continue
+        if begun and np.isfinite(logprobs[place]) and np.isfinite(logprobs[begun[-1]]):
+            taken[begun[-1]] += np.exp(min(logprobs[place] - logprobs[begun[-1]], 0.0))
+        begun.append(place)
+    # What rounding leaves of a choice that always goes on must not be nothing, or less.
+    exclude: npt.NDArray[np.float64] = found + np.log1p(-np.minimum(taken, 1 - ROUNDING))
+    return exclude
+
+
+def _refuse_same(asked: Asked) -> None:
+    """Refuse choices of different answers that are the same to the model."""
+    seen: dict[Tokens, int] = {}
+    for place, tokens in enumerate(asked.choices):
+        earlier = seen.setdefault(tokens, place)
+        if earlier // asked.question.n_ways != place // asked.question.n_ways:
+            one, other = asked.question.choices[earlier], asked.question.choices[place]
+            raise PromptError(f"{one!r} and {other!r} are the same tokens to this model; expected texts that differ")
 
 
 def _sums(logits: Tensor, following: Tensor, is_token: Tensor) -> list[float]:

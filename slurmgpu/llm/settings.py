@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, TypedDict, get_args, get_type_hints
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.engine import Batching, EngineOptions, Precision, Sampling
 from slurmgpu.llm.models import find_model
+from slurmgpu.llm.sizes import context_of
 
 EngineName = Literal["transformers", "vllm"]
 
@@ -16,6 +18,7 @@ class ModelSettings(TypedDict, total=False):
     """Which engine computes, and how; docs/reference/language-models.md has a line for each."""
 
     revision: str
+    model_files: dict[str, str]
     trust_remote_code: bool
     engine: EngineName
     precision: Precision
@@ -38,16 +41,33 @@ class SamplingSettings(ModelSettings, total=False):
 
 
 def engine_options(model: str, settings: Mapping[str, Any]) -> EngineOptions:
-    """The options of the engine that settings describe; SlurmGPUError for a value that cannot be."""
+    """The options of the engine that settings describe; SlurmGPUError for a value that cannot be, or no such model."""
+    check_engine(settings)
     found = {name: settings[name] for name in get_type_hints(ModelSettings) if name in settings}
-    _check_choice("engine", found.get("engine", "transformers"), EngineName)
-    _check_choice("precision", found.get("precision", "bf16"), Precision)
-    _check_choice("batching", found.get("batching", "auto"), Batching)
-    for name in ("batch_tokens", "max_context"):
-        _check_range(name, found.get(name, 1), 1, None)
     revision = found.pop("revision", None)
+    found.pop("model_files", None)
     source = find_model(model, revision=revision, trust_remote_code=found.get("trust_remote_code", False))
     return EngineOptions(source, **found)
+
+
+def check_engine(settings: Mapping[str, Any]) -> None:
+    """Refuse a setting of the engine that cannot be, whatever the model is."""
+    _check_choice("engine", settings.get("engine", "transformers"), EngineName)
+    _check_choice("precision", settings.get("precision", "bf16"), Precision)
+    _check_choice("batching", settings.get("batching", "auto"), Batching)
+    for name in ("batch_tokens", "max_context"):
+        check_range(name, settings.get(name, 1), 1, None)
+
+
+def check_max_tokens(max_tokens: int, options: EngineOptions) -> None:
+    """Refuse answers that leave a prompt no room in the model's context; where that is not known, none."""
+    context = context_of(options.model, options.max_context)
+    if context is not None and max_tokens >= context:
+        whose = "max_context" if options.max_context == context else "the model's context"
+        raise SlurmGPUError(
+            f"max_tokens is {max_tokens}, and {whose} of {context} tokens holds prompt and answer together; expected "
+            f"less, by as much as the prompts need."
+        )
 
 
 def sampling_names() -> set[str]:
@@ -55,14 +75,23 @@ def sampling_names() -> set[str]:
     return set(get_type_hints(SamplingSettings)) - set(get_type_hints(ModelSettings))
 
 
+def check_scored(settings: Mapping[str, Any], others: Collection[str] = ()) -> None:
+    """Refuse settings of free answers where method = "score" has none: those of sampling, and `others` that are set."""
+    if wrong := [*others, *sorted(sampling_names() & settings.keys())]:
+        raise SlurmGPUError(
+            f"{wrong[0]} is set, and method is 'score': it is for the free answers of method = \"parse\"; what may be "
+            f"answered is scored here, and no text is generated. Leave it out, or set method."
+        )
+
+
 def sampling(settings: Mapping[str, Any], **defaults: Any) -> Sampling:
     """How settings say that answers are sampled; SlurmGPUError for a value that cannot be."""
     found = {**defaults, **{name: settings[name] for name in sampling_names() if name in settings}}
-    _check_range("max_tokens", found.get("max_tokens", 1), 1, None)
-    _check_range("temperature", found.get("temperature", 0), 0, None)
-    _check_range("top_p", found.get("top_p", 1), 0, 1, low_is_in=False)
-    _check_range("top_k", found.get("top_k", 0), 0, None)
-    _check_range("min_p", found.get("min_p", 0), 0, 1)
+    check_range("max_tokens", found.get("max_tokens", 1), 1, None)
+    check_range("temperature", found.get("temperature", 0), 0, None)
+    check_range("top_p", found.get("top_p", 1), 0, 1, low_is_in=False)
+    check_range("top_k", found.get("top_k", 0), 0, None)
+    check_range("min_p", found.get("min_p", 0), 0, 1)
     found["stop"] = tuple(found.get("stop", ()))
     if "" in found["stop"]:
         raise SlurmGPUError('stop holds an empty text, which would end every answer; expected texts such as "\\n".')
@@ -74,7 +103,13 @@ def _check_choice(name: str, value: Any, choices: Any) -> None:
         raise SlurmGPUError(f"{name} is {value!r}; expected one of {', '.join(map(repr, get_args(choices)))}.")
 
 
-def _check_range(name: str, value: float, low: float, high: float | None, *, low_is_in: bool = True) -> None:
-    if value < low or (value == low and not low_is_in) or (high is not None and value > high):
+def check_range(name: str, value: float, low: float, high: float | None, *, low_is_in: bool = True) -> None:
+    """Refuse a number that is not within a range."""
+    if (
+        not math.isfinite(value)
+        or value < low
+        or (value == low and not low_is_in)
+        or (high is not None and value > high)
+    ):
         least = f"at least {low:g}" if low_is_in else f"more than {low:g}"
         raise SlurmGPUError(f"{name} is {value!r}; expected {least}{'' if high is None else f' and at most {high:g}'}.")

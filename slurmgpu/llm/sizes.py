@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.llm.defaults import with_defaults
 from slurmgpu.llm.models import ModelSource, read_json
 
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -50,11 +51,15 @@ class Weights:
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """Bytes of the KV cache for a token: in layers that keep all tokens, and in those that keep `window` of them."""
+    """Bytes of the KV cache for a token: in layers that keep all tokens, and in those that keep `window` of them.
+
+    Of a config that does not say enough they are 0, and not known.
+    """
 
     full: int
     sliding: int = 0
     window: int = 0
+    is_known: bool = True
 
     @property
     def a_token(self) -> int:
@@ -68,20 +73,33 @@ class CacheSizes:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a config that describes the language model, of one that can see or hear, too."""
+    """The part of a config that describes the language model, of one that can see or hear, too; with its defaults."""
     inner = config.get("text_config")
-    return inner if isinstance(inner, Mapping) else config
+    return with_defaults(inner if isinstance(inner, Mapping) else config)
 
 
-def context_of(source: ModelSource, max_context: int | None) -> int:
-    """The most tokens that a prompt and its answer may have."""
-    own = int(text_config(source.config).get("max_position_embeddings") or 4096)
-    return min(own, max_context or own)
+def context_of(source: ModelSource, max_context: int | None) -> int | None:
+    """The most tokens that a prompt and its answer may have; None if nothing says it."""
+    config = text_config(source.config)
+    said = [config.get("max_position_embeddings") or config.get("n_positions"), max_context]
+    return min((int(each) for each in said if each), default=None)
+
+
+def has_known_layers(config: Mapping[str, Any]) -> bool:
+    """Whether a text config says how many layers there are, and how wide their heads."""
+    alternatives = (
+        ("num_hidden_layers", "n_layer", "layer_types"),
+        ("num_attention_heads", "n_head"),
+        ("hidden_size", "n_embd", "head_dim"),
+    )
+    return all(any(config.get(name) for name in names) for names in alternatives)
 
 
 def cache_sizes(source: ModelSource, precision: str) -> CacheSizes:
     """What a token costs in the KV cache."""
     config = text_config(source.config)
+    if not has_known_layers(config):
+        return CacheSizes(0, is_known=False)
     n_layers = int(config.get("num_hidden_layers") or config.get("n_layer") or 0)
     layer = _kv_numbers(config) * ITEM_BYTES[precision]
     types = config.get("layer_types") or ["full_attention"] * n_layers
@@ -132,11 +150,13 @@ def weights_of(source: ModelSource) -> Weights:
     pickled = [path.stat().st_size for path in source.folder.glob("pytorch_model*.bin")]
     if not pickled:
         return Weights(estimate.numbers, estimate.stored_bytes, (SINGLE,), True)
-    # How large they are together is known, and of what kind is guessed.
+    # How large they are together is known, and of what kind is guessed; of an unknown kind all may be anything.
     config = text_config(source.config)
     width = 4 if "float32" in (config.get("dtype"), config.get("torch_dtype")) else 2
     scale = sum(pickled) / width / max(1, estimate.parameters) or 1.0
     numbers = {group: round(number * scale) for group, number in estimate.numbers.items()}
+    if not estimate.parameters:
+        numbers["linear"] = round(sum(pickled) / width)
     return Weights(numbers, {group: width * number for group, number in numbers.items()}, (), True)
 
 
@@ -200,7 +220,8 @@ def _estimate(config: Mapping[str, Any]) -> Weights:
     hidden, vocabulary = _hidden(config), int(config.get("vocab_size") or 0)
     n_layers = int(config.get("num_hidden_layers") or config.get("n_layer") or 0)
     n_heads, n_kv, width = heads_of(config)
-    inner = int(config.get("intermediate_size") or 4 * hidden)
+    inner = config.get("intermediate_size") or 4 * hidden
+    inner = int(max(inner) if isinstance(inner, list) else inner)  # of Gemma 3n each layer has its own
     n_experts = experts_of(config)
     attention = 2 * hidden * (n_heads + n_kv) * width
     expert = 3 * hidden * int(config.get("moe_intermediate_size") or inner)

@@ -7,9 +7,7 @@ were sampled from it, as in Math-Shepherd (Wang et al. 2024, arXiv:2312.08935).
 from __future__ import annotations
 
 import hashlib
-import math
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 ROOT = 0
@@ -19,9 +17,8 @@ ROOT = 0
 class Node:
     """One step behind the steps above it. `leaf` is the last step of a path; such a node has no children.
 
-    `n_tokens` estimates the tokens of `prefix`, the text down to here, by its share of the characters of a path.
-    `drawn` counts samples that passed through each child; `visits` and `hits` count completions, and right ones,
-    that were sampled from here to learn the node's value.
+    `prefix` is the text down to here, which no other node has. `drawn` counts samples that passed through each child;
+    `visits` and `hits` count completions, and right ones, that were sampled from here to learn the node's value.
     """
 
     parent: int
@@ -29,7 +26,6 @@ class Node:
     text: str
     leaf: bool = False
     prefix: str = ""
-    n_tokens: int = 0
     children: dict[tuple[str, bool], int] = field(default_factory=dict)
     drawn: Counter[int] = field(default_factory=Counter)
     visits: int = 0
@@ -45,13 +41,18 @@ class Path:
     answer: str | None
     correct: bool
     cut: bool
+    is_long: bool = False
 
 
 class Tree:
-    """The nodes and paths of one question; node 0 is the question itself, before any step."""
+    """The nodes and paths of one question; node 0 is the question itself, before any step.
 
-    def __init__(self, delimiter: str) -> None:
+    A path has at most `max_steps` nodes: the last is all the rest, and the path `is_long`.
+    """
+
+    def __init__(self, delimiter: str, max_steps: int) -> None:
         self.delimiter = delimiter
+        self.max_steps = max_steps
         self.nodes = [Node(-1, 0, "")]
         self.paths: list[Path] = []
 
@@ -59,25 +60,27 @@ class Tree:
         """An answer that begins with the steps down to `node`."""
         return self.nodes[node].prefix + completion
 
-    def add(
-        self, start: int, completion: str, *, n_tokens: int = 0, answer: str | None, correct: bool, cut: bool
-    ) -> None:
-        """Add the path that `completion`, of `n_tokens`, makes of the steps down to the node it was sampled from."""
-        above, rate = self.nodes[start], n_tokens / max(1, len(completion))
-        *inner, last = split_steps(completion, self.delimiter)
-        node, below = start, []
-        for text, leaf in [*((text, False) for text in inner), (last, True)]:
-            child = self._child(node, text, leaf)
-            if not self.nodes[child].n_tokens:
-                n_more = len(self.nodes[child].prefix) - len(above.prefix)
-                self.nodes[child].n_tokens = above.n_tokens + math.ceil(max(0, n_more) * rate)
-            self.nodes[node].drawn[child] += 1
+    def add(self, start: int, completion: str, *, answer: str | None, correct: bool, cut: bool) -> None:
+        """Add the path that `completion` makes of the steps down to the node it was sampled from.
+
+        The whole text is cut into steps, not the completion: one that begins with a blank step makes the step before
+        it longer, and so belongs below another node, which may be there.
+        """
+        whole = self.whole_text(start, completion)
+        steps = split_steps(whole, self.delimiter)
+        is_long = len(steps) > self.max_steps
+        if is_long:
+            steps[self.max_steps - 1 :] = [self.delimiter.join(steps[self.max_steps - 1 :])]
+        node, nodes = ROOT, []
+        for depth, text in enumerate(steps):
+            child = self._child(node, text, depth == len(steps) - 1)
+            if depth >= self.nodes[start].depth:  # above, the sample says nothing of which steps are likely
+                self.nodes[node].drawn[child] += 1
             node = child
-            below.append(node)
+            nodes.append(node)
         self.nodes[node].visits += 1
         self.nodes[node].hits += correct
-        nodes = (*self._above(start), *below)
-        self.paths.append(Path(nodes, self.whole_text(start, completion), answer, correct, cut))
+        self.paths.append(Path(tuple(nodes), whole, answer, correct, cut, is_long))
 
     def open_nodes(self, depth: int | None = None) -> list[int]:
         """The nodes from where a path can go on, the question left out; at one depth only, if one is given."""
@@ -116,15 +119,6 @@ class Tree:
             prefix = "" if leaf else above.prefix + text + self.delimiter
             self.nodes.append(Node(parent, above.depth + 1, text, leaf, prefix))
         return number
-
-    def _above(self, node: int) -> list[int]:
-        """The nodes from the first step down to `node`."""
-        return list(self._climb(node))[::-1]
-
-    def _climb(self, node: int) -> Iterator[int]:
-        while node != ROOT:
-            yield node
-            node = self.nodes[node].parent
 
 
 def split_steps(text: str, delimiter: str) -> list[str]:

@@ -33,8 +33,8 @@ class TransformersEngine:
         self._scorer = Scorer(place, self._codec, loaded.context, budget, self._prefill)
         self._continuous = self._open_continuous(loaded, options, place)
         self._loaded = loaded
-        way = "static" if self._continuous is None else "continuous"
-        log.info("%s batches, static ones of at most %d tokens", way, budget.tokens)
+        way = "" if self._continuous is None else "continuous batches; where they are not possible, "
+        log.info("%sstatic batches of at most %d tokens", way, budget.tokens)
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Output]:
         """Each request's output, in the order in which they finish."""
@@ -43,7 +43,7 @@ class TransformersEngine:
             try:
                 encoded.append(self._codec.encode(request))
             except PromptError as error:
-                yield Output(request.id, finish_reason="error", error=str(error))
+                yield error.output(request)
         batches = self._continuous or self._static
         for finished in batches.generate(encoded):
             yield self._codec.decode(finished)

@@ -16,7 +16,7 @@ import numpy as np
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.answers import Codec, Encoded, Finished, PromptError
 from slurmgpu.llm.engine import EngineOptions, Output, Place, Question, Request, Scores
-from slurmgpu.llm.scoring import Asked, ask
+from slurmgpu.llm.scoring import Asked, ask, scores_of
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class VllmEngine:
                 _check(request)
                 encoded.append(self._codec.encode(request))
             except PromptError as error:
-                yield Output(request.id, finish_reason="error", error=str(error))
+                yield error.output(request)
         answers = self._run([each.tokens for each in encoded], [_sampling_arguments(each) for each in encoded])
         for one, answer in zip(encoded, answers, strict=True):
             yield self._codec.decode(_finished(one, answer))
@@ -216,5 +216,4 @@ def _scores(asked: Asked, known: dict[tuple[Tokens, int], float], problem: str |
     if problem is not None:
         return Scores(asked.question.id, np.empty(0), np.empty(0, np.int64), asked.n_prompt_tokens, problem)
     sums = [sum(known[choice[:place], token] for place, token in enumerate(choice)) for choice in asked.choices]
-    n_tokens = np.array([len(choice) for choice in asked.choices], np.int64)
-    return Scores(asked.question.id, np.array(sums, np.float64), n_tokens, asked.n_prompt_tokens)
+    return scores_of(asked, np.array(sums, np.float64))

@@ -101,8 +101,10 @@ class Workload(Protocol):
     `place(share)`, which planning asks for a `Placement`; `paths`, what a task reads beside the input, for the image;
     `environ`, variables that workers find; `fetch()`, which `check --fetch` calls; `summarize(merged)`, JSON for the
     report, from the merged file; `texts`, the names of settings in place of whose text "file:PATH" may stand; `fields`,
-    the names of the items' fields that it takes, which planning looks for in inputs that have columns;
-    `frozen_settings`, what the plan keeps in place of settings that name files which may change.
+    the names of the items' fields that it takes, which planning looks for in the input, and `advice`, by such a name
+    what to say besides where it is not there;
+    `frozen_settings`, what the plan keeps in place of settings that name files which may change;
+    `check_input(files, n_items)`, which planning calls with the input, and which raises a SlurmGPUError to refuse it.
     """
 
     columns: Mapping[str, Column]
@@ -113,6 +115,14 @@ class Workload(Protocol):
 
     def __call__(self, items: Sequence[Item]) -> Sequence[Row | ItemError]:
         """One row, or ItemError, for each item, in order."""
+
+
+class UnknownSettingError(SlurmGPUError):
+    """A workload has no setting `name`."""
+
+    def __init__(self, message: str, name: str) -> None:
+        super().__init__(message)
+        self.name = name
 
 
 def resolve_use(use: str, base: Path) -> str:
@@ -258,7 +268,7 @@ def _check_names(full_name: str, cls: type, settings: Mapping[str, Any]) -> None
     for name in settings:
         if name not in known:
             hint = did_you_mean(name, known) or " It takes none."
-            raise SlurmGPUError(f"Workload {full_name} has no setting {name!r}.{hint}")
+            raise UnknownSettingError(f"Workload {full_name} has no setting {name!r}.{hint}", name)
     missing = [
         name
         for name, p in known.items()

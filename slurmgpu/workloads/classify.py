@@ -15,10 +15,10 @@ from slurmgpu.columns import Array, Column, Text
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm import metrics
 from slurmgpu.llm.engine import Prompt, Question, Request, Scores
-from slurmgpu.llm.parsing import Labels, check_labels, compile_pattern, json_field, last_match
+from slurmgpu.llm.parsing import Labels, check_labels, compile_pattern, json_field, search_last
 from slurmgpu.llm.prompts import Prompts, take, text_of
 from slurmgpu.llm.sampling import mix
-from slurmgpu.llm.settings import SamplingSettings, sampling, sampling_names
+from slurmgpu.llm.settings import SamplingSettings, check_scored, sampling
 from slurmgpu.workloads import Item, Row, TaskContext
 from slurmgpu.workloads.generate import answered, ends_summary
 from slurmgpu.workloads.language_model import LanguageModelWorkload, blocks, keep_columns, kept
@@ -73,8 +73,6 @@ class Classify(LanguageModelWorkload):
         given |= {"pattern": pattern, "json": json}
         _check_method(method, [name for name, value in given.items() if value], settings)
         self.choices = _choices(self.labels, choices)
-        if method == "score" and not (length_normalize or calibrate):
-            _refuse_beginnings([ways[0] for ways in self.choices])
         self.given = {"labels": _described(labels)}
         self.prompts = Prompts(prompt, messages, system, given=("labels",))
         if calibrate and prompt is None:
@@ -87,7 +85,7 @@ class Classify(LanguageModelWorkload):
         self._offsets = np.zeros(len(self.labels))
         self.columns = keep_columns(self.keep, self._own_columns())
         self.fields = {*self.prompts.fields, *self.keep, *filter(None, (truth, group))} - self.given.keys()
-        self.use_model(model, settings)
+        self.use_model(model, settings, max_tokens=self.sampling.max_tokens if method == "parse" else 0)
 
     def _own_columns(self) -> dict[str, Column]:
         columns: dict[str, Column] = {"label": Text()}
@@ -103,14 +101,14 @@ class Classify(LanguageModelWorkload):
         super().load(task)
         if self.calibrate:
             # Once and alone: what is taken from every score must not depend on a batch.
-            [found] = self.engine.score([Question(0, self.prompts.fill(NO_CONTENT, self.given), self._flat_choices)])
+            [found] = self.engine.score([self._question(0, self.prompts.fill(NO_CONTENT, self.given))])
             if found.error is not None:
                 raise SlurmGPUError(f"calibrate: the prompt without an item cannot be scored: {found.error}")
             self._offsets = self._by_label(found)
 
     def sort_key(self, item: Item) -> int:
         """Long prompts first."""
-        return -self.prompts.length({**item.data, **self.given})
+        return -self.prompts.length(item.data, self.given)
 
     def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
         """The label of each item, or an ItemError for one that has no prompt, or no answer."""
@@ -132,16 +130,16 @@ class Classify(LanguageModelWorkload):
                 if field is not None:
                     value = take(item.data, field)
                     values[name] = "" if value is None else text_of(value)
-            return self.prompts.of({**item.data, **self.given}), values
+            return self.prompts.of(item.data, self.given), values
         except ItemError as error:
             return error
 
-    @property
-    def _flat_choices(self) -> tuple[str, ...]:
-        return tuple(choice for ways in self.choices for choice in ways)
+    def _question(self, number: int, prompt: Prompt) -> Question:
+        choices = tuple(choice for ways in self.choices for choice in ways)
+        return Question(number, prompt, choices, len(self.choices[0]))
 
     def _score(self, prompts: Mapping[int, Prompt]) -> dict[int, Row | ItemError]:
-        questions = [Question(number, prompt, self._flat_choices) for number, prompt in prompts.items()]
+        questions = [self._question(number, prompt) for number, prompt in prompts.items()]
         return {scores.id: self._scored(scores) for scores in self.engine.score(questions)}
 
     def _scored(self, scores: Scores) -> Row | ItemError:
@@ -172,10 +170,10 @@ class Classify(LanguageModelWorkload):
         for output in self.engine.generate(requests):
             try:
                 [answer] = answered([output])
+                label = self.label_of(answer.text)
             except ItemError as error:
                 found[output.id] = error
                 continue
-            label = self.label_of(answer.text)
             row = {"label": label or "", "raw": answer.text, "finish_reason": answer.finish_reason}
             found[output.id] = {**row, "parse_ok": label is not None}
         return found
@@ -186,7 +184,7 @@ class Classify(LanguageModelWorkload):
             value = json_field(text, self._json)
             return None if value is None else self._finder.exactly(text_of(value))
         if self._pattern is not None:
-            found = last_match(self._pattern, text)
+            found = search_last(self._pattern, text)
             return None if found is None else self._finder.exactly(found) or self._finder.within(found)
         return self._finder.within(text)
 
@@ -251,13 +249,12 @@ class Classify(LanguageModelWorkload):
 def _check_method(method: Method, given: Sequence[str], settings: Mapping[str, Any]) -> None:
     """Refuse settings of the other method."""
     if method == "score":
-        wrong = [name for name in ("pattern", "json") if name in given] + sorted(sampling_names() & settings.keys())
-        instead = 'it is for the free answers of method = "parse"; the labels are scored here, and no text is generated'
-    else:
-        wrong = [name for name in ("choices", "length_normalize", "calibrate") if name in given]
-        instead = 'it is for method = "score"; free answers are parsed here'
-    if wrong:
-        raise SlurmGPUError(f"{wrong[0]} is set, and method is {method!r}: {instead}. Leave it out, or set method.")
+        check_scored(settings, [name for name in ("pattern", "json") if name in given])
+    elif wrong := [name for name in ("choices", "length_normalize", "calibrate") if name in given]:
+        raise SlurmGPUError(
+            f"{wrong[0]} is set, and method is 'parse': it is for method = \"score\"; free answers are parsed here. "
+            f"Leave it out, or set method."
+        )
 
 
 def _choices(labels: Sequence[str], choices: Sequence[str]) -> tuple[tuple[str, ...], ...]:
@@ -272,17 +269,6 @@ def _choices(labels: Sequence[str], choices: Sequence[str]) -> tuple[tuple[str, 
             f"choices has {len(choices)} texts, and there are {len(labels)} labels; expected one for each."
         )
     return tuple((choice,) for choice in check_labels(choices, "choices"))
-
-
-def _refuse_beginnings(choices: Sequence[str]) -> None:
-    """Refuse "hate" beside "hate speech": whatever begins with a text is never likelier than the text."""
-    for short in choices:
-        for long in choices:
-            if long.startswith(short) and long != short and not long[len(short)].isalnum():
-                raise SlurmGPUError(
-                    f"{long!r} begins with {short!r}, another label, and so can never be the likelier one of them. Set "
-                    f"choices to other texts, such as letters; or length_normalize = true, or method = 'parse'."
-                )
 
 
 def _described(labels: Sequence[str] | Mapping[str, str]) -> str:

@@ -13,14 +13,15 @@ from typing_extensions import Unpack
 from slurmgpu.columns import Array, Column, Json, Ragged, Text
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.checkers import open_checker
-from slurmgpu.llm.engine import Output, Prompt, Request, Sampling
+from slurmgpu.llm.engine import Output, Prompt, Request
 from slurmgpu.llm.prompts import Prompts
 from slurmgpu.llm.sampling import mix
 from slurmgpu.llm.settings import SamplingSettings, sampling
-from slurmgpu.llm.steps import ROOT, Node, Path, Tree, prefix_key
+from slurmgpu.llm.steps import ROOT, Path, Tree, prefix_key
 from slurmgpu.workloads import Item, Row
 from slurmgpu.workloads.generate import answered
 from slurmgpu.workloads.language_model import LanguageModelWorkload, keep_columns, kept
+from slurmgpu.workloads.shapes import check_shape, check_stops
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
@@ -69,30 +70,34 @@ class Collect(LanguageModelWorkload):
         tree: Sequence[int] = (),
         rollouts: int | None = None,
         step_delimiter: str = "\n",
+        max_steps: int = 64,
         reference: str = "answer",
         checker: str = "numeric",
         pattern: str | None = None,
-        tolerance: float = 1e-6,
+        tolerance: float | None = None,
         keep: Sequence[str] = (),
         **settings: Unpack[SamplingSettings],
     ) -> None:
         self.prompts = Prompts(prompt, messages, system)
         self.tree = tuple(tree)
-        _check_shape(self.tree, paths, rollouts)
+        check_shape(self.tree, paths, rollouts)
         self.n_paths = 8 if paths is None else paths
         self.rollouts = 0 if self.tree else 4 if rollouts is None else rollouts
         if not step_delimiter:
             raise SlurmGPUError('step_delimiter is empty; expected what stands between two steps, such as "\\n".')
-        self.delimiter = step_delimiter
+        if max_steps < 1:
+            raise SlurmGPUError(f"max_steps is {max_steps}; expected at least 1 for each path.")
+        self.delimiter, self.max_steps = step_delimiter, max_steps
         self._rules = checker.rpartition(":")[0]
         self.checker = open_checker(checker, reference=reference, pattern=pattern, tolerance=tolerance)
         self.sampling = sampling(settings, temperature=1.0)
+        check_stops(self.sampling.stop, step_delimiter)
         if self.sampling.temperature == 0:
             raise SlurmGPUError("temperature is 0, so that all paths would be the same; expected more than 0.")
         self.keep = tuple(keep)
         self.fields = {*self.prompts.fields, *self.keep, *([] if ":" in checker else [reference])}
         self.columns = keep_columns(self.keep, COLUMNS)
-        self.use_model(model, settings)
+        self.use_model(model, settings, max_tokens=self.sampling.max_tokens)
 
     @property
     def paths(self) -> list[FilePath]:
@@ -120,7 +125,7 @@ class Collect(LanguageModelWorkload):
         try:
             prompt = self.prompts.of(item.data)
             self.checker.check_item(item.data)
-            return Search(item, prompt, Tree(self.delimiter), kept(item, self.keep))
+            return Search(item, prompt, Tree(self.delimiter, self.max_steps), kept(item, self.keep))
         except ItemError as error:
             return error
 
@@ -135,7 +140,9 @@ class Collect(LanguageModelWorkload):
             start = draw.search.tree.nodes[draw.node]
             key = mix(mix(draw.search.item.seed, prefix_key(start.prefix)), draw.number)
             prompt = dataclasses.replace(draw.search.prompt, answer=start.prefix)
-            requests.append(Request(number, prompt, self._rest(start), key))
+            # A question must have room for a whole answer; a beginning of one has what is left.
+            sampling = dataclasses.replace(self.sampling, fit=bool(start.prefix))
+            requests.append(Request(number, prompt, sampling, key))
         outputs = {output.id: output for output in self.engine.generate(requests)} if requests else {}
         found = []
         for number, draw in enumerate(draws):
@@ -148,24 +155,14 @@ class Collect(LanguageModelWorkload):
             found.append((draw, output))
         return found
 
-    def _rest(self, start: Node) -> Sampling:
-        """How an answer goes on: with so many tokens as a path has left there, so that it is no longer than a path.
-
-        The estimate is rounded up: where a path's length is all of the model's context, a token too many is an error.
-        """
-        n_used = start.n_tokens + start.n_tokens // 16 + 2 if start.prefix else 0
-        return dataclasses.replace(self.sampling, max_tokens=max(1, self.sampling.max_tokens - n_used))
-
     def _sample(self, draws: Sequence[Draw]) -> None:
         """Add a path for each draw."""
         for draw, output in self._complete([draw for draw in draws if draw.search.error is None]):
-            tree = draw.search.tree
-            text = tree.whole_text(draw.node, output.text)
-            correct = self._is_right(draw, text, output)
-            cut = output.finish_reason == "length"
-            answer = self.checker.answer(text)
-            n_tokens = len(output.tokens)
-            tree.add(draw.node, output.text, n_tokens=n_tokens, answer=answer, correct=correct, cut=cut)
+            tree, cut = draw.search.tree, output.finish_reason == "length"
+            told = self._check(draw.search, tree.whole_text(draw.node, output.text), cut)
+            if told is not None:
+                correct, answer = told
+                tree.add(draw.node, output.text, answer=answer, correct=correct, cut=cut)
 
     def _roll_out(self, searches: Sequence[Search]) -> None:
         """Complete every beginning of the paths, each once however many paths share it, to learn its value."""
@@ -178,19 +175,24 @@ class Collect(LanguageModelWorkload):
         ]
         for draw, output in self._complete(draws):
             node = draw.search.tree.nodes[draw.node]
-            node.visits += 1
-            node.hits += self._is_right(draw, node.prefix + output.text, output)
-            draw.search.n_rollouts += 1
+            told = self._check(draw.search, node.prefix + output.text, output.finish_reason == "length")
+            if told is not None:
+                node.visits += 1
+                node.hits += told[0]
+                draw.search.n_rollouts += 1
 
-    def _is_right(self, draw: Draw, text: str, output: Output) -> bool:
-        """Whether an answer is right: one that was cut is not, whatever it says."""
-        if output.finish_reason == "length":
-            return False
+    def _check(self, search: Search, text: str, cut: bool) -> tuple[bool, str | None] | None:
+        """Whether an answer is right, and which it is; one that was cut is not right, whatever it says.
+
+        None where the checker cannot tell: that is the item's error, and it is not asked again, as it may take long.
+        """
+        if search.error is not None:
+            return None
         try:
-            return self.checker.is_correct(text, draw.search.item.data)
-        except ItemError as error:  # a function of the user's raised
-            draw.search.error = error
-            return False
+            return not cut and self.checker.is_correct(text, search.item.data), self.checker.answer(text)
+        except ItemError as error:  # a function of the user's raised, or a pattern takes too long
+            search.error = error
+            return None
 
     def _row(self, search: Search) -> Row | ItemError:
         if search.error is not None:
@@ -205,6 +207,7 @@ class Collect(LanguageModelWorkload):
             "n_correct": n_correct,
             "accuracy": n_correct / len(paths),
             "n_cut": sum(path.cut for path in paths),
+            "n_long": sum(path.is_long for path in paths),
             "n_rollouts": search.n_rollouts,
             "n_tokens": search.n_tokens,
             "vote": "" if vote is None else vote.answer,
@@ -235,13 +238,13 @@ class Collect(LanguageModelWorkload):
         from slurmgpu.workloads.path_totals import summarize
 
         # The paths of a tree share steps, so they are not the independent samples that pass@k is about.
-        return summarize(merged, 0 if self.tree else self.n_paths)
+        return summarize(merged, 0 if self.tree else self.n_paths, self.sampling.max_tokens)
 
 
 COLUMNS: Mapping[str, Column] = {
     **dict.fromkeys(("n_paths", "n_correct"), Array("int32")),
     "accuracy": Array("float32"),
-    **dict.fromkeys(("n_cut", "n_rollouts"), Array("int32")),
+    **dict.fromkeys(("n_cut", "n_long", "n_rollouts"), Array("int32")),
     "n_tokens": Array("int64"),
     "vote": Text(),
     "vote_correct": Array("bool"),
@@ -254,20 +257,6 @@ COLUMNS: Mapping[str, Column] = {
     "visits": Ragged("int32"),
 }
 """The columns; those from `steps` on have an entry for each node of the tree of steps."""
-
-
-def _check_shape(tree: Sequence[int], paths: int | None, rollouts: int | None) -> None:
-    for name, value in (("paths", paths), ("rollouts", rollouts)):
-        if tree and value is not None:
-            raise SlurmGPUError(f"tree and {name} are both set; a tree's own leaves tell its values. Leave one out.")
-    if paths is not None and paths < 1:
-        raise SlurmGPUError(f"paths is {paths}; expected at least 1 for each question.")
-    if rollouts is not None and rollouts < 0:
-        raise SlurmGPUError(f"rollouts is {rollouts}; expected at least 0.")
-    if any(n_branches < 1 for n_branches in tree):
-        raise SlurmGPUError(
-            f"tree is {list(tree)}; expected the branches at each depth, at least 1, such as [4, 2, 2]."
-        )
 
 
 def _missing_branches(search: Search, depth: int, n_branches: int) -> list[Draw]:

@@ -61,7 +61,7 @@ class Generate(LanguageModelWorkload):
         self.keep = tuple(keep)
         self.columns = keep_columns(self.keep, self._own_columns())
         self.fields = {*self.prompts.fields, *self.keep}
-        self.use_model(model, settings)
+        self.use_model(model, settings, max_tokens=self.sampling.max_tokens)
 
     def _own_columns(self) -> dict[str, Column]:
         each: Column = Text() if self.n == 1 else Json()
@@ -161,9 +161,14 @@ def ends_summary(reasons: Mapping[str, int], max_tokens: int) -> dict[str, Any]:
     n_answers, n_cut = sum(reasons.values()), reasons.get("length", 0)
     cut_rate = n_cut / n_answers if n_answers else None
     summary: dict[str, Any] = {"finish_reasons": dict(sorted(reasons.items())), "cut_rate": cut_rate}
-    if cut_rate is not None and cut_rate > CUT_RATE:
-        summary["hint"] = (
-            f"{n_cut:,} of {n_answers:,} answers were cut at max_tokens = {max_tokens}, and lack their end. A larger "
-            f"max_tokens gives it to them; a stop text ends those that have said all."
-        )
-    return summary
+    return summary | cut_hint(n_cut, n_answers, max_tokens, "answers")
+
+
+def cut_hint(n_cut: int, n_all: int, max_tokens: int, what: str) -> dict[str, str]:
+    """Of a summary: a hint where a large share of answers, or of `what` they are called, was cut; else nothing."""
+    if n_cut <= CUT_RATE * n_all:
+        return {}
+    return {
+        "hint": f"{n_cut:,} of {n_all:,} {what} were cut at max_tokens = {max_tokens}, and lack their end. A larger "
+        f"max_tokens gives it to them; a stop text ends those that have said all."
+    }

@@ -12,12 +12,21 @@ from typing_extensions import Unpack
 from slurmgpu.columns import Array, Column, Json, Text
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.checkers import open_checker
-from slurmgpu.llm.engine import Question, Request
+from slurmgpu.llm.engine import Composed, Question, Request
 from slurmgpu.llm.prompts import Prompts, take
 from slurmgpu.llm.sampling import mix
-from slurmgpu.llm.settings import SamplingSettings, sampling
+from slurmgpu.llm.settings import SamplingSettings, check_range, check_scored, sampling
 from slurmgpu.workloads import Item, Row, TaskContext
 from slurmgpu.workloads.generate import answered
+from slurmgpu.workloads.judged import (
+    TEXTS,
+    advice,
+    check_renamed,
+    check_texts,
+    has_failed,
+    text_in,
+    truth_of,
+)
 from slurmgpu.workloads.language_model import LanguageModelWorkload, keep_columns, kept
 from slurmgpu.workloads.opponents import Opponent
 from slurmgpu.workloads.orders import Asked, shares_of, verdict_row
@@ -47,9 +56,10 @@ class Judge(LanguageModelWorkload):
         *,
         model: str,
         rubric: str | dict[str, Any] = "correctness",
+        system: str | None = None,
         method: Method | None = None,
         fields: dict[str, str] | None = None,
-        against: str | dict[str, str] | None = None,
+        against: str | dict[str, Any] | None = None,
         final: str | None = None,
         pattern: str | None = None,
         retries: int = 2,
@@ -58,28 +68,40 @@ class Judge(LanguageModelWorkload):
         keep: Sequence[str] = (),
         **settings: Unpack[SamplingSettings],
     ) -> None:
-        found = read_rubric(rubric)
-        self.rubric = found if method is None else dataclasses.replace(found, method=method)
+        given: dict[str, Any] = {"system": system, "method": method}
+        given = {name: value for name, value in given.items() if value is not None}
+        self.rubric = dataclasses.replace(read_rubric(rubric), **given)
         if self.rubric.method not in ("parse", "score"):
             raise SlurmGPUError(f"method is {method!r}; expected 'parse' or 'score'.")
+        if self.rubric.method == "score":
+            check_scored(settings)
         if retries < 0:
             raise SlurmGPUError(f"retries is {retries}; expected at least 0.")
-        if retries and retry_temperature <= 0:
+        if retries and retry_temperature == 0:
             raise SlurmGPUError(
                 f"retry_temperature is {retry_temperature}, so that a retry would give the same answer again; "
                 f"expected more than 0, or retries = 0."
             )
+        check_range("retry_temperature", retry_temperature, 0, None)
         self.retries, self.retry_temperature = retries, retry_temperature
         self.renamed, self.truth, self.keep = dict(fields or {}), truth, tuple(keep)
         self.prompts = Prompts(self.rubric.prompt, system=self.rubric.system or None)
         self.opponent = None if against is None else self._opponent(against)
         self.sampling = sampling({"max_tokens": self.rubric.max_tokens, **settings})
         self.names = self.rubric.names
+        if final is None and pattern is not None:
+            raise SlurmGPUError(
+                "pattern finds the final answer in the judged text, and final is not set. What finds the verdict in "
+                "the judge's answer is the pattern of a rubric; set it there."
+            )
         self.checker = None if final is None else open_checker(final, pattern=pattern)
+        known = self.prompts.fields if self.checker is None else self.prompts.fields - {FINAL} | {"text"}
+        check_renamed(self.renamed, known)
+        self.whole = self.prompts.whole_fields & (TEXTS | set(self.rubric.swap))
         self.fields = self._taken()
         self._reader = self.rubric.reader()
         self.columns = keep_columns(self.keep, self._own_columns())
-        self.use_model(model, settings)
+        self.use_model(model, settings, max_tokens=self.sampling.max_tokens if self.rubric.method == "parse" else 0)
 
     def _taken(self) -> set[str]:
         """The fields that are taken from the items of the judged run."""
@@ -92,6 +114,12 @@ class Judge(LanguageModelWorkload):
         return {self.renamed.get(name, name) for name in names} | {*self.keep, *filter(None, (self.truth,))}
 
     @property
+    def advice(self) -> dict[str, str]:
+        """What planning adds where the input lacks one of `fields`."""
+        alone = () if self.opponent is not None else self.rubric.swap
+        return advice(self.prompts.fields, self.renamed, alone)
+
+    @property
     def frozen_settings(self) -> dict[str, Any]:
         """What the plan keeps in place of names of files: the rubric's text, and which second run it was."""
         frozen = {**super().frozen_settings, "rubric": self.rubric.to_json()}
@@ -101,6 +129,20 @@ class Judge(LanguageModelWorkload):
     def paths(self) -> list[Path]:
         """What a task reads beside the input: the model's files, and the second run's."""
         return super().paths + ([] if self.opponent is None else [self.opponent.path.parent])
+
+    def check_input(self, files: Sequence[Path], n_items: int) -> None:
+        """Refuse runs with several texts in each item, and a second run that is not of the same items."""
+        called = {name: self.renamed.get(name, name) for name in self.whole | ({"text"} if self.checker else set())}
+        if self.opponent is not None:
+            first, second = self.rubric.swap
+            called[first] = self.renamed.get(first, "text")
+            if second in called:
+                check_texts(self.opponent.path, [self.renamed.get(second, "text")])
+                del called[second]
+        for path in files:
+            check_texts(path, set(called.values()))
+        if self.opponent is not None:
+            self.opponent.check_input(files, n_items)
 
     def load(self, task: TaskContext) -> None:
         """Load the model, and open the second run's file."""
@@ -145,7 +187,7 @@ class Judge(LanguageModelWorkload):
 
         return summarize(merged, self.rubric, self.sampling.max_tokens, with_truth=self.truth is not None)
 
-    def _opponent(self, against: str | Mapping[str, str]) -> Opponent:
+    def _opponent(self, against: str | Mapping[str, Any]) -> Opponent:
         if len(self.rubric.swap) != 2:
             raise SlurmGPUError(
                 "against is set, and the rubric judges one text at a time; expected one with swap, such as "
@@ -166,18 +208,10 @@ class Judge(LanguageModelWorkload):
 
     def _kept(self, item: Item) -> dict[str, Any]:
         """The columns that come from the item itself."""
-        if item.data.get("error"):
+        if has_failed(item.data):
             raise ItemError(f"the judged item failed: {item.data['error']}")
         row = kept(item, self.keep)
-        return row if self.truth is None else {**row, "truth": self.verdict_of(take(item.data, self.truth))}
-
-    def verdict_of(self, value: Any) -> str:
-        """The verdict that a value of the field `truth` stands for: its name, or what it is worth; "" if none."""
-        if isinstance(value, str) and value in self.names:
-            return value
-        if isinstance(value, str | None):
-            return ""
-        return next((name for name, worth in self.rubric.values.items() if worth == value), "")
+        return row if self.truth is None else {**row, "truth": truth_of(take(item.data, self.truth), self.rubric)}
 
     def _renamed(self, data: Mapping[str, Any]) -> dict[str, Any]:
         return {**data, **{name: data[field] for name, field in self.renamed.items() if field in data}}
@@ -185,7 +219,7 @@ class Judge(LanguageModelWorkload):
     def _with_final(self, data: dict[str, Any]) -> dict[str, Any]:
         if self.checker is None:
             return data
-        answer = self.checker.answer(str(take(data, "text")))
+        answer = self.checker.answer(text_in(data, "text", self.renamed.get("text")))
         return {**data, FINAL: "(none)" if answer is None else answer}
 
     def _ask(self, number: int, item: Item) -> list[Asked]:
@@ -199,7 +233,10 @@ class Judge(LanguageModelWorkload):
         if self.opponent is not None:
             first, second = self.rubric.swap
             data[first] = take(item.data, self.renamed.get(first, "text"))
-            data[second] = take(self.opponent.item(item.index), self.renamed.get(second, "text"))
+            compared = [self.renamed.get(name, "text") for name in (first, second)]
+            data[second] = take(self.opponent.row(item, compared), compared[1])
+        for name in self.whole:
+            text_in(data, name, self.renamed.get(name))
         if not self.rubric.swap:
             return [data]
         first, second = self.rubric.swap
@@ -209,7 +246,7 @@ class Judge(LanguageModelWorkload):
         """Verdicts by the probabilities of their texts: each with and without a blank before it."""
         choices = tuple(way for text in self.rubric.verdicts.values() for way in (text, f" {text}"))
         questions = [
-            Question(number, dataclasses.replace(one.prompt, answer=self.rubric.answer), choices)
+            Question(number, dataclasses.replace(one.prompt, answer=Composed(self.rubric.answer)), choices, n_ways=2)
             for number, one in enumerate(asked)
         ]
         found = {scores.id: scores for scores in self.engine.score(questions)} if questions else {}
@@ -240,11 +277,11 @@ class Judge(LanguageModelWorkload):
         for number, one in enumerate(asked):
             try:
                 [answer] = answered([outputs.get(number)])
+                one.rationale, one.finish_reason = answer.text, answer.finish_reason
+                one.verdict = self._reader.verdict(answer.text)
             except ItemError as error:
                 one.error = str(error)
                 continue
-            one.rationale, one.finish_reason = answer.text, answer.finish_reason
-            one.verdict = self._reader.verdict(answer.text)
             if one.verdict is not None:
                 one.how = "parsed again" if attempt else "parsed"
         return [one for one in asked if one.verdict is None and one.error is None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from slurmgpu.columns import Column, Json
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.engine import Engine, EngineOptions, Place, open_engine
 from slurmgpu.llm.prompts import take
-from slurmgpu.llm.settings import engine_options
+from slurmgpu.llm.settings import check_engine, check_max_tokens, engine_options
 from slurmgpu.workloads import Item, Placement, Share, TaskContext
 
 BLOCK_ROWS = 1 << 16
@@ -19,22 +20,35 @@ BLOCK_ROWS = 1 << 16
 
 
 class LanguageModelWorkload:
-    """A workload's half that is the same for all of them; `options` say which engine, `engine` is there once loaded."""
+    """A workload's half that is the same for all of them; `engine` is there once the model is loaded."""
 
-    options: EngineOptions
     engine: Engine
     batch_size = 128
     texts = ("prompt", "system")
 
-    def use_model(self, model: str, settings: Mapping[str, Any]) -> None:
-        """Check the settings of the model and its engine."""
-        self.options = engine_options(model, settings)
+    def use_model(self, model: str, settings: Mapping[str, Any], *, max_tokens: int = 0) -> None:
+        """Check the settings of the engine; `max_tokens` are those of an answer, 0 where none is generated.
+
+        The model itself is looked for where it is needed: not by the merge, which may run when it is gone.
+        """
+        check_engine(settings)
+        self._model, self._max_tokens = (model, dict(settings)), max_tokens
+
+    @functools.cached_property
+    def options(self) -> EngineOptions:
+        """Which model and engine; SlurmGPUError if there is no such model."""
+        return engine_options(*self._model)
 
     @property
     def frozen_settings(self) -> dict[str, Any]:
-        """What the plan keeps of the settings more exactly: the commit that a branch of the hub stands for today."""
+        """What the plan keeps more exactly: the commit that a branch of the hub stands for now; a folder's content."""
+        from slurmgpu.llm.digests import digests_of
+
         model = self.options.model
-        return {} if model.repository is None else {"revision": model.revision}
+        if model.repository is not None:
+            return {"revision": model.revision}
+        files = digests_of(model)
+        return {} if files is None else {"model_files": files}
 
     @property
     def environ(self) -> dict[str, str]:
@@ -54,9 +68,19 @@ class LanguageModelWorkload:
 
     def place(self, share: Share) -> Placement:
         """How the model is put on a task's GPUs; SlurmGPUError, with numbers, where it does not fit."""
+        from slurmgpu.llm.decoders import check_decoder, check_tokenizer
         from slurmgpu.llm.placement import place
 
-        return Placement(*place(self.options, share))
+        check_decoder(self.options.model)
+        check_max_tokens(self._max_tokens, self.options)
+        if self.options.engine == "vllm" and share.gpus == 0:
+            raise SlurmGPUError(
+                'engine = "vllm" computes on GPUs, and these tasks compute on CPUs (gpus = 0, or device = "cpu"). '
+                "Ask for GPUs, or leave engine out: transformers computes on CPUs, too."
+            )
+        placement = Placement(*place(self.options, share))
+        check_tokenizer(self.options.model)  # of the hub's it comes with the weights
+        return placement
 
     def fetch(self) -> str:
         """Download the model to where the tasks will look for it."""
@@ -65,7 +89,11 @@ class LanguageModelWorkload:
         return fetch(self.options.model)
 
     def load(self, task: TaskContext) -> None:
-        """Load the model on the task's GPUs."""
+        """Load the model on the task's GPUs; SlurmGPUError if it is not the one that the run was planned with."""
+        from slurmgpu.llm.digests import check_unchanged
+
+        if planned := self._model[1].get("model_files"):
+            check_unchanged(self.options.model, planned)
         where = Place(task.device, task.gpus, task.rank, task.world_size, task.local_rank, task.note)
         self.engine = open_engine(self.options, where)
 

@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slurmgpu.llm.metrics import ratio, wilson_interval
+from slurmgpu.workloads.generate import cut_hint
 from slurmgpu.workloads.language_model import blocks
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
 
 PASS_AT = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-SUMMED = ("n_paths", "n_correct", "n_cut", "n_rollouts", "n_tokens", "vote_correct")
+SUMMED = ("n_paths", "n_correct", "n_cut", "n_long", "n_rollouts", "n_tokens", "vote_correct")
 
 
-def summarize(merged: Merged, n_paths: int) -> dict[str, Any]:
+def summarize(merged: Merged, n_paths: int, max_tokens: int) -> dict[str, Any]:
     """The totals, as JSON has them; the pass rates of up to `n_paths`, which is 0 for none.
 
     A question that failed counts as one without a right answer.
@@ -34,7 +35,7 @@ def summarize(merged: Merged, n_paths: int) -> dict[str, Any]:
         n_steps += sum(map(len, merged["depths"][start:stop]))
     n = len(merged)
     interval = wilson_interval(sums["vote_correct"], n)
-    summary = {
+    summary: dict[str, Any] = {
         "n_questions": n,
         "n_failed": int(merged.failed.sum()),
         "n_paths": sums["n_paths"],
@@ -44,9 +45,11 @@ def summarize(merged: Merged, n_paths: int) -> dict[str, Any]:
         "vote_accuracy_interval": None if interval is None else list(interval),
         "cut_rate": ratio(sums["n_cut"], sums["n_paths"]),
         "n_steps": n_steps,
+        "n_long": sums["n_long"],
         "n_rollouts": sums["n_rollouts"],
         "n_tokens": sums["n_tokens"],
     }
+    summary |= cut_hint(sums["n_cut"], sums["n_paths"], max_tokens, "paths")
     return {**summary, "pass_rate": _pass_rates(spread, n, n_paths)} if n_paths else summary
 
 

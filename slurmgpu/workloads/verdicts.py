@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -64,20 +65,21 @@ def ratio_of(total: float, n: int) -> float | None:
 def _count(merged: Merged, rubric: Rubric, with_truth: bool) -> _Counts:
     counts = _Counts()
     for start, stop in blocks(len(merged)):
-        good = np.flatnonzero(~merged.failed[start:stop]) + start
-        counts.n_failed += stop - start - len(good)
-        verdicts = merged["verdict"][good]
-        counts.verdicts.update(verdict for verdict in verdicts if verdict)
-        counts.how.update(merged["how"][good])
+        is_good = ~merged.failed[start:stop]
+        good = is_good.tolist()
+        counts.n_failed += good.count(False)
+        verdicts = list(compress(merged["verdict"][start:stop], good))
+        counts.verdicts.update(filter(None, verdicts))
+        counts.how.update(compress(merged["how"][start:stop], good))
         if rubric.method == "parse":
-            counts.ends.update(merged["finish_reason"][good])
-        scores = np.asarray(merged["score"][good], np.float64)
+            counts.ends.update(compress(merged["finish_reason"][start:stop], good))
+        scores = np.asarray(merged["score"][start:stop][is_good], np.float64)
         counts.total += float(np.nansum(scores))
         counts.squares += float(np.nansum(scores**2))
         if with_truth:
-            counts.pairs.update(zip(merged["truth"][good], verdicts, strict=True))
+            counts.pairs.update(zip(compress(merged["truth"][start:stop], good), verdicts, strict=True))
         if rubric.swap:
-            counts.firsts.update(tuple(pair) for pair in merged["verdicts"][good])
+            counts.firsts.update(map(tuple, compress(merged["verdicts"][start:stop], good)))
     return counts
 
 
@@ -97,7 +99,7 @@ def _as_list(interval: tuple[float, float] | None) -> list[float] | None:
 
 
 def _positions(counts: _Counts, rubric: Rubric) -> dict[str, Any]:
-    """How often both orders agree; and of those that flip, how often what stood first won in both.
+    """How often both orders agree; and how often one position won in both, as of a judge that looks at nothing else.
 
     The words are those of Shi et al. 2024 (arXiv:2406.07791): position consistency, and preference for a position.
     """
@@ -107,8 +109,9 @@ def _positions(counts: _Counts, rubric: Rubric) -> dict[str, Any]:
     found = {"agreement_rate": ratio(n - n_flipped, n), "position_bias_rate": ratio(n_flipped, n)}
     toward = Counter[str]()
     for (one, other), count in parsed.items():
-        # The second order's verdict is about the texts; the text that stood first there is the second.
-        if one is not None and other is not None and rubric.values[one] != rubric.values[other]:
+        # The second order's verdict is about the texts; the text that stood first there is the second. Of a win and
+        # a tie no position tells.
+        if one is not None and one != other and rubric.mirrored(one) == other:
             toward["first" if rubric.values[one] > rubric.values[other] else "second"] += count
     return {**found, "preferred_position": {place: toward[place] for place in ("first", "second")}}
 
@@ -118,8 +121,14 @@ def _agreement(counts: _Counts, rubric: Rubric) -> dict[str, Any]:
     matrix = count_matrix(counts.pairs, rubric.names)
     square = matrix[:, :-1]
     n_with_truth, n_agree = int(matrix.sum()), int(np.trace(square))
+    truths = Counter[str]()
+    for (truth, _), count in counts.pairs.items():
+        truths[truth] += count
+    n_without = truths.pop("", 0)
     return {
         "n_with_truth": n_with_truth,
+        "n_without_truth": n_without,
+        "n_unknown_truth": truths.total() - n_with_truth,
         "truth_agreement_rate": ratio(n_agree, n_with_truth),
         "truth_kappa": cohen_kappa(square),
         "truth_by_verdict": {

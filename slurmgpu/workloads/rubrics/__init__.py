@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
-from slurmgpu.llm.parsing import Labels, check_labels, compile_pattern, last_match
+from slurmgpu.llm.parsing import Labels, check_labels, compile_pattern, search_all
 from slurmgpu.llm.prompts import Template
 
 FOLDER = Path(__file__).parent
@@ -69,12 +69,15 @@ class Reader:
         self._pattern = compile_pattern(rubric.pattern, "pattern of the rubric") if rubric.pattern else None
 
     def verdict(self, text: str) -> str | None:
-        """The name of the verdict that an answer gives; None if it gives none, or several."""
+        """The name of the verdict that an answer gives; None if it gives none, or several.
+
+        Of a pattern's matches the last that is a verdict counts: behind its verdict a judge may go on about it.
+        """
         if self._pattern is None:
             found = self._labels.within(text)
         else:
-            matched = last_match(self._pattern, text)
-            found = None if matched is None else self._labels.exactly(matched)
+            named = map(self._labels.exactly, reversed(search_all(self._pattern, text)))
+            found = next((label for label in named if label is not None), None)
         return None if found is None else self._names[found]
 
 
@@ -93,7 +96,7 @@ def read_rubric(rubric: str | Mapping[str, Any]) -> Rubric:
         path = Path(rubric).expanduser()
     else:
         raise SlurmGPUError(
-            f"There is no rubric {rubric!r}; expected one of {', '.join(shipped())}, or the path of a .toml file."
+            f"There is no rubric {rubric!r}; expected the name of one that slurmgpu has, or the path of a .toml file."
             + did_you_mean(rubric, shipped())
         )
     return _checked(_read_toml(path), f"rubric {path if rubric.endswith('.toml') else rubric}")

@@ -1,0 +1,47 @@
+"""Whether the items of an input have the fields that somebody takes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
+from slurmgpu.inputs.reader import Reader
+from slurmgpu.inputs.spec import InputSpec
+
+FIRST_ITEMS = 100
+"""Of an input without a header, JSONL, so many items are asked which fields there are."""
+
+STEP = 10
+
+NOTHING: Mapping[str, str] = {}
+
+
+def check_fields(
+    spec: InputSpec, index: Path, wanted: Collection[str], whose: str, advice: Mapping[str, str] = NOTHING
+) -> None:
+    """Refuse an input that lacks a field that `whose` takes: of its columns, or in every one of its first items.
+
+    `advice` is what to say besides of a field that is lacking, from a blank on.
+    """
+    known = spec.columns if spec.columns is not None else _first_fields(spec, index, wanted)
+    where = "has none" if spec.columns is not None else f"has none, in its first {FIRST_ITEMS} items,"
+    for name in sorted(wanted):
+        if known and name not in {*known, "error"}:
+            raise SlurmGPUError(
+                f"{whose} takes the field {name!r}, and the input {spec.files[0].path} {where} of that name."
+                f"{did_you_mean(name, known)}{advice.get(name, '')}"
+            )
+
+
+def _first_fields(spec: InputSpec, index: Path, wanted: Collection[str]) -> Collection[str]:
+    """The fields that any of the first items has; no more is read than is needed to find those that are wanted."""
+    found: set[str] = set()
+    n_items = min(FIRST_ITEMS, spec.n_items) if wanted else 0
+    with Reader(spec, index) as reader:
+        for start in range(0, n_items, STEP):
+            items = reader.read(start, min(start + STEP, n_items))
+            found.update(name for data in items if not isinstance(data, ItemError) for name in data)
+            if found.issuperset(wanted):
+                break
+    return found

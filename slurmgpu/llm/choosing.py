@@ -1,0 +1,115 @@
+"""How a model uses the GPUs of a task, whether it has room there, and what else would have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.llm.needs import Model
+from slurmgpu.llm.splitting import check_vllm, obstacle_to, stored_method
+
+NODE_GPUS = (1, 2, 4, 8)
+"""How many GPUs of a node are proposed: few nodes have more."""
+
+CARDS = (24e9, 48e9, 80e9, 141e9)
+"""Sizes of GPUs that are proposed."""
+
+LEAST_BATCH = 1024
+"""A smaller batch than this is proposed to nobody."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a task would hold: GPUs, over how many nodes, each one's bytes, and what `processes` asks for, if known."""
+
+    gpus: int
+    nodes: int = 1
+    gpu_memory: int | None = None
+    processes: str | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a model would use an offer; `fits` is None if nothing tells the GPUs' memory.
+
+    `obstacle` says why it cannot be split, if so; in a last resort it is spread for that reason alone.
+    """
+
+    processes: str
+    tensor_parallel: bool = False
+    one_suffices: bool = False
+    obstacle: str | None = None
+    is_last_resort: bool = False
+    fits: bool | None = None
+
+
+def choose(model: Model, offer: Offer) -> Choice:
+    """How the model uses the offer; SlurmGPUError where it cannot, for other reasons than room."""
+    is_asked = offer.processes == "per-gpu"
+    if model.options.engine == "vllm":
+        check_vllm(model.options, offer.gpus, is_asked=is_asked)
+    obstacle = obstacle_to(model.options, offer.gpus, is_asked=is_asked)
+    if is_asked and offer.gpus > 1 and obstacle:
+        raise SlurmGPUError(
+            f'{model.name} cannot be split over {offer.gpus} GPUs (processes = "per-gpu"): {obstacle}. '
+            f"Leave processes out: its layers are then spread over the GPUs, in one process."
+        )
+    if offer.gpus == 0:
+        return Choice(offer.processes or "one")
+    if offer.nodes > 1 and (obstacle or offer.processes == "one"):
+        raise SlurmGPUError(
+            f"{model.name} cannot be spread over {offer.nodes} nodes: "
+            f"{obstacle or 'one process sees the GPUs of its own node only'}. Ask for one node's GPUs."
+        )
+    memory = offer.gpu_memory
+    one_suffices = memory is not None and model.memory.fits(1, memory, tensor_parallel=False)
+    splits = offer.gpus > 1 and not obstacle and (not one_suffices or offer.nodes > 1)
+    processes = offer.processes or ("per-gpu" if splits else "one")
+    tensor_parallel = processes == "per-gpu" or model.options.engine == "vllm"
+    fits = None if memory is None else model.memory.fits(offer.gpus, memory, tensor_parallel=tensor_parallel)
+    is_spread = offer.gpus > 1 and not tensor_parallel and not one_suffices
+    is_last_resort = is_spread and obstacle is not None and offer.processes is None
+    return Choice(processes, tensor_parallel, one_suffices, obstacle, is_last_resort, fits)
+
+
+def fits(model: Model, offer: Offer) -> bool:
+    """Whether planning accepts the model on this offer."""
+    try:
+        return choose(model, offer).fits is not False
+    except SlurmGPUError:
+        return False
+
+
+def what_fits(model: Model, offer: Offer) -> Iterator[str]:
+    """Changes of the run file, each of which alone makes the model fit."""
+    gpu_memory = offer.gpu_memory or 0
+    for n_gpus in (each * offer.nodes for each in NODE_GPUS):
+        if n_gpus > offer.gpus and fits(model, replace(offer, gpus=n_gpus)):
+            yield f"--gpus {n_gpus} (gpus_per_task = {n_gpus} with --array)"
+            break
+    if offer.processes is not None and fits(model, replace(offer, processes=None)):
+        yield f"no processes = {offer.processes!r}".replace("'", '"')
+    source = model.options.model
+    if source.quantization is None and stored_method(source.config) is None:
+        for suffix in ("8bit", "4bit"):
+            smaller = model.quantized(suffix)
+            if fits(smaller, offer):
+                size = f"{smaller.memory.weights / 1e9:.1f} GB of weights"
+                yield f'model = "{source.name}-{suffix}" on the same GPUs ({size})'
+                break
+    for card in CARDS:
+        if card > gpu_memory and fits(model, replace(offer, gpu_memory=int(card))):
+            yield f"GPUs of {card / 1e9:.0f} GB"
+            break
+    if tokens := most_tokens(model, offer):
+        yield f"batch_tokens = {tokens} in place of {model.batch_tokens}"
+
+
+def most_tokens(model: Model, offer: Offer) -> int:
+    """The largest batch below the model's own that has room beside the weights, in whole LEAST_BATCHes; 0 for none."""
+    low, high = 0, -(-model.batch_tokens // LEAST_BATCH)  # in LEAST_BATCHes; the model's own batch does not fit
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(model.with_batch(middle * LEAST_BATCH), offer) else (low, middle)
+    return low * LEAST_BATCH
