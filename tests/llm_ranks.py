@@ -35,6 +35,7 @@ def compute(case, place):
         "outputs": [outputs[number] for number in range(n_requests)],
         "scores": [scores[number] for number in range(n_requests)],
         "n_parameters": sum(each.numel() for each in held),
+        "kv_bytes": engine._loaded.kv_bytes,
         "given_up": given_up,
     }
 

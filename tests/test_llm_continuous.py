@@ -1,8 +1,12 @@
 """Continuous batching gives what static batches give, and whatever becomes of it, every request is answered."""
 
+import dataclasses
+import gc
 import logging
 import random
 import threading
+import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +16,8 @@ pytest.importorskip("transformers")
 import torch
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.llm import continuous, continuous_sampling, selfcheck
+from slurmgpu.llm import attention, continuous, continuous_sampling, continuous_settings, selfcheck
+from slurmgpu.llm.continuous_settings import Needs
 from slurmgpu.llm.engine import EngineOptions, Place, Prompt, Question, Request, Sampling, open_engine
 from slurmgpu.llm.models import find_model
 from tests.tiny_models import make_gpt_oss, make_llama, make_qwen3
@@ -121,6 +126,7 @@ def rest(request):
 
 def test_requests_are_fed_as_others_finish_and_share_what_their_prompts_begin_with(opened, caplog, monkeypatch):
     monkeypatch.setattr(continuous, "MOST_REQUESTS", 2)
+    monkeypatch.setattr(continuous_settings, "MOST_REQUESTS", 2)
     engine = opened("llama", "continuous")
     engine._continuous.release()
     prefix = "".join(random.Random(3).choices(WORDS, k=100))
@@ -170,7 +176,7 @@ def test_who_stops_listening_can_ask_again(opened, caplog):
 
 
 def test_a_longer_request_than_before_finds_room(folders, opened, caplog, monkeypatch):
-    monkeypatch.setattr(continuous, "CPU_TOKENS", 64)
+    monkeypatch.setattr(continuous_settings, "CPU_TOKENS", 64)
     engine = new_engine(folders["llama"], batching="continuous")
     for prompt in ("1+", "1+" * 100, "1+" * 300):
         asked = [Request(0, Prompt(prompt), Sampling(max_tokens=8))]
@@ -179,12 +185,84 @@ def test_a_longer_request_than_before_finds_room(folders, opened, caplog, monkey
     engine.close()
 
 
+def test_one_manager_serves_all_that_need_no_more_than_it_was_made_for(folders, opened, caplog, monkeypatch):
+    made = []
+    make = continuous.Continuous._make
+    monkeypatch.setattr(continuous.Continuous, "_make", lambda self, *needs: made.append(needs) or make(self, *needs))
+    engine = new_engine(folders["llama"], batching="continuous")
+    stopped = [dataclasses.replace(each, id=5 + each.id) for each in requests(5, **WAYS["stopped"])]
+    for asked in ([*requests(5), *stopped], requests(5), stopped, requests(5, temperature=1.0)):
+        assert answers(engine, asked) == answers(opened("llama", "static"), asked)
+    assert len(made) == 1
+    assert used(engine, caplog)
+    engine.close()
+
+
+def test_the_cache_is_free_as_soon_as_it_is_released(folders):
+    engine = new_engine(folders["llama"], batching="continuous")
+    answers(engine, requests(3))
+    cache = weakref.ref(engine._continuous._manager.batch_processor.cache)
+    gc.disable()
+    try:
+        engine._continuous.release()
+        assert cache() is None
+    finally:
+        gc.enable()
+
+
+def test_only_continuous_batches_have_flash_attention(folders, opened, caplog, monkeypatch):
+    seen = {"static": set(), "continuous": set(), "compared": set()}
+    monkeypatch.setattr(continuous, "flash_attention", lambda model: "sdpa")  # as what a CPU can do
+    monkeypatch.setattr(continuous, "agree", lambda *_: False)
+    engine = new_engine(folders["llama"], batching="static")
+    model, static, place = engine._loaded.model, engine._static.generate, Place("cpu", note=engine.notes.__setitem__)
+    model.set_attn_implementation("eager")
+
+    def watch(name, work):
+        used_now = lambda: model.config._attn_implementation.removeprefix("paged|")  # noqa: E731  (before 5.20)
+        return lambda *args: seen[name].add(used_now()) or work(*args)
+
+    options = EngineOptions(find_model(str(folders["llama"])), precision="fp32")
+    monkeypatch.setattr(continuous, "difference", watch("compared", continuous.difference))
+    monkeypatch.setattr(continuous.Continuous, "_read", watch("continuous", continuous.Continuous._read))
+    ours = continuous.Continuous(engine._loaded, options, place, engine._codec, watch("static", static))
+    engine._continuous = ours
+    for asked in (requests(), requests(3)):
+        assert answers(engine, asked) == answers(opened("llama", "static"), asked)
+        assert model.config._attn_implementation == "eager"
+    assert seen == {"static": {"eager"}, "continuous": {"sdpa"}, "compared": {"eager"}}
+    assert used(engine, caplog)
+    engine.close()
+
+
 # What goes wrong
+
+
+def test_a_comparison_that_fails_costs_no_answer_and_had_the_caches_memory(folders, opened, caplog, monkeypatch):
+    engine = new_engine(folders["llama"], batching="continuous")
+    serve = continuous.Continuous._serve
+    managers = []
+
+    def serve_wrongly(self, asked):
+        for finished in serve(self, asked):
+            yield dataclasses.replace(finished, tokens=(*finished.tokens[:-1], 5))
+
+    def compare(*_):
+        managers.append(engine._continuous._manager)
+        raise torch.OutOfMemoryError("no memory left")
+
+    monkeypatch.setattr(continuous.Continuous, "_serve", serve_wrongly)
+    monkeypatch.setattr(selfcheck, "_worst_miss", compare)
+    assert answers(engine, requests()) == answers(opened("llama", "static"), requests())
+    assert managers == [None]
+    assert "it could not be compared: OutOfMemoryError: no memory left" in caplog.text
+    assert engine.notes == {"static_batches": 1}
+    engine.close()
 
 
 def test_without_memory_for_the_cache_all_is_computed_in_static_batches(folders, opened, caplog, monkeypatch):
     engine = new_engine(folders["llama"], batching="continuous")
-    monkeypatch.setattr(continuous, "CPU_TOKENS", 10**13)  # more than there is
+    monkeypatch.setattr(continuous_settings, "CPU_TOKENS", 10**13)  # more than there is
     assert answers(engine, requests()) == answers(opened("llama", "static"), requests())
     assert "continuous batching is given up, 10 requests go on in static batches" in caplog.text
     assert engine.notes == {"static_batches": 1}
@@ -283,3 +361,63 @@ def test_a_model_that_cannot_be_served_so_is_refused_where_that_was_asked_for(
         new_engine(folders["llama"], batching="continuous")
     if attribute == "hf_device_map":
         assert new_engine(folders["llama"])._continuous is None
+
+
+class OnAGPU:
+    """A model as far as its attention goes: it `exchanges` some implementations for others, or raises."""
+
+    device = torch.device("cuda")
+    dtype = torch.bfloat16
+
+    def __init__(self, own="sdpa", **exchanges):
+        self.config = SimpleNamespace(_attn_implementation=own, get_text_config=lambda: SimpleNamespace())
+        self.exchanges = exchanges
+
+    def init_continuous_batching(self):
+        raise NotImplementedError
+
+    def set_attn_implementation(self, name):
+        found = self.exchanges.get(name, name)
+        if isinstance(found, Exception):
+            raise found
+        self.config._attn_implementation = found
+
+
+@pytest.mark.parametrize(
+    ("model", "found"),
+    [
+        (OnAGPU(), "flash_attention_3"),
+        (OnAGPU(flash_attention_3=ValueError("no"), flash_attention_2="some/flash-kernel"), "some/flash-kernel"),
+        (OnAGPU("eager", flash_attention_3=OSError("offline"), flash_attention_2=ImportError("no kernels")), None),
+        (OnAGPU("eager", flash_attention_3="eager", flash_attention_2="eager"), None),
+    ],
+)
+def test_flash_attention_is_what_the_model_takes_of_what_is_installed(monkeypatch, model, found):
+    monkeypatch.setattr(attention, "_installed", lambda _: iter(["flash_attention_3", "flash_attention_2"]))
+    own = model.config._attn_implementation
+    assert attention.flash_attention(model) == found
+    assert model.config._attn_implementation == own
+    reason = continuous.advisable(SimpleNamespace(model=model), Place("cuda"))
+    assert reason == (None if found else "flash attention is not installed here, or the model cannot use it")
+
+
+def test_eight_bit_weights_of_bitsandbytes_advise_static_batches(monkeypatch):
+    monkeypatch.setattr(attention, "_installed", lambda _: iter(["flash_attention_2"]))
+    model = OnAGPU()
+    model.is_loaded_in_8bit = True
+    loaded = SimpleNamespace(model=model, context=512)
+    assert "8-bit weights of bitsandbytes" in continuous.advisable(loaded, Place("cuda"))
+    assert continuous_settings.settings(Needs(), 9, loaded, flash=True)["use_cuda_graph"] is False
+
+
+@pytest.mark.parametrize(("context", "pages"), [(8192, 33), (8200, 34), (10**9, 513)])
+def test_on_a_gpu_the_manager_knows_of_the_sampler_and_of_the_context(context, pages):
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    loaded = SimpleNamespace(model=OnAGPU(), context=context)
+    sampled = continuous_settings.settings(Needs(sampled=True), 9, loaded, flash=True)
+    greedy = continuous_settings.settings(Needs(), 9, loaded, flash=False)
+    assert (sampled["max_memory_percent"], sampled["max_blocks_per_request"]) == (0.8, pages)
+    assert not {"max_memory_percent", "max_blocks_per_request"} & set(greedy)
+    names = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
+    assert {"max_memory_percent", "max_blocks_per_request", "use_cuda_graph"} <= names

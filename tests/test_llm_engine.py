@@ -130,6 +130,24 @@ def test_what_prompts_have_in_common_is_read_once(folders, monkeypatch):
     assert read[2:] == [3 * 4]
 
 
+def make_mpt(folder):
+    from transformers import MptConfig, MptForCausalLM
+
+    sizes = {"vocab_size": len(CHARACTERS) + 10, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 256}
+    return _save(MptForCausalLM(MptConfig(**sizes, initializer_range=0.3)), folder, None)
+
+
+def test_a_model_that_counts_columns_shares_no_beginning(tmp_path):
+    ours = engine(make_mpt(tmp_path))
+    assert ours._loaded.context == 256
+    prompts = [SHARED + "1" * (3 * i + 1) for i in range(4)]
+    for output in ours.generate(requests_of(prompts, max_tokens=3, logprobs=True)):
+        tokens = encode(ours, prompts[output.id])
+        expected = logits_of(ours, tokens + output.tokens.tolist())[len(tokens) - 1 : -1].log_softmax(-1)
+        own = expected[range(len(output.tokens)), output.tokens.tolist()]
+        assert np.allclose(output.logprobs, own, atol=1e-4)
+
+
 def test_samples_of_one_prompt_differ_by_their_keys_alone(folders):
     ours = engine(folders["llama"])
     sampling = Sampling(max_tokens=12, temperature=1.0)
@@ -383,6 +401,46 @@ def test_a_prompt_too_large_for_the_memory_is_its_own_error(folders, monkeypatch
         each.id: each.error for each in ours.score([Question(i, r.prompt, ("y",)) for i, r in enumerate(requests)])
     }
     assert [scores[i] is None for i in range(5)] == [True, True, True, True, False]
+
+
+CODES = tuple(f"{a}{b}{c}" for a in "123" for b in "456" for c in "789")
+
+
+def with_seen_rows(ours, monkeypatch, most=1_000):
+    """The numbers of rows that are read together, of which more than `most` find no memory."""
+    forward, seen = ours._prefill.forward, []
+
+    def see(ids, *more, **options):
+        if len(ids) > most:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        seen.append(len(ids))
+        return forward(ids, *more, **options)
+
+    monkeypatch.setattr(ours._prefill, "forward", see)
+    return seen
+
+
+def test_choices_too_many_for_the_memory_are_read_a_few_at_a_time(folders, monkeypatch):
+    question = Question(0, Prompt("ab"), CODES)
+    (expected,) = engine(folders["llama"]).score([question])
+    ours = engine(folders["llama"])
+    seen = with_seen_rows(ours, monkeypatch, most=8)
+    (found,) = ours.score([question])
+    assert found.error is None
+    assert np.allclose(found.logprobs, expected.logprobs, atol=1e-5)
+    assert max(seen) > 1
+
+
+def test_so_many_choices_are_read_together_that_their_logits_have_room(folders, monkeypatch):
+    question = Question(0, Prompt("ab"), CODES)
+    ours = engine(folders["llama"])
+    (expected,) = ours.score([question])
+    n_logits = 2 * ours._loaded.model.config.vocab_size
+    monkeypatch.setattr("slurmgpu.llm.scoring.MOST_LOGITS", 5 * n_logits)
+    seen = with_seen_rows(ours, monkeypatch)
+    (found,) = ours.score([question])
+    assert np.allclose(found.logprobs, expected.logprobs, atol=1e-5)
+    assert max(seen) == 5
 
 
 def test_ranks_of_a_group_do_not_halve_on_their_own(folders, monkeypatch):

@@ -93,6 +93,8 @@ def test_two_processes_say_what_one_does(ranks, cases, name):
         np.testing.assert_allclose(found["scores"], alone["scores"], atol=1e-4)
         assert not found["given_up"]
         assert found["n_parameters"] < 0.8 * alone["n_parameters"], "the model was not split"
+        # Of a mixture the experts are handed out, and each process has all heads.
+        assert found["kv_bytes"] == alone["kv_bytes"] // (1 if name == "a mixture of experts" else 2)
 
 
 def test_eight_bits_are_split_as_well(ranks):

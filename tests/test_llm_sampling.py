@@ -4,7 +4,17 @@ import pytest
 import torch
 
 from slurmgpu.llm.engine import Sampling
-from slurmgpu.llm.sampling import Rules, _splitmix, _splitmix_tensor, choose, log_probabilities, mix, perturb
+from slurmgpu.llm.sampling import (
+    NOISE_ROWS,
+    Rules,
+    _noise,
+    _splitmix,
+    _splitmix_tensor,
+    choose,
+    log_probabilities,
+    mix,
+    perturb,
+)
 
 N_TOKENS = 40
 
@@ -98,6 +108,20 @@ def test_a_row_does_not_depend_on_its_neighbours_or_their_rules():
     assert together.tolist() == [int(token) for token in alone]
     turned = choose(logits.flip(0), Rules.of(rules[::-1], [*range(6)][::-1]), positions.flip(0))
     assert turned.flip(0).tolist() == together.tolist()
+
+
+def test_few_rows_are_hashed_at_a_time_and_the_noise_is_the_same(monkeypatch):
+    keys, positions, n_tokens, n_hashed = torch.arange(70) * 7919, torch.arange(70), 1001, []
+
+    def see(numbers):
+        n_hashed.append(numbers.numel())
+        return _splitmix_tensor(numbers)
+
+    monkeypatch.setattr("slurmgpu.llm.sampling._splitmix_tensor", see)
+    found = _noise(keys, positions, n_tokens)
+    assert max(n_hashed) == NOISE_ROWS * n_tokens
+    monkeypatch.setattr("slurmgpu.llm.sampling.NOISE_ROWS", len(keys))
+    assert torch.equal(_noise(keys, positions, n_tokens), found)
 
 
 def test_greedy_rows_take_the_most_likely_token(logits):

@@ -7,6 +7,7 @@ Transformers' caches can only grow and drop rows; the rest is done on the tensor
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -34,6 +35,20 @@ def window(model: Any) -> int | None:
     """How far the model's sliding layers look back, in columns; None for a model without such layers."""
     sizes = [layer.sliding_window for layer in new_cache(model).layers if getattr(layer, "is_sliding", False)]
     return min(sizes) if sizes else None
+
+
+def takes_holes(model: Any) -> bool:
+    """Whether a row may have unused columns between its tokens, as it has behind a shared beginning.
+
+    ALiBi may count columns and not tokens, as MPT's does; Bloom's and Falcon's in transformers count tokens.
+    """
+    code = inspect.getmodule(type(model))
+    if code is not None and code.__name__.startswith("transformers.models."):
+        return bool(model.config.model_type != "mpt")
+    try:
+        return "alibi" not in inspect.getsource(type(model) if code is None else code).lower()
+    except (OSError, TypeError):
+        return False
 
 
 def repeat(cache: Any, n_rows: int) -> Any:

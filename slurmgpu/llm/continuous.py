@@ -13,13 +13,15 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slurmgpu.llm import continuous_sampling
 from slurmgpu.llm.answers import Codec, Encoded, Finished
+from slurmgpu.llm.attention import flash_attention
+from slurmgpu.llm.batching import free_memory
+from slurmgpu.llm.continuous_settings import MOST_REQUESTS, Needs, is_8bit, settings
 from slurmgpu.llm.engine import EngineOptions, Place
-from slurmgpu.llm.selfcheck import difference, probes
+from slurmgpu.llm.selfcheck import agree, difference, probes
 
 if TYPE_CHECKING:
     from slurmgpu.llm.loading import Loaded
@@ -28,11 +30,6 @@ log = logging.getLogger(__name__)
 
 Static = Callable[[Sequence[Encoded]], Iterator[Finished]]
 
-MOST_REQUESTS = 256
-"""Requests in one batch: scores are a row of the vocabulary for each, several times over where tokens are sampled."""
-CPU_PAGE, CPU_TOKENS, CPU_BATCH_TOKENS = 32, 8192, 1024
-"""The cache's pages and size on a CPU, where the manager's own choice is 60 % of the memory, and how many tokens are
-computed at once: without flash attention there is a mask of these times those."""
 PATIENCE_S, STOP_S = 1.0, 5.0
 """How often to look whether the manager's thread still lives, and how long to wait for its end after a failure."""
 
@@ -44,28 +41,6 @@ class _FailedError(Exception):
         super().__init__(message)
         self.cause = cause
         self.common = common
-
-
-@dataclass(frozen=True)
-class _Needs:
-    """What a manager must be made for."""
-
-    sampled: bool = False
-    narrows: bool = False
-    stops: bool = False
-    logprobs: bool = False
-
-    @classmethod
-    def of(cls, requests: Sequence[Encoded]) -> _Needs:
-        all_sampling = [each.request.sampling for each in requests]
-        return cls(
-            sampled=any(each.temperature > 0 for each in all_sampling),
-            narrows=any(
-                each.temperature > 0 and (each.top_k > 0 or each.top_p < 1 or each.min_p > 0) for each in all_sampling
-            ),
-            stops=any(each.stop for each in all_sampling),
-            logprobs=any(each.logprobs for each in all_sampling),
-        )
 
 
 def available(loaded: Loaded, place: Place) -> str | None:
@@ -88,8 +63,10 @@ def advisable(loaded: Loaded, place: Place) -> str | None:
         return reason
     if loaded.model.device.type != "cuda":
         return "it computes on the CPU"
+    if is_8bit(loaded.model):
+        return "8-bit weights of bitsandbytes cannot be captured in CUDA graphs, without which it is slow"
     # Without flash attention a mask over all tokens of all requests is built: 2.3 times slower on long prompts.
-    if "flash" not in str(loaded.model.config.get_text_config()._attn_implementation):
+    if flash_attention(loaded.model) is None:
         return "flash attention is not installed here, or the model cannot use it"
     return None
 
@@ -104,8 +81,13 @@ class Continuous:
         self._codec = codec
         self._static = static
         self._attention = loaded.model.config._attn_implementation
+        self._flash = flash_attention(loaded.model)
+        if self._flash is not None:
+            log.info("continuous batches have %s", self._flash)
         self._manager: Any = None
-        self._made_for: tuple[_Needs, float] = (_Needs(), 0)
+        # Of all requests so far: a manager for more than a batch needs is cheaper than another one.
+        self._needs, self._longest = Needs(), 0
+        self._made_for: tuple[Needs, float] = (Needs(), 0)
         self._names = itertools.count()
         self._checked: set[bool] = set()
         self._given_up = False
@@ -113,8 +95,11 @@ class Continuous:
     def generate(self, requests: Sequence[Encoded]) -> Iterator[Finished]:
         """Each request's answer, in the order in which they finish."""
         ours = [each for each in requests if self._can_do(each)]
-        for sampled in (False, True):
-            self._check([each for each in ours if (each.request.sampling.temperature > 0) == sampled], sampled)
+        given_up = self._given_up
+        if ours:
+            self._needs |= Needs.of(ours)
+            self._longest = max(self._longest, *map(_length, ours))
+        self._check(ours)
         left = {id(each): each for each in requests}
         if ours and not self._given_up:
             try:
@@ -123,6 +108,8 @@ class Continuous:
                     yield finished
             except _FailedError as failure:
                 self._give_up(failure, len(left))
+        if self._given_up and not given_up:
+            free_memory()  # only here has the failure's traceback let go of the cache
         if left:
             self.release()  # the cache holds most of the memory
             yield from self._static(list(left.values()))
@@ -140,35 +127,48 @@ class Continuous:
                 log.error("the thread of continuous batching does not end; it may wait for a rank that has failed")
             else:
                 manager.destroy()
-        # A manager that has failed leaves the model with the attention that it needed itself.
-        if model.config._attn_implementation != self._attention:
-            model.set_attn_implementation(self._attention)
+                del manager
+                free_memory()  # what waits for the collector too
+        self._switch(self._attention)
 
     close = release
+
+    def _switch(self, attention: str) -> None:
+        """Let the model compute with this attention; a manager that has failed leaves it with that of its own."""
+        if self._loaded.model.config._attn_implementation != attention:
+            self._loaded.model.set_attn_implementation(attention)
 
     def _can_do(self, encoded: Encoded) -> bool:
         # The manager's log-probabilities are those of the scores after our noise: right for greedy requests alone.
         sampling = encoded.request.sampling
         return not (sampling.logprobs and sampling.temperature > 0)
 
-    def _check(self, requests: Sequence[Encoded], sampled: bool) -> None:
-        """Compare with static batches what comes first of its kind; on a difference give up."""
-        if not requests or self._given_up or sampled in self._checked:
+    def _check(self, requests: Sequence[Encoded]) -> None:
+        """Compare with static batches what comes first of its kind, greedy or sampled; on a difference give up."""
+        kinds = {_is_sampled(each) for each in requests} - self._checked
+        if not kinds or self._given_up:
             return
-        self._checked.add(sampled)
-        asked = probes(requests)
+        self._checked |= kinds
+        asked = probes([each for each in requests if _is_sampled(each) in kinds])
         self.release()
         expected = list(self._static(asked))
         try:
-            found = list(self._serve(asked))
+            self._compare(expected, list(self._serve(asked)))
         except _FailedError as failure:
             self._give_up(failure, len(requests))
+
+    def _compare(self, expected: Sequence[Finished], found: Sequence[Finished]) -> None:
+        """Raise if what was found is not as good as what was expected."""
+        if agree(expected, found):
             return
-        reason = difference(self._loaded.model, expected, found, self._options.precision)
+        self.release()  # to compare is to compute, and the cache has left no memory for that
+        try:
+            reason = difference(self._loaded.model, expected, found, self._options.precision)
+        except Exception as error:
+            raise _FailedError(f"it could not be compared: {type(error).__name__}: {error}", error) from error
         if reason is not None:
             # The ranks have the same tokens, and come to the same conclusion.
-            disagreement = _FailedError(f"it disagrees with static batches: {reason}", common=True)
-            self._give_up(disagreement, len(requests))
+            raise _FailedError(f"it disagrees with static batches: {reason}", common=True)
 
     def _give_up(self, failure: _FailedError, n_left: int) -> None:
         self._given_up = True
@@ -183,7 +183,7 @@ class Continuous:
     def _serve(self, requests: Sequence[Encoded]) -> Iterator[Finished]:
         """Answers by the manager, which runs only meanwhile: between calls the model is free for others."""
         try:
-            manager = self._start(requests)
+            manager = self._start()
         except Exception as error:
             self.release()
             # What a model, a version or an image cannot do, it can on no rank.
@@ -209,7 +209,9 @@ class Continuous:
         finally:
             if whole:
                 manager.stop(block=True, keep_for_next_session=True)
+                self._switch(self._attention)
             else:
+                del manager  # so that nothing holds the cache
                 self.release()
 
     def _add(self, manager: Any, encoded: Encoded, pending: dict[str, Encoded]) -> None:
@@ -246,11 +248,11 @@ class Continuous:
             raise _FailedError(f"an answer of {len(tokens)} tokens has no end")
         return Finished(encoded, tokens, "stop" if ended else "length", logprobs)
 
-    def _start(self, requests: Sequence[Encoded]) -> Any:
-        needs = _Needs.of(requests)
-        longest = max(len(each.tokens) + each.request.sampling.max_tokens for each in requests)
+    def _start(self) -> Any:
+        needs, longest = self._needs, self._longest
         if self._manager is not None and (needs != self._made_for[0] or longest > self._made_for[1]):
             self.release()
+        self._switch(self._flash or self._attention)
         if self._manager is None:
             self._manager = self._make(needs, longest)
             self._made_for = (needs, math.inf if self._loaded.model.device.type == "cuda" else longest)
@@ -260,25 +262,13 @@ class Continuous:
         self._manager.start()
         return self._manager
 
-    def _make(self, needs: _Needs, longest: int) -> Any:
+    def _make(self, needs: Needs, longest: int) -> Any:
         from transformers import GenerationConfig
         from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
         # It has a line for each call, and a handler of its own.
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)
-        wanted: dict[str, Any] = {
-            "max_requests_per_batch": MOST_REQUESTS,
-            "return_logprobs": needs.logprobs,
-            "auto_switch_to_flash": False,  # loading has chosen; the package `kernels` would be asked to download it
-            "seed": 0,
-        }
-        if needs.stops:
-            # A request that is cancelled while a second batch is in flight breaks the cache's books in 5.23.
-            wanted["use_async_batching"] = False
-        if self._loaded.model.device.type == "cpu":
-            wanted["page_size"] = wanted["block_size"] = CPU_PAGE
-            wanted["num_blocks"] = -(-max(CPU_TOKENS, 4 * longest) // CPU_PAGE)
-            wanted["max_batch_tokens"] = CPU_BATCH_TOKENS
+        wanted = settings(needs, longest, self._loaded, flash=self._flash is not None)
         known = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
         if "page_size" in known:
             wanted.pop("block_size", None)
@@ -293,6 +283,14 @@ class Continuous:
         gc.collect()
         gc.freeze()
         return manager
+
+
+def _is_sampled(encoded: Encoded) -> bool:
+    return encoded.request.sampling.temperature > 0
+
+
+def _length(encoded: Encoded) -> int:
+    return len(encoded.tokens) + encoded.request.sampling.max_tokens
 
 
 def _look_after(manager: Any) -> None:

@@ -5,19 +5,29 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.llm.caches import new_cache
 from slurmgpu.llm.engine import EngineOptions, Place
 from slurmgpu.llm.quantising import quantization_config
 
 log = logging.getLogger(__name__)
 
 TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+OWN_CACHES = ("minimax", "reformer", "rwkv", "xlnet", "xlstm")
+"""Model types that transformers gives a cache of another kind, or none; so generation/utils.py of 5.23."""
+
+COLLECTIVE_LIMIT = timedelta(hours=2)
+"""Reading a large model takes tens of minutes, and not every rank the same; NCCL would give up after ten."""
 
 FEW = 3
 """So many weights are named of those that are wrong."""
@@ -62,6 +72,15 @@ def load_model(options: EngineOptions, place: Place) -> Loaded:
             f"{options.model.name} is an encoder-decoder model ({config.model_type}), of which the engine "
             "transformers has no batches; expected a decoder, as Llama, Qwen or gpt-oss are."
         )
+    if config.model_type in OWN_CACHES:
+        raise SlurmGPUError(
+            f"{options.model.name} is a model of the type {config.model_type}, whose state is kept in another way than "
+            "the keys and values of which the engine transformers makes batches; expected a decoder, as Llama, Qwen or "
+            'gpt-oss are. engine = "vllm" may know it.'
+        )
+    if options.precision == "fp32":
+        # An image's environment may have allowed TF32, which keeps 10 bits of the 23.
+        torch.set_float32_matmul_precision("highest")
     _check_memory(options, place)
     read_ahead(options.model.folder)
     disable_progress_bar()  # this is read in files
@@ -70,12 +89,12 @@ def load_model(options: EngineOptions, place: Place) -> Loaded:
     arguments = {**source, "config": config, "dtype": dtype, **_where(options, place, config)}
     if (quantization := quantization_config(options, place)) is not None:
         arguments["quantization_config"] = quantization
-    model, report = _from_pretrained(arguments, _attention(options, place))
+    model, report = _from_pretrained(arguments)
     _check_whole(model, report, options)
     model.eval()
     # What a checkpoint suggests for sampling is not what was asked for; only what ends an answer is taken from it.
     eos_ids = _ids(model.generation_config, config.get_text_config(), tokenizer)
-    loaded = Loaded(model, tokenizer, eos_ids, _context(options, config), _kv_bytes(config, dtype, place), model.device)
+    loaded = Loaded(model, tokenizer, eos_ids, _context(options, config), _kv_bytes(model), model.device)
     _log(loaded, place, dtype, time.monotonic() - started)
     return loaded
 
@@ -151,8 +170,11 @@ def _distributed(place: Place, config: Any) -> Any:
     if on_gpu:
         torch.cuda.set_device(place.device)
     if not distributed.is_initialized():
+        # Continuous batching has its collectives in graphs, which are slower with this, and NCCL reads it only here.
+        os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
         # Address and rank are torchrun's, in the environment.
-        distributed.init_process_group("nccl" if on_gpu else "gloo")
+        bound = {"device_id": torch.device(place.device)} if on_gpu else {}
+        distributed.init_process_group("nccl" if on_gpu else "gloo", timeout=COLLECTIVE_LIMIT, **bound)
     # Never pp_size: with it generation gives wrong tokens (transformers 5.23).
     wanted: dict[str, Any] = {"tp_size": place.world_size}
     if _n_experts(config) and getattr(config.get_text_config(), "base_model_ep_plan", None):
@@ -169,29 +191,13 @@ def _n_experts(config: Any) -> int:
     return next((int(getattr(text, name)) for name in names if getattr(text, name, None)), 0)
 
 
-def _attention(options: EngineOptions, place: Place) -> str | None:
-    """Flash attention where continuous batching may use it; None leaves the choice to the model."""
-    from transformers.utils import is_flash_attn_2_available
-
-    may_be_continuous = options.batching != "static" and (place.gpus == 1 or place.world_size > 1)
-    if place.device == "cpu" or options.precision == "fp32" or not may_be_continuous:
-        return None
-    return "flash_attention_2" if is_flash_attn_2_available() else None
-
-
-def _from_pretrained(arguments: dict[str, Any], attention: str | None) -> tuple[Any, Mapping[str, Any]]:
+def _from_pretrained(arguments: dict[str, Any]) -> tuple[Any, Mapping[str, Any]]:
     """The model, and transformers' account of which weights the checkpoint had."""
     from transformers import AutoModelForCausalLM
 
     # Both would otherwise be a warning with a table, and an error that only names that table.
     arguments = {**arguments, "output_loading_info": True, "ignore_mismatched_sizes": True}
     found: tuple[Any, Mapping[str, Any]]
-    if attention is not None:
-        try:
-            found = AutoModelForCausalLM.from_pretrained(**arguments, attn_implementation=attention)
-            return found
-        except (ValueError, ImportError) as error:  # before any weight is read
-            log.info("%s cannot be used, and the model's own attention is: %s", attention, error)
     try:
         found = AutoModelForCausalLM.from_pretrained(**arguments)
     except ValueError as error:
@@ -240,20 +246,30 @@ def _ids(*holders: Any) -> frozenset[int]:
 
 
 def _context(options: EngineOptions, config: Any) -> int:
-    own = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    text = config.get_text_config()
+    own = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None) or sys.maxsize
     return min(int(own), options.max_context or sys.maxsize)
 
 
-def _kv_bytes(config: Any, dtype: Any, place: Place) -> int:
-    text = config.get_text_config()
-    n_heads = getattr(text, "num_attention_heads", None) or 1
-    n_kv_heads = getattr(text, "num_key_value_heads", None) or n_heads
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // n_heads
-    n_layers = text.num_hidden_layers
-    n_layers = -(-n_layers // place.gpus) if place.world_size == 1 and place.gpus > 1 else n_layers
-    if n_kv_heads % place.world_size == 0:
-        n_kv_heads //= place.world_size
-    return int(2 * n_layers * n_kv_heads * head_size * dtype.itemsize)
+def _kv_bytes(model: Any) -> int:
+    """What the cache holds of a token, on the fullest device.
+
+    It is measured: kinds of model differ in what they cache, and plans in whether each process has all heads.
+    """
+    import torch
+
+    cache = new_cache(model)
+    with torch.inference_mode():
+        # More than one: a single token would be taken for one of an answer.
+        model(
+            input_ids=torch.zeros(1, 4, dtype=torch.int64, device=model.device), past_key_values=cache, use_cache=True
+        )
+    sizes: Counter[Any] = Counter()
+    for layer in cache.layers:
+        for each in (getattr(layer, "keys", None), getattr(layer, "values", None)):
+            if each is not None and each.numel():
+                sizes[each.device] += each.nbytes // each.shape[-2]
+    return max(sizes.values(), default=0)
 
 
 def _log(loaded: Loaded, place: Place, dtype: Any, seconds: float) -> None:

@@ -41,8 +41,9 @@ class Prefill:
         self._window = caches.window(loaded.model)
         self._shared: tuple[Tokens, Any] = ((), None)
         self.has_rows = caches.has_rows(loaded.model)
+        self._can_share = self.has_rows and caches.takes_holes(loaded.model)
         # Some models, those that bring their own code most of all, know only all logits.
-        self._can_keep_few = "logits_to_keep" in inspect.signature(type(loaded.model).forward).parameters
+        self.can_keep_few = "logits_to_keep" in inspect.signature(type(loaded.model).forward).parameters
         self._padding = CPU_PADDING if loaded.device.type == "cpu" else GPU_PADDING
 
     def forget(self) -> None:
@@ -52,7 +53,7 @@ class Prefill:
     def share(self, prompts: Sequence[Tokens]) -> Tokens:
         """What all of these begin with, if that is worth computing once; else nothing."""
         n_same = common_prefix(prompts)
-        return prompts[0][:n_same] if self.has_rows and is_worthwhile(n_same, prompts) else ()
+        return prompts[0][:n_same] if self._can_share and is_worthwhile(n_same, prompts) else ()
 
     def new_cache(self) -> Any:
         """An empty cache for the model."""
@@ -86,7 +87,7 @@ class Prefill:
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,
-            **({"logits_to_keep": n_logits} if self._can_keep_few else {}),
+            **({"logits_to_keep": n_logits} if self.can_keep_few else {}),
         ).logits
         # Of a model on several GPUs the last one says them.
         return found[:, -n_logits:].to(ids.device)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 MASK = 2**64 - 1
 NOISE_BITS = 40
+NOISE_ROWS = 32
+"""So many rows are hashed at a time: on the way there each number takes several times what stays of it."""
 GREATEST = 1 - 2.0**-24
 """The float32 before 1: at 1 the noise would be infinite."""
 
@@ -152,10 +154,13 @@ def _noise(keys: Tensor, positions: Tensor, n_tokens: int) -> Tensor:
 
     streams = _splitmix_tensor(_splitmix_tensor(keys) + positions * _signed(GOLDEN))
     tokens = torch.arange(1, n_tokens + 1, device=keys.device) * _signed(GOLDEN)
-    hashed = _splitmix_tensor(streams[:, None] + tokens)
-    # Small numbers are dense in float32, those near 1 are not: what wins is where u is small.
-    u = ((_shift(hashed, 64 - NOISE_BITS).float() + 0.5) * 2.0**-NOISE_BITS).clamp(max=GREATEST)
-    return u.neg_().log1p_().neg_().log_().neg_()
+    found = torch.empty(len(keys), n_tokens, device=keys.device)
+    for some, streams_of_some in zip(found.split(NOISE_ROWS), streams.split(NOISE_ROWS), strict=True):
+        hashed = _splitmix_tensor(streams_of_some[:, None] + tokens)
+        # Small numbers are dense in float32, those near 1 are not: what wins is where u is small.
+        u = ((_shift(hashed, 64 - NOISE_BITS).float() + 0.5) * 2.0**-NOISE_BITS).clamp(max=GREATEST)
+        some.copy_(u.neg_().log1p_().neg_().log_().neg_())
+    return found
 
 
 def _splitmix_tensor(numbers: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from slurmgpu.llm import caches
 from slurmgpu.llm.answers import Codec, PromptError
-from slurmgpu.llm.batching import Budget, Load, attempt, free_memory, n_that_fit
+from slurmgpu.llm.batching import MOST_ROWS, Budget, Load, attempt, free_memory, n_that_fit
 from slurmgpu.llm.engine import Place, Question, Scores
 from slurmgpu.llm.prefilling import Prefill, Prefilled, Tokens
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 ROUNDING = 2.0**-24
 """How far a probability near 1 is off in float32, in which the models' own are computed."""
+
+MOST_LOGITS = 200_000_000
+"""Of choices that are read together: rows times tokens times vocabulary. They take about 10 bytes each."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class Scorer:
         self._context = context
         self._budget = budget
         self._prefill = prefill
+        self._n_rows = 0  # of choices that are being read
 
     def score(self, questions: Sequence[Question]) -> Iterator[Scores]:
         """Each question's scores, those of long prompts first; its error, where it cannot be asked."""
@@ -65,8 +69,9 @@ class Scorer:
             if found is None:
                 self._prefill.forget()
                 free_memory()
-            if found is None and n_taken > 1:
-                self._budget.reduce(load.tokens)
+            if found is None and (n_taken > 1 or self._n_rows > 1):
+                # Of a question alone, fewer of its choices are read together.
+                self._budget.reduce(load.tokens if n_taken > 1 else self._n_rows * (load.columns + load.more))
                 continue
             asked = asked[n_taken:]
             if found is None:
@@ -80,6 +85,7 @@ class Scorer:
         """The scores of questions whose prompts are read together."""
         import torch
 
+        self._n_rows = 0
         with torch.inference_mode():
             read = self._prefill.read([each.prompt for each in batch], load.columns + load.more, shared)
             first = read.logits.float()
@@ -96,8 +102,9 @@ class Scorer:
             ]
             longer.sort(key=lambda pair: -len(batch[pair[0]].choices[pair[1]]))
             while longer:
-                some = longer[: max(1, self._budget.tokens // (load.columns + load.more))]
-                longer = longer[len(some) :]
+                longest = len(batch[longer[0][0]].choices[longer[0][1]])
+                some = longer[: self._n_together(longest, load, first.shape[-1])]
+                longer, self._n_rows = longer[len(some) :], len(some)
                 choices = [batch[row].choices[place] for row, place in some]
                 if self._prefill.has_rows:
                     sums = self._go_on(read, [row for row, _ in some], choices)
@@ -106,6 +113,13 @@ class Scorer:
                 for (row, place), logprob in zip(some, sums, strict=True):
                     found[row][place] += logprob
         return [scores_of(asked, logprobs) for asked, logprobs in zip(batch, found, strict=True)]
+
+    def _n_together(self, longest: int, load: Load, vocabulary: int) -> int:
+        """How many choices of at most so many tokens are read at once."""
+        columns = load.columns + load.more
+        has_few_logits = self._prefill.has_rows or self._prefill.can_keep_few
+        n_logits = (longest - 1 if has_few_logits else columns) * vocabulary
+        return max(1, min(MOST_ROWS, self._budget.tokens // columns, MOST_LOGITS // n_logits))
 
     def _go_on(self, read: Prefilled, rows: Sequence[int], choices: Sequence[Tokens]) -> list[float]:
         """Log-probabilities of choices behind their first tokens, each on the row of its prompt."""

@@ -20,15 +20,26 @@ N_PROBES, PROBE_TOKENS = 4, 16
 
 
 def probes(requests: Sequence[Encoded]) -> list[Encoded]:
-    """A few of the requests, of different prompts, with answers that are short and not cut at a text."""
-    different = {each.tokens: each for each in reversed(requests)}
-    return [_shortened(each, number) for number, each in enumerate([*different.values()][::-1][:N_PROBES])]
+    """A few of the requests, greedy and sampled, of different prompts, with answers short and not cut at a text."""
+    found: list[Encoded] = []
+    for sampled in (False, True):
+        kind = [each for each in requests if (each.request.sampling.temperature > 0) == sampled]
+        different = {each.tokens: each for each in reversed(kind)}
+        found += [*different.values()][::-1][:N_PROBES]
+    return [_shortened(each, number) for number, each in enumerate(found)]
 
 
 def _shortened(encoded: Encoded, number: int) -> Encoded:
     sampling = encoded.request.sampling
     brief = dataclasses.replace(sampling, max_tokens=min(sampling.max_tokens, PROBE_TOKENS), stop=(), logprobs=False)
     return Encoded(dataclasses.replace(encoded.request, id=number, sampling=brief), encoded.tokens)
+
+
+def agree(expected: Sequence[Finished], found: Sequence[Finished]) -> bool:
+    """Whether both are the same answers, token by token, and none is an error."""
+    known = {each.encoded.request.id: each.tokens for each in expected}
+    same = {each.encoded.request.id: each.tokens for each in found} == known and len(found) == len(expected)
+    return same and not any(each.error for each in [*expected, *found])
 
 
 def difference(model: Any, expected: Sequence[Finished], found: Sequence[Finished], precision: str) -> str | None:
