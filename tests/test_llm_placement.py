@@ -118,14 +118,30 @@ def test_sliding_layers_keep_no_more_than_their_window(tmp_path):
         ({"num_hidden_layers": 1, "num_attention_heads": 4, "hidden_size": 64, "multi_query": True}, 2 * 16 * 2),
         (
             {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 64, "kv_lora_rank": 8}
-            | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12},
-            2 * (24 + 12) * 2,
+            | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 4, "v_head_dim": 12},
+            (8 + 4) * 2,
         ),
     ],
 )
 def test_the_cache_is_computed_for_other_kinds_of_model(tmp_path, config, expected):
     source = find_model(str(config_only(tmp_path / "m", model_type="x", **config)))
     assert cache_sizes(source, "bf16").a_token == expected
+
+
+@pytest.mark.model
+def test_latent_attention_costs_what_transformers_caches(tmp_path):
+    import torch
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
+
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "first_k_dense_replace": 2}
+    latent = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    config = DeepseekV3Config(**sizes, **latent)
+    cache = DynamicCache(config=config)
+    DeepseekV3ForCausalLM(config)(input_ids=torch.zeros(1, 5, dtype=torch.long), past_key_values=cache)
+    held = sum(each.numel() for layer in cache.layers for each in (layer.keys, layer.values))
+    config.save_pretrained(tmp_path)
+    assert cache_sizes(find_model(str(tmp_path)), "fp32").a_token == held * 4 / 5
 
 
 def test_a_quantised_checkpoint_counts_as_it_is_stored(tmp_path):

@@ -78,12 +78,13 @@ def _model(options: EngineOptions, weights: Weights) -> Model:
     sizes = _sizes(weights, options.precision, source.quantization, stored=stored)
     by_experts = config.get("model_type") in EXPERT_PARALLEL and options.engine == "transformers"
     split = {"experts"} if by_experts else {"linear", "experts", "head"}
+    is_whole = by_experts or bool(config.get("kv_lora_rank"))  # a latent is one for all heads
     memory = Memory(
         split=sum(size for group, size in sizes.items() if group in split),
         whole=sum(size for group, size in sizes.items() if group not in split),
         cache=0.0,
         layers=int(config.get("num_hidden_layers") or config.get("n_layer") or USUAL_LAYERS),
-        cache_parts=1 if by_experts else heads_of(config)[1],
+        cache_parts=1 if is_whole else heads_of(config)[1],
     )
     tokens = options.batch_tokens or ROWS * _row_tokens(options)
     return Model(options, weights, cache_sizes(source, options.precision), memory, tokens).with_batch(tokens)

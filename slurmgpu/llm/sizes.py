@@ -131,11 +131,10 @@ def _hidden(config: Mapping[str, Any]) -> int:
 
 def _kv_numbers(config: Mapping[str, Any]) -> int:
     """How many numbers a layer caches for a token."""
-    n_heads, n_kv, width = heads_of(config)
     if config.get("kv_lora_rank"):
-        # Multi-head latent attention: transformers caches keys and values as the heads see them.
-        key = int(config.get("qk_nope_head_dim", 0)) + int(config.get("qk_rope_head_dim", 0))
-        return n_heads * (key + int(config.get("v_head_dim", 0)))
+        # Multi-head latent attention: the latent is cached, from which all heads' keys and values are made.
+        return int(config["kv_lora_rank"]) + int(config.get("qk_rope_head_dim") or 0)
+    _, n_kv, width = heads_of(config)
     return 2 * n_kv * width
 
 
