@@ -9,7 +9,7 @@ from tests.cluster.fixture import cluster, memory_limits  # noqa: F401
 from tests.images import apptainer, normal_user  # noqa: F401
 from tests.runs import make_project
 from tests.somebody import somebody  # noqa: F401
-from tests.tiny_models import adder  # noqa: F401
+from tests.tiny_models import adder, one_thread  # noqa: F401
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -19,7 +19,7 @@ from slurmgpu.workloads.collect import Collect
 from slurmgpu.workloads.judge import Judge
 from slurmgpu.workloads.rubrics import read_rubric, shipped
 from tests.runs import report, wait_until
-from tests.tiny_models import claim
+from tests.tiny_models import claim, make_unloadable
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -52,12 +52,7 @@ WORSE = {
 
 @pytest.fixture(scope="module")
 def nothing(tmp_path_factory):
-    """A folder of a model with no weights: enough to check settings."""
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64}))
-    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    (folder / "tokenizer.json").write_text("{}")
-    return str(folder)
+    return str(make_unloadable(tmp_path_factory.mktemp("model")))
 
 
 def toml_of(rubric):

@@ -13,6 +13,7 @@ from slurmgpu.workloads.judge import Judge
 from slurmgpu.workloads.rubrics import read_rubric
 from slurmgpu.workloads.verdicts import summarize
 from tests.shard_files import join_parts, write
+from tests.tiny_models import make_unloadable
 
 COLUMNS = {"text": Json(), "question": Json(), "reference": Json()}
 QUESTION = {"question": "1+1", "reference": "2"}
@@ -20,12 +21,7 @@ QUESTION = {"question": "1+1", "reference": "2"}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A folder of a model with no weights: enough to check settings."""
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64}))
-    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    (folder / "tokenizer.json").write_text("{}")
-    return str(folder)
+    return str(make_unloadable(tmp_path_factory.mktemp("model")))
 
 
 def run_of(folder, text, keep=("question", "reference")):

@@ -22,16 +22,10 @@ from slurmgpu.llm.engine import EngineOptions, Place, Prompt, Question, Request,
 from slurmgpu.llm.models import find_model
 from tests.tiny_models import make_gpt_oss, make_llama, make_qwen3
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 WORDS = "0123456789+=? abc"
 MAKERS = {"llama": make_llama, "qwen3": make_qwen3, "gpt_oss": make_gpt_oss}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ import pytest
 
 pytest.importorskip("transformers")
 
-import torch
 
 import slurmgpu as library
 from slurmgpu.llm.engine import Place
@@ -82,12 +81,9 @@ def ranks(cases, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_processes_say_what_one_does(ranks, cases, name):
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def test_two_processes_say_what_one_does(ranks, cases, name, one_thread):
     [case] = [case for case in cases if case[0] == name]
     alone = compute((*case[:2], FP32 | {"batching": "static"}, *case[3:]), Place("cpu"))
-    torch.set_num_threads(before)
     for found in (rank[name] for rank in ranks):
         assert found["outputs"] == alone["outputs"]
         np.testing.assert_allclose(found["scores"], alone["scores"], atol=1e-4)

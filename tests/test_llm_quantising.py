@@ -7,7 +7,6 @@ import pytest
 
 pytest.importorskip("transformers")
 
-import torch
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm import quantising
@@ -16,15 +15,9 @@ from slurmgpu.llm.models import find_model
 from slurmgpu.llm.quantising import package_for, quantization_config
 from tests.tiny_models import make_llama
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LETTERS = ("1", "2", "3", "a", "b", "=")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

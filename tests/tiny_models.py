@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import random
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +138,14 @@ def make_gpt_oss(folder: Path, *, template: str | None = None, seed: int = 0, **
     return _save(GptOssForCausalLM(config), folder, template)
 
 
+def make_unloadable(folder: Path) -> Path:
+    """A folder of a model with no weights: enough to check settings."""
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64}))
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
 def _example(rng: random.Random) -> tuple[str, str]:
     a, b = rng.randint(10, 99), rng.randint(10, 99)
     match rng.choice(["sum", "sum", "judge", "judge", "judge", "label"]):
@@ -202,3 +212,14 @@ def adder_folder() -> Path:
 def adder() -> Path:
     """The folder of a small Llama that adds numbers of two digits, judges sums and labels sentences."""
     return adder_folder()
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """PyTorch computes on one thread: sums are added in one order, and other tests have a core, too."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
