@@ -14,7 +14,8 @@ from slurmgpu.llm.batching import CPU_TOKENS
 from slurmgpu.llm.defaults import DEFAULTS, NAMES, with_defaults
 from slurmgpu.llm.engine import EngineOptions
 from slurmgpu.llm.models import find_model
-from slurmgpu.llm.placement import check_fits, memory_of, place
+from slurmgpu.llm.needs import look_at
+from slurmgpu.llm.placement import check_fits, place
 from slurmgpu.llm.sizes import cache_sizes, heads_of, weights_of
 from slurmgpu.llm.splitting import EXPERT_PARALLEL, TENSOR_PARALLEL, obstacle_to
 from slurmgpu.placing import GPU_MEMORY_GB, gpu_memory_of
@@ -89,7 +90,7 @@ def test_a_config_alone_gives_the_same_numbers(llama_70b, tmp_path):
     ],
 )
 def test_quantising_shrinks_the_linear_layers_and_nothing_else(llama_70b, suffix, precision, gigabytes):
-    memory = memory_of(options(llama_70b, suffix, precision=precision))
+    memory = look_at(options(llama_70b, suffix, precision=precision)).memory
     assert round(memory.weights / 1e9, 1) == gigabytes
     assert memory.cache == 8 * 4096 * 327_680 * (2 if precision == "fp32" else 1)
 
@@ -106,7 +107,7 @@ def test_sliding_layers_keep_no_more_than_their_window(tmp_path):
     assert (sizes.full, sizes.sliding, sizes.window) == (2 * layer, 2 * layer, 128)
     assert sizes.of(tokens=4000, row_tokens=1000) == 2 * layer * 4000 + 2 * layer * 4 * 128
     # 8 rows of all that fits the context.
-    assert memory_of(EngineOptions(source)).cache == 2 * layer * 8 * 2048 + 2 * layer * 8 * 128
+    assert look_at(EngineOptions(source)).memory.cache == 2 * layer * 8 * 2048 + 2 * layer * 8 * 128
 
 
 @pytest.mark.parametrize(
@@ -147,7 +148,7 @@ def test_latent_attention_costs_what_transformers_caches(tmp_path):
 def test_a_quantised_checkpoint_counts_as_it_is_stored(tmp_path):
     small = {**LLAMA_70B, "num_hidden_layers": 2, "quantization_config": {"quant_method": "fp8"}}
     folder = write_model(tmp_path / "m", small, llama_tensors(small, "F8_E4M3"))
-    memory = memory_of(options(folder))
+    memory = look_at(options(folder)).memory
     assert memory.weights == weights_of(find_model(str(folder))).parameters
     assert "as stored (fp8): 3.8 GB of weights" in place(options(folder), share(1, 40))[1][0]
 
@@ -330,7 +331,7 @@ def test_what_vllm_would_refuse_is_refused_before_anything_is_queued(llama_70b, 
 
 def test_key_value_heads_that_are_fewer_than_gpus_are_held_twice_by_vllm(tmp_path):
     wanted = options(config_only(tmp_path / "m", **SMALL), engine="vllm")
-    memory = memory_of(wanted)
+    memory = look_at(wanted).memory
     assert memory.on_each(8, tensor_parallel=True)[1] == memory.cache / 4
 
 
@@ -390,7 +391,7 @@ def test_a_cache_that_the_config_does_not_tell_is_no_reason_to_refuse(tmp_path):
 
 def test_a_mixture_of_experts_is_split_by_experts(tmp_path):
     wanted = options(config_only(tmp_path / "m", **MIXTURE))
-    memory = memory_of(wanted)
+    memory = look_at(wanted).memory
     assert memory.split == 4 * 8 * 3 * 64 * 256 * 2
     assert memory.on_each(4, tensor_parallel=True) == (memory.split / 4 + memory.whole, memory.cache)
     assert obstacle_to(wanted, 4) is None
@@ -453,7 +454,7 @@ GPUS = ((4, 40), (4, 80), (2, 80))
 
 def cell(wanted, gpus, gigabytes):
     splits = obstacle_to(wanted, gpus) is None
-    weights, cache = memory_of(wanted).on_each(gpus, tensor_parallel=splits)
+    weights, cache = look_at(wanted).memory.on_each(gpus, tensor_parallel=splits)
     text = f"{weights / 1e9:.1f} + {cache / 1e9:.1f} GB, {'split' if splits else 'spread'}"
     try:
         lines = place(wanted, share(gpus, gigabytes))[1]

@@ -19,6 +19,9 @@ Precision = Literal["bf16", "fp16", "fp32"]
 Batching = Literal["auto", "static", "continuous"]
 FinishReason = Literal["stop", "length", "error"]
 
+TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""What PyTorch calls each precision."""
+
 
 class Composed(str):
     """A text that a template made: `quoted` are the (start, stop) of what comes from the item, the rest is ours."""

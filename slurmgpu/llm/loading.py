@@ -16,12 +16,10 @@ from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.caches import new_cache
-from slurmgpu.llm.engine import EngineOptions, Place
+from slurmgpu.llm.engine import TORCH_NAMES, EngineOptions, Place
 from slurmgpu.llm.quantising import quantization_config
 
 log = logging.getLogger(__name__)
-
-TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 OWN_CACHES = ("minimax", "reformer", "rwkv", "xlnet", "xlstm")
 """Model types that transformers gives a cache of another kind, or none; so generation/utils.py of 5.23."""

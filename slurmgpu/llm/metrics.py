@@ -29,8 +29,14 @@ def wilson_interval(n_right: int, n: int, z: float = 1.959963984540054) -> tuple
     return (0.0 if n_right == 0 else middle - half, 1.0 if n_right == n else middle + half)
 
 
-def ratio(part: int, whole: int) -> float | None:
-    """A share; None of nothing."""
+def wilson_list(n_right: int, n: int) -> list[float] | None:
+    """The same as JSON has it."""
+    interval = wilson_interval(n_right, n)
+    return None if interval is None else list(interval)
+
+
+def ratio(part: float, whole: int) -> float | None:
+    """A share, or a mean; None of nothing."""
     return part / whole if whole else None
 
 
@@ -92,12 +98,11 @@ def classification_summary(counts: Counts, labels: Sequence[str], n_failed: int 
     Items that failed, and so have no truth, count as wrong in the accuracy, as do those without a label.
     """
     n, n_right = int(counts.sum()) + n_failed, int(np.trace(counts))
-    interval = wilson_interval(n_right, n)
     metrics, support = class_metrics(counts), counts.sum(axis=1).tolist()
     names = (*labels, "(none)")[: counts.shape[1]]
     return {
         "accuracy": ratio(n_right, n),
-        "accuracy_interval": None if interval is None else list(interval),
+        "accuracy_interval": wilson_list(n_right, n),
         "macro_f1": macro_f1(counts),
         "by_label": {
             label: {"n": support[i], **{name: values[i] for name, values in metrics.items()}}

@@ -9,7 +9,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm import hub
 from slurmgpu.llm.batching import CPU_TOKENS
 from slurmgpu.llm.choosing import Choice, Offer, choose, what_fits
-from slurmgpu.llm.memory import RUNTIME_BYTES, USABLE, Memory, usable
+from slurmgpu.llm.memory import RUNTIME_BYTES, USABLE, usable
 from slurmgpu.llm.needs import ROW_TOKENS, Model, look_at
 from slurmgpu.llm.sizes import text_config
 from slurmgpu.llm.splitting import stored_method
@@ -42,11 +42,6 @@ def check_fits(options: EngineOptions, gpu_bytes: int, n_gpus: int = 1, *, tenso
     if not model.memory.fits(n_gpus, gpu_bytes, tensor_parallel=tensor_parallel):
         choice = Choice("per-gpu" if tensor_parallel else "one", tensor_parallel, fits=False)
         raise _too_large(model, Offer(n_gpus, gpu_memory=gpu_bytes), choice)
-
-
-def memory_of(options: EngineOptions) -> Memory:
-    """What the model needs, as the options want it."""
-    return look_at(options).memory
 
 
 # Saying it.

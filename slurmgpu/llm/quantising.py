@@ -11,7 +11,7 @@ import logging
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.llm.engine import EngineOptions, Place
+from slurmgpu.llm.engine import TORCH_NAMES, EngineOptions, Place
 
 log = logging.getLogger(__name__)
 
@@ -63,12 +63,11 @@ def _bitsandbytes(variant: str, precision: str) -> Any:
         # It computes in float16 whatever it is given, and says so for each layer of each token.
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
         return BitsAndBytesConfig(load_in_8bit=True)
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_compute_dtype=getattr(torch, TORCH_NAMES[precision]),
     )
 
 

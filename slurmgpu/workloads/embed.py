@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from slurmgpu.columns import Array
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
+from slurmgpu.llm.engine import TORCH_NAMES
 from slurmgpu.llm.models import fetch_files, locate, read_json
 from slurmgpu.workloads import Item, Row, TaskContext
 
@@ -26,7 +27,6 @@ Dtype = Literal["float16", "float32"]
 Pooling = Literal["mean", "cls"]
 Precision = Literal["fp32", "bf16", "fp16"]
 
-TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 HIDDEN_SIZE_KEYS = ("hidden_size", "dim", "d_model", "n_embd")  # BERT's, DistilBERT's, XLNet's, GPT-2's
 MIN_TOKENS = 4  # The special tokens at a text's ends count too.
 

@@ -13,6 +13,7 @@ from typing_extensions import Unpack
 from slurmgpu.columns import Array, Column, Json, Ragged, Text
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.engine import Output, Prompt, Request
+from slurmgpu.llm.metrics import ratio
 from slurmgpu.llm.prompts import Prompts
 from slurmgpu.llm.sampling import mix
 from slurmgpu.llm.settings import SamplingSettings, sampling
@@ -139,7 +140,7 @@ class Generate(LanguageModelWorkload):
             "n_failed": int(merged.failed.sum()),
             "n_prompt_tokens": n_prompt_tokens,
             "n_tokens": n_tokens,
-            "tokens_per_answer": n_tokens / n_answers if n_answers else None,
+            "tokens_per_answer": ratio(n_tokens, n_answers),
         }
         return summary | ends_summary(reasons, self.sampling.max_tokens)
 
@@ -159,7 +160,7 @@ def answered(outputs: Iterable[Output | None]) -> list[Output]:
 def ends_summary(reasons: Mapping[str, int], max_tokens: int) -> dict[str, Any]:
     """Of a summary: why answers ended, the share that max_tokens cut, and a hint where that is large."""
     n_answers, n_cut = sum(reasons.values()), reasons.get("length", 0)
-    cut_rate = n_cut / n_answers if n_answers else None
+    cut_rate = ratio(n_cut, n_answers)
     summary: dict[str, Any] = {"finish_reasons": dict(sorted(reasons.items())), "cut_rate": cut_rate}
     return summary | cut_hint(n_cut, n_answers, max_tokens, "answers")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slurmgpu.llm.metrics import ratio, wilson_interval
+from slurmgpu.llm.metrics import ratio, wilson_list
 from slurmgpu.workloads.generate import cut_hint
 from slurmgpu.workloads.language_model import blocks
 
@@ -34,7 +34,6 @@ def summarize(merged: Merged, n_paths: int, max_tokens: int) -> dict[str, Any]:
         spread.update(zip(found["n_paths"].tolist(), found["n_correct"].tolist(), strict=True))
         n_steps += sum(map(len, merged["depths"][start:stop]))
     n = len(merged)
-    interval = wilson_interval(sums["vote_correct"], n)
     summary: dict[str, Any] = {
         "n_questions": n,
         "n_failed": int(merged.failed.sum()),
@@ -42,7 +41,7 @@ def summarize(merged: Merged, n_paths: int, max_tokens: int) -> dict[str, Any]:
         "n_correct": sums["n_correct"],
         "accuracy": ratio(sums["n_correct"], sums["n_paths"]),
         "vote_accuracy": ratio(sums["vote_correct"], n),
-        "vote_accuracy_interval": None if interval is None else list(interval),
+        "vote_accuracy_interval": wilson_list(sums["vote_correct"], n),
         "cut_rate": ratio(sums["n_cut"], sums["n_paths"]),
         "n_steps": n_steps,
         "n_long": sums["n_long"],

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slurmgpu.llm.metrics import cohen_kappa, count_matrix, ratio, wilson_interval
+from slurmgpu.llm.metrics import cohen_kappa, count_matrix, ratio, wilson_list
 from slurmgpu.workloads.generate import ends_summary
 from slurmgpu.workloads.language_model import blocks
 from slurmgpu.workloads.rubrics import Rubric
@@ -47,19 +47,14 @@ def summarize(merged: Merged, rubric: Rubric, max_tokens: int, *, with_truth: bo
     if rubric.measure == "accuracy":
         summary |= _accuracy(counts, rubric, n, n_parsed)
     elif rubric.measure == "win_rate":
-        summary |= {"win_rate": ratio_of(counts.total, n), "parsed_win_rate": ratio_of(counts.total, n_parsed)}
+        summary |= {"win_rate": ratio(counts.total, n), "parsed_win_rate": ratio(counts.total, n_parsed)}
     else:
-        mean = ratio_of(counts.total, n_parsed)
+        mean = ratio(counts.total, n_parsed)
         deviation = None if mean is None else max(counts.squares / n_parsed - mean * mean, 0.0) ** 0.5
         summary |= {"mean_score": mean, "standard_deviation": deviation}
     if rubric.swap:
         summary |= _positions(counts, rubric)
     return summary | (_agreement(counts, rubric) if with_truth else {})
-
-
-def ratio_of(total: float, n: int) -> float | None:
-    """A mean; None of nothing."""
-    return total / n if n else None
 
 
 def _count(merged: Merged, rubric: Rubric, with_truth: bool) -> _Counts:
@@ -88,14 +83,10 @@ def _accuracy(counts: _Counts, rubric: Rubric, n: int, n_parsed: int) -> dict[st
     return {
         "n_right": n_right,
         "accuracy": ratio(n_right, n),
-        "accuracy_interval": _as_list(wilson_interval(n_right, n)),
+        "accuracy_interval": wilson_list(n_right, n),
         "parsed_accuracy": ratio(n_right, n_parsed),
-        "parsed_accuracy_interval": _as_list(wilson_interval(n_right, n_parsed)),
+        "parsed_accuracy_interval": wilson_list(n_right, n_parsed),
     }
-
-
-def _as_list(interval: tuple[float, float] | None) -> list[float] | None:
-    return None if interval is None else list(interval)
 
 
 def _positions(counts: _Counts, rubric: Rubric) -> dict[str, Any]:
