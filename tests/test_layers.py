@@ -13,6 +13,7 @@ LAYERS = {
     0: [
         "errors",
         "files",
+        "digests",
         "failures",
         "cgroups",
         "gpus",

@@ -46,7 +46,7 @@ def in_cache(tmp_path, name, commit=COMMIT, **config):
 
 
 def test_a_folder_whose_files_changed_is_not_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr("slurmgpu.llm.digests.WHOLE_BYTES", 100_000)
+    monkeypatch.setattr("slurmgpu.digests.WHOLE_BYTES", 100_000)
     folder = make(tmp_path / "m")
     for name in ("tokenizer.json", "model-1.safetensors", "notes.txt"):
         (folder / name).write_text("{}")

@@ -235,6 +235,13 @@ def test_an_unknown_column_is_refused_with_the_closest_name(merged):
         merged["shout/values"]
 
 
+def test_rows_and_iteration_are_not_columns(merged):
+    with pytest.raises(TypeError, match=r"0 names no column; rows are in row\(0\)"):
+        merged[0]
+    with pytest.raises(TypeError, match="columns in"):
+        list(merged)
+
+
 def test_a_closed_file_says_so_and_what_was_read_remains(path):
     with results.open(path) as opened:
         column, scores = opened["shout"], opened["score"][:]

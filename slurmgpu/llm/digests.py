@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
+from slurmgpu.digests import digest_of
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.models import PACKAGE, ModelSource
 
@@ -16,15 +15,6 @@ MATTERS = (
     *("*.safetensors", "*.index.json", "pytorch_model*", "adapter_*"),
 )
 """What `from_pretrained` reads; notes, plots and what a training leaves beside it may come and go."""
-
-WHOLE_BYTES = 64 << 20
-"""A file up to this is read whole; of a larger one these many samples, spread evenly from its first byte to its last.
-
-A training step changes every matrix, so that samples tell it; reading hundreds of gigabytes would take each task
-minutes.
-"""
-N_SAMPLES = 64
-SAMPLE_BYTES = 64 << 10
 
 N_READERS = 8
 
@@ -38,7 +28,7 @@ def digests_of(source: ModelSource) -> dict[str, str] | None:
         return None
     paths = sorted({path for pattern in MATTERS for path in source.folder.glob(pattern) if path.is_file()})
     with ThreadPoolExecutor(N_READERS) as readers:
-        return {path.name: digest for path, digest in zip(paths, readers.map(_digest, paths), strict=True)}
+        return {path.name: digest for path, digest in zip(paths, readers.map(digest_of, paths), strict=True)}
 
 
 def check_unchanged(source: ModelSource, planned: Mapping[str, str]) -> None:
@@ -62,19 +52,3 @@ def check_unchanged(source: ModelSource, planned: Mapping[str, str]) -> None:
 
 def _some(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} other{'s' if len(names) > 2 else ''}"
-
-
-def _digest(path: Path) -> str:
-    """Of size and content; of a large file's content samples."""
-    size = path.stat().st_size
-    digest = hashlib.blake2b(str(size).encode(), digest_size=12)
-    with open(path, "rb") as file:
-        if size <= WHOLE_BYTES:
-            digest.update(file.read())
-        else:
-            if path.suffix == ".safetensors":  # the names and shapes, as in sizes.py
-                digest.update(file.read(min(int.from_bytes(file.read(8), "little"), WHOLE_BYTES)))
-            for number in range(N_SAMPLES):
-                file.seek(number * (size - SAMPLE_BYTES) // (N_SAMPLES - 1))
-                digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()

@@ -70,6 +70,8 @@ class Merged:
                 return TextData(self._dataset(f"{name}/offsets"), self._dataset(f"{name}/values"))
             case Ragged():
                 return RaggedData(self._dataset(f"{name}/offsets"), self._dataset(f"{name}/values"))
+        if not isinstance(name, str):  # also what iterating comes to
+            raise TypeError(f"{name!r} names no column; rows are in row({name!r}) and rows(), columns in [name].")
         raise SlurmGPUError(f"{self.path} has no column {name!r}.{did_you_mean(name, self._columns)}")
 
     @property
