@@ -1,0 +1,153 @@
+"""A block of test examples, past which the training examples stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from slurmgpu.influence.extremes import Extremes
+from slurmgpu.influence.found import Array, Found, Listed
+from slurmgpu.influence.models import Gradients
+from slurmgpu.influence.parts import Multiply
+from slurmgpu.influence.statistics import Statistics
+from slurmgpu.influence.streaming import Checkpoint, Streamed
+
+PIECE = {"cpu": 1 << 16, "cuda": 1 << 40}
+"""Pairs that are looked at together once their products are there: as many as the caches hold."""
+
+
+class Block:
+    """The gradients of n tests at each checkpoint, and what is found for them so far.
+
+    `group_of` gives the number of each parameter's group. `full` (n, n_train) is filled, if there is one.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Sequence[Checkpoint],
+        gradients: Sequence[Gradients],
+        group_of: Mapping[str, int],
+        *,
+        n_train: int,
+        normalize: str,
+        top_k: int,
+        multiply: Multiply,
+        full: Array | None,
+    ) -> None:
+        self._checkpoints, self._gradients, self._group_of = checkpoints, gradients, group_of
+        self._multiply, self._full = multiply, full
+        self._n, self._n_groups = len(gradients[0]), 1 + max(group_of.values())
+        like = gradients[0].losses
+        self._self_influence = sum(
+            (c.squares(g) for c, g in zip(checkpoints, gradients, strict=True)), start=torch.zeros_like(like)
+        )
+        self._scale = _inverse_root(self._self_influence)[:, None] if normalize == "cosine" else None
+        self._extremes = [Extremes(self._n, top_k, n_train, self._n_groups, sign, like) for sign in (1, -1) if top_k]
+        self._statistics = Statistics(self._n, like)
+        self._problems: dict[int, str] = {}
+
+    def add(self, lines: Tensor, streamed: Iterator[Streamed], buffer: Tensor, allowed: Tensor | None) -> None:
+        """Look at the training examples `lines` (b,); `allowed` (n, b). `buffer` is where products go."""
+        shape = self._n_groups, self._n, len(lines)
+        shares = buffer[: shape[0] * shape[1] * shape[2]].view(shape).zero_()
+        scale = self._add_products(
+            streamed, [({name: shares[g] for name, g in self._group_of.items()}, self._multiply)]
+        )
+        columns = lines.cpu().numpy() if self._full is not None else None
+        step = max(1, PIECE.get(lines.device.type, 1 << 16) // len(lines))
+        for first in range(0, self._n, step):
+            rows = slice(first, first + step)
+            piece = shares[:, rows]
+            if scale is not None:
+                piece *= scale if self._scale is None else scale * self._scale[rows]
+            values = piece.sum(0) if len(piece) > 1 else piece[0]
+            self._note_problems(first, values, lines)
+            if self._full is not None:
+                self._full[rows][:, columns] = _array(values)
+            counts: Tensor | int = len(lines)
+            if allowed is not None:
+                values = values.where(allowed[rows], 0)
+                counts = allowed[rows].sum(1)
+            self._statistics.add(first, values, counts)
+            for extremes in self._extremes:
+                extremes.offer(first, values, lines, piece)
+
+    def both(self, streamed: Iterator[Streamed], n: int, exact: Multiply) -> tuple[Tensor, Tensor]:
+        """The influences of n training examples (n_tests, n): multiplied by `exact`, and as they are streamed."""
+        found = self._gradients[0].losses.new_zeros(2, self._n, n)
+        outs = [dict.fromkeys(self._group_of, out) for out in found]
+        scale = self._add_products(streamed, list(zip(outs, (exact, self._multiply), strict=True)))
+        if scale is not None:
+            found *= scale if self._scale is None else scale * self._scale
+        return found[0], found[1]
+
+    def found(self, groups: tuple[str, ...], errors: tuple[Tensor, Tensor] | None = None) -> Found:
+        """What was found; `errors`: the relative error of each row, and the overlap of its top 10."""
+        last, statistics = self._gradients[-1], self._statistics
+        for row in (~last.losses.isfinite()).nonzero()[:, 0].tolist():
+            self._problems[row] = f"its loss is {float(last.losses[row])}"
+        proponents, opponents = (self._listed(extremes) for extremes in self._extremes or (None, None))
+        return Found(
+            groups,
+            proponents,
+            opponents,
+            self_influence=_array(self._self_influence),
+            loss=_array(last.losses),
+            score=_array(last.scores),
+            n_counted=_array(statistics.count),
+            sum=_array(statistics.sum),
+            abs_sum=_array(statistics.abs_sum),
+            std=_array(statistics.std),
+            positive_share=_array(statistics.positive_share),
+            precision_error=None if errors is None else _array(errors[0]),
+            top10_overlap=None if errors is None else _array(errors[1]),
+            problems=self._problems,
+        )
+
+    def _add_products(
+        self, streamed: Iterator[Streamed], outs: Sequence[tuple[Mapping[str, Tensor], Multiply]]
+    ) -> Tensor | None:
+        """Add up over the checkpoints; what the columns are to be multiplied by (b,), if they are."""
+        squares = None
+        for checkpoint, mine in zip(self._checkpoints, self._gradients, strict=True):
+            theirs = next(streamed)
+            for out, multiply in outs:
+                mine.add_products(
+                    theirs.gradients,
+                    out,
+                    scale=checkpoint.learning_rate,
+                    weights=checkpoint.weights,
+                    multiply=multiply,
+                )
+            if theirs.squares is not None:
+                squares = theirs.squares if squares is None else squares + theirs.squares
+            del theirs  # before the next are computed
+        return None if squares is None else _inverse_root(squares)
+
+    def _note_problems(self, first: int, values: Tensor, lines: Tensor) -> None:
+        for row in (~values.sum(1).isfinite()).nonzero()[:, 0].tolist():
+            bad = (~values[row].isfinite()).nonzero()[:, 0].tolist()
+            if bad:
+                line, value = int(lines[bad[0]]), float(values[row, bad[0]])
+                self._problems.setdefault(first + row, f"the influence of training example {line} (from 0) is {value}")
+
+    def _listed(self, extremes: Extremes | None) -> Listed:
+        if extremes is None:
+            none = self._gradients[0].losses.new_zeros(self._n, 0)
+            return Listed(_array(none.long()), _array(none), _array(none[:, :, None].expand(-1, -1, self._n_groups)))
+        found = Listed(*map(_array, extremes.found()))
+        for row in self._problems:
+            found.lines[row], found.values[row], found.shares[row] = -1, 0, 0
+        return found
+
+
+def _inverse_root(squares: Tensor) -> Tensor:
+    """1/√x, and 0 for 0: what has no gradient has no influence."""
+    return squares.rsqrt().where(squares > 0, 0)
+
+
+def _array(values: Tensor) -> Array:
+    return cast(Array, values.cpu().numpy())

@@ -1,0 +1,159 @@
+"""The influences of all training examples on test examples, streamed past them chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slurmgpu.influence.blocks import Block
+from slurmgpu.influence.extremes import ROOM
+from slurmgpu.influence.found import Array, Found, Listed, in_halves, joined
+from slurmgpu.influence.parts import exactly
+from slurmgpu.influence.precision import Precision, errors, matmul_precision, multiply_for
+from slurmgpu.influence.streaming import Checkpoint, Stream
+
+__all__ = ["Allowed", "Checkpoint", "Found", "Influences", "Listed", "Options"]
+
+Allowed = Callable[[Tensor], Tensor]
+"""Lines (b,) of training examples → (n, b) bool, for n tests: which may be listed and counted."""
+
+N_SAMPLE = 1024
+"""Training examples by which the error of a reduced precision is measured."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is wanted: of which parameters, how many of each row, and in which memory.
+
+    With a `top_k` of 0 there are no lists, and without `full` nothing is streamed at all.
+    """
+
+    wanted: tuple[str, ...]
+    top_k: int = 100
+    normalize: Literal["none", "train", "cosine"] = "none"
+    precision: Precision = "fp32"
+    memory_bytes: int = 200_000_000
+    keep_bytes: int = 0
+    full: Literal[False, "float16", "float32", "float64"] = False
+
+
+class Influences:
+    """The influences of the training examples `train` (n_train, c), of which test examples are asked in batches.
+
+    The influence of z on a test z' is Σ over checkpoints η ⟨∇ℓ(z'), ∇ℓ(z)⟩. `normalize`: "train" divides that sum by
+    √K(z, z), "cosine" by √K(z', z') as well, with K(z, z) = Σ η |∇ℓ(z)|².
+
+    Memory above the models, `train` and what is found: `memory_bytes`, or what one training and one test example take
+    if that is more. One half is for the work on a chunk of b training examples, b · bytes_of_work. They lie on a grid
+    that depends on nothing else, so what is computed of a chunk can be kept for later calls, in `keep_bytes` more. The
+    other half is for m tests at a time, m · `bytes_of_test`; past more tests the training examples stream again. With
+    weights, three times the largest matrix comes on top.
+    """
+
+    def __init__(self, checkpoints: Sequence[Checkpoint], train: Tensor, options: Options) -> None:
+        self._checkpoints, self._options = checkpoints, options
+        model = checkpoints[-1].model
+        self._like = next(iter(model.parameters_by_name().values())).detach()
+        self.groups: tuple[str, ...] = tuple(dict.fromkeys(model.groups[name] for name in options.wanted))
+        self._group_of = {name: self.groups.index(model.groups[name]) for name in options.wanted}
+        self._multiply = multiply_for(options.precision)
+        self._stream = Stream(
+            checkpoints,
+            train.to(self._like.device),
+            options.wanted,
+            work_bytes=options.memory_bytes // 2,
+            keep_bytes=options.keep_bytes,
+            with_squares=options.normalize != "none",
+        )
+        self._n_train, self._buffer = len(train), self._like.new_empty(0)
+
+    @property
+    def n_chunks(self) -> int:
+        """How many chunks the training examples are streamed in."""
+        return len(self._stream)
+
+    @property
+    def chunk_size(self) -> int:
+        """How many training examples there are in a chunk, at most."""
+        return self._stream.chunk_size
+
+    @property
+    def bytes_of_test(self) -> int:
+        """What a test takes: its gradients, products with a chunk, and lists.
+
+        Σ over checkpoints bytes_of_result + chunk · (s · (groups + 6) + 16) + 8 · top_k · (s · (groups + 1) + 8), where
+        a number takes s bytes; and in a reduced precision 2 · 1,024 · s for the measurement of its error.
+        """
+        n_groups, size = len(self.groups), int(self._like.element_size())
+        gradients: int = sum(checkpoint.model.bytes_of_result("test") for checkpoint in self._checkpoints)
+        products = self.chunk_size * (size * (n_groups + 6) + 16)
+        lists = (2 * ROOM + 2) * self._options.top_k * (size * (n_groups + 1) + 8)
+        sample = 0 if self._multiply is exactly else 2 * size * N_SAMPLE
+        return gradients + products + lists + sample
+
+    @property
+    def tests_at_once(self) -> int:
+        """How many tests the training examples stream past at a time, at most."""
+        most, before = self.bytes_of_test, 0
+        for checkpoint in self._checkpoints:  # the gradients at one are there while those at the next are computed
+            most = max(most, before + checkpoint.model.bytes_of_work("test"))
+            before += checkpoint.model.bytes_of_result("test")
+        return max(1, self._options.memory_bytes // 2 // most)
+
+    def of(self, tests: Tensor, allowed: Allowed | None = None) -> Found:
+        """What is found for the tests (n, c), n > 0. Only training examples that are allowed are listed and counted."""
+        tests, wanted = tests.to(self._like.device), self._options.full
+        # What a row is to be divided by is known when it is whole.
+        dtype = "float32" if wanted == "float16" else wanted
+        full = np.zeros((len(tests), self._n_train), dtype) if dtype else None
+        blocks = [slice(first, first + self.tests_at_once) for first in range(0, len(tests), self.tests_at_once)]
+        with torch.no_grad(), matmul_precision("ieee"):
+            found = joined(
+                len(tests),
+                (self._of_block(tests[rows], rows, allowed, None if full is None else full[rows]) for rows in blocks),
+            )
+        full, scale = in_halves(full) if full is not None and wanted == "float16" else (full, None)
+        return replace(found, full=full, full_scale=scale)
+
+    def _of_block(self, tests: Tensor, rows: slice, allowed: Allowed | None, full: Array | None) -> Found:
+        options = self._options
+        block = Block(
+            self._checkpoints,
+            [checkpoint.model.gradients(tests, "test", options.wanted) for checkpoint in self._checkpoints],
+            self._group_of,
+            n_train=self._n_train,
+            normalize=options.normalize,
+            top_k=options.top_k,
+            multiply=self._multiply,
+            full=full,
+        )
+        if not options.top_k and not options.full:
+            return block.found(self.groups)
+        buffer = self._room(len(self.groups) * len(tests) * self.chunk_size)
+        for chunk in range(self.n_chunks):
+            lines = self._stream.lines(chunk)
+            block.add(
+                lines,
+                self._stream.chunk(chunk),
+                buffer,
+                None if allowed is None else allowed(lines)[rows].to(lines.device),
+            )
+        return block.found(self.groups, self._errors(block))
+
+    def _errors(self, block: Block) -> tuple[Tensor, Tensor] | None:
+        if self._multiply is exactly:
+            return None
+        pairs = [block.both(self._stream.at(lines), len(lines), exactly) for lines in self._stream.sample(N_SAMPLE)]
+        exact, reduced = (torch.cat(found, 1) for found in zip(*pairs, strict=True))
+        return errors(exact, reduced)
+
+    def _room(self, n: int) -> Tensor:
+        """Numbers for n products, the same memory each time: to touch new memory is slower than the products."""
+        if len(self._buffer) < n:
+            self._buffer = self._like.new_empty(n)
+        return self._buffer

@@ -1,0 +1,178 @@
+"""The gradients of any module, one by one: for what has no factors, and as the factors' oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad_and_value, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.influence.models import Gradients, Side
+from slurmgpu.influence.parts import Dense
+
+Losses = Callable[[Mapping[str, Tensor], Tensor, Side], Tensor]
+"""Parameters by name, examples (n, c), the side → losses (n,), of which none depends on another example.
+
+Under `torch.vmap`: it cannot look at values (`.item()`, `if` on a tensor), and gathers where it would index with one.
+"""
+
+
+class Generic:
+    """A Differentiable of a function of parameters: for each example a gradient as large as they are.
+
+    `example` (c,) is any valid one: what an example takes is measured with it. `scores` takes what `losses` takes;
+    without it, scores are NaN. `order`: see Differentiable; without it, examples stay as they lie. `module` is for the
+    probe to look at.
+    """
+
+    def __init__(
+        self,
+        losses: Losses,
+        parameters: Mapping[str, Tensor],
+        groups: Mapping[str, str],
+        example: Tensor,
+        *,
+        scores: Losses | None = None,
+        order: Callable[[Tensor], Tensor] | None = None,
+        module: torch.nn.Module | None = None,
+    ) -> None:
+        self._losses, self._parameters, self._scores, self._order = losses, dict(parameters), scores, order
+        self._example, self._n_bytes = example, dict[Side, int]()
+        self.groups, self.module = groups, module
+
+    def parameters_by_name(self) -> Mapping[str, Tensor]:
+        """See Differentiable."""
+        return self._parameters
+
+    def gradients(self, examples: Tensor, side: Side, wanted: Collection[str]) -> Gradients:
+        """See Differentiable. What is not differentiated is fixed."""
+        fixed = {name: value.detach() for name, value in self._parameters.items() if name not in wanted}
+        free = {name: self._parameters[name].detach() for name in wanted}
+
+        def loss(free: Mapping[str, Tensor], example: Tensor) -> Tensor:
+            return self._losses({**fixed, **free}, example[None], side)[0]
+
+        found, losses = _explained(vmap(grad_and_value(loss), in_dims=(None, 0)))(free, examples)
+        parts = {name: Dense(found[name].flatten(1)) for name in free}
+        return Gradients((parts,), losses, self.scores(examples, side))
+
+    def scores(self, examples: Tensor, side: Side) -> Tensor:
+        """The model's scores of what the examples say (n,); NaN where it has none."""
+        if self._scores is None:
+            return torch.full((len(examples),), torch.nan, dtype=self._dtype, device=self._device)
+        with torch.no_grad():
+            return self._scores(self._parameters, examples, side)
+
+    def losses(self, examples: Tensor, side: Side) -> Tensor:
+        """See Differentiable."""
+        return self._losses(self._parameters, examples, side)
+
+    def losses_alone(self, examples: Tensor, side: Side) -> Tensor:
+        """The same, as if each example were the only one; SlurmGPUError where a loss cannot be computed so."""
+
+        def loss(example: Tensor) -> Tensor:
+            return self._losses(self._parameters, example[None], side)[0]
+
+        return cast(Tensor, _explained(vmap(loss))(examples))
+
+    def order(self, examples: Tensor) -> Tensor:
+        """See Differentiable."""
+        return torch.arange(len(examples), device=examples.device) if self._order is None else self._order(examples)
+
+    def bytes_of_work(self, side: Side) -> int:
+        """See Differentiable: everything that one example computes, as if nothing of it were ever freed."""
+        if side not in self._n_bytes:
+            with CountedBytes() as counted:
+                self.gradients(self._example[None].to(self._device), side, self._parameters)
+            self._n_bytes[side] = counted.n_bytes
+        return self._n_bytes[side]
+
+    def bytes_of_result(self, side: Side) -> int:
+        """See Differentiable."""
+        return sum(value.numel() * value.element_size() for value in self._parameters.values())
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._parameters.values())).device
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next(iter(self._parameters.values())).dtype
+
+
+def of_module(module: torch.nn.Module, example: Tensor) -> Generic:
+    """The same, of a module with a method `losses(examples (n, c)) -> (n,)`, and perhaps `scores` likewise.
+
+    Its groups are its attribute `groups` (parameter → group), or else the names of its top-level modules.
+    """
+
+    def call(method: str) -> Losses:
+        chosen = _Chosen(module, method)
+
+        def losses(parameters: Mapping[str, Tensor], examples: Tensor, side: Side) -> Tensor:
+            by_name = {f"module.{name}": value for name, value in parameters.items()}
+            return cast(Tensor, functional_call(chosen, by_name, (examples,)))
+
+        return losses
+
+    if not callable(getattr(module, "losses", None)):
+        raise SlurmGPUError(
+            f"{type(module).__name__} has no method `losses`. Influences need the loss of each example: give it "
+            "`def losses(self, examples)`, which takes whole numbers (n, c) and returns (n,)."
+        )
+    parameters = {name: value for name, value in module.named_parameters() if value.requires_grad}
+    groups = getattr(module, "groups", None) or {name: name.split(".")[0] for name in parameters}
+    scores = call("scores") if callable(getattr(module, "scores", None)) else None
+    return Generic(call("losses"), parameters, groups, example, scores=scores, module=module)
+
+
+class _Chosen(torch.nn.Module):  # type: ignore[misc]
+    """Calls a method of a module that is not `forward`, with parameters put in its place."""
+
+    def __init__(self, module: torch.nn.Module, method: str) -> None:
+        super().__init__()
+        self.module, self._method = module, method
+
+    def forward(self, examples: Tensor) -> Any:
+        return getattr(self.module, self._method)(examples)
+
+
+class CountedBytes(TorchDispatchMode):  # type: ignore[misc]
+    """Counts the bytes of all that is computed inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        known = {
+            value.untyped_storage().data_ptr() for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)
+        }
+        for value in tree_leaves(found):
+            if isinstance(value, Tensor) and value.untyped_storage().data_ptr() not in known:
+                self.n_bytes += value.numel() * value.element_size()
+        return found
+
+
+def _explained(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, with a sentence for what torch.vmap cannot do."""
+
+    def call(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except RuntimeError as error:
+            if not any(word in str(error) for word in ("vmap", "Batching rule")):
+                raise
+            raise SlurmGPUError(
+                f"The gradients of this model's losses cannot be computed for many examples at once: {error} "
+                "Write its losses without `.item()`, without `if` on a tensor's values and without operations in place "
+                "on what holds no example; gather values where a tensor is indexed by one."
+            ) from error
+
+    return call

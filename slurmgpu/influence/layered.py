@@ -1,0 +1,229 @@
+"""The gradients of any module: as factors of its layers where they have a rule, and one by one where they have none."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.influence import generic
+from slurmgpu.influence.generic import CountedBytes, Generic
+from slurmgpu.influence.layers import rule_for, takes
+from slurmgpu.influence.models import Gradients, Side
+from slurmgpu.influence.parts import Part
+from slurmgpu.influence.passes import Calls, Noted, Owner, derivatives, forward, parts_of
+from slurmgpu.influence.precision import matmul_precision
+from slurmgpu.influence.probing import SMALL, TOLERANCES
+
+log = logging.getLogger(__name__)
+
+DRAWS = 2, 3, 4
+"""Sizes of the batches in which the rules are tried: a layer whose input is as long by chance is not so in all."""
+
+
+class Layered:
+    """A Differentiable of a module with a method `losses`. Other than the `owners`' gradients are those of `whole`.
+
+    `sample` (n, c): examples with which is measured what one takes. `shapes`: what each layer is given for an example.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        whole: Generic,
+        owners: Mapping[str, Owner],
+        shapes: Mapping[nn.Module, list[torch.Size]],
+        sample: Tensor,
+    ) -> None:
+        self.module, self.groups = module, whole.groups
+        self._whole, self._owners, self._shapes, self._sample = whole, owners, shapes, sample
+        self._n_bytes: list[tuple[int, int]] = []
+
+    @property
+    def by_layers(self) -> tuple[str, ...]:
+        """The parameters whose gradients are found by the rules of their layers."""
+        return tuple(self._owners)
+
+    def parameters_by_name(self) -> Mapping[str, Tensor]:
+        """See Differentiable."""
+        return self._whole.parameters_by_name()
+
+    def gradients(self, examples: Tensor, side: Side, wanted: Collection[str]) -> Gradients:
+        """See Differentiable."""
+        found: dict[str, Part] = {}
+        owners = {name: owner for name, owner in self._owners.items() if name in wanted}
+        if owners:
+            losses, calls = forward(self.module, owners, examples)
+            self._expect_shapes(calls, len(examples))
+            found = parts_of(owners, calls, losses)
+            losses = losses.detach()
+        if rest := [name for name in wanted if name not in owners]:
+            whole = self._whole.gradients(examples, side, rest)
+            found.update(whole.terms[0])
+            losses, scores = whole.losses, whole.scores
+        else:
+            scores = self._whole.scores(examples, side)
+        return Gradients(({name: found[name] for name in wanted},), losses, scores)
+
+    def losses(self, examples: Tensor, side: Side) -> Tensor:
+        """See Differentiable."""
+        return self._whole.losses(examples, side)
+
+    def order(self, examples: Tensor) -> Tensor:
+        """See Differentiable."""
+        return self._whole.order(examples)
+
+    def bytes_of_work(self, side: Side) -> int:
+        """See Differentiable: all that is computed of one, or in a batch for each, as if nothing were ever freed."""
+        return max(work for work, _ in self._measured(side))
+
+    def bytes_of_result(self, side: Side) -> int:
+        """See Differentiable."""
+        return max(result for _, result in self._measured(side))
+
+    def _measured(self, side: Side) -> list[tuple[int, int]]:
+        """What an example takes, alone and among a few: some work is for a batch, and some is saved by one alone."""
+        for n in () if self._n_bytes else (1, len(self._sample)):
+            with CountedBytes() as counted:
+                found = self.gradients(self._sample[:n], side, self.parameters_by_name())
+            self._n_bytes.append((math.ceil(counted.n_bytes / n), math.ceil(found.n_bytes / n)))
+        return self._n_bytes
+
+    def _expect_shapes(self, calls: Calls, n: int) -> None:
+        for layer, noted in calls.items():
+            if [call.input.shape for call in noted] != [(n, *shape) for shape in self._shapes[layer]]:
+                raise SlurmGPUError(
+                    f"A layer {layer} of the model is called otherwise for {n} examples than for a few, so its "
+                    "gradients would be wrong. Write `losses` so that it does the same however many examples it gets."
+                )
+
+
+def of_module(module: nn.Module, examples: Tensor) -> Layered:
+    """The same as `generic.of_module`, faster.
+
+    With some of the `examples` (n, c), n > 0, it is found out which rules are right: those whose gradients are
+    autograd's. What is left is differentiated one by one, and the log says so. This takes a few gradients, each as
+    large as the parameters.
+    """
+    whole = generic.of_module(module, examples[0])
+    owners, reasons = _owners(module, whole.parameters_by_name())
+    trial = _Trial(whole.parameters_by_name(), owners)
+    with matmul_precision("ieee"):
+        for size in DRAWS:
+            at = torch.arange(size, device=examples.device) * len(examples) // size
+            trial.add(module, whole, examples[(at + size) % len(examples)])
+    reasons.update(trial.reasons())
+    owners = {name: owner for name, owner in owners.items() if name not in reasons}
+    _say(owners, reasons)
+    return Layered(module, whole, owners, trial.shapes, examples[: max(DRAWS)])
+
+
+def _owners(module: nn.Module, parameters: Collection[str]) -> tuple[dict[str, Owner], dict[str, str]]:
+    """Each parameter's owner, or the reason why it has none."""
+    places: dict[Tensor, list[str]] = {}
+    for prefix, layer in module.named_modules():
+        for name, value in layer.named_parameters(recurse=False):
+            places.setdefault(value, []).append(f"{prefix}.{name}".lstrip("."))
+    owners: dict[str, Owner] = {}
+    reasons = {}
+    for names in places.values():
+        name = names[0]
+        if name not in parameters:
+            continue
+        layer = module.get_submodule(name.rpartition(".")[0])
+        rule = rule_for(layer, name.rpartition(".")[2])
+        if len(names) > 1:
+            reasons[name] = f"the same as {names[1]}"
+        elif "_orig_mod" in name.split("."):
+            reasons[name] = "compiled"
+        elif rule is None:
+            reasons[name] = f"there is no rule for it in a {type(layer).__name__}"
+        else:
+            owners[name] = Owner(layer, rule)
+    return owners, reasons
+
+
+class _Trial:
+    """What there is to say against the owners' rules after a few batches."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], owners: Mapping[str, Owner]) -> None:
+        self._parameters, self._owners = parameters, owners
+        self._misfits: dict[str, str] = {}
+        self._errors: dict[str, list[tuple[float, float]]] = {name: [] for name in owners}
+        self.shapes: dict[nn.Module, list[torch.Size]] = {}
+
+    def add(self, module: nn.Module, whole: Generic, examples: Tensor) -> None:
+        """Compare every example's gradients with autograd's, of the same forward pass: to rounding, they are equal."""
+        losses, calls = forward(module, self._owners, examples)
+        _expect_independent(losses.detach(), whole.losses_alone(examples, "train").detach(), examples)
+        for name, (layer, _) in self._owners.items():
+            if misfit := self._misfit(layer, calls[layer], len(examples)):
+                self._misfits.setdefault(name, misfit)
+        owners = {name: owner for name, owner in self._owners.items() if name not in self._misfits}
+        if not owners:
+            return
+        parts = parts_of(owners, calls, losses, retain_graph=True)
+        parameters = {name: self._parameters[name] for name in owners}
+        for i in range(len(examples)):
+            this = torch.zeros_like(losses)
+            this[i] = 1
+            exact = derivatives(losses, list(parameters.values()), this, retain_graph=True)
+            for (name, value), one in zip(parameters.items(), exact, strict=True):
+                expected = one.to_dense() if one.is_sparse else one
+                difference = parts[name].dense(value.shape)[i] - expected
+                self._errors[name].append((float(difference.norm()), float(expected.norm())))
+
+    def reasons(self) -> dict[str, str]:
+        """Why some parameters cannot be left to their rules."""
+        found = dict(self._misfits)
+        for name, errors in self._errors.items():
+            if name in found:
+                continue
+            longest = max(length for _, length in errors)
+            if not longest:
+                found[name] = "the tried examples have no gradient by which to tell"
+                continue
+            wrong = [error / max(length, SMALL * longest) for error, length in errors]
+            tolerance = TOLERANCES.get(self._parameters[name].dtype, 1e-4)
+            if not all(error <= tolerance for error in wrong):
+                found[name] = f"its layer alone would be {max(wrong):.1g} off, as if it were used elsewhere, too"
+        return found
+
+    def _misfit(self, layer: nn.Module, calls: list[Noted], n: int) -> str | None:
+        if not calls:
+            return "its layer is never called"
+        for given, output in calls:
+            if not takes(layer, given) or len(given) != n or output.shape[:1] != (n,):
+                return "its layer is not given a row for each example"
+            if not output.requires_grad:
+                return "its layer is called without autograd"
+        shapes = [call.input.shape[1:] for call in calls]
+        if self.shapes.setdefault(layer, shapes) != shapes:
+            return "its layer is called otherwise for more examples"
+        return None
+
+
+def _expect_independent(together: Tensor, alone: Tensor, examples: Tensor) -> None:
+    """SlurmGPUError if a loss depends on what else is in its batch."""
+    difference = (together - alone).abs()
+    scale = torch.maximum(together.abs().max(), alone.abs().max())
+    wrong = (difference > TOLERANCES.get(together.dtype, 1e-4) * scale).nonzero()[:, 0].tolist()
+    if wrong:
+        i = wrong[0]
+        raise SlurmGPUError(
+            f"The loss of the example {examples[i].tolist()} is {float(alone[i]):.6g} alone and "
+            f"{float(together[i]):.6g} in a batch of {len(examples)}: it depends on the others, so there is no "
+            "influence of one example. Write `losses` so that each row's loss is that of this row, with negatives of "
+            "its own."
+        )
+
+
+def _say(owners: Mapping[str, Owner], reasons: Mapping[str, str]) -> None:
+    if owners:
+        log.info("gradients by the rules of their layers: %s", ", ".join(owners))
+    if reasons:
+        log.info("gradients formed one by one: %s", ", ".join(f"{name} ({why})" for name, why in reasons.items()))

@@ -1,0 +1,215 @@
+"""The gradients of a table, of which an example touches a few rows, or all of them by an outer product.
+
+Dimensions as in `parts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slurmgpu.influence.parts import Multiply, Part, bytes_of, exactly, row_dots, weighted_row_dots
+
+MATCH_COST = 50
+"""What it takes to gather the rows of a pair and multiply them, as a multiple of its product in a matrix."""
+
+MATCHES_AT_ONCE = {"cpu": 4096, "cuda": 1 << 16}
+"""Pairs of rows that are gathered together: on a CPU as many as the caches hold."""
+
+MATCHES_FOUND = 1 << 16
+"""Matches whose places are written down together, or those of one row if that has more."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Gradients that reach every row of a table: row k has scale · `delta[q, k]` · `vector[q]`, with q = `of[i]`.
+
+    `delta` (u, N), `vector` (u, d), `of` (n,); `scale` (n,) or None for 1.
+    """
+
+    delta: Tensor
+    vector: Tensor
+    of: Tensor
+    scale: Tensor | None = None
+
+    def scaled(self, values: Tensor) -> Tensor:
+        """Values of each example (n, …), times its scale."""
+        return values if self.scale is None else values * self.scale.reshape(-1, *[1] * (values.ndim - 1))
+
+    @property
+    def n_bytes(self) -> int:
+        """See Part."""
+        scale = [] if self.scale is None else [self.scale]
+        return bytes_of(self.delta, self.vector, self.of, *scale)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The gradients of a table (N, d): a few rows of each example, and what is spread over all rows, if anything is.
+
+    Example i has `values[i, s]` in row `index[i, s]`: (n, s, d) and (n, s). A row may be named twice: the values add
+    up. An index of -1 is no row; its values are to be 0.
+    """
+
+    index: Tensor
+    values: Tensor
+    spread: Spread | None = None
+
+    def add_products(
+        self,
+        other: Part,
+        out: Tensor,
+        *,
+        scale: float = 1.0,
+        weights: Tensor | None = None,
+        multiply: Multiply = exactly,
+    ) -> None:
+        """See Part. Rows are matched: only pairs that share one are computed."""
+        assert isinstance(other, Rows)
+        mine, theirs = self._weighted(weights), other._weighted(weights)
+        _add_matches(mine, other, out, scale)
+        # Each of the three is gathered from products of unique queries.
+        if other.spread is not None:
+            out.add_(_rows_by_spread(mine, other.spread), alpha=scale)
+        if self.spread is not None:
+            out.add_(_rows_by_spread(theirs, self.spread).T, alpha=scale)
+        if self.spread is not None and other.spread is not None:
+            out.add_(_spread_by_spread(self.spread, other.spread, weights, multiply), alpha=scale)
+
+    def dots(self, other: Part, weights: Tensor | None = None) -> Tensor:
+        """See Part."""
+        assert isinstance(other, Rows)
+        mine, theirs = self._weighted(weights), other._weighted(weights)
+        same = self.index[:, :, None] == other.index[:, None, :]
+        found = ((mine.values @ other.values.mT) * same).sum((1, 2))
+        if other.spread is not None:
+            found = found + _rows_of_spread(mine, other.spread)
+        if self.spread is not None:
+            found = found + _rows_of_spread(theirs, self.spread)
+        if self.spread is not None and other.spread is not None:
+            found = found + _spread_of_spread(self.spread, other.spread, weights)
+        return found
+
+    def dense(self, shape: torch.Size) -> Tensor:
+        """See Part."""
+        n, n_slots, width = self.values.shape
+        found = self.values.new_zeros(n, shape[0], width)
+        at = self.index.clamp(min=0)[:, :, None].expand(n, n_slots, width)
+        found.scatter_add_(1, at, self.values)
+        if (spread := self.spread) is not None:
+            found += spread.scaled(spread.delta[spread.of][:, :, None] * spread.vector[spread.of][:, None, :])
+        return found.reshape(-1, *shape)
+
+    @property
+    def n_bytes(self) -> int:
+        """See Part."""
+        spread = self.spread
+        found = bytes_of(self.index, self.values)
+        return found if spread is None else found + spread.n_bytes
+
+    def _weighted(self, weights: Tensor | None) -> Rows:
+        if weights is None:
+            return self
+        return Rows(self.index, self.values * weights.reshape(len(weights), -1)[self.index.clamp(min=0)])
+
+
+def _add_matches(mine: Rows, theirs: Rows, out: Tensor, scale: float) -> None:
+    """Add the products of rows that both sides name, in the same order each time."""
+    n_slots, n_their_slots = mine.index.shape[1], theirs.index.shape[1]
+    index = mine.index.flatten()
+    rows, order = theirs.index.flatten().sort(stable=True)
+    first = torch.searchsorted(rows, index)
+    counts = (torch.searchsorted(rows, index, right=True) - first).masked_fill_(index < 0, 0)
+    n_matches = int(counts.sum())
+    if MATCH_COST * n_matches > out.numel() * n_slots * n_their_slots:
+        _add_masked(mine, theirs, out, scale)
+        return
+    at_once = MATCHES_AT_ONCE.get(out.device.type, 4096)
+    my_values, their_values = mine.values.flatten(0, 1), theirs.values.flatten(0, 1)
+    for rows_of_mine in _pieces(counts, n_matches):
+        at, nth = _spelled(counts[rows_of_mine])
+        at += rows_of_mine.start
+        other_at = order[first[at] + nth]
+        # In smaller pieces still: what is gathered is to stay in the caches, and in bounds.
+        for i, j in zip(at.split(at_once), other_at.split(at_once), strict=True):
+            found = (my_values.index_select(0, i) * their_values.index_select(0, j)).sum(1).mul_(scale)
+            pairs = i // n_slots * out.shape[1] + j // n_their_slots
+            if out.is_cuda:  # index_add_ adds in any order there
+                out.view(-1).index_put_((pairs,), found, accumulate=True)
+            else:
+                out.view(-1).index_add_(0, pairs, found)
+
+
+def _pieces(counts: Tensor, total: int) -> Iterator[slice]:
+    """Slices of `counts` that add up to MATCHES_FOUND at most, or of one count that is more."""
+    if total <= MATCHES_FOUND:
+        yield slice(0, len(counts))
+        return
+    upto = counts.cumsum(0).cpu()
+    start = before = 0
+    while start < len(upto):
+        stop = max(start + 1, int(torch.searchsorted(upto, before + MATCHES_FOUND, right=True)))
+        yield slice(start, stop)
+        start, before = stop, int(upto[stop - 1])
+
+
+def _spelled(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Each place as often as its count says, and how many times it was there before."""
+    at = torch.repeat_interleave(counts)
+    return at, torch.arange(len(at), device=at.device) - (counts.cumsum(0) - counts)[at]
+
+
+def _add_masked(mine: Rows, theirs: Rows, out: Tensor, scale: float) -> None:
+    """The same by the products of all pairs: faster where more than a few match."""
+    for s in range(mine.index.shape[1]):
+        for t in range(theirs.index.shape[1]):
+            index = mine.index[:, s, None]
+            matched = (index == theirs.index[None, :, t]).logical_and_(index >= 0)
+            out.add_((mine.values[:, s] @ theirs.values[:, t].T).mul_(matched), alpha=scale)
+
+
+def _rows_by_spread(rows: Rows, spread: Spread) -> Tensor:
+    """Products (n, m) of examples that name rows with examples that spread."""
+    by_query = rows.values.new_zeros(len(rows.values), len(spread.vector))
+    for s in range(rows.index.shape[1]):
+        delta = spread.delta[:, rows.index[:, s].clamp(min=0)]
+        by_query.addcmul_(rows.values[:, s] @ spread.vector.T, delta.T)
+    found = by_query.index_select(1, spread.of)
+    return found if spread.scale is None else found * spread.scale
+
+
+def _rows_of_spread(rows: Rows, spread: Spread) -> Tensor:
+    """The same, of like positions (n,)."""
+    delta = spread.delta[spread.of[:, None], rows.index.clamp(min=0)]
+    return spread.scaled(((rows.values @ spread.vector[spread.of][:, :, None])[:, :, 0] * delta).sum(1))
+
+
+def _spread_by_spread(mine: Spread, theirs: Spread, weights: Tensor | None, multiply: Multiply) -> Tensor:
+    """Products (n, m) of examples that spread; with weights, a product for each unique query: 2Ndv operations."""
+    if weights is None:
+        by_query = multiply(mine.delta, theirs.delta) * multiply(mine.vector, theirs.vector)
+    else:
+        table = weights.reshape(len(weights), -1)
+        by_query = torch.stack(
+            [
+                ((theirs.delta @ (delta[:, None] * table * vector)) * theirs.vector).sum(1)
+                for delta, vector in zip(mine.delta, mine.vector, strict=True)
+            ]
+        )
+    found = mine.scaled(by_query.index_select(0, mine.of).index_select(1, theirs.of))
+    return found if theirs.scale is None else found * theirs.scale
+
+
+def _spread_of_spread(mine: Spread, theirs: Spread, weights: Tensor | None) -> Tensor:
+    """The same, of like positions (n,)."""
+    if weights is None:
+        found = row_dots(mine.delta, mine.of, theirs.delta, theirs.of)
+        found *= row_dots(mine.vector, mine.of, theirs.vector, theirs.of)
+    else:
+        table = weights.reshape(len(weights), -1)
+        vector = mine.vector[mine.of] * theirs.vector[theirs.of]
+        found = weighted_row_dots(vector, table.T, mine.delta, mine.of, theirs.delta, theirs.of)
+    return theirs.scaled(mine.scaled(found))

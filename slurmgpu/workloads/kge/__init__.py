@@ -1,0 +1,1 @@
+"""Knowledge-graph embeddings: their files, their models and their losses."""

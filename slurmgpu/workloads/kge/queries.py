@@ -1,0 +1,48 @@
+"""Queries: what a row of scores belongs to, and which tails the training triples give it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Queries:
+    """The queries of n examples: u different pairs of a head and a row of the relation table.
+
+    `heads` (u,), `relations` (u,); example i asks query `of[i]` for `tails[i]`: (n,) each.
+    """
+
+    heads: Tensor
+    relations: Tensor
+    of: Tensor
+    tails: Tensor
+
+    @classmethod
+    def of_examples(cls, heads: Tensor, relations: Tensor, tails: Tensor, n_relations: int) -> Queries:
+        """From n heads, rows of the relation table and tails; in the order of heads, then relations."""
+        keys, of = torch.unique(heads * n_relations + relations, return_inverse=True)
+        return cls(keys // n_relations, keys % n_relations, of, tails)
+
+    def __len__(self) -> int:
+        return len(self.tails)
+
+
+class Known:
+    """The tails that training triples have for each query, each once."""
+
+    def __init__(self, heads: Tensor, relations: Tensor, tails: Tensor, n_relations: int) -> None:
+        self._n_relations = n_relations
+        pairs = torch.unique(torch.stack([heads * n_relations + relations, tails], dim=1), dim=0)
+        self._keys, self._tails = pairs[:, 0].contiguous(), pairs[:, 1].contiguous()
+
+    def tails(self, queries: Queries) -> tuple[Tensor, Tensor]:
+        """All known tails of the u queries, as positions (p,) among the queries and entities (p,)."""
+        keys = queries.heads * self._n_relations + queries.relations
+        start, stop = torch.searchsorted(self._keys, keys), torch.searchsorted(self._keys, keys, right=True)
+        counts = stop - start
+        query = torch.repeat_interleave(torch.arange(len(keys), device=keys.device), counts)
+        within = torch.arange(len(query), device=keys.device) - (counts.cumsum(0) - counts)[query]
+        return query, self._tails[start[query] + within]
