@@ -4,10 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := slurmgpu tests docs/examples
 
-.PHONY: demo test lint types bench clean
+.PHONY: demo demo-tracin test lint types bench clean
 
 demo: $(VENV)/demo
 	$(BIN)/python docs/examples/embed/demo.py
+
+demo-tracin: $(VENV)/demo
+	$(BIN)/python docs/examples/tracin/demo.py
 
 test: $(VENV)/test lint types
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then bash tests/cluster/install.sh; fi
@@ -29,4 +32,4 @@ $(VENV)/demo $(VENV)/test: $(VENV)/%: pyproject.toml tests/constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache docs/examples/embed/runs
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache docs/examples/*/runs

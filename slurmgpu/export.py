@@ -2,45 +2,57 @@
 
 Every row has `index`, the columns and `error`. The columns of a failed item are null, and so is `error` where there
 was none; so are NaN and the infinities in JSONL and CSV, for JSON has no words for them. In CSV null is empty.
-Memory is bounded, but for tensors, of which torch.save wants all at once.
+Memory is bounded, but for tensors, of which torch.save wants all at once. A workload may write formats of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import io
 import json
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from slurmgpu import results
+from slurmgpu import results, workloads
 from slurmgpu.errors import SlurmGPUError, did_you_mean
-from slurmgpu.files import fsync_dir, write_json
+from slurmgpu.files import fsync_dir, working_folder, write_json
 from slurmgpu.results import Merged
 from slurmgpu.results.views import ArrayData, ColumnData, JsonData, RaggedData, TextData
+
+Writer = Callable[[Merged, IO[bytes]], str | None]
+"""Writes the rows; what it says is what it wrote, if that is other than rows."""
 
 _BLOCK_BYTES = 4 << 20  # as Python's objects they take some ten times as much
 _ROW_GROUP_BYTES = 32 << 20
 
 
-def export(path: Path, format: str, output: Path) -> int:  # noqa: A002 - the word of the command line
-    """Write the rows of a merged file to `output` in one of `FORMATS`; how many they are."""
-    if format not in FORMATS:
-        raise SlurmGPUError(f"There is no export to {format!r}.{did_you_mean(format, FORMATS)}")
+@dataclass(frozen=True)
+class Exported:
+    """How many rows were exported, and what a workload says that its own format has of them."""
+
+    n_rows: int
+    said: str | None = None
+
+
+def export(path: Path, format: str, output: Path) -> Exported:  # noqa: A002 - the word of the command line
+    """Write the rows of a merged file to `output` in one of its formats."""
     partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
     with results.open(path) as merged:
+        write = _writer(merged, format)
         try:
             with open(partial, "wb") as file:
-                FORMATS[format](merged, file)
+                said = write(merged, file)
                 file.flush()
                 os.fsync(file.fileno())
-            if format == "pt":
+            if write is _write_pt:
                 write_json(output.with_name(f"{output.name}.json"), _about(merged))
             partial.replace(output)
         except BaseException as error:
@@ -50,15 +62,16 @@ def export(path: Path, format: str, output: Path) -> int:  # noqa: A002 - the wo
                 error.filename = str(output)  # what the user knows of
             raise
     fsync_dir(output.parent)
-    return len(merged)
+    return Exported(len(merged), said)
 
 
 def export_to(path: Path, format: str, file: IO[bytes]) -> int:  # noqa: A002 - the word of the command line
     """Write the rows of a merged file to an open file, as far as that gets; how many they are."""
-    if format not in STREAMS:
-        raise SlurmGPUError(f"Format {format!r} needs a file of its own; a stream gets {' or '.join(STREAMS)}.")
     with results.open(path) as merged:
-        FORMATS[format](merged, file)
+        write = _writer(merged, format)
+        if FORMATS.get(format) is write and format not in STREAMS:
+            raise SlurmGPUError(f"Format {format!r} needs a file of its own; a stream gets {' or '.join(STREAMS)}.")
+        write(merged, file)
         file.flush()
         return len(merged)
 
@@ -113,6 +126,24 @@ def _write_pt(merged: Merged, file: IO[bytes]) -> None:
     torch.save(content, file)
 
 
+def _writer(merged: Merged, format: str) -> Writer:  # noqa: A002 - the word of the command line
+    """What writes a format: the workload of the merged file's run where it does so itself."""
+    if format in _beside(merged, "run.json").get("exports", ()):
+        return functools.partial(_write_by_workload, format)
+    if format not in FORMATS:
+        raise SlurmGPUError(f"There is no export to {format!r}.{did_you_mean(format, FORMATS)}")
+    return FORMATS[format]
+
+
+def _write_by_workload(format: str, merged: Merged, file: IO[bytes]) -> str | None:  # noqa: A002
+    run = _beside(merged, "run.json")
+    # As the merge does for a summary: in the run file's folder, to which relative settings are relative.
+    with working_folder(Path(run["search_path"])):
+        workload: Any = workloads.build(run["workload"], run["settings"], Path(run["search_path"]))
+        said = workload.exports[format](merged, file)
+    return said if isinstance(said, str) else None
+
+
 def _about(merged: Merged) -> dict[str, Any]:
     """What lies beside the tensors as JSON: totals, and of the run that merged them its settings and summary."""
     attributes = merged.attributes
@@ -120,15 +151,20 @@ def _about(merged: Merged) -> dict[str, Any]:
     about |= {"n_rows": len(merged), "n_errors": int(merged.failed.sum())}
     about["columns"] = json.loads(str(attributes["columns"]))
     for key, name in (("settings", "run.json"), ("summary", "report.json")):
-        try:
-            found = json.loads((merged.path.parent / name).read_bytes())
-        except FileNotFoundError:
-            found = {}  # the merged file was copied elsewhere
-        about[key] = found.get(key) if found.get("fingerprint") == attributes["fingerprint"] else None
+        about[key] = _beside(merged, name).get(key)
     return about
 
 
-FORMATS: dict[str, Callable[[Merged, IO[bytes]], None]] = {
+def _beside(merged: Merged, name: str) -> dict[str, Any]:
+    """The JSON file of that name beside a merged file, if it is of the same run; else nothing."""
+    try:
+        found: dict[str, Any] = json.loads((merged.path.parent / name).read_bytes())
+    except FileNotFoundError:
+        return {}  # the merged file was copied elsewhere
+    return found if found.get("fingerprint") == merged.attributes["fingerprint"] else {}
+
+
+FORMATS: dict[str, Writer] = {
     "jsonl": _write_jsonl,
     "csv": _write_csv,
     "parquet": _write_parquet,

@@ -70,6 +70,7 @@ def draft_run(
     with working_folder(path.parent):
         placement = placing.place(workload, config.resources, gpus_per_task, full_name)
         settings |= getattr(workload, "frozen_settings", {})
+        paths, environ = placing.paths_of(workload), placing.environ_of(workload)
     container = contain(config.container, full_name, path, overrides)
     columns = columns_to_json(check_columns(workload.columns, f"workload {full_name}"))
     batch_size = _batch_size(config, workload, full_name)
@@ -83,7 +84,8 @@ def draft_run(
         fields, advice = getattr(workload, "fields", ()), getattr(workload, "advice", {})
         inputs.check_fields(spec, index, fields, f"Workload {full_name}", advice)
         if callable(check_input := getattr(workload, "check_input", None)):
-            check_input([Path(file.path) for file in spec.files], spec.n_items)
+            with working_folder(path.parent):
+                check_input([Path(file.path) for file in spec.files], spec.n_items)
         plan = Plan(
             name=target.name,
             input=spec.to_json(),
@@ -106,10 +108,11 @@ def draft_run(
             container=container.to_json() if container else None,
             processes=placement.processes,
             placement=placement.lines,
-            paths=placing.paths_of(workload),
-            environ=placing.environ_of(workload),
+            paths=paths,
+            environ=environ,
             sample_s=config.sample_s,
             summarizes=callable(getattr(workload, "summarize", None)),
+            exports=sorted(getattr(workload, "exports", ())),
         )
         yield Draft(plan, target, index, config.resources)
 

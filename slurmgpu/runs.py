@@ -63,6 +63,7 @@ class Plan:
     environ: Mapping[str, str] = field(default_factory=dict)
     sample_s: float = 5.0
     summarizes: bool = False
+    exports: Sequence[str] = ()
 
     @property
     def n_shards(self) -> int:

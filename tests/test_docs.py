@@ -27,6 +27,9 @@ from slurmgpu.records import Attempt
 from slurmgpu.runs import Run
 from slurmgpu.task import Task
 from slurmgpu.telemetry import GPU_VALUES, HOST_VALUES, Sampler
+from slurmgpu.workloads import tracin_summary
+from slurmgpu.workloads.tracin import Tracin
+from slurmgpu.workloads.tracin_plan import Planned
 from tests.test_layers import LAYERS
 
 ROOT = Path(__file__).parent.parent
@@ -170,6 +173,28 @@ def test_the_reference_lists_every_setting_of_a_workload_with_its_default(name):
         default = own[key.strip("`")].default
         required = default is inspect.Parameter.empty
         assert shown.strip("`") == ("required" if required else "–" if default is None else json.dumps(default)), key
+
+
+def test_the_reference_lists_every_setting_of_tracin_with_its_default():
+    own = inspect.signature(Tracin).parameters
+    assert listed("tracin.md", "Settings") == own.keys()
+    for key, _, shown, *_ in rows("tracin.md", "Settings"):
+        default = own[key.strip("`")].default
+        if default is inspect.Parameter.empty:
+            assert shown == "required", key
+        elif default is not None:
+            assert shown.strip("`") == json.dumps(default), key
+
+
+def test_the_reference_lists_every_column_of_tracin_and_every_key_of_its_summary():
+    columns = {}
+    for precision, full in (("fp32", "float32"), ("bf16", "float16")):
+        files = {"train": "", "entities": "", "relations": "", "model": "m.pt"}
+        tracin = Tracin(**files, full=full, precision=precision)
+        tracin.facts = Planned("conve", ["m.pt"], [1.0], False, ["conv"], 3, 2, 1, 9, None, {})
+        columns |= tracin.columns
+    assert listed("tracin.md", "Columns") == columns.keys()
+    assert listed("tracin.md", "Summary") == set(tracin_summary.KEYS)
 
 
 def test_the_reference_lists_the_settings_that_all_language_models_share():

@@ -57,7 +57,7 @@ def expected_rows():
 
 @pytest.mark.usefixtures("_blocks")
 def test_jsonl_has_an_object_for_each_row(merged, tmp_path):
-    assert export(merged, "jsonl", tmp_path / "a.jsonl") == N_ROWS
+    assert export(merged, "jsonl", tmp_path / "a.jsonl").n_rows == N_ROWS
     lines = (tmp_path / "a.jsonl").read_text("utf-8").splitlines()
     assert [json.loads(line) for line in lines] == list(expected_rows())
     assert "Größe ⚠" in lines[1]
@@ -65,7 +65,7 @@ def test_jsonl_has_an_object_for_each_row(merged, tmp_path):
 
 @pytest.mark.usefixtures("_blocks")
 def test_csv_has_a_record_for_each_row_and_json_for_what_is_neither_number_nor_text(merged, tmp_path):
-    assert export(merged, "csv", tmp_path / "a.csv") == N_ROWS
+    assert export(merged, "csv", tmp_path / "a.csv").n_rows == N_ROWS
     with open(tmp_path / "a.csv", newline="", encoding="utf-8") as file:
         header, *records = csv.reader(file)
     assert header == ["index", *COLUMNS, "error"]
@@ -90,7 +90,7 @@ def test_csv_has_texts_of_a_json_column_without_quotes(tmp_path):
 @pytest.mark.usefixtures("_blocks")
 def test_parquet_has_every_row(merged, tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
-    assert export(merged, "parquet", tmp_path / "a.parquet") == N_ROWS
+    assert export(merged, "parquet", tmp_path / "a.parquet").n_rows == N_ROWS
     table = parquet.read_table(tmp_path / "a.parquet")
     assert str(table.schema.field("logits").type).count("halffloat") == 1
     for row, wanted in zip(table.to_pylist(), expected_rows(), strict=True):
@@ -109,7 +109,7 @@ def test_pt_has_tensors_that_torch_loads_and_totals_beside_them(merged, tmp_path
     report = {"fingerprint": FINGERPRINT, "summary": {"accuracy": 0.75}}
     (tmp_path / "report.json").write_text(json.dumps(report))
     (tmp_path / "run.json").write_text(json.dumps({"fingerprint": "of another run", "settings": {}}))
-    assert export(merged, "pt", tmp_path / "a.pt") == N_ROWS
+    assert export(merged, "pt", tmp_path / "a.pt").n_rows == N_ROWS
     found = torch.load(tmp_path / "a.pt", weights_only=True)
     assert list(found) == ["index", *COLUMNS, "error"]
     for index in set(range(N_ROWS)) - FAILED:
@@ -163,7 +163,7 @@ def test_csv_keeps_quotes_commas_and_line_ends_of_texts(tmp_path):
 def test_no_rows_are_exported_as_no_rows(tmp_path, file_format):
     join_parts([], tmp_path / "merged.h5", n_items=5)
     output = tmp_path / f"a.{file_format}"
-    assert export(tmp_path / "merged.h5", file_format, output) == 0
+    assert export(tmp_path / "merged.h5", file_format, output).n_rows == 0
     if file_format == "parquet":
         parquet = pytest.importorskip("pyarrow.parquet")
         assert parquet.read_table(output).column_names == ["index", *COLUMNS, "error"]
@@ -216,7 +216,7 @@ def test_an_export_needs_little_memory_however_many_rows_there_are(tmp_path, fil
     assert path.stat().st_size > 96 << 20
     tracemalloc.start()
     try:
-        assert export(path, file_format, tmp_path / "a") == 50_000
+        assert export(path, file_format, tmp_path / "a").n_rows == 50_000
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

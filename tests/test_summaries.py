@@ -98,6 +98,7 @@ def test_values_are_lines_and_what_has_rows_and_columns_is_a_table(capsys):
         "accuracy_interval": [0.25, 0.75],
         "macro_f1": 0.123456,
         "tokens_per_answer": 1234.56,
+        "off_by": {"mean": -0.000012345, "worst": 0.012345, "none": 0.0},
         "nothing": None,
         "labels": {"a": 1, "[b]": 2},
         "confusion": {"a": {"a": 1, "[b]": 0}, "[b]": {"a": 1000, "[b]": 2}},
@@ -119,6 +120,7 @@ summary
   macro f1           0.123
   tokens per answer  1,234.6
   nothing            –
+  off by: mean -1.23e-05, worst 0.0123, none 0.000
   labels: a 1, [b] 2
 
   confusion      a  [b]

@@ -68,15 +68,24 @@ def init(
     workload: Annotated[str | None, typer.Argument(help="A built-in workload, such as embed.")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write it.")] = None,
     site: Annotated[bool, typer.Option("--site", help="Write the site file, from what Slurm says.")] = False,
+    from_args: Annotated[
+        str | None, typer.Option("--from-args", metavar="ARGS", help="tracin: the arguments of run_tracin.py.")
+    ] = None,
 ) -> None:
     """Write a commented run file.
 
     For a built-in workload, or without WORKLOAD for a class of your own. With --site, write the site file: what holds
-    for all of your runs on this cluster.
+    for all of your runs on this cluster. With --from-args, write the run file of tracin that the arguments of a script
+    for TracIn mean, and say of each what became of it.
     """
     from slurmgpu.cli import templates
     from slurmgpu.cli.output import result
 
+    if from_args is not None:
+        if workload != "tracin":
+            raise SlurmGPUError("--from-args is for tracin: `slurmgpu init tracin --from-args ARGS`.")
+        templates.say_translated(from_args, output or DEFAULT_RUN_FILE)
+        return
     if site and workload is not None:
         raise SlurmGPUError("A site file is for all workloads: `slurmgpu init --site` alone.")
     path = templates.write_site_file(output) if site else templates.write_run_file(workload, output or DEFAULT_RUN_FILE)
@@ -236,7 +245,10 @@ def export(
     folder: RunArgument,
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write, - for standard output.")],
     file_format: Annotated[
-        str | None, typer.Option("--format", help="jsonl, csv, parquet or pt; default from the file's suffix.")
+        str | None,
+        typer.Option(
+            "--format", help="jsonl, csv, parquet, pt, or one of the workload's own; default from the file's suffix."
+        ),
     ] = None,
 ) -> None:
     """Write the merged rows as JSONL, CSV, Parquet, or tensors of PyTorch."""
@@ -250,15 +262,16 @@ def export(
             f"There is no {run.merged} yet. `slurmgpu merge {run.typed}` makes it once no task is alive."
         )
     chosen = file_format or output.suffix.removeprefix(".")
-    if chosen not in FORMATS:
-        raise SlurmGPUError(f"Format {chosen!r} is none of {', '.join(FORMATS)}; name one with --format.")
+    if chosen not in (known := {**FORMATS, **dict.fromkeys(run.plan.exports)}):
+        raise SlurmGPUError(f"Format {chosen!r} is none of {', '.join(known)}; name one with --format.")
     if output.exists() and not output.is_file():
         raise SlurmGPUError(f"{output} is no regular file; name the file to write with -o.")
     if str(output) == "-":
         n_rows = export_to(run.merged, chosen, sys.stdout.buffer)
     else:
-        n_rows = write(run.merged, chosen, output)
-        result(f"{output}: {count_of(n_rows, 'row')}")
+        exported = write(run.merged, chosen, output)
+        n_rows = exported.n_rows
+        result(f"{output}: {exported.said or count_of(n_rows, 'row')}")
     if n_missing := run.plan.n_items - n_rows:
         say(f"The run is incomplete: {count_of(n_missing, 'item')} without a row. slurmgpu report {run.typed}")
 

@@ -45,7 +45,9 @@ def show_plan(plan: Mapping[str, Any], submission: Mapping[str, Any], run_dir: s
     size = sum(max(0, file["size_bytes"]) for file in files)
     table.add_row("run", escape(f"{run_dir} (not made)"))
     table.add_row("input", f"{count_of(plan['n_items'], 'item')} in {count_of(len(files), 'file')}, {size_of(size)}")
-    table.add_row("workload", escape(f"{plan['workload']} {json.dumps(plan['settings'])}"))
+    # What planning found in files, digests and all, is for the plan; `--json` has it.
+    settings = {name: value for name, value in plan["settings"].items() if name != "planned"}
+    table.add_row("workload", escape(f"{plan['workload']} {json.dumps(settings)}"))
     columns = ", ".join(f"{name} ({_kind(column)})" for name, column in plan["columns"].items())
     table.add_row("columns", escape(columns))
     n_shards = -(-plan["n_items"] // plan["shard_items"])

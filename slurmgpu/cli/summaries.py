@@ -11,7 +11,7 @@ from rich.table import Table
 
 from slurmgpu.cli.output import result
 
-PERCENT = ("accuracy", "_rate", "accuracy_interval")
+PERCENT = ("accuracy", "_rate", "_share", "accuracy_interval")
 """Keys that end so have shares, which are shown in percent."""
 NO_NAME = "(none)"
 """What a group without a name is called: that of the items without one."""
@@ -85,4 +85,6 @@ def _text(name: str, value: Any) -> str:
         return f"{value:.1%}"
     if isinstance(value, int):
         return f"{value:,}"
+    if 0 < abs(value) < 0.1:
+        return f"{value:.3g}"
     return f"{value:.3f}" if abs(value) < 10 else f"{value:,.1f}"

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from slurmgpu.cli.from_args import Translated, translate
+from slurmgpu.cli.output import result
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.executors.surveying import Survey, survey
 from slurmgpu.site import site_path
@@ -79,13 +83,33 @@ temperature = 1.0
 field = "text"                                     # the field of an item that is embedded
 dtype = "float16"                                  # of the column: float16 or float32
 """,
+    "tracin": """train = "train.txt"                                # lines of head, relation, tail; tabs between them
+entities = "node_dict.txt"                         # lines of an entity's name and its number
+relations = "rel_dict.txt"                         # … and a relation's
+model = "model.pt"                                 # a checkpoint, a list of them, or a glob: "checkpoints/*.pt"
+# learning_rate = 0.001                            # or one for each checkpoint; default: what their optimizers say
+# loss = "bce-pos"                                 # or "bce-1n", "kvsall", "ce", "ns:64", "score"
+# directions = "tail"                              # "both": by the inverse relation as well
+# parameters = "all"                               # or names of parameters, or of their groups: ["conv", "fc"]
+# top_k = 100                                      # listed for each test triple, of either sign
+# full = "float32"                                 # keep every influence as well
+# n_hops = 2                                       # list only training triples that lie so near
+# names = "node_name_dict.txt"                     # labels for exports
+# edge_map = "edge_map.json"
+""",
 }
 """Each built-in workload's settings, as `init` proposes them."""
 
+INPUTS = {"tracin": "test.txt"}
+"""Inputs that are not called items.jsonl."""
+
+RESOURCES: Mapping[str, Mapping[str, Any]] = {"tracin": {"gpus": 1, "array": False}}
+"""Resources that are not four tasks of one GPU: one does hundreds of test triples."""
+
 TEMPLATE = """\
 # A run file of slurmgpu; every key is in docs/reference/run-file.md.
-input = "items.jsonl"              # a path, a list of paths or a glob: .jsonl, .csv, .parquet, .txt or .h5
-# run_dir = "runs/{stem}"          # default: runs/<this file's stem>
+input = {input:<25}  # a path, a list of paths or a glob: .jsonl, .csv, .parquet, .txt or .h5
+{run_dir:<33}  # default: runs/<this file's stem>
 # seed = 0
 # shard_items = 1024               # default: from the input's size alone, never from the number of GPUs
 # auto_resubmit = 2                # the merge job submits again what is missing, so often at most
@@ -97,8 +121,8 @@ use = "{use}"
 [settings]                         # what the workload's __init__ takes
 {settings}
 [resources]
-gpus = 4                           # held at once
-array = true                       # spread over tasks of one GPU; without it one task holds all of them
+gpus = {gpus}                           # held at once
+{array:<33}  # spread over tasks of one GPU; without it one task holds all of them
 # gpus_per_task = 4                # with array: GPUs of each task
 # gpu_type = "a100"                # as Slurm calls it
 # processes = "per-gpu"            # a process for each GPU of a task, if the workload can; default: what it wants
@@ -140,10 +164,38 @@ SITE_TEMPLATE = """\
 
 def write_run_file(workload: str | None, path: Path) -> Path:
     """Write a commented run file; refuse to overwrite."""
+    refuse_to_overwrite(path)
+    path.write_text(run_file_template(workload, path.stem))
+    return path
+
+
+def write_translated(found: Translated, path: Path) -> list[Path]:
+    """Write the run file that a command line of the replaced scripts means, and its chosen items; which files."""
+    items = path.with_name(f"{path.stem}.tests.jsonl")
+    written = [path] if found.items is None else [path, items]
+    for file in written:
+        refuse_to_overwrite(file)
+    if found.items is not None:
+        items.write_text("".join(f"{json.dumps(item, ensure_ascii=False)}\n" for item in found.items), "utf-8")
+    settings = "".join(f"{key} = {json.dumps(value)}\n" for key, value in found.settings.items())
+    path.write_text(_filled("tracin", settings, path.stem, found.input, **found.resources))
+    return written
+
+
+def say_translated(arguments: str, path: Path) -> None:
+    """Write the run file that the arguments of a replaced script mean, and say of each what became of it."""
+    found = translate(arguments, path.parent, path.stem)
+    written = write_translated(found, path)
+    width = max(len(flag) for flag, _ in found.lines)
+    for flag, said in found.lines:
+        result(f"{flag:<{width}}  {said}")
+    result(f"{' and '.join(map(str, written))}: written. Look at it, then: slurmgpu submit {path} --dry-run")
+
+
+def refuse_to_overwrite(path: Path) -> None:
+    """Nothing, unless there is such a file."""
     if path.exists():
         raise SlurmGPUError(f"{path} exists; name another file with -o, or remove it.")
-    path.write_text(run_file_template(workload))
-    return path
 
 
 def write_site_file(path: Path | None) -> Path:
@@ -185,11 +237,24 @@ def _choices(key: str, values: Sequence[tuple[str, str]], n_taken: int = 1) -> s
     return "".join(lines)
 
 
-def run_file_template(workload: str | None) -> str:
+def run_file_template(workload: str | None, stem: str = "slurmgpu") -> str:
     """A commented run file for a built-in workload; without one, for a class of the user's."""
     if workload is None:
-        settings = '# field = "text"\n'
-        return TEMPLATE.format(stem="slurmgpu", use="my_workload.py:MyWorkload", settings=settings)
+        return _filled("my_workload.py:MyWorkload", '# field = "text"\n', stem)
     if workload not in SETTINGS:
         raise SlurmGPUError(f"There is no built-in workload {workload!r}.{did_you_mean(workload, SETTINGS)}")
-    return TEMPLATE.format(stem="slurmgpu", use=workload, settings=SETTINGS[workload])
+    input_path, resources = INPUTS.get(workload, "items.jsonl"), RESOURCES.get(workload, {})
+    return _filled(workload, SETTINGS[workload], stem, input_path, **resources)
+
+
+def _filled(
+    use: str, settings: str, stem: str, input_path: str = "items.jsonl", gpus: int = 4, array: bool = True
+) -> str:
+    return TEMPLATE.format(
+        run_dir=f'# run_dir = "runs/{stem}"',
+        use=use,
+        settings=settings,
+        input=json.dumps(input_path),
+        gpus=gpus,
+        array="array = true" if array else "# array = true",
+    )

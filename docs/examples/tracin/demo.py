@@ -1,0 +1,22 @@
+"""`make demo-tracin`: train ConvE, trace its predictions to training triples with two processes, and look at some."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def run(*command: str) -> None:
+    """Run a command of Python's in this folder, after showing it."""
+    print("$", *command[1:] if command[0] == "-m" else ("python", *command), flush=True)
+    subprocess.run([sys.executable, *command], cwd=HERE, check=True)
+
+
+shutil.rmtree(HERE / "runs", ignore_errors=True)
+run("train_model.py", *sys.argv[1:])
+run("-m", "slurmgpu", "submit", "tracin.toml", "--executor", "local", "--gpus", "0", "--tasks", "2")
+run("proponents.py")
