@@ -22,6 +22,7 @@ QUICK = {
     "llm": ["--quick"],
     "merge": ["--quick"],
     "overhead": ["--quick"],
+    "tracin": ["--quick"],
 }
 """The benchmarks, and what makes each of them quick."""
 
