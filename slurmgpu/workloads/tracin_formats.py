@@ -1,4 +1,4 @@
-"""Exports of tracin in the formats of the system that it replaces: its JSON, and its CSV with the exact header.
+"""Exports of tracin in the formats of TiePin, the system that it replaces: its JSON, and its CSV with the exact header.
 
 Both list the training triples of each test triple by absolute value, the largest first. Test triples that failed are
 left out. The rows are streamed; in memory are the training triples. Each writer returns what it wrote.
