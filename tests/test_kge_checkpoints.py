@@ -101,7 +101,7 @@ def test_a_pykeen_model_scores_here_as_it_does_there(tmp_path, architecture, inv
     theirs = pykeen_model(architecture, inverse)
     path = tmp_path / "model.pt"
     theirs.save_state(path)
-    layout = checkpoints.peek_layout(path, architecture=architecture, norm=1 if architecture == "transe" else None)
+    layout = checkpoints.read_layout(path, architecture=architecture, norm=1 if architecture == "transe" else None)
     layout = checkpoints.check(layout, path, ENTITIES, RELATIONS)
     assert layout.inverse == ("interleaved" if inverse else "none")
     assert (layout.n_entities, layout.n_relations) == (N, 2 * R if inverse else R)
@@ -360,7 +360,7 @@ def test_planning_a_checkpoint_imports_no_torch(tmp_path):
     path = save(tmp_path, Original().state_dict())
     code = (
         f"import sys; from slurmgpu.workloads.kge import checkpoints, graph, reach; "
-        f"print(checkpoints.peek_layout({str(path)!r}).architecture, 'torch' in sys.modules)"
+        f"print(checkpoints.read_layout({str(path)!r}).architecture, 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["conve", "False"]
@@ -369,7 +369,7 @@ def test_planning_a_checkpoint_imports_no_torch(tmp_path):
 def test_a_file_of_an_older_pytorch_is_read_by_pytorch(tmp_path):
     theirs = shaken(Original())
     path = save(tmp_path, theirs.state_dict(), _use_new_zipfile_serialization=False)
-    assert checkpoints.peek_layout(path) is None
+    assert peek(path) is None
     layout = checkpoints.read_layout(path)
     assert torch.equal(checkpoints.load_checkpoint(path, layout)["fc.weight"], theirs.fc.weight)
 
@@ -393,7 +393,7 @@ def test_nothing_in_a_file_is_run(tmp_path, capsys, content, zipped):
 def test_a_whole_pickled_model_is_refused_with_what_to_do(tmp_path):
     path = save(tmp_path, pykeen_model("distmult"))
     with pytest.raises(SlurmGPUError, match=r"holds an object of pykeen\..*weights_only=False.*model.state_dict\(\)"):
-        checkpoints.peek_layout(path)
+        checkpoints.read_layout(path)
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path):
@@ -410,9 +410,9 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
         checkpoints.read_layout(path)
     torch.save(torch.zeros(3), path)
     with pytest.raises(SlurmGPUError, match=r"holds a tensor, and reading"):
-        checkpoints.peek_layout(path)
+        checkpoints.read_layout(path)
     with pytest.raises(SlurmGPUError, match=r"cannot read .*: No such file"):
-        checkpoints.peek_layout(tmp_path / "nothing.pt")
+        checkpoints.read_layout(tmp_path / "nothing.pt")
 
 
 # Adam's weights
@@ -490,7 +490,7 @@ def test_a_checkpoint_of_pykeens_training_loop_is_read_without_its_random_state(
         checkpoint_frequency=0,
     )
     path = tmp_path / "ours.pt"
-    assert checkpoints.peek_layout(path, architecture="distmult").learning_rate == 0.02
+    assert checkpoints.read_layout(path, architecture="distmult").learning_rate == 0.02
     layout = checkpoints.read_layout(path, architecture="distmult")
     tables = {name: getattr(model, f"{name}_representations")[0]() for name in ("entity", "relation")}
     found = checkpoints.load_checkpoint(path, layout)
@@ -506,7 +506,7 @@ def test_what_numpy_wrote_is_left_out_but_for_numbers(tmp_path, protocol):
         "others": [np.arange(3), np.array([[1.5]], order="F"), np.array(["a", None], dtype=object), np.dtype("f4")],
     }
     path = save(tmp_path, content, pickle_protocol=protocol)
-    assert checkpoints.peek_layout(path).learning_rate == 0.25
+    assert checkpoints.read_layout(path).learning_rate == 0.25
     for found in (peek(path), checkpoints.read_content(path)):
         assert {type(other).__name__ for other in found["others"]} == {"LeftOut"}
 

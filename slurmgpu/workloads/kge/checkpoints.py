@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.workloads.kge.contents import state_of
-from slurmgpu.workloads.kge.layouts import Architecture, Layout, check, peek_layout, recognise
+from slurmgpu.workloads.kge.layouts import Architecture, Layout, check, recognise
 from slurmgpu.workloads.kge.naming import NO_PARAMETERS, Inverse, Stack, unwrapped
 from slurmgpu.workloads.kge.peeking import DTYPES, FUNCTIONS, STAND_INS, damaged, peek, refusal
 
@@ -27,7 +27,6 @@ __all__ = [
     "expect_finite",
     "load_checkpoint",
     "peek_content",
-    "peek_layout",
     "read_content",
     "read_layout",
     "recognise",

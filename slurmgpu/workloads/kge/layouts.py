@@ -22,7 +22,6 @@ from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.workloads.kge.contents import learning_rate_in, state_of, told_in
 from slurmgpu.workloads.kge.graph import Dictionary
 from slurmgpu.workloads.kge.naming import NAMINGS, NO_PARAMETERS, Inverse, Naming, Stack, unwrapped
-from slurmgpu.workloads.kge.peeking import peek
 from slurmgpu.workloads.kge.reshapes import ANOTHER, Shapes, check_sizes, image_of, image_told
 
 Architecture = Literal["conve", "distmult", "complex", "transe"]
@@ -67,21 +66,6 @@ class Layout:
     """The shape of each tensor by its canonical name."""
     told: Mapping[str, Any] = field(default_factory=dict)
     """The checkpoint's config, as it is."""
-
-
-def peek_layout(
-    path: str | Path,
-    *,
-    architecture: str = "auto",
-    image: Sequence[int] | None = None,
-    stack: str | None = None,
-    norm: float | None = None,
-) -> Layout | None:
-    """Which model a checkpoint is; None if only PyTorch can read the file. Imports no torch."""
-    content = peek(path)
-    if content is None:
-        return None
-    return recognise(content, path, architecture=architecture, image=image, stack=stack, norm=norm)
 
 
 def recognise(
