@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 
 EXIT_COMPLETE, EXIT_FAILED, EXIT_BAD_USAGE, EXIT_INCOMPLETE = 0, 1, 2, 3
 
+ENDING_S = 15.0
+"""How long jobs that were cancelled are waited for, before their run directory is left where it is."""
+
 
 @dataclass(frozen=True)
 class RunHandle:
@@ -146,8 +149,12 @@ def remove_unused(run: Run) -> None:
     lines = run.submissions()
     if lines and (len(lines) > 1 or lines[0]["state"] != "refused"):
         return
-    if lines and commands.queue([], run):
-        return
+    # A task that had started before it was cancelled takes a moment to end.
+    patience = time.monotonic() + ENDING_S
+    while lines and commands.queue([], run):
+        if time.monotonic() > patience:
+            return
+        time.sleep(0.5)
     shutil.rmtree(run.folder)
 
 
