@@ -13,7 +13,7 @@ import functools
 import io
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -128,15 +128,15 @@ def _write_pt(merged: Merged, file: IO[bytes]) -> None:
 
 def _writer(merged: Merged, format: str) -> Writer:  # noqa: A002 - the word of the command line
     """What writes a format: the workload of the merged file's run where it does so itself."""
-    if format in _beside(merged, "run.json").get("exports", ()):
-        return functools.partial(_write_by_workload, format)
+    run = _beside(merged, "run.json")
+    if format in run.get("exports", ()):
+        return functools.partial(_write_by_workload, run, format)
     if format not in FORMATS:
         raise SlurmGPUError(f"There is no export to {format!r}.{did_you_mean(format, FORMATS)}")
     return FORMATS[format]
 
 
-def _write_by_workload(format: str, merged: Merged, file: IO[bytes]) -> str | None:  # noqa: A002
-    run = _beside(merged, "run.json")
+def _write_by_workload(run: Mapping[str, Any], format: str, merged: Merged, file: IO[bytes]) -> str | None:  # noqa: A002
     # As the merge does for a summary: in the run file's folder, to which relative settings are relative.
     with working_folder(Path(run["search_path"])):
         workload: Any = workloads.build(run["workload"], run["settings"], Path(run["search_path"]))

@@ -12,7 +12,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.workloads.kge.contents import state_of
 from slurmgpu.workloads.kge.layouts import Architecture, Layout, check, recognise
 from slurmgpu.workloads.kge.naming import NO_PARAMETERS, Inverse, Stack, unwrapped
-from slurmgpu.workloads.kge.peeking import DTYPES, FUNCTIONS, STAND_INS, damaged, peek, refusal
+from slurmgpu.workloads.kge.peeking import DTYPES, FUNCTIONS, STAND_INS, damaged, peek, refusal, unreadable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -165,7 +165,7 @@ def read_content(path: str | Path) -> Mapping[str, Any]:
     except pickle.UnpicklingError as error:
         raise SlurmGPUError(refusal(path, "objects of other classes than tensors")) from error
     except OSError as error:
-        raise SlurmGPUError(f"cannot read {path}: {error.strerror}. Correct the path, and plan again.") from error
+        raise unreadable(path, error) from error
     except (RuntimeError, EOFError, ValueError, KeyError) as error:
         raise damaged(path, f"{type(error).__name__}: {error}".splitlines()[0]) from error
     if not isinstance(content, Mapping):

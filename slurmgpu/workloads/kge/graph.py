@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.workloads.kge.peeking import unreadable
 
 LOOKED_THROUGH = 20_000
 """Names among which one that is like an unknown name is looked for; a dictionary may have millions."""
@@ -158,7 +159,7 @@ def _read(path: str | Path) -> bytes:
     try:
         content = Path(path).expanduser().read_bytes()
     except OSError as error:
-        raise SlurmGPUError(f"cannot read {path}: {error.strerror}. Correct the path, and plan again.") from error
+        raise unreadable(path, error) from error
     for start, (program, command) in COMPRESSED.items():
         if content.startswith(start):
             raise SlurmGPUError(

@@ -49,7 +49,7 @@ def peek(path: str | Path) -> Mapping[str, Any] | None:
             return None
         raise SlurmGPUError(refusal(path, f"an object of {error}")) from error
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     except SlurmGPUError:
         raise
     except Exception as error:  # a pickle that is cut off or overwritten can raise any
@@ -81,7 +81,7 @@ def _is_archive(path: str | Path) -> bool:
         with open(path, "rb") as file:
             start = file.read(4)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     if start == b"PK\x03\x04":
         return True
     if start[:1] == pickle.PROTO:
@@ -98,7 +98,8 @@ def _index_of(names: list[str], path: str | Path) -> str:
     return found[0]
 
 
-def _unreadable(path: str | Path, error: OSError) -> SlurmGPUError:
+def unreadable(path: str | Path, error: OSError) -> SlurmGPUError:
+    """The error for a file that the system does not give."""
     return SlurmGPUError(f"cannot read {path}: {error.strerror}. Correct the path, and plan again.")
 
 
