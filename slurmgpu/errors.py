@@ -17,6 +17,10 @@ class ItemError(Exception):
     """
 
 
+class Interrupted(Exception):  # noqa: N818 - no error: the item goes on where another task, or a later one, takes it up
+    """An item is left for later: a workload that keeps its progress raises it when `task.stopping()` says so."""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A sentence that names the closest known word, else all of them; with a leading blank, to append to another."""
     names = sorted(known)

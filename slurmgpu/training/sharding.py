@@ -1,0 +1,87 @@
+"""Models whose parameters are spread over the ranks (FSDP2): their states, and these on disk.
+
+They are torch.distributed.checkpoint's, and load on another number of ranks than wrote them. It takes 0.6 s to import,
+so that only trainings which need it import this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import state_dict as distributed
+from torch.distributed.checkpoint.api import CheckpointException
+
+from slurmgpu.files import fsync_dir
+from slurmgpu.training.written import Written, other_model, probe, sum_file
+
+
+def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Parameters, buffers and optimizer state of DTensors, by the user's names; called by all ranks together."""
+    parameters, moments = distributed.get_state_dict(model, optimizer)
+    return {"model": parameters, "optimizer": moments}
+
+
+def load_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Put back what `state` gave and `read` has filled."""
+    distributed.set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def weights(model: nn.Module) -> dict[str, Any]:
+    """Parameters and buffers whole, on the CPU of rank 0; {} on the others."""
+    options = distributed.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return dict(distributed.get_model_state_dict(model, options=options))
+
+
+def write(folder: Path, state: Mapping[str, Any], rank: int) -> dict[str, Written]:
+    """Write this rank's part of a state, called by all ranks together; the sums of the files that this rank wrote.
+
+    Their names are relative to the folder that `folder` is in.
+    """
+    folder.mkdir(exist_ok=True)
+    try:
+        with _alone_or_not():
+            dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(folder, sync_files=True))
+    except CheckpointException as error:
+        # It is no Exception, and has lost the OSError that caused it.
+        probe(folder)
+        raise OSError(errno.EIO, f"the sharded state cannot be written: {error}") from error
+    fsync_dir(folder)
+    names = sorted(os.listdir(folder))
+    mine = [name for name in names if name.startswith(f"__{rank}_") or (rank == 0 and not name.startswith("__"))]
+    return {f"{folder.name}/{name}": sum_file(folder / name) for name in mine}
+
+
+def read(folder: Path, into: dict[str, Any]) -> None:
+    """Fill a state of `state` in place, called by all ranks together; a SlurmGPUError if it is of another model.
+
+    Moments that were not written, of parameters that had no gradient, stay as they are.
+    """
+    reader = dcp.FileSystemReader(folder)
+    known = reader.read_metadata().state_dict_metadata
+    missing = [name for name in into["model"] if not any(key.startswith(f"model.{name}") for key in known)]
+    if missing:
+        raise other_model(KeyError(f"it has no {', '.join(missing)}."))
+    try:
+        with _alone_or_not():
+            dcp.load(into, storage_reader=reader, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
+    except CheckpointException as error:
+        for failure, _ in error.failures.values():
+            raise (failure if isinstance(failure, OSError) else other_model(failure)) from error
+        raise
+
+
+@contextlib.contextmanager
+def _alone_or_not() -> Iterator[None]:
+    """Without the warning that a process without a group is taken to be alone: it is."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield

@@ -1,0 +1,155 @@
+"""What a training is made of at a step, as plain values: random numbers, model, optimizer.
+
+`fully_shard` runs on the CPU with gloo (torch 2.13: AdamW, fused and not, clip_grad_norm_, state dicts); its mesh is
+`init_device_mesh("cpu", (world_size,))`. torch before 2.6 has it in `torch.distributed._composable.fsdp`.
+
+FSDP shares no buffers among the ranks, and DDP only before a forward pass (rank 0's), so that each rank has running
+statistics of its own. Hence each rank keeps them, `buffers(model)`, among its own states; a training that is evaluated
+with what rank 0 saves shall call `share_buffers(model)` first.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from slurmgpu.training.written import other_model
+
+T = TypeVar("T")
+MASK = 2**64 - 1
+COMPILED = "_orig_mod."
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The states of Python's, NumPy's and PyTorch's generators, of the CPU and of `device`; loads with weights_only."""
+    version, internal, gauss = random.getstate()
+    name, key, position, has_gauss, cached = np.random.get_state()
+    state: dict[str, Any] = {
+        "python": [version, list(internal), gauss],
+        "numpy": [str(name), [int(each) for each in key], int(position), int(has_gauss), float(cached)],
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Put the generators back into a state of `random_state`."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, key, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, np.array(key, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed all of them; 64 bits are enough for each."""
+    seed &= MASK
+    random.seed(seed)
+    # NumPy's takes words of 32 bits.
+    np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
+    torch.manual_seed(seed)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's own model, without DDP and torch.compile around it."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def model_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool) -> dict[str, Any]:
+    """Parameters, buffers and optimizer state, under the names that the user's own model has (no "module.").
+
+    Not sharded: plain state dicts of the unwrapped model, complete on each rank. Sharded: of DTensors, for
+    `Checkpoints.save(sharded=…)` and `Checkpoint.load_sharded`. The tensors are the training's own, no copies.
+    """
+    if sharded:
+        from slurmgpu.training import sharding
+
+        return sharding.state(model, optimizer)
+    return {"model": _by_users_names(unwrapped(model).state_dict()), "optimizer": optimizer.state_dict()}
+
+
+def load_model_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, sharded: bool
+) -> None:
+    """Put a state of `model_state` back, bit for bit; a SlurmGPUError if it is of another model or optimizer."""
+    if sharded:
+        from slurmgpu.training import sharding
+
+        sharding.load_state(model, optimizer, state)
+        return
+    inner = unwrapped(model)
+    names = {name.replace(COMPILED, ""): name for name in inner.state_dict()}
+    try:
+        inner.load_state_dict({names.get(name, name): value for name, value in state["model"].items()})
+        optimizer.load_state_dict(state["optimizer"])
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise other_model(error) from error
+    _restore_dtypes(optimizer, state["optimizer"])
+
+
+def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every buffer as this rank has it, also those that a state_dict leaves out (persistent=False)."""
+    return dict(unwrapped(model).named_buffers())
+
+
+def load_buffers(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    """Put back what `buffers` gave; one that has another shape now, a cache say, is left as it is."""
+    for name, buffer in unwrapped(model).named_buffers():
+        if name in state and state[name].shape == buffer.shape:
+            buffer.copy_(state[name])
+
+
+def share_buffers(model: nn.Module) -> None:
+    """Give rank 0's buffers to all ranks, called by all together: running statistics differ between ranks."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        for buffer in unwrapped(model).buffers():
+            torch.distributed.broadcast(buffer, 0)
+
+
+def weights(model: nn.Module, *, sharded: bool) -> dict[str, Any]:
+    """The model's parameters and buffers whole, on the CPU, by the user's names; {} on other ranks than 0 if sharded.
+
+    Called by all ranks together. On the CPU they are the model's own tensors: write them before it goes on.
+    """
+    if sharded:
+        from slurmgpu.training import sharding
+
+        return sharding.weights(model)
+    copies: dict[int, Any] = {}
+    found = {}
+    for name, value in _by_users_names(unwrapped(model).state_dict(keep_vars=True)).items():
+        if isinstance(value, torch.Tensor):
+            # A tied weight is one tensor under two names, and shall be written once.
+            value = copies.setdefault(id(value), value.detach().cpu())
+        found[name] = value
+    return found
+
+
+def _by_users_names(state: dict[str, T]) -> dict[str, T]:
+    """A state dict without the names that torch.compile puts between those of the user."""
+    return {name.replace(COMPILED, ""): value for name, value in state.items()}
+
+
+def _restore_dtypes(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Undo what load_state_dict does to moments of another precision than their parameter's: it casts them."""
+    loaded = optimizer.state_dict()["state"]
+    for number, moments in saved["state"].items():
+        for name, value in moments.items() if isinstance(moments, dict) else ():
+            now = loaded[number].get(name)
+            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and value.dtype != now.dtype:
+                loaded[number][name] = value.to(now.device)

@@ -1,0 +1,147 @@
+"""Files of a checkpoint, summed as they are written, and looked at again before they are trusted."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import secrets
+import zlib
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.files import fsync_dir
+
+PROBE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Written:
+    """The size and the CRC-32 of a file that was written."""
+
+    bytes: int
+    crc32: int
+
+
+def unique_partial(path: Path) -> Path:
+    """A name beside `path` for writing it, which no other writer has: of the same step, on another machine, say."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+
+
+def write_state(path: Path, state: Mapping[str, Any]) -> Written:
+    """Write what `read_state` reads, and fsync it."""
+    _check_plain(state)
+    with open(path, "wb") as file:
+        stream = _Summed(file)
+        try:
+            torch.save(dict(state), stream)
+        except RuntimeError:
+            # What Python's write raises, PyTorch's zip writer turns into a complaint about positions.
+            if stream.error is not None:
+                raise stream.error from None
+            raise
+        file.flush()
+        os.fsync(file.fileno())
+    return Written(stream.bytes, stream.crc32)
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """A state of `write_state`, its tensors on the CPU."""
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=False)
+    return state
+
+
+def save_weights(path: Path, weights: Mapping[str, Any]) -> None:
+    """Write `{name: tensor}` for `torch.load(path, weights_only=True)`, whole or not at all; called by rank 0 alone."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = unique_partial(path)
+    try:
+        write_state(partial, weights)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    fsync_dir(path.parent)
+
+
+def other_model(error: BaseException) -> SlurmGPUError:
+    """That a checkpoint does not fit what shall be trained, as an error to raise."""
+    return SlurmGPUError(
+        "the checkpoint is of another model or optimizer than the training class makes now: "
+        f"{' '.join(str(error).split())} Submit the changed class as a new run."
+    )
+
+
+def sum_file(path: Path) -> Written:
+    """The size and the CRC-32 of a file as it is read."""
+    size = crc32 = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 22):
+            size, crc32 = size + len(chunk), zlib.crc32(chunk, crc32)
+    return Written(size, crc32)
+
+
+def probe(folder: Path) -> None:
+    """Raise the OSError of a folder where nothing can be written, since the disk is full, say."""
+    path = folder / f"probe-{secrets.token_hex(4)}"
+    try:
+        with open(path, "wb") as file:
+            file.write(bytes(PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        path.unlink(missing_ok=True)
+
+
+class _Summed:
+    """A file that sums what is written to it, and remembers why it could not be."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.bytes = self.crc32 = 0
+        self.error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+        self.bytes, self.crc32 = self.bytes + len(data), zlib.crc32(data, self.crc32)
+        return len(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _check_plain(state: Mapping[str, Any]) -> None:
+    """Raise a SlurmGPUError for what could be written, but not be read: found at the first checkpoint, not by the next.
+
+    Tensors are left out of the rehearsal, so that it costs nothing.
+    """
+    file = io.BytesIO()
+    try:
+        torch.save(_without_tensors(state), file)
+        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise SlurmGPUError(
+            "the training's state cannot be kept in a checkpoint, which holds tensors, numbers, strings, lists and "
+            f"dicts: {reason} Look at what the state_dict() of your optimizer, scheduler or model returns."
+        ) from error
+
+
+def _without_tensors(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return None
+    if type(value) in (dict, OrderedDict):
+        return {key: _without_tensors(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return [_without_tensors(each) for each in value]
+    return value
