@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Array",
+    "Interrupted",
     "Item",
     "ItemError",
     "Json",
@@ -22,8 +23,10 @@ __all__ = [
     "Text",
     "Workload",
     "__version__",
+    "find_batch_size",
     "open",
     "submit",
+    "throughput",
 ]
 
 _HOMES = {
@@ -34,18 +37,23 @@ _HOMES = {
     "Item": "slurmgpu.workloads",
     "TaskContext": "slurmgpu.workloads",
     "Workload": "slurmgpu.workloads",
+    "Interrupted": "slurmgpu.errors",
     "ItemError": "slurmgpu.errors",
     "SlurmGPUError": "slurmgpu.errors",
     "Merged": "slurmgpu.results",
     "open": "slurmgpu.results",
     "submit": "slurmgpu.api",
+    "find_batch_size": "slurmgpu.training.fitting",
+    "throughput": "slurmgpu.training.throughput",
 }
 
 if TYPE_CHECKING:
     from slurmgpu.api import submit
     from slurmgpu.columns import Array, Json, Ragged, Text
-    from slurmgpu.errors import ItemError, SlurmGPUError
+    from slurmgpu.errors import Interrupted, ItemError, SlurmGPUError
     from slurmgpu.results import Merged, open  # noqa: A004
+    from slurmgpu.training.fitting import find_batch_size
+    from slurmgpu.training.throughput import throughput
     from slurmgpu.workloads import Item, TaskContext, Workload
 
 

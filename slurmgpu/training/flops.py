@@ -1,0 +1,72 @@
+"""How many floating-point operations a step needs, and how many a GPU can do."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+_TERAFLOPS = """
+    gb200 2500 1250 80, b300 2250 1120 75, b200 2250 1120 75,
+    gh200 990 494 67, h200 989 494 67, h200_nvl 835 417 60, h100 989 494 67, h100_pcie 756 378 51, h100_nvl 835 417 60,
+    h800 989 494 67, h800_pcie 756 378 51, h20 148 74 44,
+    a100 312 156 19.5, a800 312 156 19.5, a40 149.7 74.8 37.4, a30 165 82 10.3, a10 125 62.5 31.2, a10g 70 35 35,
+    a2 18 9 4.5, a6000 154.8 77.4 38.7, a5000 111.1 55.6 27.8,
+    l40s 362 183 91.6, l40 181 90.5 90.5, l4 121 60 30.3,
+    rtx_pro_6000 503.8 251.9 125.9, rtx_6000_ada 364.2 182.1 91.1, 5090 209.5 104.8 104.8, 4090 165.2 82.6 82.6,
+    3090 71 35.6 35.6, t4 65 - 8.1, v100 125 - 15.7, v100_pcie 112 - 14, v100s 130 - 16.4, p100 - - 9.3,
+    rtx_6000 130.5 - 16.3, rtx6000 130.5 - 16.3, 2080_ti 53.8 - 13.4, titan_rtx 130.5 - 16.3,
+    mi300x 1307 653.7 163.4, mi325x 1307 653.7 163.4, mi250 181 45.3 45.3, mi250x 191.5 47.9 47.9
+"""
+
+PEAK_TERAFLOPS = {name: tuple(peaks) for name, *peaks in map(str.split, _TERAFLOPS.split(","))}
+"""TFLOP/s by words in a GPU's name: with 16 bits, in TF32, with 32 bits; "-" where it has no such arithmetic.
+
+Dense, accumulated in 32 bits, from NVIDIA's and AMD's data sheets. A name without "pcie" or "nvl" is the SXM board's;
+an MI250 is two GPUs, of which this is one.
+"""
+
+_COLUMN = {"bf16": 0, "fp16": 0, "tf32": 1, "fp32": 2}
+_PARTS = ("mig", "laptop", "max")
+"""Words of GPUs that are less than their names say: a slice, a mobile one, one with less power (Max-Q)."""
+
+
+def peak_flops(gpu: str, precision: str) -> float | None:
+    """FLOP/s of one GPU by its name, as torch.cuda.get_device_name says it; None where it is not known.
+
+    `precision` is "fp32", "tf32", "bf16" or "fp16". A slice of a GPU (MIG) is unknown, and so is every CPU.
+    """
+    name = re.sub(r"[^a-z0-9]+", "_", gpu.lower())
+    known = [key for key in PEAK_TERAFLOPS if all(_has(name, word) for word in key.split("_"))]
+    if not known or any(_has(name, word) for word in _PARTS):
+        return None
+    peaks = PEAK_TERAFLOPS[max(known, key=len)]
+    peak = peaks[_COLUMN[precision]]
+    # NVIDIA's TF32 and bfloat16 came together, with Ampere.
+    return None if peak == "-" or (precision == "bf16" and peaks[1] == "-") else float(peak) * 1e12
+
+
+def _has(name: str, word: str) -> bool:
+    return re.search(rf"(?<![a-z0-9]){word}(?![a-z0-9])", name) is not None
+
+
+def count_flops(fn: Callable[[], object]) -> float:
+    """The floating-point operations of products, convolutions and attention in `fn()`, of its backward pass as well.
+
+    Counted by torch.utils.flop_counter; what torch.compile has compiled is computed as it was written, since kernels
+    cannot be looked into.
+    """
+    eager = getattr(torch.compiler, "set_stance", None)  # torch 2.6
+    with (
+        warnings.catch_warnings(),
+        eager("force_eager") if eager else contextlib.nullcontext(),
+        FlopCounterMode(display=False) as counter,
+    ):
+        # The counter's hooks would run twice; they name modules, and the sum needs no names.
+        warnings.filterwarnings("ignore", message="Using `torch.compile")
+        fn()
+    return float(counter.get_total_flops())
