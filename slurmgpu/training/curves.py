@@ -1,0 +1,89 @@
+"""The learning curve: losses are summed on the device, and read seldom, so that no step waits for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import distributed
+
+from slurmgpu.errors import ItemError
+from slurmgpu.training.places import Place
+
+
+class Curve:
+    """The mean loss of the samples between points; `steps` and `values` are those that have been read."""
+
+    def __init__(self, log_steps: int, device: torch.device, place: Place) -> None:
+        self.steps: list[int] = []
+        self.values: list[float] = []
+        self._log_steps = log_steps
+        self._place = place
+        # One sum that only grows, of this process; points are its differences.
+        self._sum = torch.zeros((), dtype=torch.float64, device=device)
+        self._n = 0
+        self._open: list[tuple[int, int, torch.Tensor]] = []
+        self._point = (0, 0.0)  # samples and sum of all processes, at the last point
+        self._evaluation = (0, 0.0)  # and at the last evaluation
+
+    def add(self, loss: torch.Tensor, n: int) -> None:
+        """Count this process's loss, the mean of `n` samples."""
+        if n:
+            self._sum.add_(loss.detach(), alpha=n)
+
+    def end_step(self, step: int, n: int, *, last: bool = False) -> None:
+        """A step of `n` samples, of all processes together, is over."""
+        self._n += n
+        if last or step % self._log_steps == 0:
+            self._open.append((step, self._n, self._sum.clone()))
+
+    def read(self, step: int) -> None:
+        """Add the points up to now, on all ranks together; an ItemError if the loss is no number any more."""
+        sums = self._totals()
+        for (at, n, _), total in zip(self._open, sums[:-1], strict=True):
+            self.steps.append(at)
+            self.values.append(_mean(self._point, (n, total), at))
+            self._point = n, total
+        self._open.clear()
+        _mean(self._point, (self._n, sums[-1]), step)
+
+    def mean_since_evaluation(self, step: int) -> float:
+        """The mean loss of the samples since this was last called."""
+        now = self._n, self._totals()[-1]
+        mean = _mean(self._evaluation, now, step)
+        self._evaluation = now
+        return mean
+
+    def _totals(self) -> list[float]:
+        sums = torch.stack([*(each for _, _, each in self._open), self._sum])
+        if self._place.world_size > 1:
+            distributed.all_reduce(sums)
+        found: list[float] = sums.tolist()
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """What is kept with a checkpoint once all points are read; all ranks call it."""
+        kept = {name: getattr(self, name) for name in ("steps", "values", "_n", "_point", "_evaluation")}
+        return kept | {"total": self._totals()[-1]}
+
+    def own(self) -> torch.Tensor:
+        """The sum of this process, with which the next values come out as if nothing had been."""
+        return self._sum.cpu()
+
+    def load(self, state: Mapping[str, Any], own: torch.Tensor | None) -> None:
+        """Put a `state` back; without its `own` sum, rank 0 takes that of all."""
+        for name in ("steps", "values", "_n", "_point", "_evaluation"):
+            setattr(self, name, state[name])
+        self._sum.fill_(own if own is not None else state["total"] if self._place.leads else 0.0)
+
+
+def _mean(before: tuple[int, float], now: tuple[int, float], step: int) -> float:
+    n = now[0] - before[0]
+    mean = (now[1] - before[1]) / n if n else 0.0
+    if not math.isfinite(mean):
+        raise ItemError(
+            f"the loss is {mean} at step {step:,}: take a smaller learning rate, a warm-up, clip, or another precision"
+        )
+    return mean if n else math.nan

@@ -1,0 +1,232 @@
+"""How the processes compute one model together: alone, by DDP or by FSDP, in which precision, compiled or not.
+
+torch.nn.DataParallel is not offered: one process for each GPU is faster and says the same (PyTorch's own advice).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.training.blocks import checkpoint_blocks, find_blocks
+from slurmgpu.training.places import Place
+from slurmgpu.training.settings import TrainingSettings
+from slurmgpu.training.states import random_state, set_random_state
+
+log = logging.getLogger(__name__)
+
+COLLECTIVE_LIMIT = timedelta(hours=2)
+"""How long ranks wait for each other: for a compilation, a checkpoint; that one died, they learn otherwise."""
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Forward(nn.Module):  # type: ignore[misc]  # torch is not followed
+    """The user's loss as a module: what DDP and FSDP wrap, so that `loss` has the user's own model in its hands."""
+
+    def __init__(self, user: Any, model: nn.Module, settings: TrainingSettings, device: torch.device) -> None:
+        super().__init__()
+        self.model = model
+        self._loss, self._metrics = user.loss, getattr(user, "metrics", None)
+        low = LOW.get(settings.precision)
+        self._precision = torch.autocast(device.type, low) if low is not None else contextlib.nullcontext()
+
+    def forward(self, batch: Any, measure: bool = False) -> Any:
+        """The loss of a batch; to `measure`, {name: value} of the loss and the metrics."""
+        with self._precision:
+            loss = self._loss(self.model, batch)
+            if measure:
+                return {"loss": loss, **(self._metrics(self.model, batch) if self._metrics else {})}
+        if not (isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.requires_grad):
+            raise SlurmGPUError(
+                f"loss(model, batch) gave {_describe(loss)}; it shall be a tensor without dimensions, computed by the "
+                "model: the mean of the loss over the batch's samples."
+            )
+        return loss
+
+
+class Mode:
+    """A model as all processes compute it. `model` is the user's own, `forward(batch)` its loss, also for backward."""
+
+    def __init__(self, user: Any, model: nn.Module, settings: TrainingSettings, place: Place) -> None:
+        self.device = device_of(place)
+        self.sharded = settings.strategy == "fsdp" and place.world_size > 1
+        _check(settings, place, self.sharded)
+        model = model.to(self.device)
+        if settings.gradient_checkpointing:
+            checkpoint_blocks(user, model)
+        if settings.sync_batchnorm and place.world_size > 1:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        self.model = model
+        self.plain = Forward(user, model, settings, self.device)
+        self.forward: nn.Module = self.plain
+        if self.sharded:
+            _shard(user, self.plain, settings, place)
+        elif place.world_size > 1:
+            self.forward = _ddp(self.plain, settings, self.device)
+        if settings.compile:
+            # Within DDP, which then has the graph cut where a bucket of gradients is full.
+            model.compile()
+        self._needs_first_pass = isinstance(self.forward, DistributedDataParallel) and (
+            place.world_size > 2 or settings.static_graph
+        )
+
+    @contextlib.contextmanager
+    def gathering(self, last: bool) -> Iterator[None]:
+        """Around a micro-batch's passes: gradients are summed over the processes with the last one of a step."""
+        if isinstance(self.forward, DistributedDataParallel) and not last:
+            with self.forward.no_sync():
+                yield
+            return
+        if self.sharded:
+            self.forward.set_requires_gradient_sync(last)
+        yield
+
+    def first_pass(self, batch: Any) -> None:
+        """Make DDP's buckets of gradients what they will be: it orders them anew after its first backward pass.
+
+        More than two numbers are summed in an order that depends on the buckets, so that a training that is taken up
+        again would differ in the last bits.
+        """
+        if self._needs_first_pass:
+            self._needs_first_pass = False
+            with self.rehearsal():
+                for _ in range(2):  # the second forward pass makes the buckets
+                    self.forward(batch).backward()
+
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Around passes of which nothing shall be left: no gradients, no statistics, no random numbers."""
+        random, buffers = random_state(self.device), [each.clone() for each in self.model.buffers()]
+        try:
+            yield
+        finally:
+            self.model.zero_grad(set_to_none=True)
+            with torch.no_grad():
+                for buffer, kept in zip(self.model.buffers(), buffers, strict=True):
+                    buffer.copy_(kept)
+            set_random_state(random, self.device)
+
+    def load_weights(self, path: Path) -> None:
+        """Put the weights of a file of `save_weights` into the model, on all ranks together."""
+        weights = torch.load(path, map_location="cpu", weights_only=True)
+        if not self.sharded:
+            names = {name.replace("_orig_mod.", ""): name for name in self.model.state_dict()}
+            self.model.load_state_dict({names[name]: value for name, value in weights.items()})
+            return
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+        set_model_state_dict(self.model, weights, options=StateDictOptions(full_state_dict=True))
+
+    def reshard(self) -> None:
+        """Have each process hold its own part of the parameters alone, as after a backward pass."""
+        if self.sharded:
+            for module in self.forward.modules():
+                if hasattr(module, "reshard"):
+                    module.reshard()
+
+
+def device_of(place: Place) -> torch.device:
+    """The device of this process."""
+    device = torch.device(place.device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", place.local_rank)
+    return device
+
+
+def join(place: Place) -> None:
+    """Make the process group, if there are several processes and it is not there yet."""
+    device = device_of(place)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if place.world_size > 1 and not distributed.is_initialized():
+        bound = {"device_id": device} if device.type == "cuda" else {}
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        # Address and rank are torchrun's, in the environment.
+        distributed.init_process_group(
+            backend, rank=place.rank, world_size=place.world_size, timeout=COLLECTIVE_LIMIT, **bound
+        )
+
+
+@contextlib.contextmanager
+def computing(settings: TrainingSettings, device: torch.device) -> Iterator[None]:
+    """Where PyTorch computes as the settings say; afterwards as before: the next configuration may say otherwise."""
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    deterministic, warns = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    cudnn = torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
+    try:
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+        torch.set_float32_matmul_precision("highest" if settings.precision == "fp32" else "high")
+        torch.backends.cudnn.allow_tf32 = settings.precision != "fp32"
+        if settings.deterministic:
+            # cuBLAS reads it when it is first used.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.backends.cudnn.benchmark = False
+            torch.use_deterministic_algorithms(True)
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warns)
+        torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = cudnn
+
+
+def _describe(loss: Any) -> str:
+    if not isinstance(loss, torch.Tensor):
+        return f"a {type(loss).__name__}"
+    return f"a tensor of shape {tuple(loss.shape)}" if loss.dim() else "a tensor that no parameter has a part in"
+
+
+def _check(settings: TrainingSettings, place: Place, sharded: bool) -> None:
+    if settings.sync_batchnorm and place.world_size > 1 and torch.device(place.device).type != "cuda":
+        raise SlurmGPUError("sync_batchnorm: PyTorch has it on GPUs only; leave it out on CPUs.")
+    if sharded and settings.precision == "fp16":
+        raise SlurmGPUError('strategy "fsdp" with precision "fp16": take "bf16", which needs no scaled loss.')
+    if settings.strategy == "fsdp" and not sharded:
+        log.info('strategy "fsdp" on one process is the same as without: there is nobody to share with')
+
+
+def _ddp(forward: Forward, settings: TrainingSettings, device: torch.device) -> DistributedDataParallel:
+    options: dict[str, Any] = {}
+    if settings.bucket_cap_mb is not None:
+        options["bucket_cap_mb"] = settings.bucket_cap_mb
+    return DistributedDataParallel(
+        forward,
+        device_ids=[device] if device.type == "cuda" else None,
+        static_graph=settings.static_graph,
+        find_unused_parameters=settings.find_unused_parameters,
+        gradient_as_bucket_view=settings.gradient_as_bucket_view,
+        **options,
+    )
+
+
+def _shard(user: Any, forward: Forward, settings: TrainingSettings, place: Place) -> None:
+    """FSDP2 over the blocks and what is left: each process holds its part of the parameters."""
+    try:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    except ImportError:  # before torch 2.6
+        from torch.distributed._composable.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh(torch.device(place.device).type, (place.world_size,))
+    low = LOW.get(settings.precision)
+    # Autocast holds as well: it casts what comes to the operations that want it, and nothing that is no input of one.
+    policy = MixedPrecisionPolicy(
+        param_dtype=low, reduce_dtype=torch.float32 if low else None, cast_forward_inputs=False
+    )
+    for block in find_blocks(user, forward.model):
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(forward, mesh=mesh, mp_policy=policy)
