@@ -1,6 +1,7 @@
 """Each sample of an epoch is computed once, in the same step on any number of processes; and it is read alike."""
 
 import random
+import subprocess
 
 import numpy as np
 import pytest
@@ -147,6 +148,19 @@ def test_batches_are_read_alike_with_any_number_of_workers_and_after_a_resumptio
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+def test_processes_that_read_outlive_a_signal_that_all_processes_of_a_job_get():
+    cutting = Cutting(23, 6, 3, epochs=2)
+    settings = TrainingSettings(num_workers=2, prefetch_factor=1)
+    loader = Loader(Reader(Noisy()), TrainReadings(cutting, 4, START, 0), settings, CPU)
+    batches = iter(loader)
+    next(batches)
+    workers = loader._loader._iterator._workers
+    subprocess.run(["kill", "-TERM", *[str(worker.pid) for worker in workers]], check=True)
+    assert len(list(batches)) == 15
+    loader.close()
+    assert [worker.exitcode for worker in workers] == [0, 0]
+
+
 def test_reading_leaves_the_random_numbers_of_the_training_as_they_were(one_thread):
     def draw():
         return [random.random(), random.gauss(0, 1), np.random.rand(), float(torch.rand(())), float(torch.randn(()))]
@@ -254,3 +268,11 @@ def test_tensors_anywhere_in_a_batch_are_moved():
     assert moved["both"].x.is_meta
     assert (moved["list"][1], moved["pair"].b, moved["both"].name) == ("text", 3, "n")
     assert to_device(batch, CPU) is batch
+
+
+@pytest.mark.parametrize(("n_samples", "step_size"), [(29, 64), (33, 32), (64, 32)])
+def test_the_share_of_the_first_steps_is_that_which_lies_before_the_next(n_samples, step_size):
+    cutting = Cutting(n_samples, step_size, step_size, epochs=3)
+    for n, step in enumerate(cutting.plan(), 1):
+        assert cutting.share_of(n) == pytest.approx(cutting.share_done(step.after, n))
+    assert Cutting(n_samples, step_size, step_size, steps=10).share_of(4) == 0.4

@@ -1,6 +1,7 @@
 """Checkpoints are whole or not there: what is killed, full or damaged costs one of them, never the training."""
 
 import errno
+import gc
 import json
 import logging
 import os
@@ -78,6 +79,14 @@ def test_a_step_that_is_there_is_kept_as_it_is(tmp_path):
     check_last(kept, 1)
 
 
+def test_a_step_whose_state_has_changed_is_replaced(tmp_path):
+    kept = kept_in(tmp_path, 1, 2)
+    kept.save(2, shared={"step": "again"}, own={}, replace=True)
+    assert kept.last().shared() == {"step": "again"}
+    kept.save(3, shared={"step": 3}, own={}, replace=True)
+    assert names(tmp_path) == ["step-0000000002", "step-0000000003"]
+
+
 def test_the_files_are_summed_as_they_are_written(tmp_path):
     path = tmp_path / "state.pt"
     sums = written.write_state(path, {"a": torch.randn(100_000), "b": [1, {"c": "d"}]})
@@ -91,6 +100,19 @@ def test_a_state_that_could_not_be_read_back_is_refused(tmp_path, odd):
     with pytest.raises(SlurmGPUError, match=r"cannot be kept in a checkpoint.*state_dict"):
         kept.save(2, shared={"scheduler": {"lr": [0.1, odd]}}, own={})
     assert names(tmp_path) == ["step-0000000001"]
+
+
+def test_numpys_numbers_are_kept_as_pythons(tmp_path):
+    kept = Checkpoints(tmp_path, Place())
+    state = {"_last_lr": [np.float64(0.5)], "at": (np.int64(3), {"is": np.bool_(True)})}
+    kept.save(1, shared={"scheduler": state}, own={})
+    assert kept.last().shared() == {"scheduler": {"_last_lr": [0.5], "at": (3, {"is": True})}}
+
+
+def test_what_cannot_be_kept_is_named_in_one_line(tmp_path):
+    with pytest.raises(SlurmGPUError, match=r"multiarray") as caught:
+        Checkpoints(tmp_path, Place()).save(1, shared={"scheduler": np.arange(3)}, own={})
+    assert str(caught.value).isprintable()
 
 
 # What is damaged
@@ -221,6 +243,36 @@ def test_a_writer_killed_anywhere_leaves_a_whole_checkpoint(tmp_path):
     assert ended == 0
     assert number > 8
     assert steps == {2, 3}
+
+
+def test_a_writer_killed_while_it_replaces_leaves_the_old_or_the_new(tmp_path):
+    ended, number, found = -signal.SIGKILL, 0, []
+    while ended == -signal.SIGKILL:
+        number += 1
+        shutil.rmtree(tmp_path)
+        kept = kept_in(tmp_path, 1, keep=1)
+        ended = killed_at(number, lambda kept=kept: kept.save(1, shared={"new": True}, own={}, replace=True))
+        found.append("new" in kept.last().shared())
+        assert names(tmp_path) == ["step-0000000001"]
+    assert ended == 0
+    assert found == sorted(found)
+    assert set(found) == {False, True}
+
+
+def test_weights_that_another_process_sweeps_away_are_written_again(tmp_path, monkeypatch, caplog):
+    write, calls = written.write_state, []
+
+    def meanwhile(path, state):
+        calls.append(path)
+        sums = write(path, state)
+        if len(calls) == 1:
+            Checkpoints(tmp_path, Place()).last()
+        return sums
+
+    monkeypatch.setattr(written, "write_state", meanwhile)
+    save_weights(tmp_path / "best.pt", {"a": torch.ones(3)})
+    assert torch.load(tmp_path / "best.pt", weights_only=True)["a"].tolist() == [1, 1, 1]
+    assert names(tmp_path) == ["best.pt"]
 
 
 def test_weights_are_written_whole_or_not_at_all(tmp_path):
@@ -402,6 +454,21 @@ def test_a_checkpoint_of_another_model_is_refused():
         states.load_model_state(large, optimizers[1], state, sharded=False)
 
 
+def test_a_state_is_read_by_pages_of_the_file_which_nothing_keeps(tmp_path):
+    model = nn.Linear(1024, 512)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 1024)).sum().backward()
+    optimizer.step()
+    kept = Checkpoints(tmp_path, Place())
+    kept.save(1, shared=states.model_state(model, optimizer, sharded=False), own={})
+    state = kept.last().shared()
+    assert str(tmp_path) in Path("/proc/self/maps").read_text()
+    states.load_model_state(model, optimizer, state, sharded=False)
+    del state
+    gc.collect()
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
 # Several ranks
 
 
@@ -457,7 +524,7 @@ def test_fsdp_has_the_weights_that_ddp_has(ranks):
     assert sorted(whole["ddp"]) == sorted(whole["fsdp"]) == sorted(checkpoint_ranks.make_model().state_dict())
     for name, value in whole["ddp"].items():
         assert np.allclose(value, whole["fsdp"][name], atol=1e-6), name
-    assert ranks[1]("fsdp")[1]["weights"] == {}
+    assert [ranks[1](mode)[1]["weights"] for mode in ("ddp", "fsdp")] == [{}, {}]
 
 
 def test_a_checkpoint_of_two_ranks_loads_on_one(ranks, caplog):

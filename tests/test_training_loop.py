@@ -1,5 +1,6 @@
 """A training says the same on 1, 2 and 4 processes, and does what its settings say."""
 
+import contextlib
 import itertools
 import math
 import os
@@ -15,7 +16,7 @@ from torch import nn  # noqa: E402
 from torch.utils.data import TensorDataset  # noqa: E402
 
 from slurmgpu.errors import Interrupted, ItemError, SlurmGPUError  # noqa: E402
-from slurmgpu.training import pacing  # noqa: E402
+from slurmgpu.training import pacing, telling  # noqa: E402
 from slurmgpu.training.batches import Cutting, Position  # noqa: E402
 from slurmgpu.training.blocks import find_blocks  # noqa: E402
 from slurmgpu.training.checkpoints import Checkpoints  # noqa: E402
@@ -143,6 +144,11 @@ def test_a_loss_that_is_no_number_ends_the_configuration(found, world_size):
     assert "the loss is nan at step" in found("not a number", world_size)["error"]
 
 
+def test_a_metric_of_some_batches_only_ends_the_configuration_on_all_processes(found):
+    for world_size in (1, 2):
+        assert "it shall give the same names for each batch" in found("sometimes", world_size)["error"]
+
+
 def test_batch_normalisation_trains_on_the_few_samples_of_a_last_step(found):
     assert found("normed", 4)["outcome"]["steps"] == 9
 
@@ -155,7 +161,61 @@ def test_sync_batchnorm_on_cpus_is_refused_in_a_sentence(found):
     assert "on GPUs only" in found("sync_batchnorm", 2)["error"]
 
 
+def test_other_data_on_another_process_is_refused_in_a_sentence(found):
+    told = found("different", 2)["error"]
+    assert r"Different.data('val') has 7 samples on rank 0 and 8 samples on rank 1" in told
+
+
+# The data
+
+
+class Split(Plain):
+    """Cuts one data set into two at random."""
+
+    n = N_TRAIN + N_VAL
+
+    def data(self, split):
+        samples = TensorDataset(torch.arange(5.0 * self.n).view(-1, 5) / 5 / self.n, torch.arange(self.n) % 3)
+        parts = torch.utils.data.random_split(samples, [N_TRAIN, self.n - N_TRAIN])
+        self.indices = getattr(self, "indices", {})
+        found = {"train": parts[0], "val": parts[1]}.get(split)
+        self.indices[split] = list(found.indices) if found else []
+        return found
+
+
+def test_data_that_is_split_at_random_is_split_alike_whenever_it_is_asked_for(train):
+    first, second, other = Split(), Split(), Split()
+    train(first, folder="first", epochs=1)
+    train(second, folder="second", epochs=1)
+    train(other, folder="other", epochs=1, seed=6)
+    assert not set(first.indices["train"]) & set(first.indices["val"])
+    assert first.indices == second.indices != other.indices
+
+
+def test_a_training_is_not_taken_up_with_other_data(train):
+    train(Split(), checkpoint_s=0.0)
+    more = Split()
+    more.n += 1
+    with pytest.raises(SlurmGPUError, match=r"Split.data\('val'\) had 7 samples then, and has 8 samples now"):
+        train(more)
+
+
 # The step
+
+
+def test_a_model_that_comes_in_the_mode_for_evaluations_is_trained_in_the_other(train):
+    modes = {True: [], False: []}
+
+    class Loaded(Plain):
+        def model(self):
+            return super().model().eval()
+
+        def loss(self, model, batch):
+            modes[torch.is_grad_enabled()].append(model.training)
+            return super().loss(model, batch)
+
+    train(Loaded(), epochs=1)
+    assert (set(modes[True]), set(modes[False])) == ({True}, {False})
 
 
 def test_accumulation_is_a_larger_batch(train):
@@ -278,6 +338,17 @@ def test_the_users_scheduler_takes_a_step_with_each_of_the_optimizer(train):
     assert user.optimizer_.param_groups[0]["lr"] == pytest.approx(0.5 * 0.1**2)
 
 
+def test_a_scheduler_that_waits_for_the_metric_is_told_it_after_each_evaluation(train):
+    class Waiting(Exact):
+        def scheduler(self, optimizer, n_steps):
+            self.optimizer_ = optimizer
+            return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+
+    user = Waiting()
+    assert train(user, eval_steps=1, metric="val_half", epochs=1).best_step == 1
+    assert user.optimizer_.param_groups[0]["lr"] == pytest.approx(0.5 * 0.1**2)
+
+
 # What is measured
 
 
@@ -380,6 +451,17 @@ def test_looking_for_a_batch_size_leaves_the_model_as_it_was():
     assert all(torch.equal(value, before[name]) for name, value in mode.model.state_dict().items())
 
 
+def test_seconds_are_told_apart_and_are_those_of_all_attempts(train):
+    user = Stopped("train", 12)
+    with pytest.raises(Interrupted):
+        train(user, Place(stopping=lambda: user.stops), checkpoint_s=0.0)
+    outcome = train(Stopped(), checkpoint_s=0.0)
+    parts = {name: getattr(outcome, f"{name}_s") for name in ("start", "data", "compute", "evaluation", "checkpoint")}
+    assert min(parts.values()) > 0
+    assert outcome.communication_s == 0
+    assert sum(parts.values()) < outcome.wall_s
+
+
 # What is refused
 
 
@@ -393,7 +475,7 @@ def wrong(**methods):
         (wrong(model=lambda self: "a net"), {}, r"Wrong.model\(\) gave a str"),
         (wrong(model=lambda self: nn.Identity()), {}, "no parameter that requires gradients"),
         (wrong(loss=lambda self, model, batch: 1.0), {}, r"loss\(model, batch\) gave a float"),
-        (wrong(loss=lambda self, model, batch: model(batch[0])), {}, r"a tensor of shape \(3, 3\)"),
+        (wrong(loss=lambda self, model, batch: model(batch[0])), {}, r"a tensor of shape \(\d, 3\)"),
         (wrong(loss=lambda self, model, batch: torch.tensor(1.0)), {}, "no parameter has a part in"),
         (wrong(optimizer=lambda self, model: "sgd"), {}, "it shall be a torch.optim.Optimizer"),
         (wrong(metrics=lambda self, model, batch: {"words": "many"}), {}, "gave 'words' as a str"),
@@ -457,6 +539,28 @@ def test_progress_is_told_with_each_checkpoint_that_is_further_than_all_before(t
     assert told == []
 
 
+def test_evaluations_and_resumptions_are_lines_of_the_log(train, caplog):
+    caplog.set_level("INFO", logger="slurmgpu")
+    found = train(Plain(), checkpoint_s=0.0).final
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.partition(":")[0] for line in lines] == [f"epoch {each} of 3, step {3 * each}" for each in (1, 2, 3)]
+    assert f": train_loss {found['train_loss']:.4g}, val_" in lines[-1]
+    assert f", val_loss {found['val_loss']:.4g}" in lines[-1]
+    caplog.clear()
+    train(Plain(), checkpoint_s=0.0)
+    assert caplog.records[0].getMessage() == "taken up from step 9"
+
+
+def test_every_few_seconds_is_told_where_a_training_is(train, monkeypatch):
+    told = []
+    train(Plain(), Place(tell=told.append), folder="seldom", checkpoint_s=0.0)
+    assert told == []
+    monkeypatch.setattr(telling, "TELL_S", 0.0)
+    train(Plain(), Place(tell=told.append), checkpoint_s=0.0)
+    assert [text.partition(", loss")[0] for text in told[:2]] == ["epoch 1 of 3, step 1", "epoch 1 of 3, step 2"]
+    assert told[0].endswith(" samples/s")
+
+
 class Stopped(Plain):
     """Asks to be stopped at the n-th batch of a split."""
 
@@ -506,6 +610,73 @@ def test_a_stopped_training_leaves_a_checkpoint_from_which_it_ends_as_if_nothing
         assert all(torch.equal(one[key], other[key]) for key in one)
 
 
+def test_what_interrupts_an_evaluation_does_not_throw_away_the_one_before(train):
+    """The checkpoint of the step was left before the first of them."""
+    seen = []
+    for split, n in (("val", 8), ("test", 1), ("", 0)):
+        user = Stopped(split, n)
+        with contextlib.suppress(Interrupted):
+            train(user, Place(stopping=lambda user=user: user.stops), checkpoint_s=0.0)
+        seen.append(user.seen["val"])
+    assert seen == [8, 4, 1]  # each once to find out the names
+
+
+class KilledError(Exception):
+    """A training that ends without a word."""
+
+
+class Improving(Plain):
+    """Gets better and better, and is killed after an evaluation."""
+
+    def __init__(self, last=None, score=1.0):
+        super().__init__()
+        self.last, self.score = last, score
+
+    def metrics(self, model, batch):
+        self.n = getattr(self, "n", 0) + 1
+        if self.n == self.last:
+            raise KilledError
+        return {"score": self.score * self.n}
+
+
+def weights_of(path):
+    return torch.cat([each.flatten() for each in torch.load(path, weights_only=True).values()])
+
+
+def test_the_best_weights_are_those_that_the_outcome_says_whatever_an_attempt_has_left(train, tmp_path):
+    given = {"metric": "val_score", "global_batch_size": 29, "batch_size": 29, "epochs": 4}
+    alone = train(Improving(score=-1.0), folder="alone", **given)
+    assert alone.best_step == 1
+    # The only checkpoint is that of the first epoch; the second is still better.
+    with pytest.raises(KilledError):
+        train(Improving(last=4), **given, checkpoint_s=1e6)
+    kept = {path.name for path in (tmp_path / "training").iterdir()}
+    assert kept == {"best-0000000001.pt", "step-0000000001"}
+    again = train(Improving(score=-1.0), **given, checkpoint_s=1e6)
+    assert (again.best_step, again.resumed) == (1, 1)
+    assert torch.equal(weights_of(tmp_path / "training/best.pt"), weights_of(tmp_path / "alone/best.pt"))
+    assert not list((tmp_path / "training").glob("best-*"))
+    # As if it had been killed before it was known that it had ended.
+    assert train(Improving(score=-1.0), **given).best_step == 1
+    assert torch.equal(weights_of(tmp_path / "training/best.pt"), weights_of(tmp_path / "alone/best.pt"))
+
+
+def test_a_damaged_file_of_the_best_weights_costs_these_alone(train, tmp_path, caplog):
+    given = {"metric": "val_score", "global_batch_size": 29, "batch_size": 29, "checkpoint_s": 1e6}
+    with pytest.raises(KilledError):
+        train(Improving(last=4), **given)
+    path = tmp_path / "training/best-0000000001.pt"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    outcome = train(Improving(score=-1.0), **given)
+    assert (outcome.steps, outcome.best_step) == (3, 1)
+    assert "test_loss" in outcome.final
+    assert "test_loss" not in outcome.best
+    assert "best-0000000001.pt is not what was written" in caplog.text
+    assert not list((tmp_path / "training").glob("best*"))
+
+
 class Clock:
     """Time that passes when it is told to."""
 
@@ -520,17 +691,33 @@ def walk(pace, clock, step_s, n):
     for step in range(1, n + 1):
         clock.now += step_s
         if pace.due():
-            found[step] = pace.meet()
+            found[step] = pace.meet(list)
     return found
 
 
 def test_processes_meet_about_every_half_second(monkeypatch):
     clock = Clock(monkeypatch)
-    pace = Pace(TrainingSettings(epochs=1), Place(), torch.device("cpu"))
+    pace = Pace(TrainingSettings(epochs=1), Place())
     steps = list(walk(pace, clock, 0.01, 300))
     assert steps[:6] == [1, 3, 7, 15, 31, 63]
     assert {b - a for a, b in itertools.pairwise(steps[6:])} <= {49, 50}
     assert list(walk(pace, clock, 2.0, 100))[-3:] == [98, 99, 100]
+
+
+def test_a_stop_is_heard_as_soon_after_evaluations_as_before(monkeypatch):
+    clock = Clock(monkeypatch)
+    pace = Pace(TrainingSettings(epochs=1), Place())
+    for _ in range(5):
+        walk(pace, clock, 0.1, 30)
+        pace.rest()
+        for _ in range(400):  # their batches are quick
+            clock.now += 0.001
+            if pace.due(evaluating=True):
+                pace.meet(list, evaluating=True)
+        pace.rest()
+        pace.due()
+        pace.meet(list, epoch_ends=True)
+    assert max(b - a for a, b in itertools.pairwise(walk(pace, clock, 0.1, 30))) <= 5
 
 
 @pytest.mark.parametrize(
@@ -540,20 +727,20 @@ def test_checkpoints_are_so_seldom_that_they_cost_a_hundredth_unless_told_otherw
     monkeypatch, checkpoint_s, cost_s, interval_s
 ):
     clock = Clock(monkeypatch)
-    pace = Pace(TrainingSettings(epochs=1, checkpoint_s=checkpoint_s), Place(), torch.device("cpu"))
+    pace = Pace(TrainingSettings(epochs=1, checkpoint_s=checkpoint_s), Place())
     pace.saved(cost_s)
     wanted = [step for step, decision in walk(pace, clock, 1.0, 4000).items() if decision.checkpoint]
     assert wanted[0] == interval_s
 
 
-def test_an_epochs_end_is_worth_a_checkpoint_if_it_costs_a_hundredth(monkeypatch):
+def test_an_epochs_end_is_worth_a_checkpoint_if_it_costs_half_a_hundredth(monkeypatch):
     clock = Clock(monkeypatch)
-    pace = Pace(TrainingSettings(epochs=1), Place(), torch.device("cpu"))
+    pace = Pace(TrainingSettings(epochs=1), Place())
     clock.now = 0.1
-    assert pace.meet(epoch_ends=True).checkpoint
+    assert pace.meet(list, epoch_ends=True).checkpoint
     pace.saved(1.0)
-    clock.now = 50.0
-    assert not pace.meet(epoch_ends=True).checkpoint
-    clock.now = 101.0
-    assert not pace.meet().checkpoint
-    assert pace.meet(epoch_ends=True).checkpoint
+    clock.now = 150.0
+    assert not pace.meet(list, epoch_ends=True).checkpoint
+    clock.now = 201.0
+    assert not pace.meet(list).checkpoint
+    assert pace.meet(list, epoch_ends=True).checkpoint

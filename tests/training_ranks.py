@@ -109,6 +109,32 @@ class Broken(Plain):
         return samples
 
 
+class Drawn(Exact):
+    """Draws its data anew whenever it is asked for it."""
+
+    def data(self, split):
+        inputs = torch.randn(N_TRAIN + N_VAL, 5, dtype=torch.float64)
+        samples = TensorDataset(inputs, inputs[:, :3].argmax(1))
+        parts = torch.utils.data.random_split(samples, [N_TRAIN, N_VAL])
+        return {"train": parts[0], "val": parts[1]}.get(split)
+
+
+class Different(Plain):
+    """Has more samples on some ranks than on others."""
+
+    def data(self, split):
+        samples = super().data(split)
+        more = dist.get_rank() if dist.is_initialized() and split == "val" else 0
+        return TensorDataset(*(torch.cat([each, each[:more]]) for each in samples.tensors))
+
+
+class Sometimes(Plain):
+    """Has a metric of some batches only."""
+
+    def metrics(self, model, batch):
+        return {"always": 1.0} | ({"sometimes": 1.0} if (batch[1] == 2).all() else {})
+
+
 BASE = {"epochs": 3, "global_batch_size": 12, "batch_size": 3, "lr": 0.02, "seed": 5, "threads": 1}
 CASES = {
     "gradients": (Exact, {}),
@@ -127,6 +153,9 @@ CASES = {
     "normed": (Normed, {}),
     "auto": (Plain, {"batch_size": "auto", "global_batch_size": 24}),
     "not a number": (Broken, {}),
+    "sometimes": (Sometimes, {"batch_size": 1}),
+    "drawn": (Drawn, {}),
+    "different": (Different, {}),
     "sync_batchnorm": (Normed, {"sync_batchnorm": True}),
 }
 

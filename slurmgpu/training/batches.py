@@ -95,10 +95,14 @@ class Cutting:
     @property
     def share_of_step(self) -> float:
         """How much of the training a whole step is."""
-        if self.steps is not None:
-            return 1 / self.steps if self.steps else 1.0
-        assert self.epochs is not None
-        return self.step_size / (self.epochs * self.epoch_size)
+        return self.share_of(1)
+
+    def share_of(self, n: int) -> float:
+        """How much of the training its first `n` steps are."""
+        if self.steps is not None or not self.epoch_size:
+            return n / self.steps if self.steps else 1.0
+        epoch, step = divmod(n, _ceil(self.epoch_size, self.step_size))
+        return self.share_done(Position(epoch, min(step * self.step_size, self.epoch_size)), n)
 
     def plan(self, at: Position = START, done: int = 0) -> Iterator[Step]:
         """The steps from a position on, to the end."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator
 from typing import Any
 
-from torch import is_grad_enabled, nn
+from torch import compiler, is_grad_enabled, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from slurmgpu.errors import SlurmGPUError
@@ -37,9 +39,27 @@ def checkpoint_blocks(user: Any, model: nn.Module) -> None:
 
 
 def _forward(block: nn.Module, forward: Any, *arguments: Any, **named: Any) -> Any:
-    if block.training and is_grad_enabled():
-        return checkpoint(forward, *arguments, use_reentrant=False, **named)
-    return forward(*arguments, **named)
+    if not (block.training and is_grad_enabled()):
+        return forward(*arguments, **named)
+    norms = [each for each in block.modules() if isinstance(each, _NormBase) and each.track_running_stats]
+    if norms and not compiler.is_compiling():  # which allows no contexts of this kind
+        named["context_fn"] = lambda: (contextlib.nullcontext(), _statistics_kept(norms))
+    return checkpoint(forward, *arguments, use_reentrant=False, **named)
+
+
+@contextlib.contextmanager
+def _statistics_kept(norms: list[Any]) -> Iterator[None]:
+    """Where running statistics stay as they are: the first computation of a block has updated them."""
+    momenta = [each.momentum for each in norms]
+    counts = [each.num_batches_tracked.clone() for each in norms]
+    try:
+        for each in norms:
+            each.momentum = 0.0
+        yield
+    finally:
+        for each, momentum, count in zip(norms, momenta, counts, strict=True):
+            each.momentum = momentum
+            each.num_batches_tracked.copy_(count)
 
 
 def _members(module: nn.Module, kind: type[nn.Module]) -> Iterator[nn.Module]:

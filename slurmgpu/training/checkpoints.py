@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from slurmgpu.files import fsync_dir, write_json
+from slurmgpu.training.folders import REPLACED, make_way, remove, set_aside, take_back
 from slurmgpu.training.places import Place
 from slurmgpu.training.ranks import led, together
 from slurmgpu.training.written import Written, read_state, save_weights, sum_file, unique_partial, write_state
@@ -60,18 +61,20 @@ class Checkpoints:
         shared: Mapping[str, Any],
         own: Mapping[str, Any],
         sharded: Mapping[str, Any] | None = None,
+        replace: bool = False,
     ) -> float:
         """Write the checkpoint of a step and remove all but the last `keep`; the seconds that it took (rank 0's).
 
+        One of the same step is kept as it is, or, to `replace` it since the state has changed, makes way for this one.
         What cannot be written is an OSError on all ranks, and the checkpoints before are still there. A state that
         could not be read back is a SlurmGPUError: it is made of tensors, numbers, strings, lists and dicts.
         """
         started = time.monotonic()
-        partial = led(self.place, lambda: self._begin(step))
+        partial = led(self.place, lambda: self._begin(step, replace))
         if partial is None:
             return 0.0
         try:
-            self._write(partial, step, shared, own, sharded)
+            self._write(partial, step, shared, own, sharded, replace)
         except Exception as error:
             still_there = led(self.place, partial.is_dir)
             if still_there and self.place.leads:
@@ -101,7 +104,7 @@ class Checkpoints:
             if self.place.leads:
                 log.warning("checkpoint of step %d not used: %s", step, complaint)
                 if is_damaged:
-                    _set_aside(checkpoint.path)
+                    set_aside(checkpoint.path)
             passed.add(step)
             unreadable = unreadable if is_damaged else complaint
         if unreadable:
@@ -122,9 +125,9 @@ class Checkpoints:
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:010d}"
 
-    def _begin(self, step: int) -> Path | None:
-        """An empty folder to write into; None if the step is there already."""
-        if self._path(step).is_dir():
+    def _begin(self, step: int, replace: bool) -> Path | None:
+        """An empty folder to write into; None if the step is there already, and not to be replaced."""
+        if self._path(step).is_dir() and not replace:
             return None
         partial = unique_partial(self._path(step))
         partial.mkdir(parents=True)
@@ -137,6 +140,7 @@ class Checkpoints:
         shared: Mapping[str, Any],
         own: Mapping[str, Any],
         sharded: Mapping[str, Any] | None,
+        replace: bool,
     ) -> None:
         states = {f"rank-{self.place.rank}.pt": own} | ({SHARED: shared} if self.place.leads else {})
         written = together(
@@ -147,9 +151,9 @@ class Checkpoints:
 
             written += together(self.place, lambda: sharding.write(partial / SHARDED, sharded, self.place.rank))
         files = {name: asdict(sums) for each in written for name, sums in each.items()}
-        led(self.place, lambda: self._finish(partial, step, files))
+        led(self.place, lambda: self._finish(partial, step, files, replace))
 
-    def _finish(self, partial: Path, step: int, files: Mapping[str, Mapping[str, int]]) -> None:
+    def _finish(self, partial: Path, step: int, files: Mapping[str, Mapping[str, int]], replace: bool) -> None:
         about = {
             "format": FORMAT,
             "version": VERSION,
@@ -159,19 +163,24 @@ class Checkpoints:
             "files": dict(sorted(files.items())),
         }
         write_json(partial / SUMS, about | {"crc32": _sum_json(about)})
+        path = self._path(step)
+        if replace:
+            make_way(path)
         try:
-            partial.rename(self._path(step))
+            partial.rename(path)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
             # Another process that trains the same was faster.
             shutil.rmtree(partial, ignore_errors=True)
         fsync_dir(self.folder)
+        if replace:
+            remove(path.with_name(path.name + REPLACED))
         self._prune()
 
     def _prune(self) -> None:
         for step in self.steps()[: -self.keep]:
-            _remove(self._path(step))
+            remove(self._path(step))
 
     def _newest(self, passed: set[int]) -> int | None:
         return max(set(self.steps()) - passed, default=None)
@@ -182,15 +191,17 @@ class Checkpoints:
         Whether one lives, on another machine, cannot be told; but this process has the right to write here now, and one
         that has lost it, and finds its folder gone, takes that for what it is.
         """
+        for path in self.folder.glob(f"step-*{REPLACED}"):
+            take_back(path)
         for path in self.folder.glob(".*.partial"):
-            _remove(path)
+            remove(path)
         for path in self.folder.glob(".*.removed"):
             shutil.rmtree(path, ignore_errors=True)
 
     def _clear(self) -> None:
         self._sweep()
         for path in self.folder.glob("step-*"):
-            _remove(path)
+            remove(path)
 
 
 @dataclass(frozen=True)
@@ -264,28 +275,3 @@ def _worst(complaints: list[tuple[str, bool]]) -> tuple[str, bool]:
 
 def _sum_json(value: Any) -> int:
     return zlib.crc32(json.dumps(value, sort_keys=True).encode())
-
-
-def _set_aside(path: Path) -> None:
-    aside = path.with_name(f"{path.name}.damaged")
-    _remove(aside)
-    try:
-        path.rename(aside)
-    except OSError as error:
-        log.warning("%s stays where it is: %s", path, error)
-
-
-def _remove(path: Path) -> None:
-    """Remove a file or a folder; a folder under a name at which nobody looks, so that no half of it is taken for it."""
-    gone = unique_partial(path).with_suffix(".removed")
-    try:
-        path.rename(gone)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        log.warning("%s cannot be removed: %s", path, error)
-        return
-    if gone.is_dir():
-        shutil.rmtree(gone, ignore_errors=True)
-    else:
-        gone.unlink(missing_ok=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ class Curve:
         self._open: list[tuple[int, int, torch.Tensor]] = []
         self._point = (0, 0.0)  # samples and sum of all processes, at the last point
         self._evaluation = (0, 0.0)  # and at the last evaluation
+        self._read = (-1, 0.0)  # and when they were last read
 
     def add(self, loss: torch.Tensor, n: int) -> None:
         """Count this process's loss, the mean of `n` samples."""
@@ -39,34 +40,43 @@ class Curve:
         if last or step % self._log_steps == 0:
             self._open.append((step, self._n, self._sum.clone()))
 
-    def read(self, step: int) -> None:
-        """Add the points up to now, on all ranks together; an ItemError if the loss is no number any more."""
-        sums = self._totals()
-        for (at, n, _), total in zip(self._open, sums[:-1], strict=True):
+    def read(self, step: int, told: Sequence[float] = ()) -> list[float]:
+        """Add the points up to now, on all ranks together; an ItemError if the loss is no number any more.
+
+        Returns the sums over the ranks of what each of them gives in `told`: they share one collective.
+        """
+        sums = self.summed(told, *(each for _, _, each in self._open), self._sum)
+        for (at, n, _), total in zip(self._open, sums[len(told) : -1], strict=True):
             self.steps.append(at)
             self.values.append(_mean(self._point, (n, total), at))
             self._point = n, total
         self._open.clear()
-        _mean(self._point, (self._n, sums[-1]), step)
+        self._read = self._n, sums[-1]
+        _mean(self._point, self._read, step)
+        return sums[: len(told)]
 
-    def mean_since_evaluation(self, step: int) -> float:
-        """The mean loss of the samples since this was last called."""
-        now = self._n, self._totals()[-1]
-        mean = _mean(self._evaluation, now, step)
-        self._evaluation = now
-        return mean
-
-    def _totals(self) -> list[float]:
-        sums = torch.stack([*(each for _, _, each in self._open), self._sum])
-        if self._place.world_size > 1:
-            distributed.all_reduce(sums)
-        found: list[float] = sums.tolist()
+    def summed(self, told: Sequence[float], *sums: torch.Tensor) -> list[float]:
+        """Sums over the ranks, which all call this, of what each of them has."""
+        if self._place.world_size == 1:
+            return [*told, *(torch.stack(sums).tolist() if sums else ())]
+        own = torch.tensor(told, dtype=torch.float64, device=self._sum.device)
+        every = torch.cat([own, torch.stack(sums)]) if sums else own
+        distributed.all_reduce(every)
+        found: list[float] = every.tolist()
         return found
 
-    def state(self) -> dict[str, Any]:
-        """What is kept with a checkpoint once all points are read; all ranks call it."""
+    def mean_since_evaluation(self, step: int) -> float:
+        """The mean loss of the samples since this was last called, up to what was last read."""
+        mean = _mean(self._evaluation, self._read, step)
+        self._evaluation = self._read
+        return mean
+
+    def state(self, step: int) -> dict[str, Any]:
+        """What is kept with the checkpoint of a step, for which all points are read; all ranks call it."""
+        if self._read[0] != self._n:
+            self.read(step)
         kept = {name: getattr(self, name) for name in ("steps", "values", "_n", "_point", "_evaluation")}
-        return kept | {"total": self._totals()[-1]}
+        return kept | {"total": self._read[1]}
 
     def own(self) -> torch.Tensor:
         """The sum of this process, with which the next values come out as if nothing had been."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -14,11 +15,11 @@ from slurmgpu.errors import ItemError, did_you_mean
 from slurmgpu.training.loading import EvalReadings, Loader, Reader, to_device
 from slurmgpu.training.modes import Mode
 from slurmgpu.training.places import Place
-from slurmgpu.training.settings import TrainingSettings
-from slurmgpu.training.states import random_state, set_random_state, share_buffers
+from slurmgpu.training.ranks import led, together
+from slurmgpu.training.settings import TrainingSettings, goal_of
+from slurmgpu.training.states import keeping_buffers, random_state, set_random_state, share_buffers
 
-LOSSES = ("loss", "error", "perplexity")
-"""What a metric is called of which less is better."""
+log = logging.getLogger(__name__)
 
 
 class Evaluator:
@@ -34,27 +35,37 @@ class Evaluator:
         self._readings = EvalReadings(len(reader), batch_size, split, seed, place.rank, place.world_size)
         self._reader = reader
         self._loader = Loader(reader, self._readings, settings, mode.device)
+        self._names: list[str] = []  # equal on all ranks, whose sums are added in this order
+        self._odd = ""  # what is wrong with those of this rank
+        self._warned: set[str] = set()
 
     def names(self) -> list[str]:
         """What an evaluation gives, found out with its first batch."""
         with self._undisturbed():
             batch = self._reader.__getitems__(next(iter(self._readings)))
-            return [f"{self.split}_{name}" for name in self._measure(to_device(batch, self._mode.device))]
+            self._settle_names(self._measure(to_device(batch, self._mode.device)))
+            return [f"{self.split}_{name}" for name in self._names]
 
     def evaluate(self, poll: Callable[[], None] = lambda: None) -> dict[str, float]:
         """{"val_loss": …, "val_accuracy": …}; leaves the model and all random numbers as they were.
 
-        `poll` is called after each batch, on all ranks as often; what it raises ends the evaluation.
+        `poll` is called after each batch, on all ranks as often; what it raises ends the evaluation. An ItemError, on
+        all ranks, where batches have metrics of other names.
         """
         sums: dict[str, torch.Tensor] = {}
         with self._undisturbed():
+            share_buffers(self._mode.model)
             for n, batch in zip(self._readings.counts(), self._loader, strict=True):
-                for name, value in self._measure(batch).items():
+                found = self._measure(batch)
+                self._settle_names(found)
+                for name in self._names:
                     total = sums.setdefault(name, torch.zeros((), dtype=torch.float64, device=self._mode.device))
-                    if n:
-                        total += value * n
+                    if n and name in found:
+                        total += found[name] * n
                 poll()
-        return {f"{self.split}_{name}": value for name, value in self._means(sums).items()}
+        means = {f"{self.split}_{name}": value for name, value in self._means(sums).items()}
+        self._warn(means)
+        return means
 
     def close(self) -> None:
         """End the loader's workers."""
@@ -65,24 +76,40 @@ class Evaluator:
         found = self._mode.plain(batch, measure=True)
         return {name: _mean(name, value, self._mode.device) for name, value in found.items()}
 
+    def _settle_names(self, found: Mapping[str, Any]) -> None:
+        """Keep the names that rank 0 finds first; remember that a batch has others, which is told after the last."""
+        if not self._names:
+            self._names = led(self._place, lambda: sorted(found))
+        if found.keys() != set(self._names):
+            self._odd = self._odd or (
+                f"metrics() gave {_listed(found)} for one batch and {_listed(self._names)} for another; it shall give "
+                "the same names for each batch: they are averaged over all samples"
+            )
+
     def _means(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        if not sums:
-            return {}
-        names = sorted(sums)
-        totals = torch.stack([sums[name] for name in names])
+        odd = torch.full((), bool(self._odd), dtype=torch.float64, device=self._mode.device)
+        totals = torch.stack([odd, *(sums[name] for name in self._names)])
         if self._place.world_size > 1:
             distributed.all_reduce(totals)
-        return dict(zip(names, (totals / self._readings.n_samples).tolist(), strict=True))
+        n_odd, *found = totals.tolist()
+        if n_odd:
+            raise ItemError(next(filter(None, together(self._place, lambda: self._odd))))
+        return {name: each / self._readings.n_samples for name, each in zip(self._names, found, strict=True)}
+
+    def _warn(self, means: Mapping[str, float]) -> None:
+        for name, value in means.items():
+            if math.isnan(value) and name not in self._warned and self._place.leads:
+                self._warned.add(name)
+                log.warning("%s is NaN: an evaluation in which it is no number is not taken for the best", name)
 
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:
         model, device = self._mode.model, self._mode.device
         training = [module for module in model.modules() if module.training]
         random = random_state(device)
-        share_buffers(model)
         model.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), keeping_buffers(model):
                 yield
         finally:
             for module in training:
@@ -103,9 +130,8 @@ def _mean(name: str, value: Any, device: torch.device) -> torch.Tensor:
         ) from error
 
 
-def goal_of(metric: str) -> str:
-    """Whether less or more of a metric is better, by its name."""
-    return "min" if metric.endswith(LOSSES) else "max"
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(set(map(str, names)) - {"loss"})) or "none"
 
 
 class Watch:
@@ -126,7 +152,9 @@ class Watch:
         """Choose the metric, of those of an evaluation; refuse one that is none of them."""
         self.metric = self.metric or ("val_loss" if "val_loss" in names else "train_loss")
         if self.metric not in names:
-            raise ItemError(f"there is no metric {self.metric!r}.{did_you_mean(self.metric, names)}")
+            missing = self.metric.startswith("val_") and not any(name.startswith("val_") for name in names)
+            why = ' data("val") gave None.' if missing else ""
+            raise ItemError(f"there is no metric {self.metric!r}.{why}{did_you_mean(self.metric, names)}")
 
     def see(self, step: int, found: Mapping[str, float]) -> bool:
         """Take an evaluation in; whether it is the best so far."""
@@ -159,5 +187,5 @@ class Watch:
     def _is_better(self, value: float, than: float, by: float = 0.0) -> bool:
         if math.isnan(than):
             return not math.isnan(value)
-        goal = self._settings.goal or goal_of(self.metric)
-        return value < than - by if goal == "min" else value > than + by
+        is_less = goal_of(self.metric, self._settings.goal) == "min"
+        return value < than - by if is_less else value > than + by

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import random
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -71,6 +74,7 @@ class Loader:
             # fork: a class that was loaded from a file cannot be pickled for a process that starts anew.
             workers = {"persistent_workers": True, "multiprocessing_context": "fork"}
             workers["prefetch_factor"] = settings.prefetch_factor
+            workers["worker_init_fn"] = _outlive_signals
         self._loader: DataLoader[Any] = DataLoader(
             reader,
             batch_sampler=readings,
@@ -90,6 +94,19 @@ class Loader:
         workers = getattr(self._loader, "_iterator", None)
         if workers is not None:
             workers._shutdown_workers()
+
+
+def _outlive_signals(worker: int) -> None:
+    """Let a reading process end by its parent's SIGTERM alone: Slurm may send one to all, and the training ends it."""
+    signums = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signums)
+
+    def watch() -> None:
+        while signal.sigwaitinfo(signums).si_pid != os.getppid():
+            pass
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True, name="the training's word").start()
 
 
 @dataclasses.dataclass(frozen=True)

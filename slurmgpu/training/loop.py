@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from slurmgpu.errors import Interrupted, SlurmGPUError
+from slurmgpu.errors import Interrupted
 from slurmgpu.training import states
-from slurmgpu.training.batches import Cutting, Step, derive_seed
-from slurmgpu.training.checkpoints import Checkpoint, Checkpoints, save_weights
+from slurmgpu.training.batches import Step, derive_seed
+from slurmgpu.training.best import BestWeights
+from slurmgpu.training.checkpoints import Checkpoints, save_weights
 from slurmgpu.training.curves import Curve
 from slurmgpu.training.evaluating import Evaluator, Watch
-from slurmgpu.training.loading import Loader, Reader, TrainReadings, read_split
+from slurmgpu.training.keeping import Keeping, Parts
+from slurmgpu.training.loading import Loader, TrainReadings
 from slurmgpu.training.modes import Mode, computing, device_of, join
 from slurmgpu.training.optimizing import Stepper, check_trainable, n_parameters
 from slurmgpu.training.outcome import Outcome, Standing
@@ -24,11 +25,13 @@ from slurmgpu.training.places import Place
 from slurmgpu.training.ranks import led
 from slurmgpu.training.settings import AUTO, TrainingSettings
 from slurmgpu.training.sizing import Counter, fit_batch_size, peak_memory
+from slurmgpu.training.splits import Splits, cut
+from slurmgpu.training.telling import Telling
 from slurmgpu.training.throughput import throughput
 
 __all__ = ["Outcome", "Training"]
 
-LAST, BEST = "last.pt", "best.pt"
+LAST = "last.pt"
 MOST_POINTS = 500
 """Of a learning curve, unless `log_steps` says how many."""
 
@@ -46,8 +49,6 @@ class Training:
         self._seed = settings.seed or 0
         self._device = device_of(place)
         self._standing = Standing()
-        self._furthest = 0
-        self._final: dict[str, float] = {}
         self._open: list[Evaluator | Loader] = []
 
     def run(self) -> Outcome:
@@ -56,12 +57,11 @@ class Training:
         Raises Interrupted, on all ranks and after a checkpoint, when `place.stopping()`; an ItemError when the loss is
         no number any more.
         """
-        self._since = time.monotonic()
+        self._since = self._began = time.monotonic()
         join(self._place)
         try:
             with computing(self._settings, self._device):
                 self._build()
-                self._resume()
                 self._train()
                 return self._finish()
         finally:
@@ -71,59 +71,50 @@ class Training:
     # What is trained
 
     def _build(self) -> None:
-        settings, place = self._settings, self._place
-        samples = read_split(self._user, "train")
-        assert samples is not None
-        self._samples = samples
+        settings, place, device, standing = self._settings, self._place, self._device, self._standing
+        self._splits = Splits(self._user, self._seed, place)
         states.seed_everything(self._seed)
         model = self._user.model()
         check_trainable(self._user, model)
+        model.train()  # as from_pretrained() gives them, models are in the mode for evaluations
         self._n_parameters = n_parameters(model.parameters())
         self._mode = Mode(self._user, model, settings, place)
-        self._checkpoints = Checkpoints(self._folder, place, settings.keep_checkpoints)
-        self._checkpoint = self._checkpoints.last()
-        self._saved = self._checkpoint.shared() if self._checkpoint else {}
-        self._batch_size = self._choose_batch_size(samples)
-        self._cutting = self._cut(len(samples))
+        checkpoints = Checkpoints(self._folder, place, settings.keep_checkpoints)
+        checkpoint = checkpoints.last()
+        found = checkpoint.shared() if checkpoint else {}
+        if checkpoint:
+            self._splits.check_unchanged(found["sizes"])
+        self._batch_size = self._choose_batch_size(found.get("batch_size"))
+        self._cutting = cut(len(self._splits.train), self._batch_size, settings, place)
         self._n_steps = self._cutting.n_steps()
         self._stepper = Stepper(self._user, self._mode.model, settings, self._cutting)
-        self._curve = Curve(settings.log_steps or -(-self._n_steps // MOST_POINTS) or 1, self._device, place)
-        self._watch = Watch(settings)
-        self._pace = Pace(settings, place, self._device)
-        self._meter = throughput(self._mode.forward, device=self._device, precision=settings.precision)
+        self._curve = Curve(settings.log_steps or -(-self._n_steps // MOST_POINTS) or 1, device, place)
+        self._watch, self._best = Watch(settings), BestWeights(self._folder, place, self._mode)
+        self._pace = Pace(settings, place)
+        self._telling = Telling(place, settings.epochs, standing, self._curve)
+        self._meter = throughput(self._mode.forward, device=device, precision=settings.precision)
         self._counter = Counter(self._user, self._mode, settings, self._meter)
         self._validation, self._test = self._evaluator("val"), self._evaluator("test")
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        parts = Parts(standing, self._mode, self._stepper, self._curve, self._watch, self._best, self._meter)
+        given = {"batch_size": self._batch_size, "sizes": self._splits.sizes}
+        self._keeping = Keeping(checkpoints, parts, given)
+        has_random = False
+        if checkpoint:
+            has_random = self._keeping.load(checkpoint, found)
+            standing.resumed += 1
+            self._telling.taken_up()
+        if not has_random:
+            states.seed_everything(derive_seed(self._seed, standing.step, place.rank))
 
-    def _cut(self, n_samples: int) -> Cutting:
-        settings, place = self._settings, self._place
-        step_size = settings.global_batch_size or self._batch_size * settings.accumulation * place.world_size
-        cutting = Cutting(
-            n_samples,
-            step_size,
-            self._batch_size,
-            epochs=settings.epochs,
-            steps=settings.steps,
-            drop_last=settings.drop_last,
-            rank=place.rank,
-            world_size=place.world_size,
-        )
-        if not cutting.epoch_size:
-            raise SlurmGPUError(
-                f"the {n_samples} training samples make no step of {step_size}, and drop_last leaves out what makes "
-                "none: take a smaller batch_size, or drop_last = false."
-            )
-        return cutting
-
-    def _choose_batch_size(self, samples: Reader) -> int:
+    def _choose_batch_size(self, before: int | None) -> int:
         if self._settings.batch_size != AUTO:
             return int(self._settings.batch_size)
-        found = self._saved.get("batch_size")
-        return found or fit_batch_size(self._user, self._mode, samples, self._settings, self._place)
+        return before or fit_batch_size(self._user, self._mode, self._splits.train, self._settings, self._place)
 
     def _evaluator(self, split: str) -> Evaluator | None:
-        reader = read_split(self._user, split)
+        reader = self._splits.get(split)
         if reader is None:
             return None
         evaluator = Evaluator(self._mode, reader, split, self._settings, self._batch_size, self._place)
@@ -136,19 +127,21 @@ class Training:
         standing = self._standing
         measured = self._validation.names() if self._validation else []
         self._watch.check(["train_loss", *measured])  # now, and not after the first epoch
-        self._evaluate_if_due(standing.step > 0 and standing.sample == 0)  # it was interrupted in this
+        standing.start_s += time.monotonic() - self._began
+        at_end = standing.step > 0 and standing.sample == 0
+        if self._evaluation_is_due(at_end):  # it was interrupted in this
+            self._end_step(at_end)
         readings = TrainReadings(self._cutting, self._seed, standing.position, standing.step)
-        loader = Loader(self._samples, readings, self._settings, self._device)
+        loader = Loader(self._splits.train, readings, self._settings, self._device)
         self._open.append(loader)
         self._batches = iter(loader)
+        self._pace.rest()
+        self._telling.rest()
         for step in self._cutting.plan(standing.position, standing.step):
             if standing.early:
                 break
             self._take(step)
-            epoch_ends = step.after.epoch > step.epoch
-            self._evaluate_if_due(epoch_ends)
-            if self._pace.due() or epoch_ends:
-                self._meet(epoch_ends)
+            self._end_step(step.after.epoch > step.epoch)
 
     def _take(self, step: Step) -> None:
         """One step of the optimizer."""
@@ -170,137 +163,115 @@ class Training:
         standing.samples += step.n
         self._curve.end_step(standing.step, step.n, last=standing.step == self._n_steps)
 
-    def _evaluate_if_due(self, epoch_ends: bool) -> None:
-        standing, every = self._standing, self._settings.eval_steps
-        is_last = self._n_left() == 0
-        due = is_last or (epoch_ends if every is None else standing.step % every == 0)
-        if not due or standing.evaluated == standing.step:
+    def _end_step(self, epoch_ends: bool) -> None:
+        """Evaluate, and do what rank 0 decides, where it is time to."""
+        standing = self._standing
+        due, evaluates = self._pace.due(), self._evaluation_is_due(epoch_ends)
+        found = self._evaluate(self._validation) if evaluates else {}
+        if not (due or evaluates or epoch_ends):
             return
-        with self._meter.pause():
-            found = self._evaluate(self._validation)
-            self._curve.read(standing.step)
-            self._final = {"train_loss": self._curve.mean_since_evaluation(standing.step)} | found
-            standing.evaluated = standing.step
-            if self._watch.see(standing.step, self._final) and self._settings.keep_best:
-                self._save_weights(BEST)
-            standing.early = self._watch.gives_up and not is_last
-        self._pace.rest()
+        # The curve and the decision in one collective.
+        stop, checkpoint = self._pace.meet(lambda told: self._curve.read(standing.step, told), epoch_ends=epoch_ends)
+        if evaluates:
+            self._judge(found)
+        self._telling.met()
+        if stop or checkpoint:
+            self._save()
+        if stop and self._n_left() and not standing.early:
+            raise Interrupted(f"after step {standing.step:,}")
+
+    def _n_left(self) -> int:
+        return self._cutting.n_steps(self._standing.position, self._standing.step)
+
+    # Evaluations
+
+    def _evaluation_is_due(self, epoch_ends: bool) -> bool:
+        standing, every = self._standing, self._settings.eval_steps
+        due = (epoch_ends if every is None else standing.step % every == 0) or self._n_left() == 0
+        return due and standing.evaluated != standing.step
 
     def _evaluate(self, evaluator: Evaluator | None) -> dict[str, float]:
-        if evaluator is None:
-            return {}
         try:
-            return evaluator.evaluate(self._poll)
+            return self._measure(evaluator) if evaluator else {}
         except Interrupted:
             self._save()
             raise
 
+    def _measure(self, evaluator: Evaluator) -> dict[str, float]:
+        started = time.monotonic()
+        self._pace.rest()
+        try:
+            with self._meter.pause():
+                return evaluator.evaluate(self._poll)
+        finally:
+            self._standing.evaluation_s += time.monotonic() - started
+            self._pace.rest()
+            self._telling.rest()
+
     def _poll(self) -> None:
         """Ends an evaluation that is in the way."""
-        if self._pace.due() and self._pace.meet().stop:
+        if self._pace.due(evaluating=True) and self._pace.meet(self._curve.summed, evaluating=True).stop:
             raise Interrupted(f"in the evaluation after step {self._standing.step:,}")
 
-    def _meet(self, epoch_ends: bool) -> None:
-        """Do what rank 0 decides."""
-        stop, checkpoint = self._pace.meet(epoch_ends=epoch_ends)
-        self._curve.read(self._standing.step)
-        if stop or checkpoint:
-            self._save()
-        if stop and self._n_left() and not self._standing.early:
-            raise Interrupted(f"after step {self._standing.step:,}")
-
-    def _n_left(self) -> int:
-        return self._cutting.n_steps(self._standing.position, self._standing.step)
+    def _judge(self, found: dict[str, float]) -> None:
+        """Take the evaluation of a step in."""
+        standing = self._standing
+        standing.final = {"train_loss": self._curve.mean_since_evaluation(standing.step)} | found
+        standing.evaluated = standing.step
+        if self._watch.see(standing.step, standing.final) and self._settings.keep_best:
+            with self._meter.pause():
+                self._best.hold(standing.step)
+        self._stepper.evaluated(standing.final[self._watch.metric])
+        standing.early = self._watch.gives_up and self._n_left() > 0
+        self._telling.evaluated()
 
     # What is kept
 
     def _save(self) -> None:
         standing = self._standing
-        self._curve.read(standing.step)
         with self._meter.pause():
             standing.wall_s += self._lap()
-            standing.peak_memory_bytes = peak_memory(self._device, self._place, standing.peak_memory_bytes)
-            state = states.model_state(self._mode.model, self._stepper.optimizer, sharded=self._mode.sharded)
-            shared: dict[str, Any] = {
-                "standing": asdict(standing),
-                "batch_size": self._batch_size,
-                "final": self._final,
-                "watch": self._watch.state(),
-                "curve": self._curve.state(),
-                "stepper": self._stepper.state(),
-                "meter": self._meter.state(together=True),
-            }
-            own = {
-                "random": states.random_state(self._device),
-                "buffers": states.buffers(self._mode.model),
-                "curve": self._curve.own(),
-            }
-            whole, sharded = ({}, state) if self._mode.sharded else (state, None)
-            cost_s = self._checkpoints.save(standing.step, shared=shared | whole, own=own, sharded=sharded)
+            cost_s = self._keeping.save()
         standing.checkpoint_s += cost_s
         self._pace.saved(cost_s)
-        if self._place.leads and standing.step > self._furthest:
-            self._furthest = standing.step
-            self._place.progress(standing.tell(self._settings.epochs, self._curve.values))
+        self._telling.kept()
+        self._telling.rest()
 
-    def _resume(self) -> None:
-        own = self._load(self._checkpoint) if self._checkpoint else None
-        self._furthest = self._standing.step
-        if own is None:
-            states.seed_everything(derive_seed(self._seed, self._standing.step, self._place.rank))
-
-    def _load(self, checkpoint: Checkpoint) -> dict[str, Any] | None:
-        shared, own = self._saved, checkpoint.own()
-        self._saved = {}
-        model, optimizer, sharded = self._mode.model, self._stepper.optimizer, self._mode.sharded
-        if sharded:
-            state = states.model_state(model, optimizer, sharded=True)
-            checkpoint.load_sharded(state)
-        else:
-            state = {name: shared[name] for name in ("model", "optimizer")}
-        states.load_model_state(model, optimizer, state, sharded=sharded)
-        self._standing = Standing(**shared["standing"])
-        self._standing.resumed += 1
-        self._final = shared["final"]
-        self._watch.load(shared["watch"])
-        self._curve.load(shared["curve"], own and own["curve"])
-        self._stepper.load(shared["stepper"])
-        self._meter.load(shared["meter"])
-        if own is not None:
-            states.load_buffers(model, own["buffers"])
-            states.set_random_state(own["random"], self._device)
-        return own
-
-    def _save_weights(self, name: str) -> None:
+    def _save_last(self) -> None:
+        started = time.monotonic()
         weights = states.weights(self._mode.model, sharded=self._mode.sharded)
-        led(self._place, lambda: save_weights(self._folder / name, weights))
+        led(self._place, lambda: save_weights(self._folder / LAST, weights))
+        self._best.write()
+        self._standing.checkpoint_s += time.monotonic() - started
 
     # What came of it
 
     def _finish(self) -> Outcome:
-        standing = self._standing
+        standing, watch = self._standing, self._watch
         rates = self._meter.summary(together=True)
         tested = self._evaluate(self._test)
-        self._save_weights(LAST)
-        best_tested = tested
-        if self._test is not None and self._settings.keep_best and self._watch.best_step not in (-1, standing.step):
-            best_tested = self._test_best(self._test)
+        self._save_last()
+        best = self._finish_best(tested) if self._settings.keep_best else {}
         return Outcome(
             steps=standing.step,
             epochs=standing.epoch + standing.sample / self._cutting.epoch_size,
             samples=standing.samples,
-            final=self._final | tested,
-            best=self._watch.best | (best_tested if self._settings.keep_best else {}),
-            best_step=self._watch.best_step,
-            metric=self._watch.metric,
-            score=self._watch.score,
+            final=standing.final | tested,
+            best=watch.best | best,
+            best_step=watch.best_step,
+            metric=watch.metric,
+            score=watch.score,
             ended="early" if standing.early else "finished",
             curve_steps=self._curve.steps,
             curve=self._curve.values,
-            eval_steps=self._watch.steps,
-            eval_curve=self._watch.curve,
+            eval_steps=watch.steps,
+            eval_curve=watch.curve,
             wall_s=standing.wall_s + self._lap(),
+            start_s=standing.start_s,
             data_s=rates.data_s,
+            compute_s=rates.compute_s,
+            communication_s=rates.communication_s,
+            evaluation_s=standing.evaluation_s,
             checkpoint_s=standing.checkpoint_s,
             samples_per_s=rates.samples_per_s,
             tokens_per_s=rates.tokens_per_s,
@@ -312,11 +283,19 @@ class Training:
             n_parameters=self._n_parameters,
         )
 
-    def _test_best(self, test: Evaluator) -> dict[str, float]:
-        """The best weights on the test split; the last ones are in their file."""
-        self._mode.load_weights(self._folder / BEST)
+    def _finish_best(self, tested: dict[str, float]) -> dict[str, float]:
+        """The best weights on the test split, which are `best.pt` then; the last ones are in their file."""
+        if self._test is not None and self._watch.best_step not in (-1, self._standing.step):
+            tested = {}
+            if (path := self._best.weights_file()) is not None:
+                self._mode.load_weights(path)
+                tested = self._evaluate_best(self._test)
+        self._best.finish()
+        return tested
+
+    def _evaluate_best(self, test: Evaluator) -> dict[str, float]:
         try:
-            return test.evaluate(self._poll)
+            return self._measure(test)
         except Interrupted:
             self._mode.load_weights(self._folder / LAST)
             self._save()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,12 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from slurmgpu.errors import SlurmGPUError
+from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.training.blocks import checkpoint_blocks, find_blocks
 from slurmgpu.training.places import Place
+from slurmgpu.training.precisions import tensor_float_32
 from slurmgpu.training.settings import TrainingSettings
-from slurmgpu.training.states import random_state, set_random_state
+from slurmgpu.training.states import keeping_buffers, random_state, set_random_state
 
 log = logging.getLogger(__name__)
 
@@ -43,15 +44,28 @@ class Forward(nn.Module):  # type: ignore[misc]  # torch is not followed
     def forward(self, batch: Any, measure: bool = False) -> Any:
         """The loss of a batch; to `measure`, {name: value} of the loss and the metrics."""
         with self._precision:
-            loss = self._loss(self.model, batch)
-            if measure:
-                return {"loss": loss, **(self._metrics(self.model, batch) if self._metrics else {})}
-        if not (isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.requires_grad):
-            raise SlurmGPUError(
-                f"loss(model, batch) gave {_describe(loss)}; it shall be a tensor without dimensions, computed by the "
-                "model: the mean of the loss over the batch's samples."
-            )
-        return loss
+            try:
+                loss = self._loss(self.model, batch)
+            except ValueError as error:
+                if "Expected more than 1 value per channel" not in str(error):
+                    raise
+                raise ItemError(
+                    f"{error}: batch normalisation cannot train on one sample. Where one is left over at an epoch's "
+                    "end, set drop_last = true, or another batch_size"
+                ) from error
+            if not (isinstance(loss, torch.Tensor) and loss.dim() == 0 and (loss.requires_grad or measure)):
+                raise SlurmGPUError(
+                    f"loss(model, batch) gave {_describe(loss)}; it shall be a tensor without dimensions, computed by "
+                    "the model: the mean of the loss over the batch's samples."
+                )
+            if not measure:
+                return loss
+            metrics = self._metrics(self.model, batch) if self._metrics else {}
+        if not isinstance(metrics, Mapping):
+            raise ItemError(f"metrics(model, batch) gave {_describe(metrics)}; it shall be a dict of names and numbers")
+        if "loss" in metrics:
+            raise ItemError("metrics(model, batch) gave 'loss', which is what loss(model, batch) gives: rename it")
+        return {"loss": loss, **metrics}
 
 
 class Mode:
@@ -106,19 +120,17 @@ class Mode:
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
         """Around passes of which nothing shall be left: no gradients, no statistics, no random numbers."""
-        random, buffers = random_state(self.device), [each.clone() for each in self.model.buffers()]
+        random = random_state(self.device)
         try:
-            yield
+            with keeping_buffers(self.model):
+                yield
         finally:
             self.model.zero_grad(set_to_none=True)
-            with torch.no_grad():
-                for buffer, kept in zip(self.model.buffers(), buffers, strict=True):
-                    buffer.copy_(kept)
             set_random_state(random, self.device)
 
     def load_weights(self, path: Path) -> None:
         """Put the weights of a file of `save_weights` into the model, on all ranks together."""
-        weights = torch.load(path, map_location="cpu", weights_only=True)
+        weights = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if not self.sharded:
             names = {name.replace("_orig_mod.", ""): name for name in self.model.state_dict()}
             self.model.load_state_dict({names[name]: value for name, value in weights.items()})
@@ -160,28 +172,26 @@ def join(place: Place) -> None:
 @contextlib.contextmanager
 def computing(settings: TrainingSettings, device: torch.device) -> Iterator[None]:
     """Where PyTorch computes as the settings say; afterwards as before: the next configuration may say otherwise."""
-    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    threads = torch.get_num_threads()
     deterministic, warns = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    cudnn = torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
+    benchmark = torch.backends.cudnn.benchmark
     try:
-        if settings.threads is not None:
-            torch.set_num_threads(settings.threads)
-        torch.set_float32_matmul_precision("highest" if settings.precision == "fp32" else "high")
-        torch.backends.cudnn.allow_tf32 = settings.precision != "fp32"
-        if settings.deterministic:
-            # cuBLAS reads it when it is first used.
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.backends.cudnn.benchmark = False
-            torch.use_deterministic_algorithms(True)
-        yield
+        with tensor_float_32(settings.precision != "fp32"):
+            if settings.threads is not None:
+                torch.set_num_threads(settings.threads)
+            if settings.deterministic:
+                # cuBLAS reads it when it is first used.
+                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+                torch.backends.cudnn.benchmark = False
+                torch.use_deterministic_algorithms(True)
+            yield
     finally:
         torch.set_num_threads(threads)
-        torch.set_float32_matmul_precision(precision)
         torch.use_deterministic_algorithms(deterministic, warn_only=warns)
-        torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = cudnn
+        torch.backends.cudnn.benchmark = benchmark
 
 
 def _describe(loss: Any) -> str:
@@ -197,6 +207,20 @@ def _check(settings: TrainingSettings, place: Place, sharded: bool) -> None:
         raise SlurmGPUError('strategy "fsdp" with precision "fp16": take "bf16", which needs no scaled loss.')
     if settings.strategy == "fsdp" and not sharded:
         log.info('strategy "fsdp" on one process is the same as without: there is nobody to share with')
+
+
+def _check_gloo(place: Place) -> None:
+    """Refuse FSDP where PyTorch's library for CPUs is too old for it."""
+    if torch.device(place.device).type != "cpu":
+        return
+    # Renamed in torch 2.13.
+    scatter = getattr(distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor)
+    try:
+        scatter(torch.zeros(1), torch.zeros(place.world_size))
+    except RuntimeError as error:
+        raise SlurmGPUError(
+            f'strategy "fsdp" on CPUs: gloo of torch {torch.__version__} cannot do it; take "ddp", or a newer torch.'
+        ) from error
 
 
 def _ddp(forward: Forward, settings: TrainingSettings, device: torch.device) -> DistributedDataParallel:
@@ -222,6 +246,7 @@ def _shard(user: Any, forward: Forward, settings: TrainingSettings, place: Place
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh(torch.device(place.device).type, (place.world_size,))
+    _check_gloo(place)
     low = LOW.get(settings.precision)
     # Autocast holds as well: it casts what comes to the operations that want it, and nothing that is no input of one.
     policy = MixedPrecisionPolicy(

@@ -27,7 +27,13 @@ class Stepper:
         self._settings = settings
         self._cutting = cutting
         make_scheduler = getattr(user, "scheduler", None)
-        self._scheduler = make_scheduler(self.optimizer, cutting.n_steps()) if make_scheduler else None
+        self._scheduler: Any = make_scheduler(self.optimizer, cutting.n_steps()) if make_scheduler else None
+        if make_scheduler and not (hasattr(self._scheduler, "step") and hasattr(self._scheduler, "state_dict")):
+            raise SlurmGPUError(
+                f"{type(user).__name__}.scheduler(optimizer, n_steps) gave a {type(self._scheduler).__name__}; it "
+                "shall be one of torch.optim.lr_scheduler. For a constant learning rate leave the method out."
+            )
+        self._waits = isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         self._initial = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.scaler = torch.amp.GradScaler(device, enabled=settings.precision == "fp16")
         self._parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
@@ -35,9 +41,8 @@ class Stepper:
     def prepare(self, at: Position, done: int) -> None:
         """Set the learning rates of the step that begins at a position, with `done` steps before it."""
         if self._scheduler is None and (self._settings.schedule != "constant" or self._warms_up):
-            factor = lr_factor(self._settings, self._cutting, at, done)
             for group, initial in zip(self.optimizer.param_groups, self._initial, strict=True):
-                group["lr"] = initial * factor
+                group["lr"] = initial * lr_factor(self._settings, self._cutting, at, done, initial)
 
     def step(self) -> None:
         """Apply the gradients, and forget them."""
@@ -47,8 +52,13 @@ class Stepper:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        if self._scheduler is not None:
+        if self._scheduler is not None and not self._waits:
             self._scheduler.step()
+
+    def evaluated(self, value: float) -> None:
+        """Tell a scheduler that waits for it, ReduceLROnPlateau, the metric of an evaluation."""
+        if self._waits:
+            self._scheduler.step(value)
 
     def state(self) -> dict[str, Any]:
         """What is kept with a checkpoint beside the optimizer's own state."""
@@ -87,20 +97,23 @@ def make_optimizer(user: Any, model: nn.Module, settings: TrainingSettings) -> t
     return kind(parameters, betas=settings.betas, **arguments)
 
 
-def lr_factor(settings: TrainingSettings, cutting: Cutting, at: Position, done: int) -> float:
-    """The learning rate of the step at a position, over the largest.
+def lr_factor(
+    settings: TrainingSettings, cutting: Cutting, at: Position, done: int, largest: float | None = None
+) -> float:
+    """The learning rate of the step at a position, over the `largest`, which is the settings' if not given.
 
     It rises in the warm-up, as if from 0 one step before the first, and falls over the rest, to min_lr at the end.
     """
     share, step = cutting.share_done(at, done), cutting.share_of_step
-    warmup = settings.warmup_steps * step or settings.warmup_ratio
+    warmup = cutting.share_of(settings.warmup_steps) if settings.warmup_steps else settings.warmup_ratio
     if share < warmup:
         return (share + step) / (warmup + step)
     if settings.schedule == "constant":
         return 1.0
     rest = min(1.0, (share - warmup) / (1 - warmup)) if warmup < 1 else 1.0
     falling = 1 - rest if settings.schedule == "linear" else (1 + math.cos(math.pi * rest)) / 2
-    least = settings.min_lr / settings.lr if settings.lr else 0.0
+    largest = settings.lr if largest is None else largest
+    least = min(1.0, settings.min_lr / largest) if largest else 0.0
     return least + (1 - least) * falling
 
 

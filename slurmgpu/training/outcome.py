@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from slurmgpu.training.batches import Position
 
@@ -32,14 +32,22 @@ class Outcome:
     eval_curve: Sequence[float]
     """`metric` at each evaluation."""
     wall_s: float
-    """Of all attempts together, without what was lost and computed anew."""
+    """Of all attempts together, without what was lost and computed anew; so are the others."""
+    start_s: float
+    """Before the first step: for the data, the model, the optimizer, and what a checkpoint brought back."""
     data_s: float
+    """Waiting for batches; this one and the next two are those of all steps but each attempt's first."""
+    compute_s: float
+    communication_s: float
+    evaluation_s: float
     checkpoint_s: float
+    """For checkpoints and weights."""
     samples_per_s: float
     tokens_per_s: float
     mfu: float
     peak_memory_bytes: int
-    """The largest of all processes: of the GPU, of a CPU the resident set."""
+    """The largest of all processes: of the GPU; of a CPU the resident set, since the process began, in which other
+    configurations may have been trained before."""
     world_size: int
     batch_size: int
     resumed: int
@@ -59,7 +67,11 @@ class Standing:
     evaluated: int = 0
     """The step of the last evaluation."""
     early: bool = False
+    final: dict[str, float] = field(default_factory=dict)
+    """That evaluation."""
     wall_s: float = 0.0
+    start_s: float = 0.0
+    evaluation_s: float = 0.0
     checkpoint_s: float = 0.0
     peak_memory_bytes: int = 0
     resumed: int = 0
@@ -69,9 +81,8 @@ class Standing:
         """Where the next step begins."""
         return Position(self.epoch, self.sample)
 
-    def tell(self, n_epochs: int | None, losses: Sequence[float]) -> str:
-        """How far it is: "epoch 3 of 10, step 1,200, loss 0.31"."""
+    def tell(self, n_epochs: int | None) -> str:
+        """How far it is: "epoch 3 of 10, step 1,200"."""
         number = self.epoch + (self.sample > 0 or self.epoch == 0)
         of = f" of {n_epochs}" if n_epochs else ""
-        loss = f", loss {losses[-1]:.4g}" if losses else ""
-        return f"epoch {number}{of}, step {self.step:,}{loss}"
+        return f"epoch {number}{of}, step {self.step:,}"

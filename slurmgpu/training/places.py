@@ -11,7 +11,8 @@ class Place:
     """One process of a training: its device, and its rank as torchrun counts.
 
     `stopping()` is true, on rank 0, when the training shall leave a checkpoint and end; `progress(text)` tells that it
-    has got further than ever before, so that whatever kills it next has killed it anew.
+    has got further than ever before, so that whatever kills it next has killed it anew; `tell(text)` tells, every few
+    seconds, where it is, whether that is kept or not.
     """
 
     device: str = "cpu"
@@ -20,6 +21,7 @@ class Place:
     local_rank: int = 0
     stopping: Callable[[], bool] = lambda: False
     progress: Callable[[str], None] = lambda text: None
+    tell: Callable[[str], None] = lambda text: None
 
     @property
     def leads(self) -> bool:

@@ -5,6 +5,7 @@ docs/reference/training.md has them as a table. Checked on login nodes, so nothi
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -69,7 +70,7 @@ class TrainingSettings:
     metric: str | None = None
     """By what epochs and configurations are ranked: "val_loss", "val_accuracy"; None: val_loss, else train_loss."""
     goal: Goal | None = None
-    """None: "min" for a loss, an error, a perplexity; "max" for others."""
+    """None: "min" for a loss, an error, a perplexity, by the name's last word (`LESS`); "max" for others."""
     patience: int | None = None
     """Evaluations without a better metric after which training stops."""
     min_delta: float = 0.0
@@ -87,7 +88,18 @@ class TrainingSettings:
     seed: int | None = None
     """None: the item's own, of the run's seed and its index."""
     checkpoint_s: float | None = None
-    """None: 600 s, or as seldom as keeps the cost of checkpoints at 1 %; given, it is taken as it is."""
+    """None: 600 s, or as seldom as keeps the cost of checkpoints at 1 %; given, it is taken as it is. At the ends of
+    epochs, if that costs 0.5 %."""
     keep_checkpoints: int = 2
     keep_best: bool = True
-    """Keep the weights of the best evaluation beside the last ones."""
+    """Keep the weights of the best evaluation beside the last ones; they are held in the memory of rank 0's host."""
+
+
+LESS = re.compile(r".*loss|error|err|perplexity|ppl|mse|rmse|mae|mape|nll|ce|kl|wer|cer|eer|fid|bpb|bpc")
+"""The last word of what a metric is called of which less is better."""
+
+
+def goal_of(metric: str, goal: Goal | None = None) -> Goal:
+    """Whether less or more of a metric is better: as it is set, else by the metric's name."""
+    last = metric.lower().rpartition("_")[2]
+    return goal or ("min" if LESS.fullmatch(last) else "max")

@@ -10,7 +10,9 @@ with what rank 0 saves shall call `share_buffers(model)` first.
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import numpy as np
@@ -99,7 +101,7 @@ def load_model_state(
         optimizer.load_state_dict(state["optimizer"])
     except (RuntimeError, ValueError, KeyError) as error:
         raise other_model(error) from error
-    _restore_dtypes(optimizer, state["optimizer"])
+    _restore_moments(optimizer, state["optimizer"])
 
 
 def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -111,7 +113,17 @@ def load_buffers(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
     """Put back what `buffers` gave; one that has another shape now, a cache say, is left as it is."""
     for name, buffer in unwrapped(model).named_buffers():
         if name in state and state[name].shape == buffer.shape:
-            buffer.copy_(state[name])
+            buffer.detach().copy_(state[name])
+
+
+@contextlib.contextmanager
+def keeping_buffers(model: nn.Module) -> Iterator[None]:
+    """Afterwards this rank's buffers are as they were before, whatever a forward pass has made of them."""
+    kept = {name: each.clone() for name, each in buffers(model).items()}
+    try:
+        yield
+    finally:
+        load_buffers(model, kept)
 
 
 def share_buffers(model: nn.Module) -> None:
@@ -122,7 +134,7 @@ def share_buffers(model: nn.Module) -> None:
 
 
 def weights(model: nn.Module, *, sharded: bool) -> dict[str, Any]:
-    """The model's parameters and buffers whole, on the CPU, by the user's names; {} on other ranks than 0 if sharded.
+    """The model's parameters and buffers whole, on the CPU, by the user's names; {} on other ranks than 0.
 
     Called by all ranks together. On the CPU they are the model's own tensors: write them before it goes on.
     """
@@ -130,6 +142,8 @@ def weights(model: nn.Module, *, sharded: bool) -> dict[str, Any]:
         from slurmgpu.training import sharding
 
         return sharding.weights(model)
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank():
+        return {}
     copies: dict[int, Any] = {}
     found = {}
     for name, value in _by_users_names(unwrapped(model).state_dict(keep_vars=True)).items():
@@ -145,11 +159,18 @@ def _by_users_names(state: dict[str, T]) -> dict[str, T]:
     return {name.replace(COMPILED, ""): value for name, value in state.items()}
 
 
-def _restore_dtypes(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Undo what load_state_dict does to moments of another precision than their parameter's: it casts them."""
+def _restore_moments(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Undo what load_state_dict does to moments: it casts those of another precision than their parameter's.
+
+    Those on the CPU it takes as they are: pages of the checkpoint's file, which are copied.
+    """
     loaded = optimizer.state_dict()["state"]
     for number, moments in saved["state"].items():
         for name, value in moments.items() if isinstance(moments, dict) else ():
             now = loaded[number].get(name)
-            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and value.dtype != now.dtype:
-                loaded[number][name] = value.to(now.device)
+            if not (isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor)):
+                continue
+            if value.dtype != now.dtype:
+                loaded[number][name] = value.to(now.device, copy=True)
+            elif value.device == now.device:
+                loaded[number][name] = now.clone()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import pickle
+import re
 import secrets
 import zlib
 from collections import OrderedDict
@@ -13,12 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.files import fsync_dir
 
+log = logging.getLogger(__name__)
+
 PROBE_BYTES = 1 << 20
+SMALL_BYTES = 1 << 20
+ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True)
@@ -35,12 +42,13 @@ def unique_partial(path: Path) -> Path:
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> Written:
-    """Write what `read_state` reads, and fsync it."""
-    _check_plain(state)
+    """Write what `read_state` reads, and fsync it. NumPy's numbers, of a scheduler say, become Python's."""
+    plain = _plain(dict(state))
+    _check_plain(plain)
     with open(path, "wb") as file:
         stream = _Summed(file)
         try:
-            torch.save(dict(state), stream)
+            torch.save(plain, stream)
         except RuntimeError:
             # What Python's write raises, PyTorch's zip writer turns into a complaint about positions.
             if stream.error is not None:
@@ -52,22 +60,37 @@ def write_state(path: Path, state: Mapping[str, Any]) -> Written:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """A state of `write_state`, its tensors on the CPU."""
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=False)
-    return state
+    """A state of `write_state`, its tensors on the CPU.
+
+    Large ones are pages of the file, which the processes of a machine share: copy them to where they belong and let go
+    of them. The file may be removed meanwhile, but for one thing: where another machine removes it on NFS, a process
+    that has yet to read a page of it dies (SIGBUS), as it would fail without.
+    """
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return {name: _off_the_file(value) for name, value in state.items()}
 
 
-def save_weights(path: Path, weights: Mapping[str, Any]) -> None:
+def save_weights(path: Path, weights: Mapping[str, Any]) -> Written:
     """Write `{name: tensor}` for `torch.load(path, weights_only=True)`, whole or not at all; called by rank 0 alone."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        written = _write_whole(path, weights)
+    except FileNotFoundError:
+        log.warning("%s is written again: another process that trains the same removed it half-written", path)
+        written = _write_whole(path, weights)
+    fsync_dir(path.parent)
+    return written
+
+
+def _write_whole(path: Path, state: Mapping[str, Any]) -> Written:
     partial = unique_partial(path)
     try:
-        write_state(partial, weights)
+        written = write_state(partial, state)
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    fsync_dir(path.parent)
+    return written
 
 
 def other_model(error: BaseException) -> SlurmGPUError:
@@ -130,11 +153,34 @@ def _check_plain(state: Mapping[str, Any]) -> None:
         torch.save(_without_tensors(state), file)
         torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
-        reason = str(error).strip().partition("\n")[0]
+        lines = [line.strip() for line in ESCAPES.sub("", str(error)).splitlines() if line.strip()]
+        reason = next((line for line in lines if "GLOBAL" in line or "Unsupported" in line), (lines or [""])[0])
         raise SlurmGPUError(
             "the training's state cannot be kept in a checkpoint, which holds tensors, numbers, strings, lists and "
             f"dicts: {reason} Look at what the state_dict() of your optimizer, scheduler or model returns."
         ) from error
+
+
+def _plain(value: Any) -> Any:
+    """The same with NumPy's numbers as Python's."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) in (dict, OrderedDict):
+        return type(value)((_plain(key), _plain(each)) for key, each in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(_plain(each) for each in value)
+    return value
+
+
+def _off_the_file(value: Any) -> Any:
+    """The same with copies of small tensors, some of which are kept: they would hold the file open."""
+    if isinstance(value, torch.Tensor):
+        return value.clone() if value.nbytes < SMALL_BYTES else value
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, _off_the_file(each)) for key, each in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(_off_the_file(each) for each in value)
+    return value
 
 
 def _without_tensors(value: Any) -> Any:
