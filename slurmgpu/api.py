@@ -91,7 +91,7 @@ def plan_draft(draft: Draft) -> tuple[Run, list[str], list[str]]:
     from slurmgpu.executors import byhand
 
     submission, notes = byhand.asked_by_hand(submission_of(draft))
-    run = create_run(draft.run_dir, draft.plan, draft.index)
+    run = create_run(draft.run_dir, draft.plan, draft.items.files)
     return run, byhand.lines_to_type(run, submission), notes
 
 
@@ -101,7 +101,7 @@ def submit_draft(
     """Make the run directory of a draft, and submit it."""
     submission = submission_of(draft, after)
     check_executor(submission, draft.plan.container)
-    run = create_run(draft.run_dir, draft.plan, draft.index)
+    run = create_run(draft.run_dir, draft.plan, draft.items.files)
     try:
         return RunHandle(run, submitting.start(run, lambda: (submission, []), lambda: on_tick(run)))
     except BaseException:

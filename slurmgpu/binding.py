@@ -64,7 +64,7 @@ def _apart(known: Known) -> set[str]:
 
 def _read_files(run: Run) -> Iterator[str]:
     """The input, and the workload's file."""
-    for file in run.plan.input["files"]:
+    for file in run.input["files"]:
         yield file["path"]
     module = run.plan.workload.rpartition(":")[0]
     if module.endswith(".py"):

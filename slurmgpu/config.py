@@ -140,7 +140,7 @@ class ContainerTable(Table):
 class RunFile(Table):
     """A run file, and where it lies: relative paths in it are relative to its folder."""
 
-    input: str | list[str]
+    input: str | list[str] | None = None
     run_dir: str | None = None
     seed: int = 0
     shard_items: int | None = Field(None, ge=1)
@@ -150,6 +150,7 @@ class RunFile(Table):
     sample_s: float = Field(5.0, ge=0)
     workload: WorkloadTable
     settings: dict[str, Any] = Field(default_factory=dict)
+    sweep: dict[str, Any] | None = None
     resources: Resources = Resources.model_validate({})
     container: ContainerTable = ContainerTable.model_validate({})
     slurm: SlurmOptions = Field(default_factory=dict)

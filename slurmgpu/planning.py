@@ -16,13 +16,13 @@ from typing import Any
 
 from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
-from slurmgpu import __version__, inputs, placing, workloads
+from slurmgpu import __version__, placing, workloads
 from slurmgpu.columns import check_columns, columns_to_json
 from slurmgpu.config import Resources, RunFile
 from slurmgpu.containing import contain
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.files import working_folder
-from slurmgpu.report import is_complete
+from slurmgpu.items import Items, items_of
 from slurmgpu.runs import Plan, Run, refuse_existing
 from slurmgpu.site import read_run_file
 
@@ -32,11 +32,11 @@ TARGET_SHARDS = 2048
 
 @dataclass(frozen=True)
 class Draft:
-    """A run not yet written: its plan, where it would lie, and the index of its input in a temporary file."""
+    """A run not yet written: its plan, where it would lie, and its items, whose files are temporary ones."""
 
     plan: Plan
     run_dir: Path
-    index: Path
+    items: Items
     resources: Resources
 
 
@@ -76,16 +76,8 @@ def draft_run(
     batch_size = _batch_size(config, workload, full_name)
     shard_items = _shard_items(config, batch_size)
     with tempfile.TemporaryDirectory(prefix="slurmgpu-") as scratch:
-        index = Path(scratch) / "input.idx"
-        spec = _promised_input(config, path.parent, after, index, batch_size)
-        if spec is None:
-            found = inputs.find(config.input, path.parent)
-            spec = inputs.scan(found, index, stride=batch_size, progress=progress)
-        fields, advice = getattr(workload, "fields", ()), getattr(workload, "advice", {})
-        inputs.check_fields(spec, index, fields, f"Workload {full_name}", advice)
-        if callable(check_input := getattr(workload, "check_input", None)):
-            with working_folder(path.parent):
-                check_input([Path(file.path) for file in spec.files], spec.n_items)
+        items = items_of(config, path, workload, full_name, batch_size, Path(scratch), after, progress)
+        spec = items.spec
         plan = Plan(
             name=target.name,
             input=spec.to_json(),
@@ -107,14 +99,14 @@ def draft_run(
             provenance=_provenance(path),
             container=container.to_json() if container else None,
             processes=placement.processes,
-            placement=placement.lines,
+            placement=(*placement.lines, *items.lines),
             paths=paths,
             environ=environ,
             sample_s=config.sample_s,
             summarizes=callable(getattr(workload, "summarize", None)),
             exports=sorted(getattr(workload, "exports", ())),
         )
-        yield Draft(plan, target, index, config.resources)
+        yield Draft(plan, target, items, config.resources)
 
 
 def workload_of(run_file: Path) -> workloads.Workload:
@@ -144,22 +136,6 @@ def _where_it_belongs(name: str, settings: Mapping[str, Any]) -> str:
     if name in Resources.model_fields:
         return f" {name} is a key of [resources] in the run file: set it there."
     return ""
-
-
-def _promised_input(
-    config: RunFile, base: Path, after: Run | None, index: Path, stride: int
-) -> inputs.InputSpec | None:
-    """The input that `after` is going to merge, if that is what the run file names and it is not complete yet."""
-    if after is None or not isinstance(config.input, str) or is_complete(after):
-        return None
-    path = (base / Path(config.input).expanduser()).resolve()
-    if path != after.merged.resolve():
-        return None
-    columns = ("index", *after.plan.columns)
-    plan = after.plan
-    return inputs.promise(
-        path, index, n_items=plan.n_items, columns=columns, fingerprint=plan.fingerprint, stride=stride
-    )
 
 
 def default_shard_items(n_items: int, batch_size: int) -> int:
@@ -207,6 +183,8 @@ def _run_dir(path: Path, config: RunFile, run_dir: Path | None) -> Path:
 
 
 def _batch_size(config: RunFile, workload: workloads.Workload, name: str) -> int:
+    if getattr(workload, "takes_one", False):
+        return _batch_of_one(config, workload, name)
     size = config.workload.batch_size or getattr(workload, "batch_size", None)
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise SlurmGPUError(
@@ -214,6 +192,23 @@ def _batch_size(config: RunFile, workload: workloads.Workload, name: str) -> int
             f"Set it in the class or in [workload]."
         )
     return size
+
+
+def _batch_of_one(config: RunFile, workload: workloads.Workload, name: str) -> int:
+    if config.workload.batch_size not in (None, 1):
+        own = " Under [settings], batch_size is that of its own." if _has_setting(workload, "batch_size") else ""
+        raise SlurmGPUError(
+            f"[workload] batch_size = {config.workload.batch_size}, and workload {name} computes items one by one: "
+            f"leave it out.{own}"
+        )
+    return 1
+
+
+def _has_setting(workload: workloads.Workload, name: str) -> bool:
+    try:
+        return name in workloads.settings_hints(type(workload))
+    except (NameError, TypeError):
+        return False  # annotations that exist for type checkers only
 
 
 def _shard_items(config: RunFile, batch_size: int) -> int | None:

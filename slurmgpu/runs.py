@@ -154,6 +154,12 @@ class Run:
         """The index of the input's records, made at planning."""
         return self.folder / "input.idx"
 
+    @property
+    def input(self) -> dict[str, Any]:
+        """The plan's input; of files that lie in the run directory, the paths where that is now."""
+        files = [{**file, "path": str(self.folder / file["path"])} for file in self.plan.input["files"]]
+        return {**self.plan.input, "files": files}
+
     def shard_path(self, shard: int) -> Path:
         """Where a published shard lies. Its presence is the only meaning of done."""
         return self.shards / f"{shard:05d}.h5"
@@ -227,18 +233,20 @@ class Run:
             lock.unlink(missing_ok=True)  # who waits for a turn may have taken us for dead
 
 
-def create_run(folder: Path, plan: Plan, index: Path | None) -> Run:
+def create_run(folder: Path, plan: Plan, files: Sequence[Path]) -> Run:
     """Make the run directory, whole or not at all; refuse one that exists.
 
-    `index` is moved into it. Of two shells that make the same run at once, one succeeds.
+    `files` are moved into it. Of two shells that make the same run at once, one succeeds.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     partial.mkdir()
     for name in FOLDERS:
         (partial / name).mkdir()
-    if index is not None:
-        shutil.move(index, partial / "input.idx")
+    for file in files:
+        shutil.move(file, partial / file.name)
+        with open(partial / file.name, "rb") as moved:  # a copy, if it comes from another file system
+            os.fsync(moved.fileno())
     write_json(partial / "run.json", plan.to_json())
     try:
         partial.rename(folder)  # fails on a directory that is not empty

@@ -190,7 +190,7 @@ class Worker:
 
     def _open_input(self) -> Reader:
         try:
-            return Reader(InputSpec.from_json(self.run.plan.input), self.run.index)
+            return Reader(InputSpec.from_json(self.run.input), self.run.index)
         except SlurmGPUError as error:
             raise WorkerFailedError("input_error", str(error)) from error
 

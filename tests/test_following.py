@@ -32,7 +32,7 @@ def run_folder(project):
     """A folder with a run that was planned, and not submitted."""
     folder = project(16, resources={"processes": "per-gpu", "nodes_per_task": 2, "gpus": 2})
     with draft_run(folder / "slurmgpu.toml") as draft:
-        create_run(draft.run_dir, draft.plan, draft.index)
+        create_run(draft.run_dir, draft.plan, draft.items.files)
     return folder
 
 

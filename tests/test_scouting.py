@@ -34,7 +34,7 @@ def run(tmp_path):
         merge={},
         provenance={},
     )
-    return create_run(tmp_path / "run", plan, None)
+    return create_run(tmp_path / "run", plan, ())
 
 
 def publish(run, *shards):

@@ -37,14 +37,22 @@ def wide_console() -> Console:
     return Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 200)
 
 
-def show_plan(plan: Mapping[str, Any], submission: Mapping[str, Any], run_dir: str, notes: Sequence[str]) -> None:
-    """The plan of `submit --dry-run`, without its scripts."""
+def show_plan(
+    plan: Mapping[str, Any],
+    submission: Mapping[str, Any],
+    run_dir: str,
+    notes: Sequence[str],
+    items: Sequence[str] = (),
+) -> None:
+    """The plan of `submit --dry-run`, without its scripts; `items` are lines on those of no input."""
     console = wide_console()
     table = Table.grid(padding=(0, 2))
     files = plan["input"]["files"]
     size = sum(max(0, file["size_bytes"]) for file in files)
     table.add_row("run", escape(f"{run_dir} (not made)"))
-    table.add_row("input", f"{count_of(plan['n_items'], 'item')} in {count_of(len(files), 'file')}, {size_of(size)}")
+    in_files = f"{count_of(plan['n_items'], 'item')} in {count_of(len(files), 'file')}, {size_of(size)}"
+    for number, line in enumerate(items or [in_files]):
+        table.add_row("" if number else "input", escape(line))
     # What planning found in files, digests and all, is for the plan; `--json` has it.
     settings = {name: value for name, value in plan["settings"].items() if name != "planned"}
     table.add_row("workload", escape(f"{plan['workload']} {json.dumps(settings)}"))

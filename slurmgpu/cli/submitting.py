@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
-from slurmgpu import api
+from slurmgpu import api, sweeps
 from slurmgpu.cli.output import count_of, result, result_json, say, show_origins, show_plan, show_scripts
 from slurmgpu.cli.tables import show_report
 from slurmgpu.executors import commands
@@ -20,6 +23,11 @@ from slurmgpu.executors.submitting import Outcome
 from slurmgpu.planning import Draft, draft_run
 from slurmgpu.runs import Run
 from slurmgpu.site import Origins, origins
+
+MAX_CONFIGURATIONS = 8
+"""Configurations of a sweep that a dry run shows; the JSON has all."""
+PROGRESS_S = 3.0
+"""How often the attempts' records are read for their progress: as often as they are written."""
 
 
 def submit(
@@ -111,12 +119,13 @@ def _show_draft(draft: Draft, after: Run | None, values: Origins, *, as_json: bo
             scripts = slurm.scripts(draft.run_dir, draft.plan.name, submission)
         except commands.SlurmUnavailableError as error:
             notes = [f"Neither limits nor scripts can be shown. {error}"]
+    plan, asked = draft.plan.to_json(), asdict(submission)
     if as_json:
-        plan, asked = draft.plan.to_json(), asdict(submission)
         result_json(
             {
                 "run_dir": str(draft.run_dir),
                 "plan": plan,
+                "configurations": draft.items.configurations,
                 "submission": asked,
                 "origins": values,
                 "notes": notes,
@@ -124,9 +133,20 @@ def _show_draft(draft: Draft, after: Run | None, values: Origins, *, as_json: bo
             }
         )
     else:
-        show_plan(draft.plan.to_json(), asdict(submission), str(draft.run_dir), notes)
+        show_plan(plan, asked, str(draft.run_dir), notes, _items_of(draft))
         show_origins(values)
         show_scripts(scripts)
+
+
+def _items_of(draft: Draft) -> list[str]:
+    """Lines on the items of a run that has no input of the user's: what they are, and the first of a sweep."""
+    lines = [draft.items.said] if draft.items.said else []
+    if configurations := draft.items.configurations or ():
+        first = enumerate(configurations[:MAX_CONFIGURATIONS])
+        lines += [f"{number}: {sweeps.describe(each)}" for number, each in first]
+        if (n_more := len(configurations) - MAX_CONFIGURATIONS) > 0:
+            lines.append(f"… and {n_more:,} more; --json has all")
+    return lines
 
 
 @contextlib.contextmanager
@@ -151,17 +171,28 @@ class _Follower:
 
     def __init__(self, bar: Progress | None, n_items: int) -> None:
         self._bar = bar
-        self._task: TaskID | None = bar.add_task("items", total=n_items) if bar else None
+        self._task: TaskID | None = bar.add_task("items", total=n_items, progress="") if bar else None
         self._n_items = n_items
         self._last = -1
+        self._looked = 0.0
 
     def run(self, run: Run) -> None:
-        """From the shards that are published."""
+        """From the shards that are published, and on a terminal from what attempts tell of their items."""
+        if self._bar is not None and time.monotonic() - self._looked >= PROGRESS_S:
+            self._looked = time.monotonic()
+            self._tell(run.attempts())
         self._show(sum(stop - start for start, stop in map(run.plan.bounds, run.published())))
 
     def status(self, status: Mapping[str, Any]) -> None:
         """From a status."""
+        self._tell(status["attempts"])
         self._show(status["n_items_done"])
+
+    def _tell(self, attempts: Sequence[Mapping[str, Any]]) -> None:
+        """Show how far an item is that takes long: of several, the first attempt's."""
+        if self._bar is not None and self._task is not None:
+            told = [attempt["progress"] for attempt in attempts if attempt.get("progress")]
+            self._bar.update(self._task, progress=escape(told[0]) if told else "")
 
     def _show(self, n_done: int) -> None:
         if self._bar is not None and self._task is not None:
@@ -178,6 +209,7 @@ def _following(folder: Path, n_items: int) -> Iterator[_Follower]:
         TextColumn("{task.completed:,.0f} of {task.total:,.0f} items"),
         BarColumn(),
         TimeElapsedColumn(),
+        TextColumn("{task.fields[progress]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
     )
     bar = Progress(*columns, console=Console(stderr=True), transient=True) if sys.stderr.isatty() else None
     try:

@@ -18,18 +18,25 @@ NOTHING: Mapping[str, str] = {}
 
 
 def check_fields(
-    spec: InputSpec, index: Path, wanted: Collection[str], whose: str, advice: Mapping[str, str] = NOTHING
+    spec: InputSpec,
+    index: Path,
+    wanted: Collection[str],
+    whose: str,
+    advice: Mapping[str, str] = NOTHING,
+    called: str | None = None,
 ) -> None:
     """Refuse an input that lacks a field that `whose` takes: of its columns, or in every one of its first items.
 
-    `advice` is what to say besides of a field that is lacking, from a blank on.
+    `advice` is what to say besides of a field that is lacking, from a blank on. `called` is what the user knows the
+    input as, if not by its path.
     """
     known = spec.columns if spec.columns is not None else _first_fields(spec, index, wanted)
+    called = called or f"the input {spec.files[0].path}"
     where = "has none" if spec.columns is not None else f"has none, in its first {FIRST_ITEMS} items,"
     for name in sorted(wanted):
         if known and name not in {*known, "error"}:
             raise SlurmGPUError(
-                f"{whose} takes the field {name!r}, and the input {spec.files[0].path} {where} of that name."
+                f"{whose} takes the field {name!r}, and {called} {where} of that name."
                 f"{did_you_mean(name, known)}{advice.get(name, '')}"
             )
 

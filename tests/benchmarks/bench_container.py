@@ -88,7 +88,7 @@ def planned(project: Path, n_items: int, tables: dict[str, object]) -> Run:
     """A run directory that nobody has worked on."""
     run_file = write_project(project, n_items, f"{SMALL_ROWS}:SmallRows", **tables)
     with draft_run(run_file) as draft:
-        return create_run(draft.run_dir, draft.plan, draft.index)
+        return create_run(draft.run_dir, draft.plan, draft.items.files)
 
 
 def measure_array(folder: Path, images: Apptainer, n_tasks: int) -> None:

@@ -96,7 +96,7 @@ def run_at_work(folder: Path, cluster: Cluster | None) -> Run:
     """A run as it looks while 64 tasks work on their last shard each; its jobs wait in the queue of `cluster`."""
     run_file = write_project(folder, N_SHARDS * BATCH, USE, shard_items=BATCH)
     with draft_run(run_file) as draft:
-        run = create_run(draft.run_dir, draft.plan, draft.index)
+        run = create_run(draft.run_dir, draft.plan, draft.items.files)
     one = Task(run, Attempt("1", 0, executor="debug", device="cpu"))
     if one.run_in_process():
         raise RuntimeError(f"the shards could not be made: {one.record}")

@@ -71,7 +71,7 @@ def measure(folder: Path, n_shards: int, n_items: int, n_rounds: int) -> tuple[f
 def array_task(run_file: Path) -> float:
     """Seconds of a task that computes the whole run."""
     with draft_run(run_file) as draft:
-        run = create_run(draft.run_dir, draft.plan, draft.index)
+        run = create_run(draft.run_dir, draft.plan, draft.items.files)
     slot = {"job": "bench", "slot": 0, "submission": 1, "gpu_ids": [], "device": "cpu", "n_threads": 1}
     DelayedSubmission(entry.run_local_task, run.folder, **slot).dump(run.logs / "1_submitted.pkl")
     seconds = wall([sys.executable, "-u", "-m", "submitit.core._submit", str(run.logs)], **JOB)
