@@ -12,11 +12,12 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from slurmgpu.columns import Column, convert_row
-from slurmgpu.errors import ItemError
-from slurmgpu.failures import is_out_of_memory
+from slurmgpu.errors import Interrupted, ItemError
+from slurmgpu.failures import failure_of, is_out_of_memory
 from slurmgpu.histories import History
 from slurmgpu.workloads import Item, Workload
 
@@ -24,10 +25,20 @@ log = logging.getLogger(__name__)
 
 ERROR_LENGTH = 4000
 """An item's `error` is cut at this many characters."""
+LINE_LENGTH = 500
+"""And so is what else an error says in its first line."""
 
 
 class WorkerBrokenError(Exception):
     """The process cannot go on, since its CUDA context or its group is lost; a new worker can."""
+
+
+class DiskFullError(Exception):
+    """A workload that keeps the progress of its items could not write it: the fault of no item. Says why."""
+
+    def __init__(self, message: str, trace: str = "") -> None:
+        super().__init__(message)
+        self.trace = trace
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,25 @@ class Failure:
 
 
 _PENDING = Failure("item_error", "not computed")
+INTERRUPTED = Failure("interrupted", "left for later")
+"""How a call ends whose workload has kept its progress and raised Interrupted. It is nobody's fault, and no row."""
+NOT_ASKED = Failure(
+    "item_error",
+    "the workload raised Interrupted though nobody had asked it to stop: task.stopping() says when to",
+    ("interrupted",),
+)
+
+
+def settle(ways: Sequence[Failure | None], *, is_asked: bool) -> Failure | None:
+    """How a call ended for the whole group, from how it ended on each rank: as on the lowest that failed.
+
+    Where the group was asked to stop, being interrupted goes over all else: an error may be of a rank that missed the
+    others, and a row of one that did not hear in time; the item goes on from what is kept, and both show again.
+    """
+    if INTERRUPTED in ways and is_asked:
+        return INTERRUPTED
+    failures = [way for way in ways if way is not None]
+    return next((way for way in failures if way != INTERRUPTED), NOT_ASKED if failures else None)
 
 
 @dataclass
@@ -87,7 +117,8 @@ class Computer:
 
     `on_batch(indices, isolated)` is called before each call of the workload, so that who sees the worker die knows what
     was in flight. Processes of a group `agree(failure)` on how each call ended, so that all go on in the same way;
-    those that do not keep rows only take part in the calls. `noted` is where the workload's notes on a shard arrive.
+    those that do not keep rows only take part in the calls. `noted` is where the workload's notes on a shard arrive;
+    `folder` is where the user's own code lies, of which an error names the line.
     """
 
     def __init__(
@@ -100,6 +131,7 @@ class Computer:
         agree: Callable[[Failure | None], Failure | None] = lambda failure: failure,
         keeps_rows: bool = True,
         noted: dict[str, int] | None = None,
+        folder: str = "",
     ) -> None:
         self._workload = workload
         self._name = name
@@ -109,10 +141,15 @@ class Computer:
         self._agree = agree
         self._keeps_rows = keeps_rows
         self._noted = {} if noted is None else noted
+        self._folder = folder
         self._ways_logged: set[tuple[str, ...]] = set()
 
     def compute(self, items: Sequence[Item | tuple[int, ItemError]], history: History) -> Computed:
-        """Rows for `items`, which are the whole shard; one that could not be read comes as (index, ItemError)."""
+        """Rows for `items`, which are the whole shard; one that could not be read comes as (index, ItemError).
+
+        Raises Interrupted where the workload left an item for later, and DiskFullError where it could not keep what
+        there is of one: then the shard has no rows yet.
+        """
         done = Computed()
         self._noted.clear()
         good = []
@@ -178,6 +215,10 @@ class Computer:
         """Call the workload and keep its rows; what went wrong, if the call as a whole did."""
         returned, own_failure = self._try(items)
         failure = self._agree(own_failure)
+        if failure == INTERRUPTED:
+            raise Interrupted
+        if failure is not None and failure.kind == "disk_full":
+            raise DiskFullError(f"item {items[0].index}: {failure.message}", failure.trace)
         if failure is None and self._keeps_rows:
             self._keep(items, returned, done)
         return failure
@@ -191,16 +232,20 @@ class Computer:
             returned = self._workload(items)
             # A generator computes only while it is read.
             return list(returned) if self._keeps_rows or isinstance(returned, Iterator) else [], None
+        except Interrupted:
+            return [], INTERRUPTED
         except ItemError as error:
             return [], Failure("item_error", str(error))
         except bdb.BdbQuit as error:
             raise KeyboardInterrupt("the debugger was left") from error
         except (Exception, SystemExit) as error:
             if is_out_of_memory(error):
-                return [], Failure("cuda_oom", f"out of memory with a batch of {len(items)}", ("cuda_oom",))
+                return [], _out_of_memory(error, len(items))
             if is_broken_cuda(error):
                 raise WorkerBrokenError(f"{type(error).__name__}: {error}") from error
-            return [], _failure(error)
+            is_full = isinstance(error, OSError) and failure_of(error) == "disk_full"
+            kind = "disk_full" if is_full and getattr(self._workload, "resumes", False) else "item_error"
+            return [], _failure(error, kind, self._folder)
 
     def _keep(self, items: Sequence[Item], returned: Sequence[Any], done: Computed) -> None:
         if len(returned) != len(items):
@@ -242,12 +287,28 @@ def is_broken_cuda(error: BaseException) -> bool:
     )
 
 
-def _failure(error: BaseException) -> Failure:
+def _out_of_memory(error: BaseException, n_items: int) -> Failure:
+    message, said = f"out of memory with a batch of {n_items}", str(error).strip().partition("\n")[0]
+    if n_items == 1 and said:  # a larger batch is tried again in halves; of an item's error one wants to know more
+        message += f": {said[:LINE_LENGTH]}"
+    return Failure("cuda_oom", message, ("cuda_oom",))
+
+
+def _failure(error: BaseException, kind: str, folder: str) -> Failure:
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1]
-    message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    first, end, more = f"{type(error).__name__}: {error}".removesuffix(": ").partition("\n")
+    own = [frame for frame in frames if folder and _lies_below(frame.filename, folder)]
+    place = own[-1] if own else last
+    message = f"{first} ({Path(place.filename).name}, line {place.lineno}){end}{more}"
     trace = "".join(traceback.format_exception(error))
-    return Failure("item_error", message, (type(error).__name__, last.filename, str(last.lineno)), trace)
+    return Failure(kind, message, (type(error).__name__, last.filename, str(last.lineno)), trace)
+
+
+def _lies_below(filename: str, folder: str) -> bool:
+    """Whether code is the user's: in the run's folder, but not in a virtual environment there."""
+    path = Path(filename)
+    return path.is_relative_to(folder) and "site-packages" not in path.parts
 
 
 def _free_memory() -> None:

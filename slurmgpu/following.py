@@ -21,7 +21,7 @@ from slurmgpu.launching import Launcher
 from slurmgpu.meetings import Line, join_meeting
 from slurmgpu.nodes import MEETING_S, group_command, meeting_path
 from slurmgpu.pipes import FAILURES
-from slurmgpu.processes import GRACE_S, StoppedError, StopSignals, WorkerProcess
+from slurmgpu.processes import GRACE_S, PARTING_S, StoppedError, StopSignals, WorkerProcess
 from slurmgpu.records import Attempt
 from slurmgpu.runs import Run
 from slurmgpu.telemetry import Sampler
@@ -94,7 +94,7 @@ class _Follower:
         match event:
             case {"event": "signal", "signum": signum} if signum != signal.SIGUSR2:
                 # The leader has it, too, and decides. A node that lost its leader ends without it.
-                self._end_by = self._end_by or time.monotonic() + 2 * GRACE_S
+                self._end_by = self._end_by or time.monotonic() + PARTING_S + 2 * GRACE_S
             case {"event": "leader", "do": "start"}:
                 self._start(event, stack)
             case {"event": "leader", "do": "stop"}:

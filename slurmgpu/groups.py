@@ -33,12 +33,16 @@ LAUNCHER = "SLURMGPU_LAUNCHER"
 """Names, in the environment of a rank, the process that started it."""
 PEER_PATIENCE_S = 60.0
 """How long a rank whose call failed waits for the others, which may wait for it in a collective, for good."""
+PARTING_PATIENCE_S = 600.0
+"""The same of a rank that has left its item for later: others may be busy with keeping their progress."""
 ALL_CAME = "all"
 FOREVER = timedelta(days=365)
 MEETING_S = 120
 """How long the launchers of a task's nodes wait for each other."""
 DEATH_S = 5.0
 """How long to wait for killed processes: one that waits for a disk or a GPU may not die at all."""
+DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that a launcher blocks: it ends when its task says so, or its ranks have ended. Ranks unblock them."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
@@ -168,9 +172,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _launch(n_ranks: int, arguments: argparse.Namespace) -> int:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, api
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # When a rank has failed, the others may wait for it, and not die of SIGTERM: PyTorch would wait for them for 30 s.
+    api._get_default_signal = lambda: signal.SIGKILL
 
     class Logs(DefaultLogsSpecs):  # type: ignore[misc]
         """No files and nobody who reads them: the ranks have the launcher's streams."""
@@ -215,8 +222,10 @@ def _prepare_environment(n_ranks: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // n_ranks)))
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "0"  # the ranks speak by the launcher's store
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1")  # less than the task's own grace
-    # Slurm's notice of the end is the task's affair. What is ignored here, ranks ignore, too.
+    # Slurm's signals are the task's affair. What is ignored here, ranks ignore, too.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    # Blocked, for PyTorch sets handlers of its own, which end the ranks before they have kept their progress.
+    signal.pthread_sigmask(signal.SIG_BLOCK, DEAF_TO)
 
 
 def _abandon() -> None:

@@ -56,6 +56,11 @@ class History:
             return first
         return None
 
+    def forget(self, items: Sequence[int]) -> bool:
+        """Hold no death against `items`, which were in flight and have got further; whether there was one."""
+        weights = [self.batch_weights.pop(items[0], None), *(self.item_weights.pop(item, None) for item in items)]
+        return any(weight is not None for weight in weights)
+
     def isolates(self, batch: Sequence[int]) -> bool:
         """Whether this batch is to be computed item by item."""
         return self.batch_weights.get(batch[0], 0.0) >= 1 or any(index in self.quarantined for index in batch)

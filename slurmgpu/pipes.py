@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -77,6 +78,14 @@ def watch_stdin(on_end: Callable[[], None] = lambda: os._exit(EXIT_ABANDONED)) -
         on_end()
 
     threading.Thread(target=watch, daemon=True, name="the task's life").start()
+
+
+def outlive_signals() -> None:
+    """Do not die of what Slurm may send to every process of a job: the task has it as well, and says what to do."""
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        # A handler, for what is ignored here would be ignored by the programs that the workload starts.
+        signal.signal(signum, lambda signum, frame: None)
+        signal.siginterrupt(signum, False)
 
 
 def close_stdin() -> None:

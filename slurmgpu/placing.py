@@ -46,7 +46,7 @@ def place(workload: Workload, resources: Resources, gpus_per_task: int, name: st
     """How many processes a task has, and lines on why: what the run file says, else what the workload wants."""
     asked = getattr(workload, "place", None)
     if callable(asked):
-        found = _ask(asked, resources, 0 if resources.device == "cpu" else gpus_per_task)
+        found = _ask(asked, resources, gpus_per_task)
     else:
         found = Placement(resources.processes or str(getattr(workload, "processes", "one")))
     if found.processes not in ("one", "per-gpu"):
@@ -59,12 +59,13 @@ def place(workload: Workload, resources: Resources, gpus_per_task: int, name: st
     return found
 
 
-def _ask(asked: Callable[[Share], Placement], resources: Resources, gpus: int) -> Placement:
+def _ask(asked: Callable[[Share], Placement], resources: Resources, gpus_per_task: int) -> Placement:
     """The workload's answer for the smallest GPU that a gpu_type may stand for; if it refuses, for the largest."""
     memory, kind = gpu_memory_of(resources), resources.gpu_type
+    gpus, slots = 0 if resources.device == "cpu" else gpus_per_task, max(1, gpus_per_task)
 
     def answer(gpu_memory: int | None) -> Placement:
-        return asked(Share(gpus, resources.nodes_per_task, gpu_memory, kind, resources.processes))
+        return asked(Share(gpus, resources.nodes_per_task, gpu_memory, kind, resources.processes, slots))
 
     if memory is None or resources.gpu_memory is not None:
         return answer(memory and memory[0])

@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 GRACE_S = 2.0
 """How long a worker may take to end after SIGTERM; Slurm's KillWait is 30 s by default, and sites shorten it."""
+PARTING_S = 20.0
+"""How long one may take that keeps the progress of its items: so much of KillWait that the task can still give back."""
 SAID_BYTES = 1 << 16
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 
@@ -44,6 +46,8 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         for signum in STOP_SIGNALS:
+            if signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN:
+                continue  # nohup: the run shall outlive its terminal
             self._former[signum] = signal.signal(signum, self._put)
         return self
 
@@ -132,7 +136,7 @@ class WorkerProcess:
     def take_no_more(self) -> None:
         """Let it finish the shard in hand, and end."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended by itself
+        with contextlib.suppress(BrokenPipeError, ValueError):  # it has ended by itself, or is being ended
             self._process.stdin.write(b"stop\n")
             self._process.stdin.flush()
 
@@ -151,6 +155,9 @@ class WorkerProcess:
 
     def stop(self) -> None:
         """End it: politely, then not."""
+        assert self._process.stdin is not None
+        # Torchrun's launcher, and a worker that keeps progress, outlive SIGTERM, and end at this.
+        self._process.stdin.close()
         self._process.terminate()
         try:
             self._process.wait(GRACE_S)

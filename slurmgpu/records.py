@@ -84,6 +84,7 @@ class Record:
     n_items: int = 0
     n_errors: int = 0
     shard: int | None = None
+    progress: str | None = None
     published: list[list[float]] = field(default_factory=list)
     deaths: list[dict[str, Any]] = field(default_factory=list)
     takeovers: list[dict[str, Any]] = field(default_factory=list)

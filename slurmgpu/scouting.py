@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,6 +12,27 @@ from slurmgpu.claims import Claim, Watch
 from slurmgpu.runs import Run
 
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class Tenure:
+    """How long a worker may go on: until it is `told` to stop, or too little of the walltime is left.
+
+    `end_time` is when the walltime ends, in seconds since the epoch, None for never; `margin_s` of it are left over.
+    """
+
+    end_time: float | None
+    margin_s: float
+    told: threading.Event
+    _over: str | None = None
+
+    def over(self, needed_s: float = 0.0) -> str | None:
+        """Why it may not go on, if `needed_s` are needed: "told to stop" or "deadline"; once said, it stays so."""
+        if self._over is None and self.told.is_set():
+            self._over = "told to stop"
+        if self._over is None and self.end_time is not None:
+            self._over = "deadline" if time.time() + needed_s + self.margin_s > self.end_time else None
+        return self._over
 
 
 @dataclass
@@ -26,6 +48,8 @@ class Scout:
     pause: Callable[[float], None] = time.sleep
     _cursor: int = 0
     _observed: float = 0.0
+    _checked: float = 0.0
+    _lost: set[int] = field(default_factory=set)
     _watch: Watch = field(init=False)
 
     def __post_init__(self) -> None:
@@ -43,10 +67,25 @@ class Scout:
                     doubted = True
                 shard = self._take_stale()
             if shard is not None:
+                self._lost.discard(shard)
                 return shard
             if (verdict := self._verdict()) is not None:
                 return verdict
             self._wait()
+
+    def has_lost(self, shard: int) -> bool:
+        """Whether another attempt has taken over a shard that this one holds; looked up six times in `lease_s`.
+
+        Who keeps an item's progress in files would write them beside the new owner.
+        """
+        now = time.monotonic()
+        if shard not in self._lost and now - self._checked >= self.run.plan.lease_s / 6:
+            self._checked = now
+            claim = self.run.claims.read(shard)
+            # Nobody's: it is being taken over, perhaps in vain, or written just now.
+            if claim is not None and claim.attempt not in ("", self.claim.attempt):
+                self._lost.add(shard)
+        return shard in self._lost
 
     def _observe(self) -> None:
         """Look at others' leases while there is free work, too: when there is none, the dead are known at once."""

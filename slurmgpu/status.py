@@ -22,8 +22,10 @@ def read_status(run: Run, queued: Sequence[Mapping[str, str]] | None = None) -> 
     attempts = attempts_of(run, None)
     tasks = [
         {
-            **{key: attempt[key] for key in ("attempt", "node", "state", "shard", "n_shards", "n_items", "n_errors")},
+            **{key: attempt[key] for key in ("attempt", "node", "state", "shard", "progress")},
+            **{key: attempt[key] for key in ("n_shards", "n_items", "n_errors")},
             "n_deaths": len(attempt["deaths"]),
+            "last_death": attempt["deaths"][-1]["class"] if attempt["deaths"] else None,
             "age_s": round(time.time() - attempt["updated"], 1),
             # One that wrote no end may be alive: the report, made when none is, knows better.
             "failure": attempt["failure"] if attempt["state"] == "ended" else None,

@@ -25,7 +25,7 @@ from slurmgpu.files import write_json
 from slurmgpu.histories import read_history, write_history
 from slurmgpu.launching import Launcher
 from slurmgpu.nodes import NodeFaultError, OtherNodes
-from slurmgpu.processes import STOP_SIGNALS, Events, StoppedError, StopSignals, WorkerProcess
+from slurmgpu.processes import PARTING_S, STOP_SIGNALS, Events, StoppedError, StopSignals, WorkerProcess
 from slurmgpu.records import Attempt, Record, node_name
 from slurmgpu.runs import Run
 from slurmgpu.scouting import Scout
@@ -42,6 +42,8 @@ PROGRESS_S = 3.0
 NOTICE_S = 120
 """So near to the walltime's end a signal is taken for its notice; sbatch(1) allows itself 60 s of earliness."""
 EXIT_STOPPED = 75  # EX_TEMPFAIL: given back, to be taken up again
+PROGRESS_LENGTH = 200
+"""What a workload says of an item's progress is cut at this many characters."""
 
 
 class Task:
@@ -76,6 +78,11 @@ class Task:
         self._in_flight: tuple[int, list[int], bool] | None = None
         self._broken: str | None = None
         self._heard = False
+        self._was_told = False
+        self._keeps_progress = False
+        self._stopped_by: int | None = None
+        self._part_by = float("inf")
+        self._left: int | None = None
         self._parked: list[str] = []
         self._renewed = self._written = time.monotonic()
         self._deaths = 0
@@ -145,7 +152,7 @@ class Task:
             partial.unlink(missing_ok=True)
         self.record.state = "ended"
         self.record.ended = time.time()
-        self.record.shard = None
+        self.record.shard = self.record.progress = None
         self._write()
         self._launcher.close()
         return code
@@ -163,12 +170,17 @@ class Task:
             self.record.image = self._launcher.image
             while True:
                 kills_before = cgroups.oom_kills()
-                self._heard = False
+                self._heard = self._keeps_progress = False
                 with others.start(self._launcher, self._assignment(), self._log_path()) as worker:
                     self._worker_pid = worker.pid
+                    if self._was_told:
+                        worker.take_no_more()  # one that died may have left an item that is kept where it was
                     self._follow(signals.events, worker)
                     returncode = worker.wait()
                 self._worker_pid = None
+                is_over = returncode == 0 and self.record.reason in ("complete", "others")
+                if self._stopped_by is not None and self.record.failure is None and not is_over:
+                    raise StoppedError(self._stopped_by)
                 if returncode == 0 and self.record.reason is not None:
                     return self._fail("host_oom", "; ".join(self._parked)) if self._parked else 0
                 if self.record.failure is not None:
@@ -195,8 +207,11 @@ class Task:
             if event["event"] == "signal" and event["signum"] == signal.SIGUSR2:
                 self._heed_notice(worker)
             elif event["event"] == "signal":
+                self._heed_stop(event["signum"], worker)
+            if self._stopped_by is not None and time.monotonic() > self._part_by:
+                log.warning("the worker did not end within %.0f s of the signal", PARTING_S)
                 worker.stop()
-                raise StoppedError(event["signum"])
+                raise StoppedError(self._stopped_by)
             if event["event"] == "eof" and event["pid"] == worker.pid:
                 return
             self._heard = self._heard or event["event"] not in ("tick", "eof")
@@ -206,8 +221,20 @@ class Task:
         """Slurm's notice, of the walltime or of a preemption; SIGTERM follows when the end has come."""
         if self._interruption() == "preempted":
             log.warning("SIGUSR2: this task takes no more shards")
+            self._was_told = True
             worker.take_no_more()
         # Of the walltime the worker knows itself, and more precisely.
+
+    def _heed_stop(self, signum: int, worker: WorkerProcess) -> None:
+        """A signal that ends the task: at once, unless the worker can keep the progress of what it has in hand."""
+        # Ctrl-C twice is somebody who will not wait. SIGTERM comes twice from Slurm itself: GraceTime, then KillWait.
+        if not self._keeps_progress or (self._stopped_by == signum == signal.SIGINT):
+            worker.stop()
+            raise StoppedError(signum)
+        if self._stopped_by is None:
+            log.warning("%s: the worker keeps its progress, and ends", signal.Signals(signum).name)
+            self._stopped_by, self._part_by = signum, time.monotonic() + PARTING_S
+            worker.take_no_more()
 
     def handle(self, event: Mapping[str, Any]) -> None:
         """Take note of one event of the worker, and keep leases and the record fresh."""
@@ -222,26 +249,31 @@ class Task:
                 self._sampler.use_gpus(event["uuids"])
             case "ready":
                 record.state, record.load_s = "running", event["load_s"]
+                self._keeps_progress = event["resumes"]
                 self._sampler.mark_ready()
                 self._write()
             case "claim":
                 shard = record.shard = event["shard"]
+                record.progress = self._left = None
                 self._held.setdefault(shard, self._claim())
             case "batch":
                 if record.shard is not None:
                     self._in_flight = (record.shard, event["items"], event["isolated"])
+            case "tell":
+                self._note_progress(str(event["text"]))
+            case "progress":
+                self._note_progress(str(event["text"]))
+                self._forget_deaths()
             case "published":
                 self._published(event)
+            case "left":
+                self._left = event["shard"]
+                self._held.pop(self._left, None)
+                self._in_flight = record.shard = record.progress = None
             case "takeover":
                 record.takeovers.append({key: event[key] for key in ("shard", "from", "host")})
             case "done":
-                record.reason = event["reason"]
-                if record.reason == "deadline":
-                    record.failure = "timeout"
-                    record.message = "it took no more shards: the slowest one so far would not have fit in the walltime"
-                elif record.reason == "told to stop":
-                    record.failure = "preempted"
-                    record.message = "it took no more shards: Slurm gave notice of the end by SIGUSR2"
+                self._ended_early(event["reason"])
             case "failed":
                 # Of several processes the first to fail says why; the others may fail for want of it.
                 if record.failure is None:
@@ -252,9 +284,41 @@ class Task:
                 self._broken = self._broken or event["message"]
         self._refresh()
 
+    def _ended_early(self, reason: str) -> None:
+        """Write down why the worker took no more shards, and what became of the one that it left."""
+        self.record.reason = reason
+        done = self._of_what_was_left() or "it took no more shards"
+        if self._stopped_by is not None:
+            return  # see _stopped
+        if reason == "deadline":
+            self.record.failure = "timeout"
+            self.record.message = f"{done}: too little was left of the walltime"
+        elif reason == "told to stop":
+            self.record.failure = "preempted"
+            self.record.message = f"{done}: Slurm gave notice of the end by SIGUSR2"
+
+    def _of_what_was_left(self) -> str | None:
+        if self._left is None:
+            return None
+        return f"shard {self._left} was given back, and goes on from what is kept of it"
+
+    def _note_progress(self, text: str) -> None:
+        # It is shown on terminals, and may be what no terminal takes.
+        printable = "".join(letter if letter.isprintable() else " " for letter in text)
+        self.record.progress = " ".join(printable.split())[:PROGRESS_LENGTH]
+
+    def _forget_deaths(self) -> None:
+        """Of an item whose progress is kept: who died before it did not die of what comes now."""
+        self._deaths = 0
+        if self._in_flight is not None:
+            shard, items, _ = self._in_flight
+            history = read_history(self.run.claims.folder, shard)
+            if history.forget(items):
+                write_history(self.run.claims.folder, shard, history)
+
     def _published(self, event: Mapping[str, Any]) -> None:
         self._held.pop(event["shard"], None)
-        self._in_flight = None
+        self._in_flight = self.record.progress = None
         self._deaths = 0
         if event["won"]:
             self.record.n_items += event["items"]
@@ -321,7 +385,9 @@ class Task:
     def _stopped(self, signum: int) -> int:
         name = signal.Signals(signum).name
         self.record.failure = "cancelled" if signum in (signal.SIGINT, signal.SIGHUP) else self._interruption()
-        self.record.message = f"stopped by {name}; its shards were given back"
+        self.record.message = f"stopped by {name}; {self._of_what_was_left() or 'its shards were given back'}"
+        if time.monotonic() > self._part_by:
+            self.record.message += f". Its worker did not end within {PARTING_S:g} s"
         if self.record.failure == "timeout" and self.record.shard is not None:
             self.record.message += (
                 f". Shard {self.record.shard} did not fit in the walltime; if none ever does, ask for more time, "

@@ -19,23 +19,23 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from slurmgpu import gpus, groups, workloads
 from slurmgpu.claims import Claim
 from slurmgpu.columns import columns_from_json
-from slurmgpu.computing import Computed, Computer, Failure, WorkerBrokenError
-from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.computing import INTERRUPTED, Computed, Computer, DiskFullError, Failure, WorkerBrokenError, settle
+from slurmgpu.errors import Interrupted, ItemError, SlurmGPUError
 from slurmgpu.failures import failure_of, is_out_of_memory
 from slurmgpu.files import working_folder
 from slurmgpu.groups import Group, PeersMissingError
 from slurmgpu.histories import History, read_history
 from slurmgpu.inputs import InputSpec, Reader
-from slurmgpu.pipes import Report, close_stdin, listen_on_stdin, report_on_stdout, watch_stdin
+from slurmgpu.pipes import Report, close_stdin, listen_on_stdin, outlive_signals, report_on_stdout, watch_stdin
 from slurmgpu.runs import Run
-from slurmgpu.scouting import Scout
+from slurmgpu.scouting import Scout, Tenure
 from slurmgpu.shards import publish, write_shard
 from slurmgpu.surroundings import describe
 from slurmgpu.workloads import Item, TaskContext
@@ -79,19 +79,27 @@ class Assignment:
 
 @dataclass
 class Worker:
-    """One worker process's way through the shards of a run; once `stopping` is set it takes no more of them."""
+    """One worker process's way through the shards of a run; once `stopping` is set it takes no more of them.
+
+    With a workload that `resumes`, it then leaves the shard in hand as well, with the progress that the workload keeps;
+    `on_resumable` is called once such a workload is loaded.
+    """
 
     run: Run
     assignment: Assignment
     report: Report
     stopping: threading.Event = field(default_factory=threading.Event)
     group: Group = field(default_factory=Group)
+    on_resumable: Callable[[], None] = lambda: None
     slowest_s: float = 0.0
     _noted: dict[str, int] = field(default_factory=dict)
     _resume: list[int] = field(default_factory=list)
+    _shard: int | None = None
+    _resumes: bool = False
 
     def __post_init__(self) -> None:
         self._resume = list(self.assignment.resume)
+        self._tenure = Tenure(self.assignment.end_time, self.run.plan.margin_s, self.stopping)
         self._columns = columns_from_json(self.run.plan.columns)
         claim = Claim(self.assignment.task, self.assignment.attempt, platform.node(), os.getpid())
         self._scout = Scout(self.run, claim, self._tell_takeover)
@@ -107,18 +115,27 @@ class Worker:
         with working_folder(Path(plan.search_path)), self._open_input() as reader:
             started = time.monotonic()
             workload = self._load()
+            self._resumes = bool(getattr(workload, "resumes", False))
+            if self._resumes:
+                self.on_resumable()
             self.group.gather()
-            self.report({"event": "ready", "load_s": time.monotonic() - started})
+            self.report({"event": "ready", "load_s": time.monotonic() - started, "resumes": self._resumes})
             name, leads = plan.workload.rpartition(":")[2], self.group.leads
-            calls = (self._tell_batch, self._agree)
-            computer = Computer(workload, name, self._columns, plan.batch_size, *calls, leads, self._noted)
+            calls, told = (self._tell_batch, self._agree), (self._noted, plan.search_path)
+            computer = Computer(workload, name, self._columns, plan.batch_size, *calls, leads, *told)
             self._take_and_compute(computer, reader)
 
     def _take_and_compute(self, computer: Computer, reader: Reader) -> None:
         waiting: list[tuple[int, Computed, float]] = []
         for shard, history in self._shards():
             started = time.time()
-            computed = computer.compute(self._read(reader, shard), history)
+            try:
+                computed = computer.compute(self._read(reader, shard), history)
+            except Interrupted:
+                self.report({"event": "left", "shard": shard})
+                continue  # to the end, as a rule; after a take-over to the next shard
+            except DiskFullError as error:
+                raise WorkerFailedError("disk_full", str(error), error.trace) from error
             if self.group.leads:
                 waiting.append((shard, computed, started))
             # Every item raised at the same place: is it the workload, or this stretch of the input? One more tells.
@@ -131,6 +148,7 @@ class Worker:
         while True:
             found = None
             if self.group.leads and (shard := self.next_shard()) is not None:
+                self._shard = shard
                 self.report({"event": "claim", "shard": shard})
                 # Not read by each rank: a network file system may show them different ones.
                 found = shard, asdict(read_history(self.run.claims.folder, shard))
@@ -140,18 +158,19 @@ class Worker:
             yield found[0], History.from_json(found[1])
 
     def _agree(self, failure: Failure | None) -> Failure | None:
-        """How a call of the workload ended for the group: as it failed on the lowest rank that failed."""
+        """How a call of the workload ended for the group, see `settle`; rank 0 knows whether it was asked to stop."""
+        is_asked = self.group.leads and self._shall_leave()
         if self.group.world_size == 1:
-            return failure
+            return settle([failure], is_asked=is_asked)
+        patience_s = groups.PARTING_PATIENCE_S if failure == INTERRUPTED else groups.PEER_PATIENCE_S
         try:
-            ways = self.group.gather(asdict(failure) if failure else None, groups.PEER_PATIENCE_S if failure else None)
+            said = self.group.gather([failure and asdict(failure), is_asked], patience_s if failure else None)
         except PeersMissingError as error:
-            alone = Failure.from_json(error.value)
+            alone = Failure.from_json(error.value[0])
             if error.rank == self.group.rank and alone.trace:
                 log.error("%s", alone.trace)
             raise WorkerBrokenError(f"{alone.message}; {error}") from error
-        found = next((way for way in ways if way), None)
-        return Failure.from_json(found) if found else None
+        return settle([way and Failure.from_json(way) for way, _ in said], is_asked=said[0][1])
 
     def _publish_all(self, waiting: list[tuple[int, Computed, float]]) -> None:
         """Publish what waits, unless all of it failed in one way and no shard yet shows that the workload can work."""
@@ -164,23 +183,22 @@ class Worker:
 
     def next_shard(self) -> int | None:
         """The next shard, claimed; None, after an event that says why, when this worker's work is done."""
-        if self._resume:
+        # An item whose progress is kept need not be finished here.
+        over = self._tenure.over(0.0 if self._resumes else 1.1 * self.slowest_s)
+        if self._resume and not (over and self._resumes):
             return self._resume.pop(0)
-        if self.stopping.is_set():
-            found: int | str = "told to stop"
-        elif self._is_too_late():
-            found = "deadline"
-        else:
-            found = self._scout.next()
+        found = over or self._scout.next()
         if isinstance(found, int):
             return found
         self.report({"event": "done", "reason": found})
         return None
 
-    def _is_too_late(self) -> bool:
-        """Whether the slowest shard so far would not fit in what is left of the walltime."""
-        end = self.assignment.end_time
-        return end is not None and time.time() + 1.1 * self.slowest_s + self.run.plan.margin_s > end
+    def _shall_leave(self) -> bool:
+        """Whether a workload that keeps its progress shall leave the item in hand: others go on, or have done so."""
+        return self._tenure.over() is not None or (self._shard is not None and self._scout.has_lost(self._shard))
+
+    def _teller(self, event: str) -> Callable[[object], None]:
+        return lambda text: self.report({"event": event, "text": str(text)})
 
     def _tell_takeover(self, shard: int, former: Claim) -> None:
         self.report({"event": "takeover", "shard": shard, "from": former.attempt, "host": former.host})
@@ -217,7 +235,17 @@ class Worker:
             self.report({"event": "gpus", "names": [gpu.name for gpu in found], "uuids": [gpu.uuid for gpu in found]})
             device = f"cuda:{group.local_rank}"
         n_gpus, place = given.n_gpus if device != "cpu" else 0, (group.rank, group.world_size, group.local_rank)
-        context = TaskContext(device, n_gpus, self.run.folder, given.attempt, *place, self._noted.__setitem__)
+        told = (self._noted.__setitem__, self._shall_leave if group.leads else lambda: False)
+        context = TaskContext(
+            device,
+            n_gpus,
+            self.run.folder,
+            given.attempt,
+            *place,
+            *told,
+            self._teller("progress"),
+            self._teller("tell"),
+        )
         try:
             workload = workloads.build(plan.workload, plan.settings, Path(plan.search_path))
             workload.load(context)
@@ -281,6 +309,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     # Where Slurm signals every process of a job, its notice comes here as well; the task alone heeds it.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, groups.DEAF_TO)
     os.environ.pop("PYTHONSAFEPATH", None)  # meant for this process, not for those that the workload starts
     group = Group.of_environment()
     report = report_on_stdout(group.rank, group.local_rank)
@@ -291,7 +320,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         watch_stdin()
         close_stdin()
     try:
-        Worker(Run.open(arguments.run), Assignment(**arguments.assignment), report, stopping, group).work()
+        run, assignment = Run.open(arguments.run), Assignment(**arguments.assignment)
+        Worker(run, assignment, report, stopping, group, outlive_signals).work()
         group.leave()
     except WorkerFailedError as error:
         log.error("%s: %s%s", error.kind, error, f"\n{error.trace}" if error.trace else "")

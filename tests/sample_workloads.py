@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from slurmgpu import Array, ItemError, Ragged, Text
+from slurmgpu import Array, Interrupted, ItemError, Ragged, Text
 
 
 class Rows:
@@ -112,6 +112,73 @@ class Ranks(Rows):
         if self.task.rank > 0:
             return None
         return [row | {"double": value.item()} for row, value in zip(rows, double, strict=True)]
+
+
+class Long:
+    """Counts to `n` for each item, with its progress in a file, and a line in `counts/INDEX` for each number.
+
+    At the `deadly` numbers it kills its worker, once it has told of its progress, which is kept if it `tells` so. Each
+    number of the second half goes to the file `also` as well, if there is one. To keep what there is takes `keeping_s`.
+    """
+
+    columns = {"double": Array("float32"), "shout": Text(), "counted": Array("int64")}
+    batch_size = 1
+    takes_one = True
+    resumes = True
+
+    def __init__(
+        self,
+        *,
+        n: int = 20,
+        step_s: float = 0.0,
+        deadly: list = [],
+        tells: bool = True,
+        quits: bool = False,
+        also: str = "",
+        keeping_s: float = 0.0,
+    ) -> None:
+        self.n, self.step_s, self.deadly, self.tells, self.quits, self.also = n, step_s, deadly, tells, quits, also
+        self.keeping_s = keeping_s
+
+    def load(self, task) -> None:
+        self.task = task
+        self.folder = task.run_dir / "counts"
+        self.folder.mkdir(exist_ok=True)
+        if task.world_size > 1:
+            import torch.distributed
+
+            self.torch = torch
+            torch.distributed.init_process_group("gloo")
+
+    def __call__(self, items):
+        [item] = items
+        path = self.folder / str(item.index)
+        count = path.read_text().count("\n") if path.exists() else 0
+        if self.task.world_size > 1:
+            count = self.of_rank_0(count)
+        while count < self.n:
+            if self.of_rank_0(self.task.stopping() or (self.quits and count == 3)):
+                time.sleep(self.keeping_s)
+                path.with_suffix(".kept").touch()
+                raise Interrupted
+            time.sleep(self.step_s)
+            count += 1
+            if self.also and count > self.n // 2:
+                Path(self.also).write_text(str(count))
+            if self.task.rank == 0:
+                with open(path, "a") as file:
+                    file.write(f"{count} {self.task.attempt}\n")
+            (self.task.progress if self.tells else self.task.tell)(f"{count}\tof {self.n} \ud800")
+            if count in self.deadly:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return [{"double": 2.0 * item.index, "shout": item.data["text"].upper(), "counted": count}]
+
+    def of_rank_0(self, value):
+        if self.task.world_size == 1:
+            return value
+        told = self.torch.tensor([value], dtype=self.torch.int64)
+        self.torch.distributed.broadcast(told, 0)
+        return told.item()
 
 
 class Broken:

@@ -101,9 +101,21 @@ def test_an_exception_is_narrowed_to_its_item_and_the_others_keep_their_rows():
     workload = Recorder(raise_at(5))
     computed = compute(workload)
     assert list(failures(computed)) == [5]
-    assert str(failures(computed)[5].to_error()) == "item_error: ValueError: cannot do 5"
+    assert str(failures(computed)[5].to_error()) == "item_error: ValueError: cannot do 5 (test_computing.py, line 86)"
     assert computed.rows[6]["x"] == 6.0
     assert workload.batches == [[0, 1, 2, 3], [4, 5, 6, 7], [4, 5], [4], [5], [6, 7]]
+
+
+def test_an_error_names_the_line_of_the_users_own_code_that_led_to_it(tmp_path):
+    source = tmp_path / "own.py"
+    source.write_text("import json\ndef call(items):\n    return json.loads('{')\n")
+    own = {}
+    exec(compile(source.read_text(), source, "exec"), own)
+    [failure, *_] = failures(compute(own["call"], folder=str(tmp_path))).values()
+    assert failure.message.startswith("JSONDecodeError: ")
+    assert failure.message.endswith("(own.py, line 3)")
+    [elsewhere, *_] = failures(compute(own["call"], folder="/nowhere")).values()
+    assert "(decoder.py, line " in elsewhere.message
 
 
 def test_sys_exit_in_a_workload_is_that_items_error():
@@ -132,7 +144,9 @@ def test_out_of_memory_halves_the_batch_for_the_rest_of_the_shard():
 
 def test_out_of_memory_at_a_batch_of_one_is_the_items_fault():
     computed = compute(Recorder(raise_at(3, error=OutOfMemoryError)))
-    assert {index: failure.kind for index, failure in failures(computed).items()} == {3: "cuda_oom"}
+    assert {index: str(failure.to_error()) for index, failure in failures(computed).items()} == {
+        3: "cuda_oom: out of memory with a batch of 1: cannot do 3"
+    }
 
 
 def test_processes_that_agree_on_failures_call_the_workload_with_the_same_batches():
@@ -212,7 +226,7 @@ def test_an_isolated_batch_is_computed_item_by_item_without_the_quarantined():
 
 
 def test_a_common_way_of_failing_is_found_only_when_every_item_raised_at_one_place():
-    assert compute(Recorder(raise_at(*range(8)))).common_way().message == "ValueError: cannot do 0"
+    assert compute(Recorder(raise_at(*range(8)))).common_way().message.startswith("ValueError: cannot do 0")
     assert compute(Recorder(raise_at(*range(7)))).common_way() is None
     assert compute(Recorder(lambda items: [ItemError("no")] * len(items))).common_way() is None
     assert compute(Recorder(raise_at(0)), n=1).common_way() is None

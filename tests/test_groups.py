@@ -46,7 +46,7 @@ def test_an_item_that_fails_on_one_rank_alone_is_found(project, slurmgpu):
     messages = {item["index"]: (item["class"], item["message"]) for item in report(folder)["errors"]}
     assert messages[9] == ("crash", "the worker died by SIGSEGV")
     assert messages[17][0] == "crash"
-    assert "ValueError: cannot do item 17; other ranks did not come" in messages[17][1]
+    assert "ValueError: cannot do item 17 (workloads.py, line 45); other ranks did not come" in messages[17][1]
     [record] = records(folder)
     assert [death["items"] for death in record["deaths"]] == [[8, 11], [9], [16, 19], [17]]
 

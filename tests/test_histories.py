@@ -52,3 +52,10 @@ def test_a_history_is_read_as_it_was_written(tmp_path):
     history = History({8: 1.0}, {10: 0.5}, {11: "crash: ü"}, parked_by=2)
     write_history(tmp_path, 7, history)
     assert read_history(tmp_path, 7) == history
+
+
+def test_progress_makes_the_deaths_of_items_in_flight_forgotten_and_no_others():
+    history = History({4: 0.5, 8: 1.0}, {4: 0.5, 9: 0.5})
+    assert history.forget([4])
+    assert history == History({8: 1.0}, {9: 0.5})
+    assert not history.forget([4])

@@ -71,7 +71,10 @@ def test_exceptions_and_item_errors_cost_their_item_alone(project, slurmgpu):
     slurmgpu(*LOCAL, cwd=folder, expect=0)
     check_rows(folder, 40, errors={3, 17})
     messages = {item["index"]: (item["class"], item["message"]) for item in report(folder)["errors"]}
-    assert messages == {3: ("item_error", "not this one"), 17: ("item_error", "ValueError: cannot do item 17")}
+    assert messages == {
+        3: ("item_error", "not this one"),
+        17: ("item_error", "ValueError: cannot do item 17 (workloads.py, line 45)"),
+    }
 
 
 @pytest.mark.parametrize(("fault", "said"), [("segfault", "died by SIGSEGV"), ("hard_exit", "exited with code 3")])

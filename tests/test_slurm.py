@@ -154,6 +154,24 @@ def test_a_task_takes_no_shard_that_would_not_fit_in_the_walltime(project, slurm
     assert {(r["failure"], r["reason"]) for r in first} == {("timeout", "deadline")}
 
 
+def test_items_that_outlast_the_walltime_go_on_from_their_progress_in_the_next_submissions(project, slurmgpu):
+    # Of a minute, about ten seconds are left for two items of thirteen: a third task begins neither.
+    tables = {"settings": {"n": 130, "step_s": 0.1}, "slurm": {"time": "00:01:00"}, "margin_s": 48.0}
+    folder = project(2, "Long", batch_size=1, shard_items=1, auto_resubmit=5, **tables)
+    slurmgpu(*SUBMIT, "--gpus", "2", cwd=folder, expect=0)
+    wait_until(lambda: len(shards_of(folder)) == 2, "both items", 120)
+    wait_for_end(folder, slurmgpu)
+    check_rows(folder, 2)
+    for index in range(2):
+        lines = (folder / "run" / "counts" / str(index)).read_text().splitlines()
+        assert [int(line.split()[0]) for line in lines] == list(range(1, 131))
+        assert len({line.split()[1] for line in lines}) > 1
+    first = [r for r in records(folder) if r["submission"] == 1]
+    assert {(r["failure"], r["reason"], r["n_errors"], len(r["deaths"])) for r in first} == {
+        ("timeout", "deadline", 0, 0)
+    }
+
+
 def test_a_shard_that_outlasts_the_walltime_is_given_back_as_a_timeout(project, slurmgpu):
     folder = project(40, settings={"faults": {"9": "hang"}}, slurm={"time": "00:01:00"})
     slurmgpu(*WAIT, "--gpus", "1", cwd=folder, expect=3)

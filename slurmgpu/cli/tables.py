@@ -20,9 +20,9 @@ MAX_LISTED = 20
 MAX_ATTEMPTS = 200
 MAX_NAMES = 3
 
-WORDS = {"attempt", "node", "state", "end", "last word"}
+WORDS = {"attempt", "node", "state", "progress", "end", "last word"}
 """Columns of text; the others are numbers."""
-FOLDING = {"node", "end"}
+FOLDING = {"node", "progress", "end"}
 """Of these, the ones that take several lines where the terminal is narrow."""
 
 
@@ -41,6 +41,7 @@ def show_status(status: Mapping[str, Any]) -> None:
             "node": [a["node"] for a in attempts],
             "state": [a["state"] for a in attempts],
             "shard": ["" if a["shard"] is None else str(a["shard"]) for a in attempts],
+            **({"progress": [a["progress"] or "" for a in attempts]} if any(a["progress"] for a in attempts) else {}),
             **_counts(attempts),
             "last word": [
                 a["failure"] or ("" if a["state"] == "ended" else f"{a['age_s']:.0f} s ago") for a in attempts
@@ -113,7 +114,7 @@ def _show_attempts(console: Console, report: Mapping[str, Any]) -> None:
         "node": [a["node"] for a in attempts],
         "GPUs": [str(a["n_gpus"]) for a in attempts],
         "time": [_seconds(a["seconds"]) for a in attempts],
-        **_counts([{**a, "n_deaths": len(a["deaths"])} for a in attempts]),
+        **_counts([{**a, "n_deaths": len(a["deaths"]), "last_death": _last_death(a)} for a in attempts]),
     }
     end = {"end": [a["failure"] or (f"ok ({a['reason']})" if a["reason"] else "ok") for a in attempts]}
     used = _used(attempts)
@@ -146,8 +147,16 @@ def _show_failures(console: Console, attempts: Sequence[Mapping[str, Any]]) -> N
 
 def _counts(attempts: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     """The columns of what attempts have done."""
-    keys = {"shards": "n_shards", "items": "n_items", "failed": "n_errors", "deaths": "n_deaths"}
-    return {name: [f"{a[key]:,}" for a in attempts] for name, key in keys.items()}
+    keys = {"shards": "n_shards", "items": "n_items", "failed": "n_errors"}
+    counts = {name: [f"{a[key]:,}" for a in attempts] for name, key in keys.items()}
+    # Of deaths, what the last one was: an attempt may live on, or end well, after some.
+    deaths = [f"{a['last_death']} {a['n_deaths']:,}" if a["n_deaths"] else "0" for a in attempts]
+    return {**counts, "deaths": deaths}
+
+
+def _last_death(attempt: Mapping[str, Any]) -> str | None:
+    deaths = attempt["deaths"]
+    return deaths[-1]["class"] if deaths else None
 
 
 def _table(console: Console, columns: Mapping[str, Sequence[str]]) -> Table:

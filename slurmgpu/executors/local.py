@@ -96,17 +96,35 @@ def _deaf_to_ctrl_c() -> Iterator[None]:
 
 
 def wait(jobs: list[Any], on_tick: Callable[[], None]) -> None:
-    """Wait for the slots; whatever interrupts this stops them, and they give their shards back."""
+    """Wait for the slots; whatever interrupts this stops them, and they give their shards back.
+
+    SIGTERM and SIGHUP interrupt it as Ctrl-C does.
+    """
     try:
-        while not all(job.done() for job in jobs):
-            on_tick()
-            time.sleep(0.1)
+        with _interrupted_by(signal.SIGTERM, signal.SIGHUP):
+            while not all(job.done() for job in jobs):
+                on_tick()
+                time.sleep(0.1)
     except BaseException:
         stop([int(job.job_id) for job in jobs])
         for job in jobs:
             while not job.done():
                 time.sleep(0.05)
         raise
+
+
+@contextlib.contextmanager
+def _interrupted_by(*signums: int) -> Iterator[None]:
+    """Raise KeyboardInterrupt for signals that would end this process, and leave its slots alone; nohup stays nohup."""
+    in_main_thread = threading.current_thread() is threading.main_thread()  # elsewhere they cannot be set
+    own = [signum for signum in signums if in_main_thread and signal.getsignal(signum) == signal.SIG_DFL]
+    for signum in own:
+        signal.signal(signum, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for signum in own:
+            signal.signal(signum, signal.SIG_DFL)
 
 
 def stop(pids: list[int]) -> None:

@@ -30,6 +30,7 @@ BUILT_IN = {
     "judge": "slurmgpu.workloads.judge:Judge",
     "collect": "slurmgpu.workloads.collect:Collect",
     "tracin": "slurmgpu.workloads.tracin:Tracin",
+    "train": "slurmgpu.workloads.train:Train",
 }
 """Short names of the workloads that come with slurmgpu."""
 
@@ -60,6 +61,9 @@ class TaskContext:
     `device` is PyTorch's name of this process's device ("cuda:0" or "cpu"); `gpus` how many GPUs it sees.
     `rank`, `world_size` and `local_rank` are those of torchrun; 0, 1 and 0 for a worker of one process.
     `note(name, value)` writes a number into the notes of the shard that is computed, as of a batch made smaller.
+    `stopping()` is true, on rank 0, once this task shall end: a workload that `resumes` keeps its progress then, and
+    raises Interrupted. `progress(text)` tells how far the item is, when that is kept and further than ever before;
+    `tell(text)` tells the same of what is not kept yet, for who watches.
     """
 
     device: str
@@ -70,6 +74,9 @@ class TaskContext:
     world_size: int = 1
     local_rank: int = 0
     note: Callable[[str, int], None] = lambda name, value: None
+    stopping: Callable[[], bool] = lambda: False
+    progress: Callable[[str], None] = lambda text: None
+    tell: Callable[[str], None] = lambda text: None
 
 
 @dataclass(frozen=True)
@@ -77,7 +84,8 @@ class Share:
     """What each task of a run is going to hold, as far as that is known where the run is planned.
 
     `gpus` is 0 for tasks that compute on CPUs. `gpu_memory` is in bytes, None if nothing tells it. `processes` is what
-    the run file asks for, "one" or "per-gpu"; None leaves it to the workload.
+    the run file asks for, "one" or "per-gpu"; None leaves it to the workload. `slots` is how many processes "per-gpu"
+    would be, also where they compute on CPUs.
     """
 
     gpus: int
@@ -85,6 +93,7 @@ class Share:
     gpu_memory: int | None = None
     gpu_type: str | None = None
     processes: str | None = None
+    slots: int = 1
 
 
 @dataclass(frozen=True)
@@ -105,9 +114,12 @@ class Workload(Protocol):
     the names of the items' fields that it takes, which planning looks for in the input, and `advice`, by such a name
     what to say besides where it is not there;
     `frozen_settings`, what the plan keeps in place of settings that name files which may change;
-    `check_input(files, n_items)`, which planning calls with the input, and which raises a SlurmGPUError to refuse it;
+    `check_input(files, n_items)`, which planning calls with the input, and which raises a SlurmGPUError to refuse it,
+    or returns lines about it that `submit --dry-run` shows, if it has any;
+    `default_items`, mappings that are the items of a run file with neither input nor [sweep];
     `exports`, by formats that it writes itself, functions of the merged file and an open binary file, which may
-    return what they wrote ("3 test triples, 90 lines").
+    return what they wrote ("3 test triples, 90 lines"); `takes_one`, true if it is called with one item, whatever the
+    run file says; `resumes`, true if it keeps the progress of an item, and raises Interrupted to leave one for later.
     """
 
     columns: Mapping[str, Column]

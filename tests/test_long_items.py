@@ -1,0 +1,317 @@
+"""Items whose workload keeps their progress: left for later, taken up again, and no item blamed for what befell it."""
+
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from slurmgpu import open as open_merged
+from slurmgpu.computing import INTERRUPTED, NOT_ASKED, Computer, Failure, settle
+from slurmgpu.config import Resources
+from slurmgpu.errors import Interrupted
+from slurmgpu.histories import History
+from slurmgpu.placing import place
+from slurmgpu.records import Attempt
+from slurmgpu.runs import Run
+from slurmgpu.status import read_status
+from slurmgpu.task import Task
+from slurmgpu.workloads import Item, Placement
+from tests.runs import check_rows, published, records, report, start, wait_until, workers
+
+LOCAL = ("submit", "--executor", "local", "--device", "cpu")
+RAISED = Failure("item_error", "ValueError: no", ("ValueError", "x.py", "1"))
+LONG = {"workload": "Long", "batch_size": 1, "shard_items": 1}
+
+
+def counts(folder):
+    """For each item the numbers that were counted, in order."""
+    files = (folder / "run" / "counts").glob("*[0-9]")
+    return {int(path.name): [int(line.split()[0]) for line in path.read_text().splitlines()] for path in files}
+
+
+def check_counts(folder, n_items, n):
+    """Every item was counted to the end, no number of it twice, and its row says so."""
+    check_rows(folder, n_items)
+    assert counts(folder) == {index: list(range(1, n + 1)) for index in range(n_items)}
+    with open_merged(folder / "run" / "merged.h5") as merged:
+        assert merged["counted"][:].tolist() == [n] * n_items
+
+
+def wait_for_count(folder, index, count):
+    path = folder / "run" / "counts" / str(index)
+    wait_until(lambda: path.exists() and path.read_text().count("\n") >= count, f"{count} counts of item {index}")
+
+
+@pytest.mark.parametrize(
+    ("ways", "is_asked", "expected"),
+    [
+        ([None, None], True, None),
+        ([INTERRUPTED, INTERRUPTED], True, INTERRUPTED),
+        ([None, INTERRUPTED], True, INTERRUPTED),
+        ([RAISED, INTERRUPTED], True, INTERRUPTED),
+        ([None, RAISED], True, RAISED),
+        ([INTERRUPTED, RAISED], False, RAISED),
+        ([None, INTERRUPTED], False, NOT_ASKED),
+    ],
+)
+def test_ranks_that_were_asked_to_stop_leave_the_item_if_one_does(ways, is_asked, expected):
+    assert settle(ways, is_asked=is_asked) == expected
+
+
+def test_an_item_that_is_left_for_later_is_not_called_again_and_has_no_row():
+    calls = []
+
+    def leave(items):
+        calls.append([item.index for item in items])
+        raise Interrupted
+
+    with pytest.raises(Interrupted):
+        Computer(leave, "leave", {}, 4).compute([Item(i, {}) for i in range(4)], History())
+    assert calls == [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize(("gpus", "device", "slots"), [(4, "auto", 4), (4, "cpu", 4), (0, "auto", 1)])
+def test_a_share_tells_how_many_processes_there_could_be_also_on_cpus(gpus, device, slots):
+    class Asking:
+        def place(self, share):
+            self.share = share
+            return Placement()
+
+    asking = Asking()
+    place(asking, Resources(gpus=gpus, device=device), gpus, "Asking")
+    assert (asking.share.slots, asking.share.gpus) == (slots, 0 if device == "cpu" else gpus)
+
+
+def test_a_batch_size_is_refused_where_items_are_computed_one_by_one(project, slurmgpu):
+    folder = project(3, **{**LONG, "batch_size": 2})
+    said = slurmgpu(*LOCAL, "--gpus", "0", cwd=folder, expect=2).stderr
+    assert "[workload] batch_size = 2, and workload" in said
+    assert "one by one: leave it out.\n" in said
+    source = (folder / "workloads.py").read_text()
+    (folder / "workloads.py").write_text(source.replace("n: int = 20,", "n: int = 20, batch_size: int = 8,"))
+    said = slurmgpu(*LOCAL, "--gpus", "0", cwd=folder, expect=2).stderr
+    assert "Under [settings], batch_size is that of its own." in said
+
+
+def test_at_the_walltimes_end_the_item_in_hand_is_left_and_goes_on_later(project, slurmgpu):
+    folder = project(3, settings={"n": 10, "step_s": 0.02}, **LONG)
+    slurmgpu("plan", "--gpus", "1", "--device", "cpu", cwd=folder, expect=0)
+    run = Run.open(folder / "run")
+    late = Task(run, Attempt("job", 0, end_time=time.time() + 0.5))
+    assert late.run_worker() == 0
+    assert late.record.message == "it took no more shards: too little was left of the walltime"
+    # Item 1 counts for longer than there is time, and no item after it is begun.
+    text = (folder / "workloads.py").read_text()
+    slow = text.replace("time.sleep(self.step_s)", "time.sleep(self.step_s + 0.9 * item.index)")
+    (folder / "workloads.py").write_text(slow)
+    timed = Task(run, Attempt("job", 1, end_time=time.time() + 8))
+    assert timed.run_worker() == 0
+    assert (timed.record.reason, timed.record.failure) == ("deadline", "timeout")
+    assert timed.record.message == (
+        "shard 1 was given back, and goes on from what is kept of it: too little was left of the walltime"
+    )
+    assert published(folder) == ["00000.h5"]
+    assert 0 < len(counts(folder)[1]) < 10
+    assert run.claims.read(1) is None
+    (folder / "workloads.py").write_text(text)
+    slurmgpu("resubmit", "run", "--executor", "local", "--gpus", "0", cwd=folder, expect=0)
+    check_counts(folder, 3, 10)
+
+
+def test_told_of_a_preemption_a_task_leaves_its_item_to_a_living_task(project, slurmgpu):
+    folder = project(2, settings={"n": 100, "step_s": 0.05}, **LONG)
+    process = start(*LOCAL, "--gpus", "0", "--tasks", "2", cwd=folder)
+    wait_for_count(folder, 0, 3)
+    wait_for_count(folder, 1, 3)
+    wait_until(lambda: all(record["progress"] for record in records(folder)), "progress in the records")
+    status = json.loads(slurmgpu("status", "run", "--json", cwd=folder, expect=0).stdout)
+    assert all(attempt["progress"].endswith("of 100") for attempt in status["attempts"])
+    assert " of 100 " in slurmgpu("status", "run", cwd=folder, expect=0).stdout
+    os.kill(records(folder)[0]["pid"], signal.SIGUSR2)
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, output
+    check_counts(folder, 2, 100)
+    told, other = records(folder)
+    assert (told["failure"], told["reason"], told["progress"]) == ("preempted", "told to stop", None)
+    assert "was given back, and goes on from what is kept of it: Slurm gave notice" in told["message"]
+    assert (other["failure"], other["deaths"], told["deaths"]) == (None, [], [])
+    assert not list((folder / "run" / "claims").iterdir())
+
+
+def test_two_ranks_leave_an_item_together_and_another_number_goes_on(project, slurmgpu):
+    pytest.importorskip("torch")
+    folder = project(1, settings={"n": 80, "step_s": 0.05}, resources={"processes": "per-gpu"}, **LONG)
+    process = start(*LOCAL, "--gpus", "2", cwd=folder)
+    wait_for_count(folder, 0, 3)
+    os.kill(records(folder)[0]["pid"], signal.SIGUSR2)
+    process.communicate(timeout=100)
+    assert process.returncode == 3
+    [record] = records(folder)
+    assert (record["failure"], record["deaths"], record["n_errors"]) == ("preempted", [], 0)
+    assert len(counts(folder)[0]) < 80
+    slurmgpu("resubmit", "run", "--gpus", "1", cwd=folder, expect=0)
+    check_counts(folder, 1, 80)
+
+
+def test_workers_that_are_killed_between_progress_cost_no_item(project, slurmgpu):
+    folder = project(2, settings={"n": 12, "deadly": [1, 3, 4, 5, 7, 9, 10, 11, 12]}, **LONG)
+    slurmgpu(*LOCAL, "--gpus", "0", cwd=folder, expect=0)
+    check_counts(folder, 2, 12)
+    [record] = records(folder)
+    assert [death["class"] for death in record["deaths"]] == ["crash"] * 18
+
+
+def test_without_progress_an_item_that_kills_its_worker_is_quarantined_as_ever(project, slurmgpu):
+    folder = project(2, settings={"n": 12, "deadly": [1, 3, 5], "tells": False}, **LONG)
+    slurmgpu(*LOCAL, "--gpus", "0", cwd=folder, expect=0)
+    check_rows(folder, 2, errors={0, 1})
+    assert report(folder)["errors_by_class"] == {"crash": 2}
+
+
+def test_progress_that_finds_no_room_ends_the_task_and_is_the_fault_of_no_item(project, slurmgpu):
+    folder = project(3, settings={"n": 12, "also": "also"}, **LONG)
+    (folder / "also").symlink_to("/dev/full")
+    slurmgpu(*LOCAL, "--gpus", "0", cwd=folder, expect=3)
+    [record] = records(folder)
+    assert (record["failure"], record["n_errors"], record["deaths"]) == ("disk_full", 0, [])
+    assert record["message"].startswith("item 0: OSError: [Errno 28] No space left")
+    assert not list((folder / "run" / "claims").glob("[0-9]*[0-9]"))
+    assert counts(folder) == {0: [1, 2, 3, 4, 5, 6]}
+    (folder / "also").unlink()
+    slurmgpu("resubmit", "run", cwd=folder, expect=0)
+    check_counts(folder, 3, 12)
+
+
+def test_an_item_that_nobody_asked_to_leave_is_in_error_and_not_tried_for_ever(project, slurmgpu):
+    folder = project(2, settings={"quits": True}, **LONG)
+    slurmgpu("submit", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0)
+    check_rows(folder, 2, errors={0, 1})
+    [first, _] = report(folder)["errors"]
+    assert first["class"] == "item_error"
+    assert "raised Interrupted though nobody had asked it to stop" in first["message"]
+
+
+def test_a_worker_that_starts_after_the_notice_takes_no_item_up(project):
+    folder = project(2, settings={"n": 200, "step_s": 0.05}, **LONG)
+    process = start(*LOCAL, "--gpus", "0", cwd=folder)
+    wait_for_count(folder, 0, 3)
+    [(worker, _)] = workers(folder)
+    os.kill(worker, signal.SIGSTOP)  # too busy to hear it
+    os.kill(records(folder)[0]["pid"], signal.SIGUSR2)
+    os.kill(worker, signal.SIGKILL)
+    process.communicate(timeout=60)
+    [record] = records(folder)
+    assert (record["failure"], record["reason"], len(record["deaths"])) == ("preempted", "told to stop", 1)
+    assert counts(folder).keys() == {0}
+    assert not list((folder / "run" / "claims").glob("[0-9]*[0-9]"))
+
+
+def test_a_worker_whose_item_another_task_has_taken_over_leaves_it_there(project):
+    folder = project(2, settings={"n": 60, "step_s": 0.05}, lease_s=1.0, **LONG)
+    process = start(*LOCAL, "--gpus", "0", "--tasks", "2", cwd=folder)
+    wait_for_count(folder, 0, 3)
+    path = folder / "run" / "counts" / "0"
+    owner = path.read_text().split()[1]
+    [task] = [record["pid"] for record in records(folder) if record["attempt"] == owner]
+    [worker] = [pid for pid, line in workers(folder) if f'"{owner}"' in line]
+    for pid in (task, worker):
+        os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: path.read_text().split()[-1] != owner, "the other task to take it over")
+    for pid in (worker, task):
+        os.kill(pid, signal.SIGCONT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    check_rows(folder, 2)
+    owners = [line.split()[1] for line in path.read_text().splitlines()]
+    assert owners[[name != owner for name in owners].index(True) :].count(owner) <= 1
+    [former] = [record for record in records(folder) if record["attempt"] == owner]
+    assert (former["failure"], former["published"], former["reason"]) in (
+        (None, [], "others"),
+        (None, [], "complete"),
+    )
+
+
+def check_left(folder, item, failure, signame, n=200):
+    """The one task was stopped by a signal, and its item was left by a worker that had time to keep what there is."""
+    [record] = records(folder)
+    assert (record["failure"], record["deaths"], record["n_errors"]) == (failure, [], 0)
+    left = f"shard {item} was given back, and goes on from what is kept of it"
+    assert record["message"] == f"stopped by {signame}; {left}"
+    assert 0 < len(counts(folder)[item]) < n
+    assert not workers(folder) + workers(folder, "slurmgpu.groups")
+    assert not list((folder / "run" / "claims").glob("[0-9]*[0-9]"))
+
+
+@pytest.mark.parametrize("to_all", [False, True])
+def test_sigterm_leaves_the_item_in_hand_to_a_later_task(project, slurmgpu, to_all):
+    folder = project(2, settings={"n": 200, "step_s": 0.05, "keeping_s": 0.5}, **LONG)
+    process = start(*LOCAL, "--gpus", "0", cwd=folder)
+    wait_for_count(folder, 0, 3)
+    pids = [records(folder)[0]["pid"], *(pid for pid, _ in workers(folder) if to_all)]
+    for pid in (*pids, pids[0]):  # which hears it twice, as when a grace time is over
+        os.kill(pid, signal.SIGTERM)
+    process.communicate(timeout=60)
+    check_left(folder, 0, "preempted", "SIGTERM")
+    assert (folder / "run" / "counts" / "0.kept").exists()
+
+
+@pytest.mark.parametrize("to_all", [False, True])
+def test_a_group_leaves_its_item_however_many_of_it_sigterm_reaches(project, to_all):
+    pytest.importorskip("torch")
+    settings = {"n": 200, "step_s": 0.05, "keeping_s": 0.5}
+    folder = project(1, settings=settings, resources={"processes": "per-gpu"}, **LONG)
+    process = start(*LOCAL, "--gpus", "2", cwd=folder)
+    wait_for_count(folder, 0, 3)
+    group = workers(folder) + workers(folder, "slurmgpu.groups")
+    assert len(group) == 3
+    for pid in (*(pid for pid, _ in group if to_all), records(folder)[0]["pid"]):
+        os.kill(pid, signal.SIGTERM)
+    process.communicate(timeout=60)
+    check_left(folder, 0, "preempted", "SIGTERM")
+    assert (folder / "run" / "counts" / "0.kept").exists()
+    log = (folder / "run" / "logs" / "local1_0.0.log").read_text()
+    assert "torch" not in log
+    assert "Traceback" not in log
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_local_run_whose_command_is_ended_ends_with_its_progress_kept(project, signum):
+    folder = project(1, settings={"n": 200, "step_s": 0.05, "keeping_s": 0.5}, **LONG)
+    process = start(*LOCAL, "--gpus", "0", cwd=folder)
+    wait_for_count(folder, 0, 3)
+    if signum == signal.SIGINT:
+        os.killpg(process.pid, signum)  # as the terminal does; the task has SIGTERM as well, from its controller
+    else:
+        process.send_signal(signum)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "interrupted; the tasks have ended" in output
+    check_left(folder, 0, *{signal.SIGINT: ("cancelled", "SIGINT"), signal.SIGTERM: ("preempted", "SIGTERM")}[signum])
+    assert (folder / "run" / "counts" / "0.kept").exists()
+    assert read_status(Run.open(folder / "run"))["failures"] == {"cancelled": 1}
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_worker_that_keeps_its_progress_for_too_long_is_killed(project, slurmgpu, monkeypatch, again):
+    monkeypatch.setattr("slurmgpu.task.PARTING_S", 60.0 if again else 0.5)
+    folder = project(1, settings={"n": 2, "step_s": 600}, **LONG)
+    slurmgpu("plan", "--gpus", "1", "--device", "cpu", cwd=folder, expect=0)
+    run = Run.open(folder / "run")
+    slow = Task(run, Attempt("job", 0))
+
+    def interrupt():
+        wait_until(lambda: slow.record.shard is not None, "the item")
+        for _ in range(2 if again else 1):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)  # else the two are one
+
+    threading.Thread(target=interrupt).start()
+    assert slow.run_worker() == 75
+    late = "" if again else ". Its worker did not end within 0.5 s"
+    assert slow.record.message == f"stopped by SIGINT; its shards were given back{late}"
+    assert (slow.record.failure, slow.record.deaths) == ("cancelled", [])
+    assert not workers(folder)
+    assert run.claims.read(0) is None
