@@ -4,13 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := slurmgpu tests docs/examples
 
-.PHONY: demo demo-tracin test lint types bench clean
+.PHONY: demo demo-tracin demo-train test lint types bench clean
 
 demo: $(VENV)/demo
 	$(BIN)/python docs/examples/embed/demo.py
 
 demo-tracin: $(VENV)/demo
 	$(BIN)/python docs/examples/tracin/demo.py
+
+demo-train: $(VENV)/demo
+	$(BIN)/python -m pip install --quiet --constraint tests/constraints.txt --requirement docs/examples/digits/requirements.txt
+	$(BIN)/python docs/examples/digits/demo.py
 
 test: $(VENV)/test lint types
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then bash tests/cluster/install.sh; fi

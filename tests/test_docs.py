@@ -27,7 +27,8 @@ from slurmgpu.records import Attempt
 from slurmgpu.runs import Run
 from slurmgpu.task import Task
 from slurmgpu.telemetry import GPU_VALUES, HOST_VALUES, Sampler
-from slurmgpu.workloads import tracin_summary
+from slurmgpu.training.settings import TrainingSettings
+from slurmgpu.workloads import tracin_summary, train_rows, train_summary
 from slurmgpu.workloads.tracin import Tracin
 from slurmgpu.workloads.tracin_plan import Planned
 from tests.test_layers import LAYERS
@@ -124,7 +125,7 @@ def test_the_reference_lists_every_exit_code():
     assert {int(code) for code in listed("cli.md", "Exit codes")} == codes
 
 
-TABLES = {"workload", "settings", "resources", "container", "slurm", "merge"}
+TABLES = {"workload", "settings", "sweep", "resources", "container", "slurm", "merge"}
 
 
 @pytest.mark.parametrize(
@@ -195,6 +196,21 @@ def test_the_reference_lists_every_column_of_tracin_and_every_key_of_its_summary
         columns |= tracin.columns
     assert listed("tracin.md", "Columns") == columns.keys()
     assert listed("tracin.md", "Summary") == set(tracin_summary.KEYS)
+
+
+def test_the_reference_lists_every_setting_of_train_with_its_default():
+    own = {"arguments": None} | {field.name: field.default for field in fields(TrainingSettings)}
+    assert listed("training.md", "Settings") == {"training", *own}
+    for key, _, shown, *_ in rows("training.md", "Settings"):
+        default = own.get(key.strip("`"), "required")
+        expected = "–" if default is None else default if default == "required" else json.dumps(default)
+        assert shown.strip("`") == expected, key
+
+
+def test_the_reference_lists_every_column_of_train_and_every_key_of_its_summary():
+    assert listed("training.md", "Columns") == train_rows.COLUMNS.keys()
+    assert listed("training.md", "Summary") == set(train_summary.KEYS)
+    assert list(train_rows.COLUMNS)[-len(train_rows.MEASURED) :] == list(train_rows.MEASURED)
 
 
 def test_the_reference_lists_the_settings_that_all_language_models_share():
@@ -336,9 +352,13 @@ def test_the_file_tree_of_the_readme_is_the_one_there_is():
 # Examples
 
 RUNNING = ["tutorial.md", "how-to/write-a-workload.md", "how-to/debug-locally.md", "how-to/resubmit.md"]
+RUNNING += ["how-to/train-a-model.md"]
 
 
-@pytest.mark.parametrize("page", [*RUNNING, pytest.param("how-to/several-processes.md", marks=pytest.mark.model)])
+WITH_TORCH = ["how-to/several-processes.md", "how-to/measure-training.md"]
+
+
+@pytest.mark.parametrize("page", [*RUNNING, *(pytest.param(page, marks=pytest.mark.model) for page in WITH_TORCH)])
 def test_the_examples_of_a_page_print_what_it_shows(page, tmp_path):
     """A block that begins with the comment `# NAME` is a file; a block `console` is typed, one with a note is not."""
     folder = tmp_path / "sheep"

@@ -97,18 +97,45 @@ model = "model.pt"                                 # a checkpoint, a list of the
 # names = "node_name_dict.txt"                     # labels for exports
 # edge_map = "edge_map.json"
 """,
+    "train": """training = "my_training.py:MyTraining"          # your class: model(), data(split), loss(model, batch)
+epochs = 10                                      # or steps
+batch_size = 32                                  # of one process; "auto": what fits
+# global_batch_size = 256                        # of a step, on however many GPUs
+lr = 1e-3
+# optimizer = "adamw"                            # or "adam", "sgd"; or the class has a method optimizer(model)
+# schedule = "cosine"                            # or "linear"; default: constant
+# warmup_ratio = 0.05                            # of the training
+# clip = 1.0                                     # the gradient's largest norm
+# precision = "bf16"                             # or "fp16", "tf32"; default: fp32
+# compile = true
+# strategy = "fsdp"                              # parameters spread over the GPUs; default: DDP
+# metric = "val_accuracy"                        # ranks epochs and configurations; default: val_loss
+# patience = 3                                   # evaluations without a better one after which it stops
+# num_workers = 4                                # processes that read the data
+# checkpoint_s = 600                             # seconds between checkpoints
+
+# [settings.arguments]                           # what the class's __init__ takes
+# width = 64
+
+# [sweep]                                        # a training for each combination; without it there is one
+# lr = [1e-3, 3e-4, 1e-4]                        # settings, and arguments of the class
+# width = [32, 64]
+""",
 }
 """Each built-in workload's settings, as `init` proposes them."""
 
-INPUTS = {"tracin": "test.txt"}
-"""Inputs that are not called items.jsonl."""
+INPUTS = {"tracin": "test.txt", "train": None}
+"""Inputs that are not called items.jsonl; None where none is needed."""
 
-RESOURCES: Mapping[str, Mapping[str, Any]] = {"tracin": {"gpus": 1, "array": False}}
-"""Resources that are not four tasks of one GPU: one does hundreds of test triples."""
+RESOURCES: Mapping[str, Mapping[str, Any]] = {
+    "tracin": {"gpus": 1, "array": False},
+    "train": {"gpus": 4, "array": False},
+}
+"""Resources that are not four tasks of one GPU: one does hundreds of test triples; one training is of all GPUs."""
 
 TEMPLATE = """\
 # A run file of slurmgpu; every key is in docs/reference/run-file.md.
-input = {input:<25}  # a path, a list of paths or a glob: .jsonl, .csv, .parquet, .txt or .h5
+{input:<33}  # a path, a list of paths or a glob: .jsonl, .csv, .parquet, .txt or .h5
 {run_dir:<33}  # default: runs/<this file's stem>
 # seed = 0
 # shard_items = 1024               # default: from the input's size alone, never from the number of GPUs
@@ -116,8 +143,7 @@ input = {input:<25}  # a path, a list of paths or a glob: .jsonl, .csv, .parquet
 
 [workload]
 use = "{use}"
-# batch_size = 64                  # overrides the workload's own
-
+{batch}
 [settings]                         # what the workload's __init__ takes
 {settings}
 [resources]
@@ -248,13 +274,14 @@ def run_file_template(workload: str | None, stem: str = "slurmgpu") -> str:
 
 
 def _filled(
-    use: str, settings: str, stem: str, input_path: str = "items.jsonl", gpus: int = 4, array: bool = True
+    use: str, settings: str, stem: str, input_path: str | None = "items.jsonl", gpus: int = 4, array: bool = True
 ) -> str:
     return TEMPLATE.format(
         run_dir=f'# run_dir = "runs/{stem}"',
         use=use,
         settings=settings,
-        input=json.dumps(input_path),
+        input=f"input = {json.dumps(input_path)}" if input_path else '# input = "items.jsonl"',
+        batch="# batch_size = 64                  # overrides the workload's own\n" if input_path else "",
         gpus=gpus,
         array="array = true" if array else "# array = true",
     )

@@ -1,0 +1,254 @@
+"""What `[settings]` and the items of `use = "train"` may hold: types of values, and which cannot go together.
+
+The settings themselves are `slurmgpu.training.settings.TrainingSettings`. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.training.settings import TrainingSettings
+
+HINTS: Mapping[str, Any] = typing.get_type_hints(TrainingSettings)
+DEFAULTS: Mapping[str, Any] = {field.name: field.default for field in fields(TrainingSettings)}
+
+OF_DDP = ("bucket_cap_mb", "static_graph", "find_unused_parameters", "gradient_as_bucket_view")
+
+LEAST = {
+    **dict.fromkeys(("epochs", "steps", "batch_size", "global_batch_size", "accumulation", "threads"), 1),
+    **dict.fromkeys(("patience", "eval_steps", "log_steps", "prefetch_factor", "keep_checkpoints"), 1),
+    **dict.fromkeys(("warmup_steps", "warmup_ratio", "min_lr", "min_delta", "num_workers", "seed"), 0),
+    **dict.fromkeys(("lr", "weight_decay", "momentum", "checkpoint_s"), 0),
+}
+"""The smallest value of each setting that is a number."""
+
+_ELSEWHERE = {
+    "lr": "learning_rate lrate",
+    "batch_size": "per_device_train_batch_size per_gpu_batch_size micro_batch_size train_micro_batch_size_per_gpu",
+    "global_batch_size": "train_batch_size total_batch_size effective_batch_size",
+    "accumulation": "gradient_accumulation_steps accumulate_grad_batches accumulation_steps grad_accumulation",
+    "epochs": "num_epochs num_train_epochs n_epochs max_epochs",
+    "steps": "max_steps num_steps n_steps total_steps num_train_steps max_iters",
+    "clip": "max_grad_norm clip_grad_norm clip_grad gradient_clip_val gradient_clip gradient_clipping grad_clip",
+    "weight_decay": "wd decay l2",
+    "optimizer": "optim",
+    "betas": "beta adam_betas adam_beta1 adam_beta2",
+    "schedule": "scheduler lr_scheduler lr_scheduler_type lr_schedule",
+    "warmup_steps": "warmup num_warmup_steps",
+    "precision": "amp dtype autocast mixed_precision torch_dtype bf16 fp16 tf32",
+    "compile": "torch_compile",
+    "gradient_checkpointing": "activation_checkpointing grad_checkpointing checkpointing",
+    "strategy": "ddp fsdp distributed parallel",
+    "sync_batchnorm": "sync_bn",
+    "num_workers": "workers n_workers dataloader_num_workers",
+    "pin_memory": "dataloader_pin_memory",
+    "metric": "monitor metric_for_best_model",
+    "goal": "mode greater_is_better",
+    "patience": "early_stopping early_stopping_patience",
+    "eval_steps": "eval_every eval_interval val_check_interval",
+    "log_steps": "logging_steps log_every log_every_n_steps",
+    "checkpoint_s": "save_steps save_every checkpoint_every checkpoint_steps",
+    "keep_checkpoints": "save_total_limit",
+    "threads": "num_threads n_threads",
+    "seed": "random_seed random_state manual_seed",
+}
+ELSEWHERE: Mapping[str, str] = {name: ours for ours, names in _ELSEWHERE.items() for name in names.split()}
+"""What other frameworks call a setting."""
+
+_OF_OPTIMIZER = ("optimizer", "lr", "weight_decay", "momentum", "betas", "fused")
+_OF_SCHEDULER = ("schedule", "warmup_steps", "warmup_ratio", "min_lr")
+TAKEN_OVER: Mapping[str, str] = {
+    **dict.fromkeys(_OF_OPTIMIZER, "optimizer"),
+    **dict.fromkeys(_OF_SCHEDULER, "scheduler"),
+}
+"""The settings that nothing reads where the class has a method of its own for them."""
+
+_NUMBERS = {int: "a whole number", float: "a number"}
+
+
+def typed(name: str, value: Any) -> Any:
+    """The value of a setting in its own type, a number that a CSV file has as text included."""
+    hint = HINTS[name]
+    kinds = _kinds(hint)
+    for candidate in (value, _out_of_text(value)):
+        for kind in kinds:
+            found, fits = _as_kind(candidate, kind)
+            if fits:
+                return found
+    raise SlurmGPUError(f"{name} is {json.dumps(value, default=str)}; expected {_described(kinds)}.{several(value)}")
+
+
+def several(value: Any) -> str:
+    """What to do with a list or a distribution where one value is expected."""
+    return " Values to try, a training for each, go into [sweep]." if isinstance(value, list | Mapping) else ""
+
+
+def takes_none(name: str) -> bool:
+    """Whether a setting may be None."""
+    return type(None) in _kinds(HINTS[name])
+
+
+def check_each(given: Mapping[str, Any]) -> None:
+    """Refuse numbers that mean nothing, whatever else is set."""
+    _check_numbers(TrainingSettings(**given))
+
+
+def check(given: Mapping[str, Any]) -> TrainingSettings:
+    """The settings of one training; SlurmGPUError for those that cannot go together."""
+    settings = TrainingSettings(**given)
+    _check_numbers(settings)
+    _check_length(settings)
+    _check_batch(settings)
+    _check_optimizer(settings, given)
+    _check_computing(settings, given)
+    return settings
+
+
+def _check_numbers(settings: TrainingSettings) -> None:
+    for name, least in LEAST.items():
+        value = getattr(settings, name)
+        if isinstance(value, int | float) and not (math.isfinite(value) and value >= least):
+            raise SlurmGPUError(f"{name} is {value}; expected at least {least}.")
+    for name in ("clip", "bucket_cap_mb"):
+        value = getattr(settings, name)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise SlurmGPUError(f"{name} is {value}; expected more than 0, or leave it out.")
+    if settings.warmup_ratio > 1:
+        raise SlurmGPUError(f"warmup_ratio is {settings.warmup_ratio}; expected a share of the training, 0 to 1.")
+
+
+def _check_length(settings: TrainingSettings) -> None:
+    if settings.epochs is None and settings.steps is None:
+        raise SlurmGPUError("How long to train is missing; set one of epochs and steps: epochs = 10, say.")
+    if settings.epochs is not None and settings.steps is not None:
+        raise SlurmGPUError(
+            f"epochs = {settings.epochs} and steps = {settings.steps} both say how long to train; leave one out."
+        )
+
+
+def _check_batch(settings: TrainingSettings) -> None:
+    if settings.global_batch_size is not None and settings.accumulation > 1:
+        raise SlurmGPUError(
+            f"global_batch_size = {settings.global_batch_size} says what a step is of, and accumulation follows from "
+            f"it; leave accumulation = {settings.accumulation} out."
+        )
+
+
+def _check_optimizer(settings: TrainingSettings, given: Mapping[str, Any]) -> None:
+    if not all(0 <= beta < 1 for beta in settings.betas):
+        raise SlurmGPUError(f"betas are {list(settings.betas)}; expected two numbers of at least 0 and less than 1.")
+    if settings.optimizer == "sgd" and "betas" in given:
+        raise SlurmGPUError('betas are those of Adam, and optimizer = "sgd" has momentum; leave betas out.')
+    if settings.optimizer != "sgd" and settings.momentum:
+        raise SlurmGPUError(
+            f'momentum is that of optimizer = "sgd", and the optimizer is "{settings.optimizer}", whose momentum is '
+            f"the first of betas; leave momentum out."
+        )
+    if settings.min_lr and settings.schedule == "constant":
+        raise SlurmGPUError(
+            'min_lr is where a schedule ends, and schedule = "constant" ends where it begins; set schedule = "cosine", '
+            "or leave min_lr out."
+        )
+    if settings.min_lr > settings.lr:
+        raise SlurmGPUError(f"min_lr = {settings.min_lr:g} is more than lr = {settings.lr:g}; a schedule goes down.")
+    if settings.warmup_steps and settings.warmup_ratio:
+        raise SlurmGPUError("warmup_steps and warmup_ratio both say how long to warm up; leave one of them out.")
+
+
+def _check_computing(settings: TrainingSettings, given: Mapping[str, Any]) -> None:
+    if settings.static_graph and settings.find_unused_parameters:
+        raise SlurmGPUError(
+            "static_graph = true finds unused parameters once, find_unused_parameters = true at every step; leave one "
+            "of them out."
+        )
+    if settings.strategy == "fsdp":
+        if settings.precision == "fp16":
+            raise SlurmGPUError(
+                'strategy = "fsdp" with precision = "fp16" would need a loss that is scaled over all processes; set '
+                'precision = "bf16".'
+            )
+        for name in OF_DDP:
+            if given.get(name):
+                raise SlurmGPUError(f'{name} is a setting of DDP, and strategy = "fsdp"; leave {name} out.')
+    if settings.prefetch_factor is not None and settings.num_workers == 0:
+        raise SlurmGPUError(
+            f"prefetch_factor = {settings.prefetch_factor} is how far loader workers read ahead, and there are none: "
+            f"set num_workers, or leave prefetch_factor out."
+        )
+
+
+def meant(name: str, arguments: Iterable[str]) -> str:
+    """What to say of a name that is no setting and no argument of the class: which one it may stand for."""
+    plain = name.lower().replace("-", "_").rpartition("arguments.")[2]
+    arguments = [*arguments]
+    if plain != name and (plain in HINTS or plain in arguments):
+        return f" Write {plain} in its place."
+    if plain in ELSEWHERE:
+        return f" Here it is called {ELSEWHERE[plain]!r}."
+    if (found := did_you_mean(name, [*HINTS, *arguments])).startswith(" Did"):  # all others would be fifty
+        return found
+    takes = f"The class takes {', '.join(arguments)}; the" if arguments else "The"
+    return f" {takes} settings are in docs/reference/training.md."
+
+
+# Types
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    """What a value may be: the members of a union, and its hint alone otherwise."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return tuple(kind for part in typing.get_args(hint) for kind in _kinds(part))
+    return (hint,)
+
+
+def _as_kind(value: Any, kind: Any) -> tuple[Any, bool]:
+    """The value as that kind, and whether it is one."""
+    if kind is type(None):
+        return None, value is None
+    if typing.get_origin(kind) is typing.Literal:
+        return value, isinstance(value, str) and value in typing.get_args(kind)
+    if typing.get_origin(kind) is tuple:
+        parts = typing.get_args(kind)
+        if not isinstance(value, list | tuple) or len(value) != len(parts):
+            return value, False
+        found = [_as_kind(each, part) for each, part in zip(value, parts, strict=True)]
+        return tuple(each for each, _ in found), all(fits for _, fits in found)
+    if kind is float:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return float(value) if is_number else value, is_number
+    if kind is int and isinstance(value, float) and value.is_integer():  # Parquet's column of integers with gaps
+        return int(value), True
+    return value, isinstance(value, kind) and not (kind is int and isinstance(value, bool))
+
+
+def _out_of_text(value: Any) -> Any:
+    """What a text says in JSON, or as Python writes it; else the text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads({"True": "true", "False": "false"}.get(value.strip(), value))
+    except (ValueError, RecursionError):
+        return value
+
+
+def _described(kinds: tuple[Any, ...]) -> str:
+    words = []
+    for kind in kinds:
+        if typing.get_origin(kind) is typing.Literal:
+            words += [json.dumps(each) for each in typing.get_args(kind)]
+        elif typing.get_origin(kind) is tuple:
+            words.append(f"{len(typing.get_args(kind))} numbers, as [0.9, 0.999]")
+        elif kind is bool:
+            words.append("true or false")
+        elif kind is str:
+            words.append("a text")
+        elif kind is not type(None):
+            words.append(_NUMBERS[kind])
+    return " or ".join(words) if len(words) < 3 else f"one of {', '.join(words)}"
