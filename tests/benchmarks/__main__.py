@@ -23,6 +23,7 @@ QUICK = {
     "merge": ["--quick"],
     "overhead": ["--quick"],
     "tracin": ["--quick"],
+    "train": ["--quick"],
 }
 """The benchmarks, and what makes each of them quick."""
 
