@@ -297,7 +297,7 @@ def test_a_local_run_whose_command_is_ended_ends_with_its_progress_kept(project,
 @pytest.mark.parametrize("again", [False, True])
 def test_a_worker_that_keeps_its_progress_for_too_long_is_killed(project, slurmgpu, monkeypatch, again):
     monkeypatch.setattr("slurmgpu.task.PARTING_S", 60.0 if again else 0.5)
-    folder = project(1, settings={"n": 2, "step_s": 600}, **LONG)
+    folder = project(1, settings={"n": 2, "step_s": 600, "keeping_s": 600}, **LONG)
     slurmgpu("plan", "--gpus", "1", "--device", "cpu", cwd=folder, expect=0)
     run = Run.open(folder / "run")
     slow = Task(run, Attempt("job", 0))

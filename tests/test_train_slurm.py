@@ -221,8 +221,8 @@ def test_two_nodes_with_two_processes_each_train_what_four_on_one_node_do(train,
 
 
 def test_a_training_that_outlasts_its_walltime_goes_on_in_the_next_submission(train, by_two, slurmgpu):
-    # Half-way through its minute, a task leaves what it has in hand.
-    folder = train(FIRST, slow_s=0.6, time="00:01:00", margin_s=28.0, auto_resubmit=9)
+    # A third of the way through its minute, a task leaves what it has in hand.
+    folder = train(FIRST, slow_s=0.6, time="00:01:00", margin_s=38.0, auto_resubmit=9)
     slurmgpu(*SUBMIT, "--gpus", "2", cwd=folder, expect=0)
     wait_until(lambda: len(submissions(folder)) == 2, "the automatic resubmission", 120)
     (folder / "slow").unlink()

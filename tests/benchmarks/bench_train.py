@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def loops(quick: bool) -> list[bool]:
     """Steps of both loops, of one and of two processes."""
-    n_rounds = 3 if quick else 15
+    n_rounds = 3 if quick else 7
     met, rows = [], []
     for net in ("digits", "large", "images"):
         for n_processes in (1, 2):
