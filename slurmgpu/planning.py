@@ -196,7 +196,7 @@ def _batch_size(config: RunFile, workload: workloads.Workload, name: str) -> int
 
 def _batch_of_one(config: RunFile, workload: workloads.Workload, name: str) -> int:
     if config.workload.batch_size not in (None, 1):
-        own = " Under [settings], batch_size is that of its own." if _has_setting(workload, "batch_size") else ""
+        own = " Under [settings], batch_size is that of its own." if "batch_size" in _hints(type(workload)) else ""
         raise SlurmGPUError(
             f"[workload] batch_size = {config.workload.batch_size}, and workload {name} computes items one by one: "
             f"leave it out.{own}"
@@ -204,11 +204,11 @@ def _batch_of_one(config: RunFile, workload: workloads.Workload, name: str) -> i
     return 1
 
 
-def _has_setting(workload: workloads.Workload, name: str) -> bool:
+def _hints(cls: type) -> dict[str, Any]:
     try:
-        return name in workloads.settings_hints(type(workload))
+        return workloads.settings_hints(cls)
     except (NameError, TypeError):
-        return False  # annotations that exist for type checkers only
+        return {}  # annotations that exist for type checkers only
 
 
 def _shard_items(config: RunFile, batch_size: int) -> int | None:
@@ -230,10 +230,7 @@ def _settings(full_name: str, settings: Mapping[str, Any], search_path: Path) ->
         ) from error
     cls = workloads.load_class(full_name, search_path)
     frozen |= workloads.texts_of_files(cls, frozen)
-    try:
-        hints = workloads.settings_hints(cls)
-    except (NameError, TypeError):
-        return frozen  # annotations that exist for type checkers only
+    hints = _hints(cls)
     for name, value in frozen.items():
         if name in hints:
             _check_type(full_name, name, value, hints[name])

@@ -123,6 +123,12 @@ def retriable(report: Mapping[str, Any]) -> bool:
     return bool(attempts) and all(POLICIES[a["failure"]].retriable or a["bad_node"] for a in attempts if a["failure"])
 
 
+def last_death(attempt: Mapping[str, Any]) -> str | None:
+    """The failure class of the last worker of an attempt that died; None if none did."""
+    deaths = attempt["deaths"]
+    return deaths[-1]["class"] if deaths else None
+
+
 def bad_nodes(attempts: Iterable[Mapping[str, Any]]) -> list[str]:
     """The nodes that failures were the fault of."""
     return sorted({a["bad_node"] for a in attempts if a["bad_node"]})

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slurmgpu.report import attempts_of, read_report
+from slurmgpu.report import attempts_of, last_death, read_report
 from slurmgpu.runs import Run
 
 STATUS_FORMAT = "slurmgpu status"
@@ -25,7 +25,7 @@ def read_status(run: Run, queued: Sequence[Mapping[str, str]] | None = None) -> 
             **{key: attempt[key] for key in ("attempt", "node", "state", "shard", "progress")},
             **{key: attempt[key] for key in ("n_shards", "n_items", "n_errors")},
             "n_deaths": len(attempt["deaths"]),
-            "last_death": attempt["deaths"][-1]["class"] if attempt["deaths"] else None,
+            "last_death": last_death(attempt),
             "age_s": round(time.time() - attempt["updated"], 1),
             # One that wrote no end may be alive: the report, made when none is, knows better.
             "failure": attempt["failure"] if attempt["state"] == "ended" else None,

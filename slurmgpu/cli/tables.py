@@ -13,7 +13,7 @@ from rich.table import Table
 
 from slurmgpu.cli.output import count_of, result, say, wide_console
 from slurmgpu.cli.summaries import show_summary
-from slurmgpu.report import IDLE_PERCENT
+from slurmgpu.report import IDLE_PERCENT, last_death
 
 MAX_LISTED = 20
 """Failed items, holes and messages that are listed; the JSON has all."""
@@ -114,7 +114,7 @@ def _show_attempts(console: Console, report: Mapping[str, Any]) -> None:
         "node": [a["node"] for a in attempts],
         "GPUs": [str(a["n_gpus"]) for a in attempts],
         "time": [_seconds(a["seconds"]) for a in attempts],
-        **_counts([{**a, "n_deaths": len(a["deaths"]), "last_death": _last_death(a)} for a in attempts]),
+        **_counts([{**a, "n_deaths": len(a["deaths"]), "last_death": last_death(a)} for a in attempts]),
     }
     end = {"end": [a["failure"] or (f"ok ({a['reason']})" if a["reason"] else "ok") for a in attempts]}
     used = _used(attempts)
@@ -152,11 +152,6 @@ def _counts(attempts: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     # Of deaths, what the last one was: an attempt may live on, or end well, after some.
     deaths = [f"{a['last_death']} {a['n_deaths']:,}" if a["n_deaths"] else "0" for a in attempts]
     return {**counts, "deaths": deaths}
-
-
-def _last_death(attempt: Mapping[str, Any]) -> str | None:
-    deaths = attempt["deaths"]
-    return deaths[-1]["class"] if deaths else None
 
 
 def _table(console: Console, columns: Mapping[str, Sequence[str]]) -> Table:

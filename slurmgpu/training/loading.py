@@ -151,21 +151,26 @@ class EvalReadings:
         return own_pieces(self.n_samples, self.batch_size, self.rank, self.world_size)
 
 
+def called(user: Any, split: str) -> str:
+    """What errors call the data of a split."""
+    return f"{type(user).__name__}.data({split!r})"
+
+
 def read_split(user: Any, split: str) -> Reader | None:
     """What the training class has for a split; None if it has nothing.
 
     A data set of another kind, an empty one, and none for "train" are refused.
     """
     samples = user.data(split)
-    called = f"{type(user).__name__}.data({split!r})"
+    name = called(user, split)
     if samples is None:
         if split == "train":
-            raise SlurmGPUError(f"{called} is None; it shall be {EXPECTED}.")
+            raise SlurmGPUError(f"{name} is None; it shall be {EXPECTED}.")
         return None
     if advice := _advice(samples):
-        raise SlurmGPUError(f"{called} is a {type(samples).__name__}; it shall be {EXPECTED}. {advice}")
+        raise SlurmGPUError(f"{name} is a {type(samples).__name__}; it shall be {EXPECTED}. {advice}")
     if not len(samples):
-        raise SlurmGPUError(f"{called} has no samples; without a split, return None.")
+        raise SlurmGPUError(f"{name} has no samples; without a split, return None.")
     return Reader(samples, getattr(user, "collate", None) or default_collate)
 
 

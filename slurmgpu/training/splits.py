@@ -7,7 +7,7 @@ from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.training.batches import Cutting, derive_seed
-from slurmgpu.training.loading import Reader, read_split
+from slurmgpu.training.loading import Reader, called, read_split
 from slurmgpu.training.places import Place
 from slurmgpu.training.ranks import together
 from slurmgpu.training.settings import TrainingSettings
@@ -32,7 +32,7 @@ class Splits:
             for split in SPLITS:
                 if sizes[split] != self.sizes[split]:
                     raise SlurmGPUError(
-                        f"{_called(user, split)} has {_counted(self.sizes[split])} on rank 0 and "
+                        f"{called(user, split)} has {_counted(self.sizes[split])} on rank 0 and "
                         f"{_counted(sizes[split])} on rank {rank}; it shall be the same on all."
                     )
 
@@ -52,7 +52,7 @@ class Splits:
         for split in SPLITS:
             if self.sizes[split] != before[split]:
                 raise SlurmGPUError(
-                    f"the data has changed since the checkpoint: {_called(self._user, split)} had "
+                    f"the data has changed since the checkpoint: {called(self._user, split)} had "
                     f"{_counted(before[split])} then, and has {_counted(self.sizes[split])} now. Put it back as it "
                     "was, or train on the new data in a new run."
                 )
@@ -83,10 +83,6 @@ def cut(n_samples: int, batch_size: int, settings: TrainingSettings, place: Plac
             "take a smaller batch_size, or drop_last = false."
         )
     return cutting
-
-
-def _called(user: Any, split: str) -> str:
-    return f"{type(user).__name__}.data({split!r})"
 
 
 def _counted(n: int) -> str:

@@ -10,7 +10,7 @@ import re
 import secrets
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -43,7 +43,7 @@ def unique_partial(path: Path) -> Path:
 
 def write_state(path: Path, state: Mapping[str, Any]) -> Written:
     """Write what `read_state` reads, and fsync it. NumPy's numbers, of a scheduler say, become Python's."""
-    plain = _plain(dict(state))
+    plain = _mapped(dict(state), _plain)
     _check_plain(plain)
     with open(path, "wb") as file:
         stream = _Summed(file)
@@ -67,7 +67,7 @@ def read_state(path: Path) -> dict[str, Any]:
     that has yet to read a page of it dies (SIGBUS), as it would fail without.
     """
     state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    return {name: _off_the_file(value) for name, value in state.items()}
+    return {name: _mapped(value, _off_the_file) for name, value in state.items()}
 
 
 def save_weights(path: Path, weights: Mapping[str, Any]) -> Written:
@@ -150,7 +150,7 @@ def _check_plain(state: Mapping[str, Any]) -> None:
     """
     file = io.BytesIO()
     try:
-        torch.save(_without_tensors(state), file)
+        torch.save(_mapped(state, _without_tensors), file)
         torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
         lines = [line.strip() for line in ESCAPES.sub("", str(error)).splitlines() if line.strip()]
@@ -161,33 +161,24 @@ def _check_plain(state: Mapping[str, Any]) -> None:
         ) from error
 
 
-def _plain(value: Any) -> Any:
-    """The same with NumPy's numbers as Python's."""
-    if isinstance(value, np.generic):
-        return value.item()
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A state with `change` applied to all in it that is no dict, list or tuple, keys included."""
     if type(value) in (dict, OrderedDict):
-        return type(value)((_plain(key), _plain(each)) for key, each in value.items())
+        return type(value)((_mapped(key, change), _mapped(each, change)) for key, each in value.items())
     if type(value) in (list, tuple):
-        return type(value)(_plain(each) for each in value)
-    return value
+        return type(value)(_mapped(each, change) for each in value)
+    return change(value)
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's numbers as Python's."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _off_the_file(value: Any) -> Any:
-    """The same with copies of small tensors, some of which are kept: they would hold the file open."""
-    if isinstance(value, torch.Tensor):
-        return value.clone() if value.nbytes < SMALL_BYTES else value
-    if type(value) in (dict, OrderedDict):
-        return type(value)((key, _off_the_file(each)) for key, each in value.items())
-    if type(value) in (list, tuple):
-        return type(value)(_off_the_file(each) for each in value)
-    return value
+    """Copies of small tensors, some of which are kept: they would hold the file open."""
+    return value.clone() if isinstance(value, torch.Tensor) and value.nbytes < SMALL_BYTES else value
 
 
 def _without_tensors(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return None
-    if type(value) in (dict, OrderedDict):
-        return {key: _without_tensors(each) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return [_without_tensors(each) for each in value]
-    return value
+    return None if isinstance(value, torch.Tensor) else value
