@@ -12,6 +12,7 @@ from pathlib import Path
 import h5py
 
 import slurmgpu
+from slurmgpu.executors import commands
 
 
 def make_project(folder, n_items=100, workload="Rows", items=None, batch_size=4, **tables):
@@ -118,3 +119,32 @@ def kill_workers(folder):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     return len(mine)
+
+
+def submissions(folder):
+    """What submissions.jsonl says of each, read as any user might."""
+    merged = {}
+    for line in (folder / "run" / "submissions.jsonl").read_text().splitlines():
+        value = json.loads(line)
+        merged.setdefault(value["submission"], {}).update(value)
+    return [merged[number] for number in sorted(merged)]
+
+
+def wait_for_end(folder):
+    """Until the last submission is merged, and Slurm has none of the jobs."""
+    wait_until(lambda: submissions(folder)[-1]["state"] == "ended", "the merge", 120)
+    ids = [i for line in submissions(folder) for i in (line.get("array_job"), line.get("merge_job")) if i]
+    wait_until(lambda: not commands.queue(ids), "the end of the merge job", 120)
+
+
+def run_module(name, folder):
+    """Run a module of the tests with a folder as its argument, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", f"tests.{name}", str(folder)],
+        cwd=Path(__file__).parent.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]

@@ -20,6 +20,8 @@ from tests.runs import (
     report,
     shard_times,
     start,
+    submissions,
+    wait_for_end,
     wait_until,
 )
 
@@ -36,23 +38,6 @@ def shards_of(folder):
 
 def running(folder):
     return [r for r in (records(folder) if (folder / "run" / "tasks").exists() else []) if r["state"] == "running"]
-
-
-def wait_for_end(folder, slurmgpu, timeout_s=120):
-    def ended():
-        return submissions(folder)[-1]["state"] == "ended"
-
-    wait_until(ended, "the merge", timeout_s)
-    ids = [i for line in submissions(folder) for i in (line.get("array_job"), line.get("merge_job")) if i]
-    wait_until(lambda: not commands.queue(ids), "the end of the merge job", timeout_s)
-
-
-def submissions(folder):
-    merged = {}
-    for line in (folder / "run" / "submissions.jsonl").read_text().splitlines():
-        value = json.loads(line)
-        merged.setdefault(value["submission"], {}).update(value)
-    return [merged[number] for number in sorted(merged)]
 
 
 def holding(folder):
@@ -148,7 +133,7 @@ def test_a_task_takes_no_shard_that_would_not_fit_in_the_walltime(project, slurm
     slurmgpu(*SUBMIT, "--gpus", "4", cwd=folder, expect=0)
     wait_until(lambda: len(submissions(folder)) == 2, "the automatic resubmission", 60)
     wait_until(lambda: len(shards_of(folder)) == 50, "the last shard")
-    wait_for_end(folder, slurmgpu)
+    wait_for_end(folder)
     check_rows(folder, 400)
     first = [r for r in records(folder) if r["submission"] == 1]
     assert {(r["failure"], r["reason"]) for r in first} == {("timeout", "deadline")}
@@ -160,7 +145,7 @@ def test_items_that_outlast_the_walltime_go_on_from_their_progress_in_the_next_s
     folder = project(2, "Long", batch_size=1, shard_items=1, auto_resubmit=5, **tables)
     slurmgpu(*SUBMIT, "--gpus", "2", cwd=folder, expect=0)
     wait_until(lambda: len(shards_of(folder)) == 2, "both items", 120)
-    wait_for_end(folder, slurmgpu)
+    wait_for_end(folder)
     check_rows(folder, 2)
     for index in range(2):
         lines = (folder / "run" / "counts" / str(index)).read_text().splitlines()
@@ -218,7 +203,7 @@ def test_an_array_that_the_user_cancelled_is_not_resubmitted_automatically(proje
     slurmgpu(*SUBMIT, "--gpus", "2", cwd=folder, expect=0)
     wait_until(lambda: len(shards_of(folder)) > 2, "the first shards")
     cluster.run("scancel", submissions(folder)[0]["array_job"])
-    wait_for_end(folder, slurmgpu)
+    wait_for_end(folder)
     assert len(submissions(folder)) == 1
     assert set(report(folder)["failures"]) == {"cancelled"}
 
@@ -272,7 +257,7 @@ def test_an_input_that_vanished_is_named_and_the_run_resumed_when_it_is_back(pro
     (folder / "items.away").rename(folder / "items.jsonl")
     slurmgpu(*SUBMIT, "--gpus", "1", "--slurm", "begin=now+3", cwd=folder, expect=0)
     (folder / "items.jsonl").rename(folder / "items.away")
-    wait_for_end(folder, slurmgpu)
+    wait_for_end(folder)
     assert report(folder)["failures"] == {"input_error": 1}
     (folder / "items.away").rename(folder / "items.jsonl")
     slurmgpu("resubmit", "run", "--wait", cwd=folder, expect=0)
@@ -448,7 +433,7 @@ def test_chaos_changes_no_byte(project, slurmgpu, cluster):
         elif kills < 40 and (alive := running(folder)):
             kills += _kill_something(dice, folder, dice.choice(alive))
     assert kills >= 30
-    wait_for_end(folder, slurmgpu)
+    wait_for_end(folder)
     assert datasets(folder) == before
     check_rows(folder, n_items)
 

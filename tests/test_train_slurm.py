@@ -12,7 +12,7 @@ import pytest
 from slurmgpu import open as open_merged
 from slurmgpu.executors import commands
 from slurmgpu.workloads.train_rows import COLUMNS, MEASURED
-from tests.runs import records, report, start, wait_until
+from tests.runs import records, report, start, submissions, wait_for_end, wait_until
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("cluster")]
@@ -147,20 +147,6 @@ def array_job(folder, number=0):
 def waiting(folder):
     """The tasks of the first submission that Slurm has in its queue, each with the reason why it waits."""
     return [(job.job_id, job.reason) for job in commands.queue([array_job(folder)])]
-
-
-def submissions(folder):
-    merged = {}
-    for line in (folder / "run" / "submissions.jsonl").read_text().splitlines():
-        value = json.loads(line)
-        merged.setdefault(value["submission"], {}).update(value)
-    return [merged[number] for number in sorted(merged)]
-
-
-def wait_for_end(folder):
-    wait_until(lambda: submissions(folder)[-1]["state"] == "ended", "the merge", 120)
-    ids = [i for line in submissions(folder) for i in (line.get("array_job"), line.get("merge_job")) if i]
-    wait_until(lambda: not commands.queue(ids), "the end of the merge job", 120)
 
 
 def test_a_sweep_with_a_preemption_and_a_dead_node_ends_as_one_that_was_left_alone(train, by_two, cluster):

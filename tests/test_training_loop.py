@@ -3,10 +3,6 @@
 import contextlib
 import itertools
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -28,6 +24,7 @@ from slurmgpu.training.pacing import Pace  # noqa: E402
 from slurmgpu.training.places import Place  # noqa: E402
 from slurmgpu.training.settings import TrainingSettings  # noqa: E402
 from slurmgpu.training.sizing import fit_batch_size, flops_per_sample  # noqa: E402
+from tests.runs import run_module  # noqa: E402
 from tests.training_ranks import BASE, BY_FOUR, CASES, N_TEST, N_TRAIN, N_VAL, Exact, Plain, Recording  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -44,15 +41,7 @@ def sizes(case):
 def found(tmp_path_factory):
     """What came of a case on a number of processes."""
     folder = tmp_path_factory.mktemp("ranks")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.training_ranks", str(folder)],
-        cwd=Path(__file__).parent.parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_module("training_ranks", folder)
 
     def load(case, world_size):
         return torch.load(folder / f"{case}-{world_size}.pt", weights_only=False) | {

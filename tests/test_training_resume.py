@@ -1,16 +1,13 @@
 """A training that was killed, stopped or moved ends as one that was left alone: on the CPU, bit for bit."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from tests.resuming import CASES, FIXED, GIVEN, N_SAMPLES  # noqa: E402
+from tests.runs import run_module  # noqa: E402
 
 EXACT = [name for name in CASES if name != "on other numbers"]
 EQUAL = ("steps", "epochs", "samples", "final", "best", "best_step", "score", "ended")
@@ -21,15 +18,7 @@ EQUAL += ("curve_steps", "curve", "eval_steps", "eval_curve")
 def folder(tmp_path_factory):
     """Where all cases have run."""
     folder = tmp_path_factory.mktemp("resuming")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.resuming", str(folder)],
-        cwd=Path(__file__).parent.parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_module("resuming", folder)
     return folder
 
 
