@@ -18,7 +18,7 @@ demo-train: $(VENV)/demo
 
 test: $(VENV)/test lint types
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then bash tests/cluster/install.sh; fi
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 3
 
 lint: $(VENV)/test
 	$(BIN)/ruff check $(SOURCES)

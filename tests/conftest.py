@@ -1,5 +1,6 @@
 import functools
 import os
+import signal
 import subprocess
 import sys
 
@@ -13,6 +14,13 @@ from tests.tiny_models import adder, one_thread  # noqa: F401
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _ctrl_c():
+    """Ctrl-C can be typed, also where these tests run in the background of a shell, which has such ignore it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _no_site_file(tmp_path_factory):
     """A developer's own site file changes no test."""
     with pytest.MonkeyPatch.context() as patch:
@@ -20,11 +28,18 @@ def _no_site_file(tmp_path_factory):
         yield
 
 
-def pytest_collection_modifyitems(items):
-    """With `-n 2`, as `make test` runs them, files go side by side: many tests wait for Slurm, and leave cores idle.
+WAITING = {"cluster", "apptainer"}
+"""Fixtures of tests that wait most of their time, and take longest."""
 
-    Those that look at which images the machine serves go one after another.
+
+def pytest_collection_modifyitems(items):
+    """With `-n 3`, as `make test` runs them, files go side by side; those with tests that wait come first.
+
+    So cores that they leave idle are not idle, and none of them is alone at the end. Tests that look at which images
+    the machine serves go one after another.
     """
+    waiting = {item.path for item in items if WAITING & set(item.fixturenames)}
+    items.sort(key=lambda item: item.path not in waiting)
     for item in items:
         shared = "apptainer" if "apptainer" in item.fixturenames else item.path.name
         item.add_marker(pytest.mark.xdist_group(shared))
