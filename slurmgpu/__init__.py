@@ -25,6 +25,7 @@ __all__ = [
     "__version__",
     "find_batch_size",
     "open",
+    "probe",
     "submit",
     "throughput",
 ]
@@ -42,13 +43,14 @@ _HOMES = {
     "SlurmGPUError": "slurmgpu.errors",
     "Merged": "slurmgpu.results",
     "open": "slurmgpu.results",
+    "probe": "slurmgpu.api",
     "submit": "slurmgpu.api",
     "find_batch_size": "slurmgpu.training.fitting",
     "throughput": "slurmgpu.training.throughput",
 }
 
 if TYPE_CHECKING:
-    from slurmgpu.api import submit
+    from slurmgpu.api import probe, submit
     from slurmgpu.columns import Array, Json, Ragged, Text
     from slurmgpu.errors import Interrupted, ItemError, SlurmGPUError
     from slurmgpu.results import Merged, open  # noqa: A004

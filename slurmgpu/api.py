@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,17 @@ from slurmgpu.containers.images import same_image
 from slurmgpu.containers.settings import ContainerError
 from slurmgpu.containing import contain_anew
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors import adjusting, commands, living, submitting
+from slurmgpu.executors import adjusting, commands, living, probes, submitting
 from slurmgpu.executors.submitting import Outcome
+from slurmgpu.forecast import FORECAST_FORMAT, FORECAST_VERSION, forecast, observe
+from slurmgpu.injecting import check_faults, parse_faults
+from slurmgpu.injecting.telling import Verdict, judge
 from slurmgpu.planning import Draft, draft_run
 from slurmgpu.report import last_report
 from slurmgpu.runs import Run, create_run
 from slurmgpu.status import read_status
 from slurmgpu.submissions import Submission
+from slurmgpu.workloads import load_class
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +55,10 @@ class RunHandle:
         """The report of the last merge; SlurmGPUError before the first."""
         return last_report(self.run)
 
+    def rehearsed(self) -> list[Verdict]:
+        """What became of the faults that were injected into the run, up to its last merge; none without such."""
+        return judge(self.run, self.report())
+
     def wait(self, on_tick: Callable[[dict[str, Any]], None] = lambda status: None) -> dict[str, Any]:
         """Wait until nothing of the run is queued or alive; the report."""
         return wait_for(self.run, on_tick)
@@ -72,18 +80,74 @@ def submit(
     image: str | Path | None = None,
     after: str | Path | None = None,
     on_tick: Callable[[Run], None] = lambda run: None,
+    inject: Sequence[str] = (),
     **resources: Any,
 ) -> RunHandle:
     """Plan the run file, make its run directory, and submit it.
 
     `resources` are the keys of [resources]: gpus, array, gpus_per_task and so on. With the local and the debug executor
-    the run is over, merged and reported, when this returns.
+    the run is over, merged and reported, when this returns. `inject` are faults on demand, such as "crash@17";
+    `rehearsed()` of what is returned tells what became of them.
     """
     container = {} if image is None else {"image": str(Path(image).expanduser().absolute())}
     overrides = {"settings": dict(settings or {}), "resources": resources, "container": container}
     other = Run.open(Path(after)) if after is not None else None
     with draft_run(Path(run_file), overrides, Path(run_dir) if run_dir else None, after=other) as draft:
-        return submit_draft(draft, other, on_tick)
+        return submit_draft(draft, other, on_tick, inject)
+
+
+def probe(
+    run_file: str | Path = "slurmgpu.toml",
+    n_items: int = 1,
+    *,
+    run_dir: str | Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+    image: str | Path | None = None,
+    on_tick: Callable[[Run], None] = lambda run: None,
+    **resources: Any,
+) -> dict[str, Any]:
+    """What the run of a run file will take: computes `n_items` of it by one task, in RUN-probe, and queues no more.
+
+    The arguments are those of `submit`. The keys are those of `slurmgpu submit --probe --json` but `submitted`;
+    `failure` is None when the probe went well.
+    """
+    container = {} if image is None else {"image": str(Path(image).expanduser().absolute())}
+    overrides = {"settings": dict(settings or {}), "resources": resources, "container": container}
+    with draft_run(Path(run_file), overrides, Path(run_dir) if run_dir else None) as draft:
+        return probe_draft(draft, n_items, on_tick)
+
+
+def probe_draft(
+    draft: Draft,
+    n_items: int,
+    on_tick: Callable[[Run], None] = lambda run: None,
+    on_status: Callable[[dict[str, Any]], None] = lambda status: None,
+) -> dict[str, Any]:
+    """The forecast of a draft, which stays as it is; the keys of `slurmgpu submit --probe --json`.
+
+    Whatever interrupts it cancels the probe.
+    """
+    small = probes.draft_probe(draft, n_items)
+    check_executor(submission_of(small), small.plan.container)
+    probes.make_room(small.run_dir)
+    submission, run = submission_of(draft), None
+    try:
+        handle = submit_draft(small, None, on_tick)
+        run = handle.run
+        report = handle.outcome.report if handle.outcome else None
+        report = report or wait_for(run, on_status)
+    except BaseException:
+        if run is not None and submission.executor == "slurm":
+            living.cancel(run)
+        raise
+    head = {"run_dir": str(draft.run_dir), "probe_dir": str(run.folder)}
+    failed, seen = probes.why_failed(run, report), observe(run.attempts())
+    if failed is not None or seen is None:
+        failed = failed or probes.Failed("lost", "no record tells of its batches", str(run.logs))
+        return {"format": FORECAST_FORMAT, "version": FORECAST_VERSION, **head, "failure": failed.to_json()}
+    cls = load_class(draft.plan.workload, Path(draft.plan.search_path))
+    found = forecast(draft.plan, submission, seen, resumes=bool(getattr(cls, "resumes", False)))
+    return {**found, **head, "failure": None, "errors": probes.failed_items(run, report)}
 
 
 def plan_draft(draft: Draft) -> tuple[Run, list[str], list[str]]:
@@ -96,20 +160,24 @@ def plan_draft(draft: Draft) -> tuple[Run, list[str], list[str]]:
 
 
 def submit_draft(
-    draft: Draft, after: Run | None = None, on_tick: Callable[[Run], None] = lambda run: None
+    draft: Draft,
+    after: Run | None = None,
+    on_tick: Callable[[Run], None] = lambda run: None,
+    inject: Sequence[str] = (),
 ) -> RunHandle:
-    """Make the run directory of a draft, and submit it."""
-    submission = submission_of(draft, after)
+    """Make the run directory of a draft, and submit it, with faults on demand."""
+    submission = submission_of(draft, after, inject)
     check_executor(submission, draft.plan.container)
     run = create_run(draft.run_dir, draft.plan, draft.items.files)
     try:
-        return RunHandle(run, submitting.start(run, lambda: (submission, []), lambda: on_tick(run)))
+        notes = adjusting.fewer_tasks(submission, draft.plan.n_shards)
+        return RunHandle(run, submitting.start(run, lambda: (submission, notes), lambda: on_tick(run)))
     except BaseException:
         remove_unused(run)
         raise
 
 
-def submission_of(draft: Draft, after: Run | None = None) -> Submission:
+def submission_of(draft: Draft, after: Run | None = None, inject: Sequence[str] = ()) -> Submission:
     """The first submission of a draft."""
     waits_for = submitting.after_jobs(after) if after is not None else ()
     submission = adjusting.first_submission(draft.plan.resources, draft.plan.n_shards)
@@ -117,7 +185,10 @@ def submission_of(draft: Draft, after: Run | None = None) -> Submission:
         raise SlurmGPUError(
             f"{after.folder if after else ''} is not complete yet; only the slurm executor can wait for it (--after)."
         )
-    return replace(submission, slurm=draft.plan.slurm, merge=draft.plan.merge, after=waits_for)
+    faults = parse_faults(inject)
+    check_faults(faults, draft.plan, submission.executor)
+    inject = tuple(map(str, faults))
+    return replace(submission, slurm=draft.plan.slurm, merge=draft.plan.merge, after=waits_for, inject=inject)
 
 
 def check_executor(submission: Submission, container: Mapping[str, Any] | None) -> None:
@@ -165,8 +236,12 @@ def resubmit(
     on_tick: Callable[[Run], None] = lambda run: None,
     *,
     failed: bool = False,
+    merging: Mapping[str, Any] | None = None,
 ) -> Outcome:
-    """Submit what is missing, with `failed` also shards that hold failed items; the notes say what was adjusted."""
+    """Submit what is missing, with `failed` also shards that hold failed items; the notes say what was adjusted.
+
+    `slurm` and `merging` are options of sbatch's, for the array job and the merge job, over those of the last time.
+    """
 
     def prepare() -> tuple[Submission, list[str]]:
         living.refuse_alive(run, "resubmit")
@@ -176,7 +251,7 @@ def resubmit(
                 f"{run.folder} lacks no shard: there is nothing to compute. `slurmgpu resubmit --failed {run.typed}` "
                 f"computes its failed items anew, `slurmgpu merge {run.typed}` merges it again if merged.h5 is gone."
             )
-        submission, notes = adjusting.next_submission(run, resources, slurm, n_again=len(again))
+        submission, notes = adjusting.next_submission(run, resources, slurm, merging, n_again=len(again))
         if container := submission.container or run.plan.container:
             container, changes = contain_anew(container, Path(run.plan.provenance["run_file"]))
             check_image(container)
@@ -201,7 +276,7 @@ def wait_for(run: Run, on_tick: Callable[[dict[str, Any]], None] = lambda status
     """Wait until nothing of the run is queued or alive; the report. Asks Slurm every five seconds at most."""
     asked, alive = 0.0, True
     while alive:
-        on_tick(read_status(run))
+        on_tick(read_status(run, gpus_of=()))
         ended = run.last_submission()["state"] in ("ended", "refused")
         if ended or time.monotonic() - asked > 5:
             asked = time.monotonic()

@@ -142,7 +142,7 @@ class Computer:
         self._keeps_rows = keeps_rows
         self._noted = {} if noted is None else noted
         self._folder = folder
-        self._ways_logged: set[tuple[str, ...]] = set()
+        self._ways_logged: dict[tuple[str, ...], int] = {}
 
     def compute(self, items: Sequence[Item | tuple[int, ItemError]], history: History) -> Computed:
         """Rows for `items`, which are the whole shard; one that could not be read comes as (index, ItemError).
@@ -158,7 +158,8 @@ class Computer:
                 good.append(item)
                 done.rows[item.index] = _PENDING  # keeps the order of the shard
             else:
-                done.rows[item[0]] = Failure("input_error", str(item[1]))
+                unread = done.rows[item[0]] = Failure("input_error", str(item[1]))
+                self._log(item[0], unread)
         self._sort(good, done)
         for cut in range(0, len(good), self._batch_size):
             batch = good[cut : cut + self._batch_size]
@@ -179,7 +180,8 @@ class Computer:
         for item in batch:
             if item.index in history.quarantined:
                 kind, _, message = history.quarantined[item.index].partition(": ")
-                done.rows[item.index] = Failure(kind, message)
+                deadly = done.rows[item.index] = Failure(kind, message)
+                self._log(item.index, deadly)
             else:
                 self._call_narrowing([item], done, isolated=True)
 
@@ -205,7 +207,9 @@ class Computer:
         if failure.kind == "cuda_oom":
             _free_memory()
             done.oom_batch = min(done.oom_batch or half, half)
-            log.warning("out of memory with a batch of %d; going on with %d", len(items), half)
+            first, last = min(item.index for item in items), max(item.index for item in items)
+            said = "out of memory with a batch of %d, items %d..%d; going on with %d"
+            log.warning(said, len(items), first, last, half)
         else:
             done.narrowed += 1
         self._call_narrowing(items[:half], done, isolated=isolated)
@@ -260,7 +264,9 @@ class Computer:
 
     def _check(self, item: Item, row: Any) -> Mapping[str, Any] | Failure:
         if isinstance(row, ItemError):
-            return Failure("item_error", str(row))
+            failure = Failure("item_error", str(row))
+            self._log(item.index, failure)
+            return failure
         try:
             if not isinstance(row, Mapping):
                 raise ValueError(f"a row is a mapping of column to value, not {type(row).__name__}")
@@ -271,12 +277,13 @@ class Computer:
             return failure
 
     def _log(self, index: int, failure: Failure) -> None:
-        """A line for each failed item; the traceback only once for each place that raised."""
+        """A line for each failed item; the traceback only once for each place that raised, the others name its item."""
         if not self._keeps_rows:
             return
-        log.warning("item %d: %s: %s", index, failure.kind, failure.message.partition("\n")[0])
-        if failure.trace and failure.way and failure.way not in self._ways_logged:
-            self._ways_logged.add(failure.way)
+        first = self._ways_logged.setdefault(failure.way, index) if failure.trace and failure.way else None
+        told = "" if first in (None, index) else f" [traceback: item {first}]"
+        log.warning("item %d: %s: %s%s", index, failure.kind, failure.message.partition("\n")[0], told)
+        if first == index:
             log.warning("%s", failure.trace)
 
 

@@ -148,6 +148,8 @@ class RunFile(Table):
     lease_s: float = Field(120.0, gt=0)
     margin_s: float = Field(60.0, ge=0)
     sample_s: float = Field(5.0, ge=0)
+    on_end: str | None = None
+    html: bool = True
     workload: WorkloadTable
     settings: dict[str, Any] = Field(default_factory=dict)
     sweep: dict[str, Any] | None = None

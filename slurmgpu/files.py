@@ -23,14 +23,17 @@ def fsync_dir(path: Path) -> None:
         os.close(fd)
 
 
-def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
+def write_bytes(path: Path, content: bytes, *, durable: bool = True, mode: int | None = None) -> None:
     """Put `content` at `path` in one step; a reader sees the old file or the new one, never a part.
 
-    Without `durable` nothing is fsynced: for progress that may be lost with the machine.
+    Without `durable` nothing is fsynced: for progress that may be lost with the machine. `mode` are its permissions,
+    by default those that the umask leaves.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with open(partial, "wb") as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
             file.write(content)
             if durable:
                 file.flush()
@@ -44,13 +47,19 @@ def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
 
 
 def write_json(path: Path, value: Any, *, durable: bool = True, in_place_if_full: bool = False) -> None:
-    """Put `value` at `path` as indented JSON, in one step.
+    """Put `value` at `path` as indented JSON, in one step; the rest is as with `write_json_text`."""
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    write_json_text(path, text, durable=durable, in_place_if_full=in_place_if_full)
+
+
+def write_json_text(path: Path, text: str, *, durable: bool = True, in_place_if_full: bool = False) -> None:
+    """Put JSON at `path`, in one step.
 
     With `in_place_if_full` a disk that has no room for a second file gets the content over the first one's, where
     another reader may see a part of it.
     """
     # A lone surrogate, out of a file name say, becomes the escape that JSON has for it.
-    content = (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+    content = text.encode("utf-8", "backslashreplace")
     try:
         write_bytes(path, content, durable=durable)
     except OSError as error:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.failures import describe_exit
+from slurmgpu.logs import log_to_stderr
 from slurmgpu.pipes import EXIT_ABANDONED, report_briefly, watch_stdin
 
 log = logging.getLogger(__name__)
@@ -156,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--group", default=uuid.uuid4().hex, help="the group's name, the same on all nodes")
     parser.add_argument("--endpoint", help="where rank 0 listens, seen from this node")
     arguments = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    log_to_stderr()
     n_ranks = max(1, json.loads(arguments.assignment)["n_gpus"])
     _prepare_environment(n_ranks)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)

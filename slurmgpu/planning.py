@@ -103,6 +103,8 @@ def draft_run(
             paths=paths,
             environ=environ,
             sample_s=config.sample_s,
+            on_end=config.on_end or None,
+            html=config.html,
             summarizes=callable(getattr(workload, "summarize", None)),
             exports=sorted(getattr(workload, "exports", ())),
         )

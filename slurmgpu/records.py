@@ -1,11 +1,15 @@
-"""An attempt, one life of a task: what it was given, and what it writes of itself to tasks/."""
+"""An attempt, one life of a task: what it was given, and what it writes of itself to tasks/; and reading that."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from slurmgpu.failures import POLICIES
 
 
 @dataclass(frozen=True)
@@ -69,9 +73,11 @@ class Record:
     gpus: list[str]
     memory_mb: int | None
     started: float
+    end_time: float | None = None
     updated: float = 0.0
     ended: float | None = None
     state: str = "starting"
+    phases: list[list[Any]] = field(default_factory=list)
     reason: str | None = None
     failure: str | None = None
     message: str = ""
@@ -84,8 +90,170 @@ class Record:
     n_items: int = 0
     n_errors: int = 0
     shard: int | None = None
+    shard_started: float | None = None
+    shard_done: int = 0
+    shard_kept: float | None = None
     progress: str | None = None
-    published: list[list[float]] = field(default_factory=list)
+    published: list[list[Any]] = field(default_factory=list)
+    kept_s: float = 0.0
+    lost_s: float = 0.0
     deaths: list[dict[str, Any]] = field(default_factory=list)
     takeovers: list[dict[str, Any]] = field(default_factory=list)
     version: int = 1
+
+
+def read_record(content: bytes) -> dict[str, Any]:
+    """The record in a file of tasks/, with defaults for what one of an older slurmgpu lacks.
+
+    ValueError says what is wrong with one of which something makes no sense; the others can be used without a doubt.
+    """
+    try:
+        value = json.loads(content)
+    except RecursionError as error:
+        raise ValueError("its JSON is nested too deeply") from error
+    if not isinstance(value, dict):
+        raise ValueError("it is no JSON object")
+    for name, makes_sense in FIELDS.items():
+        if name in value and not makes_sense(value[name]):
+            raise ValueError(f"its {name} is {value[name]!r:.80}")
+        if name not in value and name not in ADDED:
+            raise ValueError(f"it lacks {name}")
+    return value if value.keys() >= set(ADDED) else {**_defaults(), **value}
+
+
+def _defaults() -> dict[str, Any]:
+    """What the keys that were added to version 1 are in a record that is older than they are."""
+    blank = asdict(Record("", "", 0, 0, 0, "", "", 0, 0, 1, "", [], None, 0.0))
+    return {name: blank[name] for name in ADDED}
+
+
+ADDED = (
+    *("bad_node", "image", "n_nodes", "progress", "surroundings", "usage", "end_time", "phases"),
+    *("shard_started", "shard_done", "shard_kept", "kept_s", "lost_s"),
+)
+"""Keys that records of an older slurmgpu lack."""
+
+Check = Callable[[Any], bool]
+REAL = (int, float)
+LARGEST = 65_536
+"""No cluster has so many nodes, and no node so many GPUs."""
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _is_part_of_cluster(value: Any) -> bool:
+    """A number of nodes, or of GPUs: what is made for each of them must fit into memory."""
+    return type(value) is int and 0 <= value <= LARGEST
+
+
+def _is_number(value: Any) -> bool:
+    """A time or a duration that can be computed with: clocks that were set back make negative ones."""
+    return type(value) in REAL and -1e9 < value < 1e11
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _or_none(check: Check) -> Check:
+    return lambda value: value is None or check(value)
+
+
+def _list_of(check: Check) -> Check:
+    return lambda value: isinstance(value, list) and all(map(check, value))
+
+
+def _is_phase(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and _is_number(value[0]) and _is_text(value[1])
+
+
+def _is_published(value: Any) -> bool:
+    # Without a call for each number: there are as many as the run has shards.
+    if not isinstance(value, list) or len(value) < 3:
+        return False
+    shard, started, seconds, *won = value
+    if type(shard) is not int or type(started) not in REAL or type(seconds) not in REAL:
+        return False
+    return 0 <= started < 1e11 and abs(seconds) < 1e9 and (not won or type(won[0]) is bool)
+
+
+def _object_of(checks: Mapping[str, Check], **may_lack: Check) -> Check:
+    def makes_sense(value: Any) -> bool:
+        return (
+            isinstance(value, dict)
+            and all(name in value and check(value[name]) for name, check in checks.items())
+            and all(name not in value or check(value[name]) for name, check in may_lack.items())
+        )
+
+    return makes_sense
+
+
+def _is_usage(value: Any) -> bool:
+    """Numbers by name, as far as they are known, but for two."""
+    if not isinstance(value, dict):
+        return False
+    others: dict[str, Check] = {"throttled": _or_none(_is_object), "xids": _list_of(_is_count)}
+    return all(others.get(name, _or_none(_is_measure))(given) for name, given in value.items())
+
+
+def _is_measure(value: Any) -> bool:
+    return type(value) in REAL and abs(value) < 1e18
+
+
+FIELDS: Mapping[str, Check] = {
+    "attempt": _is_text,
+    "job": _is_text,
+    "task": _is_count,
+    "restart": _is_count,
+    "submission": _is_count,
+    "executor": _is_text,
+    "node": _is_text,
+    "pid": lambda value: type(value) is int,
+    "n_gpus": _is_part_of_cluster,
+    "n_nodes": lambda value: _is_part_of_cluster(value) and value > 0,
+    "device": _is_text,
+    "gpus": _list_of(_is_text),
+    "memory_mb": _or_none(_is_count),
+    "started": _is_number,
+    "end_time": _or_none(_is_number),
+    "updated": _is_number,
+    "ended": _or_none(_is_number),
+    "state": ("starting", "loading", "running", "ended").__contains__,
+    "phases": _list_of(_is_phase),
+    "reason": _or_none(_is_text),
+    "failure": _or_none(lambda value: _is_text(value) and value in POLICIES),
+    "message": _is_text,
+    "traceback": _is_text,
+    "bad_node": _or_none(_is_text),
+    "image": _or_none(_is_text),
+    "surroundings": _is_object,
+    "usage": _is_usage,
+    "load_s": _or_none(_is_number),
+    "n_items": _is_count,
+    "n_errors": _is_count,
+    "shard": _or_none(_is_count),
+    "shard_started": _or_none(_is_number),
+    "shard_done": _is_count,
+    "shard_kept": _or_none(_is_number),
+    "progress": _or_none(_is_text),
+    "published": _list_of(_is_published),
+    "kept_s": _is_number,
+    "lost_s": _is_number,
+    "deaths": _list_of(
+        _object_of(
+            {"class": lambda value: _is_text(value) and value in POLICIES, "message": _is_text, "at": _is_number},
+            state=_is_text,
+            shard=_is_count,
+            items=_list_of(_is_count),
+        )
+    ),
+    "takeovers": _list_of(_object_of({"shard": _is_count, "from": _is_text, "host": _is_text})),
+    "version": lambda value: value == 1,
+}
+"""What makes sense as each field of a record."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.failures import POLICIES
+from slurmgpu.ledger import counting, ledger, spent, spent_unrecorded
 from slurmgpu.runs import Run
 
 REPORT_FORMAT = "slurmgpu report"
@@ -58,7 +59,9 @@ def build_report(
     what the workload says of all rows, None if it says nothing.
     """
     plan = run.plan
-    attempts = attempts_of(run, lives)
+    records, damaged = run.read_attempts()
+    attempts = _rows(run, records, damaged, lives)
+    _enter_spent(attempts, records, run.published())
     missing = _holes(run)
     complete = not missing
     items = [_failed_item(index, message) for index, message in errors]
@@ -82,9 +85,11 @@ def build_report(
         "errors": items,
         "errors_by_class": dict(sorted(Counter(item["class"] for item in items).items())),
         "attempts": attempts,
+        "damaged_records": damaged,
         "failures": dict(sorted(Counter(a["failure"] for a in attempts if a["failure"]).items())),
         "worker_deaths": dict(sorted(Counter(d["class"] for a in attempts for d in a["deaths"]).items())),
         "gpu_hours": round(sum(attempt["gpu_hours"] for attempt in attempts), 4),
+        "ledger": ledger(attempts),
         "accounting": lives is not None and any(a["executor"] == "slurm" for a in attempts),
         "submissions": run.submissions(),
         "resubmit": None if complete else f"slurmgpu resubmit {run.typed}",
@@ -95,23 +100,35 @@ def build_report(
 
 def attempts_of(run: Run, lives: Lives | None) -> list[dict[str, Any]]:
     """Every attempt, from its own record first and Slurm's accounting second, with its failure class."""
+    return _rows(run, *run.read_attempts(), lives)
+
+
+def _rows(
+    run: Run, records: Sequence[Mapping[str, Any]], damaged: Sequence[str], lives: Lives | None
+) -> list[dict[str, Any]]:
     cancelled = {line["submission"] for line in run.submissions() if line.get("cancelled")}
-    records = run.attempts()
     # How many shards were taken over from each attempt.
     lost_leases = Counter(takeover["from"] for record in records for takeover in record["takeovers"])
-    seen: set[tuple[str, int]] = set()
-    attempts = []
+    rows = []
     for record in records:
-        task = f"{record['job']}_{record['task']}"
-        seen.add((task, record["restart"]))
-        life = _life(lives, task, record["restart"])
-        attempts.append(_attempt(record, life, record["submission"] in cancelled, lost_leases[record["attempt"]]))
+        life = _life(lives, f"{record['job']}_{record['task']}", record["restart"])
+        rows.append(_attempt(record, life, record["submission"] in cancelled, lost_leases[record["attempt"]]))
+    recorded = {record["attempt"] for record in records}
     for task, its_lives in sorted((lives or {}).items()):
         for restart, life in enumerate(its_lives):
+            name = f"{task}.{restart}"
             # The last one out cancels what is pending: a task that never ran and was cancelled is no failure.
-            if (task, restart) not in seen and life.ended and life.failure not in (None, "cancelled"):
-                attempts.append(_attempt_without_record(task, restart, life))
-    return attempts
+            failed = life.failure not in (None, "cancelled")
+            if name not in recorded and life.ended and (failed or name in damaged):
+                rows.append(_attempt_without_record(name, life, name in damaged))
+    return rows
+
+
+def _enter_spent(attempts: Sequence[dict[str, Any]], records: Sequence[Mapping[str, Any]], published: Set[int]) -> None:
+    counts, known = counting(records, published), {record["attempt"]: record for record in records}
+    for row in attempts:
+        if record := known.get(row["attempt"]):
+            row["spent"] = spent(record, row["seconds"], row["failure"], counts)
 
 
 def retriable(report: Mapping[str, Any]) -> bool:
@@ -202,7 +219,7 @@ def _life(lives: Lives | None, task: str, restart: int) -> Life | None:
 def _attempt(record: Mapping[str, Any], life: Life | None, cancelled: bool, n_lost: int) -> dict[str, Any]:
     failure, message = _verdict(record, life, cancelled, n_lost)
     last_sign = record["ended"] or record["updated"]
-    seconds = max(last_sign - record["started"], life.elapsed_s if life else 0)
+    seconds = round(max(last_sign - record["started"], life.elapsed_s if life else 0), 3)
     return {
         "attempt": record["attempt"],
         "submission": record["submission"],
@@ -210,28 +227,30 @@ def _attempt(record: Mapping[str, Any], life: Life | None, cancelled: bool, n_lo
         "node": record["node"],
         "gpus": record["gpus"],
         "n_gpus": record["n_gpus"],
-        "n_nodes": record.get("n_nodes", 1),
+        "n_nodes": record["n_nodes"],
         "memory_mb": record["memory_mb"],
         "state": record["state"],
         "started": record["started"],
         "updated": record["updated"],
         "ended": record["ended"],
-        "seconds": round(seconds, 3),
-        "gpu_hours": record["n_gpus"] * record.get("n_nodes", 1) * seconds / 3600,
+        "seconds": seconds,
+        "gpu_hours": record["n_gpus"] * record["n_nodes"] * seconds / 3600,
+        "phases": record["phases"],
         "load_s": record["load_s"],
         "shard": record["shard"],
-        "progress": record.get("progress"),
+        "progress": record["progress"],
         "n_shards": len(record["published"]),
+        "shards": record["published"],
         "n_items": record["n_items"],
         "n_errors": record["n_errors"],
         "reason": record["reason"],
         "failure": failure,
         "message": message,
-        "bad_node": record.get("bad_node") or _bad_node(failure, record["node"], record.get("n_nodes", 1)),
+        "bad_node": record["bad_node"] or _bad_node(failure, record["node"], record["n_nodes"]),
         "traceback": record["traceback"],
         "deaths": record["deaths"],
         "takeovers": record["takeovers"],
-        "usage": record.get("usage") or {},
+        "usage": record["usage"],
         "idle_gpu": _is_idle(record),
         "slurm_state": life.state if life else None,
     }
@@ -244,10 +263,10 @@ def _bad_node(failure: str | None, node: str, n_nodes: int) -> str | None:
 
 
 def _is_idle(record: Mapping[str, Any]) -> bool:
-    usage = record.get("usage") or {}
+    usage = record["usage"]
     if not record["n_gpus"] or record["device"] == "cpu" or usage.get("gpu_utilisation") is None:
         return False
-    return bool(usage["gpu_utilisation"] < IDLE_PERCENT and usage["n_samples_ready"] >= IDLE_SAMPLES)
+    return bool(usage["gpu_utilisation"] < IDLE_PERCENT and (usage.get("n_samples_ready") or 0) >= IDLE_SAMPLES)
 
 
 def _verdict(record: Mapping[str, Any], life: Life | None, cancelled: bool, n_lost: int) -> tuple[str | None, str]:
@@ -269,11 +288,12 @@ def _verdict(record: Mapping[str, Any], life: Life | None, cancelled: bool, n_lo
     return "lost", f"no end was recorded{lease}"
 
 
-def _attempt_without_record(task: str, restart: int, life: Life) -> dict[str, Any]:
+def _attempt_without_record(name: str, life: Life, is_damaged: bool) -> dict[str, Any]:
+    what = "its record is damaged" if is_damaged else "it ended before it could write a record"
     return {
-        "attempt": f"{task}.{restart}",
+        "attempt": name,
         "submission": None,
-        "executor": "local" if task.startswith("local") else "slurm",
+        "executor": "local" if name.startswith("local") else "slurm",
         "node": life.node,
         "gpus": [],
         "n_gpus": life.n_gpus,
@@ -285,20 +305,23 @@ def _attempt_without_record(task: str, restart: int, life: Life) -> dict[str, An
         "ended": None,
         "seconds": float(life.elapsed_s),
         "gpu_hours": life.n_gpus * life.elapsed_s / 3600,
+        "phases": [],
         "load_s": None,
         "shard": None,
         "progress": None,
         "n_shards": 0,
+        "shards": [],
         "n_items": 0,
         "n_errors": 0,
         "reason": None,
         "failure": life.failure,
-        "message": f"it ended before it could write a record ({life.state}); its log may say why",
+        "message": f"{what} ({life.state}); its log may say why",
         "bad_node": _bad_node(life.failure, life.node, 2 if "[" in life.node or "," in life.node else 1),
         "traceback": "",
         "deaths": [],
         "takeovers": [],
         "usage": {},
+        "spent": spent_unrecorded(life.elapsed_s),
         "idle_gpu": False,
         "slurm_state": life.state,
     }

@@ -23,6 +23,7 @@ from typing import Any
 from slurmgpu.claims import Claims
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.files import fsync_dir, write_json
+from slurmgpu.records import read_record
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,8 @@ class Plan:
     sample_s: float = 5.0
     summarizes: bool = False
     exports: Sequence[str] = ()
+    on_end: str | None = None
+    html: bool = True
 
     @property
     def n_shards(self) -> int:
@@ -178,9 +181,26 @@ class Run:
         return found
 
     def attempts(self) -> list[dict[str, Any]]:
-        """What each attempt wrote of itself, in the order of their start."""
-        records = [record for name in _json_names(self.tasks) if (record := _read_record(self.tasks / name))]
-        return sorted(records, key=lambda record: (record["started"], record["attempt"]))
+        """What each attempt wrote of itself, in the order of their start; without those that are damaged."""
+        return self.read_attempts()[0]
+
+    def attempt(self, name: str) -> dict[str, Any] | None:
+        """What one attempt wrote of itself; None if that is damaged."""
+        return _read_record(self.tasks / f"{name}.json")
+
+    def damaged_records(self) -> list[str]:
+        """The attempts whose records cannot be read: a dying node, or a full disk, may have left them so."""
+        return self.read_attempts()[1]
+
+    def read_attempts(self) -> tuple[list[dict[str, Any]], list[str]]:
+        """Both of these, from one reading."""
+        records, damaged = [], []
+        for name in _json_names(self.tasks):
+            if (record := _read_record(self.tasks / name)) is None:
+                damaged.append(name.removesuffix(".json"))
+            else:
+                records.append(record)
+        return sorted(records, key=lambda record: (record["started"], record["attempt"])), damaged
 
     def submissions(self) -> list[dict[str, Any]]:
         """The submissions, each with what all its lines say: of before sbatch, of after it, and of its end."""
@@ -194,8 +214,10 @@ class Run:
                 value = json.loads(line)
             except ValueError:
                 continue  # blank, or torn by a full disk or a kill; a line that counts was written whole
-            merged.setdefault(value["submission"], {}).update(value)
-        return [merged[number] for number in sorted(merged)]
+            if isinstance(value, dict) and type(value.get("submission")) is int:
+                merged.setdefault(value["submission"], {}).update(value)
+        # Without its first line, a damaged one, nothing is known of a submission that could be used.
+        return [line for _, line in sorted(merged.items()) if "executor" in line and "state" in line]
 
     def last_submission(self) -> dict[str, Any]:
         """The last submission; a sentence when there was none."""
@@ -271,13 +293,21 @@ def refuse_existing(folder: Path) -> None:
 
 
 def _read_record(path: Path) -> dict[str, Any] | None:
-    """An attempt's record; None for one that a dying node left empty: progress is not fsynced."""
+    """An attempt's record; None for one that makes no sense: progress is not fsynced, and nodes die."""
     try:
-        record: dict[str, Any] = json.loads(path.read_bytes())
-    except ValueError:
-        log.warning("%s is damaged; the report does without it", path)
+        record = read_record(path.read_bytes())
+        if record["attempt"] != path.stem:
+            raise ValueError(f"it is that of {record['attempt']!r:.80}")
+    except (ValueError, OSError) as error:
+        if path not in _told_of:
+            _told_of.add(path)
+            log.warning("%s is damaged, and left out: %s", path, error)
         return None
     return record
+
+
+_told_of: set[Path] = set()
+"""Damaged records that were warned of: those who follow a run read them every second."""
 
 
 def _json_names(folder: Path) -> list[str]:

@@ -104,7 +104,8 @@ def _merged(layers: list[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _flag(table: str, key: str) -> str:
-    return "--slurm" if table == "slurm" else f"--{key.replace('_', '-')}"
+    named = {"slurm": "--slurm", "merge": "--mail-user"}
+    return named.get(table, f"--{key.replace('_', '-')}")
 
 
 def _absolute(container: Mapping[str, Any], folder: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -13,7 +14,7 @@ class Submission:
     """One array job and its merge job, or their like on this machine.
 
     `after` are merge jobs of other runs that this one waits for. `round` counts the merge job's own resubmissions.
-    `container` is None where it is the plan's.
+    `container` is None where it is the plan's. `inject` are faults on demand.
     """
 
     submission: int
@@ -31,6 +32,7 @@ class Submission:
     round: int = 0
     resources: Mapping[str, Any] = field(default_factory=dict)
     container: Mapping[str, Any] | None = None
+    inject: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The line that is written before anything is queued."""
@@ -45,9 +47,30 @@ class Submission:
         return options
 
     @property
+    def walltime_s(self) -> float | None:
+        """The walltime that [slurm] asks for; None where it does not, or asks for one without end."""
+        return seconds_of(str(self.slurm.get("time", "")))
+
+    @property
     def merge_options(self) -> dict[str, Any]:
         """[merge], which has account, partition, QOS and reservation from [slurm] unless it says otherwise."""
         inherited = {
             key: self.slurm[key] for key in ("account", "partition", "qos", "reservation") if key in self.slurm
         }
         return {**inherited, **self.merge}
+
+
+def seconds_of(text: str) -> float | None:
+    """The seconds of a time as sbatch(1) takes it, and as Slurm shows it; None for UNLIMITED and its like.
+
+    "90" and "90:30" are minutes, "1:30:00" and "1-12" begin with hours and days.
+    """
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
+    if found is None:
+        return None
+    days, *parts = found.groups()
+    numbers = [int(part) for part in parts if part is not None]
+    if days is None and len(numbers) < 3:
+        numbers.insert(0, 0)  # minutes come first
+    hours, minutes, seconds = (*numbers, 0, 0)[:3]
+    return float(((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds)

@@ -13,7 +13,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,13 @@ from slurmgpu import cgroups, gpus
 from slurmgpu.claims import Claim
 from slurmgpu.containers.settings import ContainerError
 from slurmgpu.failures import POLICIES, brought_upon_itself, describe_exit, failure_of, signal_of
-from slurmgpu.files import write_json
 from slurmgpu.histories import read_history, write_history
+from slurmgpu.injecting import faults_for
 from slurmgpu.launching import Launcher
 from slurmgpu.nodes import NodeFaultError, OtherNodes
 from slurmgpu.processes import PARTING_S, STOP_SIGNALS, Events, StoppedError, StopSignals, WorkerProcess
-from slurmgpu.records import Attempt, Record, node_name
+from slurmgpu.recording import Recording
+from slurmgpu.records import Attempt
 from slurmgpu.runs import Run
 from slurmgpu.scouting import Scout
 from slurmgpu.telemetry import Sampler
@@ -37,13 +38,9 @@ log = logging.getLogger(__name__)
 MAX_DEATHS = 8
 """Workers that may die in a row, without a shard published or an item quarantined, before the task gives up."""
 MAX_DEATHS_LOADING = 3
-PROGRESS_S = 3.0
-"""How often an attempt's record is written anew; `status` reads it."""
 NOTICE_S = 120
 """So near to the walltime's end a signal is taken for its notice; sbatch(1) allows itself 60 s of earliness."""
 EXIT_STOPPED = 75  # EX_TEMPFAIL: given back, to be taken up again
-PROGRESS_LENGTH = 200
-"""What a workload says of an item's progress is cut at this many characters."""
 
 
 class Task:
@@ -52,28 +49,14 @@ class Task:
     def __init__(self, run: Run, attempt: Attempt) -> None:
         self.run = run
         self.attempt = attempt
-        self.record = Record(
-            attempt=attempt.name,
-            job=attempt.job,
-            task=attempt.task,
-            restart=attempt.restart,
-            submission=attempt.submission,
-            executor=attempt.executor,
-            node=node_name(),
-            pid=os.getpid(),
-            n_gpus=attempt.n_gpus,
-            n_nodes=attempt.n_nodes,
-            device=attempt.device,
-            gpus=gpus.visible_ids() or [],
-            memory_mb=attempt.memory_mb,
-            started=time.time(),
-        )
         self._launcher = Launcher(run, attempt)
         self._worker_pid: int | None = None
         # Without GPUs to use there are none to sample.
         gpu_ids = gpus.visible_ids() if attempt.uses_gpus else []
         telemetry = run.folder / "telemetry" / f"{attempt.name}.jsonl"
         self._sampler = Sampler(telemetry, gpu_ids, run.plan.sample_s, lambda: self._worker_pid)
+        self.recording = Recording(run, attempt, self._sampler.usage)
+        self.record = self.recording.record
         self._held: dict[int, Claim] = {}
         self._in_flight: tuple[int, list[int], bool] | None = None
         self._broken: str | None = None
@@ -84,7 +67,7 @@ class Task:
         self._part_by = float("inf")
         self._left: int | None = None
         self._parked: list[str] = []
-        self._renewed = self._written = time.monotonic()
+        self._renewed = time.monotonic()
         self._deaths = 0
 
     # What both ways of running share
@@ -106,7 +89,7 @@ class Task:
             raise
 
     def _guarded(self, work: Callable[[], int]) -> int:
-        self._write()
+        self.recording.write()
         try:
             if self.attempt.uses_gpus:
                 gpus.check_visible(self.attempt.n_gpus)
@@ -132,8 +115,7 @@ class Task:
             return self._fail("crash", f"{type(error).__name__}: {error}", traceback.format_exc())
 
     def _fail(self, failure: str, message: str, trace: str = "") -> int:
-        log.error("%s: %s", failure, message)
-        self.record.failure, self.record.message, self.record.traceback = failure, message, trace
+        self.recording.fail(failure, message, trace)
         return 1
 
     def _own_claims(self) -> list[int]:
@@ -150,10 +132,7 @@ class Task:
             self.run.claims.release(shard, self.attempt.name)
         for partial in self.run.shards.glob(f"*.{self.attempt.name}.*.partial"):
             partial.unlink(missing_ok=True)
-        self.record.state = "ended"
-        self.record.ended = time.time()
-        self.record.shard = self.record.progress = None
-        self._write()
+        self.recording.end()
         self._launcher.close()
         return code
 
@@ -238,48 +217,41 @@ class Task:
 
     def handle(self, event: Mapping[str, Any]) -> None:
         """Take note of one event of the worker, and keep leases and the record fresh."""
-        record = self.record
+        self.recording.hear(event)
         match event["event"]:
-            case "loading":
-                record.state = "loading"
-            case "surroundings":
-                record.surroundings = {key: value for key, value in event.items() if key != "event"}
             case "gpus":
-                record.gpus = list(event["names"])
                 self._sampler.use_gpus(event["uuids"])
             case "ready":
-                record.state, record.load_s = "running", event["load_s"]
                 self._keeps_progress = event["resumes"]
                 self._sampler.mark_ready()
-                self._write()
+                self.recording.write()
             case "claim":
-                shard = record.shard = event["shard"]
-                record.progress = self._left = None
-                self._held.setdefault(shard, self._claim())
+                self._left = None
+                self._held.setdefault(event["shard"], self._claim())
             case "batch":
-                if record.shard is not None:
-                    self._in_flight = (record.shard, event["items"], event["isolated"])
-            case "tell":
-                self._note_progress(str(event["text"]))
+                if self.record.shard is not None:
+                    self._in_flight = (self.record.shard, event["items"], event["isolated"])
             case "progress":
-                self._note_progress(str(event["text"]))
                 self._forget_deaths()
             case "published":
-                self._published(event)
+                self._held.pop(event["shard"], None)
+                self._in_flight = None
+                self._deaths = 0
             case "left":
-                self._left = event["shard"]
-                self._held.pop(self._left, None)
-                self._in_flight = record.shard = record.progress = None
-            case "takeover":
-                record.takeovers.append({key: event[key] for key in ("shard", "from", "host")})
+                self._note_left(event["shard"])
             case "done":
                 self._ended_early(event["reason"])
             case "failed":
                 # Of several processes the first to fail says why; the others may fail for want of it.
-                if record.failure is None:
+                if self.record.failure is None:
                     self._fail(event["class"], event["message"], event["traceback"])
                     if POLICIES[event["class"]].node_at_fault:
-                        record.bad_node = event.get("node", record.node)
+                        self.record.bad_node = event.get("node", self.record.node)
+            case "preempt":
+                os.kill(os.getpid(), signal.SIGTERM)  # a fault on demand, by the way of the real ones
+            case "timeout":
+                self.attempt = replace(self.attempt, end_time=event["end_time"])
+                self.record.end_time = event["end_time"]
             case "broken":
                 self._broken = self._broken or event["message"]
         self._refresh()
@@ -302,10 +274,12 @@ class Task:
             return None
         return f"shard {self._left} was given back, and goes on from what is kept of it"
 
-    def _note_progress(self, text: str) -> None:
-        # It is shown on terminals, and may be what no terminal takes.
-        printable = "".join(letter if letter.isprintable() else " " for letter in text)
-        self.record.progress = " ".join(printable.split())[:PROGRESS_LENGTH]
+    def _note_left(self, shard: int) -> None:
+        self._left, self._in_flight = shard, None
+        self._held.pop(shard, None)
+        claim = self.run.claims.read(shard)
+        # Who has taken it over goes on from what there was then.
+        self.recording.leave(is_kept=claim is not None and claim.attempt == self.attempt.name)
 
     def _forget_deaths(self) -> None:
         """Of an item whose progress is kept: who died before it did not die of what comes now."""
@@ -316,15 +290,6 @@ class Task:
             if history.forget(items):
                 write_history(self.run.claims.folder, shard, history)
 
-    def _published(self, event: Mapping[str, Any]) -> None:
-        self._held.pop(event["shard"], None)
-        self._in_flight = self.record.progress = None
-        self._deaths = 0
-        if event["won"]:
-            self.record.n_items += event["items"]
-            self.record.n_errors += event["errors"]
-        self.record.published.append([event["shard"], round(event["started"], 3), round(event["seconds"], 3)])
-
     def _refresh(self) -> None:
         now = time.monotonic()
         if now - self._renewed >= self.run.plan.lease_s / 6:
@@ -332,8 +297,7 @@ class Task:
             for shard, claim in self._held.items():
                 # None: taken over. The worker finishes all the same; the first of two equal copies is kept.
                 self._held[shard] = self.run.claims.renew(shard, claim) or claim
-        if now - self._written >= PROGRESS_S:
-            self._write()
+        self.recording.write_if_due()
 
     def _bury(self, returncode: int, was_oom: bool) -> bool:
         """Write down why a worker died; whether another one shall be started."""
@@ -344,26 +308,22 @@ class Task:
             else describe_exit(returncode)
         )
         message = self._broken or (how if was_oom else f"the worker {how}")
-        death: dict[str, Any] = {
-            "class": kind,
-            "message": message,
-            "at": time.time(),
-            "state": self.record.state,
-        }
+        death: dict[str, Any] = {"class": kind, "message": message}
         if self._in_flight is not None:
             shard, items, isolated = self._in_flight
             death |= {"shard": shard, "items": items[:1] if len(items) == 1 else [items[0], items[-1]]}
             weight = 1.0 if self._broken or (brought_upon_itself(returncode) and not was_oom) else 0.5
             self._remember(shard, items, isolated, weight, f"{kind}: {message}")
-        self.record.deaths.append(death)
-        log.error("%s: %s", kind, message)
+        self.recording.bury(death)
+        log.error("%s: %s%s", kind, message, _in_flight_at(death))
         self._deaths += 1
         limit = MAX_DEATHS if self._in_flight is not None else MAX_DEATHS_LOADING
         self._in_flight = self._broken = None
         if self._deaths >= limit:
             self._fail(kind, f"{message}; {self._deaths} workers died one after another")
             return False
-        self._write()
+        self.recording.enter("starting")
+        self.recording.write()
         return True
 
     def _remember(self, shard: int, items: Sequence[int], isolated: bool, weight: float, error: str) -> None:
@@ -405,7 +365,8 @@ class Task:
         for shard in self._own_claims():
             self._held.setdefault(shard, self._claim())
         given, resume = self.attempt, sorted(self._held)
-        return Assignment(given.task_name, given.name, given.n_gpus, given.device, given.end_time, resume)
+        faults = faults_for(self.run, given.submission)
+        return Assignment(given.task_name, given.name, given.n_gpus, given.device, given.end_time, resume, faults)
 
     def _log_path(self) -> Path:
         return self.run.logs / f"{self.attempt.name}.log"
@@ -416,14 +377,11 @@ class Task:
         Worker(self.run, self._assignment(), self.handle).work()
         return 0
 
-    def _write(self) -> None:
-        self._written = time.monotonic()
-        self.record.updated = time.time()
-        self.record.usage = self._sampler.usage()
-        path = self.run.tasks / f"{self.attempt.name}.json"
-        has_ended = self.record.state == "ended"
-        try:
-            write_json(path, asdict(self.record), durable=has_ended, in_place_if_full=has_ended)
-        except OSError as error:
-            # Progress, or an end, that nobody learns of is no reason to give up shards that can be written.
-            log.warning("%s cannot be written: %s", path, error)
+
+def _in_flight_at(death: Mapping[str, Any]) -> str:
+    """What a worker that died had in hand, in words; "" if nothing."""
+    items = death.get("items")
+    if not items:
+        return ""
+    were = f"items {items[0]} to {items[-1]}" if len(items) > 1 else f"item {items[0]}"
+    return f"; {were} of shard {death['shard']} {'were' if len(items) > 1 else 'was'} in flight"

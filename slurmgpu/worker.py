@@ -10,6 +10,7 @@ and take part in each call of the workload.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import logging
 import os
@@ -33,6 +34,7 @@ from slurmgpu.files import working_folder
 from slurmgpu.groups import Group, PeersMissingError
 from slurmgpu.histories import History, read_history
 from slurmgpu.inputs import InputSpec, Reader
+from slurmgpu.logs import log_to_stderr
 from slurmgpu.pipes import Report, close_stdin, listen_on_stdin, outlive_signals, report_on_stdout, watch_stdin
 from slurmgpu.runs import Run
 from slurmgpu.scouting import Scout, Tenure
@@ -40,7 +42,7 @@ from slurmgpu.shards import publish, write_shard
 from slurmgpu.surroundings import describe
 from slurmgpu.workloads import Item, TaskContext
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("slurmgpu.worker")  # __name__ is "__main__" in its own process
 
 GPU_FAULT_TEXTS = (
     "CUDA driver version is insufficient",
@@ -66,7 +68,7 @@ class Assignment:
     """What the task tells its worker.
 
     `resume` are shards whose claims this attempt holds already, from a worker that died. `end_time` is when the
-    allocation ends, in seconds since the epoch by this node's clock.
+    allocation ends, in seconds since the epoch by this node's clock. `inject` are faults on demand.
     """
 
     task: str
@@ -75,6 +77,7 @@ class Assignment:
     device: str = "cpu"
     end_time: float | None = None
     resume: Sequence[int] = ()
+    inject: Sequence[str] = ()
 
 
 @dataclass
@@ -115,6 +118,8 @@ class Worker:
         with working_folder(Path(plan.search_path)), self._open_input() as reader:
             started = time.monotonic()
             workload = self._load()
+            if self.assignment.inject:
+                workload = self._inject(workload)
             self._resumes = bool(getattr(workload, "resumes", False))
             if self._resumes:
                 self.on_resumable()
@@ -133,6 +138,7 @@ class Worker:
                 computed = computer.compute(self._read(reader, shard), history)
             except Interrupted:
                 self.report({"event": "left", "shard": shard})
+                log.info("shard %d: left, with what is kept of it", shard)
                 continue  # to the end, as a rule; after a take-over to the next shard
             except DiskFullError as error:
                 raise WorkerFailedError("disk_full", str(error), error.trace) from error
@@ -150,6 +156,8 @@ class Worker:
             if self.group.leads and (shard := self.next_shard()) is not None:
                 self._shard = shard
                 self.report({"event": "claim", "shard": shard})
+                start, stop = self.run.plan.bounds(shard)
+                log.info("shard %d: items %d..%d", shard, start, stop - 1)
                 # Not read by each rank: a network file system may show them different ones.
                 found = shard, asdict(read_history(self.run.claims.folder, shard))
             found = self.group.broadcast(found)
@@ -259,6 +267,23 @@ class Worker:
             ) from error
         return workload
 
+    def _inject(self, workload: workloads.Workload) -> workloads.Workload:
+        """A workload that fails as the user has asked for, and is the loaded one in all else."""
+        from slurmgpu.injecting import parse_faults
+        from slurmgpu.injecting.striking import Injected, Marks
+
+        injected = Injected(
+            workload,
+            parse_faults(self.assignment.inject),
+            Marks.of(self.run, self.assignment.attempt),
+            self.group.leads,
+            self.report,
+            self.stopping,
+            self._tenure.end_now,
+        )
+        self.report = injected.overhear
+        return injected
+
     def _publish(self, shard: int, computed: Computed, started: float) -> None:
         start, _ = self.run.plan.bounds(shard)
         rows = [row.to_error() if isinstance(row, Failure) else row for row in computed.rows.values()]
@@ -279,6 +304,8 @@ class Worker:
             raise WorkerFailedError(failure_of(error), f"shard {shard} cannot be written: {error}") from error
         self.slowest_s = max(self.slowest_s, seconds)
         n_errors = sum(isinstance(row, ItemError) for row in rows)
+        how = "published" if won else "computed, and published by another task before"
+        log.info("shard %d: %s after %.1f s; %d of %d items failed", shard, how, seconds, n_errors, len(rows))
         self.report(
             {
                 "event": "published",
@@ -306,7 +333,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path)
     parser.add_argument("assignment", type=json.loads)
     arguments = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    log_to_stderr()
+    # A segmentation fault leaves the Python stack in the log.
+    faulthandler.enable()
     # Where Slurm signals every process of a job, its notice comes here as well; the task alone heeds it.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, groups.DEAF_TO)
@@ -321,6 +350,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         close_stdin()
     try:
         run, assignment = Run.open(arguments.run), Assignment(**arguments.assignment)
+        if group.leads:
+            log.info("this worker is process %d of attempt %s", os.getpid(), assignment.attempt)
         Worker(run, assignment, report, stopping, group, outlive_signals).work()
         group.leave()
     except WorkerFailedError as error:

@@ -21,7 +21,8 @@ def make_project(folder, n_items=100, workload="Rows", items=None, batch_size=4,
     lines = items if items is not None else [{"text": f"item {i} of many", "x": i} for i in range(n_items)]
     (folder / "items.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "workloads.py").write_text((Path(__file__).parent / "sample_workloads.py").read_text())
-    top = {"input": "items.jsonl", "shard_items": 8, "run_dir": "run", "lease_s": 4.0, "margin_s": 1.0}
+    # Pages have their own tests; drawing one takes longer than most of these runs.
+    top = {"input": "items.jsonl", "shard_items": 8, "run_dir": "run", "lease_s": 4.0, "margin_s": 1.0, "html": False}
     top |= {key: tables.pop(key) for key in list(tables) if not isinstance(tables[key], dict)}
     tables = {"workload": {"use": f"workloads.py:{workload}", "batch_size": batch_size}, **tables}
     text = _toml(top) + "".join(f"\n[{name}]\n{_toml(table)}" for name, table in tables.items())
@@ -86,6 +87,20 @@ def check_rows(folder, n_items, errors=()):
             if index not in errors:
                 assert double[index] == 2.0 * index
                 assert shout[index] == f"ITEM {index} OF MANY"
+
+
+def check_ledger(outcome):
+    """The seconds of every attempt of a report are divided without a rest, and so are the run's hours: its ledger."""
+    for attempt in outcome["attempts"]:
+        assert round(sum(attempt["spent"].values()), 3) == attempt["seconds"]
+        assert min(attempt["spent"].values()) >= 0
+    ledger = outcome["ledger"]
+    parts = sum(ledger[kind] for kind in ("useful", "loading", "idle", "lost", "repeated"))
+    assert abs(parts - ledger["allocated"]) < 1e-9
+    task_hours = sum(a["seconds"] for a in outcome["attempts"]) / 3600
+    hours = outcome["gpu_hours"] if ledger["unit"] == "GPU-hours" else task_hours
+    assert abs(ledger["allocated"] - hours) < 1e-4
+    return ledger
 
 
 def wait_until(condition, what, timeout_s=60):

@@ -36,17 +36,31 @@ def first_submission(plan_resources: Mapping[str, Any], n_shards: int, **given: 
     return replace(submission, **given)
 
 
+def fewer_tasks(submission: Submission, n_shards: int) -> list[str]:
+    """A sentence if a first submission has fewer tasks than were asked for, as the run has no more shards."""
+    asked = allocate(parse_resources(submission.resources), None)
+    if asked.n_tasks <= submission.n_tasks:
+        return []
+    gpus = f" ({asked.n_concurrent * asked.gpus_per_task} GPUs)" if asked.gpus_per_task else ""
+    there = "1 shard, so there is 1 task" if n_shards == 1 else f"{n_shards:,} shards, so there are as many tasks"
+    found = f"{asked.n_tasks} tasks{gpus} were asked for; the run has {there}, one for each"
+    return [f"{found}. A smaller shard_items makes more."]
+
+
 def next_submission(
     run: Run,
     resources: Mapping[str, Any] | None = None,
     slurm: Mapping[str, Any] | None = None,
+    merging: Mapping[str, Any] | None = None,
     n_again: int = 0,
     round: int = 0,  # noqa: A002  the word of the run file's docs
 ) -> tuple[Submission, list[str]]:
     """The submission that computes what is missing: the last one, adjusted to what failed; and what changed."""
     if not run.submissions():  # whoever planned the run died before it was submitted
         first = first_submission(merge_tables(run.plan.resources, resources or {}), run.plan.n_shards)
-        return replace(first, slurm={**run.plan.slurm, **(slurm or {})}, merge=run.plan.merge), []
+        return replace(
+            first, slurm={**run.plan.slurm, **(slurm or {})}, merge={**run.plan.merge, **(merging or {})}
+        ), []
     last = run.last_submission()
     wanted = parse_resources(merge_tables(last["resources"], resources or {}))
     n_missing = run.plan.n_shards - len(run.published()) + n_again
@@ -79,11 +93,13 @@ def next_submission(
         gpu_type=wanted.gpu_type,
         nodes_per_task=wanted.nodes_per_task,
         slurm=options,
-        merge=last["merge"],
+        merge={**last["merge"], **(merging or {})},
         exclude=tuple(exclude),
         round=round,
         resources=wanted.model_dump(),
         container=last.get("container"),
+        # What is computed anew because it failed shall not fail again.
+        inject=() if n_again or wanted.executor != last["executor"] else tuple(last.get("inject") or ()),
     )
     return submission, notes
 

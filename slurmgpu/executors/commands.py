@@ -8,9 +8,11 @@ import logging
 import os
 import re
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.report import Life
@@ -29,6 +31,11 @@ MERGE_NAME = "slurmgpu-merge"
 """What names of jobs begin with: Submitit's, and those of sbatch/*.sbatch."""
 
 JOB_KEYS = ("array_job", "merge_job")
+
+PREFERENCES = ("SQUEUE_", "SINFO_", "SACCT_", "SCONTROL_", "SCANCEL_", "SLURM_CLUSTERS")
+"""Variables that begin so are a user's options for commands: they would hide jobs, say, or ask other clusters."""
+ENVIRON = {"SLURM_BITSTR_LEN": "0", "SLURM_TIME_FORMAT": "standard"}
+"""Arrays are named whole, not cut at 64 characters, and times are as `_epoch` reads them, whatever the user prefers."""
 
 ENDED_STATES = {
     "BOOT_FAIL": "node_fail",
@@ -52,7 +59,10 @@ class SlurmUnavailableError(SlurmGPUError):
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A line of squeue: an array task, or the not yet started rest of an array."""
+    """A line of squeue: an array task, or the not yet started rest of an array.
+
+    `start` is when it started, or will by Slurm's own estimate, in seconds since the epoch; None if that is not known.
+    """
 
     job_id: str
     state: str
@@ -60,6 +70,18 @@ class QueuedJob:
     name: str
     folder: str
     command: str
+    start: float | None = None
+
+    def to_json(self, is_merge: bool) -> dict[str, Any]:
+        """The job in the JSON of status."""
+        n_tasks = 0 if is_merge else self.n_tasks
+        named = {key: getattr(self, key) for key in ("job_id", "state", "reason", "start")}
+        return {**named, "n_tasks": n_tasks}
+
+    @property
+    def n_tasks(self) -> int:
+        """Tasks that this line stands for: of "1234_[5-9,12%4]" six."""
+        return count_indices(self.job_id.partition("_")[2])
 
     @property
     def array_job(self) -> str:
@@ -92,10 +114,21 @@ class QueuedJob:
 
 
 def run(*command: str) -> str:
-    """Standard output of a Slurm command; SlurmUnavailableError says what it complained of."""
+    """Standard output of a Slurm command; SlurmUnavailableError says what it complained of.
+
+    It answers what is asked, whatever a user prefers to see.
+    """
     try:
         # replace: names and arguments of jobs are any bytes.
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=True)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TIMEOUT_S,
+            check=True,
+            env=_environ(),
+        )
     except FileNotFoundError:
         raise SlurmUnavailableError(NOT_HERE.format(command[0])) from None
     except subprocess.TimeoutExpired as error:
@@ -103,6 +136,27 @@ def run(*command: str) -> str:
     except subprocess.CalledProcessError as error:
         raise SlurmUnavailableError(f"{' '.join(command[:2])} failed: {error.stderr.strip()}") from error
     return done.stdout
+
+
+def try_script(path: str) -> tuple[bool, str]:
+    """Whether sbatch would take the script at `path`, and what it says of it; nothing is queued."""
+    command = ["sbatch", "--test-only", path]
+    try:
+        with outside_job():
+            # replace: it may quote the script, which holds names of any bytes.
+            done = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, env=_environ()
+            )
+    except FileNotFoundError:
+        raise SlurmUnavailableError(NOT_HERE.format("sbatch")) from None
+    except subprocess.TimeoutExpired as error:
+        raise SlurmUnavailableError(f"sbatch did not answer within {TIMEOUT_S} s. Try again later.") from error
+    lines = [" ".join(line.removeprefix("sbatch: ").split()) for line in done.stderr.splitlines()]
+    return done.returncode == 0, "; ".join(line for line in lines if line)
+
+
+def _environ() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(PREFERENCES)} | ENVIRON
 
 
 @contextlib.contextmanager
@@ -117,30 +171,42 @@ def outside_job() -> Iterator[None]:
         os.environ.update(hidden)
 
 
-def queue(job_ids: Sequence[str], of: Run | None = None) -> list[QueuedJob]:
-    """What squeue says of these jobs, and of those whose script tells that they are of a run; not of ended ones."""
+def queue(job_ids: Sequence[str], of: Run | None = None, among: Sequence[QueuedJob] | None = None) -> list[QueuedJob]:
+    """What squeue says of these jobs, and of those whose script tells that they are of a run; not of ended ones.
+
+    `among` are all of the user's jobs, where one call of squeue is for many runs.
+    """
     if not job_ids and of is None:
         return []
-    # Named with --jobs, one job that Slurm has forgotten makes squeue fail for all; so all of the user's are asked for.
-    # Arguments hold any character, also newlines. A job whose name or arguments hold these two is no run's.
-    fields = "\x1f".join(("%i", "%T", "%r", "%j", "%Z", "%o")) + "\x1e"
-    text = run("squeue", "--noheader", "--user", getpass.getuser(), "--format", fields)
     wanted = set(job_ids)
-    records = [record.split("\x1f") for record in text.split("\x1e\n")]
-    jobs = [QueuedJob(*(part.strip() for part in record)) for record in records if len(record) == 6]
     return [
         job
-        for job in jobs
-        if job.state not in ENDED_STATES and (job.array_job in wanted or (of is not None and job.is_of(of)))
+        for job in (own_queue() if among is None else among)
+        if job.array_job in wanted or (of is not None and job.is_of(of))
     ]
 
 
-def jobs_of(run: Run) -> list[QueuedJob]:
+def own_queue() -> list[QueuedJob]:
+    """All of the user's jobs in the queue, by one call of squeue; not the ended ones."""
+    # Named with --jobs, one job that Slurm has forgotten makes squeue fail for all; so all of the user's are asked for.
+    # Arguments hold any character, also newlines. A job whose name or arguments hold these two is no run's.
+    # The arguments come last: of those that do hold them a part is left, and the job is known.
+    fields = "\x1f".join(("%i", "%T", "%r", "%j", "%S", "%Z", "%o")) + "\x1e"
+    text = run("squeue", "--noheader", "--all", "--user", getpass.getuser(), "--format", fields)
+    records = [[part.strip() for part in record.split("\x1f")] for record in text.split("\x1e\n")]
+    jobs = [
+        QueuedJob(job_id, state, reason, name, folder, command, _epoch(start))
+        for job_id, state, reason, name, start, folder, command in (record for record in records if len(record) == 7)
+    ]
+    return [job for job in jobs if job.state not in ENDED_STATES]
+
+
+def jobs_of(run: Run, among: Sequence[QueuedJob] | None = None) -> list[QueuedJob]:
     """A run's jobs in the queue, of all submissions that have not ended, and those that have not joined it yet."""
     lines = run.submissions()
     over = {line.get(key) for line in lines if line["state"] == "ended" for key in JOB_KEYS}
     ids = [line[key] for line in lines for key in JOB_KEYS if key in line and line["state"] != "ended"]
-    return [job for job in queue(ids, run) if job.array_job not in over]
+    return [job for job in queue(ids, run, among) if job.array_job not in over]
 
 
 def may_be_queued(run: Run) -> bool:
@@ -149,13 +215,34 @@ def may_be_queued(run: Run) -> bool:
     return not lines or any(line["executor"] == "slurm" for line in lines)
 
 
-def queued_jobs(run: Run) -> list[dict[str, str]] | None:
-    """A run's jobs in the queue, by one call of squeue; None where Slurm has none of it, or does not answer."""
+def count_indices(expression: str) -> int:
+    """How many tasks an array's expression such as "[5-9,12%4]" or "[0-198:3]" names; 1 for anything else."""
+    if not re.fullmatch(r"\[[\d,:-]+(%\d+)?\]", expression):
+        return 1
+    parts = re.findall(r"(\d+)(?:-(\d+))?(?::(\d+))?", expression.partition("%")[0])
+    return sum((int(last or first) - int(first)) // int(step or 1) + 1 for first, last, step in parts)
+
+
+def _epoch(text: str) -> float | None:
+    """Slurm's "2026-11-22T06:17:00", a time of this machine's zone, in seconds since the epoch; None for "N/A"."""
+    try:
+        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+    except (ValueError, OverflowError):
+        return None
+
+
+def queued_jobs(run: Run, among: Sequence[QueuedJob] | None = None) -> list[dict[str, Any]] | None:
+    """A run's jobs in the queue, by one call of squeue; None where Slurm has none of it, or does not answer.
+
+    `among` are all of the user's jobs, where they are known already.
+    """
     if not may_be_queued(run):
         return None
-    expected = any(line["state"] == "queued" for line in run.submissions())
+    lines = run.submissions()
+    expected = any(line["state"] == "queued" for line in lines)
+    merges = {line.get("merge_job") for line in lines}
     try:
-        jobs = [{"job_id": job.job_id, "state": job.state, "reason": job.reason} for job in jobs_of(run)]
+        jobs = [job.to_json(job.is_merge or job.array_job in merges) for job in jobs_of(run, among)]
     except SlurmUnavailableError as error:
         log.log(logging.WARNING if expected else logging.DEBUG, "%s", error)
         return None
@@ -166,7 +253,7 @@ def dependents(job_id: str) -> list[tuple[str, str]]:
     """Jobs of this user that wait for `job_id`, with their dependency as `scontrol update` takes it."""
     found = []
     for line in run(
-        "squeue", "--noheader", "--user", getpass.getuser(), "--states", "PENDING", "--format", "%i|%E"
+        "squeue", "--noheader", "--all", "--user", getpass.getuser(), "--states", "PENDING", "--format", "%i|%E"
     ).splitlines():
         waiting, _, dependency = line.strip().partition("|")
         plain = re.sub(r"\([^)]*\)", "", dependency)  # afterok:12(unfulfilled)
@@ -244,7 +331,9 @@ def own_job() -> OwnJob:
     columns = ("JobID", "ArrayJobID", "ArrayTaskID", "RestartCnt", "TimeLeft")
     try:
         # Asked for the last task of an array, whose id is the array's, squeue answers with all of its tasks.
-        text = run("squeue", "--noheader", "--jobs", job_id, "--Format", ",".join(f"{name}:24" for name in columns))
+        text = run(
+            "squeue", "--noheader", "--all", "--jobs", job_id, "--Format", ",".join(f"{name}:24" for name in columns)
+        )
         fields = next(line.split() for line in text.splitlines() if line.split()[:1] == [job_id])
         array_job, index, restart, left = fields[1:]
     except (SlurmUnavailableError, StopIteration, ValueError) as error:

@@ -12,14 +12,13 @@ from pathlib import Path
 
 from slurmgpu.executors import commands
 from slurmgpu.following import follow
+from slurmgpu.logs import log_to_stderr
 from slurmgpu.nodes import node_rank
 from slurmgpu.records import Attempt, node_name
 from slurmgpu.runs import Run
 from slurmgpu.task import Task
 
 log = logging.getLogger(__name__)
-
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 @contextlib.contextmanager
@@ -41,7 +40,7 @@ def safe_path() -> Iterator[None]:
 
 def run_task(folder: Path, submission: int) -> None:
     """An array task of Submitit's; exits with the task's code, for Slurm's accounting."""
-    log_to_stderr()
+    log_to_stderr(force=True)
     run = Run.open(folder)
     given = next(line for line in run.submissions() if line["submission"] == submission)
     nodes = given.get("nodes_per_task", 1)
@@ -59,19 +58,19 @@ def run_task_by_hand(folder: Path, device: str | None = None) -> int:
     from slurmgpu.executors import joining
 
     joining.check_job()
-    log_to_stderr()
+    log_to_stderr(force=True)
     run = Run.open(folder)
     own = commands.own_job()
-    with joining.log_beside(run, own):
+    with joining.log_beside(run, f"{own.array_job}_{own.task}"):
         given = joining.join(run, own, device)
         n_gpus, n_nodes = joining.gpus_here(), joining.nodes_here()
         attempt = attempt_here(own, given["submission"], n_gpus, device or given["device"], n_nodes)
-        log.info("attempt %s of %s: %d GPUs, device %s", attempt.name, run.folder, n_gpus, attempt.device)
         return work(run, attempt)
 
 
 def work(run: Run, attempt: Attempt) -> int:
     """Work as this attempt until no shard is left for it; the exit code. Submitit's way and the scripts' meet here."""
+    _log_beginning(run, attempt)
     if attempt.n_nodes > 1 and (rank := node_rank()):
         return follow(run, attempt, rank, node_name())
     task = Task(run, attempt)
@@ -82,6 +81,11 @@ def work(run: Run, attempt: Attempt) -> int:
         except commands.SlurmUnavailableError as error:
             log.warning("tasks that are still queued stay so: %s", error)
     return code
+
+
+def _log_beginning(run: Run, attempt: Attempt) -> None:
+    # Also so that every task's log says its offset from UTC, which Submitit's lines lack.
+    log.info("attempt %s of %s: %d GPUs, device %s", attempt.name, run.folder, attempt.n_gpus, attempt.device)
 
 
 def attempt_here(own: commands.OwnJob, submission: int, n_gpus: int, device: str, n_nodes: int = 1) -> Attempt:
@@ -116,7 +120,7 @@ def run_merge(folder: Path) -> None:
     """The merge job: joins, reports, resubmits if the run file says so; exits with 3 while the run is incomplete."""
     from slurmgpu.executors import submitting  # it imports this module's functions for Submitit to pickle
 
-    log_to_stderr()
+    log_to_stderr(force=True)
     code = submitting.merge_on_slurm(Run.open(folder), os.environ["SLURM_JOB_ID"])
     if code:
         sys.exit(code)
@@ -126,18 +130,13 @@ def run_local_task(
     folder: Path, job: str, slot: int, submission: int, gpu_ids: list[str], device: str, n_threads: int
 ) -> None:
     """A slot of the local executor, with GPUs and a share of the cores of its own; exits with the task's code."""
-    log_to_stderr()
+    log_to_stderr(force=True)
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)
     run = Run.open(folder)
     n_processes = len(gpu_ids) if run.plan.processes == "per-gpu" else 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, n_threads // max(1, n_processes))))
     attempt = Attempt(job, slot, submission=submission, executor="local", n_gpus=len(gpu_ids), device=device)
+    _log_beginning(run, attempt)
     code = Task(run, attempt).run_worker()
     if code:
         sys.exit(code)
-
-
-def log_to_stderr() -> None:
-    """Log what a job does, for its output file."""
-    # force: the command line has set up warnings already.
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr, force=True)

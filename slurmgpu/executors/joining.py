@@ -14,8 +14,8 @@ from slurmgpu.config import merge_tables
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import commands
 from slurmgpu.executors.adjusting import first_submission
-from slurmgpu.executors.entry import LOG_FORMAT
 from slurmgpu.executors.turns import turn
+from slurmgpu.logs import LogFormatter
 from slurmgpu.runs import Run
 from slurmgpu.submissions import Submission
 
@@ -107,11 +107,14 @@ def _as_submission(run: Run, n_tasks: int, device: str | None) -> Submission:
 
 
 @contextlib.contextmanager
-def log_beside(run: Run, own: commands.OwnJob) -> Iterator[None]:
-    """Let this task's log go to where `slurmgpu logs` looks for it, as well; the file is named as Submitit names it."""
+def log_beside(run: Run, job: str) -> Iterator[None]:
+    """Let this job's log go to where `slurmgpu logs` looks for it, as well; the file is named as Submitit names it.
+
+    `job` is 1234_7 for a task of an array, 1235 for a merge.
+    """
     rank = os.environ.get("SLURM_PROCID", "0")
-    handler = logging.FileHandler(run.logs / f"{own.array_job}_{own.task}_{rank}_log.err")
-    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    handler = logging.FileHandler(run.logs / f"{job}_{rank}_log.err")
+    handler.setFormatter(LogFormatter())
     logging.getLogger().addHandler(handler)
     try:
         yield

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import shlex
 import warnings
 from collections.abc import Mapping, Sequence
@@ -21,6 +23,10 @@ from slurmgpu.submissions import Submission
 
 SIGNAL_BEFORE_END_S = 30
 """A task stops taking shards by itself; the signal is for a shard that takes longer than any before it."""
+
+
+ARRAY_JOB = "ARRAY_JOB"
+"""What stands for the array's id in the script of a merge that is only shown."""
 
 
 def respect_limits(asked: Submission) -> tuple[Submission, list[str]]:
@@ -67,7 +73,7 @@ def scripts(folder: Path, name: str, submission: Submission) -> dict[str, str]:
     array = _array_executor(folder / "logs", name, submission)
     if submission.n_tasks > 1:  # else Submitit makes it a plain job
         array.parameters["map_count"] = submission.n_tasks
-    merge = _merge_executor(folder / "logs", name, submission, "afterany:ARRAY_JOB")
+    merge = _merge_executor(folder / "logs", name, submission, f"afterany:{ARRAY_JOB}")
     return {
         "array": array._make_submission_file_text(array._submitit_command_str, "dry-run"),
         "merge": merge._make_submission_file_text(merge._submitit_command_str, "dry-run"),
@@ -121,10 +127,12 @@ def check_command(config: RunFile, command: list[str]) -> list[str]:
 
 def _queue(submit_jobs: Any, excluded: Sequence[str] = ()) -> Any:
     try:
-        return submit_jobs()
+        with contextlib.redirect_stderr(io.StringIO()):  # Submitit prints there what it raises as well
+            return submit_jobs()
     except (FailedSubmissionError, FailedJobError) as error:
-        lines = [line.strip() for line in str(error).splitlines() if "sbatch:" in line]
-        said = (" ".join(lines) or str(error).strip()).rstrip(".")
+        lines = [line.strip() for line in str(error).splitlines()]
+        told = [line.removeprefix("sbatch: ") for line in lines if line.startswith("sbatch: ")]
+        said = ("; ".join(told) or str(error).strip()).rstrip(".")
         raise SlurmGPUError(
             f"Slurm refuses the job: {said}. {_let_back_in(excluded)}Correct [slurm], [merge] or [resources]."
         ) from error

@@ -14,11 +14,13 @@ from typing import Any
 
 from slurmgpu import merge
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors import commands
+from slurmgpu.executors import commands, ending, joining
 from slurmgpu.executors.accounts import lives_of, settled_lives_of
 from slurmgpu.executors.adjusting import next_submission
 from slurmgpu.executors.living import alive, refuse_alive
 from slurmgpu.executors.turns import turn
+from slurmgpu.injecting import parse_faults
+from slurmgpu.injecting.striking import damage_shards
 from slurmgpu.records import Attempt
 from slurmgpu.report import Lives, is_complete, retriable
 from slurmgpu.runs import Run
@@ -56,13 +58,17 @@ def start(run: Run, prepare: Prepare, on_tick: Callable[[], None] = lambda: None
             return _queue(run, submission, notes)
         wait = _launch(run, submission)
     try:
-        report = merge.merge(run, wait(on_tick))
+        lives = wait(on_tick)
+        if submission.inject:
+            damage_shards(run, parse_faults(submission.inject))
+        report = merge.merge(run, lives)
         if _goes_on(run, report, submission.round):
             log.warning("incomplete; resubmitting, %d of %d times", submission.round + 1, run.plan.auto_resubmit)
             return start(run, lambda: next_submission(run, round=submission.round + 1), on_tick)
     finally:
         # Not before the next submission is there: a second shell would take the run for ended.
         run.record_submission({"submission": submission.submission, "state": "ended"})
+    ending.run_on_end(run, report)
     return Outcome(submission, {}, tuple(notes), report)
 
 
@@ -112,7 +118,10 @@ def merge_by_hand(run: Run) -> dict[str, Any]:
     """Merge now, when nothing of the run is alive; the report."""
     with turn(run):
         refuse_alive(run, "merge")
-        return _merge_and_end(run, lives_of(run))
+        report, has_ended = _merge_and_end(run, lives_of(run))
+    if has_ended:
+        ending.run_on_end(run, report)
+    return report
 
 
 def merge_when_over(run: Run) -> dict[str, Any]:
@@ -121,13 +130,25 @@ def merge_when_over(run: Run) -> dict[str, Any]:
     The run file's `auto_resubmit` is not honoured: who submits by hand decides what comes next.
     """
     own_job = os.environ.get("SLURM_JOB_ID", "")
-    if own_job:
+    if not own_job:
+        return _merge_when_over(run, own_job)
+    with joining.log_beside(run, own_job):
         _say_who_merges(run, own_job)
-    while True:
+        report = _merge_when_over(run, own_job)
+        log.info("%s", _in_words(report))
+        return report
+
+
+def _merge_when_over(run: Run, own_job: str) -> dict[str, Any]:
+    report, has_ended = None, False
+    while report is None:
         _wait_for_end(run, own_job)
         with turn(run, patient=True):
             if alive(run, own_job) is None:  # since the last look another array may have started
-                return _merge_and_end(run, settled_lives_of(run))
+                report, has_ended = _merge_and_end(run, settled_lives_of(run))
+    if has_ended:
+        ending.run_on_end(run, report)
+    return report
 
 
 def _say_who_merges(run: Run, own_job: str) -> None:
@@ -156,30 +177,44 @@ def _alive_as_far_as_known(run: Run, own_job: str) -> str | None:
         return f"Slurm does not tell what is alive; {error}"
 
 
-def _merge_and_end(run: Run, lives: Lives | None) -> dict[str, Any]:
+def _merge_and_end(run: Run, lives: Lives | None) -> tuple[dict[str, Any], bool]:
+    """The report, and whether it is the end of a submission that had not ended."""
     report = merge.merge(run, lives)
-    for line in run.submissions():
-        if line["state"] != "ended":
-            run.record_submission({"submission": line["submission"], "state": "ended"})
-    return report
+    open_ones = [line for line in run.submissions() if line["state"] != "ended"]
+    for line in open_ones:
+        run.record_submission({"submission": line["submission"], "state": "ended"})
+    return report, any(line["state"] != "refused" for line in open_ones)
 
 
 def merge_on_slurm(run: Run, own_job: str) -> int:
     """What the merge job does; 0 when the run is complete, else 3. Resubmits as often as `auto_resubmit` says."""
-    last = run.submissions()[-1]
+    last, over = run.submissions()[-1], True
     report = merge.merge(run, settled_lives_of(run))
-    log.info("%s", {key: report[key] for key in ("complete", "n_rows", "n_errors", "failures")})
+    log.info("%s", _in_words(report))
     try:
         if _goes_on(run, report, last["round"]):
             outcome = start(run, lambda: next_submission(run, round=last["round"] + 1))
-            log.warning("resubmitted as %s. %s", dict(outcome.jobs), " ".join(outcome.notes))
+            over = False
+            jobs = f"array job {outcome.jobs['array_job']}, merge job {outcome.jobs['merge_job']}"
+            log.warning("resubmitted as %s. %s", jobs, " ".join(outcome.notes))
+            _keep_mail_for_the_end(last, own_job)
             _hand_dependents_on(own_job, outcome.jobs["merge_job"])
         elif not report["complete"]:
             log.error("incomplete; %s", report["resubmit"])
     finally:
         # Not before the next submission is there: who waits for the run would take it for ended.
         run.record_submission({"submission": last["submission"], "state": "ended"})
+        if over:  # also if Slurm has refused the next one
+            ending.run_on_end(run, report)
     return 0 if report["complete"] else 3
+
+
+def _in_words(report: Mapping[str, Any]) -> str:
+    failures = ", ".join(f"{count} {name}" for name, count in report["failures"].items())
+    return (
+        f"merged: {'complete' if report['complete'] else 'incomplete'}, {report['n_rows']:,} of {report['n_items']:,} "
+        f"rows, {report['n_errors']:,} of them failed" + (f"; attempts that failed: {failures}" if failures else "")
+    )
 
 
 def _merges(job: commands.QueuedJob, run: Run) -> bool:
@@ -188,6 +223,15 @@ def _merges(job: commands.QueuedJob, run: Run) -> bool:
 
 def _goes_on(run: Run, report: Mapping[str, Any], round_done: int) -> bool:
     return not report["complete"] and round_done < run.plan.auto_resubmit and retriable(report)
+
+
+def _keep_mail_for_the_end(submission: Mapping[str, Any], own_job: str) -> None:
+    """Let Slurm send no mail of this merge job's end: the run goes on, and its last merge asks for mail as well."""
+    if "mail_user" in submission["merge"] or "mail_type" in submission["merge"]:
+        try:
+            commands.run("scontrol", "update", f"JobId={own_job}", "MailType=NONE")
+        except commands.SlurmUnavailableError as error:
+            log.warning("a mail may come before the run's end: %s", error)
 
 
 def _hand_dependents_on(own_job: str, merge_job: str) -> None:

@@ -55,6 +55,9 @@ class Reader:
         """
         if not 0 <= start <= stop <= self._spec.n_items:
             raise ValueError(f"items {start} to {stop} of an input of {self._spec.n_items}")
+        return [data for span in self._spec.spans(start, stop) for data in self._read_span(*span)]
+
+    def _read_span(self, start: int, stop: int) -> list[Mapping[str, Any] | ItemError]:
         data: list[Mapping[str, Any] | ItemError] = []
         while start < stop:
             number = bisect_right(self._bounds, start) - 1

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 
@@ -21,10 +21,11 @@ class InputFile:
 
 @dataclass(frozen=True)
 class InputSpec:
-    """An input: its files in order, all of one format, and the number of items in all of them.
+    """An input: its files in order, all of one format, and the number of its items.
 
     `stride` is the distance of the items whose offsets are in the index.
     `columns` are the names that every item of a csv, parquet or h5 input has; None for jsonl and txt.
+    `ranges` are those items of the files that the input has, first and the one after the last; None for all of them.
     """
 
     format: str
@@ -32,20 +33,38 @@ class InputSpec:
     n_items: int
     stride: int
     columns: tuple[str, ...] | None
+    ranges: tuple[tuple[int, int], ...] | None = None
 
     @property
     def digest(self) -> str:
         """What `sha256sum FILES | cut -c-64 | sha256sum` prints: it stands for every byte of the input."""
         return hashlib.sha256("".join(f"{file.sha256}\n" for file in self.files).encode()).hexdigest()
 
+    def taking(self, ranges: Sequence[tuple[int, int]]) -> InputSpec:
+        """An input of these ranges of the files' items alone, numbered from 0 in their order."""
+        n_items = sum(stop - start for start, stop in ranges)
+        return replace(self, n_items=n_items, ranges=tuple((start, stop) for start, stop in ranges))
+
+    def spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Where items start..stop-1 are among the items of all files: first, and the one after the last, of each."""
+        n_before = 0
+        for first, end in self.ranges if self.ranges is not None else [(0, self.n_items)]:
+            low, high = first + max(start - n_before, 0), min(end, first + stop - n_before)
+            if low < high:
+                yield low, high
+            n_before += end - first
+
     def to_json(self) -> dict[str, Any]:
         """The spec in JSON's types, for run.json."""
         columns = None if self.columns is None else list(self.columns)
-        return asdict(self) | {"files": [asdict(file) for file in self.files], "columns": columns}
+        ranges = None if self.ranges is None else [list(span) for span in self.ranges]
+        return asdict(self) | {"files": [asdict(file) for file in self.files], "columns": columns, "ranges": ranges}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> InputSpec:
         """The spec that `to_json` was called on."""
         files = tuple(InputFile(**file) for file in value["files"])
         columns = None if value["columns"] is None else tuple(value["columns"])
-        return cls(**{**value, "files": files, "columns": columns})
+        found = value.get("ranges")  # not in runs of before there were any
+        ranges = None if found is None else tuple((start, stop) for start, stop in found)
+        return cls(**{**value, "files": files, "columns": columns, "ranges": ranges})

@@ -112,6 +112,9 @@ def write(settings: Settings, cgroup_conf: str) -> None:
     (etc / "cgroup.conf").write_text(cgroup_conf)
     (etc / "slurmdbd.conf").write_text(_slurmdbd_conf(settings))
     (etc / "slurmdbd.conf").chmod(0o600)  # slurmdbd refuses anything wider
+    mail = Path(settings.private, "mail")  # in place of a mail program, as slurmctld calls one: -s SUBJECT ADDRESS
+    mail.write_text(f'#!/bin/sh\necho "$*" >> "{settings.log("mail")}"\n')
+    mail.chmod(0o755)
     for gpu in range(GPUS_PER_NODE):
         make_gpu(Path(settings.private, f"nvidia{gpu}"))
 
@@ -145,6 +148,7 @@ SlurmctldLogFile={settings.log("slurmctld")}
 SlurmctldSyslogDebug=quiet
 SlurmdSyslogDebug=quiet
 MpiDefault=none
+MailProg={settings.private}/mail
 
 # Two nodes on this host, each claiming more CPUs than there are.
 GresTypes=gpu

@@ -1,0 +1,113 @@
+"""Where the hours went: each second of each attempt is useful, loading, idle, lost or repeated.
+
+docs/reference/report.md defines the five; they are computed in whole milliseconds, so that they add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any
+
+KINDS = ("useful", "loading", "idle", "lost", "repeated")
+
+Counting = Mapping[int, tuple[str, float]]
+"""For each shard the one computation of it that counts: its attempt, and when that began with it."""
+
+
+def counting(records: Iterable[Mapping[str, Any]], published: Set[int]) -> Counting:
+    """The computations that count: of each shard that is there, the last one that was published."""
+    found: dict[int, tuple[tuple[int, float], tuple[str, float]]] = {}
+    for record in records:
+        for shard, started, seconds, *won in record["published"]:
+            # Nodes' clocks may differ: a later submission is later, whatever they say.
+            when = (record["submission"], started + seconds)
+            if shard in published and all(won) and (shard not in found or when > found[shard][0]):
+                found[shard] = (when, (record["attempt"], started))
+    return {shard: which for shard, (_, which) in found.items()}
+
+
+def spent(record: Mapping[str, Any], seconds: float, failure: str | None, counts: Counting) -> dict[str, float]:
+    """What an attempt spent its `seconds` on, in seconds, from its record; `failure` is its class, None if none."""
+    total = _ms(seconds)
+    if failure is not None and not _came_to_work(record):
+        return _in_seconds(total, lost=total)
+    done = _computed(record, counts)
+    done["useful"] += _ms(record["kept_s"])
+    done["lost"] += _ms(record["lost_s"])
+    if record["ended"] is None:
+        done["lost"] += _in_hand(record) + total - _ms(record["updated"] - record["started"])
+    return _in_seconds(total, **done, loading=_loading(record))
+
+
+def spent_unrecorded(seconds: float) -> dict[str, float]:
+    """The same of an attempt of which there is no record: all is lost."""
+    return _in_seconds(_ms(seconds), lost=_ms(seconds))
+
+
+def ledger(attempts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The sums over a report's attempts, in GPU-hours, or in hours of tasks where none had GPUs; and the energy."""
+    has_gpus = any(attempt["n_gpus"] for attempt in attempts)
+    sums = dict.fromkeys(KINDS, 0)
+    for attempt in attempts:
+        weight = attempt["n_gpus"] * attempt["n_nodes"] if has_gpus else 1
+        for kind in KINDS:
+            sums[kind] += weight * _ms(attempt["spent"][kind])
+    energies = [energy for a in attempts if (energy := a["usage"].get("energy_j")) is not None]
+    return {
+        "unit": "GPU-hours" if has_gpus else "task-hours",
+        "allocated": _hours(sum(sums.values())),
+        **{kind: _hours(sums[kind]) for kind in KINDS},
+        "energy_kwh": round(sum(energies) / 3.6e6, 6) if energies else None,
+    }
+
+
+def _came_to_work(record: Mapping[str, Any]) -> bool:
+    return bool(record["published"]) or record["load_s"] is not None  # older records have no phases
+
+
+def _computed(record: Mapping[str, Any], counts: Counting) -> dict[str, int]:
+    """Milliseconds of the shards that it published: useful, repeated, or lost as they are not there any more."""
+    found = {"useful": 0, "repeated": 0, "lost": 0}
+    entries = sorted((started, shard, seconds) for shard, started, seconds, *_ in record["published"])
+    # One that waited for the next shard to show that it is not the workload that fails was computed before that.
+    nexts = [started for started, _, _ in entries[1:]] + [float("inf")]
+    for (started, shard, seconds), end in zip(entries, nexts, strict=False):
+        if shard not in counts:
+            kind = "lost"
+        else:
+            kind = "useful" if counts[shard] == (record["attempt"], started) else "repeated"
+        found[kind] += _ms(min(seconds, end - started))
+    return found
+
+
+def _in_hand(record: Mapping[str, Any]) -> int:
+    """Milliseconds of the shard that an attempt without an end had in hand, since it was begun or last kept."""
+    since = record["shard_kept"] or record["shard_started"]
+    return 0 if since is None else _ms(record["updated"] - since)
+
+
+def _loading(record: Mapping[str, Any]) -> int:
+    """Milliseconds of loading, each worker's; of the last one alone in a record that has no phases."""
+    if not record["phases"]:
+        return _ms(record["load_s"] or 0.0)
+    ends = [at for at, _ in record["phases"][1:]] + [record["ended"] or record["updated"]]
+    phases = zip(record["phases"], ends, strict=True)
+    return sum(_ms(end - at) for (at, state), end in phases if state == "loading")
+
+
+def _in_seconds(total: int, **wanted: int) -> dict[str, float]:
+    """Give each kind what it wants, as long as there is some left; what remains is idle."""
+    left, found = total, dict.fromkeys(KINDS, 0)
+    for kind in ("useful", "repeated", "lost", "loading"):
+        found[kind] = min(wanted.get(kind, 0), left)
+        left -= found[kind]
+    return {kind: ms / 1000 for kind, ms in {**found, "idle": left}.items()}
+
+
+def _ms(seconds: float) -> int:
+    """Whole milliseconds; none where a clock was set back."""
+    return max(0, round(1000 * seconds))
+
+
+def _hours(ms: int) -> float:
+    return ms / 3_600_000

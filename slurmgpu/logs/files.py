@@ -1,0 +1,92 @@
+"""Which log files belong to which attempt, and to the merge."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.runs import Run
+
+
+@dataclass(frozen=True)
+class LogFile:
+    """A log file, and who wrote it: `worker`, `task`, `merge`; `.out` behind it is what was printed by Submitit.
+
+    Those of a task's other nodes have `.node1` and so on behind them.
+    """
+
+    path: Path
+    source: str
+
+    @property
+    def is_worker(self) -> bool:
+        """Whether workers wrote it, perhaps in an image."""
+        return self.source.startswith("worker")
+
+
+def attempts_with_logs(run: Run) -> list[dict[str, Any]]:
+    """Every attempt's record; and what little is known of tasks that wrote to a log and died before their record."""
+    records: list[dict[str, Any]] = list(run.attempts())
+    seen = {(record["job"], record["task"]) for record in records}
+    names = os.listdir(run.logs)
+    for line in run.submissions():
+        for job, task in _logged_tasks(line, names):
+            if (job, task) not in seen:
+                about = {key: line[key] for key in ("submission", "executor")}
+                about |= {"job": job, "task": task, "restart": 0, "n_nodes": line.get("nodes_per_task", 1)}
+                records.append({"attempt": f"{job}_{task}.0", "state": "unknown", "node": None, **about})
+    return records
+
+
+def _logged_tasks(line: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, int]]:
+    for slot, pid in enumerate(_slots(line)):
+        if any(name.startswith(f"{pid}_0_log.") for name in names):
+            yield f"local{line['submission']}", slot
+    if job := line.get("array_job"):
+        # JOB_TASK_RANK_log, and JOB_RANK_log of a job that is no array
+        found = (re.fullmatch(rf"{job}(?:_(\d+))?_\d+_log\.(?:err|out)", name) for name in names)
+        yield from sorted({(job, int(match[1] or 0)) for match in found if match})
+
+
+def files_of(
+    run: Run, record: Mapping[str, Any], submissions: Sequence[Mapping[str, Any]] | None = None
+) -> list[LogFile]:
+    """The log files of an attempt that there are: its task's, by Submitit's naming, then its workers'.
+
+    A task that was requeued goes on in the same files.
+    """
+    job, task, n_nodes = record["job"], record["task"], record.get("n_nodes", 1)
+    stems = [(f"{name}_{rank}", rank) for rank in range(n_nodes) for name in (f"{job}_{task}", job)]
+    if record["executor"] == "local":
+        lines = run.submissions() if submissions is None else submissions
+        own = [line for line in lines if line["submission"] == record["submission"]]
+        stems = [(f"{pid}_0", 0) for line in own for pid in _slots(line)[task : task + 1]]
+    found = [
+        LogFile(run.logs / f"{stem}_log.{end}", f"task{_of_node(rank)}{'.out' if end == 'out' else ''}")
+        for stem, rank in stems
+        for end in ("out", "err")
+    ]
+    for rank in range(n_nodes):
+        found.append(LogFile(run.logs / f"{record['attempt']}{_of_node(rank)}.log", f"worker{_of_node(rank)}"))
+    return [file for file in found if file.path.exists()]
+
+
+def _slots(submission: Mapping[str, Any]) -> list[int]:
+    """The processes of a local submission's slots; the first of all is that which merges."""
+    return list(submission.get("pids", ()))[1:]
+
+
+def _of_node(rank: int) -> str:
+    return f".node{rank}" if rank else ""
+
+
+def merge_files(run: Run) -> list[LogFile]:
+    """What the merge jobs wrote, in the order of the submissions; none where the command itself merged."""
+    # One that was submitted by hand may wait for several submissions.
+    jobs = dict.fromkeys(line["merge_job"] for line in run.submissions() if line.get("merge_job"))
+    names = [(f"{job}_0_log.{end}", "merge.out" if end == "out" else "merge") for job in jobs for end in ("out", "err")]
+    return [LogFile(run.logs / name, source) for name, source in names if (run.logs / name).exists()]

@@ -1,0 +1,25 @@
+"""How everything of ours is logged on nodes: lines that begin with a time that holds wherever it is read."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from datetime import datetime, timezone
+
+
+class LogFormatter(logging.Formatter):
+    """Lines that begin with a time in ISO 8601, with milliseconds and the offset from UTC: nodes and images differ."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802 - logging's name
+        """The time of a line."""
+        return datetime.fromtimestamp(record.created, timezone.utc).astimezone().isoformat(timespec="milliseconds")
+
+
+def log_to_stderr(*, force: bool = False) -> None:
+    """Log what this process does on standard error, in lines that this module reads; `force`: instead of elsewhere."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LogFormatter())
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=force)

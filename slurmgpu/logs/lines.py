@@ -1,0 +1,118 @@
+"""Lines of log files with their times, merged over files; a file may be of any size, and is never read whole."""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from slurmgpu.logs.files import LogFile
+from slurmgpu.logs.places import DAY_S, LINE_BYTES
+from slurmgpu.logs.times import BLOCK_BYTES, Clock, zone_of
+
+log = logging.getLogger(__name__)
+
+NEAR_BYTES = (BLOCK_BYTES, 1 << 20)
+"""A line's time is that of the last one before it with a time, which is looked for so far, and then so far."""
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_].*?(?:\x07|\x1b\\|$)|\x1b[ -/]*[0-~]")
+_COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
+
+
+class Line(NamedTuple):
+    """A line: its time in seconds since the epoch, its own if it `is_dated`, else that of the line before it.
+
+    In `text` the only control characters are those of colours; `offset` is where the line begins in its file, `end`
+    where the next one does.
+    """
+
+    time: float
+    text: str
+    file: LogFile
+    offset: int
+    end: int
+    is_dated: bool
+
+
+def merged(
+    files: Iterable[LogFile],
+    *,
+    since: float = 0.0,
+    starts: Mapping[Path, int] | None = None,
+    stops: Mapping[Path, int] | None = None,
+) -> Iterator[Line]:
+    """The lines of several files in the order of their times, read as they are asked for.
+
+    `starts` and `stops` are where to begin and to end in files, in bytes. `since` is when their writer began: times of
+    more than a day before it are taken for part of the text.
+    """
+    files, starts, stops = list(files), starts or {}, stops or {}
+    zones = {file: zone_of(file.path) for file in files}
+    # Submitit's own lines do not say their zone; those of the task beside them do.
+    usual = next((zone for file, zone in zones.items() if zone is not None and not file.is_worker), None)
+    readers = []
+    for file, zone in zones.items():
+        zone = usual if zone is None and not file.is_worker else zone
+        start, stop = starts.get(file.path, 0), stops.get(file.path)
+        readers.append(read_lines(file, start, stop, since=since, zone=zone))
+    return heapq.merge(*readers, key=lambda line: line.time)
+
+
+def read_lines(
+    file: LogFile, start: int = 0, stop: int | None = None, *, since: float = 0.0, zone: float | None = None
+) -> Iterator[Line]:
+    """The lines of one file from `start`, where a line begins, to `stop`; none if it cannot be read.
+
+    `zone` is the offset from UTC, in seconds, of times that do not say it; None for that of this process.
+    """
+    try:
+        with open(file.path, "rb") as stream:
+            latest = os.fstat(stream.fileno()).st_mtime + DAY_S
+            clock = Clock(zone, since - DAY_S, latest)
+            time = since
+            if start:
+                time = _time_before(stream, start, clock) or since
+            stream.seek(start)
+            is_new = True
+            while (stop is None or start < stop) and (raw := stream.readline(LINE_BYTES)):
+                told = clock.read(raw) if is_new else None
+                time = time if told is None else told
+                yield Line(time, text_of(raw), file, start, start + len(raw), told is not None)
+                is_new = raw.endswith(b"\n")
+                start += len(raw)
+    except OSError as error:
+        log.debug("%s cannot be read: %s", file.path, error)
+
+
+def _time_before(stream: BinaryIO, offset: int, clock: Clock) -> float | None:
+    """The time of the last dated line before an offset, if there is one not far before it."""
+    for size in NEAR_BYTES:
+        begin = max(0, offset - size)
+        stream.seek(begin)
+        head = b"" if begin else b"\n"
+        told = [time for _, time in clock.read_all(head + stream.read(offset - begin))]
+        if told or not begin:
+            break
+    return told[-1] if told else None
+
+
+def text_of(raw: bytes) -> str:
+    """A line as a terminal would show it in the end: what was written over is gone, and so is all but colours."""
+    text = raw.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2]
+    if not _CONTROL.search(text):
+        return text
+    text = _ESCAPES.sub(lambda match: match[0] if _COLOUR.fullmatch(match[0]) else "", text)
+    return "".join(part if number % 2 else _CONTROL.sub("", part) for number, part in enumerate(_split_colours(text)))
+
+
+def _split_colours(text: str) -> list[str]:
+    return re.split(f"({_COLOUR.pattern})", text)
+
+
+def without_colours(text: str) -> str:
+    """A line's text with no control characters at all."""
+    return _COLOUR.sub("", text)

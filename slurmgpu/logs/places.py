@@ -1,0 +1,230 @@
+"""Where in a log file lines of a number, of a time, or with some bytes are: a file may be of any size."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from typing import BinaryIO
+
+from slurmgpu.logs.times import BLOCK_BYTES, Clock, zone_of
+
+LINE_BYTES = 1 << 16
+"""A longer line is cut: a progress bar may write megabytes without an end of line."""
+TAIL_BYTES = 1 << 22
+"""No tail of a file is longer than this, however few lines that is."""
+SEARCH_BYTES = 1 << 20
+"""So much is read at once where all of a part must be looked through."""
+FIRST_BYTES, PROBE_BYTES = 1 << 13, 1 << 17
+"""So much is read for the next line with a time, and then so much more at once."""
+STAMP_BYTES = 200
+"""What is read beyond, so that a time that begins in there is in there as a whole."""
+HOLE_BYTES = 1 << 25
+"""A stretch without times that is longer is not read from end to end: where it begins and ends is found by probes."""
+MAX_HOLES = 8
+"""Of a file with more such stretches it is only known roughly where a time begins."""
+DAY_S = 86_400.0
+MAX_COUNTED = 64
+
+_deadline: ContextVar[float] = ContextVar("deadline", default=float("inf"))
+_counted: dict[Path, tuple[int, list[tuple[int, int]]]] = {}
+
+
+@contextlib.contextmanager
+def search_until(deadline: float) -> Iterator[None]:
+    """Within it, whatever looks through much of a file gives up at this moment of time.monotonic()."""
+    token = _deadline.set(deadline)
+    try:
+        yield
+    finally:
+        _deadline.reset(token)
+
+
+def _is_late() -> bool:
+    return time.monotonic() > _deadline.get()
+
+
+# By the number of lines
+
+
+def tail_start(path: Path, n_lines: int, stop: int | None = None) -> int:
+    """Where the last `n_lines` lines of a file begin, or of its part before `stop`; from its end alone."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        begin = end = end if stop is None else min(stop, end)
+        left = n_lines + 1  # the last line's own end is one more
+        while begin > 0 and end - begin < TAIL_BYTES:
+            size = min(BLOCK_BYTES, begin)
+            file.seek(begin - size)
+            block = file.read(size)
+            if begin == end and not block.endswith(b"\n"):
+                left -= 1
+            n_ends = block.count(b"\n")
+            if n_ends >= left:
+                at = len(block)
+                for _ in range(left):
+                    at = block.rindex(b"\n", 0, at)
+                return begin - size + at + 1
+            left -= n_ends
+            begin -= size
+        return begin
+    return 0
+
+
+def last_end(path: Path, stop: int | None = None) -> int:
+    """Where the last whole line of a file, or of its part before `stop`, ends; 0 if it cannot be read.
+
+    A line that is too long to wait for counts as whole.
+    """
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        size = size if stop is None else min(stop, size)
+        begin = max(0, size - LINE_BYTES)
+        file.seek(begin)
+        found = file.read(size - begin).rfind(b"\n")
+        return begin + found + 1 if found >= 0 else (size if begin else 0)
+    return 0
+
+
+def line_number(path: Path, offset: int) -> int:
+    """The number of the line that begins at an offset, from 1; 0 if there is no time to count.
+
+    What was counted is kept in mind: a file only grows.
+    """
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        inode, known = _counted.get(path, (0, []))
+        about = os.fstat(file.fileno())
+        if inode != about.st_ino or known[-1][0] > about.st_size:
+            if len(_counted) >= MAX_COUNTED:
+                _counted.clear()
+            known = [(0, 1)]
+            _counted[path] = (about.st_ino, known)
+        place = bisect.bisect_right(known, (offset, float("inf"))) - 1
+        at, number = known[place]
+        file.seek(at)
+        while at < offset and (block := file.read(min(SEARCH_BYTES, offset - at))):
+            if _is_late():
+                return 0
+            number, at = number + block.count(b"\n"), at + len(block)
+        if at != known[place][0]:
+            known.insert(place + 1, (at, number))
+        return number
+    return 0
+
+
+# By time
+
+
+def time_start(path: Path, when: float, zone: float | None = None, *, since: float = 0.0, start: int = 0) -> int:
+    """Where the first line from `when` on begins, at `start` or behind it; the file's size if there is none.
+
+    It is found by halving, also around long stretches without times. `since` is when the writer began: times of more
+    than a day before are part of the text.
+    """
+    clock = Clock(zone_of(path) if zone is None else zone, since - DAY_S)
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        return _time_start(file, when, clock, min(start, end), end)
+    return 0
+
+
+def _time_start(file: BinaryIO, when: float, clock: Clock, low: int, end: int) -> int:
+    """Between `low` and `high` begins the first line from `when` on, or it is `answer`."""
+    high = answer = end
+    n_holes = 0
+    while high - low > BLOCK_BYTES:
+        middle = before = (low + high) // 2
+        found = _first_dated(file, middle, high, clock, max_bytes=HOLE_BYTES)
+        if found is None and high - middle > HOLE_BYTES:
+            n_holes += 1
+            if n_holes > MAX_HOLES:
+                break
+            found = _behind_hole(file, middle, high, clock)
+            before = middle if found is not None and found[1] < when else _before_hole(file, low, middle, clock)
+        if found is not None and found[1] < when:
+            low = found[0]
+        else:
+            high, answer = before, answer if found is None else found[0]
+    first = _first_dated(file, low, high, clock, when, max_bytes=HOLE_BYTES)
+    return answer if first is None else first[0]
+
+
+def _behind_hole(file: BinaryIO, start: int, high: int, clock: Clock) -> tuple[int, float] | None:
+    """Offset and time of the first dated line behind a place without; it is looked for in steps that grow."""
+    found, step = None, PROBE_BYTES
+    while high - start > BLOCK_BYTES:
+        place = start + step if found is None and start + step < high else (start + high) // 2
+        probed = _first_dated(file, place, high, clock)
+        if probed is None:
+            start, step = place, 2 * step
+        else:
+            high, found = place, probed
+    return found
+
+
+def _before_hole(file: BinaryIO, low: int, stop: int, clock: Clock) -> int:
+    """Where the stretch without times begins that `stop` is in; it is looked for in steps that grow."""
+    is_found, step = False, PROBE_BYTES
+    while stop - low > BLOCK_BYTES:
+        place = stop - step if not is_found and stop - step > low else (low + stop) // 2
+        probed = _first_dated(file, place, stop, clock)
+        if probed is None:
+            stop, step = place, 2 * step
+        else:
+            low, is_found = probed[0], True
+    return stop
+
+
+def _first_dated(
+    file: BinaryIO, start: int, stop: int, clock: Clock, when: float = 0.0, *, max_bytes: int = PROBE_BYTES
+) -> tuple[int, float] | None:
+    """Offset and time of the first line with a time, from `when` on, that begins not far behind `start`."""
+    begin, head = (start - 1, b"") if start else (0, b"\n")
+    size = FIRST_BYTES
+    while begin < min(stop, start + max_bytes) and not _is_late():
+        file.seek(begin)
+        block = head + file.read(size + STAMP_BYTES)
+        begin -= len(head)
+        for place, told in clock.read_all(block):
+            if begin + place >= stop or place > size:
+                break
+            if told >= when:
+                return begin + place, told
+        begin, head, size = begin + size, b"", PROBE_BYTES
+    return None
+
+
+# By what is written
+
+
+def places_of(path: Path, words: bytes, start: int, stop: int, *, backwards: bool = False) -> Iterator[int]:
+    """Where in a part of a file these bytes are, the first or the last first; none any more when it is late."""
+    more = len(words) - 1
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        begins = range(start, stop, SEARCH_BYTES)
+        for begin in reversed(begins) if backwards else begins:
+            if _is_late():
+                return
+            file.seek(begin)
+            block = file.read(min(SEARCH_BYTES + more, stop - begin))
+            at = block.rfind(words) if backwards else block.find(words)
+            while at >= 0:
+                yield begin + at
+                at = block.rfind(words, 0, at + more) if backwards else block.find(words, at + 1)
+
+
+def line_around(path: Path, offset: int) -> tuple[int, bytes]:
+    """The line that an offset is in, and where it begins; of a long one, or one written over, the part around it."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        begin = max(0, offset - LINE_BYTES)
+        file.seek(begin)
+        before = file.read(offset - begin)
+        at = max(before.rfind(b"\n"), before.rfind(b"\r")) + 1
+        begin = begin + at if at or not begin else offset
+        file.seek(begin)
+        return begin, file.readline(LINE_BYTES)
+    return offset, b""

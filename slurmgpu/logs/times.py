@@ -1,0 +1,68 @@
+"""The times that lines of logs begin with, as most loggers write them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+BLOCK_BYTES = 1 << 16
+
+_STAMP = rb"(\d{4})-(\d\d)-(\d\d)[T ](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,6}))?(?: ?(Z|[+-]\d\d:?\d\d))?"
+_DATED = re.compile(rb"(?:\[?|submitit [A-Z]{1,16} \()" + _STAMP)
+"""A time at a line's beginning; or in brackets behind its name and the level, as Submitit writes it."""
+_BEGUN = re.compile(rb"\n" + _DATED.pattern)
+
+
+class Clock:
+    """Reads times off lines; one that says its offset from UTC tells that of the lines after it that do not."""
+
+    def __init__(self, zone: float | None, earliest: float = 0.0, latest: float = float("inf")) -> None:
+        self.zone, self._earliest, self._latest = zone, earliest, latest
+
+    def read(self, raw: bytes) -> float | None:
+        """The time that a line begins with, in seconds since the epoch."""
+        match = _DATED.match(raw)
+        return None if match is None else self._told(match)
+
+    def read_all(self, block: bytes) -> Iterator[tuple[int, float]]:
+        """Where in a part of a file dated lines begin, behind an end of line, and their times."""
+        for match in _BEGUN.finditer(block):
+            if (told := self._told(match)) is not None:
+                yield match.start() + 1, told
+
+    def _told(self, match: re.Match[bytes]) -> float | None:
+        *numbers, fraction, offset = match.groups()
+        try:
+            year, month, day, hour, minute, second = map(int, numbers)
+            naive = datetime(year, month, day, hour, minute, second, int((fraction or b"0").ljust(6, b"0")))
+            if offset is not None:
+                self.zone = _seconds(offset)
+            told = naive.timestamp() if self.zone is None else _at(naive, self.zone)
+        except (ValueError, OverflowError):
+            return None  # the 31st of February, in somebody's text
+        return told if self._earliest <= told <= self._latest else None
+
+
+def _seconds(offset: bytes) -> float:
+    if offset == b"Z":
+        return 0.0
+    return (-1 if offset[:1] == b"-" else 1) * (int(offset[1:3]) * 3600.0 + int(offset[-2:]) * 60.0)
+
+
+def _at(naive: datetime, zone: float) -> float:
+    return naive.replace(tzinfo=timezone(timedelta(seconds=zone))).timestamp()
+
+
+def zone_of(path: Path) -> float | None:
+    """The offset from UTC, in seconds, that a file's first lines say; None if they do not."""
+    clock = Clock(None)
+    try:
+        with open(path, "rb") as file:
+            for _ in clock.read_all(b"\n" + file.read(BLOCK_BYTES)):
+                if clock.zone is not None:
+                    break
+    except OSError:
+        pass
+    return clock.zone

@@ -1,0 +1,20 @@
+"""What became of an item, or every failure of a class, and the places in logs that tell of it."""
+
+from slurmgpu.logs import search_until as excerpts_until
+from slurmgpu.searching.classes import Event, events_of_class
+from slurmgpu.searching.excerpts import Excerpt, excerpt_of_attempt, excerpt_of_death
+from slurmgpu.searching.index import read_index
+from slurmgpu.searching.items import Story, excerpt_of_item, story_of_item
+
+__all__ = [
+    "Event",
+    "Excerpt",
+    "Story",
+    "events_of_class",
+    "excerpt_of_attempt",
+    "excerpt_of_death",
+    "excerpt_of_item",
+    "excerpts_until",
+    "read_index",
+    "story_of_item",
+]
