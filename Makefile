@@ -17,7 +17,7 @@ demo-train: $(VENV)/demo
 	$(BIN)/python docs/examples/digits/demo.py
 
 test: $(VENV)/test lint types
-	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then bash tests/cluster/install.sh; fi
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then bash tests/cluster/install.sh && bash tests/install_browser.sh; fi
 	$(BIN)/python -m pytest -n 3
 
 lint: $(VENV)/test

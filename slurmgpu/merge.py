@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slurmgpu import results, workloads
+from slurmgpu import pages, results, workloads
 from slurmgpu.columns import columns_from_json
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.files import working_folder, write_bytes, write_json
@@ -59,7 +59,21 @@ def merge(run: Run, lives: Lives | None = None) -> dict[str, Any]:
         report["summary"] = _former_summary(run, report) or summary
     write_json(report_path(run), report)
     run.claims.clear()
+    if plan.html:
+        _draw(run, report)
     return report
+
+
+def _draw(run: Run, report: dict[str, Any]) -> None:
+    """Write report.html, or say why there is none: nothing depends on it."""
+    if missing := pages.missing_packages():
+        log.info("there is no report.html: %s not installed; pip install 'slurmgpu[html]'", " and ".join(missing))
+        pages.page_path(run).unlink(missing_ok=True)  # of an earlier merge
+        return
+    try:
+        pages.write_page(run, report, pages.page_path(run))
+    except Exception:
+        log.warning("report.html cannot be drawn", exc_info=True)
 
 
 def shards_with_failed_items(run: Run) -> list[int]:

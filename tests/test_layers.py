@@ -63,7 +63,7 @@ LAYERS = {
         "scouting",
         "groups",
     ],
-    4: ["worker", "injecting", "merge", "forecast"],
+    4: ["worker", "injecting", "merge", "pages", "forecast"],
     5: ["processes", "nodes", "following", "launching", "checking", "recording", "task"],
     6: ["building", "executors"],
     7: ["api"],
@@ -83,6 +83,8 @@ ROOMS = {
     "pyarrow": {"inputs", "results", "export"},
     "pandas": {"results"},
     "pynvml": {"nvml"},
+    "matplotlib": {"pages"},
+    "jinja2": {"pages"},
     "h5py": {"skeletons", "pieces", "shards", "joins", "results"},
 }
 

@@ -1,0 +1,188 @@
+"""The page: what is in it, put together by the template beside this file."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+from slurmgpu import __version__
+from slurmgpu.pages import facts
+from slurmgpu.pages.clock import Clock, make_clock
+from slurmgpu.pages.excerpts import add_excerpts
+from slurmgpu.pages.pictures import PARTS, ledger_bar, rates, throughput, timeline
+from slurmgpu.pages.spans import Life, begin_of, lives_of, rows_of
+from slurmgpu.pages.summary import summary_of
+from slurmgpu.pages.svg import NARROW, WIDE, picture
+from slurmgpu.pages.usage import chosen_tasks, draw_usage, read_usage
+from slurmgpu.pages.words import count_of, duration, hours, moment, percent, plain
+from slurmgpu.runs import Run
+
+log = logging.getLogger(__name__)
+
+MEANINGS = {
+    "useful": "shards that are in the result",
+    "loading": "workers that loaded the workload",
+    "idle": "starting, ending, and waiting for others",
+    "lost": "work that died with its worker or its attempt",
+    "repeated": "shards that were computed more than once",
+}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A picture as it lies in the page: over the whole width, and for a phone, if that is another one."""
+
+    wide: Markup
+    narrow: Markup | None
+    sentence: str
+
+
+def render(run: Run, report: Mapping[str, Any], task: str | None = None) -> str:
+    """The page of a report as HTML."""
+    lives = lives_of(report)
+    clock = make_clock(begin_of(report, lives), [(life.start, life.stop) for life in lives])
+    items, of_item = facts.item_reasons(report)
+    attempts = facts.attempt_reasons(report)
+    holes = facts.holes_of(report)
+    add_excerpts(run, items, attempts, holes)
+    columns, rows = facts.attempts_table(report)
+    content = {
+        "report": report,
+        "version": __version__,
+        "figures": facts.figures_of(report, lives),
+        "summary": summary_of(report.get("summary")),
+        "classes": facts.classes_of(report),
+        "item_reasons": items[: facts.MAX_REASONS],
+        "attempt_reasons": attempts[: facts.MAX_REASONS],
+        "n_more_reasons": [max(0, len(reasons) - facts.MAX_REASONS) for reasons in (items, attempts)],
+        "max_reasons": facts.MAX_REASONS,
+        "failed_items": facts.failed_items(report, run.plan.shard_items, of_item),
+        "holes": holes,
+        "columns": columns,
+        "rows": rows,
+        "damaged": [plain(name) for name in report.get("damaged_records") or ()],
+        "provenance": facts.provenance_of(run, report),
+        "settings": facts.settings_of(run),
+        "submissions": facts.submissions_of(report),
+        "typed": run.typed,
+        "submitted": moment(clock.begin),
+        "ledger": _ledger(report),
+        "n_unknown": len(report["attempts"]) - len(lives),
+        **_pictures(run, report, lives, clock, task),
+    }
+    return _template().render(content)
+
+
+def _template() -> jinja2.Template:
+    here = Path(__file__).parent
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(here), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )  # fmt: skip
+    environment.filters |= {"plain": plain, "number": lambda value: f"{value:,}", "count_of": count_of}
+    environment.globals |= {name: Markup((here / f"page.{name}").read_text()) for name in ("css", "js")}
+    return environment.get_template("page.html.j2")
+
+
+def _pictures(
+    run: Run, report: Mapping[str, Any], lives: Sequence[Life], clock: Clock, task: str | None
+) -> dict[str, Any]:
+    """All pictures; one that cannot be drawn is left out."""
+    drawn: dict[str, Any] = {"timeline": None, "throughput": None, "usage": [], "tasks": {}, "ledger_bar": None}
+    if lives:
+        drawn["timeline"] = _both(
+            "timeline", _about_timeline(lives, clock), lambda width: timeline(lives, clock, width)
+        )
+        drawn["throughput"] = _throughput(run, lives, clock)
+        try:
+            drawn["usage"], drawn["tasks"] = _usage(run, report, lives, clock, task)
+        except Exception:
+            log.warning("the page has no telemetry", exc_info=True)
+    if (ledger := _ledger(report)) and ledger["total"]:
+        parts = {row["name"]: row["amount"] for row in ledger["rows"]}
+        sentence = ", ".join(f"{row['name']} {row['share']}" for row in ledger["rows"])
+        drawn["ledger_bar"] = _both(
+            "ledger", f"Where the time went: {sentence}.", lambda width: ledger_bar(parts, width)
+        )
+    return drawn
+
+
+def _both(name: str, sentence: str, draw: Callable[[int], Figure]) -> Drawn | None:
+    try:
+        wide, narrow = (Markup(picture(f"{name}-{width}", sentence, partial(draw, width))) for width in (WIDE, NARROW))
+    except Exception:
+        log.warning("the page has no %s", name, exc_info=True)
+        return None
+    return Drawn(wide, narrow, sentence)
+
+
+def _about_timeline(lives: Sequence[Life], clock: Clock) -> str:
+    n_failed = sum(life.failed for life in lives)
+    return (
+        f"Timeline of {count_of(len(lives), 'attempt')} of {count_of(len(rows_of(lives)), 'task')} over "
+        f"{duration(float(clock.times[-1]) - clock.begin)}; {n_failed:,} ended badly."
+    )
+
+
+def _throughput(run: Run, lives: Sequence[Life], clock: Clock) -> Drawn | None:
+    sizes = {shard: b - a for shard in range(run.plan.n_shards) for a, b in [run.plan.bounds(shard)]}
+    edges, useful, repeated = rates(lives, clock, sizes)
+    if not (useful.any() or repeated.any()):
+        return None
+    unit, scale = ("items per second", 1) if useful.max() >= 0.1 else ("items per hour", 3600)
+    mean = useful.sum() / max(1, (useful > 0).sum()) * scale
+    sentence = f"Throughput in {unit}: {useful.max() * scale:.3g} at most, {mean:.3g} on average while there was any."
+    return _both(
+        "throughput", sentence, lambda width: throughput(edges, useful * scale, repeated * scale, clock, width)
+    )
+
+
+def _usage(
+    run: Run, report: Mapping[str, Any], lives: Sequence[Life], clock: Clock, task: str | None
+) -> tuple[list[tuple[str, Drawn]], dict[str, str]]:
+    """A picture for each quantity, and the tasks that have lines of their own."""
+    n_nodes = {a["attempt"]: a.get("n_nodes", 1) for a in report["attempts"]}
+    usage = read_usage(run.folder, lives, n_nodes, clock)
+    chosen = chosen_tasks(report, usage, task)
+    pictures = []
+    for quantity in usage.known():
+        values = usage.values[quantity.key]
+        sentence = f"{quantity.title} in {quantity.unit} of {count_of(len(set(usage.owners)), 'task')} over time, "
+        sentence += f"mean {float(values[values == values].mean()):.3g}."
+        svg = picture(f"usage-{quantity.key}", sentence, partial(draw_usage, usage, quantity, list(chosen), clock))
+        pictures.append((f"{quantity.title}, {quantity.unit}", Drawn(Markup(_first_shown(svg)), None, sentence)))
+    return pictures, chosen
+
+
+def _first_shown(svg: str) -> str:
+    return re.sub(r'class="task (t-0)"', r'class="task \1 shown"', svg)
+
+
+def _ledger(report: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The ledger in rows, with their share of all that was allocated."""
+    ledger = report.get("ledger")
+    if not ledger:
+        return None
+    total = ledger["allocated"]
+    rows = [
+        {
+            "name": name,
+            "key": f"ledger.{name}",
+            "amount": ledger[name],
+            "text": hours(ledger[name], total),
+            "share": percent(ledger[name] / total) if total else "–",
+            "meaning": MEANINGS[name],
+        }
+        for name in PARTS
+    ]
+    unit, energy = ledger.get("unit", "GPU-hours"), ledger.get("energy_kwh")
+    return {"unit": unit, "total": total, "total_text": hours(total, total), "rows": rows, "energy": energy}

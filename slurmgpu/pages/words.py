@@ -1,0 +1,74 @@
+"""Numbers in words: durations, sizes, moments."""
+
+from __future__ import annotations
+
+import math
+import re
+from datetime import datetime, timezone
+from itertools import pairwise
+from typing import Any
+
+from slurmgpu.pages.secrets import hide_in
+
+UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-_])")
+CONTROLS = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ufffe\uffff]|[\ud800-\udfff]|[\u200e\u200f\u202a-\u202e\u2066-\u2069]"
+)
+"""Also those that turn the direction of a text, and with it of what stands beside it."""
+
+
+def duration(seconds: float | None) -> str:
+    """A time span in its two largest units: "2 h 14 min"; "–" if it is not known."""
+    if seconds is None or not math.isfinite(seconds):
+        return "–"
+    if seconds < 9.95:
+        return f"{max(0.0, seconds):.1f} s".replace(".0 s", " s")
+    for (size, unit), (smaller, minor) in pairwise(UNITS):
+        rest = round(seconds / smaller) * smaller
+        if rest >= size:
+            parts = (rest // size, unit), (rest % size // smaller, minor)
+            return " ".join(f"{count:,} {name}" for count, name in parts if count)
+    return f"{round(seconds)} s"
+
+
+def moment(time: float | None) -> str:
+    """A time of the epoch as this machine's local time, with its zone."""
+    if time is None:
+        return "–"
+    try:
+        local = datetime.fromtimestamp(time, tz=timezone.utc).astimezone()
+    except (OverflowError, OSError, ValueError):
+        return "–"
+    return f"{local:%Y-%m-%d %H:%M:%S} {local.tzname() or local.strftime('%z')}"
+
+
+def hours(number: float, total: float) -> str:
+    """A number of hours, a part of `total`: of a short run with more digits."""
+    return f"{number:,.{2 if total >= 1 else 4}f}"
+
+
+def gigabytes(size: float | None) -> str:
+    """A number of bytes in GB."""
+    return "–" if size is None else f"{size / 1e9:.1f}"
+
+
+def percent(share: float) -> str:
+    """A share, with a digit more where it is small or nearly whole."""
+    return f"{share:.1%}" if 0 < share < 0.0995 or 0.9005 < share < 1 else f"{share:.0%}"
+
+
+def count_of(count: int, thing: str) -> str:
+    """So many of a thing, in the plural where there are more or fewer than one."""
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"
+
+
+def plain(text: Any) -> str:
+    """A text as a page can hold it: without escape sequences of terminals, control characters, and secrets."""
+    return hide_in(CONTROLS.sub("\ufffd", ESCAPES.sub("", str(text).replace("\r\n", "\n").replace("\r", "\n"))))
+
+
+def cut(text: Any, n_characters: int) -> str:
+    """The beginning of a text, as a page can hold it."""
+    whole = plain(str(text)[: 4 * n_characters])
+    return whole if len(whole) <= n_characters else whole[: n_characters - 1] + "…"
