@@ -19,6 +19,7 @@ from slurmgpu import api, surroundings, workloads
 from slurmgpu.claims import Claim
 from slurmgpu.cli.app import app
 from slurmgpu.config import ContainerTable, Resources, RunFile, WorkloadTable
+from slurmgpu.executors.commands import QueuedJob
 from slurmgpu.failures import POLICIES
 from slurmgpu.histories import History
 from slurmgpu.llm import settings
@@ -259,13 +260,17 @@ def written(tmp_path_factory):
         "record": json.loads((folder / "run" / "tasks" / "local1_0.0.json").read_text()),
         "takeover": task.record.takeovers[0],
         "report": report,
+        "list": json.loads(call("list", "--json")),
         "status": json.loads(call("status", "run", "--json")),
         "dry_run": json.loads(call("submit", "--dry-run", "--json", "--run-dir", "other")),
+        "forecast": json.loads(call("submit", "--probe", "8", "--json", "--run-dir", "third")),
     }
 
 
 KEYS = {
     "cli.md: JSON of a dry run": lambda written: written["dry_run"],
+    "cli.md: JSON of a probe": lambda written: written["forecast"],
+    "cli.md: probe of a forecast": lambda written: written["forecast"]["probe"],
     "files.md: run.json": lambda written: written["plan"],
     "files.md: input of run.json": lambda written: {**written["plan"]["input"], **written["plan"]["input"]["files"][0]},
     "files.md: submissions.jsonl": lambda written: {key for line in written["lines"] for key in line} | ON_SLURM_ONLY,
@@ -281,9 +286,14 @@ KEYS = {
     "report.md: missing": lambda written: written["report"]["missing"][0],
     "report.md: errors": lambda written: written["report"]["errors"][0],
     "report.md: attempts": lambda written: written["report"]["attempts"][0],
+    "report.md: ledger": lambda written: written["report"]["ledger"],
     "report.md: usage": lambda written: Sampler(Path("nowhere"), [], 0, lambda: None).usage(),
     "report.md: provenance": lambda written: written["report"]["provenance"],
+    "report.md: slurmgpu list --json": lambda written: written["list"],
+    "report.md: runs of a list": lambda written: written["list"]["runs"][0],
     "report.md: slurmgpu status --json": lambda written: written["status"],
+    "report.md: pace": lambda written: written["status"]["pace"],
+    "report.md: queue": lambda written: QueuedJob("7", "PENDING", "", "", "", "").to_json(False),
     "report.md: attempts of a status": lambda written: written["status"]["attempts"][0],
 }
 
@@ -352,7 +362,7 @@ def test_the_file_tree_of_the_readme_is_the_one_there_is():
 # Examples
 
 RUNNING = ["tutorial.md", "how-to/write-a-workload.md", "how-to/debug-locally.md", "how-to/resubmit.md"]
-RUNNING += ["how-to/train-a-model.md"]
+RUNNING += ["how-to/train-a-model.md", "how-to/rehearse-failures.md"]
 
 
 WITH_TORCH = ["how-to/several-processes.md", "how-to/measure-training.md"]

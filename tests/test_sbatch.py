@@ -100,7 +100,10 @@ def test_the_two_lines_of_plan_make_the_file_that_submit_makes(project, slurmgpu
     assert "run  complete" in slurmgpu("status", "run", cwd=folder, expect=0).stdout
     said = slurmgpu("logs", "run", f"{array}_1", cwd=folder, expect=0).stdout
     assert f"attempt {array}_1.0 of {folder}/run: 1 GPUs, device cpu" in said
-    assert (folder / f"slurmgpu-{array}_1.out").read_text().strip() in said
+    assert all(line in said for line in (folder / f"slurmgpu-{array}_1.out").read_text().splitlines())
+    said = slurmgpu("logs", "run", "--merge", cwd=folder, expect=0).stdout
+    assert said
+    assert all(text in (folder / f"slurmgpu-merge-{line['merge_job']}.out").read_text() for text in said.splitlines())
     assert not (folder / "run" / ".submitting").exists()
 
 

@@ -12,6 +12,7 @@ import pytest
 from slurmgpu import open as open_merged
 from slurmgpu.executors import commands
 from tests.runs import (
+    check_ledger,
     check_rows,
     datasets,
     kill_workers,
@@ -94,6 +95,20 @@ def test_faults_of_items_cost_their_items_alone(project, slurmgpu):
     slurmgpu(*WAIT, "--gpus", "2", cwd=folder, expect=0)
     check_rows(folder, 80, errors={17, 33, 50})
     assert report(folder)["errors_by_class"] == {"crash": 2, "item_error": 1}
+    # And the logs have the line behind each, while Submitit's times do not say their zone.
+    [crash, exit_, error] = (
+        slurmgpu("logs", "run", "--item", index, cwd=folder, expect=0, TZ="Asia/Tokyo").stdout for index in (17, 33, 50)
+    )
+    assert "Fatal Python error: Segmentation fault" in crash
+    assert "crash: the worker died by SIGSEGV; item 17 of shard 2 was in flight" in crash
+    assert "crash: the worker exited with code 3" in exit_
+    assert "ValueError: cannot do item 50" in error
+    name = report(folder)["attempts"][0]["attempt"]
+    said = slurmgpu("logs", "run", name, cwd=folder, expect=0, TZ="Asia/Tokyo").stdout
+    order = [said.index(text) for text in ("Loading pickle", "this worker is process", "Exiting after successful")]
+    assert order == sorted(order)
+    said = slurmgpu("logs", "run", "--merge", cwd=folder, expect=0).stdout
+    assert "merged: complete, 80 of 80 rows, 3 of them failed" in said
 
 
 def test_a_dead_node_is_replaced_by_the_others_and_excluded_from_then_on(project, slurmgpu, cluster):
@@ -111,6 +126,14 @@ def test_a_dead_node_is_replaced_by_the_others_and_excluded_from_then_on(project
     failures = {a["failure"] for a in outcome["attempts"] if a["node"] == "gpu2"}
     assert failures <= {"node_fail"}
     assert outcome["failures"]["node_fail"] >= 1
+    assert check_ledger(outcome)["unit"] == "GPU-hours"
+    last_words = {record["attempt"]: record for record in records(folder)}
+    for attempt in outcome["attempts"]:
+        if attempt["failure"] == "node_fail" and (last := last_words[attempt["attempt"]])["shard_started"]:
+            # The shard in hand, and until Slurm took the node for dead.
+            lost = attempt["seconds"] - (last["shard_started"] - last["started"])
+            assert attempt["spent"]["lost"] == pytest.approx(lost, abs=0.01)
+            assert attempt["spent"]["useful"] > 0 or not attempt["n_shards"]
 
 
 @pytest.mark.usefixtures("memory_limits")
@@ -184,6 +207,12 @@ def test_a_preempted_task_is_requeued_and_the_run_completes(project, slurmgpu, c
     outcome = report(folder)
     assert outcome["failures"].get("preempted", 0) >= 1
     assert any(record["restart"] == 1 for record in records(folder))
+    check_ledger(outcome)
+    lost = {record["attempt"]: record["lost_s"] for record in records(folder)}
+    first = next(a for a in outcome["attempts"] if a["failure"] == "preempted" and a["n_shards"])
+    assert first["spent"]["lost"] == lost[first["attempt"]] > 0
+    assert first["spent"]["useful"] >= 0.15 * first["n_items"]
+    assert sum(a["spent"]["loading"] > 0 for a in outcome["attempts"]) > 2  # also of the restart
 
 
 def test_scancel_of_a_task_is_no_error_of_the_run(project, slurmgpu, cluster):

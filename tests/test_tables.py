@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from slurmgpu.cli.tables import show_report
+
 LONG = "The image /images/judge.sif is not on gpu-a100-07: there is no such file. Put it there, or set stage. " * 2
 
 
@@ -59,7 +61,7 @@ def run(project, slurmgpu):
     path.write_text(json.dumps(report))
     for a in report["attempts"]:
         value = {key: a[key] for key in ("attempt", "node", "n_items", "failure", "message")}
-        value["published"] = list(range(1205))
+        value["published"] = [[shard, 0.0, 1.0] for shard in range(1205)]
         (path.parent / "tasks" / f"{a['attempt']}.json").write_text(json.dumps({**record, **value}))
     return folder
 
@@ -74,6 +76,21 @@ def test_a_report_loses_nothing_on_80_columns(run, on_a_terminal):
     assert text.count(LONG) == 1
     assert f"\n  12345678_0.0, 12345678_1.0, 12345678_2.0 and 2 more: container: {LONG}\n" in text
     assert "\n  12345678_5.0: workload_error: ValueError: [/b] no\n" in text
+
+
+def test_missing_shards_that_lie_side_by_side_are_one_line_and_a_damaged_one_has_its_own(run, capsys):
+    report = json.loads((run / "run" / "report.json").read_text())
+    holes = [{"shard": n, "start": 8 * n, "stop": 8 * n + 8, "damaged": None} for n in (0, 1, 2, 3, 5, 7, 8)]
+    holes[2]["damaged"] = "a byte"
+    show_report({**report, "missing": holes, "n_missing_items": 56})
+    lines = capsys.readouterr().out.partition("56 items in 7 shards\n")[2].splitlines()
+    assert lines[:5] == [
+        "  shards 0..1: items 0..15",
+        "  shard 2: items 16..23  damaged: a byte",
+        "  shard 3: items 24..31",
+        "  shard 5: items 40..47",
+        "  shards 7..8: items 56..71",
+    ]
 
 
 def test_a_status_loses_nothing_on_80_columns(run, on_a_terminal):

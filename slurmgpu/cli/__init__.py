@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import logging
 import sys
+
+ANOTHER, ROOM = "Name a path that can be read, or written, here.", "Make room there, or name a path elsewhere."
+TO_DO = {
+    **dict.fromkeys(
+        (errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP), ANOTHER
+    ),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), ROOM),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "Name a path that you may read, or write, or ask its owner."),
+    errno.EROFS: "Do this on a machine that can write there, or name another path.",
+    errno.ESTALE: "The file system has lost sight of it; try again.",
+}
+"""What the user can do about an error of a file, by its number; any other one is a bug."""
 
 
 def main() -> None:
@@ -12,14 +26,15 @@ def main() -> None:
     from slurmgpu.cli.output import complain
     from slurmgpu.errors import SlurmGPUError
 
+    for stream in (sys.stdout, sys.stderr):
+        # Names of files are any bytes: what has no letter becomes an escape, in JSON the one that JSON has for it.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
     try:
         app()
     except SlurmGPUError as error:
         complain(str(error))
-        sys.exit(2)
-    except (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
-        complain(f"{error.filename}: {error.strerror}. Name a path that can be read, or written, here.")
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -27,3 +42,9 @@ def main() -> None:
         # The reader of our output, `head` say, has seen enough. Nothing is left to be flushed at exit.
         sys.stdout = None
         sys.exit(0)
+    except OSError as error:
+        where = error.filename or ("A file that it writes" if TO_DO.get(error.errno or 0) == ROOM else None)
+        if where is None or error.errno not in TO_DO:
+            raise
+        complain(f"{where}: {error.strerror}. {TO_DO[error.errno]}")
+        sys.exit(2)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from slurmgpu import __version__
-from slurmgpu.cli import options, plain
+from slurmgpu.cli import completing, options, plain
 from slurmgpu.cli.image import image_app
 from slurmgpu.cli.options import (
     DEFAULT_RUN_FILE,
@@ -18,7 +18,9 @@ from slurmgpu.cli.options import (
     ExecutorOption,
     GpusOption,
     ImageOption,
+    InjectOption,
     JsonOption,
+    MailOption,
     NodesOption,
     PerTaskOption,
     ProcessesOption,
@@ -65,7 +67,10 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
 
 @app.command()
 def init(
-    workload: Annotated[str | None, typer.Argument(help="A built-in workload, such as embed.")] = None,
+    workload: Annotated[
+        str | None,
+        typer.Argument(help="A built-in workload, such as embed.", autocompletion=completing.complete_workload),
+    ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write it.")] = None,
     site: Annotated[bool, typer.Option("--site", help="Write the site file, from what Slurm says.")] = False,
     from_args: Annotated[
@@ -110,12 +115,24 @@ def submit(
     run_dir: RunDirOption = None,
     settings: SetOption = None,
     slurm: SlurmOption = None,
+    mail_user: MailOption = None,
     after: Annotated[
-        Path | None, typer.Option("--after", metavar="RUN", help="Start when that run is complete.")
+        Path | None,
+        typer.Option(
+            "--after",
+            metavar="RUN",
+            help="Start when that run is complete.",
+            autocompletion=completing.complete_run,
+        ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the plan and the sbatch scripts; queue nothing.")
+        bool, typer.Option("--dry-run", help="Show the plan, the limits and the sbatch scripts; queue nothing.")
     ] = False,
+    probe: Annotated[
+        int | None, typer.Option("--probe", metavar="N", help="First compute N items, and say what the run will take.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Queue the run after its probe without asking.")] = False,
+    inject: InjectOption = None,
     wait: WaitOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -126,12 +143,22 @@ def submit(
       slurmgpu submit --gpus 4                                 one task of four GPUs
       slurmgpu submit --gpus 8 --gpus-per-task 4 --array       two tasks of four GPUs
       slurmgpu submit --executor local --gpus 0 --tasks 2      on this machine's CPUs
+      slurmgpu submit --gpus 64 --array --probe 256            what it will take, then ask
+      slurmgpu submit --executor local --inject crash@17       a rehearsal: item 17 kills workers
     """  # noqa: D301 - \b keeps the lines of a paragraph apart
     from slurmgpu.cli import submitting
 
     overrides = options.overrides(context.params, settings, slurm, image)
     raise typer.Exit(
-        submitting.submit(run_file, overrides, run_dir, after, dry_run=dry_run, wait=wait, as_json=as_json)
+        submitting.submit(
+            *(run_file, overrides, run_dir, after),
+            dry_run=dry_run,
+            wait=wait,
+            as_json=as_json,
+            probe=probe,
+            yes=yes,
+            inject=inject or (),
+        )
     )
 
 
@@ -151,6 +178,7 @@ def resubmit(
     executor: ExecutorOption = None,
     device: DeviceOption = None,
     slurm: SlurmOption = None,
+    mail_user: MailOption = None,
     failed: Annotated[bool, typer.Option("--failed", help="Compute the shards of failed items anew as well.")] = False,
     wait: WaitOption = False,
     as_json: JsonOption = False,
@@ -164,34 +192,90 @@ def resubmit(
 
     run = options.open_run(folder)
     resources, sbatch_options = options.resources(context.params), options.slurm_options(slurm)
-    raise typer.Exit(submitting.resubmit(run, resources, sbatch_options, failed=failed, wait=wait, as_json=as_json))
+    merging = options.merge_options(mail_user)
+    raise typer.Exit(
+        submitting.resubmit(run, resources, sbatch_options, merging, failed=failed, wait=wait, as_json=as_json)
+    )
 
 
 app.command()(plain.task)
 
 
 @app.command()
-def status(folder: RunArgument, as_json: JsonOption = False) -> None:
+def status(
+    folder: RunArgument,
+    watching: Annotated[
+        bool, typer.Option("--watch", "-w", help="Follow it on the whole screen until it ends; q quits.")
+    ] = False,
+    as_json: JsonOption = False,
+    metrics: Annotated[
+        Path | None, typer.Option("--metrics", metavar="FILE", help="Write its progress for Prometheus, too.")
+    ] = None,
+) -> None:
     """Show how a run stands.
 
-    From its files, and one call of squeue at most.
+    From its files, and one call of squeue at most; with --watch, one every 30 seconds.
     """
     from slurmgpu.cli.output import result_json
     from slurmgpu.cli.tables import show_status
     from slurmgpu.executors.commands import queued_jobs
+    from slurmgpu.metrics import keep_metrics, write_metrics
     from slurmgpu.status import read_status
 
-    run = options.open_run(folder)
+    run, metrics = options.open_run(folder), options.metrics_file(metrics)
+    if watching:
+        from slurmgpu.cli.watch import watch
+
+        if metrics is None:
+            raise typer.Exit(watch(run, as_json=as_json))
+        write_metrics(read_status(run), metrics)  # a path that cannot be written is told before the screen is taken
+        raise typer.Exit(watch(run, as_json=as_json, on_look=lambda status: keep_metrics(status, metrics)))
     value = read_status(run, queued_jobs(run))
+    if metrics is not None:
+        write_metrics(value, metrics)
     if as_json:
         result_json(value)
     else:
         show_status(value)
 
 
+@app.command("list")
+def list_runs(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR",
+            help="Where to look; default: here.",
+            show_default=False,
+            autocompletion=completing.complete_folder,
+        ),
+    ] = Path(),
+    as_json: JsonOption = False,
+) -> None:
+    """List the runs under a directory, the newest first.
+
+    From their files, and one call of squeue for all of them at most.
+    """
+    from slurmgpu.cli import listing
+    from slurmgpu.cli.output import result_json
+
+    value = listing.list_runs(folder)
+    if as_json:
+        result_json(value)
+    else:
+        listing.show_list(value)
+
+
 @app.command()
-def report(folder: RunArgument, as_json: JsonOption = False) -> None:
-    """Show the report of the last merge.
+def report(
+    folder: RunArgument,
+    as_json: JsonOption = False,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write it as a page.")] = None,
+    task: Annotated[
+        str | None, typer.Option("--task", metavar="TASK", help="With --html: draw the lines of this task first.")
+    ] = None,
+) -> None:
+    """Show the report of the last merge, or write it as a page.
 
     Exits with 3 while the run is incomplete.
     """
@@ -199,10 +283,17 @@ def report(folder: RunArgument, as_json: JsonOption = False) -> None:
     from slurmgpu.cli.tables import show_report
     from slurmgpu.report import last_report
 
-    value = last_report(options.open_run(folder))
+    run = options.open_run(folder)
+    value = last_report(run)
+    if task is not None and html is None:
+        raise SlurmGPUError("--task is for the page: give --html FILE as well.")
+    if html is not None:
+        from slurmgpu.cli.paging import write_html
+
+        write_html(run, value, html, task)
     if as_json:
         result_json(value)
-    else:
+    elif html is None:
         show_report(value)
     raise typer.Exit(0 if value["complete"] else 3)
 
@@ -210,17 +301,43 @@ def report(folder: RunArgument, as_json: JsonOption = False) -> None:
 @app.command()
 def logs(
     folder: RunArgument,
-    task: Annotated[str | None, typer.Argument(metavar="TASK", help="An attempt or task, such as 1234_7.")] = None,
+    task: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="TASK",
+            help="An attempt or task, such as 1234_7.",
+            autocompletion=completing.complete_task,
+        ),
+    ] = None,
+    item: Annotated[int | None, typer.Option("--item", metavar="N", help="What became of item N, and where.")] = None,
+    failure: Annotated[
+        str | None,
+        typer.Option(
+            "--class",
+            metavar="NAME",
+            help="Every failure of a class, such as crash.",
+            autocompletion=completing.complete_class,
+        ),
+    ] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="The log of the merge job.")] = False,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on printing what is added.")] = False,
+    lines: Annotated[
+        int | None, typer.Option("--lines", "--tail", "-n", min=1, help="So many lines alone, the last ones.")
+    ] = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """Print the logs of a task; without TASK, list them."""
-    from slurmgpu.cli.logs import list_logs, print_logs
+    """Find the place in the logs that tells of a task, an item or a failure.
 
-    run = options.open_run(folder)
-    if task is None:
-        list_logs(run)
-    else:
-        print_logs(run, task, follow=follow)
+    \b
+      slurmgpu logs runs/judge                  which log files there are
+      slurmgpu logs runs/judge 7                what task 7 and its workers wrote
+      slurmgpu logs runs/judge --item 4711      what became of item 4711
+      slurmgpu logs runs/judge --class crash    every crash
+      slurmgpu logs runs/judge --follow         what all tasks write from now on
+    """  # noqa: D301
+    from slurmgpu.cli.logs import show_logs
+
+    show_logs(options.open_run(folder), task, item, failure, merge=merge, follow=follow, n_lines=lines, as_json=as_json)
 
 
 @app.command()
@@ -247,7 +364,9 @@ def export(
     file_format: Annotated[
         str | None,
         typer.Option(
-            "--format", help="jsonl, csv, parquet, pt, or one of the workload's own; default from the file's suffix."
+            "--format",
+            help="jsonl, csv, parquet, pt, or one of the workload's own; default from the file's suffix.",
+            autocompletion=completing.words(*completing.FORMATS),
         ),
     ] = None,
 ) -> None:

@@ -8,11 +8,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from slurmgpu.cli import completing
+from slurmgpu.errors import SlurmGPUError
+
 if TYPE_CHECKING:
     from slurmgpu.runs import Run
 
-RunFileArgument = Annotated[Path, typer.Argument(metavar="RUNFILE", help="The run file.", show_default=False)]
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The run directory.", show_default=False)]
+RunFileArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUNFILE", help="The run file.", show_default=False, autocompletion=completing.complete_run_file
+    ),
+]
+RunArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN", help="The run directory.", show_default=False, autocompletion=completing.complete_run
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 GpusOption = Annotated[int | None, typer.Option("--gpus", help="GPUs the run may hold at once; 0 runs on CPUs.")]
 ArrayOption = Annotated[bool | None, typer.Option("--array/--no-array", help="Spread them over array tasks.")]
@@ -20,12 +33,37 @@ PerTaskOption = Annotated[int | None, typer.Option("--gpus-per-task", help="GPUs
 NodesOption = Annotated[int | None, typer.Option("--nodes-per-task", help="Nodes that each task spreads over (1).")]
 TypeOption = Annotated[str | None, typer.Option("--gpu-type", help="The type of GPU, as Slurm calls it: a100.")]
 ProcessesOption = Annotated[
-    str | None, typer.Option("--processes", help="one process for all GPUs of a task, or one per-gpu.")
+    str | None,
+    typer.Option(
+        "--processes",
+        help="one process for all GPUs of a task, or one per-gpu.",
+        autocompletion=completing.words("one", "per-gpu"),
+    ),
 ]
 TasksOption = Annotated[int | None, typer.Option("--tasks", help="Tasks to queue, if not as many as run at once.")]
-DeviceOption = Annotated[str | None, typer.Option("--device", help="auto (the allocated GPUs) or cpu.")]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option("--device", help="auto (the allocated GPUs) or cpu.", autocompletion=completing.words("auto", "cpu")),
+]
 SlurmOption = Annotated[list[str] | None, typer.Option("--slurm", metavar="KEY=VALUE", help="An sbatch option.")]
-ExecutorOption = Annotated[str | None, typer.Option("--executor", help="slurm, local or debug.")]
+MailOption = Annotated[
+    str | None, typer.Option("--mail-user", metavar="ADDRESS", help="Let Slurm send a mail when the run has ended.")
+]
+InjectOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--inject",
+        metavar="FAULTS",
+        help="Make it fail on purpose: crash@17,oom@40,kill@60,timeout.",
+        autocompletion=completing.complete_fault,
+    ),
+]
+ExecutorOption = Annotated[
+    str | None,
+    typer.Option(
+        "--executor", help="slurm, local or debug.", autocompletion=completing.words("slurm", "local", "debug")
+    ),
+]
 ImageOption = Annotated[Path | None, typer.Option("--image", help="The container image.", show_default=False)]
 RunDirOption = Annotated[Path | None, typer.Option("--run-dir", help="The run directory to make.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of the workload.")]
@@ -63,6 +101,11 @@ def slurm_options(texts: list[str] | None) -> dict[str, Any]:
     return dict(parse_slurm_options(texts))
 
 
+def merge_options(mail_user: str | None) -> dict[str, Any]:
+    """The options of the merge job's that --mail-user stands for: its end is the run's."""
+    return {} if mail_user is None else {"mail_user": mail_user, "mail_type": "END,FAIL"}
+
+
 def overrides(
     given: Mapping[str, Any], setting_texts: list[str] | None, slurm_texts: list[str] | None, image: Path | None
 ) -> dict[str, Any]:
@@ -70,9 +113,26 @@ def overrides(
     return {
         "settings": settings(setting_texts),
         "slurm": slurm_options(slurm_texts),
+        "merge": merge_options(given.get("mail_user")),
         "resources": resources(given),
         "container": container(image),
     }
+
+
+def metrics_file(path: Path | None) -> Path | None:
+    """The file of --metrics; a folder that is not there is refused, and a name that nobody collects is remarked."""
+    if path is None:
+        return None
+    from slurmgpu.cli.output import say
+
+    path = path.expanduser()
+    if not path.absolute().parent.is_dir():
+        raise SlurmGPUError(
+            f"--metrics {path}: there is no folder {path.absolute().parent}. Make it, or name a file elsewhere."
+        )
+    if path.suffix != ".prom":
+        say(f"{path} does not end in .prom; node_exporter's textfile collector reads only files that do.")
+    return path
 
 
 def open_run(folder: Path) -> Run:

@@ -65,6 +65,10 @@ def show_plan(
         image = plan["container"]["identity"]
         table.add_row("image", escape(f"{plan['container']['image']} (sha256 {image['sha256'][:12]})"))
     table.add_row("tasks", _tasks(submission))
+    if submission["inject"]:
+        table.add_row("faults", f"{', '.join(submission['inject'])}: a rehearsal, which fails on purpose")
+    if plan["on_end"]:
+        table.add_row("on_end", escape(plan["on_end"]))
     for line in plan["placement"]:
         table.add_row("placement", escape(line))
     for note in notes:

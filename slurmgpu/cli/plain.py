@@ -14,6 +14,7 @@ from slurmgpu.cli.options import (
     GpusOption,
     ImageOption,
     JsonOption,
+    MailOption,
     NodesOption,
     PerTaskOption,
     ProcessesOption,
@@ -43,6 +44,7 @@ def plan(
     run_dir: RunDirOption = None,
     settings: SetOption = None,
     slurm: SlurmOption = None,
+    mail_user: MailOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Plan a run, and say how to submit it by hand.
@@ -82,7 +84,8 @@ def merge(
     """
     from slurmgpu.cli.output import complain, result, result_json
     from slurmgpu.cli.tables import show_report
-    from slurmgpu.executors import entry, submitting
+    from slurmgpu.executors import submitting
+    from slurmgpu.logs import log_to_stderr
     from slurmgpu.merge import verify as verify_merged
 
     run = options.open_run(folder)
@@ -96,7 +99,7 @@ def merge(
             result(f"{run.merged} is whole.")
         raise typer.Exit(1 if problems else 0)
     if wait:
-        entry.log_to_stderr()
+        log_to_stderr(force=True)
     value = submitting.merge_when_over(run) if wait else submitting.merge_by_hand(run)
     if as_json:
         result_json(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,19 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from slurmgpu import api, sweeps
-from slurmgpu.cli.output import count_of, result, result_json, say, show_origins, show_plan, show_scripts
+from slurmgpu import api
+from slurmgpu.cli import forecasts
+from slurmgpu.cli.drafts import show_draft
+from slurmgpu.cli.output import count_of, result, result_json, say
 from slurmgpu.cli.tables import show_report
-from slurmgpu.executors import commands
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.executors import probes
 from slurmgpu.executors.submitting import Outcome
+from slurmgpu.injecting.telling import judge
 from slurmgpu.planning import Draft, draft_run
 from slurmgpu.runs import Run
-from slurmgpu.site import Origins, origins
+from slurmgpu.site import origins
 
-MAX_CONFIGURATIONS = 8
-"""Configurations of a sweep that a dry run shows; the JSON has all."""
 PROGRESS_S = 3.0
 """How often the attempts' records are read for their progress: as often as they are written."""
 
@@ -39,19 +41,48 @@ def submit(
     dry_run: bool,
     wait: bool,
     as_json: bool,
+    inject: Sequence[str] = (),
+    probe: int | None = None,
+    yes: bool = False,
 ) -> int:
-    """Plan, and submit unless it is a dry run; the exit code."""
+    """Plan, and submit unless it is a dry run, or a probe says no; the exit code."""
+    if yes and probe is None:
+        raise SlurmGPUError("--yes is the answer to what --probe asks; leave it out, or add --probe N.")
+    if probe is not None and dry_run:
+        raise SlurmGPUError("--probe computes items and --dry-run computes nothing; leave one of them out.")
+    foretold: Mapping[str, Any] | None = None
     other = Run.open(after) if after is not None else None
     with _planning() as progress, draft_run(run_file, overrides, run_dir, progress, other) as draft:
         if dry_run:
-            _show_draft(draft, other, origins(run_file, overrides), as_json=as_json)
-            return 0
+            return show_draft(draft, other, origins(run_file, overrides), as_json=as_json, inject=inject)
         for line in draft.plan.placement:
             say(line)
+        if probe is not None:
+            api.submission_of(draft, other, inject)  # what is wrong with it is better known before
+            foretold = _probe(draft, probe, as_json=as_json)
+            if foretold["failure"] or not forecasts.shall_queue(yes=yes, as_json=as_json):
+                if as_json:
+                    result_json({**foretold, "submitted": None})
+                return api.EXIT_INCOMPLETE if foretold["failure"] else 0
         with _following(draft.run_dir, draft.plan.n_items) as follow:
-            handle = api.submit_draft(draft, other, follow.run)
+            handle = api.submit_draft(draft, other, follow.run, inject)
     assert handle.outcome is not None
-    return _conclude(handle.run, handle.outcome, wait=wait, as_json=as_json)
+    return _conclude(handle.run, handle.outcome, wait=wait, as_json=as_json, foretold=foretold)
+
+
+def _probe(draft: Draft, n_items: int, *, as_json: bool) -> Mapping[str, Any]:
+    """The forecast, which is shown unless it is part of what is printed as JSON later."""
+    small = probes.draft_probe(draft, n_items)
+    n_probed, n_all = small.plan.n_items, draft.plan.n_items
+    twice = f", which is the whole run, as a batch is {draft.plan.batch_size}; it computes them again"
+    say(f"probing {count_of(n_probed, 'item')} of {n_all:,} in {small.run_dir}{twice if n_probed == n_all else ''}")
+    with _following(small.run_dir, small.plan.n_items, lambda folder: forecasts.say_interrupted()) as follow:
+        foretold = api.probe_draft(draft, n_items, follow.run, follow.status)
+    if foretold["failure"]:
+        forecasts.show_failure(foretold)
+    elif not as_json:
+        forecasts.show_forecast(foretold)
+    return foretold
 
 
 def plan(run_file: Path, overrides: Mapping[str, Any], run_dir: Path | None, *, as_json: bool) -> None:
@@ -69,15 +100,24 @@ def plan(run_file: Path, overrides: Mapping[str, Any], run_dir: Path | None, *, 
 
 
 def resubmit(
-    run: Run, resources: Mapping[str, Any], slurm: Mapping[str, Any], *, failed: bool, wait: bool, as_json: bool
+    run: Run,
+    resources: Mapping[str, Any],
+    slurm: Mapping[str, Any],
+    merging: Mapping[str, Any],
+    *,
+    failed: bool,
+    wait: bool,
+    as_json: bool,
 ) -> int:
     """Submit what is missing; the exit code."""
     with _following(run.folder, run.plan.n_items) as follow:
-        outcome = api.resubmit(run, resources, slurm, follow.run, failed=failed)
+        outcome = api.resubmit(run, resources, slurm, follow.run, failed=failed, merging=merging)
     return _conclude(run, outcome, wait=wait, as_json=as_json)
 
 
-def _conclude(run: Run, outcome: Outcome, *, wait: bool, as_json: bool) -> int:
+def _conclude(
+    run: Run, outcome: Outcome, *, wait: bool, as_json: bool, foretold: Mapping[str, Any] | None = None
+) -> int:
     for note in outcome.notes:
         say(note)
     report = outcome.report
@@ -87,14 +127,22 @@ def _conclude(run: Run, outcome: Outcome, *, wait: bool, as_json: bool) -> int:
             report = api.wait_for(run, follow.status)
     if report is None:
         if as_json:
-            result_json({"run_dir": str(run.folder), "submission": asdict(outcome.submission), **outcome.jobs})
+            told = {"run_dir": str(run.folder), "submission": asdict(outcome.submission), **outcome.jobs}
+            result_json({**foretold, "submitted": told} if foretold else told)
         else:
             _say_submitted(run, outcome, to_stderr=False)
         return 0
     if as_json:
-        result_json(report)
+        result_json({**foretold, "submitted": report} if foretold else report)
     else:
         show_report(report)
+    verdicts = judge(run, report)
+    if verdicts and not as_json:
+        say("")
+    for verdict in verdicts:
+        say(verdict.text)
+    if not all(verdict.kept for verdict in verdicts):
+        return api.EXIT_FAILED
     return 0 if report["complete"] else api.EXIT_INCOMPLETE
 
 
@@ -104,49 +152,6 @@ def _say_submitted(run: Run, outcome: Outcome, *, to_stderr: bool) -> None:
     tasks = count_of(submission.n_tasks, "task")
     tell(f"submitted: array job {jobs['array_job']} ({tasks}), merge job {jobs['merge_job']}")
     tell(f"next: slurmgpu status {run.typed}")
-
-
-def _show_draft(draft: Draft, after: Run | None, values: Origins, *, as_json: bool) -> None:
-    from slurmgpu.executors import slurm
-
-    submission = api.submission_of(draft, after)
-    notes: list[str] = []
-    scripts: dict[str, str] = {}
-    if submission.executor == "slurm":
-        try:
-            submission, notes = slurm.respect_limits(submission)
-            notes += slurm.hazards(draft.plan.container)
-            scripts = slurm.scripts(draft.run_dir, draft.plan.name, submission)
-        except commands.SlurmUnavailableError as error:
-            notes = [f"Neither limits nor scripts can be shown. {error}"]
-    plan, asked = draft.plan.to_json(), asdict(submission)
-    if as_json:
-        result_json(
-            {
-                "run_dir": str(draft.run_dir),
-                "plan": plan,
-                "configurations": draft.items.configurations,
-                "submission": asked,
-                "origins": values,
-                "notes": notes,
-                "scripts": scripts,
-            }
-        )
-    else:
-        show_plan(plan, asked, str(draft.run_dir), notes, _items_of(draft))
-        show_origins(values)
-        show_scripts(scripts)
-
-
-def _items_of(draft: Draft) -> list[str]:
-    """Lines on the items of a run that has no input of the user's: what they are, and the first of a sweep."""
-    lines = [draft.items.said] if draft.items.said else []
-    if configurations := draft.items.configurations or ():
-        first = enumerate(configurations[:MAX_CONFIGURATIONS])
-        lines += [f"{number}: {sweeps.describe(each)}" for number, each in first]
-        if (n_more := len(configurations) - MAX_CONFIGURATIONS) > 0:
-            lines.append(f"… and {n_more:,} more; --json has all")
-    return lines
 
 
 @contextlib.contextmanager
@@ -203,7 +208,9 @@ class _Follower:
 
 
 @contextlib.contextmanager
-def _following(folder: Path, n_items: int) -> Iterator[_Follower]:
+def _following(
+    folder: Path, n_items: int, say_interrupted: Callable[[Path], None] | None = None
+) -> Iterator[_Follower]:
     """Follow a run; Ctrl-C says what goes on without us."""
     columns = (
         TextColumn("{task.completed:,.0f} of {task.total:,.0f} items"),
@@ -216,7 +223,7 @@ def _following(folder: Path, n_items: int) -> Iterator[_Follower]:
         with bar or contextlib.nullcontext():
             yield _Follower(bar, n_items)
     except KeyboardInterrupt:
-        _say_interrupted(folder)
+        (say_interrupted or _say_interrupted)(folder)
         raise
 
 

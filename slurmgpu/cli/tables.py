@@ -13,12 +13,16 @@ from rich.table import Table
 
 from slurmgpu.cli.output import count_of, result, say, wide_console
 from slurmgpu.cli.summaries import show_summary
+from slurmgpu.cli.words import if_words, in_task_order, merge_words, moment, pace_words, rate_of, shard_of, state_of
+from slurmgpu.ledger import KINDS
 from slurmgpu.report import IDLE_PERCENT, last_death
 
 MAX_LISTED = 20
 """Failed items, holes and messages that are listed; the JSON has all."""
 MAX_ATTEMPTS = 200
 MAX_NAMES = 3
+MIN_HOURS = 0.05
+"""Of fewer hours it is not told where they went: that of some minutes says nothing of those of a day."""
 
 WORDS = {"attempt", "node", "state", "progress", "end", "last word"}
 """Columns of text; the others are numbers."""
@@ -26,8 +30,15 @@ FOLDING = {"node", "progress", "end"}
 """Of these, the ones that take several lines where the terminal is narrow."""
 
 
-def show_status(status: Mapping[str, Any]) -> None:
-    """A run's progress, its attempts and what Slurm's queue says."""
+Hole = Mapping[str, Any]
+"""A shard that a report misses."""
+
+
+def show_status(status: Mapping[str, Any], max_rows: int | None = None) -> None:
+    """A run's progress and pace, its attempts and what Slurm's queue says.
+
+    Of more than `max_rows` attempts, those that ended well are only counted.
+    """
     console = wide_console()
     done, total = status["n_items_done"], status["n_items"]
     console.print(
@@ -35,29 +46,49 @@ def show_status(status: Mapping[str, Any]) -> None:
         f"({done / total:.1%}), {status['n_shards_done']:,} of {count_of(status['n_shards'], 'shard')}, "
         f"{count_of(status['n_errors'], 'item')} failed"
     )
-    if attempts := status["attempts"]:
+    knows_pace = status["pace"]["items_per_s"] is not None or status["pace"]["left_s"]
+    going = [pace_words(status), if_words(status)] if knows_pace else []
+    if told := [part for part in (*going, merge_words(status)) if part]:
+        result("; ".join(told))
+    attempts = in_task_order(status["attempts"])
+    if max_rows is not None and len(attempts) > max_rows:
+        attempts = [a for a in attempts if state_of(a) != "ended"][:max_rows]
+    if attempts:
+        names = {"attempt": [a["attempt"] for a in attempts]}
         columns = {
-            "attempt": [a["attempt"] for a in attempts],
+            **names,
             "node": [a["node"] for a in attempts],
-            "state": [a["state"] for a in attempts],
-            "shard": ["" if a["shard"] is None else str(a["shard"]) for a in attempts],
+            "state": list(map(state_of, attempts)),
+            "shard": list(map(shard_of, attempts)),
             **({"progress": [a["progress"] or "" for a in attempts]} if any(a["progress"] for a in attempts) else {}),
             **_counts(attempts),
             "last word": [
                 a["failure"] or ("" if a["state"] == "ended" else f"{a['age_s']:.0f} s ago") for a in attempts
             ],
         }
-        console.print(_table(console, columns))
-        _show_failures(console, attempts)
+        now = _now(attempts)
+        if now and _width(console, _table(console, {**columns, **now})) > console.width:
+            console.print(_table(console, columns))
+            console.print()
+            console.print(_table(console, {**names, **now}))
+        else:
+            console.print(_table(console, {**columns, **now}))
+    _more(len(status["attempts"]), "status --json lists them", len(attempts))
+    _show_failures(console, attempts)
+    for name in status["damaged_records"]:
+        result(f"record damaged: {name}")
     for job in status["queue"] or ():
         if job["state"] == "PENDING":
-            result(f"queued: {job['job_id']} ({job['reason']})")
+            start = f", start estimated for {moment(job['start'], status['time'])}" if job["start"] else ""
+            result(f"queued: {job['job_id']} ({job['reason']}{start})")
     folder = shlex.quote(status["run_dir"])
     if status["state"] == "planned":
         say(f"next: slurmgpu resubmit {folder}, or the two lines that `slurmgpu plan` printed")
     if status["state"] in ("incomplete", "ended"):
         verb = "merge" if status["n_shards_done"] == status["n_shards"] else "resubmit"
         say(f"next: slurmgpu {verb} {folder}")
+    if status["state"] == "complete" and status["n_errors"]:
+        say(f"next: slurmgpu report {folder} lists the failed items; slurmgpu logs {folder} --item N tells of one")
 
 
 def show_report(report: Mapping[str, Any]) -> None:
@@ -70,16 +101,30 @@ def show_report(report: Mapping[str, Any]) -> None:
     )
     if report["merged"]:
         result(f"merged: {report['merged']}")
+    if faults := dict.fromkeys(each for line in report["submissions"] for each in line.get("inject") or ()):
+        result(f"rehearsal: faults were injected: {', '.join(faults)}")
     if report["image"]:
         result(f"image: {report['image']['path']} (sha256 {report['image']['sha256'][:12]})")
+    _show_ledger(report.get("ledger"))
     show_summary(console, report.get("summary"))
     _show_holes(console, report)
     _show_errors(console, report)
     _show_attempts(console, report)
+    for name in report.get("damaged_records") or ():
+        result(f"record damaged: tasks/{name}.json; what attempt {name} did is not known")
     for trace in {a["traceback"] for a in report["attempts"] if a["traceback"]}:
         result(f"\n{trace.rstrip()}")
     if report["resubmit"]:
         result(f"\nto compute the rest: {report['resubmit']}")
+
+
+def _show_ledger(ledger: Mapping[str, Any] | None) -> None:
+    if ledger is None or ledger["allocated"] < MIN_HOURS:  # a report may be of an older slurmgpu
+        return
+    parts = [f"{ledger[kind]:,.2f} {kind} ({ledger[kind] / ledger['allocated']:.1%})" for kind in KINDS]
+    result(f"hours: {ledger['allocated']:,.2f} {ledger['unit']}: {', '.join(parts)}")
+    if ledger["energy_kwh"] is not None:
+        result(f"energy: {ledger['energy_kwh']:,.2f} kWh")
 
 
 def _show_holes(console: Console, report: Mapping[str, Any]) -> None:
@@ -87,10 +132,24 @@ def _show_holes(console: Console, report: Mapping[str, Any]) -> None:
         return
     items, shards = count_of(report["n_missing_items"], "item"), count_of(len(report["missing"]), "shard")
     console.print(f"\n[bold]missing[/]  {items} in {shards}")
-    for hole in report["missing"][:MAX_LISTED]:
-        why = f"  damaged: {hole['damaged']}" if hole["damaged"] else ""
-        result(f"  shard {hole['shard']}: items {hole['start']}..{hole['stop'] - 1}{why}")
-    _more(len(report["missing"]), "report --json lists them")
+    stretches = _stretches(report["missing"])
+    for first, last in stretches[:MAX_LISTED]:
+        shards = f"shard {first['shard']}" if first is last else f"shards {first['shard']}..{last['shard']}"
+        why = f"  damaged: {first['damaged']}" if first["damaged"] else ""
+        result(f"  {shards}: items {first['start']}..{last['stop'] - 1}{why}")
+    _more(len(stretches), "report --json lists them")
+
+
+def _stretches(holes: Sequence[Hole]) -> list[tuple[Hole, Hole]]:
+    """The first and the last of holes that lie side by side; one that is damaged stands alone."""
+    found: list[tuple[Hole, Hole]] = []
+    for hole in holes:
+        first, last = found[-1] if found else (hole, hole)
+        if found and hole["shard"] == last["shard"] + 1 and not (hole["damaged"] or last["damaged"]):
+            found[-1] = first, hole
+        else:
+            found.append((hole, hole))
+    return found
 
 
 def _show_errors(console: Console, report: Mapping[str, Any]) -> None:
@@ -105,7 +164,7 @@ def _show_errors(console: Console, report: Mapping[str, Any]) -> None:
 
 
 def _show_attempts(console: Console, report: Mapping[str, Any]) -> None:
-    attempts = report["attempts"][:MAX_ATTEMPTS]
+    attempts = in_task_order(report["attempts"])[:MAX_ATTEMPTS]
     if not attempts:
         return
     names = {"attempt": [a["attempt"] for a in attempts]}
@@ -183,6 +242,19 @@ def _used(attempts: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
         ("host GB", "host_memory_peak_bytes", _gigabytes),
     ):
         values = [a["usage"].get(key) for a in attempts]
+        if any(value is not None for value in values):
+            columns[name] = ["–" if value is None else show(value) for value in values]
+    return columns
+
+
+def _now(attempts: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """The columns of what attempts do at the moment: those of which anything is known."""
+    columns: dict[str, list[str]] = {}
+    for name, values, show in (
+        ("items/s", [a["items_per_s"] for a in attempts], rate_of),
+        ("GPU %", [(a["gpu"] or {}).get("utilisation") for a in attempts], lambda share: f"{share:.0f}"),
+        ("GPU GB", [(a["gpu"] or {}).get("memory_bytes") for a in attempts], _gigabytes),
+    ):
         if any(value is not None for value in values):
             columns[name] = ["–" if value is None else show(value) for value in values]
     return columns

@@ -140,6 +140,7 @@ TEMPLATE = """\
 # seed = 0
 # shard_items = 1024               # default: from the input's size alone, never from the number of GPUs
 # auto_resubmit = 2                # the merge job submits again what is missing, so often at most
+# on_end = "mail -s $SLURMGPU_NAME:$SLURMGPU_STATE ada@example.org"   # run when the run has ended, report.json on stdin
 
 [workload]
 use = "{use}"

@@ -1,0 +1,315 @@
+"""What Slurm allows: each limit, what is asked, and that what is foretold is what Slurm then does."""
+
+import contextlib
+import json
+
+import pytest
+
+from slurmgpu.executors import commands, facts
+from slurmgpu.executors.facts import Facts
+from slurmgpu.executors.limits import bound_gpu_hours, limits_of
+from slurmgpu.submissions import Submission, seconds_of
+
+PARTITION = {"PartitionName": "gpu", "Default": "YES", "MaxTime": "02:00:00", "DefaultTime": "NONE", "QoS": "N/A"}
+USERS = {"User": "ada", "Account": "lab", "Partition": "", "DefaultQOS": "normal"}
+LAB, FACULTY = {**USERS, "User": "", "ParentName": "faculty"}, {**USERS, "User": "", "Account": "faculty"}
+QOS = dict.fromkeys(facts.QOS_KEYS, "")
+
+
+def submission(n_tasks=8, gpus=1, n_concurrent=None, **slurm):
+    return Submission(1, "slurm", "auto", n_tasks, n_concurrent or n_tasks, gpus, slurm=slurm)
+
+
+def cluster_of(partition=PARTITION, association=USERS, qos=None, gpus=(4, 4), **config):
+    return Facts(
+        user="ada",
+        config=config,
+        partitions={"gpu": partition},
+        gpus={"gpu": [{"a100": count} for count in gpus]},
+        default_account="lab",
+        associations=[association],
+        qos={"normal": {**QOS, "Name": "normal", **(qos or {})}},
+    )
+
+
+def what_happens(asked, known):
+    limits, _ = limits_of(asked, known)
+    return {limit.limit: limit.then for limit in limits}
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 5400), ("90:30", 5430), ("1:30:00", 5400), ("1-12", 129600), ("1-0:30", 88200), ("2-01:02:03", 176523)],
+)
+def test_a_walltime_is_read_as_sbatch_reads_it(text, seconds):
+    assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["UNLIMITED", "infinite", "NONE", "", "soon"])
+def test_a_walltime_without_end_is_none(text):
+    assert seconds_of(text) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "known", "name", "then"),
+    [
+        (submission(time="01:00:00"), {}, "MaxTime of partition gpu", ""),
+        (submission(time="03:00:00"), {}, "MaxTime of partition gpu", "pends for ever (PartitionTimeLimit)"),
+        (
+            submission(time="03:00:00"),
+            {"EnforcePartLimits": "ALL"},
+            "MaxTime of partition gpu",
+            "sbatch refuses it",
+        ),
+        (
+            submission(n_tasks=64),
+            {},
+            "GPUs of partition gpu",
+            "8 of its tasks run at once, the others pend (Resources)",
+        ),
+        (submission(gpus=8), {}, "GPUs of a node of partition gpu", "sbatch refuses it: no node has 8"),
+        (submission(), {"qos": {"MaxWall": "01:00:00"}}, "MaxWall of QOS normal", ""),
+        (
+            submission(time="90"),
+            {"qos": {"MaxWall": "01:00:00", "Flags": "DenyOnLimit"}},
+            "MaxWall of QOS normal",
+            "sbatch refuses it",
+        ),
+        (
+            submission(),
+            {"qos": {"MaxTRESPerUser": "cpu=99,gres/gpu=3"}},
+            "MaxTRESPerUser of QOS normal",
+            "3 of its tasks run at once, the others pend (QOSMaxGRESPerUser)",
+        ),
+        (submission(), {"qos": {"MaxTRESPerUser": "cpu=99"}}, "MaxTRESPerUser of QOS normal", None),
+        (
+            submission(gpus=4),
+            {"qos": {"GrpTRES": "gres/gpu=3"}},
+            "GrpTRES of QOS normal",
+            "pends for ever (QOSGrpGRES)",
+        ),
+        (
+            submission(),
+            {"association": {**USERS, "MaxJobs": "5"}},
+            "MaxJobs of ada in account lab",
+            "5 of its tasks run at once, the others pend (AssocMaxJobsLimit)",
+        ),
+        (submission(), {"qos": {"MaxSubmitJobsPerUser": "9"}}, "MaxSubmitJobsPerUser of QOS normal", ""),
+        (submission(), {"qos": {"GrpSubmitJobs": "8"}}, "GrpSubmitJobs of QOS normal", "sbatch refuses it"),
+        (submission(), {"MaxJobCount": "8"}, "MaxJobCount, of all users", "sbatch refuses it"),
+    ],
+)
+def test_of_what_is_above_a_limit_it_is_said_what_will_happen(asked, known, name, then):
+    assert what_happens(asked, cluster_of(**known)).get(name) == then
+
+
+def test_a_limit_of_the_qos_goes_over_the_same_one_of_the_association():
+    known = cluster_of(association={**USERS, "MaxJobs": "2", "GrpJobs": "7"}, qos={"MaxJobsPerUser": "50"})
+    found = what_happens(submission(), known)
+    assert found["MaxJobsPerUser of QOS normal"] == ""
+    assert "MaxJobs of ada in account lab" not in found
+    assert found["GrpJobs of ada in account lab"] == "7 of its tasks run at once, the others pend (AssocGrpJobsLimit)"
+
+
+FULL = {"a100 GPUs of partition gpu"}
+
+
+def of_partition_and_job(partitions, jobs, *associations):
+    """A cluster with a QOS of the partition, and another one that the jobs ask for."""
+    known = cluster_of({**PARTITION, "QoS": "gates"})
+    known.qos = {"gates": {**QOS, "Name": "gates", **partitions}, "long": {**QOS, "Name": "long", **jobs}}
+    known.associations = associations or [USERS]
+    return known
+
+
+@pytest.mark.parametrize(
+    ("partitions", "jobs", "associations", "binding"),
+    [
+        ({"MaxTRESPerUser": "gres/gpu=6"}, {"MaxTRESPerUser": "gres/gpu=2"}, (), {"MaxTRESPerUser of QOS gates"}),
+        ({"MaxTRESPerUser": "cpu=9"}, {"MaxTRESPerUser": "gres/gpu=2"}, (), {"MaxTRESPerUser of QOS long"}),
+        (
+            {"MaxTRESPerUser": "gres/gpu=6"},
+            {"MaxTRESPerUser": "gres/gpu=2", "Flags": "OverPartQOS"},
+            (),
+            {"MaxTRESPerUser of QOS long"},
+        ),
+        (
+            {"MaxTRESPerUser": "gres/gpu=6"},
+            {"MaxTRESPerUser": "gres/gpu:a100=2"},
+            (),
+            {"MaxTRESPerUser of QOS gates", "MaxTRESPerUser of QOS long"},
+        ),
+        ({"MaxTRESPerUser": "gres/gpu=6,gres/gpu:h100=1"}, {}, (), {"MaxTRESPerUser of QOS gates"}),
+        (
+            {},
+            {},
+            ({**USERS, "GrpTRES": "gres/gpu=7"}, {**LAB, "GrpTRES": "cpu=9"}, {**FACULTY, "GrpTRES": "gres/gpu=3"}),
+            {"GrpTRES of ada in account lab", "GrpTRES of account faculty"},
+        ),
+        ({}, {"GrpTRES": "gres/gpu=5"}, (USERS, {**LAB, "GrpTRES": "gres/gpu=3"}), {"GrpTRES of QOS long"}),
+        ({}, {}, ({**USERS, "MaxTRESPerJob": "gres/gpu=1"}, {**LAB, "MaxJobs": "3"}), {"MaxJobs of account lab"}),
+        (
+            {},
+            {},
+            ({**USERS, "GrpJobs": "4"}, {**LAB, "GrpJobs": "5"}),
+            {"GrpJobs of ada in account lab", "GrpJobs of account lab"},
+        ),
+        ({}, {}, ({**USERS, "MaxJobs": "3"}, {**USERS, "Partition": "gpu", "MaxJobs": "8"}), set()),
+        ({}, {}, ({**LAB, "GrpJobs": "7", "ParentName": "lab"},), {"GrpJobs of account lab"}),
+    ],
+)
+def test_the_limits_that_hold_are_those_of_slurms_hierarchy(partitions, jobs, associations, binding):
+    known = of_partition_and_job(partitions, jobs, *associations)
+    asked = Submission(1, "slurm", "auto", 8, 8, 1, gpu_type="a100", slurm={"qos": "long"})
+    assert {name for name, then in what_happens(asked, known).items() if "run at once" in then} - FULL == binding
+
+
+@pytest.mark.parametrize(("value", "n_gpus"), [("gres/gpu=6,gres/gpu:a100=2", 2), ("gres/gpu=2,gres/gpu:a100=6", 2)])
+def test_of_a_limit_on_all_gpus_and_one_on_the_type_the_lower_one_is_shown(value, n_gpus):
+    asked = Submission(1, "slurm", "auto", 8, 8, 1, gpu_type="a100")
+    limits, _ = limits_of(asked, cluster_of(qos={"MaxTRESPerUser": value}))
+    assert [limit.value for limit in limits if limit.limit.startswith("MaxTRES")] == [f"{n_gpus} GPUs"]
+
+
+@pytest.mark.parametrize("who", ["partitions", "jobs"])
+def test_a_qos_that_denies_makes_the_limits_of_all_strict(who):
+    qos = {"partitions": {}, "jobs": {}, who: {"Flags": "DenyOnLimit"}}
+    qos["jobs"] = {**qos["jobs"], "MaxWall": "01:00:00"}
+    known = of_partition_and_job(qos["partitions"], qos["jobs"], {**USERS, "MaxTRESPerJob": "gres/gpu=1"})
+    found = what_happens(submission(gpus=2, qos="long", time="90"), known)
+    assert found["MaxWall of QOS long"] == "sbatch refuses it"
+    assert found["MaxTRESPerJob of ada in account lab"] == "sbatch refuses it"
+
+
+def test_a_qos_may_free_its_jobs_of_the_partitions_walltime():
+    free = {"Flags": "DenyOnLimit,PartitionTimeLimit", "MaxWall": "1-00:00:00"}
+    asked = submission(qos="long", time="10:00:00")
+    found = what_happens(asked, of_partition_and_job({}, free))
+    assert found["MaxWall of QOS long"] == ""
+    assert "MaxTime of partition gpu" not in found
+    assert what_happens(asked, of_partition_and_job(free, {}))["MaxTime of partition gpu"].startswith("pends for ever")
+
+
+def test_accounts_are_asked_for_upwards_on_this_cluster_alone(monkeypatch):
+    parents, asked = {"lab": "faculty", "faculty": "root", "root": ""}, []
+
+    def answer(*command, **environ):
+        if command[0] != "sacctmgr":
+            return {"scontrol": "ClusterName = main\nAccountingStorageEnforce = limits\n"}.get(command[0], "")
+        keys = command[-1].removeprefix("format=").split(",")
+        if "assoc" not in command:
+            return ""
+        account = next(word for word in command if word.startswith("account=")).removeprefix("account=")
+        asked.append((account, "cluster=main" in command))
+        rows = [{"Account": account, "ParentName": parents[account]}, {"Account": account, "User": Facts().user}]
+        return "".join("|".join(row.get(key, "") for key in keys) + "\n" for row in rows)
+
+    monkeypatch.setattr(commands, "run", answer)
+    known = facts.read_facts("lab")
+    assert asked == [("lab", True), ("faculty", True), ("root", True)]
+    rows = [(row["User"], row["Account"]) for row in known.associations]
+    assert rows == [("", "lab"), (known.user, "lab"), ("", "faculty"), ("", "root")]
+
+
+def test_a_type_of_gpu_is_counted_alone():
+    known = Facts(partitions={"gpu": PARTITION}, gpus={"gpu": [{"a100": 4}, {"h100": 8, "": 1}]})
+    asked = Submission(1, "slurm", "auto", 16, 16, 1, gpu_type="h100")
+    assert what_happens(asked, known)["h100 GPUs of partition gpu"].startswith("8 of its tasks")
+
+
+@pytest.mark.parametrize(
+    ("slurm", "partition", "qos", "hours"),
+    [
+        ({"time": "00:30:00"}, {}, {}, 8.0),
+        ({}, {"DefaultTime": "00:15:00"}, {"MaxWall": "00:10:00"}, 4.0),
+        ({}, {}, {}, 32.0),
+        ({}, {}, {"MaxWall": "01:00:00"}, 16.0),
+        ({}, {"MaxTime": "UNLIMITED"}, {}, None),
+        ({"time": "UNLIMITED"}, {}, {}, None),
+    ],
+)
+def test_the_bound_is_tasks_times_gpus_times_walltime(slurm, partition, qos, hours):
+    asked = submission(n_tasks=8, gpus=2, **slurm)
+    _, walltime_s = limits_of(asked, cluster_of({**PARTITION, **partition}, qos=qos))
+    assert bound_gpu_hours(asked, walltime_s) == hours
+
+
+def test_one_dead_command_costs_its_limits_alone(monkeypatch):
+    def answer(*command, **environ):
+        if command[0] == "sacctmgr":
+            raise commands.SlurmUnavailableError("sacctmgr did not answer within 30 s.")
+        return {"sinfo": "gpu\x1f2\x1fgpu:a100:4\n"}.get(command[0], "PartitionName=gpu Default=YES MaxTime=1:00:00")
+
+    monkeypatch.setattr(commands, "run", answer)
+    known = facts.read_facts()
+    assert known.notes == ["Limits of QOSes and associations are not known. sacctmgr did not answer within 30 s."]
+    assert set(what_happens(submission(), known)) >= {"MaxTime of partition gpu", "GPUs of partition gpu"}
+
+
+def test_limits_that_are_not_enforced_are_not_shown(monkeypatch):
+    answers = {"scontrol": "AccountingStorageEnforce = associations\n", "sinfo": ""}
+    monkeypatch.setattr(commands, "run", lambda *command, **environ: answers[command[0]])
+    assert "not enforced" in facts.read_facts().notes[0]
+
+
+@contextlib.contextmanager
+def limited(cluster):
+    """A QOS and a partition with limits of their own, in a cluster that other tests share."""
+    cluster.run("sacctmgr", "-i", "add", "qos", "tight", "MaxWall=01:00:00", "MaxTRESPerUser=gres/gpu=2")
+    cluster.run("sacctmgr", "-i", "modify", "qos", "tight", "set", "MaxTRESPerJob=gres/gpu=2")
+    cluster.run("sacctmgr", "-i", "modify", "user", "root", "set", "qos+=tight")
+    cluster.run("scontrol", "create", "PartitionName=brief", "Nodes=gpu[1-2]", "MaxTime=00:30:00")
+    try:
+        yield
+    finally:
+        cluster.run("scancel", "--user=root")
+        cluster.wait_until(lambda: not cluster.run("squeue", "-h"), "an empty queue")
+        cluster.run("scontrol", "delete", "PartitionName=brief")
+        cluster.run("sacctmgr", "-i", "modify", "user", "root", "set", "qos-=tight")
+        cluster.run("sacctmgr", "-i", "delete", "qos", "tight")
+
+
+@pytest.mark.slurm
+def test_slurm_does_what_a_dry_run_foretold(project, slurmgpu, cluster, monkeypatch):
+    folder = project(400)
+
+    def dry_run(*argv, code=0):
+        done = slurmgpu("submit", "--device", "cpu", "--array", "--dry-run", "--json", *argv, cwd=folder, expect=code)
+        value = json.loads(done.stdout)
+        return value, {limit["limit"]: limit["then"] for limit in value["limits"]}
+
+    def pends(reason, *argv):
+        """Wait until Slurm gives the reason for a job that asks for the same."""
+        job = cluster.run("sbatch", "--parsable", "--output=/dev/null", *argv, "--wrap", "sleep 60").strip()
+        cluster.wait_until(lambda: reason in cluster.run("squeue", "-h", "-j", job, "-o", "%r"), reason)
+
+    with limited(cluster):
+        plain, all_fit = dry_run("--gpus", "4", "--slurm", "time=00:10:00")
+        assert not any(all_fit.values())
+        assert plain["bound_gpu_hours"] == pytest.approx(4 / 6)
+        assert plain["start_estimate"]["array"]["start"]
+        assert "to start at" in plain["start_estimate"]["merge"]["said"]
+        assert plain["start_estimate"]["merge"]["start"] is None
+        asked = ("--slurm", "partition=brief", "--slurm", "time=00:40:00")
+        _, then = dry_run("--gpus", "2", *asked)
+        assert then["MaxTime of partition brief"] == "pends for ever (PartitionTimeLimit)"
+        pends("PartitionTimeLimit", "-p", "brief", "-t", "40")
+        asked = ("--slurm", "qos=tight", "--slurm", "time=01:10:00")
+        _, then = dry_run("--gpus", "4", *asked)
+        assert then["MaxWall of QOS tight"] == "pends for ever (QOSMaxWallDurationPerJobLimit)"
+        pends("QOSMaxWallDurationPerJobLimit", "--qos=tight", "-t", "70")
+        assert then["MaxTRESPerUser of QOS tight"].endswith("others pend (QOSMaxGRESPerUser)")
+        pends("QOSMaxGRESPerUser", "--qos=tight", "-t", "5", "--gpus-per-node=1", "--array=0-3")
+        _, then = dry_run("--gpus", "3", "--gpus-per-task", "3", "--slurm", "qos=tight")
+        assert then["MaxTRESPerJob of QOS tight"] == "pends for ever (QOSMaxGRESPerJob)"
+        pends("QOSMaxGRESPerJob", "--qos=tight", "-t", "5", "--gpus-per-node=3")
+        with monkeypatch.context() as preferring:
+            for name, value in {"SQUEUE_STATES": "RUNNING", "SQUEUE_PARTITION": "no", "SLURM_CLUSTERS": "no"}.items():
+                preferring.setenv(name, value)
+            assert "PartitionTimeLimit" in {job.reason for job in commands.own_queue()}
+        value, then = dry_run("--gpus", "5", "--gpus-per-task", "5", code=2)
+        assert value["start_estimate"]["array"]["taken"] is False
+        assert value["start_estimate"]["merge"]["taken"] is True
+        assert then["GPUs of a node of partition gpu"] == "sbatch refuses it: no node has 5"
+        assert "Requested node configuration is not available" in value["start_estimate"]["array"]["said"]
+    assert not (folder / "run").exists()

@@ -1,0 +1,273 @@
+"""The report as a page: what it says, that it says the same as report.json, and how a browser shows it."""
+
+import html
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from slurmgpu import merge as merging
+from slurmgpu import pages
+from slurmgpu.pages import secrets
+from slurmgpu.report import build_report, read_report
+from slurmgpu.runs import Run
+from tests.browser import browser  # noqa: F401
+from tests.pretend_runs import pretend_run
+from tests.runs import make_project, report
+
+NASTY = '<script>alert("x")</script><img src=x onerror=alert(1)> \u202eback\x07\x1b[31m'
+TOKEN = "hf_" + "a" * 34
+SCREENS = [(360, "light"), (360, "dark"), (1400, "light"), (1400, "dark")]
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory, slurmgpu):
+    """A real run on this machine in which items fail in several ways, a worker dies, and a shard is missing."""
+    folder = make_project(
+        tmp_path_factory.mktemp("pages") / "project",
+        n_items=60,
+        settings={"faults": {"17": "segfault", "42": "exception", "43": "exception", "50": "item_error"}},
+        html=True,
+    )
+    slurmgpu("submit", "--executor", "local", "--gpus", "0", "--tasks", "2", cwd=folder, expect=0)
+    run = Run.open(folder / "run")
+    run.shard_path(3).unlink()
+    merging.merge(run)
+    return folder
+
+
+def page_of(folder):
+    return (folder / "run" / "report.html").read_text()
+
+
+def draw(run, value, folder):
+    pages.write_page(run, value, folder / "page.html")
+    return (folder / "page.html").read_text()
+
+
+def pretended(folder, now_s=2000, errors=(), **what):
+    run = pretend_run(folder / "judge", now_s, **what)
+    return run, build_report(run, errors=list(errors), merged_rows=sum(1 for _ in run.published()) * 16)
+
+
+def numbers(text):
+    return dict(re.findall(r'data-key="([^"]+)" value="([^"]*)"', text))
+
+
+def in_report(value, key):
+    """What stands in report.json under a key of the page."""
+    name, _, rest = key.partition(".")
+    if rest == "length":
+        return len(value[name])
+    if rest == "sum":
+        return sum(value[name].values())
+    return value[name][rest] if rest else value[name]
+
+
+def test_the_numbers_on_the_page_are_those_of_report_json(faulty):
+    found, value = numbers(page_of(faulty)), report(faulty)
+    found.pop("wall_s")
+    assert {"n_items", "n_rows", "n_errors", "n_missing_items", "attempts.length", "ledger.useful"} <= found.keys()
+    assert {key: float(text) for key, text in found.items()} == {key: in_report(value, key) for key in found}
+
+
+def test_who_has_only_the_page_finds_why_an_item_failed(faulty):
+    text = html.unescape(page_of(faulty))
+    assert "item 17" in text
+    assert "the worker died by SIGSEGV" in text
+    assert "Fatal Python error: Segmentation fault" in text, "the log of the worker that died of it"
+    row = re.search(r'<tr id="i42">(.*)', text)[1]
+    assert "cannot do item 42" in row
+    assert 'href="#item-' in row
+    assert 'raise ValueError(f"cannot do item {item.index}")' in text, "the traceback, from the log"
+    assert text.index("slurmgpu resubmit") < text.index("What failed")
+
+
+def test_a_missing_shard_is_there_with_its_reason(faulty):
+    section = html.unescape(page_of(faulty)).partition("<h2>Missing</h2>")[2].partition("</section>")[0]
+    assert "24 … 31" in section
+    assert re.search(r'<td class="w">\S+', section)
+
+
+def test_report_html_writes_the_page_and_says_how_large_it_is(faulty, slurmgpu, tmp_path):
+    done = slurmgpu("report", "run", "--html", tmp_path / "x.html", "--task", "local1_1", cwd=faulty, expect=3)
+    assert not done.stdout
+    assert f"{tmp_path / 'x.html'}: " in done.stderr
+    assert "local1_1" in (tmp_path / "x.html").read_text()
+    for argv, words in (
+        (("--html", tmp_path / "none" / "x.html"), "no folder"),
+        (("--html", tmp_path), "no regular file"),
+        (("--html", tmp_path / "y.html", "--task", "local1_7"), "has no task"),
+        (("--task", "local1_1"), "--html FILE"),
+    ):
+        refused = slurmgpu("report", "run", *argv, cwd=faulty, expect=2)
+        assert words in refused.stderr, refused.stderr
+
+
+def test_without_its_packages_there_is_no_page_and_a_sentence_says_why(faulty, monkeypatch, caplog, tmp_path):
+    run = Run.open(faulty / "run")
+    monkeypatch.setattr(pages, "NEEDED", ("matplotlib", "no_such_package"))
+    monkeypatch.setattr(pages, "page_path", lambda run: tmp_path / "report.html")
+    caplog.set_level("INFO")
+    merging.merge(run)
+    assert "no report.html: no_such_package" in caplog.text
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_page_that_cannot_be_drawn_costs_a_warning_and_not_the_merge(faulty, monkeypatch, caplog):
+    run = Run.open(faulty / "run")
+    monkeypatch.setattr(pages, "write_page", lambda *given: 1 / 0)
+    assert merging.merge(run)["n_rows"] == 52
+    assert "report.html cannot be drawn" in caplog.text
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_html_false_leaves_the_page_out(project, slurmgpu):
+    folder = project(n_items=8, html=False)
+    slurmgpu("submit", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0)
+    assert not (folder / "run" / "report.html").exists()
+
+
+def test_a_matplotlib_that_the_shell_configures_wrongly_draws_all_the_same(faulty, tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from slurmgpu import pages; from slurmgpu.runs import Run;"
+        "from slurmgpu.report import last_report; run = Run.open(Path(sys.argv[1]));"
+        "print(pages.write_page(run, last_report(run), Path(sys.argv[2])))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, faulty / "run", tmp_path / "x.html"],
+        env={"PATH": "/usr/bin:/bin", "MPLBACKEND": "Qt4Agg", "HOME": "/proc"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 10_000
+    assert not done.stderr
+
+
+def test_a_thousand_tasks_are_less_than_two_megabytes(tmp_path):
+    errors = [(index, f"item_error: no field 'answer' in item {index}") for index in range(0, 30_000, 3)]
+    run, value = pretended(tmp_path, 3000, errors, n_tasks=1000, n_shards=40_000, sample_s=60.0, faulty=True)
+    assert pages.write_page(run, value, tmp_path / "page.html") < 2_000_000
+    text = (tmp_path / "page.html").read_text()
+    assert "10,000" in text
+    assert "4711_999" in text
+
+
+def test_what_users_and_items_write_is_text_and_nothing_else(tmp_path):
+    run, value = pretended(tmp_path, errors=[(3, f"item_error: {NASTY}")], settings={"prompt": NASTY}, faulty=True)
+    value["attempts"][0] |= {"node": NASTY, "failure": "crash", "message": NASTY, "traceback": NASTY}
+    value["summary"] = {NASTY: 1, "table": {NASTY: {"a": NASTY}}}
+    text = draw(run, value, tmp_path)
+    assert text.count("<script>") == 1, "the page's own"
+    assert "<img" not in text
+    assert "&lt;script&gt;" in text
+    assert not {"\u202e", "\x07", "\x1b"} & set(text)
+
+
+def test_no_secret_is_on_the_page(tmp_path):
+    settings = {"api_key": "abcdefgh", "nested": {"hf_token": "zyxwvuts"}, "max_tokens": 512, "model": "llama"}
+    message = f"item_error: 401 for https://ada:hunter22@host/x with Bearer {'b' * 30} and HF_TOKEN={TOKEN}"
+    run, value = pretended(tmp_path, errors=[(3, message)], settings=settings)
+    value["submissions"][0]["slurm"] = {"export": f"ALL,HF_TOKEN={TOKEN}", "time": "04:00:00"}
+    text = draw(run, value, tmp_path)
+    for secret in ("abcdefgh", "zyxwvuts", TOKEN, "hunter22", "b" * 30):
+        assert secret not in text
+    for kept in ("512", "llama", "ALL,HF_TOKEN", "04:00:00", "401 for https://"):
+        assert kept in text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a budget of 4096 tokens",
+        "auth failed",
+        "the key error",
+        "KeyError: 'answer'",
+        "author: ada",
+        "pad_token_id=50256x",
+    ],
+)
+def test_ordinary_words_are_not_taken_for_secrets(text):
+    assert secrets.hide_in(text) == text
+
+
+def test_damage_costs_a_row_and_not_the_page(tmp_path):
+    run, _ = pretended(tmp_path, faulty=True)
+    names = sorted(path.stem for path in run.tasks.iterdir())
+    (run.tasks / f"{names[0]}.json").write_text('{"started": "x"')
+    (run.folder / "telemetry" / f"{names[1]}.jsonl").write_bytes(b"\xff\x00{]\n" * 50)
+    (run.folder / "telemetry" / f"{names[2]}.jsonl").unlink()
+    value = build_report(run, errors=[], merged_rows=16)
+    value["attempts"][3]["phases"] = [["x", None]]
+    text = draw(run, value, tmp_path)
+    assert f"tasks/{names[0]}.json cannot be read" in text
+    assert all(name in text for name in names)
+    assert "<h2>Timeline</h2>" in text
+    assert "GPU utilisation" in text
+
+
+def test_the_report_of_an_older_slurmgpu_is_drawn_with_what_it_has(tmp_path):
+    run, value = pretended(tmp_path)
+    for key in ("ledger", "damaged_records"):
+        del value[key]
+    for attempt in value["attempts"]:
+        for key in ("spent", "phases", "shards"):
+            del attempt[key]
+    text = draw(run, value, tmp_path)
+    assert "<h2>Timeline</h2>" in text
+    assert "Where the" not in text
+
+
+@pytest.mark.parametrize("what", [{"n_tasks": 1, "n_shards": 1}, {"n_tasks": 3, "n_gpus": 0, "sample_s": 0}])
+def test_small_runs_and_runs_without_gpus_have_a_page(tmp_path, what):
+    run, value = pretended(tmp_path, 10, **what)
+    assert "incomplete" in draw(run, value, tmp_path)
+
+
+def test_a_run_of_which_nothing_is_there_has_a_page(tmp_path):
+    run, _ = pretended(tmp_path, 0)
+    for path in run.tasks.iterdir():
+        path.unlink()
+    text = draw(run, build_report(run, errors=[], merged_rows=None), tmp_path)
+    assert "<h2>Missing</h2>" in text
+
+
+def test_browsers_show_it_at_any_width_in_the_light_and_in_the_dark(browser, faulty, tmp_path):  # noqa: F811
+    errors = [(index, f"item_error: KeyError: 'answer_{index}' (judge.py, line 31)") for index in (17, 900)]
+    run, value = pretended(tmp_path, 1500, errors, n_tasks=24, faulty=True)
+    summary = {
+        "accuracy": 0.71,
+        "by_label": {"hate": {"precision": 0.9, "recall": 0.8}, "ok": {"precision": 1.0, "recall": 0.5}},
+    }
+    draw(run, {**value, "summary": summary}, tmp_path)
+    for path in (faulty / "run" / "report.html", tmp_path / "page.html"):
+        for width, scheme in SCREENS:
+            browser.open(path, width, scheme)
+            where = f"{path.name} at {width}, {scheme}"
+            assert browser.complaints() == [], where
+            assert browser.requests() == [], where
+            assert browser.overflow() == [False, []], where
+            assert browser.faint() == [], where
+    expected = read_report(Run.open(faulty / "run"))
+    browser.open(faulty / "run" / "report.html")
+    shown = browser.figures()
+    shown.pop("wall_s")
+    assert {key: float(text) for key, text in shown.items()} == {key: in_report(expected, key) for key in shown}
+    text = browser.text()
+    assert "cannot do item 42" in text
+    assert json.loads(json.dumps(expected["resubmit"])) in text
+
+
+def test_one_tasks_lines_can_be_chosen_in_the_browser(browser, tmp_path):  # noqa: F811
+    run, value = pretended(tmp_path, 1500, n_tasks=8)
+    draw(run, value, tmp_path)
+    browser.open(tmp_path / "page.html")
+    visible = "return [...document.querySelectorAll('svg .task.shown')].map((one) => one.classList[1])"
+    assert set(browser.driver.execute_script(visible)) == {"t-0"}
+    browser.driver.execute_script(
+        "const all = document.getElementById('task'); all.value = 't-3'; all.dispatchEvent(new Event('change'));"
+    )
+    assert set(browser.driver.execute_script(visible)) == {"t-3"}
