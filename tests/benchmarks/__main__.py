@@ -22,8 +22,10 @@ QUICK = {
     "llm": ["--quick"],
     "merge": ["--quick"],
     "overhead": ["--quick"],
+    "page": ["--quick"],
     "tracin": ["--quick"],
     "train": ["--quick"],
+    "watch": ["--quick"],
 }
 """The benchmarks, and what makes each of them quick."""
 
