@@ -118,6 +118,9 @@ def test_a_second_cluster_runs_beside_and_stop_leaves_nothing_behind(cluster: Cl
         assert second.run("squeue", "-h", "-o", "%i %t").strip() == f"{job} R"
         assert cluster.run("squeue", "-h", "--name=second") == ""
         private = Path(re.findall(r"^SlurmdSpoolDir=(.*)/spool/%n$", (folder / "etc/slurm.conf").read_text(), re.M)[0])
+        # A server that starts removes the temporary tables of every server that keeps them in the same folder.
+        ask = ["mariadb", "--no-defaults", f"--socket={private}/mariadb.socket", "-N", "-e", "SELECT @@tmpdir"]
+        assert subprocess.check_output(ask, text=True).strip() == f"{private}/mariadb"
         found = leftovers(private)
         assert int(child) in found
         assert private in found

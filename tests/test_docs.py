@@ -43,7 +43,7 @@ REFERENCE = DOCS / "reference"
 BLURRED = [
     (r"\d\d:\d\d:\d\d", "00:00:00"),
     (r"\d+\.\d+\.\d+", "1.2.3"),
-    (r" in \d+\.\d+s", " in 0.00s"),
+    (r" in \d+\.\d+s( \(\d+:\d+:\d+\))?", " in 0.00s"),  # pytest's own, above a minute
     (r"\d+\.\d\d GPU-hours", "0.00 GPU-hours"),
     (r"\d+_0_log", "1234_0_log"),
     (r"it has \d+ bytes, and had \d+", "it has 1 bytes, and had 2"),
@@ -404,15 +404,19 @@ def type_in(folder, text):
     parts = re.split(r"^\$ ", text, flags=re.M)[1:]
     typed = [part.split("\n", 1) for part in parts]
     script = "".join(f"{command}\nrc=$?; printf '\\x1e\\n'; (exit $rc)\n" for command, _ in typed)
+    # A page's own pytest clears away folders of former ones as it ends, and would say here what it cannot remove.
+    temporary = folder.parent / "temporary"
+    temporary.mkdir(exist_ok=True)
     done = subprocess.run(
         ["bash", "-c", script],
         cwd=folder,
-        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+        | {"PYTEST_DEBUG_TEMPROOT": str(temporary)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=200,
+        timeout=280,
     )
     for (command, shown), printed in zip(typed, done.stdout.split("\x1e\n")[:-1], strict=True):
         yield command, blurred(shown, folder), blurred(printed, folder)

@@ -197,18 +197,26 @@ class Cluster:
     def _start_mariadb(self) -> None:
         """MariaDB on a socket only, where root needs no password; it may lose everything in a crash."""
         data = f"--datadir={self.folder}/database"
+        # A server that starts removes what others keep in its folder for temporary tables, so it is not /tmp.
+        temporary = Path(self._settings.private, "mariadb")
+        temporary.mkdir()
         # Native AIO: what the kernel has of it is used up by two servers, and tests start a third beside them.
-        volatile = ("--innodb-flush-method=nosync", "--innodb-log-file-size=8M", "--innodb-use-native-aio=0")
+        own = (
+            f"--tmpdir={temporary}",
+            "--innodb-flush-method=nosync", "--innodb-log-file-size=8M", "--innodb-use-native-aio=0",
+        )  # fmt: skip
         with open(self._settings.output("mariadb-install-db"), "wb") as output:
-            subprocess.run(
+            installed = subprocess.run(
                 ["mariadb-install-db", "--no-defaults", data, "--user=root", "--skip-test-db",
-                 "--auth-root-authentication-method=socket", *volatile],
-                stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=True, env={"PATH": PATH},
+                 "--auth-root-authentication-method=socket", *own],
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={"PATH": PATH},
             )  # fmt: skip
+        if installed.returncode != 0:
+            raise ClusterError(f"mariadb-install-db: exit code {installed.returncode}\n{self._log_tails(40)}")
         socket_option = f"--socket={self._settings.database_socket}"
         self._start(
             "mariadbd", "mariadbd", "--no-defaults", data, "--user=root", socket_option, "--skip-networking",
-            *volatile, "--innodb-flush-log-at-trx-commit=0",
+            *own, "--innodb-flush-log-at-trx-commit=0",
             "--innodb-buffer-pool-size=64M", "--innodb-lock-wait-timeout=900",  # slurmdbd complains about less
         )  # fmt: skip
         self._wait_for(
