@@ -15,7 +15,7 @@ from slurmgpu.containers.images import same_image
 from slurmgpu.containers.settings import ContainerError
 from slurmgpu.containing import contain_anew
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors import adjusting, commands, living, probes, submitting
+from slurmgpu.executors import adjusting, commands, living, probes, queue, submitting
 from slurmgpu.executors.submitting import Outcome
 from slurmgpu.forecast import FORECAST_FORMAT, FORECAST_VERSION, forecast, observe
 from slurmgpu.injecting import check_faults, parse_faults
@@ -49,7 +49,7 @@ class RunHandle:
 
     def status(self) -> dict[str, Any]:
         """How the run stands: the keys of `slurmgpu status --json`."""
-        return read_status(self.run, commands.queued_jobs(self.run))
+        return read_status(self.run, queue.queued_jobs(self.run))
 
     def report(self) -> dict[str, Any]:
         """The report of the last merge; SlurmGPUError before the first."""
@@ -222,7 +222,7 @@ def remove_unused(run: Run) -> None:
         return
     # A task that had started before it was cancelled takes a moment to end.
     patience = time.monotonic() + ENDING_S
-    while lines and commands.queue([], run):
+    while lines and queue.find_jobs([], run):
         if time.monotonic() > patience:
             return
         time.sleep(0.5)

@@ -12,7 +12,7 @@ from pathlib import Path
 import h5py
 
 import slurmgpu
-from slurmgpu.executors import commands
+from slurmgpu.executors import queue
 
 
 def make_project(folder, n_items=100, workload="Rows", items=None, batch_size=4, **tables):
@@ -149,7 +149,7 @@ def wait_for_end(folder):
     """Until the last submission is merged, and Slurm has none of the jobs."""
     wait_until(lambda: submissions(folder)[-1]["state"] == "ended", "the merge", 120)
     ids = [i for line in submissions(folder) for i in (line.get("array_job"), line.get("merge_job")) if i]
-    wait_until(lambda: not commands.queue(ids), "the end of the merge job", 120)
+    wait_until(lambda: not queue.find_jobs(ids), "the end of the merge job", 120)
 
 
 def run_module(name, folder):

@@ -19,7 +19,7 @@ from slurmgpu import api, surroundings, workloads
 from slurmgpu.claims import Claim
 from slurmgpu.cli.app import app
 from slurmgpu.config import ContainerTable, Resources, RunFile, WorkloadTable
-from slurmgpu.executors.commands import QueuedJob
+from slurmgpu.executors.queue import QueuedJob
 from slurmgpu.failures import POLICIES
 from slurmgpu.histories import History
 from slurmgpu.llm import settings

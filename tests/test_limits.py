@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from slurmgpu.executors import commands, facts
+from slurmgpu.executors import commands, facts, queue
 from slurmgpu.executors.facts import Facts
 from slurmgpu.executors.limits import bound_gpu_hours, limits_of
 from slurmgpu.submissions import Submission, seconds_of
@@ -306,7 +306,7 @@ def test_slurm_does_what_a_dry_run_foretold(project, slurmgpu, cluster, monkeypa
         with monkeypatch.context() as preferring:
             for name, value in {"SQUEUE_STATES": "RUNNING", "SQUEUE_PARTITION": "no", "SLURM_CLUSTERS": "no"}.items():
                 preferring.setenv(name, value)
-            assert "PartitionTimeLimit" in {job.reason for job in commands.own_queue()}
+            assert "PartitionTimeLimit" in {job.reason for job in queue.own_jobs()}
         value, then = dry_run("--gpus", "5", "--gpus-per-task", "5", code=2)
         assert value["start_estimate"]["array"]["taken"] is False
         assert value["start_estimate"]["merge"]["taken"] is True

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmgpu.executors import commands
+from slurmgpu.executors import queue
 from tests.runs import check_rows, datasets, published, records, report, start, wait_until, workers
 
 pytest.importorskip("torch")
@@ -85,7 +85,7 @@ def test_a_requeued_task_of_two_nodes_goes_on_and_a_cancelled_one_leaves_nothing
     wait_until(lambda: records(folder)[0]["state"] == "ended", "the end of the first attempt")
     assert records(folder)[0]["failure"] == "preempted"
     # Slurm lets a requeued job wait for two minutes; that is not what is tested here.
-    wait_until(lambda: any(job.reason == "BeginTime" for job in commands.queue([job])), "the requeue")
+    wait_until(lambda: any(job.reason == "BeginTime" for job in queue.find_jobs([job])), "the requeue")
     cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
     n_before = len(published(folder))
     wait_for_shards(folder, n_before + 1)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors import commands, joining, turns
+from slurmgpu.executors import joining, queue, turns
 from slurmgpu.executors.byhand import lines_to_type
 from slurmgpu.runs import Run
 from slurmgpu.submissions import Submission
@@ -49,7 +49,7 @@ def merge_behind(sbatch, folder, job):
 
 
 def wait_for_end(job):
-    wait_until(lambda: not commands.queue([job]), f"the end of job {job}", 120)
+    wait_until(lambda: not queue.find_jobs([job]), f"the end of job {job}", 120)
 
 
 def running(folder):
@@ -137,7 +137,7 @@ def test_a_killed_task_and_a_requeued_one_lose_nothing(project, slurmgpu, sbatch
     merge = merge_behind(sbatch, folder, array)
     wait_until(lambda: len(running(folder)) == 3 and len(published(folder)) > 1, "three tasks at work")
     cluster.run("scontrol", "requeue", f"{array}_1")
-    wait_until(lambda: any(job.reason == "BeginTime" for job in commands.queue([array])), "the requeue")
+    wait_until(lambda: any(job.reason == "BeginTime" for job in queue.find_jobs([array])), "the requeue")
     cluster.run("scontrol", "update", f"JobId={array}_1", "StartTime=now")
     wait_until(lambda: any(record["restart"] == 1 for record in records(folder)), "the second life")
     victim = next(record for record in running(folder) if record["task"] == 0)
@@ -402,9 +402,9 @@ def test_the_gpus_of_a_task_are_those_that_slurm_gave(monkeypatch, environment, 
 )
 def test_a_job_is_of_a_run_by_its_script_or_its_name_and_arguments(name, folder, command, is_of):
     run = Run(Path("/home/ada/runs/x"), None)
-    assert commands.QueuedJob("7", "PENDING", "None", name, folder, command).is_of(run) is is_of
+    assert queue.QueuedJob("7", "PENDING", "None", name, folder, command).is_of(run) is is_of
     blank = Run(Path("/home/ada/runs/x y"), None)
-    assert commands.QueuedJob("7", "PENDING", "None", name, folder, f"{command} y").is_of(blank) is (
+    assert queue.QueuedJob("7", "PENDING", "None", name, folder, f"{command} y").is_of(blank) is (
         is_of and "submission" not in command and "--device" not in command
     )
 

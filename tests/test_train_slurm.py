@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slurmgpu import open as open_merged
-from slurmgpu.executors import commands
+from slurmgpu.executors import queue
 from slurmgpu.workloads.train_rows import COLUMNS, MEASURED
 from tests.runs import records, report, start, submissions, wait_for_end, wait_until
 
@@ -146,7 +146,7 @@ def array_job(folder, number=0):
 
 def waiting(folder):
     """The tasks of the first submission that Slurm has in its queue, each with the reason why it waits."""
-    return [(job.job_id, job.reason) for job in commands.queue([array_job(folder)])]
+    return [(job.job_id, job.reason) for job in queue.find_jobs([array_job(folder)])]
 
 
 def test_a_sweep_with_a_preemption_and_a_dead_node_ends_as_one_that_was_left_alone(train, by_two, cluster):

@@ -18,7 +18,7 @@ from slurmgpu.cli.keys import Keyboard
 from slurmgpu.cli.looking import Look, Lookout, last_line
 from slurmgpu.cli.screens import Screen
 from slurmgpu.cli.words import last_message, plain, state_of, tasks_of
-from slurmgpu.executors import commands
+from slurmgpu.executors import queue
 from slurmgpu.status import StatusReader
 from tests import pretend_runs
 from tests.pretend_runs import BEGIN, Pretended, pretend_run, update
@@ -427,7 +427,7 @@ def test_eight_hours_of_watching_need_no_more_memory_than_one(tmp_path):
     ],
 )
 def test_the_tasks_of_an_array_that_has_not_started_are_counted(job_id, n_tasks):
-    assert commands.QueuedJob(job_id, "PENDING", "Priority", "slurmgpu", "/", "x").n_tasks == n_tasks
+    assert queue.QueuedJob(job_id, "PENDING", "Priority", "slurmgpu", "/", "x").n_tasks == n_tasks
 
 
 @pytest.mark.slurm

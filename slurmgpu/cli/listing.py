@@ -17,7 +17,7 @@ from rich.table import Table
 from slurmgpu.cli.completing import PROBE
 from slurmgpu.cli.output import count_of, say, wide_console
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors import commands
+from slurmgpu.executors import commands, queue
 from slurmgpu.report import read_report
 from slurmgpu.runs import Run
 from slurmgpu.status import read_status
@@ -128,12 +128,12 @@ def _open(folder: Path) -> Run | str:
         return _why(error)
 
 
-def _queue(runs: Sequence[Run], notes: Counter[str]) -> list[commands.QueuedJob] | None:
+def _queue(runs: Sequence[Run], notes: Counter[str]) -> list[queue.QueuedJob] | None:
     """All of the user's jobs, by one call; None where no run needs it, or Slurm does not answer."""
     if not any(_may_have_jobs(run) for run in runs):
         return None
     try:
-        return commands.own_queue()
+        return queue.own_jobs()
     except commands.SlurmUnavailableError as error:
         if any(_is_queued(run) for run in runs):
             notes[f"The queue is not known. {str(error).replace('{', '(').replace('}', ')')}"] += 1
@@ -142,7 +142,7 @@ def _queue(runs: Sequence[Run], notes: Counter[str]) -> list[commands.QueuedJob]
 
 def _may_have_jobs(run: Run) -> bool:
     with contextlib.suppress(Exception):  # its row says what is wrong with it
-        return commands.may_be_queued(run)
+        return queue.may_be_queued(run)
     return False
 
 
@@ -152,7 +152,7 @@ def _is_queued(run: Run) -> bool:
     return False
 
 
-def _row(folder: Path, run: Run | str, jobs: Sequence[commands.QueuedJob] | None, now: float) -> dict[str, Any]:
+def _row(folder: Path, run: Run | str, jobs: Sequence[queue.QueuedJob] | None, now: float) -> dict[str, Any]:
     row: dict[str, Any] = {
         "run": folder.name,
         "run_dir": str(folder),
@@ -167,7 +167,7 @@ def _row(folder: Path, run: Run | str, jobs: Sequence[commands.QueuedJob] | None
     }
     if isinstance(run, Run):
         try:
-            row |= _standing(run, None if jobs is None else commands.queued_jobs(run, jobs))
+            row |= _standing(run, None if jobs is None else queue.queued_jobs(run, jobs))
         except Exception as error:
             row["problem"] = _why(error)
     return row

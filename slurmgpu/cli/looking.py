@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.cli.words import plain
-from slurmgpu.executors.commands import may_be_queued, queued_jobs
+from slurmgpu.executors.queue import may_be_queued, queued_jobs
 from slurmgpu.runs import Run
 from slurmgpu.status import Queue, StatusReader
 

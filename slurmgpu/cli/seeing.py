@@ -31,7 +31,7 @@ def status(
     """
     from slurmgpu.cli.output import result_json
     from slurmgpu.cli.tables import show_status
-    from slurmgpu.executors.commands import queued_jobs
+    from slurmgpu.executors.queue import queued_jobs
     from slurmgpu.metrics import keep_metrics, write_metrics
     from slurmgpu.status import read_status
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from slurmgpu.executors import commands
+from slurmgpu.executors.own_job import OwnJob, own_job
 from slurmgpu.following import follow
 from slurmgpu.logs import log_to_stderr
 from slurmgpu.nodes import node_rank
@@ -44,7 +45,7 @@ def run_task(folder: Path, submission: int) -> None:
     run = Run.open(folder)
     given = next(line for line in run.submissions() if line["submission"] == submission)
     nodes = given.get("nodes_per_task", 1)
-    n_gpus, own = given["gpus_per_task"] // nodes, commands.own_job()
+    n_gpus, own = given["gpus_per_task"] // nodes, own_job()
     code = work(run, attempt_here(own, submission, n_gpus, given["device"], nodes))
     if code:
         sys.exit(code)
@@ -60,7 +61,7 @@ def run_task_by_hand(folder: Path, device: str | None = None) -> int:
     joining.check_job()
     log_to_stderr(force=True)
     run = Run.open(folder)
-    own = commands.own_job()
+    own = own_job()
     with joining.log_beside(run, f"{own.array_job}_{own.task}"):
         given = joining.join(run, own, device)
         n_gpus, n_nodes = joining.gpus_here(), joining.nodes_here()
@@ -88,7 +89,7 @@ def _log_beginning(run: Run, attempt: Attempt) -> None:
     log.info("attempt %s of %s: %d GPUs, device %s", attempt.name, run.folder, attempt.n_gpus, attempt.device)
 
 
-def attempt_here(own: commands.OwnJob, submission: int, n_gpus: int, device: str, n_nodes: int = 1) -> Attempt:
+def attempt_here(own: OwnJob, submission: int, n_gpus: int, device: str, n_nodes: int = 1) -> Attempt:
     """The attempt that runs here, from the environment that Slurm gave it; `n_gpus` are those of this node."""
     environ, left = os.environ, own.seconds_left
     return Attempt(

@@ -12,8 +12,9 @@ from typing import Any
 from slurmgpu import gpus
 from slurmgpu.config import merge_tables
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors import commands
+from slurmgpu.executors import commands, queue
 from slurmgpu.executors.adjusting import first_submission
+from slurmgpu.executors.own_job import OwnJob
 from slurmgpu.executors.turns import turn
 from slurmgpu.logs import LogFormatter
 from slurmgpu.runs import Run
@@ -51,7 +52,7 @@ def gpus_here() -> int:
     return int(os.environ.get("SLURM_GPUS_ON_NODE", len(ids or [])))
 
 
-def join(run: Run, own: commands.OwnJob, device: str | None) -> dict[str, Any]:
+def join(run: Run, own: OwnJob, device: str | None) -> dict[str, Any]:
     """The submission that `own`, this job, is: the first of its tasks writes it, the others and the requeued find it.
 
     It has no merge job of its own: the one that waits for it was submitted by hand as well.
@@ -75,7 +76,7 @@ def _written(run: Run, array_job: str) -> dict[str, Any] | None:
 def _refuse_another(run: Run) -> None:
     """Raise while a submission with a merge job of its own is at work: that merge would not wait for this job."""
     try:
-        jobs = [job for job in commands.jobs_of(run) if job.is_submitits(run)]
+        jobs = [job for job in queue.jobs_of(run) if job.is_submitits(run)]
     except commands.SlurmUnavailableError as error:
         log.warning("%s", error)
         return

@@ -12,7 +12,7 @@ from typing import Any
 
 from slurmgpu.claims import Watch
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors import commands
+from slurmgpu.executors import commands, queue
 from slurmgpu.runs import Run
 
 log = logging.getLogger(__name__)
@@ -31,13 +31,13 @@ def alive(run: Run, waiting_merge: str | None = None) -> str | None:
     return None
 
 
-def _queued(run: Run, waiting_merge: str | None) -> list[commands.QueuedJob]:
-    if not commands.may_be_queued(run):
+def _queued(run: Run, waiting_merge: str | None) -> list[queue.QueuedJob]:
+    if not queue.may_be_queued(run):
         return []
     try:
         # By the run directory, too: a submission that died between sbatch and its record has left no job ids, and one
         # that was refused may have left an array that could not be cancelled.
-        jobs = commands.jobs_of(run)
+        jobs = queue.jobs_of(run)
     except commands.SlurmUnavailableError:
         if all(line["state"] == "ended" or line["executor"] != "slurm" for line in run.submissions()):
             return []  # where there is no Slurm, nothing was submitted by hand
@@ -96,7 +96,7 @@ def cancel(run: Run) -> str:
     stopped = []
     if jobs := sorted({job.array_job for job in _queued(run, None)}):
         for line in run.submissions():
-            ids = {line[key] for key in commands.JOB_KEYS if key in line} or set(jobs)  # it may not have written them
+            ids = {line[key] for key in queue.JOB_KEYS if key in line} or set(jobs)  # it may not have written them
             if line["state"] != "ended" and line["executor"] == "slurm" and ids & set(jobs):
                 run.record_submission({"submission": line["submission"], "cancelled": True})
         commands.cancel(*jobs)

@@ -14,7 +14,7 @@ from typing import Any
 
 from slurmgpu import merge
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors import commands, ending, joining
+from slurmgpu.executors import commands, ending, joining, queue
 from slurmgpu.executors.accounts import lives_of, settled_lives_of
 from slurmgpu.executors.adjusting import next_submission
 from slurmgpu.executors.living import alive, refuse_alive
@@ -217,7 +217,7 @@ def _in_words(report: Mapping[str, Any]) -> str:
     )
 
 
-def _merges(job: commands.QueuedJob, run: Run) -> bool:
+def _merges(job: queue.QueuedJob, run: Run) -> bool:
     return job.is_merge or job.array_job in [line.get("merge_job") for line in run.submissions()]
 
 
@@ -236,7 +236,7 @@ def _keep_mail_for_the_end(submission: Mapping[str, Any], own_job: str) -> None:
 
 def _hand_dependents_on(own_job: str, merge_job: str) -> None:
     """Let the jobs that wait for this merge wait for the next one instead."""
-    for job, dependency in commands.dependents(own_job):
+    for job, dependency in queue.dependents(own_job):
         renamed = re.sub(rf"(?<!\d){own_job}(?!\d)", merge_job, dependency)
         commands.run("scontrol", "update", f"JobId={job}", f"Dependency={renamed}")
         log.info("job %s waits for %s now", job, renamed)
@@ -247,7 +247,7 @@ def after_jobs(other: Run) -> tuple[str, ...]:
     if is_complete(other):
         return ()
     # Of a run that was submitted by hand the merge job may be queued without having said so.
-    jobs = commands.jobs_of(other) if commands.may_be_queued(other) else []
+    jobs = queue.jobs_of(other) if queue.may_be_queued(other) else []
     if merges := [job.array_job for job in jobs if _merges(job, other)]:
         return (max(merges, key=int),)
     raise SlurmGPUError(

@@ -1,0 +1,172 @@
+"""What waits and runs in Slurm's queue, as squeue tells it, and which of it belongs to a run."""
+
+from __future__ import annotations
+
+import getpass
+import logging
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.executors import commands
+from slurmgpu.runs import Run
+
+log = logging.getLogger(__name__)
+
+JOB_NAME = "slurmgpu"
+MERGE_NAME = "slurmgpu-merge"
+"""What names of jobs begin with: Submitit's, and those of sbatch/*.sbatch."""
+
+JOB_KEYS = ("array_job", "merge_job")
+
+
+@dataclass(frozen=True)
+class QueuedJob:
+    """A line of squeue: an array task, or the not yet started rest of an array.
+
+    `start` is when it started, or will by Slurm's own estimate, in seconds since the epoch; None if that is not known.
+    """
+
+    job_id: str
+    state: str
+    reason: str
+    name: str
+    folder: str
+    command: str
+    start: float | None = None
+
+    def to_json(self, is_merge: bool) -> dict[str, Any]:
+        """The job in the JSON of status."""
+        n_tasks = 0 if is_merge else self.n_tasks
+        named = {key: getattr(self, key) for key in ("job_id", "state", "reason", "start")}
+        return {**named, "n_tasks": n_tasks}
+
+    @property
+    def n_tasks(self) -> int:
+        """Tasks that this line stands for: of "1234_[5-9,12%4]" six."""
+        return count_indices(self.job_id.partition("_")[2])
+
+    @property
+    def array_job(self) -> str:
+        """The id before the underscore."""
+        return self.job_id.split("_")[0]
+
+    @property
+    def is_merge(self) -> bool:
+        """Whether it merges, rather than computes."""
+        return self.name.startswith(MERGE_NAME)
+
+    def is_submitits(self, run: Run) -> bool:
+        """Whether Submitit wrote its script, into the run directory."""
+        return Path(self.command).parent == run.logs
+
+    def is_of(self, run: Run) -> bool:
+        """Whether it belongs to a run by its script: Submitit's lies in the run directory.
+
+        One that was submitted by hand bears a name that begins with "slurmgpu", and the run among its arguments.
+        """
+        if self.is_submitits(run):
+            return True
+        if not self.name.startswith(JOB_NAME) or run.folder.name not in self.command:
+            return False
+        # squeue shows the arguments joined by blanks, which a path may hold as well.
+        words = self.command.split(" ")[1:]
+        spans = (" ".join(words[a:b]) for a in range(len(words)) for b in range(a + 1, len(words) + 1))
+        folder = run.folder.resolve()
+        return any(Path(self.folder, span).resolve() == folder for span in spans if Path(span).name == folder.name)
+
+
+def find_jobs(
+    job_ids: Sequence[str], of: Run | None = None, among: Sequence[QueuedJob] | None = None
+) -> list[QueuedJob]:
+    """What squeue says of these jobs, and of those whose script tells that they are of a run; not of ended ones.
+
+    `among` are all of the user's jobs, where one call of squeue is for many runs.
+    """
+    if not job_ids and of is None:
+        return []
+    wanted = set(job_ids)
+    return [
+        job
+        for job in (own_jobs() if among is None else among)
+        if job.array_job in wanted or (of is not None and job.is_of(of))
+    ]
+
+
+def own_jobs() -> list[QueuedJob]:
+    """All of the user's jobs in the queue, by one call of squeue; not the ended ones."""
+    # Named with --jobs, one job that Slurm has forgotten makes squeue fail for all; so all of the user's are asked for.
+    # Arguments hold any character, also newlines. A job whose name or arguments hold these two is no run's.
+    # The arguments come last: of those that do hold them a part is left, and the job is known.
+    fields = "\x1f".join(("%i", "%T", "%r", "%j", "%S", "%Z", "%o")) + "\x1e"
+    text = commands.run("squeue", "--noheader", "--all", "--user", getpass.getuser(), "--format", fields)
+    records = [[part.strip() for part in record.split("\x1f")] for record in text.split("\x1e\n")]
+    jobs = [
+        QueuedJob(job_id, state, reason, name, folder, command, _epoch(start))
+        for job_id, state, reason, name, start, folder, command in (record for record in records if len(record) == 7)
+    ]
+    return [job for job in jobs if job.state not in commands.ENDED_STATES]
+
+
+def jobs_of(run: Run, among: Sequence[QueuedJob] | None = None) -> list[QueuedJob]:
+    """A run's jobs in the queue, of all submissions that have not ended, and those that have not joined it yet."""
+    lines = run.submissions()
+    over = {line.get(key) for line in lines if line["state"] == "ended" for key in JOB_KEYS}
+    ids = [line[key] for line in lines for key in JOB_KEYS if key in line and line["state"] != "ended"]
+    return [job for job in find_jobs(ids, run, among) if job.array_job not in over]
+
+
+def may_be_queued(run: Run) -> bool:
+    """Whether Slurm may have jobs of a run: not of one that was only ever computed on this machine."""
+    lines = run.submissions()
+    return not lines or any(line["executor"] == "slurm" for line in lines)
+
+
+def count_indices(expression: str) -> int:
+    """How many tasks an array's expression such as "[5-9,12%4]" or "[0-198:3]" names; 1 for anything else."""
+    if not re.fullmatch(r"\[[\d,:-]+(%\d+)?\]", expression):
+        return 1
+    parts = re.findall(r"(\d+)(?:-(\d+))?(?::(\d+))?", expression.partition("%")[0])
+    return sum((int(last or first) - int(first)) // int(step or 1) + 1 for first, last, step in parts)
+
+
+def _epoch(text: str) -> float | None:
+    """Slurm's "2026-11-22T06:17:00", a time of this machine's zone, in seconds since the epoch; None for "N/A"."""
+    try:
+        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+    except (ValueError, OverflowError):
+        return None
+
+
+def queued_jobs(run: Run, among: Sequence[QueuedJob] | None = None) -> list[dict[str, Any]] | None:
+    """A run's jobs in the queue, by one call of squeue; None where Slurm has none of it, or does not answer.
+
+    `among` are all of the user's jobs, where they are known already.
+    """
+    if not may_be_queued(run):
+        return None
+    lines = run.submissions()
+    expected = any(line["state"] == "queued" for line in lines)
+    merges = {line.get("merge_job") for line in lines}
+    try:
+        told = [job.to_json(job.is_merge or job.array_job in merges) for job in jobs_of(run, among)]
+    except commands.SlurmUnavailableError as error:
+        log.log(logging.WARNING if expected else logging.DEBUG, "%s", error)
+        return None
+    return told if told or expected else None
+
+
+def dependents(job_id: str) -> list[tuple[str, str]]:
+    """Jobs of this user that wait for `job_id`, with their dependency as `scontrol update` takes it."""
+    found = []
+    for line in commands.run(
+        "squeue", "--noheader", "--all", "--user", getpass.getuser(), "--states", "PENDING", "--format", "%i|%E"
+    ).splitlines():
+        waiting, _, dependency = line.strip().partition("|")
+        plain = re.sub(r"\([^)]*\)", "", dependency)  # afterok:12(unfulfilled)
+        if re.search(rf"(?<!\d){job_id}(?!\d)", plain):
+            found.append((waiting.split("_")[0], plain))
+    return sorted(set(found))
