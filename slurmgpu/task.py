@@ -1,7 +1,7 @@
 """One array task on its node: GPU preflight, a worker kept alive, leases renewed, signals obeyed, all of it recorded.
 
-It runs on the host, outside any container image. A worker that dies is started again within the same allocation; what
-was in flight is remembered in the shard's history, so that an item that kills its worker is found and quarantined.
+It runs on the host, outside any container image. A worker that dies is started again within the same allocation, and
+an item that kills its workers is found and quarantined.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import queue
 import signal
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from typing import Any
 from slurmgpu import cgroups, gpus
 from slurmgpu.claims import Claim
 from slurmgpu.containers.settings import ContainerError
-from slurmgpu.failures import POLICIES, brought_upon_itself, describe_exit, failure_of, signal_of
-from slurmgpu.histories import read_history, write_history
+from slurmgpu.deaths import Deaths
+from slurmgpu.failures import POLICIES, failure_of, signal_of
 from slurmgpu.injecting import faults_for
 from slurmgpu.launching import Launcher
 from slurmgpu.nodes import NodeFaultError, OtherNodes
@@ -35,9 +35,6 @@ from slurmgpu.worker import Assignment, Worker, WorkerFailedError
 
 log = logging.getLogger(__name__)
 
-MAX_DEATHS = 8
-"""Workers that may die in a row, without a shard published or an item quarantined, before the task gives up."""
-MAX_DEATHS_LOADING = 3
 NOTICE_S = 120
 """So near to the walltime's end a signal is taken for its notice; sbatch(1) allows itself 60 s of earliness."""
 EXIT_STOPPED = 75  # EX_TEMPFAIL: given back, to be taken up again
@@ -58,17 +55,14 @@ class Task:
         self.recording = Recording(run, attempt, self._sampler.usage)
         self.record = self.recording.record
         self._held: dict[int, Claim] = {}
-        self._in_flight: tuple[int, list[int], bool] | None = None
-        self._broken: str | None = None
+        self._deaths = Deaths(run, attempt.submission)
         self._heard = False
         self._was_told = False
         self._keeps_progress = False
         self._stopped_by: int | None = None
         self._part_by = float("inf")
         self._left: int | None = None
-        self._parked: list[str] = []
         self._renewed = time.monotonic()
-        self._deaths = 0
 
     # What both ways of running share
 
@@ -161,7 +155,8 @@ class Task:
                 if self._stopped_by is not None and self.record.failure is None and not is_over:
                     raise StoppedError(self._stopped_by)
                 if returncode == 0 and self.record.reason is not None:
-                    return self._fail("host_oom", "; ".join(self._parked)) if self._parked else 0
+                    parked = self._deaths.parked
+                    return self._fail("host_oom", "; ".join(parked)) if parked else 0
                 if self.record.failure is not None:
                     return 1
                 if signal_of(returncode) in STOP_SIGNALS:
@@ -230,13 +225,13 @@ class Task:
                 self._held.setdefault(event["shard"], self._claim())
             case "batch":
                 if self.record.shard is not None:
-                    self._in_flight = (self.record.shard, event["items"], event["isolated"])
+                    self._deaths.take_up(self.record.shard, event["items"], event["isolated"])
             case "progress":
-                self._forget_deaths()
+                self._deaths.forgive_in_flight()
             case "published":
                 self._held.pop(event["shard"], None)
-                self._in_flight = None
-                self._deaths = 0
+                self._deaths.put_down()
+                self._deaths.forgive()
             case "left":
                 self._note_left(event["shard"])
             case "done":
@@ -253,7 +248,7 @@ class Task:
                 self.attempt = replace(self.attempt, end_time=event["end_time"])
                 self.record.end_time = event["end_time"]
             case "broken":
-                self._broken = self._broken or event["message"]
+                self._deaths.note_broken(event["message"])
         self._refresh()
 
     def _ended_early(self, reason: str) -> None:
@@ -275,20 +270,12 @@ class Task:
         return f"shard {self._left} was given back, and goes on from what is kept of it"
 
     def _note_left(self, shard: int) -> None:
-        self._left, self._in_flight = shard, None
+        self._left = shard
+        self._deaths.put_down()
         self._held.pop(shard, None)
         claim = self.run.claims.read(shard)
         # Who has taken it over goes on from what there was then.
         self.recording.leave(is_kept=claim is not None and claim.attempt == self.attempt.name)
-
-    def _forget_deaths(self) -> None:
-        """Of an item whose progress is kept: who died before it did not die of what comes now."""
-        self._deaths = 0
-        if self._in_flight is not None:
-            shard, items, _ = self._in_flight
-            history = read_history(self.run.claims.folder, shard)
-            if history.forget(items):
-                write_history(self.run.claims.folder, shard, history)
 
     def _refresh(self) -> None:
         now = time.monotonic()
@@ -301,46 +288,14 @@ class Task:
 
     def _bury(self, returncode: int, was_oom: bool) -> bool:
         """Write down why a worker died; whether another one shall be started."""
-        kind = "host_oom" if was_oom else "crash"
-        how = (
-            f"the worker ran out of host memory and {describe_exit(returncode)}"
-            if was_oom
-            else describe_exit(returncode)
-        )
-        message = self._broken or (how if was_oom else f"the worker {how}")
-        death: dict[str, Any] = {"class": kind, "message": message}
-        if self._in_flight is not None:
-            shard, items, isolated = self._in_flight
-            death |= {"shard": shard, "items": items[:1] if len(items) == 1 else [items[0], items[-1]]}
-            weight = 1.0 if self._broken or (brought_upon_itself(returncode) and not was_oom) else 0.5
-            self._remember(shard, items, isolated, weight, f"{kind}: {message}")
+        death, why_no_more = self._deaths.bury(returncode, was_oom, self._held)
         self.recording.bury(death)
-        log.error("%s: %s%s", kind, message, _in_flight_at(death))
-        self._deaths += 1
-        limit = MAX_DEATHS if self._in_flight is not None else MAX_DEATHS_LOADING
-        self._in_flight = self._broken = None
-        if self._deaths >= limit:
-            self._fail(kind, f"{message}; {self._deaths} workers died one after another")
+        if why_no_more is not None:
+            self._fail(death["class"], why_no_more)
             return False
         self.recording.enter("starting")
         self.recording.write()
         return True
-
-    def _remember(self, shard: int, items: Sequence[int], isolated: bool, weight: float, error: str) -> None:
-        history = read_history(self.run.claims.folder, shard)
-        guilty = history.record(items, isolated=isolated, weight=weight, error=error)
-        if guilty is not None:
-            self._deaths = 0
-            if error.startswith("host_oom") and history.parked_by is None:
-                # More memory may be all it needs: the shard is left for a submission that has it.
-                del history.quarantined[guilty]
-                history.parked_by = self.attempt.submission
-                self.run.claims.park(shard, self._held.pop(shard))
-                log.error("shard %d is left for a submission with more memory: item %d", shard, guilty)
-                self._parked.append(f"item {guilty} needs more host memory; its shard {shard} was left")
-            else:
-                log.error("item %d is quarantined: %s", guilty, error)
-        write_history(self.run.claims.folder, shard, history)
 
     def _stopped(self, signum: int) -> int:
         name = signal.Signals(signum).name
@@ -376,12 +331,3 @@ class Task:
     def _work_here(self) -> int:
         Worker(self.run, self._assignment(), self.handle).work()
         return 0
-
-
-def _in_flight_at(death: Mapping[str, Any]) -> str:
-    """What a worker that died had in hand, in words; "" if nothing."""
-    items = death.get("items")
-    if not items:
-        return ""
-    were = f"items {items[0]} to {items[-1]}" if len(items) > 1 else f"item {items[0]}"
-    return f"; {were} of shard {death['shard']} {'were' if len(items) > 1 else 'was'} in flight"

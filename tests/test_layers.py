@@ -64,7 +64,7 @@ LAYERS = {
         "groups",
     ],
     4: ["worker", "injecting", "merge", "pages", "forecast"],
-    5: ["processes", "nodes", "following", "launching", "checking", "recording", "task"],
+    5: ["processes", "nodes", "following", "launching", "checking", "recording", "deaths", "task"],
     6: ["building", "executors"],
     7: ["api"],
     8: ["cli", "__main__"],

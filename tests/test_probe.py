@@ -281,6 +281,7 @@ def test_a_probe_on_slurm_is_one_task_and_the_array_follows_it(project, slurmgpu
 @pytest.mark.slurm
 def test_ctrl_c_cancels_a_probe_on_slurm_and_nothing_is_queued(project, cluster):
     folder = project(80, settings={"item_s": 30.0})
+    cluster.wait_until(lambda: not cluster.run("squeue", "-h"), "the end of other tests' jobs")
     process = start("submit", "--array", "--gpus", "2", "--device", "cpu", "--probe", "8", "--yes", cwd=folder)
     wait_until(lambda: "R" in cluster.run("squeue", "-h", "-o", "%t").split(), "the probe")
     process.send_signal(signal.SIGINT)
