@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := slurmgpu tests docs/examples
+MAKEFLAGS += --jobs
 
-.PHONY: demo demo-tracin demo-train test lint types bench clean
+.PHONY: demo demo-tracin demo-train test packages lint types bench clean
 
 demo: $(VENV)/demo
 	$(BIN)/python docs/examples/embed/demo.py
@@ -16,9 +17,11 @@ demo-train: $(VENV)/demo
 	$(BIN)/python -m pip install --quiet --constraint tests/constraints.txt --requirement docs/examples/digits/requirements.txt
 	$(BIN)/python docs/examples/digits/demo.py
 
-test: $(VENV)/test lint types
-	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then bash tests/cluster/install.sh && bash tests/install_browser.sh; fi
+test: packages lint types
 	$(BIN)/python -m pytest -n 3
+
+packages:
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then bash tests/cluster/install.sh && bash tests/install_browser.sh; fi
 
 lint: $(VENV)/test
 	$(BIN)/ruff check $(SOURCES)

@@ -103,7 +103,7 @@ def check_ledger(outcome):
     return ledger
 
 
-def wait_until(condition, what, timeout_s=60):
+def wait_until(condition, what, timeout_s=120):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"

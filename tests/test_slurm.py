@@ -446,7 +446,7 @@ def test_chaos_changes_no_byte(project, slurmgpu, cluster):
     slurmgpu("submit", "--executor", "local", "--gpus", "0", cwd=undisturbed, expect=0)
     before = datasets(undisturbed)
     (undisturbed / "run").rename(undisturbed / "undisturbed")
-    folder = project(n_items, settings={"item_s": 0.06}, lease_s=2.0)
+    folder = project(n_items, settings={"item_s": 0.1}, lease_s=2.0)
     slurmgpu(*SUBMIT, "--gpus", "6", cwd=folder, expect=0)
     dice = random.Random(20)
     kills = 0
@@ -458,11 +458,12 @@ def test_chaos_changes_no_byte(project, slurmgpu, cluster):
             ),
             "progress",
         )
-        jobs = queue.find_jobs([submissions(folder)[-1][key] for key in ("array_job", "merge_job")])
-        if not jobs:
+        alive = running(folder) if kills < 40 else []
+        killed = _kill_something(dice, folder, dice.choice(alive)) if alive else 0
+        kills += killed
+        ids = [submissions(folder)[-1][key] for key in ("array_job", "merge_job")]
+        if not killed and not queue.find_jobs(ids):
             slurmgpu("resubmit", "run", "--gpus", "6", cwd=folder, expect=0)
-        elif kills < 40 and (alive := running(folder)):
-            kills += _kill_something(dice, folder, dice.choice(alive))
     assert kills >= 30
     wait_for_end(folder)
     assert datasets(folder) == before

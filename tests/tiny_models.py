@@ -30,7 +30,7 @@ GOOD = ["kind", "friends", "here", "singing"]
 WHO = ["they", "we", "you", "all of them", "the neighbours"]
 LINKS = ["are", "were", "will be"]
 
-N_STEPS = 800
+N_STEPS = 500
 
 
 def sum_steps(a: int, b: int) -> str:
@@ -170,11 +170,20 @@ def train_adder(folder: Path, n_steps: int = N_STEPS) -> Path:
     tokenizer = make_tokenizer(folder)
     config = LlamaConfig(**_sizes(intermediate_size=256, num_key_value_heads=4, tie_word_embeddings=True))
     model = LlamaForCausalLM(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, n_steps, pct_start=0.15)
+    # Muon needs less than half of the time that AdamW alone does.
+    matrices = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and "embed" not in name]
+    others = [weight for name, weight in model.named_parameters() if weight.ndim != 2 or "embed" in name]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=0.02, weight_decay=0.01),
+        torch.optim.AdamW(others, lr=6e-3, betas=(0.9, 0.98), weight_decay=0.01),
+    ]
+    schedules = [
+        torch.optim.lr_scheduler.OneCycleLR(each, rate, n_steps, pct_start=0.1, cycle_momentum=False)
+        for each, rate in zip(optimizers, (0.02, 6e-3), strict=True)
+    ]
     for _ in range(n_steps):
         rows, labels = [], []
-        for prompt, answer in (_example(rng) for _ in range(64)):
+        for prompt, answer in (_example(rng) for _ in range(32)):
             asked, told = tokenizer.encode(prompt), tokenizer.encode(answer, add_special_tokens=False)
             rows.append([*asked, *told, tokenizer.eos_token_id])
             labels.append([-100] * len(asked) + [*told, tokenizer.eos_token_id])
@@ -182,11 +191,11 @@ def train_adder(folder: Path, n_steps: int = N_STEPS) -> Path:
         ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
         wanted = torch.tensor([row + [-100] * (longest - len(row)) for row in labels])
         loss = model(input_ids=ids, labels=wanted).loss
-        optimizer.zero_grad()
+        model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
+        for each in (*optimizers, *schedules):
+            each.step()
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(folder)
