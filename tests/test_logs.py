@@ -145,8 +145,9 @@ def test_a_tasks_log_has_what_all_its_processes_wrote_in_the_order_of_time(run, 
     def place(text):
         return next(number for number, (_, line) in enumerate(lines) if text in line)
 
-    order = ["Loading pickle", "this worker is process", "shard 1: items", "Fatal Python error", "ERROR slurmgpu.task"]
-    order += ["item 9 is quarantined", "shard 1: published", "Exiting after successful completion"]
+    order = ["Loading pickle", "this worker is process", "shard 1: items", "Fatal Python error"]
+    order += ["ERROR slurmgpu.deaths", "item 9 is quarantined"]
+    order += ["shard 1: published", "Exiting after successful completion"]
     assert [place(text) for text in order] == sorted(place(text) for text in order)
     assert any("+09:00 INFO slurmgpu.worker: shard 1: published" in line for _, line in lines)
     assert "thinking of 9" in said
@@ -201,7 +202,7 @@ def test_the_place_of_an_attempts_end_is_its_verdict_however_few_lines_are_shown
     change_record(copy, record["attempt"], failure="crash")
     excerpts = [excerpt_of_attempt(copy, record["attempt"], n_lines) for n_lines in (1, 2, 5, 40)]
     assert len({excerpt.where for excerpt in excerpts}) == 1
-    assert "slurmgpu.task: crash: the worker died by SIGSEGV; item 9" in excerpts[0].texts()[0]
+    assert "slurmgpu.deaths: crash: the worker died by SIGSEGV; item 9" in excerpts[0].texts()[0]
 
 
 @pytest.mark.parametrize("index", [2, 10, 17, 34])
