@@ -86,10 +86,10 @@ class Page:
         return [entry["message"] for entry in self.driver.get_log("browser")]
 
     def requests(self):
-        """What was asked for beside the page itself."""
+        """What was asked for beside the page itself, and beside the page of its own that a browser begins with."""
         events = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
         urls = [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]
-        return [url for url in urls if not url.startswith(("file:", "data:"))]
+        return [url for url in urls if not url.startswith(("file:", "data:", "chrome:"))]
 
     def overflow(self):
         """Whether the page is too wide, and what is."""
