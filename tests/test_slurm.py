@@ -449,6 +449,7 @@ def test_chaos_changes_no_byte(project, slurmgpu, cluster):
     folder = project(n_items, settings={"item_s": 0.1}, lease_s=2.0)
     slurmgpu(*SUBMIT, "--gpus", "6", cwd=folder, expect=0)
     dice = random.Random(20)
+    killed_at: dict[str, int] = {}
     kills = 0
     while len(shards_of(folder)) < n_items // 8:
         n_before = len(shards_of(folder))
@@ -458,9 +459,13 @@ def test_chaos_changes_no_byte(project, slurmgpu, cluster):
             ),
             "progress",
         )
-        alive = running(folder) if kills < 40 else []
-        killed = _kill_something(dice, folder, dice.choice(alive)) if alive else 0
-        kills += killed
+        # The one that was left alone for longest: killed again and again, an item would be blamed for it.
+        alive = sorted(running(folder), key=lambda record: killed_at.get(record["attempt"], 0)) if kills < 40 else []
+        killed = 0
+        while alive and not killed:
+            record = alive.pop(0)
+            killed = _kill_something(dice, record)
+            killed_at[record["attempt"]] = kills = kills + killed
         ids = [submissions(folder)[-1][key] for key in ("array_job", "merge_job")]
         if not killed and not queue.find_jobs(ids):
             slurmgpu("resubmit", "run", "--gpus", "6", cwd=folder, expect=0)
@@ -470,7 +475,7 @@ def test_chaos_changes_no_byte(project, slurmgpu, cluster):
     check_rows(folder, n_items)
 
 
-def _kill_something(dice, folder, record):
+def _kill_something(dice, record):
     """SIGKILL a task, one time in four, or its worker; how many died."""
     try:
         if dice.random() < 0.25:

@@ -175,7 +175,8 @@ JobRequeue=1
 ReturnToService=2
 SlurmdTimeout=10
 MessageTimeout=5
-KillWait=2
+# What a task has to give back its shard, which on a busy machine it needs; it waits no longer than it must.
+KillWait=10
 TCPTimeout=2
 
 {_accounting(settings)}"""
