@@ -128,7 +128,7 @@ def build_image(
     try:
         code = _follow(command, log, progress)
         if code != 0:
-            said = log.read_text(errors="replace")
+            said = log.read_text("utf-8", "replace")
             raise SlurmGPUError(f"The build failed: {_why(said) or f'exit code {code}'}. All it said is in {log}.")
         partial.replace(output)
         log.unlink()
@@ -171,7 +171,7 @@ def look_inside(container: Container, *, n_gpus: int) -> NodeCheck:
 
 def _follow(command: Sequence[str], log: Path, progress: Callable[[str], None]) -> int:
     with (
-        open(log, "w") as file,
+        open(log, "w", encoding="utf-8") as file,
         subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

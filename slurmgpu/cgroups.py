@@ -38,7 +38,7 @@ def memory_left() -> int | None:
 
 def _counter_files() -> list[Path]:
     files = []
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
+    for line in Path("/proc/self/cgroup").read_text("utf-8", "surrogateescape").splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0":
             files += [ROOT / part / "memory.events" for part in _upwards(path)]
@@ -50,7 +50,7 @@ def _counter_files() -> list[Path]:
 def _value(file: Path, name: str = "") -> int | None:
     """The number in a file, or in its line that begins with `name`; None for "max", or where it cannot be read."""
     try:
-        words = (line.split() for line in file.read_text().splitlines())
+        words = (line.split() for line in file.read_text("utf-8").splitlines())
         return next((int(line[1 if name else 0]) for line in words if line and name in ("", line[0])), None)
     except (OSError, ValueError):
         return None
@@ -65,7 +65,7 @@ def _upwards(path: str) -> list[str]:
 
 def _counter(file: Path) -> int:
     try:
-        lines = file.read_text().splitlines()
+        lines = file.read_text("utf-8").splitlines()
     except OSError:
         return 0  # not mounted here, or not ours to read
     return sum(int(value) for name, _, value in (line.partition(" ") for line in lines) if name == "oom_kill")

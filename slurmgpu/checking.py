@@ -52,7 +52,7 @@ def hear(command: Sequence[str], environ: Mapping[str, str], runtime: str | None
     """Run a command that starts `slurmgpu.probing`, and understand what it or its container runtime says."""
     started = time.monotonic()
     try:
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S)
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return NodeCheck({}, [f"its Python did not start within {TIMEOUT_S} s"])
     # A wrapper, or a sitecustomize, of the image may have said something before.

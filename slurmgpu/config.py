@@ -162,7 +162,7 @@ class RunFile(Table):
 def read_toml(path: Path) -> dict[str, Any]:
     """The content of a TOML file; FileNotFoundError where there is none, SlurmGPUError where it is none."""
     try:
-        value: dict[str, Any] = tomllib.loads(path.read_text())
+        value: dict[str, Any] = tomllib.loads(path.read_text("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SlurmGPUError(f"{path} is not TOML: {error}.") from error
     return value

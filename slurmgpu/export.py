@@ -7,7 +7,6 @@ Memory is bounded, but for tensors, of which torch.save wants all at once. A wor
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import functools
 import io
@@ -23,7 +22,7 @@ import numpy.typing as npt
 
 from slurmgpu import results, workloads
 from slurmgpu.errors import SlurmGPUError, did_you_mean
-from slurmgpu.files import fsync_dir, working_folder, write_json
+from slurmgpu.files import beside, fsync_dir, working_folder, write_json
 from slurmgpu.results import Merged
 from slurmgpu.results.views import ArrayData, ColumnData, JsonData, RaggedData, TextData
 
@@ -44,23 +43,15 @@ class Exported:
 
 def export(path: Path, format: str, output: Path) -> Exported:  # noqa: A002 - the word of the command line
     """Write the rows of a merged file to `output` in one of its formats."""
-    partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
-    with results.open(path) as merged:
+    with results.open(path) as merged, beside(output) as partial:
         write = _writer(merged, format)
-        try:
-            with open(partial, "wb") as file:
-                said = write(merged, file)
-                file.flush()
-                os.fsync(file.fileno())
-            if write is _write_pt:
-                write_json(output.with_name(f"{output.name}.json"), _about(merged))
-            partial.replace(output)
-        except BaseException as error:
-            with contextlib.suppress(OSError):
-                partial.unlink()
-            if isinstance(error, OSError) and error.filename == str(partial):
-                error.filename = str(output)  # what the user knows of
-            raise
+        with open(partial, "wb") as file:
+            said = write(merged, file)
+            file.flush()
+            os.fsync(file.fileno())
+        if write is _write_pt:
+            write_json(output.with_name(f"{output.name}.json"), _about(merged))
+        partial.replace(output)
     fsync_dir(output.parent)
     return Exported(len(merged), said)
 

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,38 @@ def fsync_dir(path: Path) -> None:
         os.close(fd)
 
 
+@contextlib.contextmanager
+def beside(path: Path) -> Iterator[Path]:
+    """A name beside `path` for what shall appear there whole; after an error it is gone, and the error names `path`."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # where nothing can be written, nothing can be removed
+            if partial.is_dir():
+                shutil.rmtree(partial)
+            else:
+                partial.unlink()
+        if isinstance(error, OSError):
+            _tell_of(path, partial, error)
+        raise
+
+
+def _tell_of(path: Path, partial: Path, error: OSError) -> None:
+    """Have an error name what the user knows of; that a disk is full is told of no file at all."""
+    if error.filename is None and error.errno in FULL:
+        error.filename = str(path)
+    elif isinstance(error.filename, str) and Path(error.filename).is_relative_to(partial):
+        error.filename = str(path / Path(error.filename).relative_to(partial))
+
+
 def write_bytes(path: Path, content: bytes, *, durable: bool = True, mode: int | None = None) -> None:
     """Put `content` at `path` in one step; a reader sees the old file or the new one, never a part.
 
     Without `durable` nothing is fsynced: for progress that may be lost with the machine. `mode` are its permissions,
     by default those that the umask leaves.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
+    with beside(path) as partial:
         with open(partial, "wb") as file:
             if mode is not None:
                 os.fchmod(file.fileno(), mode)
@@ -39,9 +64,6 @@ def write_bytes(path: Path, content: bytes, *, durable: bool = True, mode: int |
                 file.flush()
                 os.fsync(file.fileno())
         partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
     if durable:
         fsync_dir(path.parent)
 

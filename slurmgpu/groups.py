@@ -252,7 +252,7 @@ def _children(parent: int) -> list[int]:
     for name in os.listdir("/proc"):
         if name.isdecimal():
             with contextlib.suppress(OSError):  # it has just ended
-                fields = Path("/proc", name, "stat").read_text().rpartition(")")[2].split()
+                fields = Path("/proc", name, "stat").read_bytes().rpartition(b")")[2].split()
                 if int(fields[1]) == parent:
                     found.append(int(name))
     return found

@@ -135,7 +135,7 @@ def free_port() -> int:
 def _write_secret(path: Path, value: Mapping[str, Any]) -> None:
     partial = path.with_name(f"{path.name}.partial")
     partial.unlink(missing_ok=True)
-    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         json.dump(value, file)
         file.flush()
         os.fsync(file.fileno())

@@ -22,7 +22,7 @@ from typing import Any
 
 from slurmgpu.claims import Claims
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.files import fsync_dir, write_json
+from slurmgpu.files import beside, fsync_dir, write_json
 from slurmgpu.records import read_record
 
 log = logging.getLogger(__name__)
@@ -177,7 +177,7 @@ class Run:
         for name in sorted(os.listdir(self.shards)):
             number, _, rest = name.partition(".")
             if rest == "damaged.txt" and not self.shard_path(int(number)).exists():
-                found[int(number)] = (self.shards / name).read_text().strip()
+                found[int(number)] = (self.shards / name).read_text("utf-8", "replace").strip()
         return found
 
     def attempts(self) -> list[dict[str, Any]]:
@@ -206,7 +206,7 @@ class Run:
         """The submissions, each with what all its lines say: of before sbatch, of after it, and of its end."""
         merged: dict[int, dict[str, Any]] = {}
         try:
-            lines = (self.folder / "submissions.jsonl").read_text().splitlines()
+            lines = (self.folder / "submissions.jsonl").read_bytes().splitlines()
         except FileNotFoundError:
             return []
         for line in lines:
@@ -242,11 +242,12 @@ class Run:
         lock = self.folder / ".submitting"
         who = f"{socket.gethostname()}, process {os.getpid()}, at {time.strftime('%Y-%m-%d %H:%M:%S')}"
         try:
-            with open(lock, "x") as file:
+            with open(lock, "x", encoding="utf-8") as file:
                 file.write(who)
         except FileExistsError:
+            holder = lock.read_text("utf-8", "replace")
             raise SlurmGPUError(
-                f"Somebody is submitting this run right now ({lock.read_text()}). "
+                f"Somebody is submitting this run right now ({holder}). "
                 f"If that process is gone, remove {lock} and submit again."
             ) from None
         try:
@@ -261,21 +262,20 @@ def create_run(folder: Path, plan: Plan, files: Sequence[Path]) -> Run:
     `files` are moved into it. Of two shells that make the same run at once, one succeeds.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    partial.mkdir()
-    for name in FOLDERS:
-        (partial / name).mkdir()
-    for file in files:
-        shutil.move(file, partial / file.name)
-        with open(partial / file.name, "rb") as moved:  # a copy, if it comes from another file system
-            os.fsync(moved.fileno())
-    write_json(partial / "run.json", plan.to_json())
-    try:
-        partial.rename(folder)  # fails on a directory that is not empty
-    except OSError:
-        shutil.rmtree(partial)
-        refuse_existing(folder)
-        raise
+    with beside(folder) as partial:
+        partial.mkdir()
+        for name in FOLDERS:
+            (partial / name).mkdir()
+        for file in files:
+            shutil.move(file, partial / file.name)
+            with open(partial / file.name, "rb") as moved:  # a copy, if it comes from another file system
+                os.fsync(moved.fileno())
+        write_json(partial / "run.json", plan.to_json())
+        try:
+            partial.rename(folder)  # fails on a directory that is not empty
+        except OSError:
+            refuse_existing(folder)
+            raise
     fsync_dir(folder.parent)
     return Run(folder, plan)
 

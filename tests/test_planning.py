@@ -221,6 +221,21 @@ def test_a_run_file_that_is_missing_or_no_toml_is_refused(tmp_path, project):
     assert "is not TOML" in refused(folder)
 
 
+def test_a_run_file_is_utf_8_whatever_the_locale(project, slurmgpu):
+    folder = project(8, "Named", settings={"name": "here"})
+    with open(folder / "workloads.py", "a") as file:
+        file.write("class Named(Rows):\n    def __init__(self, *, name: str):\n        super().__init__()\n")
+    edit(folder, '"here"', '"né – 日本"')
+    planned = plan(folder)
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0"}
+    slurmgpu("submit", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0, **ascii_only)
+    found = json.loads((folder / "run" / "run.json").read_bytes())
+    assert (found["settings"]["name"], found["fingerprint"]) == ("né – 日本", planned.fingerprint)
+    slurmgpu("status", "run", cwd=folder, expect=0, **ascii_only)
+    slurmgpu("report", "run", "--html", "page.html", cwd=folder, expect=0, **ascii_only)
+    assert "né – 日本" in (folder / "page.html").read_text("utf-8")
+
+
 def test_paths_in_settings_are_relative_to_the_run_file(project, slurmgpu, tmp_path):
     folder = project(8, workload="Reader")
     (folder / "word.txt").write_text("hello")

@@ -154,7 +154,7 @@ def _check_a_node(run_file: Path, config: RunFile) -> bool:
     """`check --here` as a job of Slurm's, with what the run asks for; its lines are printed as they come."""
     command = check_command(config, [sys.executable, "-m", "slurmgpu", "check", str(run_file.resolve()), "--here"])
     has_spoken = False
-    with commands.outside_job(), tempfile.TemporaryFile("w+", errors="replace") as errors:
+    with commands.outside_job(), tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         try:
             job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace")
         except FileNotFoundError:

@@ -104,7 +104,7 @@ def _is_probe(run: Path) -> bool:
     if not run.name.endswith(PROBE):
         return False
     try:
-        return '"ranges": [' in (run / RUN).read_text(errors="replace")
+        return '"ranges": [' in (run / RUN).read_text("utf-8", "replace")
     except OSError:
         return False
 

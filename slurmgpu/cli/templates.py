@@ -192,7 +192,7 @@ SITE_TEMPLATE = """\
 def write_run_file(workload: str | None, path: Path) -> Path:
     """Write a commented run file; refuse to overwrite."""
     refuse_to_overwrite(path)
-    path.write_text(run_file_template(workload, path.stem))
+    path.write_text(run_file_template(workload, path.stem), "utf-8")
     return path
 
 
@@ -205,7 +205,7 @@ def write_translated(found: Translated, path: Path) -> list[Path]:
     if found.items is not None:
         items.write_text("".join(f"{json.dumps(item, ensure_ascii=False)}\n" for item in found.items), "utf-8")
     settings = "".join(f"{key} = {json.dumps(value)}\n" for key, value in found.settings.items())
-    path.write_text(_filled("tracin", settings, path.stem, found.input, **found.resources))
+    path.write_text(_filled("tracin", settings, path.stem, found.input, **found.resources), "utf-8")
     return written
 
 
@@ -232,7 +232,7 @@ def write_site_file(path: Path | None) -> Path:
         raise SlurmGPUError(f"{path} exists; edit it, or see with -o FILE what would be proposed today.")
     text = site_file_template(survey())
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    path.write_text(text, "utf-8")
     return path
 
 

@@ -41,7 +41,7 @@ def _folder() -> Path:
 
 def _read(cache: Path) -> dict[str, dict[str, str]]:
     try:
-        value = json.loads(cache.read_text())
+        value = json.loads(cache.read_bytes())
     except (OSError, ValueError):
         return {}
     if not isinstance(value, dict):

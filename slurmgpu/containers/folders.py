@@ -14,7 +14,7 @@ from typing import IO
 
 LOCK = "lock"
 
-_locks: dict[Path, IO[str]] = {}
+_locks: dict[Path, IO[bytes]] = {}
 
 
 def task_folder(scratch: Path) -> Path:
@@ -40,7 +40,7 @@ def take_task_folder(scratch: Path) -> Path:
     # It gets its name when it has its lock: until then another task would take it for a dead one's.
     new = own.with_name(f".{own.name}")
     (new / "home").mkdir(parents=True)
-    lock = open(new / LOCK, "w")  # noqa: SIM115 - it is held until the task leaves
+    lock = open(new / LOCK, "wb")  # noqa: SIM115 - it is held until the task leaves
     with contextlib.suppress(OSError):  # a file system without locks: nobody gets it, and nothing is removed
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     new.rename(own)
@@ -62,13 +62,13 @@ def _leave(own: Path) -> None:
 
 
 def _remove_if_dead(folder: Path) -> None:
-    # "a": a task that was killed while it removed its folder may have left it without a lock.
-    with contextlib.suppress(OSError), open(folder / LOCK, "a") as lock:
+    # "ab": a task that was killed while it removed its folder may have left it without a lock.
+    with contextlib.suppress(OSError), open(folder / LOCK, "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _remove_locked(folder, lock)
 
 
-def _remove_locked(folder: Path, lock: IO[str]) -> None:
+def _remove_locked(folder: Path, lock: IO[bytes]) -> None:
     remove(folder)
     lock.close()
     with contextlib.suppress(OSError):

@@ -73,7 +73,7 @@ def _is_usable(target: Path, identity: Mapping[str, Any], how: str, pause: Pause
 @contextlib.contextmanager
 def _locked(path: Path, pause: Pause) -> Iterator[None]:
     # A lock of a node's own disk, which the kernel takes back when its holder dies; the file stays for the next.
-    with open(path, "a") as file:
+    with open(path, "ab") as file:
         os.utime(path)
         while True:
             try:

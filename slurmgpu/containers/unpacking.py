@@ -92,7 +92,7 @@ def is_whole(folder: Path, pause: Pause) -> bool:
     """
     record = record_of(folder)
     try:
-        known = json.loads(record.read_text())
+        known = json.loads(record.read_bytes())
         age_s = time.time() - record.stat().st_mtime
         if 0 <= age_s < min(WHOLE_S, time.clock_gettime(time.CLOCK_BOOTTIME)):
             return bool(_look(folder, pause, UPPER_LEVELS) == known["upper"])

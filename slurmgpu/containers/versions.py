@@ -32,7 +32,7 @@ def runtime_version(runtime: str, environ: Mapping[str, str], scratch: Path) -> 
     status = program.stat()
     key = f"{program}|{status.st_size}|{status.st_mtime_ns}|{status.st_ino}"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # anything but what was written here
-        known = json.loads(memory.read_text())
+        known = json.loads(memory.read_bytes())
         if known["key"] == key:
             return str(known["version"])
     version = _ask(found, runtime, environ)

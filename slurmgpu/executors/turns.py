@@ -62,7 +62,7 @@ def _lock(run: Run) -> Path:
 
 def _look(lock: Path) -> tuple[str, int] | None:
     try:
-        return lock.read_text(), lock.stat().st_mtime_ns
+        return lock.read_text("utf-8", "replace"), lock.stat().st_mtime_ns
     except FileNotFoundError:
         return None
 
@@ -80,7 +80,7 @@ def _remove(lock: Path, holder: str) -> None:
         lock.rename(mine)
     except FileNotFoundError:
         return
-    if mine.read_text() == holder:
+    if mine.read_text("utf-8", "replace") == holder:
         log.warning("removed the lock of one who is dead: %s", holder)
     else:
         with contextlib.suppress(FileExistsError):

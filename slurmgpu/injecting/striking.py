@@ -58,7 +58,7 @@ class Marks:
     def read(self, fault: Fault) -> list[dict[str, Any]]:
         """When a fault struck, in which attempt, and which items were in the call."""
         try:
-            return [json.loads(line) for line in (self.folder / str(fault)).read_text().splitlines()]
+            return [json.loads(line) for line in (self.folder / str(fault)).read_bytes().splitlines()]
         except FileNotFoundError:
             return []
 

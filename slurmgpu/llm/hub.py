@@ -49,7 +49,7 @@ def cached(repository: str, revision: str | None) -> Path | None:
     folder = repository_folder(repository)
     commit = revision or "main"
     with contextlib.suppress(OSError):  # a commit has no file there
-        commit = (folder / "refs" / commit).read_text().strip()
+        commit = (folder / "refs" / commit).read_text("utf-8").strip()
     snapshot = folder / "snapshots" / commit
     return snapshot if (snapshot / "config.json").is_file() else None
 

@@ -204,7 +204,7 @@ def _memory_kept(margin: float) -> Iterator[None]:
 def _size_of(name: str) -> int | None:
     """Bytes of what this process has mapped, by its name in /proc/self/status; None where there is no such file."""
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
+        lines = Path("/proc/self/status").read_text("utf-8", "replace").splitlines()
     except OSError:
         return None
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), None)
