@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,9 @@ def save_encoder(folder: Path, family: str) -> str:
     return str(folder)
 
 
-def loaded(**settings: Any) -> Embed:
+def loaded(tell: Callable[[str], None] = lambda text: None, **settings: Any) -> Embed:
     workload = Embed(**settings)
-    workload.load(TaskContext("cpu", 0, Path()))
+    workload.load(TaskContext("cpu", 0, Path(), tell=tell))
     return workload
 
 
@@ -295,6 +296,14 @@ def test_an_embedding_that_the_column_cannot_hold_is_an_error_of_its_item(tmp_pa
     assert isinstance(row, ItemError)
     assert "not finite" in str(row)
     assert np.isfinite(vectors(loaded(model=model, normalize=False, dtype="float32"), "a cat")).all()
+
+
+def test_who_watches_is_told_how_many_texts_are_embedded(tiny):
+    told: list[str] = []
+    workload = loaded(told.append, model=tiny)
+    for _ in range(2):
+        workload([Item(0, {"text": "a cat"}), Item(1, {}), Item(2, {"text": "a dog"})])
+    assert told == ["2 texts embedded", "4 texts embedded"]
 
 
 def test_long_texts_are_computed_first(tiny):

@@ -14,8 +14,9 @@ import pytest
 from slurmgpu.columns import convert_row
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.engine import Output
-from slurmgpu.workloads import Item, Share, TaskContext
+from slurmgpu.workloads import Item, Share, TaskContext, telling
 from slurmgpu.workloads.generate import Generate
+from slurmgpu.workloads.telling import ToldEngine
 from tests.runs import datasets, kill_workers, published, report, start, wait_until
 from tests.tiny_models import make_llama, sum_steps
 
@@ -177,6 +178,19 @@ def test_rows_have_exactly_the_columns_whatever_was_asked_for(nothing):
         assert len(stored["tokens"]) == len(stored["logprobs"]) == stored["n_tokens"].sum() == sum(map(len, last))
         assert stored["id"] == b'{"x":8}'
         assert stored["n_prompt_tokens"] == 7
+
+
+def test_who_watches_is_told_how_many_answers_there_are_also_in_the_middle_of_a_batch(nothing, monkeypatch):
+    told = []
+    workload = Generate(model=nothing, prompt="{a}", n=2, temperature=1.0)
+    workload.engine = ToldEngine(Parrot(missing=[0]), told.append)
+    workload([Item(i, {"a": i}) for i in range(3)])
+    assert told == ["5 answers"]
+    workload([Item(9, {"b": 1})])
+    assert told == ["5 answers"]
+    monkeypatch.setattr(telling, "TELL_S", 0.0)
+    workload([Item(i, {"a": i}) for i in range(2)])
+    assert told[1:] == ["6 answers", "7 answers", "8 answers"]
 
 
 def test_a_samples_key_depends_on_item_and_sample_alone(nothing):

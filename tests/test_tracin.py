@@ -53,10 +53,10 @@ def files(tmp_path, monkeypatch):
     return tmp_path
 
 
-def rows_of(**settings):
+def rows_of(tell=lambda text: None, **settings):
     """The rows of all tests, of a workload that is loaded here."""
     workload = Tracin(**{**FILES, "top_k": 5, **settings})
-    workload.load(TaskContext("cpu", 0, None))
+    workload.load(TaskContext("cpu", 0, None, tell=tell))
     with open("test.txt") as file:
         return workload([Item(number, {"text": line}) for number, line in enumerate(file.read().splitlines())])
 
@@ -318,7 +318,9 @@ def test_preconditioning_weighs_each_number_by_adams_second_moment(files):
 
 
 def test_some_parameters_are_a_part_of_all(files):
-    every = rows_of()
+    told = []
+    every = rows_of(told.append)
+    assert told == [f"{len(every)} test triples traced"]
     part = rows_of(parameters=["conv", "fc.weight"], full="float32")
     assert Tracin(**FILES, parameters=["conv", "fc.weight"]).facts.groups == ["conv", "fc"]
     names = Tracin(**FILES).facts.groups

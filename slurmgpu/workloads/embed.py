@@ -20,6 +20,7 @@ from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.llm.engine import TORCH_NAMES
 from slurmgpu.llm.models import fetch_files, locate, read_json
 from slurmgpu.workloads import Item, Row, TaskContext
+from slurmgpu.workloads.telling import Telling
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ class Embed:
         model = AutoModel.from_pretrained(self._source, dtype=precision, **self._options)
         self._model = model.to(task.device)
         self._limit = min(self.max_tokens or self._tokenizer.model_max_length, _n_positions(model))
+        self._telling = Telling(task.tell, "texts embedded")
         log.info("%s: %s pooling, texts cut at %d tokens", self._source, self.pooling, self._limit)
 
     def sort_key(self, item: Item) -> int:
@@ -117,6 +119,7 @@ class Embed:
         texts = [self._text(item) for item in items]
         good = [text for text in texts if isinstance(text, str)]
         vectors = iter(self._embed(good) if good else ())
+        self._telling.add(len(good))
         return [_row(next(vectors)) if isinstance(text, str) else text for text in texts]
 
     def _text(self, item: Item) -> str | ItemError:

@@ -14,6 +14,7 @@ from slurmgpu.llm.engine import Engine, EngineOptions, Place, open_engine
 from slurmgpu.llm.prompts import take
 from slurmgpu.llm.settings import check_engine, check_max_tokens, engine_options
 from slurmgpu.workloads import Item, Placement, Share, TaskContext
+from slurmgpu.workloads.telling import ToldEngine
 
 BLOCK_ROWS = 1 << 16
 """Rows of a merged file that a summary looks at together."""
@@ -95,7 +96,7 @@ class LanguageModelWorkload:
         if planned := self._model[1].get("model_files"):
             check_unchanged(self.options.model, planned)
         where = Place(task.device, task.gpus, task.rank, task.world_size, task.local_rank, task.note)
-        self.engine = open_engine(self.options, where)
+        self.engine = ToldEngine(open_engine(self.options, where), task.tell)
 
 
 def keep_columns(keep: Sequence[str], columns: Mapping[str, Column]) -> dict[str, Column]:

@@ -19,6 +19,7 @@ from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.workloads import Item, Placement, Row, Share, TaskContext
 from slurmgpu.workloads.kge.graph import Graph, read_dictionary, read_graph
 from slurmgpu.workloads.kge.reach import Reach, ReachOptions
+from slurmgpu.workloads.telling import Telling
 from slurmgpu.workloads.tracin_items import check_items, line_of, triple_in
 from slurmgpu.workloads.tracin_plan import (
     Planned,
@@ -185,6 +186,7 @@ class Tracin(TracinSettings):
         check_unchanged(self.facts, {**self.graph.digests, **others})
         self._influences: Influences = open_influences(self, self.facts, self.graph, task.device)
         self._device = task.device
+        self._telling = Telling(task.tell, "test triples traced")
         self._reach = None
         if self.n_hops is not None:
             given = {name: getattr(self, name) for name in FILTER if getattr(self, name) is not None}
@@ -201,6 +203,7 @@ class Tracin(TracinSettings):
         rows: list[Row | ItemError] = list(triples)  # type: ignore[arg-type]
         for number, row in zip(good, self._rows(tests), strict=True):
             rows[number] = row if isinstance(row, ItemError) else {**row, "line": line_of(items[number])}
+        self._telling.add(len(good))
         return rows
 
     def _triple(self, item: Item) -> tuple[int, int, int] | ItemError:
