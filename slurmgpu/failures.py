@@ -24,7 +24,7 @@ class Policy:
 
 
 POLICIES: dict[str, Policy] = {
-    "cuda_oom": Policy("the GPU's memory was not enough, at a batch of one item or while loading", False),
+    "cuda_oom": Policy("memory was not enough for one item alone, or to load: the GPU's, or on CPUs the host's", False),
     "item_error": Policy("the workload raised, or returned ItemError, for one item", False),
     "crash": Policy("the worker died by a signal or an exit code", True),
     "host_oom": Policy("the host memory of the job was not enough", True),

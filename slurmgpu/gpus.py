@@ -39,6 +39,11 @@ class GPUFaultError(Exception):
     """A GPU was allocated but cannot be used; the text says why."""
 
 
+def number_of(n_gpus: int) -> str:
+    """So many GPUs, in words: "1 GPU", "4 GPUs"."""
+    return f"{n_gpus} GPU{'' if n_gpus == 1 else 's'}"
+
+
 def visible_ids(environ: Mapping[str, str] = os.environ) -> list[str] | None:
     """What CUDA_VISIBLE_DEVICES names; None when it is not set, and CUDA shows all there are."""
     value = environ.get("CUDA_VISIBLE_DEVICES")
@@ -52,7 +57,7 @@ def check_visible(n_expected: int, environ: Mapping[str, str] = os.environ) -> N
     ids = visible_ids(environ)
     if ids is not None and len(ids) < n_expected:
         shown = ",".join(ids) or "none"
-        raise GPUFaultError(f"{n_expected} GPUs were asked for, CUDA_VISIBLE_DEVICES shows {len(ids)} ({shown})")
+        raise GPUFaultError(f"asked for {number_of(n_expected)}, CUDA_VISIBLE_DEVICES shows {len(ids)} ({shown})")
 
 
 def probe(n_expected: int, *, mine: int | None = None) -> list[GPU]:
@@ -69,7 +74,7 @@ def probe(n_expected: int, *, mine: int | None = None) -> list[GPU]:
     count = ctypes.c_int()
     _call(cuda, "cuDeviceGetCount", ctypes.byref(count))
     if count.value < n_expected:
-        raise GPUFaultError(f"{n_expected} GPUs were asked for, CUDA finds {count.value}")
+        raise GPUFaultError(f"asked for {number_of(n_expected)}, CUDA finds {count.value}")
     version = ctypes.c_int()
     _call(cuda, "cuDriverGetVersion", ctypes.byref(version))
     supported = f"{version.value // 1000}.{version.value % 1000 // 10}"

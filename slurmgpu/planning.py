@@ -22,6 +22,7 @@ from slurmgpu.config import Resources, RunFile
 from slurmgpu.containing import contain
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.files import working_folder
+from slurmgpu.gpus import number_of
 from slurmgpu.items import Items, items_of
 from slurmgpu.runs import Plan, Run, refuse_existing
 from slurmgpu.site import read_run_file
@@ -160,12 +161,12 @@ def allocate(resources: Resources, n_shards: int | None) -> Allocation:
     else:
         if per_task not in (None, gpus):
             raise SlurmGPUError(
-                f"Without --array one task holds all {gpus} GPUs, but gpus_per_task = {per_task}; add --array."
+                f"Without --array one task holds all of gpus = {gpus}, but gpus_per_task = {per_task}; add --array."
             )
         n_concurrent, per_task = 1, gpus
     if nodes > 1 and (per_task == 0 or per_task % nodes):
         raise SlurmGPUError(
-            f"nodes_per_task = {nodes}, but a task has {per_task} GPUs: expected a multiple of {nodes}, "
+            f"nodes_per_task = {nodes}, but a task has {number_of(per_task)}: expected a multiple of {nodes}, "
             f"the same number on each node. Correct gpus or gpus_per_task."
         )
     if nodes > 1 and resources.processes == "one":
@@ -277,4 +278,5 @@ def _git(folder: Path) -> dict[str, Any] | None:
 
 def _git_output(folder: Path, *arguments: str) -> str:
     command = ["git", "-C", str(folder), *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout.strip()
+    done = subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=20)
+    return done.stdout.strip()

@@ -137,7 +137,7 @@ def test_a_process_of_several_looks_at_the_memory_of_its_own_gpu_alone(driver):
 
 def test_fewer_gpus_than_were_asked_for_are_a_fault(driver):
     driver(n_gpus=1)
-    with pytest.raises(GPUFaultError, match="2 GPUs were asked for, CUDA finds 1"):
+    with pytest.raises(GPUFaultError, match="asked for 2 GPUs, CUDA finds 1"):
         probe(2)
 
 

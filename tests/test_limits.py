@@ -164,11 +164,13 @@ def test_the_limits_that_hold_are_those_of_slurms_hierarchy(partitions, jobs, as
     assert {name for name, then in what_happens(asked, known).items() if "run at once" in then} - FULL == binding
 
 
-@pytest.mark.parametrize(("value", "n_gpus"), [("gres/gpu=6,gres/gpu:a100=2", 2), ("gres/gpu=2,gres/gpu:a100=6", 2)])
-def test_of_a_limit_on_all_gpus_and_one_on_the_type_the_lower_one_is_shown(value, n_gpus):
+@pytest.mark.parametrize(
+    ("value", "shown"), [("gres/gpu=6,gres/gpu:a100=2", "2 GPUs"), ("gres/gpu=1,gres/gpu:a100=6", "1 GPU")]
+)
+def test_of_a_limit_on_all_gpus_and_one_on_the_type_the_lower_one_is_shown(value, shown):
     asked = Submission(1, "slurm", "auto", 8, 8, 1, gpu_type="a100")
     limits, _ = limits_of(asked, cluster_of(qos={"MaxTRESPerUser": value}))
-    assert [limit.value for limit in limits if limit.limit.startswith("MaxTRES")] == [f"{n_gpus} GPUs"]
+    assert [limit.value for limit in limits if limit.limit.startswith("MaxTRES")] == [shown]
 
 
 @pytest.mark.parametrize("who", ["partitions", "jobs"])
@@ -273,8 +275,9 @@ def limited(cluster):
 def test_slurm_does_what_a_dry_run_foretold(project, slurmgpu, cluster, monkeypatch):
     folder = project(400)
 
-    def dry_run(*argv, code=0):
-        done = slurmgpu("submit", "--device", "cpu", "--array", "--dry-run", "--json", *argv, cwd=folder, expect=code)
+    def dry_run(*argv, code=0, **environ):
+        asked = ("submit", "--device", "cpu", "--array", "--dry-run", "--json", *argv)
+        done = slurmgpu(*asked, cwd=folder, expect=code, **environ)
         value = json.loads(done.stdout)
         return value, {limit["limit"]: limit["then"] for limit in value["limits"]}
 
@@ -284,10 +287,10 @@ def test_slurm_does_what_a_dry_run_foretold(project, slurmgpu, cluster, monkeypa
         cluster.wait_until(lambda: reason in cluster.run("squeue", "-h", "-j", job, "-o", "%r"), reason)
 
     with limited(cluster):
-        plain, all_fit = dry_run("--gpus", "4", "--slurm", "time=00:10:00")
+        plain, all_fit = dry_run("--gpus", "4", "--slurm", "time=00:10:00", TZ="Asia/Tokyo")
         assert not any(all_fit.values())
         assert plain["bound_gpu_hours"] == pytest.approx(4 / 6)
-        assert plain["start_estimate"]["array"]["start"]
+        assert plain["start_estimate"]["array"]["start"].endswith("+09:00")
         assert "to start at" in plain["start_estimate"]["merge"]["said"]
         assert plain["start_estimate"]["merge"]["start"] is None
         asked = ("--slurm", "partition=brief", "--slurm", "time=00:40:00")

@@ -99,7 +99,7 @@ def test_the_two_lines_of_plan_make_the_file_that_submit_makes(project, slurmgpu
     wait_for_end(line["merge_job"])
     assert "run  complete" in slurmgpu("status", "run", cwd=folder, expect=0).stdout
     said = slurmgpu("logs", "run", f"{array}_1", cwd=folder, expect=0).stdout
-    assert f"attempt {array}_1.0 of {folder}/run: 1 GPUs, device cpu" in said
+    assert f"attempt {array}_1.0 of {folder}/run: 1 GPU, device cpu" in said
     assert all(line in said for line in (folder / f"slurmgpu-{array}_1.out").read_text().splitlines())
     said = slurmgpu("logs", "run", "--merge", cwd=folder, expect=0).stdout
     assert said

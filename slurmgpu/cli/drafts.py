@@ -144,12 +144,11 @@ def _bound(seen: Preview, auto_resubmit: int) -> str:
 
 def _in_words(trial: Trial) -> str:
     if trial.start is not None:
-        return (
-            f"would start at {trial.start.replace('T', ' ')}, as things stand; Slurm looks at none of the limits for it"
-        )
+        when = f"{trial.start:%Y-%m-%d %H:%M:%S} {trial.start.tzname()}"
+        return f"would start at {when}, as things stand; Slurm looks at none of the limits for it"
     if not trial.taken:
         return f"refused: {trial.said}"
-    return trial.said if "to start at" not in trial.said else "is taken; it starts when the array has ended"
+    return trial.said if "to start at" not in trial.said else "would start when the array has ended"
 
 
 def _items_of(draft: Draft) -> list[str]:

@@ -151,7 +151,7 @@ def _say_submitted(run: Run, outcome: Outcome, *, to_stderr: bool) -> None:
     submission, jobs = outcome.submission, outcome.jobs
     tasks = count_of(submission.n_tasks, "task")
     tell(f"submitted: array job {jobs['array_job']} ({tasks}), merge job {jobs['merge_job']}")
-    tell(f"next: slurmgpu status {run.typed}")
+    tell(f"next: slurmgpu status --watch {run.typed}")
 
 
 @contextlib.contextmanager
@@ -234,7 +234,7 @@ def _say_interrupted(folder: Path) -> None:
     run = Run.open(folder)
     last = run.submissions()[-1]
     if last["executor"] == "slurm":
-        say(f"interrupted; Slurm goes on with the run. To see it: slurmgpu status {run.typed}")
+        say(f"interrupted; Slurm goes on with the run. To see it: slurmgpu status --watch {run.typed}")
         say(f"To stop it: slurmgpu cancel {run.typed}")
     else:
         say(f"interrupted; the tasks have ended and what is published is kept. To go on: slurmgpu resubmit {run.typed}")

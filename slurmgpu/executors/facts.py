@@ -7,6 +7,7 @@ import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import TypeVar
 
 from slurmgpu.executors import commands
@@ -24,7 +25,8 @@ ASSOCIATION_KEYS = (
 )
 MAX_ACCOUNTS = 16
 """So many accounts are asked for, from the user's upwards: each takes a command."""
-START = re.compile(r"to start at (\S+)")
+START = re.compile(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
+"""As sbatch writes times where SLURM_TIME_FORMAT is standard, which `commands` sees to."""
 
 T = TypeVar("T")
 Row = Mapping[str, str]
@@ -72,16 +74,18 @@ def read_facts(account: str | None = None) -> Facts:
 class Trial:
     """What Slurm says of a script; `start` is when the job, or an array's first, would, as things stand.
 
-    None is unknown: of a job that Slurm does not take, and of one that waits for another.
+    None is unknown: of a job that Slurm does not take, and of one that waits for another. Else it has this machine's
+    zone, as sbatch says it by this machine's clock.
     """
 
-    start: str | None
+    start: datetime | None
     said: str
     taken: bool = True
 
     def to_json(self) -> dict[str, str | bool | None]:
         """The keys of an estimate in the JSON of a dry run."""
-        return {"start": self.start, "said": self.said, "taken": self.taken}
+        start = None if self.start is None else self.start.isoformat()
+        return {"start": start, "said": self.said, "taken": self.taken}
 
 
 def try_scripts(scripts: Mapping[str, str]) -> dict[str, Trial]:
@@ -90,13 +94,17 @@ def try_scripts(scripts: Mapping[str, str]) -> dict[str, Trial]:
     for job, text in scripts.items():
         # The array has no id yet that the merge could wait for.
         plain = re.sub(rf"^#SBATCH --dependency=.*:{ARRAY_JOB}\n", "", text, flags=re.MULTILINE)
-        with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as file:
+        with tempfile.NamedTemporaryFile("w", suffix=".sbatch", encoding="utf-8", errors="surrogateescape") as file:
             file.write(plain)
             file.flush()
             taken, said = commands.try_script(file.name)
-        start = START.search(said) if plain == text else None
-        found[job] = Trial(start[1] if start else None, said, taken)
+        found[job] = Trial(_start_in(said) if plain == text else None, said, taken)
     return found
+
+
+def _start_in(said: str) -> datetime | None:
+    found = START.search(said)
+    return None if found is None else datetime.fromisoformat(found[1]).astimezone()
 
 
 def _asked(what: str, ask: Callable[[], T], default: T, notes: list[str]) -> T:

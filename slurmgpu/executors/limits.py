@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from slurmgpu.executors.facts import Facts
+from slurmgpu.gpus import number_of
 from slurmgpu.submissions import Submission, seconds_of
 
 NEVER, REFUSED = "pends for ever", "sbatch refuses it"
@@ -244,11 +245,11 @@ def _of_rule(asked: Submission, held: Held) -> Limit:
         return Limit(name, value, str(n_jobs), REFUSED if n_jobs > int(value) else "")
     gpus = int(value)
     if asked.gpus_per_task > gpus:
-        return Limit(name, f"{gpus} GPUs", f"{asked.gpus_per_task} for a task", never)
+        return Limit(name, number_of(gpus), f"{asked.gpus_per_task} for a task", never)
     if rule.kind == "task":
-        return Limit(name, f"{gpus} GPUs", f"{asked.gpus_per_task} for a task")
+        return Limit(name, number_of(gpus), f"{asked.gpus_per_task} for a task")
     limit = _at_once(asked, name, gpus, reason)
-    return replace(limit, value=f"{gpus} GPUs")
+    return replace(limit, value=number_of(gpus))
 
 
 def _of_cluster(asked: Submission, config: Mapping[str, str]) -> Iterator[Limit]:
