@@ -24,7 +24,7 @@ from slurmgpu.planning import Draft, draft_run
 from slurmgpu.report import last_report
 from slurmgpu.runs import Run, create_run
 from slurmgpu.status import read_status
-from slurmgpu.submissions import Submission
+from slurmgpu.submissions import Submission, is_over
 from slurmgpu.workloads import load_class
 
 log = logging.getLogger(__name__)
@@ -277,8 +277,7 @@ def wait_for(run: Run, on_tick: Callable[[dict[str, Any]], None] = lambda status
     asked, alive = 0.0, True
     while alive:
         on_tick(read_status(run, gpus_of=()))
-        ended = run.last_submission()["state"] in ("ended", "refused")
-        if ended or time.monotonic() - asked > 5:
+        if is_over([run.last_submission()]) or time.monotonic() - asked > 5:
             asked = time.monotonic()
             try:
                 alive = living.alive(run) is not None

@@ -6,6 +6,7 @@ docs/reference/report.md defines the five; they are computed in whole millisecon
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 KINDS = ("useful", "loading", "idle", "lost", "repeated")
@@ -13,17 +14,36 @@ KINDS = ("useful", "loading", "idle", "lost", "repeated")
 Counting = Mapping[int, tuple[str, float]]
 """For each shard the one computation of it that counts: its attempt, and when that began with it."""
 
+UNITS = ((1.0, "hours", 1), (0.05, "minutes", 60), (0.0, "seconds", 3600))
+"""From how many hours on they are told in which unit, and how many of it an hour has."""
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """A ledger in words: `texts` of each of the five and of `allocated`, in `unit`, and `shares` of the five."""
+
+    unit: str
+    texts: Mapping[str, str]
+    shares: Mapping[str, str]
+
 
 def counting(records: Iterable[Mapping[str, Any]], published: Set[int]) -> Counting:
     """The computations that count: of each shard that is there, the last one that was published."""
     found: dict[int, tuple[tuple[int, float], tuple[str, float]]] = {}
     for record in records:
-        for shard, started, seconds, *won in record["published"]:
+        for shard, started, seconds, *won in record["published"]:  # older records do not say who was first
             # Nodes' clocks may differ: a later submission is later, whatever they say.
             when = (record["submission"], started + seconds)
-            if shard in published and all(won) and (shard not in found or when > found[shard][0]):
+            if shard in published and all(won[:1]) and (shard not in found or when > found[shard][0]):
                 found[shard] = (when, (record["attempt"], started))
     return {shard: which for shard, (_, which) in found.items()}
+
+
+def kind_of(shard: int, attempt: str, started: float, counts: Counting) -> str:
+    """What a computation of a shard is: useful, repeated, or lost, as the shard is not there any more."""
+    if shard not in counts:
+        return "lost"
+    return "useful" if counts[shard] == (attempt, started) else "repeated"
 
 
 def spent(record: Mapping[str, Any], seconds: float, failure: str | None, counts: Counting) -> dict[str, float]:
@@ -35,8 +55,15 @@ def spent(record: Mapping[str, Any], seconds: float, failure: str | None, counts
     done["useful"] += _ms(record["kept_s"])
     done["lost"] += _ms(record["lost_s"])
     if record["ended"] is None:
-        done["lost"] += _in_hand(record) + total - _ms(record["updated"] - record["started"])
+        done["lost"] += _in_hand(record) + total - _ms(last_sign(record) - record["started"])
     return _in_seconds(total, **done, loading=_loading(record))
+
+
+def last_sign(record: Mapping[str, Any]) -> float:
+    """When an attempt is last known to have lived: it may have published after it last wrote its record."""
+    if record["ended"] is not None:
+        return float(record["ended"])
+    return float(max([record["updated"], *(started + seconds for _, started, seconds, *_ in record["published"])]))
 
 
 def spent_unrecorded(seconds: float) -> dict[str, float]:
@@ -61,6 +88,40 @@ def ledger(attempts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
+def in_words(ledger: Mapping[str, Any]) -> Amounts:
+    """A ledger as it is shown: of a short run in minutes or seconds."""
+    word, factor = unit_of(ledger["allocated"])
+    names = ("allocated", *KINDS)
+    return Amounts(
+        unit=str(ledger.get("unit") or "GPU-hours").replace("hours", word),
+        texts={name: f"{factor * ledger[name]:,.2f}" for name in names},
+        shares=_shares({kind: ledger[kind] for kind in KINDS}),
+    )
+
+
+def unit_of(hours: float) -> tuple[str, int]:
+    """The unit in which so many hours are told with two decimals, and how many of it an hour has."""
+    return next((word, factor) for least, word, factor in UNITS if hours >= least)
+
+
+def energy_in_words(kwh: float) -> tuple[str, str]:
+    """A number of kWh, or of Wh where that is little, and its unit."""
+    return (f"{kwh:,.2f}", "kWh") if kwh >= 1 else (f"{1000 * kwh:,.2f}", "Wh")
+
+
+def _shares(amounts: Mapping[str, float]) -> dict[str, str]:
+    """The part of all that each is, in percent; they add up to 100.0%."""
+    total = sum(amounts.values())
+    if not total:
+        return dict.fromkeys(amounts, "–")
+    exact = {name: 1000 * amount / total for name, amount in amounts.items()}
+    whole = {name: int(share) for name, share in exact.items()}
+    n_short = 1000 - sum(whole.values())
+    for name in sorted(exact, key=lambda name: whole[name] - exact[name])[:n_short]:
+        whole[name] += 1
+    return {name: f"{share / 10:.1f}%" for name, share in whole.items()}
+
+
 def _came_to_work(record: Mapping[str, Any]) -> bool:
     return bool(record["published"]) or record["load_s"] is not None  # older records have no phases
 
@@ -72,18 +133,15 @@ def _computed(record: Mapping[str, Any], counts: Counting) -> dict[str, int]:
     # One that waited for the next shard to show that it is not the workload that fails was computed before that.
     nexts = [started for started, _, _ in entries[1:]] + [float("inf")]
     for (started, shard, seconds), end in zip(entries, nexts, strict=False):
-        if shard not in counts:
-            kind = "lost"
-        else:
-            kind = "useful" if counts[shard] == (record["attempt"], started) else "repeated"
-        found[kind] += _ms(min(seconds, end - started))
+        found[kind_of(shard, record["attempt"], started, counts)] += _ms(min(seconds, end - started))
     return found
 
 
 def _in_hand(record: Mapping[str, Any]) -> int:
     """Milliseconds of the shard that an attempt without an end had in hand, since it was begun or last kept."""
     since = record["shard_kept"] or record["shard_started"]
-    return 0 if since is None else _ms(record["updated"] - since)
+    is_done = record["shard"] in {shard for shard, *_ in record["published"]}
+    return 0 if since is None or is_done else _ms(record["updated"] - since)
 
 
 def _loading(record: Mapping[str, Any]) -> int:

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu import pages, results, workloads
+from slurmgpu.attempts import Lives
 from slurmgpu.columns import columns_from_json
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.files import working_folder, write_bytes, write_json
 from slurmgpu.histories import history_path
 from slurmgpu.joins import join, verify_joined
 from slurmgpu.regions import DamagedShardError
-from slurmgpu.report import Lives, build_report, read_report, report_path
+from slurmgpu.report import build_report, read_report, report_path
 from slurmgpu.runs import Run
 from slurmgpu.shards import read_directory
 
@@ -66,12 +67,13 @@ def merge(run: Run, lives: Lives | None = None) -> dict[str, Any]:
 
 def _draw(run: Run, report: dict[str, Any]) -> None:
     """Write report.html, or say why there is none: nothing depends on it."""
+    path = pages.page_path(run)
+    path.unlink(missing_ok=True)  # of an earlier merge, which knew less
     if missing := pages.missing_packages():
         log.info("there is no report.html: %s not installed; pip install 'slurmgpu[html]'", " and ".join(missing))
-        pages.page_path(run).unlink(missing_ok=True)  # of an earlier merge
         return
     try:
-        pages.write_page(run, report, pages.page_path(run))
+        pages.write_page(run, report, path)
     except Exception:
         log.warning("report.html cannot be drawn", exc_info=True)
 
@@ -127,7 +129,7 @@ def _former_summary(run: Run, report: dict[str, Any]) -> dict[str, Any] | None:
         return None  # damaged; this merge writes it anew
     same = all(former.get(name) == report[name] for name in ("fingerprint", "n_rows", "missing", "errors"))
     found: dict[str, Any] | None = former.get("summary")
-    if not same or not found or "error" in found:
+    if not same or not found or found.keys() == {"error"}:
         return None
     log.warning("the summary of an earlier merge is kept: it is of the same rows")
     return found

@@ -8,27 +8,24 @@ from __future__ import annotations
 
 import heapq
 import math
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from slurmgpu.runs import Plan
+from slurmgpu.signs import Record, is_alive, last_heard, own_time, patience
+from slurmgpu.waiting import Queue, startable
 
 WINDOW_S = 300.0
 """A rate is that of the shards that ended in the last five minutes …"""
 MIN_SHARDS = 3
 """… or of the last three, where shards take longer."""
-SILENT_S = 30.0
-"""So long an attempt may write nothing, even where leases are shorter: it writes every three seconds."""
 LATE = 1.5
 """A shard in hand of which nothing is known to be done is late after so many times what shards took before."""
 BETWEEN_S = 5.0
 """Between two shards an attempt has none in hand, for less than this: it has longer if none is free."""
 SHARE = 4
 """Shards are dealt out in portions that take this part of what is left, at least one by one."""
-
-Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -76,13 +73,19 @@ def pace_of(
     plan: Plan,
     records: Sequence[Record],
     published: Collection[int],
-    queue: Sequence[Mapping[str, Any]] | None,
+    queue: Queue | None,
     now: float,
+    patience_s: float | None = None,
 ) -> Pace:
-    """How fast a run goes at the moment `now`; `queue` are its jobs as the JSON of status has them."""
-    living = [record for record in records if is_alive(record, plan.lease_s, now)]
-    waiting = [job for job in queue or () if job["state"] == "PENDING" and job["n_tasks"]]
-    n_waiting = sum(job["n_tasks"] for job in waiting)
+    """How fast a run goes at the moment `now`; `queue` are its jobs as the JSON of status has them.
+
+    Who has written nothing for `patience_s` does not count; by default that is as long as a lease.
+    """
+    patience_s = patience(plan.lease_s) if patience_s is None else patience_s
+    living = [record for record in records if is_alive(record, patience_s, now)]
+    waiting = startable(queue or (), living)
+    n_waiting = sum(job["n_tasks"] for job, _ in waiting)
+    n_startable = sum(n_tasks for _, n_tasks in waiting)
     own = {record["attempt"]: rate for record in records if (rate := rate_of(plan, record)) is not None}
     rates = {r["attempt"]: own[r["attempt"]] for r in living if r["attempt"] in own and computes(r)}
     counts: dict[str, Any] = {"n_living": len(living), "n_waiting": n_waiting, "rates": rates}
@@ -101,35 +104,16 @@ def pace_of(
     free = _available(plan, records, set(published) | held, now)
     walltime_s = max((r["end_time"] - r["started"] for r in records if r.get("end_time")), default=math.inf)
     joining = _Joining(load_s, usual_rate, walltime_s - plan.margin_s)
-    throttled = sum(job["n_tasks"] for job in waiting if _is_throttled(job))
     known = [
         joining.hand(max(0.0, job["start"] - now))
-        for job in waiting
-        if job["start"] is not None and not _is_throttled(job)
-        for _ in range(job["n_tasks"])
+        for job, n_tasks in waiting
+        if job["start"] is not None
+        for _ in range(n_tasks)
     ]
-    at_once = [joining.hand(0.0)] * (n_waiting - throttled)
+    at_once, throttled = [joining.hand(0.0)] * n_startable, n_waiting - n_startable
     left_s, n_over = _deal(plan, [*hands, *known], free, joining, throttled)
     if_s = _deal(plan, [*hands, *at_once], free, joining, throttled)[0] if at_once else left_s
     return Pace(together if living else None, left_s, if_s, n_over, **counts)
-
-
-def is_alive(record: Record, lease_s: float, now: float) -> bool:
-    """Whether an attempt has not ended and has written of itself lately."""
-    return bool(record["state"] != "ended" and now - last_heard(record) <= max(lease_s, SILENT_S))
-
-
-def last_heard(record: Record) -> float:
-    """When an attempt last wrote of itself, by the clock of who asks, if they have seen it change: see `StatusReader`.
-
-    By its own node's clock, if they have not.
-    """
-    return float(record.get("heard", record["updated"]))
-
-
-def own_time(record: Record, now: float) -> float:
-    """What an attempt's own clock shows at the moment `now` of ours."""
-    return float(record["updated"] + now - last_heard(record))
 
 
 def computes(record: Record) -> bool:
@@ -139,36 +123,6 @@ def computes(record: Record) -> bool:
     ends = [entry[1] + entry[2] for entry in record["published"][-1:]]
     since = max([*ends, *(phase[0] for phase in (record.get("phases") or ())[-1:])], default=-math.inf)
     return record.get("shard") is not None or record["updated"] - since < BETWEEN_S
-
-
-def still_waiting(queue: Sequence[Mapping[str, Any]], records: Iterable[Record], asked: float) -> list[dict[str, Any]]:
-    """The jobs in the queue without the tasks that have written of themselves since it was asked: these have started.
-
-    A task that was put back into the queue after it had ended waits again.
-    """
-    seen: dict[str, set[int]] = {}
-    for record in records:
-        if last_heard(record) >= asked:
-            seen.setdefault(record["job"], set()).add(record["task"])
-    jobs = []
-    for job in queue:
-        if job["state"] == "PENDING" and job["n_tasks"] and seen:
-            number, _, indices = job["job_id"].partition("_")
-            n_left = job["n_tasks"] - sum(_names(indices, task) for task in seen.get(number, ()))
-            if n_left > 0:
-                jobs.append({**job, "n_tasks": n_left})
-        else:
-            jobs.append(dict(job))
-    return jobs
-
-
-def _names(indices: str, task: int) -> bool:
-    """Whether an array's expression such as "7", "[5-9,12%4]" or "[0-198:3]" names a task; "" is a job of one."""
-    if not indices:
-        return task == 0
-    parts = re.findall(r"(\d+)(?:-(\d+))?(?::(\d+))?", indices.partition("%")[0])
-    ranges = (range(int(first), int(last or first) + 1, int(step or 1)) for first, last, step in parts)
-    return any(task in numbers for numbers in ranges)
 
 
 def rate_of(plan: Plan, record: Record) -> float | None:
@@ -239,11 +193,6 @@ def _available(plan: Plan, records: Iterable[Record], taken: set[int], now: floa
             stale[shard] = max(0.0, last_heard(record) + plan.lease_s - now)
     n_free = plan.n_shards - len(taken) - len(stale)
     return sorted([(0.0, n_free)] * (n_free > 0) + [(at, 1) for at in stale.values()])
-
-
-def _is_throttled(job: Mapping[str, Any]) -> bool:
-    """Whether tasks wait for others of their own array to end."""
-    return str(job["reason"]) == "JobArrayTaskLimit"
 
 
 def _mean(values: Sequence[float]) -> float | None:

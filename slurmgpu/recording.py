@@ -152,7 +152,7 @@ class Recording:
 
     def _hold(self, shard: int | None, started: float | None = None) -> None:
         self.record.shard, self.record.shard_started = shard, started
-        self.record.shard_kept = self.record.progress = None
+        self.record.shard_kept = None
         self.record.shard_done, self._call = 0, frozenset()
 
     def _count(self, items: Sequence[int]) -> None:
@@ -179,7 +179,9 @@ class Recording:
         record = self.record
         if event["won"]:
             record.n_items += event["items"]
-            record.n_errors += event["errors"]
+            record.n_errors += sum(event["errors"].values())
+            if event["errors"]:
+                record.failed.append([event["shard"], event["errors"]])
         times = round(event["started"], 3), round(event["seconds"], 3)
         record.published.append([event["shard"], *times, event["won"]])
         record.kept_s = max(0.0, round(record.kept_s - self._kept_here, 3))  # it is among these seconds
@@ -193,6 +195,7 @@ class Recording:
             self.record.lost_s = round(self.record.lost_s + self._clock() - self._since, 3)
         self._in_hand.clear()
         self._hold(None)
+        self.record.progress = None
 
 
 def until_next(cost_s: float) -> float:

@@ -89,6 +89,7 @@ class Record:
     load_s: float | None = None
     n_items: int = 0
     n_errors: int = 0
+    failed: list[list[Any]] = field(default_factory=list)
     shard: int | None = None
     shard_started: float | None = None
     shard_done: int = 0
@@ -129,7 +130,7 @@ def _defaults() -> dict[str, Any]:
 
 ADDED = (
     *("bad_node", "image", "n_nodes", "progress", "surroundings", "usage", "end_time", "phases"),
-    *("shard_started", "shard_done", "shard_kept", "kept_s", "lost_s"),
+    *("shard_started", "shard_done", "shard_kept", "kept_s", "lost_s", "failed"),
 )
 """Keys that records of an older slurmgpu lack."""
 
@@ -181,6 +182,12 @@ def _is_published(value: Any) -> bool:
     if type(shard) is not int or type(started) not in REAL or type(seconds) not in REAL:
         return False
     return 0 <= started < 1e11 and abs(seconds) < 1e9 and (not won or type(won[0]) is bool)
+
+
+def _is_failed(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) != 2 or not _is_count(value[0]) or not isinstance(value[1], dict):
+        return False
+    return all(kind in POLICIES and _is_count(count) for kind, count in value[1].items())
 
 
 def _object_of(checks: Mapping[str, Check], **may_lack: Check) -> Check:
@@ -237,6 +244,7 @@ FIELDS: Mapping[str, Check] = {
     "load_s": _or_none(_is_number),
     "n_items": _is_count,
     "n_errors": _is_count,
+    "failed": _list_of(_is_failed),
     "shard": _or_none(_is_count),
     "shard_started": _or_none(_is_number),
     "shard_done": _is_count,

@@ -6,43 +6,40 @@ docs/reference/report.md lists the keys of report.json. Standard library only: `
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slurmgpu.attempts import Lives, Making, attempts_of, makings_of, rows_of
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.failures import POLICIES
-from slurmgpu.ledger import counting, ledger, spent, spent_unrecorded
+from slurmgpu.ledger import counting, ledger, spent
 from slurmgpu.runs import Run
+from slurmgpu.submissions import is_over
+
+log = logging.getLogger(__name__)
 
 REPORT_FORMAT = "slurmgpu report"
 REPORT_VERSION = 1
 
-
-@dataclass(frozen=True)
-class Life:
-    """What others than the task itself know of one attempt: Slurm's accounting, or who started it on this machine.
-
-    `failure` is the class; None for a good end, or none yet.
-    """
-
-    state: str
-    failure: str | None
-    ended: bool
-    elapsed_s: int
-    n_gpus: int
-    node: str
-
-
-IDLE_PERCENT = 10
-"""A GPU that is used less than this, on average while items are computed, is a GPU that somebody else could have."""
-IDLE_SAMPLES = 3
-
-Lives = Mapping[str, Sequence[Life]]
-"""By array task ("1234_7"), its lives in order, one for each restart."""
+VALUES: Mapping[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("n_items", "n_rows", "n_errors", "n_missing_items", "n_shards", "n_shards_done"), int),
+    **dict.fromkeys(("errors_by_class", "failures", "worker_deaths", "provenance"), dict),
+    **dict.fromkeys(("written", "gpu_hours"), (int, float)),
+    **dict.fromkeys(("run", "run_dir"), str),
+    "complete": bool,
+}
+"""What every report has, whichever slurmgpu wrote it …"""
+LISTS = {
+    "missing": {"shard", "start", "stop"},
+    "errors": {"index", "class", "message"},
+    "attempts": {"attempt", "submission", "node", "started", "ended", "failure", "message", "deaths"},
+    "submissions": {"submission", "state"},
+}
+"""… and lists of objects that have these keys."""
 
 
 def build_report(
@@ -60,8 +57,9 @@ def build_report(
     """
     plan = run.plan
     records, damaged = run.read_attempts()
-    attempts = _rows(run, records, damaged, lives)
-    _enter_spent(attempts, records, run.published())
+    records, published = _with_unrecorded(run, records), run.published()
+    attempts = rows_of(run, records, damaged, lives)
+    _enter_spent(attempts, records, published)
     missing = _holes(run)
     complete = not missing
     items = [_failed_item(index, message) for index, message in errors]
@@ -92,36 +90,49 @@ def build_report(
         "ledger": ledger(attempts),
         "accounting": lives is not None and any(a["executor"] == "slurm" for a in attempts),
         "submissions": run.submissions(),
-        "resubmit": None if complete else f"slurmgpu resubmit {run.typed}",
+        "resubmit": _resubmit(run, complete),
         "image": _image(run),
         "provenance": plan.provenance,
     }
 
 
-def attempts_of(run: Run, lives: Lives | None) -> list[dict[str, Any]]:
-    """Every attempt, from its own record first and Slurm's accounting second, with its failure class."""
-    return _rows(run, *run.read_attempts(), lives)
+def judged_attempts(run: Run) -> list[dict[str, Any]]:
+    """Every attempt, with the failure and the message of the last report where that has judged it.
+
+    The merge has asked Slurm's accounting, which alone knows why somebody wrote no end. Of an attempt that may live, or
+    that no merge has judged yet, and wrote no end, no failure is known. A damaged report has judged nothing.
+    """
+    try:
+        judged = {row["attempt"]: row for row in (read_report(run) or {"attempts": ()})["attempts"]}
+    except SlurmGPUError as error:
+        log.debug("%s", error)
+        judged = {}
+    may_live = not is_over(run.submissions())
+    attempts = attempts_of(run, None)
+    for attempt in attempts:
+        verdict = judged.pop(attempt["attempt"], None)
+        # Older reports do not say when it last wrote; after one that does, it may have lived on.
+        if verdict is not None and (verdict.get("updated", attempt["updated"]) or 0) >= attempt["updated"]:
+            attempt["failure"], attempt["message"] = verdict["failure"], verdict["message"]
+        elif attempt["ended"] is None and may_live:
+            attempt["failure"], attempt["message"] = None, ""
+    return [*attempts, *(row for row in judged.values() if row["submission"] is None)]
 
 
-def _rows(
-    run: Run, records: Sequence[Mapping[str, Any]], damaged: Sequence[str], lives: Lives | None
-) -> list[dict[str, Any]]:
-    cancelled = {line["submission"] for line in run.submissions() if line.get("cancelled")}
-    # How many shards were taken over from each attempt.
-    lost_leases = Counter(takeover["from"] for record in records for takeover in record["takeovers"])
-    rows = []
-    for record in records:
-        life = _life(lives, f"{record['job']}_{record['task']}", record["restart"])
-        rows.append(_attempt(record, life, record["submission"] in cancelled, lost_leases[record["attempt"]]))
-    recorded = {record["attempt"] for record in records}
-    for task, its_lives in sorted((lives or {}).items()):
-        for restart, life in enumerate(its_lives):
-            name = f"{task}.{restart}"
-            # The last one out cancels what is pending: a task that never ran and was cancelled is no failure.
-            failed = life.failure not in (None, "cancelled")
-            if name not in recorded and life.ended and (failed or name in damaged):
-                rows.append(_attempt_without_record(name, life, name in damaged))
-    return rows
+def _with_unrecorded(run: Run, records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records, also with what attempts have published after they last wrote theirs, and before they were killed."""
+    killed = {record["attempt"] for record in records if record["ended"] is None}
+    recorded = {shard for record in records for shard, _, _, *won in record["published"] if all(won[:1])}
+    found: dict[str, list[Making]] = {}
+    for making in makings_of(run, run.published() - recorded) if killed else ():
+        found.setdefault(making.attempt, []).append(making)
+    return [_with(record, found.get(record["attempt"], ()) if record["ended"] is None else ()) for record in records]
+
+
+def _with(record: dict[str, Any], makings: Sequence[Making]) -> dict[str, Any]:
+    published = [[making.shard, making.started, making.seconds, True] for making in makings]
+    counts = {name: record[name] + sum(getattr(making, name) for making in makings) for name in ("n_items", "n_errors")}
+    return {**record, **counts, "published": [*record["published"], *published]}
 
 
 def _enter_spent(attempts: Sequence[dict[str, Any]], records: Sequence[Mapping[str, Any]], published: Set[int]) -> None:
@@ -152,19 +163,34 @@ def bad_nodes(attempts: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def read_report(run: Run) -> dict[str, Any] | None:
-    """The report that the last merge wrote; None before the first."""
-    path = run.folder / "report.json"
-    if not path.exists():
-        return None
+    """The report that the last merge wrote; None before the first, and a sentence if it is damaged."""
+    path = report_path(run)
     try:
-        report: dict[str, Any] = json.loads(path.read_bytes())
-    except ValueError as error:
+        return _checked(json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError) as error:
         raise SlurmGPUError(f"{path} is damaged: {error}. `slurmgpu merge {run.typed}` writes it anew.") from error
+
+
+def _checked(report: Any) -> dict[str, Any]:
+    """The report; ValueError says what makes no sense of it."""
+    if not isinstance(report, dict) or report.get("format") != REPORT_FORMAT:
+        raise ValueError("it is no report")
+    if report.get("version") != REPORT_VERSION:
+        raise ValueError(f"it is of version {report.get('version')!r:.80}, and this slurmgpu reads {REPORT_VERSION}")
+    for name, kind in VALUES.items():
+        if not isinstance(report.get(name), kind):
+            raise ValueError(f"its {name} is {report.get(name)!r:.80}")
+    for name, keys in LISTS.items():
+        listed = report.get(name)
+        if not isinstance(listed, list) or not all(isinstance(each, dict) and keys <= each.keys() for each in listed):
+            raise ValueError(f"its {name} make no sense")
     return report
 
 
 def last_report(run: Run) -> dict[str, Any]:
-    """The report that the last merge wrote; a sentence before the first."""
+    """The report that the last merge wrote, with the paths of where the run is now; a sentence before the first."""
     report = read_report(run)
     if report is None:
         raise SlurmGPUError(
@@ -172,15 +198,19 @@ def last_report(run: Run) -> dict[str, Any]:
             f"`slurmgpu status {run.typed}` shows where it stands; "
             f"`slurmgpu merge {run.typed}` merges what there is, once no task is alive."
         )
-    return report
+    merged = None if report.get("merged") is None else str(run.merged)
+    return {**report, "run_dir": str(run.folder), "merged": merged, "resubmit": _resubmit(run, report["complete"])}
+
+
+def _resubmit(run: Run, is_complete: bool) -> str | None:
+    return None if is_complete else f"slurmgpu resubmit {run.typed}"
 
 
 def is_complete(run: Run) -> bool:
     """Whether the run's merged file has a row for every item, and no submission is going to replace it."""
     report, lines = read_report(run), run.submissions()
     all_published = len(run.published()) == run.plan.n_shards
-    ended = bool(lines) and lines[-1]["state"] == "ended"
-    return bool(report and report["complete"]) and all_published and ended and run.merged.exists()
+    return bool(report and report["complete"]) and all_published and is_over(lines) and run.merged.exists()
 
 
 def report_path(run: Run) -> Path:
@@ -209,119 +239,3 @@ def _failed_item(index: int, message: str) -> dict[str, Any]:
     kind, colon, rest = message.partition(": ")
     known = bool(colon) and kind in POLICIES
     return {"index": index, "class": kind if known else "item_error", "message": rest if known else message}
-
-
-def _life(lives: Lives | None, task: str, restart: int) -> Life | None:
-    its_lives = (lives or {}).get(task, ())
-    return its_lives[restart] if restart < len(its_lives) else None
-
-
-def _attempt(record: Mapping[str, Any], life: Life | None, cancelled: bool, n_lost: int) -> dict[str, Any]:
-    failure, message = _verdict(record, life, cancelled, n_lost)
-    last_sign = record["ended"] or record["updated"]
-    seconds = round(max(last_sign - record["started"], life.elapsed_s if life else 0), 3)
-    return {
-        "attempt": record["attempt"],
-        "submission": record["submission"],
-        "executor": record["executor"],
-        "node": record["node"],
-        "gpus": record["gpus"],
-        "n_gpus": record["n_gpus"],
-        "n_nodes": record["n_nodes"],
-        "memory_mb": record["memory_mb"],
-        "state": record["state"],
-        "started": record["started"],
-        "updated": record["updated"],
-        "ended": record["ended"],
-        "seconds": seconds,
-        "gpu_hours": record["n_gpus"] * record["n_nodes"] * seconds / 3600,
-        "phases": record["phases"],
-        "load_s": record["load_s"],
-        "shard": record["shard"],
-        "progress": record["progress"],
-        "n_shards": len(record["published"]),
-        "shards": record["published"],
-        "n_items": record["n_items"],
-        "n_errors": record["n_errors"],
-        "reason": record["reason"],
-        "failure": failure,
-        "message": message,
-        "bad_node": record["bad_node"] or _bad_node(failure, record["node"], record["n_nodes"]),
-        "traceback": record["traceback"],
-        "deaths": record["deaths"],
-        "takeovers": record["takeovers"],
-        "usage": record["usage"],
-        "idle_gpu": _is_idle(record),
-        "slurm_state": life.state if life else None,
-    }
-
-
-def _bad_node(failure: str | None, node: str, n_nodes: int) -> str | None:
-    """The node that a failure is the fault of; of several nodes it is not known which, unless the task has said so."""
-    at_fault = failure is not None and POLICIES[failure].node_at_fault and n_nodes == 1
-    return node or None if at_fault else None
-
-
-def _is_idle(record: Mapping[str, Any]) -> bool:
-    usage = record["usage"]
-    if not record["n_gpus"] or record["device"] == "cpu" or usage.get("gpu_utilisation") is None:
-        return False
-    return bool(usage["gpu_utilisation"] < IDLE_PERCENT and (usage.get("n_samples_ready") or 0) >= IDLE_SAMPLES)
-
-
-def _verdict(record: Mapping[str, Any], life: Life | None, cancelled: bool, n_lost: int) -> tuple[str | None, str]:
-    """Failure class and message: from the attempt's own record first, then from Slurm."""
-    failure, message = record["failure"], record["message"]
-    if failure == "preempted" and cancelled:
-        return "cancelled", message
-    if failure == "preempted" and life and life.failure in ("cancelled", "timeout"):
-        return life.failure, f"{message} (Slurm: {life.state})"
-    if failure is not None:
-        return failure, message
-    if record["ended"] is not None:
-        return None, ""
-    if cancelled:
-        return "cancelled", "it was killed before it could write down its end"
-    if life is not None and life.failure not in (None, "lost"):
-        return life.failure, f"it wrote no end; Slurm: {life.state}"
-    lease = f"; others took {n_lost} of its shards over" if n_lost else ""
-    return "lost", f"no end was recorded{lease}"
-
-
-def _attempt_without_record(name: str, life: Life, is_damaged: bool) -> dict[str, Any]:
-    what = "its record is damaged" if is_damaged else "it ended before it could write a record"
-    return {
-        "attempt": name,
-        "submission": None,
-        "executor": "local" if name.startswith("local") else "slurm",
-        "node": life.node,
-        "gpus": [],
-        "n_gpus": life.n_gpus,
-        "n_nodes": 1,
-        "memory_mb": None,
-        "state": "ended",
-        "started": None,
-        "updated": None,
-        "ended": None,
-        "seconds": float(life.elapsed_s),
-        "gpu_hours": life.n_gpus * life.elapsed_s / 3600,
-        "phases": [],
-        "load_s": None,
-        "shard": None,
-        "progress": None,
-        "n_shards": 0,
-        "shards": [],
-        "n_items": 0,
-        "n_errors": 0,
-        "reason": None,
-        "failure": life.failure,
-        "message": f"{what} ({life.state}); its log may say why",
-        "bad_node": _bad_node(life.failure, life.node, 2 if "[" in life.node or "," in life.node else 1),
-        "traceback": "",
-        "deaths": [],
-        "takeovers": [],
-        "usage": {},
-        "spent": spent_unrecorded(life.elapsed_s),
-        "idle_gpu": False,
-        "slurm_state": life.state,
-    }

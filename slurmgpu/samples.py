@@ -41,16 +41,6 @@ def telemetry_path(folder: Path, attempt: str, node: int = 0) -> Path:
     return folder / "telemetry" / f"{attempt}{f'.node{node}' if node else ''}.jsonl"
 
 
-def read_samples(path: Path) -> list[Sample]:
-    """All samples of a file in order, none where there is no file; those that make no sense are left out."""
-    try:
-        with open(path, "rb") as file:
-            return list(_samples(file))
-    except OSError as error:
-        log.debug("%s cannot be read: %s", path, error)
-        return []
-
-
 def last_sample(path: Path) -> Sample | None:
     """The last sample of a file, from its end alone; None where there is none."""
     try:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+ENDS = ("ended", "refused")
+"""States of a submission of which nothing will start any more."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,11 @@ class Submission:
             key: self.slurm[key] for key in ("account", "partition", "qos", "reservation") if key in self.slurm
         }
         return {**inherited, **self.merge}
+
+
+def is_over(lines: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether nothing of a run's last submission will start any more; False if there was none."""
+    return bool(lines) and lines[-1]["state"] in ENDS
 
 
 def seconds_of(text: str) -> float | None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu import cgroups, gpus
+from slurmgpu.attempts import TOO_LARGE
 from slurmgpu.claims import Claim
 from slurmgpu.containers.settings import ContainerError
 from slurmgpu.deaths import Deaths
@@ -38,6 +39,8 @@ log = logging.getLogger(__name__)
 NOTICE_S = 120
 """So near to the walltime's end a signal is taken for its notice; sbatch(1) allows itself 60 s of earliness."""
 EXIT_STOPPED = 75  # EX_TEMPFAIL: given back, to be taken up again
+GOOD_ENDS = {"complete": "every shard is published", "others": "living tasks compute the rest"}
+"""Why a task that has not failed takes no more shards; see docs/reference/files.md."""
 
 
 class Task:
@@ -137,7 +140,7 @@ class Task:
             others.meet()
             scout = Scout(self.run, self._claim(), pause=signals.pause)
             if not self._own_claims() and (found := scout.look()) != "work":
-                self.record.reason = found  # nothing to load a model for
+                self._ended_early(found)  # nothing to load a model for
                 return 0
             self._launcher.prepare(signals.pause)
             self.record.image = self._launcher.image
@@ -151,7 +154,7 @@ class Task:
                     self._follow(signals.events, worker)
                     returncode = worker.wait()
                 self._worker_pid = None
-                is_over = returncode == 0 and self.record.reason in ("complete", "others")
+                is_over = returncode == 0 and self.record.reason in GOOD_ENDS
                 if self._stopped_by is not None and self.record.failure is None and not is_over:
                     raise StoppedError(self._stopped_by)
                 if returncode == 0 and self.record.reason is not None:
@@ -254,15 +257,19 @@ class Task:
     def _ended_early(self, reason: str) -> None:
         """Write down why the worker took no more shards, and what became of the one that it left."""
         self.record.reason = reason
-        done = self._of_what_was_left() or "it took no more shards"
+        if reason in GOOD_ENDS:
+            log.info("this task takes no more shards: %s", GOOD_ENDS[reason])
+            return
         if self._stopped_by is not None:
             return  # see _stopped
+        done = self._of_what_was_left() or "it took no more shards"
         if reason == "deadline":
             self.record.failure = "timeout"
             self.record.message = f"{done}: too little was left of the walltime"
         elif reason == "told to stop":
             self.record.failure = "preempted"
             self.record.message = f"{done}: Slurm gave notice of the end by SIGUSR2"
+        log.warning("%s: %s", self.record.failure, self.record.message)
 
     def _of_what_was_left(self) -> str | None:
         if self._left is None:
@@ -304,11 +311,8 @@ class Task:
         if time.monotonic() > self._part_by:
             self.record.message += f". Its worker did not end within {PARTING_S:g} s"
         if self.record.failure == "timeout" and self.record.shard is not None:
-            self.record.message += (
-                f". Shard {self.record.shard} did not fit in the walltime; if none ever does, ask for more time, "
-                f"or plan a run with fewer shard_items"
-            )
-        log.warning("%s", self.record.message)
+            self.record.message += f". Shard {self.record.shard} {TOO_LARGE}"
+        log.warning("%s: %s", self.record.failure, self.record.message)
         return EXIT_STOPPED
 
     def _interruption(self) -> str:

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -303,15 +304,15 @@ class Worker:
         except OSError as error:
             raise WorkerFailedError(failure_of(error), f"shard {shard} cannot be written: {error}") from error
         self.slowest_s = max(self.slowest_s, seconds)
-        n_errors = sum(isinstance(row, ItemError) for row in rows)
+        errors = Counter(row.kind for row in computed.rows.values() if isinstance(row, Failure))
         how = "published" if won else "computed, and published by another task before"
-        log.info("shard %d: %s after %.1f s; %d of %d items failed", shard, how, seconds, n_errors, len(rows))
+        log.info("shard %d: %s after %.1f s; %d of %d items failed", shard, how, seconds, errors.total(), len(rows))
         self.report(
             {
                 "event": "published",
                 "shard": shard,
                 "items": len(rows),
-                "errors": n_errors,
+                "errors": dict(errors),
                 "started": started,
                 "won": won,
             }

@@ -24,6 +24,9 @@ LAYERS = {
         "columns",
         "containers",
         "pipes",
+        "escapes",
+        "arrays",
+        "summaries",
         "__init__",
     ],
     1: [
@@ -33,6 +36,9 @@ LAYERS = {
         "records",
         "runs",
         "submissions",
+        "signs",
+        "waiting",
+        "rereading",
         "telemetry",
         "samples",
         "logs",
@@ -53,9 +59,11 @@ LAYERS = {
         "placing",
         "containing",
         "binding",
+        "attempts",
         "report",
         "ledger",
         "pace",
+        "states",
         "status",
         "metrics",
         "searching",
@@ -117,6 +125,27 @@ def imports(path):
             yield node.module
             if node.module == "slurmgpu":
                 yield from (f"slurmgpu.{alias.name}" for alias in node.names)
+
+
+def opened_as_the_locale_has_it(path):
+    """The calls of a file that read or write text and do not say how it is encoded."""
+    for call in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if not isinstance(call, ast.Call) or "encoding" in {keyword.arg for keyword in call.keywords}:
+            continue
+        name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", None)
+        mode = [*call.args[1:2], *(keyword.value for keyword in call.keywords if keyword.arg == "mode")]
+        is_text = not mode or "b" not in str(getattr(mode[0], "value", "b"))
+        if (
+            (name == "read_text" and not call.args)
+            or (name == "write_text" and len(call.args) < 2)
+            or (is_text and isinstance(call.func, ast.Name) and name == "open")
+            or (is_text and name == "fdopen")
+        ):
+            yield f"{path.relative_to(PACKAGE)}:{call.lineno}: {ast.unparse(call)}"
+
+
+def test_no_text_is_read_or_written_as_the_locale_has_it():
+    assert [found for path in modules() for found in opened_as_the_locale_has_it(path)] == []
 
 
 def test_every_module_has_a_layer():

@@ -6,9 +6,10 @@ from dataclasses import asdict
 
 import pytest
 
-from slurmgpu.ledger import KINDS, counting, ledger, spent, spent_unrecorded
+from slurmgpu.attempts import Life, attempts_of
+from slurmgpu.ledger import KINDS, counting, in_words, ledger, spent, spent_unrecorded
 from slurmgpu.records import Record, read_record
-from slurmgpu.report import Life, attempts_of, build_report
+from slurmgpu.report import build_report
 from slurmgpu.status import read_status
 from tests.pretend_runs import BEGIN, pretend_run
 
@@ -84,6 +85,30 @@ def test_the_ledger_weighs_hours_with_gpus_and_sums_the_energy_that_is_known():
     assert (on_cpus["unit"], on_cpus["allocated"], on_cpus["useful"]) == ("task-hours", 1.0, 0.5)
     assert on_cpus["energy_kwh"] is None
     assert ledger([])["allocated"] == 0.0
+
+
+def hours(useful, loading, idle, lost, repeated):
+    amounts = dict(zip(KINDS, (useful, loading, idle, lost, repeated), strict=True))
+    return {"unit": "GPU-hours", "allocated": sum(amounts.values()), **amounts}
+
+
+def test_the_shares_of_a_ledger_add_up_to_all_of_it():
+    shares = in_words(hours(2.0, 2.0, 2.0, 0.0, 0.0)).shares
+    assert shares == {"useful": "33.4%", "loading": "33.3%", "idle": "33.3%", "lost": "0.0%", "repeated": "0.0%"}
+    rng = random.Random(1)
+    for _ in range(100):
+        found = in_words(hours(*(rng.random() ** 9 for _ in KINDS))).shares
+        assert sum(round(10 * float(share.rstrip("%"))) for share in found.values()) == 1000
+    assert set(in_words(hours(0, 0, 0, 0, 0)).shares.values()) == {"–"}
+
+
+@pytest.mark.parametrize(
+    ("allocated", "unit", "text"),
+    [(12_345.0, "GPU-hours", "12,345.00"), (0.5, "GPU-minutes", "30.00"), (0.01, "GPU-seconds", "36.00")],
+)
+def test_the_hours_of_a_short_run_are_shown_in_minutes_or_seconds(allocated, unit, text):
+    shown = in_words(hours(allocated, 0, 0, 0, 0))
+    assert (shown.unit, shown.texts["allocated"], shown.texts["useful"]) == (unit, text, text)
 
 
 @pytest.mark.parametrize("n_gpus", [0, 4])

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from slurmgpu.cli import listing
+from slurmgpu.report import build_report
+from tests import pretend_runs
 from tests.pretend_runs import pretend_run
 
 
@@ -22,8 +24,8 @@ def ended(folder, complete=True, **what):
     """A run whose merge has ended, as far as `list` looks."""
     run = pretend_run(folder, 100_000, n_tasks=2, n_shards=8, executor="local", **what)
     run.record_submission({"submission": 1, "state": "ended"})
-    report = {"complete": complete, "n_errors": 3, "gpu_hours": 1.25, "attempts": []}
-    (run.folder / "report.json").write_text(json.dumps(report))
+    report = build_report(run, errors=[(item, "item_error: no") for item in range(3)], merged_rows=None)
+    (run.folder / "report.json").write_text(json.dumps({**report, "complete": complete, "gpu_hours": 1.25}))
     return run
 
 
@@ -31,8 +33,9 @@ def rows(folder):
     return {Path(row["run_dir"]).relative_to(folder).as_posix(): row for row in listing.list_runs(folder)["runs"]}
 
 
-def test_runs_are_listed_with_how_they_stand_the_last_active_first(folder, slurmgpu):
+def test_runs_are_listed_with_how_they_stand_the_last_active_first(folder, slurmgpu, monkeypatch):
     ended(folder / "a" / "done")
+    monkeypatch.setattr(pretend_runs, "BEGIN", time.time() - 400)
     working = pretend_run(folder / "b" / "my run", 400, n_tasks=4, n_shards=40, executor="local")
     for run in (folder / "a" / "done", folder / "b" / "my run"):
         at = time.time() - (7200 if run.name == "done" else 60)
@@ -105,8 +108,6 @@ def test_an_entry_that_cannot_be_followed_costs_itself_alone(folder, tmp_path):
         lambda run: (run / "run.json").write_text("[]"),
         lambda run: (run / "run.json").write_text('{"format": "slurmgpu run", "version": 1, "name": 3}'),
         lambda run: (run / "run.json").write_text('{"format": "slurmgpu run", "version": 99}'),
-        lambda run: (run / "report.json").write_text("torn"),
-        lambda run: (run / "report.json").write_text("{}"),
         lambda run: (run / "submissions.jsonl").write_text("[]\n"),
         lambda run: (run / "submissions.jsonl").write_bytes(b"\xff\xfe\n"),
         lambda run: (run / "shards").rename(run / "gone"),
@@ -121,6 +122,15 @@ def test_a_damaged_run_directory_costs_one_row(folder, damage):
     hurt = found["hurt"]
     assert hurt["problem"] or hurt["state"] != "damaged"
     assert hurt["run"] == "hurt"
+
+
+@pytest.mark.parametrize("text", ["torn", "[]", "{}"])
+def test_a_damaged_report_does_not_hide_how_far_the_run_is(folder, text):
+    hurt = ended(folder / "hurt")
+    (hurt.folder / "report.json").write_text(text)
+    row = rows(folder)["hurt"]
+    assert (row["state"], row["n_items_done"], row["gpu_hours"]) == ("incomplete", hurt.plan.n_items, None)
+    assert "report.json is damaged" in row["problem"]
 
 
 def test_what_cannot_be_read_is_passed_over_with_a_note():
@@ -171,6 +181,19 @@ def test_many_runs_cost_one_squeue(folder, slurmgpu, tmp_path):
     states = {row["run"]: row["state"] for row in json.loads(done.stdout)["runs"]}
     assert states == {**{f"run{number}": "ended" for number in range(5)}, "run3": "queued"}
     assert (tmp_path / "asked").read_text() == "asked\n"
+
+
+def test_a_squeue_that_does_not_answer_costs_one_line(folder, slurmgpu, tmp_path):
+    pretend_run(folder / "run", 60, n_tasks=2, n_shards=8)
+    squeue = tmp_path / "bin" / "squeue"
+    squeue.parent.mkdir()
+    said = "squeue: error: auth/munge: no key\nsqueue: error: once more\nslurm_load_jobs error: Connection refused"
+    squeue.write_text(f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
+    squeue.chmod(0o755)
+    path = {"PATH": f"{squeue.parent}:{os.environ['PATH']}"}
+    assert slurmgpu("list", folder, **path, expect=0).stderr == "The queue is not known: Connection refused.\n"
+    told = slurmgpu("status", folder / "run", **path, expect=0).stderr
+    assert told.splitlines()[0] == "WARNING: the queue is not known: Connection refused"
 
 
 def test_a_folder_without_runs_and_none_at_all_get_a_sentence(folder, slurmgpu):

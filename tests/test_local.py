@@ -10,6 +10,7 @@ import pytest
 from slurmgpu.claims import Claim
 from slurmgpu.records import Attempt
 from slurmgpu.runs import Run
+from slurmgpu.status import read_status
 from slurmgpu.task import Task
 from tests.runs import (
     check_rows,
@@ -300,6 +301,8 @@ def test_failed_items_are_computed_anew_when_they_are_asked_for(project, slurmgp
     folder = project(40, settings={"faults": {"17": "exception", "33": "segfault"}})
     slurmgpu(*LOCAL, cwd=folder, expect=0)
     assert "--failed" in slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
+    failed = sorted(each for record in records(folder) for each in record["failed"])
+    assert failed == [[2, {"item_error": 1}], [4, {"crash": 1}]]
     kept = shard_times(folder)
     source = (
         (folder / "workloads.py").read_text().replace("if fault := self.faults.get(item.index)", "if fault := None")
@@ -310,6 +313,7 @@ def test_failed_items_are_computed_anew_when_they_are_asked_for(project, slurmgp
     again = shard_times(folder)
     assert {name for name in kept if kept[name] != again[name]} == {"00002.h5", "00004.h5"}
     assert not list((folder / "run" / "shards").glob("*.failed"))
+    assert read_status(Run.open(folder / "run"))["n_errors"] == 0
 
 
 def test_malformed_lines_are_their_items_errors(project, slurmgpu):

@@ -1,6 +1,7 @@
 """`slurmgpu logs`: the line behind any failure, in real runs; and how lines are read from files of any size."""
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -15,6 +16,7 @@ from slurmgpu.claims import Claim
 from slurmgpu.cli import log_index
 from slurmgpu.cli.following import Following
 from slurmgpu.cli.logs import Printer, print_files, show_logs
+from slurmgpu.cli.output import size_of
 from slurmgpu.cli.unstarted import refuse_unstarted
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.logs import LogFile, last_end, merged, read_lines, tail_start, time_start
@@ -23,7 +25,8 @@ from slurmgpu.planning import draft_run
 from slurmgpu.report import read_report
 from slurmgpu.runs import Run, create_run
 from slurmgpu.searching import events_of_class, excerpt_of_attempt, excerpts_until, items, read_index, story_of_item
-from slurmgpu.searching.excerpts import BEFORE, excerpt_around
+from slurmgpu.searching.excerpts import BEFORE, N_LINES, excerpt_around
+from tests.pretend_runs import BEGIN, pretend_run
 from tests.runs import kill_workers, make_project, records, report, start, wait_until
 from tests.test_docs import listed
 
@@ -46,6 +49,7 @@ class Talks(Rows):
 '''
 FAULTS = {3: "exception", 5: "exception", 9: "segfault", 14: "item_error", 33: "exception"}
 N_ITEMS = 40
+STAMP = "2025-06-15T15:06:50.000+00:00"
 
 
 def talking(folder, **settings):
@@ -122,7 +126,7 @@ def test_before_the_report_the_logs_alone_say_what_became_of_an_item(run, tmp_pa
 
 def test_every_failure_of_a_class_has_its_place(run, slurmgpu):
     crashes = list(events_of_class(run, "crash"))
-    assert [event.what for event in crashes] == ["a worker", "a worker", "item 9, quarantined", "item 9"]
+    assert [event.what for event in crashes] == ["a worker", "a worker", "item 9, quarantined"]
     for event in crashes:
         line = event.file.path.read_text().splitlines()[event.number - 1]
         assert "crash" in line or line.startswith("Fatal Python error")
@@ -147,12 +151,23 @@ def test_a_tasks_log_has_what_all_its_processes_wrote_in_the_order_of_time(run, 
 
     order = ["Loading pickle", "this worker is process", "shard 1: items", "Fatal Python error"]
     order += ["ERROR slurmgpu.deaths", "item 9 is quarantined"]
-    order += ["shard 1: published", "Exiting after successful completion"]
+    order += ["shard 1: published", "slurmgpu.task: this task takes no more shards"]
     assert [place(text) for text in order] == sorted(place(text) for text in order)
     assert any("+09:00 INFO slurmgpu.worker: shard 1: published" in line for _, line in lines)
     assert "thinking of 9" in said
     assert "\x1b" not in said
     assert not re.search(r"[\x00-\x08\x0b-\x1f]", said)
+
+
+def test_the_last_word_of_a_task_is_why_it_takes_no_more_shards_and_nothing_is_logged_twice(run):
+    why = {"complete": "every shard is published", "others": "living tasks compute the rest"}
+    told = [path.read_text() for path in run.logs.glob("*.err")]
+    for record in run.attempts():
+        [words] = [text for text in told if f" attempt {record['attempt']} of " in text]
+        assert words.splitlines()[-1].endswith(
+            f" INFO slurmgpu.task: this task takes no more shards: {why[record['reason']]}"
+        )
+        assert "submitit" not in words
 
 
 def test_the_last_lines_of_a_log_are_printed_alone(run, slurmgpu):
@@ -256,6 +271,91 @@ def test_what_has_no_row_in_a_run_that_is_over_leads_to_the_command_that_compute
     assert ", taken over from attempt local1_7.0, which had fallen silent; 2" in story_of_item(copy, 10).sentence
 
 
+def judged(run, folder, **failures):
+    """A copy of the run that is over, in whose report attempts have other failures."""
+    shutil.copytree(run.folder, folder)
+    copy = Run.open(folder)
+    told = json.loads((folder / "report.json").read_text())
+    for row in told["attempts"]:
+        row["failure"] = failures.get(row["attempt"].partition(".")[0], row["failure"])
+    (folder / "report.json").write_text(json.dumps(told))
+    return copy
+
+
+def test_what_accounting_says_of_an_attempt_is_said_of_its_logs_too(run, tmp_path):
+    copy = judged(run, tmp_path / "run", local1_0="cancelled", local1_1="node_fail")
+    assert [event.attempt for event in events_of_class(copy, "cancelled")] == ["local1_0.0"]
+    assert [event.attempt for event in events_of_class(copy, "node_fail")] == ["local1_1.0"]
+    told = {about["attempt"]: about["failure"] for about in read_index(copy)["attempts"]}
+    assert told == {"local1_0.0": "cancelled", "local1_1.0": "node_fail"}
+    copy.shard_path(1).unlink()
+    for record in copy.attempts():
+        change_record(copy, record["attempt"], deaths=[])
+    assert story_of_item(copy, 10).failure in (None, "cancelled", "node_fail")
+
+
+def test_the_records_of_a_run_are_read_once_for_all_its_failures(tmp_path, monkeypatch):
+    run = pretend_run(tmp_path / "run", 600, n_tasks=9, n_shards=40, sample_s=0)
+    for record in run.attempts():
+        name = record["attempt"]
+        change_record(run, name, state="ended", ended=record["updated"], failure="node_fail", message="it is gone")
+        write_lines(run.logs / f"{name}.log", [f"{STAMP} INFO x: hello", f"{STAMP} ERROR x: node_fail: it is gone"])
+    read, reading = [], Run.read_attempts
+    monkeypatch.setattr(Run, "read_attempts", lambda run: read.append(run) or reading(run))
+    events = list(events_of_class(run, "node_fail"))
+    assert len(events) == 9
+    assert {event.number for event in events} == {2}
+    assert len(read) == 1
+
+
+def test_what_submitit_says_of_itself_is_never_why_an_attempt_ended(tmp_path):
+    run = pretend_run(tmp_path / "run", 600, n_tasks=2, n_shards=40, sample_s=0)
+    for task, verdict in enumerate((["ERROR slurmgpu.task: timeout: it took no more shards"], [])):
+        change_record(run, f"4711_{task}.0", state="ended", ended=BEGIN + 600, failure="timeout", message="m")
+        write_lines(run.logs / f"4711_{task}.0.log", [f"{STAMP} INFO slurmgpu.worker: shard 3: published after 9 s"])
+        lines = [*verdict, "WARNING submitit: Bypassing signal SIGCONT", "INFO submitit: Job completed successfully"]
+        lines = [f"{STAMP} {line}" for line in [*lines, "INFO submitit: Exiting after successful completion"]]
+        lines += ["submitit INFO (2025-06-15 15:10:00,000) - Exiting after successful completion"]
+        write_lines(run.logs / f"4711_{task}_0_log.err", lines)
+    told, silent = events_of_class(run, "timeout")
+    assert told.excerpt(1).texts() == [f"{STAMP} ERROR slurmgpu.task: timeout: it took no more shards"]
+    assert silent.excerpt(3).texts() == [f"{STAMP} INFO slurmgpu.worker: shard 3: published after 9 s"]
+
+
+def test_who_computed_an_item_is_told_by_its_shard_and_not_by_clocks(run, tmp_path):
+    shutil.copytree(run.folder, tmp_path / "run")
+    copy = Run.open(tmp_path / "run")
+    before = story_of_item(copy, 17)
+    [maker] = [record["attempt"] for record in copy.attempts() if any(e[0] == 2 for e in record["published"])]
+    [other] = [record for record in copy.attempts() if record["attempt"] != maker]
+    # It computed the shard as well, by its clock later, and for a submission before.
+    change_record(copy, other["attempt"], published=[*other["published"], [2, other["updated"] + 900, 1.0, True]])
+    assert story_of_item(copy, 17).sentence == before.sentence
+    assert f"attempt {maker} computed" in before.sentence
+
+
+@pytest.mark.parametrize("damage", ["killed", "damaged"])
+def test_what_a_record_does_not_tell_of_an_item_the_logs_do(run, tmp_path, damage):
+    copy = without_row(run, tmp_path / "run")
+    for record in copy.attempts():
+        others = [entry for entry in record["published"] if entry[0] != 2]
+        change_record(copy, record["attempt"], published=others, deaths=[])
+    [began] = [path for path in copy.logs.glob("*.[0-9].log") if "shard 1: items 8..15" in path.read_text()]
+    text = began.read_text()
+    began.write_text(text[: text.index("\n", text.index("shard 1: items 8..15")) + 1])
+    if damage == "killed":  # after it published shard 2, and began with shard 1, it did not live to write so
+        change_record(copy, began.stem, state="running", ended=None, shard=2, failure=None)
+    else:
+        (copy.tasks / f"{began.stem}.json").write_bytes(b"\0" * 80)
+    (copy.folder / "report.json").unlink()
+    assert story_of_item(copy, 17).sentence.startswith("Item 17 has its row: attempt local1_")
+    story = story_of_item(copy, 10)
+    assert f": attempt {began.stem} had it in hand" in story.sentence
+    assert story.attempts == (began.stem,)
+    assert story.excerpt is not None
+    assert story.ended == "missing"
+
+
 def show(run, task=None, *, item=None, failure=None, merge=False, follow=False, n_lines=None):
     """What the command prints, in this process."""
     show_logs(run, task, item, failure, merge=merge, follow=follow, n_lines=n_lines, as_json=False)
@@ -325,7 +425,9 @@ def test_the_index_is_in_the_order_of_tasks_with_a_line_for_each_attempt(run, ca
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["local1_2.0", "local1_2.1", "local1_10.0", "local2_0.0", "merge"]
     assert str(run.folder) not in lines[0]
-    assert all(Path(file["path"]).name in lines[0] for file in one["files"] if file["size_bytes"])
+    files = [file for file in one["files"] if file["size_bytes"]]
+    assert files
+    assert all(f"{Path(file['path']).name} ({size_of(file['size_bytes'])})" in lines[0] for file in files)
 
 
 def test_where_the_log_of_a_merge_by_hand_is_is_said(run, tmp_path):
@@ -382,12 +484,15 @@ def test_a_shard_that_was_left_by_a_killed_task_is_missing_and_its_log_is_found(
     wait_until(lambda: "items 0..7" in (folder / "run/logs/local1_0.0.log").read_text(), "its line")
     alive = story_of_item(Run.open(folder / "run"), 2)
     assert "attempt local1_0.0 has it in hand" in alive.sentence
+    [record] = records(folder)
+    os.kill(record["pid"], signal.SIGCONT)  # Slurm sends it before each other signal
     submitted.send_signal(signal.SIGINT)
     submitted.wait(timeout=60)
     story = story_of_item(Run.open(folder / "run"), 2)
     assert (story.ended, story.failure) == ("missing", "cancelled")
     assert "attempt local1_0.0 had it in hand when it ended" in story.sentence
     assert "slurmgpu.task" in story.excerpt.lines[story.excerpt.mark].text
+    assert not any("SIGCONT" in path.read_text() for path in (folder / "run" / "logs").glob("*.[eo][ru][rt]"))
     never = story_of_item(Run.open(folder / "run"), N_ITEMS - 1)
     assert never.sentence.endswith("no attempt is known to have had it in hand.")
     assert not kill_workers(folder)
@@ -400,6 +505,32 @@ def stamp(seconds, zone=0):
 def write_lines(path, lines):
     path.write_text("".join(f"{line}\n" for line in lines))
     return LogFile(path, "worker")
+
+
+def test_the_traceback_of_another_item_is_not_shown_above_the_line_of_one(tmp_path):
+    trace = ["Traceback (most recent call last):", '  File "w.py", line 3, in f', "    x()", "KeyError: 'missing'"]
+    own = f"{STAMP} WARNING x: item 333: item_error: this is a goat"
+    lines = [f"{STAMP} INFO x: shard 19: items 0..9", f"{STAMP} WARNING x: item 3: item_error: no", *trace]
+    texts = {}
+    for printed in (0, 1, BEFORE, 9):
+        file = write_lines(tmp_path / f"log{printed}", [*lines, *["thinking"] * printed, own])
+        excerpt = excerpt_around(file, file.path.read_text().index(own), N_LINES)
+        texts[printed] = [line.text for line in excerpt.lines][: excerpt.mark]
+        assert excerpt.lines[excerpt.mark].text == own
+    assert texts == {0: [lines[1], *trace], 1: ["thinking"], BEFORE: ["thinking"] * BEFORE, 9: ["thinking"] * BEFORE}
+
+
+def test_of_a_failed_item_nothing_is_shown_of_the_shard_before_its_own(run, tmp_path):
+    shutil.copytree(run.folder, tmp_path / "run")
+    copy = Run.open(tmp_path / "run")
+    [path] = [path for path in copy.logs.glob("*.log") if "item 33: item_error" in path.read_text()]
+    lines = path.read_text().splitlines()
+    begun = next(number for number, line in enumerate(lines) if "shard 4: items" in line)
+    failed = next(number for number, line in enumerate(lines) if "item 33: item_error" in line)
+    write_lines(path, [*lines[: begun + 1], *lines[failed:]])
+    # It may lead to the traceback of item 3, which the same process had before.
+    shards = re.findall(r" shard (\d+): (\w+)", "\n".join(story_of_item(copy, 33).excerpt.texts()))
+    assert shards[0] == ("4", "items")
 
 
 def test_lines_without_a_time_stay_behind_the_line_before_them(tmp_path):

@@ -96,13 +96,14 @@ def test_a_batch_size_is_refused_where_items_are_computed_one_by_one(project, sl
     assert "Under [settings], batch_size is that of its own." in said
 
 
-def test_at_the_walltimes_end_the_item_in_hand_is_left_and_goes_on_later(project, slurmgpu):
+def test_at_the_walltimes_end_the_item_in_hand_is_left_and_goes_on_later(project, slurmgpu, caplog):
     folder = project(3, settings={"n": 10, "step_s": 0.02}, **LONG)
     slurmgpu("plan", "--gpus", "1", "--device", "cpu", cwd=folder, expect=0)
     run = Run.open(folder / "run")
     late = Task(run, Attempt("job", 0, end_time=time.time() + 0.5))
     assert late.run_worker() == 0
     assert late.record.message == "it took no more shards: too little was left of the walltime"
+    assert caplog.messages[-1] == f"timeout: {late.record.message}"
     # Item 1 counts for longer than there is time, and no item after it is begun.
     text = (folder / "workloads.py").read_text()
     slow = text.replace("time.sleep(self.step_s)", "time.sleep(self.step_s + 0.9 * item.index)")

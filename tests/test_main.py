@@ -2,12 +2,16 @@
 
 import errno
 import os
+import subprocess
 import sys
 
 import pytest
 
 from slurmgpu import cli
 from slurmgpu.cli import app
+from tests.pretend_runs import pretend_run
+
+LOCAL = ("--executor", "local", "--gpus", "0", "--tasks", "1")
 
 
 @pytest.fixture
@@ -19,7 +23,8 @@ def failing(monkeypatch):
             raise error
 
         monkeypatch.setattr(app, "app", fail)
-        monkeypatch.setattr(sys, "stdout", sys.stdout)  # which a broken pipe takes away
+        for name in ("stdout", "stderr"):  # which main replaces
+            monkeypatch.setattr(sys, name, getattr(sys, name))
         with pytest.raises(SystemExit) as ended:
             cli.main()
         return ended.value.code
@@ -60,3 +65,70 @@ def test_a_path_that_is_too_long_is_said_to_be(slurmgpu):
     done = slurmgpu("status", "a" * 300, expect=2)
     assert done.stderr.count("\n") == 1
     assert "File name too long" in done.stderr
+
+
+# Output that nobody reads
+
+
+@pytest.fixture
+def unread(tmp_path):
+    """Runs the command line with a pipe that nobody reads as its stdout, or its stderr: what has ended."""
+
+    def call(*argv, stream="stdout"):
+        other = {"stdout": "stderr", "stderr": "stdout"}[stream]
+        reading, writing = os.pipe()
+        os.close(reading)
+        command = [sys.executable, "-m", "slurmgpu", *map(str, argv)]
+        try:
+            return subprocess.run(
+                command, **{stream: writing, other: subprocess.PIPE}, cwd=tmp_path, text=True, timeout=60
+            )
+        finally:
+            os.close(writing)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--help",),
+        ("list", "--json"),
+        ("status", "run"),
+        ("status", "run", "--json"),
+        ("status", "run", "--watch"),
+        ("logs", "run", "0", "--follow"),
+    ],
+    ids=" ".join,
+)
+def test_a_command_that_shows_something_ends_well_when_nobody_reads_it_any_more(unread, tmp_path, argv):
+    run = pretend_run(tmp_path / "run", 600.0, n_tasks=2, executor="local")
+    (run.logs / "4711_0.0.log").write_text("loading\n" * 100)
+    done = unread(*argv)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_exit_code_of_a_command_does_not_depend_on_who_reads_its_output(unread, project, slurmgpu):
+    folder = project(8, settings={"faults": {"3": "exception"}})
+    assert unread("submit", folder / "slurmgpu.toml", *LOCAL).returncode == 0
+    (folder / "run" / "shards" / "00000.h5").unlink()
+    assert unread("merge", folder / "run").returncode == 3
+    assert unread("report", folder / "run").returncode == 3
+    assert unread("report", folder / "nowhere", stream="stderr").returncode == 2
+    assert unread("resubmit", folder / "run", stream="stderr").returncode == 0
+
+
+@pytest.mark.parametrize(("where", "closed", "code"), [("run", "1>&-", 0), ("nowhere", "2>&-", 2)])
+def test_the_exit_code_of_a_command_does_not_depend_on_its_output_being_open(tmp_path, where, closed, code):
+    pretend_run(tmp_path / "run", 600.0, n_tasks=2, executor="local")
+    command = f'exec "{sys.executable}" -m slurmgpu status {where} {closed}'
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False)
+
+
+def test_output_that_a_full_disk_does_not_take_is_told(slurmgpu, tmp_path):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "slurmgpu", "list", "--json"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, cwd=tmp_path, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "No space left on device. Make room there" in done.stderr

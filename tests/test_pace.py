@@ -4,7 +4,8 @@ from dataclasses import asdict
 
 import pytest
 
-from slurmgpu.pace import pace_of, still_waiting
+from slurmgpu.pace import pace_of
+from slurmgpu.waiting import still_waiting
 from tests.pretend_runs import BEGIN, Pretended
 
 SHAPES = {
@@ -126,6 +127,35 @@ def test_shards_for_which_walltimes_leave_no_time_are_counted(steady):
     assert pace.n_shards_left_over == pytest.approx(200 - len(published) - 4 * 9, abs=4)
     throttled = pace_of(steady.plan(), records, published, [pending(96, "JobArrayTaskLimit")], BEGIN + 1000)
     assert throttled.left_s == pytest.approx((200 - len(published)) * 64 / 4, rel=0.2)
+
+
+def running(n_tasks):
+    return [{**pending(1, "None"), "job_id": f"4711_{task}", "state": "RUNNING"} for task in range(n_tasks)]
+
+
+@pytest.mark.parametrize(
+    ("reason", "start"),
+    [("JobArrayTaskLimit", None), ("Priority", None), ("Resources", None), ("Priority", BEGIN + 1060)],
+)
+def test_an_arrays_own_limit_holds_whatever_reason_slurm_names(steady, reason, start):
+    steady.walltime_s = 7200.0
+    records, published = records_at(steady, 1000)
+    rest = {**pending(60, reason, start), "job_id": "4711_[4-63%4]"}
+    for queue in ([*running(4), rest], [rest]):  # squeue may have been asked before the four had started
+        pace = pace_of(steady.plan(), records, published, queue, BEGIN + 1000)
+        assert pace.left_s == pace.left_if_queued_start_s == pytest.approx((200 - len(published)) * 64 / 4, rel=0.2)
+        assert (pace.n_waiting, pace.n_shards_left_over) == (60, 0)
+
+
+def test_where_an_array_has_room_as_many_tasks_as_it_has_room_for_may_start(steady):
+    records, published = records_at(steady, 1000)
+    plan, now = steady.plan(), BEGIN + 1000
+    rest = {**pending(60), "job_id": "4711_[4-63%8]"}
+    requeued = {**pending(1), "job_id": "4711_2"}
+    eight = pace_of(plan, records, published, [*running(4), pending(4)], now)
+    for queue in ([*running(4), rest], [*running(4), rest, requeued], [*running(4), requeued, rest]):
+        throttled = pace_of(plan, records, published, queue, now)
+        assert throttled.left_if_queued_start_s == pytest.approx(eight.left_if_queued_start_s, rel=0.05)
 
 
 def test_a_task_that_slows_down_is_noticed_within_its_shard(steady):

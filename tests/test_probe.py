@@ -1,15 +1,17 @@
 """The probe: which items it takes, what is foretold from its records, and what is queued after it."""
 
 import json
+import re
 import signal
 
 import pytest
 
 import slurmgpu as package
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors.probes import spread
+from slurmgpu.executors.probes import draft_probe, spread
 from slurmgpu.forecast import Observed, about, forecast, mean_within, observe, time_words
 from slurmgpu.inputs import InputSpec, Reader, scan
+from slurmgpu.planning import draft_run
 from slurmgpu.submissions import Submission
 from tests.pretend_runs import Pretended
 from tests.runs import check_rows, records, start, wait_until
@@ -232,15 +234,31 @@ def test_what_cannot_be_probed_is_refused_before_anything_is_computed(project, s
     with pytest.raises(SlurmGPUError, match="1 at least"):
         package.probe(folder / "slurmgpu.toml", 0, executor="local", gpus=0)
     assert "add --probe N" in slurmgpu(*LOCAL, "--yes", cwd=folder, expect=2).stderr
-    said = slurmgpu(*LOCAL, "--probe", "100", cwd=folder, expect=2).stderr
-    assert "the run has 100 items in all" in said
-    assert "such as --probe 50, or submit without" in said
     assert not (folder / "run-probe").exists()
     (folder / "run-probe").mkdir()
     (folder / "run-probe" / "thesis.tex").touch()
     with pytest.raises(SlurmGPUError, match="is no probe"):
         package.probe(folder / "slurmgpu.toml", 8, executor="local", gpus=0)
     assert (folder / "run-probe" / "thesis.tex").exists()
+
+
+@pytest.mark.parametrize(
+    ("n_items", "batch_size", "to_do"),
+    [
+        (100, 4, "has 100 items in all, .* Probe fewer of them, such as --probe 48, or submit without"),
+        (6, 4, "has 6 items in all, .* such as --probe 4, or submit without"),
+        (64, 64, "has 64 items in all, .* Submit without"),
+        (1, 4, "has 1 item in all, .* Submit without"),
+    ],
+)
+def test_a_probe_of_the_whole_run_is_refused_with_one_that_is_less_if_there_is_one(project, n_items, batch_size, to_do):
+    folder = project(n_items, batch_size=batch_size, shard_items=64)
+    with draft_run(folder / "slurmgpu.toml", {}) as draft:
+        with pytest.raises(SlurmGPUError, match=to_do) as refused:
+            draft_probe(draft, n_items)
+        if named := re.search(r"such as --probe (\d+)", str(refused.value)):
+            small = draft_probe(draft, int(named[1])).plan
+            assert small.n_items == int(named[1]) < n_items
 
 
 def test_ctrl_c_at_the_question_queues_nothing_and_says_so(project):

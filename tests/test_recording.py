@@ -45,8 +45,8 @@ def calls(at, *batches):
 
 
 def publishes(at, started, shard=3, won=True):
-    told = {"shard": shard, "items": 8, "errors": 1, "started": started, "seconds": at - started, "won": won}
-    return at, "published", told
+    told = {"shard": shard, "items": 8, "errors": {"item_error": 1}, "won": won}
+    return at, "published", {**told, "started": started, "seconds": at - started}
 
 
 DIES = {"class": "crash", "message": "the worker died by SIGKILL"}
@@ -123,6 +123,14 @@ def test_what_it_published_says_whether_another_was_first(attempt):
     record = attempt(claim(1), publishes(3, 1), claim(3, 4), publishes(9, 3, 4, won=False))
     assert record["published"] == [[3, 1.0, 2.0, True], [4, 3.0, 6.0, False]]
     assert (record["n_items"], record["n_errors"], record["shard"]) == (8, 1, None)
+    assert record["failed"] == [[3, {"item_error": 1}]]
+
+
+def test_what_a_workload_told_last_stands_until_there_is_more_of_it_or_its_worker_is_gone(attempt):
+    told = [claim(1), (2, "tell", {"text": "4 answers judged"}), publishes(3, 1), claim(4, 4)]
+    assert attempt(*told)["progress"] == "4 answers judged"
+    assert attempt(*told, (5, "bury", DIES), claim(6, 4))["progress"] is None
+    assert attempt(*told, (5, "end"))["progress"] is None
 
 
 def test_a_record_of_many_shards_is_written_with_a_line_for_each_field(attempt, tmp_path):

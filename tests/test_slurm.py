@@ -105,7 +105,7 @@ def test_faults_of_items_cost_their_items_alone(project, slurmgpu):
     assert "ValueError: cannot do item 50" in error
     name = report(folder)["attempts"][0]["attempt"]
     said = slurmgpu("logs", "run", name, cwd=folder, expect=0, TZ="Asia/Tokyo").stdout
-    order = [said.index(text) for text in ("Loading pickle", "this worker is process", "Exiting after successful")]
+    order = [said.index(text) for text in ("Loading pickle", "this worker is process", "takes no more shards")]
     assert order == sorted(order)
     said = slurmgpu("logs", "run", "--merge", cwd=folder, expect=0).stdout
     assert "merged: complete, 80 of 80 rows, 3 of them failed" in said
@@ -160,6 +160,8 @@ def test_a_task_takes_no_shard_that_would_not_fit_in_the_walltime(project, slurm
     check_rows(folder, 400)
     first = [r for r in records(folder) if r["submission"] == 1]
     assert {(r["failure"], r["reason"]) for r in first} == {("timeout", "deadline")}
+    logs = [(folder / "run" / "logs" / f"{r['job']}_{r['task']}_0_log.err").read_text() for r in first]
+    assert all(log.splitlines()[-1].endswith("too little was left of the walltime") for log in logs)
 
 
 def test_items_that_outlast_the_walltime_go_on_from_their_progress_in_the_next_submissions(project, slurmgpu):
@@ -188,6 +190,9 @@ def test_a_shard_that_outlasts_the_walltime_is_given_back_as_a_timeout(project, 
     shown = slurmgpu("status", "run", cwd=folder, expect=0).stdout
     assert "timeout" in shown
     assert "Shard 1 did not fit in the walltime" in shown
+    said = slurmgpu("logs", "run", "--class", "timeout", "-n", "1", cwd=folder, expect=0).stdout
+    assert " WARNING slurmgpu.task: timeout: stopped by SIGTERM" in said
+    assert not any("Bypassing" in log.read_text() for log in (folder / "run" / "logs").glob("*_log.*"))
 
 
 def test_a_preempted_task_is_requeued_and_the_run_completes(project, slurmgpu, cluster):

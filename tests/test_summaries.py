@@ -104,6 +104,8 @@ def test_values_are_lines_and_what_has_rows_and_columns_is_a_table(capsys):
         "confusion": {"a": {"a": 1, "[b]": 0}, "[b]": {"a": 1000, "[b]": 2}},
         "rates": {"a": {"x": {"hit_rate": 0.5}, "y": {"hit_rate": None}}},
         "uneven": {"a": {"x": 1}, "b": {"y": 1}},
+        "worst": [{"item": 3, "loss": 1.5, "near": [{"item": 4}]}, {"item": 7, "loss": 0.5, "near": []}],
+        "mixed": [{"item": 3}, 4],
         "how": {},
         "groups": {"": {"n": 1}, "b": {"n": 2}},
         "hint": "Do it again.",
@@ -120,6 +122,7 @@ summary
   macro f1           0.123
   tokens per answer  1,234.6
   nothing            –
+  mixed              {"item": 3} – 4
   off by: mean -1.23e-05, worst 0.0123, none 0.000
   labels: a 1, [b] 2
 
@@ -130,7 +133,11 @@ summary
   rates: a  hit rate
   x            50.0%
   y                –
-  uneven: report --json has it
+  uneven: objects with different keys; report --json has them
+
+  worst  item   loss         near
+  1         3  1.500  {"item": 4}
+  2         7  0.500
 
   groups  n
   (none)  1

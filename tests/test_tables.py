@@ -8,7 +8,11 @@ import sys
 
 import pytest
 
-from slurmgpu.cli.tables import show_report
+from slurmgpu.cli.columns import used_by
+from slurmgpu.cli.tables import show_report, show_status
+from slurmgpu.report import build_report
+from slurmgpu.status import read_status
+from tests.pretend_runs import BEGIN, pretend_run
 
 LONG = "The image /images/judge.sif is not on gpu-a100-07: there is no such file. Put it there, or set stage. " * 2
 
@@ -91,6 +95,54 @@ def test_missing_shards_that_lie_side_by_side_are_one_line_and_a_damaged_one_has
         "  shard 5: items 40..47",
         "  shards 7..8: items 56..71",
     ]
+
+
+def test_what_items_and_nodes_write_does_nothing_to_the_terminal(tmp_path, capsys):
+    nasty = "\x1b[2J\x1b]0;pwned\x07[/b]\u202e\r"
+    run = pretend_run(tmp_path / "run", 300.0, n_tasks=2)
+    report = build_report(run, errors=[(3, f"item_error: {nasty}")], merged_rows=16)
+    report |= {"missing": [{**report["missing"][0], "damaged": nasty}], "summary": {nasty: nasty, "of": {nasty: 1}}}
+    report["attempts"][0] |= {"failure": "crash", "message": nasty, "traceback": f"{nasty}\n  more", "node": nasty}
+    report["submissions"][0]["inject"] = [nasty]
+    show_report({**report, "run": nasty})
+    status = read_status(run, now=BEGIN + 300.0)
+    status["attempts"][0] |= {"progress": nasty, "node": nasty}
+    status["attempts"][1] |= {"failure": "crash", "message": nasty}
+    show_status({**status, "run": nasty, "damaged_records": [nasty]})
+    printed = capsys.readouterr().out
+    assert "pwned" not in printed
+    assert not {"\x1b", "\x07", "\u202e", "\r"} & set(printed)
+    assert "\n  more\n" in printed
+
+
+def test_attempts_and_the_names_behind_a_failure_are_in_the_order_of_the_tasks(tmp_path, capsys):
+    run = pretend_run(tmp_path / "run", 300.0, n_tasks=12)
+    report = build_report(run, errors=[], merged_rows=16)
+    for attempt in report["attempts"]:
+        attempt |= {"failure": "crash", "message": "gone"}
+    show_report({**report, "attempts": sorted(report["attempts"], key=lambda a: a["attempt"])})
+    printed = capsys.readouterr().out
+    assert [line.split()[0] for line in printed.splitlines() if line.startswith("4711_")] == [
+        f"4711_{number}.0" for number in range(12)
+    ]
+    assert "\n  4711_0.0, 4711_1.0, 4711_2.0 and 9 more: crash: gone\n" in printed
+
+
+def test_a_report_ends_with_the_command_that_computes_the_rest_or_the_failed_items(tmp_path, capsys):
+    run = pretend_run(tmp_path / "a run", 300.0)
+    report = build_report(run, errors=[(3, "item_error: no")], merged_rows=16)
+    show_report(report)
+    assert capsys.readouterr().out.endswith(f"\nto compute the rest: slurmgpu resubmit {run.typed}\n")
+    complete = {**report, "complete": True, "missing": [], "resubmit": None}
+    show_report(complete)
+    assert capsys.readouterr().out.endswith(f" is mended: slurmgpu resubmit {run.typed} --failed\n")
+    show_report({**complete, "errors": [], "n_errors": 0})
+    assert "resubmit" not in capsys.readouterr().out
+
+
+def test_memory_that_would_be_nothing_with_one_decimal_is_shown_with_two():
+    usage = {"host_memory_peak_bytes": 45_000_000, "gpu_memory_peak_bytes": 61_000_000_000}
+    assert used_by([{"usage": usage}, {"usage": {}}]) == {"GPU GB": ["61.0", "–"], "host GB": ["0.04", "–"]}
 
 
 def test_a_status_loses_nothing_on_80_columns(run, on_a_terminal):

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import termios
@@ -14,9 +15,11 @@ import tracemalloc
 import pytest
 from rich.console import Console
 
+from slurmgpu.cli import watch as watching
 from slurmgpu.cli.keys import Keyboard
 from slurmgpu.cli.looking import Look, Lookout, last_line
 from slurmgpu.cli.screens import Screen
+from slurmgpu.cli.watch import line_of
 from slurmgpu.cli.words import last_message, plain, state_of, tasks_of
 from slurmgpu.executors import queue
 from slurmgpu.status import StatusReader
@@ -84,7 +87,7 @@ def test_a_row_has_state_node_gpu_memory_shard_rate_and_the_last_message(tmp_pat
     run = pretend_run(tmp_path / "judge", 300, n_tasks=2)
     at = "2026-11-22T03:00:00.123+00:00"
     own = f"{at} INFO slurmgpu.worker: shard 7: items 56..63\n"
-    (run.logs / "4711_1.0.log").write_text(f"first\n{at} WARNING judge: too long\n{own * 100}\n")
+    (run.logs / "4711_1.0.log").write_text(f"first\n{own}{at} WARNING judge: too long\n{own * 100}\n")
     lines = drawn(screen_of(run, 300))
     [row] = [line.split() for line in lines if line.startswith("4711_1.0")]
     assert row[:3] == ["4711_1.0", "running", "gpu000"]
@@ -120,6 +123,15 @@ def test_of_a_task_that_was_requeued_the_latest_attempt_is_shown(tmp_path):
     assert sum(name.endswith(".1") for name in names) == 3
 
 
+def test_of_a_requeued_task_the_latest_attempt_is_shown_whatever_its_nodes_clock_says(tmp_path):
+    run = pretend_run(tmp_path / "judge", 600, n_tasks=2, n_shards=50)
+    record = json.loads((run.tasks / "4711_0.0.json").read_text())
+    late = {**record, "attempt": "4711_0.1", "restart": 1, "started": record["started"] - 90}
+    (run.tasks / "4711_0.1.json").write_text(json.dumps(late))
+    (run.tasks / "4711_0.0.json").write_text(json.dumps({**record, "state": "ended", "failure": "preempted"}))
+    assert [t["attempt"] for t in tasks_of(StatusReader(run).read(now=BEGIN + 600))] == ["4711_0.1", "4711_1.0"]
+
+
 def test_what_a_run_says_of_itself_does_nothing_to_the_terminal(tmp_path):
     name = "[red]judge[/] \x1b[2J\x07"
     assert plain(f"a{name}\r\n b\x9b2J") == "a[red]judge[/] b 2J"
@@ -152,6 +164,29 @@ WORKER = f"{AT} INFO slurmgpu.worker:"
 def test_the_last_line_of_a_log_is_the_workloads_or_a_warning(tmp_path, text, line):
     (tmp_path / "log").write_text(text)
     assert last_line(tmp_path / "log") == line
+
+
+LOADING = "loading the model\rLoading weights: 10%\rLoading weights: 100%"
+BEGUN = f"{WORKER} shard 0: items 0..7\n"
+PUBLISHED = f"{WORKER} shard 0: published after 1.2 s; 0 of 8 items failed\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (f"{LOADING}\n", ""),
+        (f"{LOADING}{BEGUN}", ""),
+        (f"{LOADING}\n{BEGUN}{PUBLISHED}{BEGUN}", ""),
+        (f"{LOADING}\n{BEGUN}4 of 8\n", "4 of 8"),
+        (f"{LOADING}\n{BEGUN}8 of 8\n{PUBLISHED}{BEGUN}", "8 of 8"),
+        (f"{BEGUN}8 of 8\n{WORKER} this worker is process 3 of attempt 1_0.0\n{LOADING}\n", ""),
+        (f"{LOADING * 1000}{BEGUN}", ""),
+        (f"{LOADING}\n{BEGUN}" + "step 5 of 9\n" * 5000, "step 5 of 9"),
+    ],
+)
+def test_what_was_said_before_the_first_shard_is_no_message_of_one_that_computes(tmp_path, text, line):
+    (tmp_path / "log").write_text(text)
+    assert last_line(tmp_path / "log", computes=True) == line
 
 
 TASK = {"state": "running", "failure": None, "silent": False, "age_s": 2.0, "state_since": BEGIN, "shard": 3}
@@ -189,6 +224,75 @@ def test_a_damaged_record_and_a_damaged_sample_cost_a_row_and_a_number(tmp_path)
     text = "\n".join(drawn(screen_of(run, 300)))
     assert "records: 1 damaged" in text
     assert "tasks 1–3 of 3: 3 running" in text
+
+
+def words_of(run, now_s, queue=None):
+    status = StatusReader(run).read(queue, now=BEGIN + now_s)
+    return line_of(status).partition("; ")[2]
+
+
+def test_a_line_says_what_the_walltimes_leave_only_if_nobody_waits(tmp_path):
+    run = pretend_run(tmp_path / "judge", 600, n_tasks=4, n_shards=900, walltime_s=1200.0)
+    waiting = {"job_id": "4711_[4-9]", "state": "PENDING", "reason": "Priority", "start": None, "n_tasks": 6}
+    assert re.search(r"items/s, \d+ shards will be left when the walltimes end$", words_of(run, 600))
+    assert "when the walltimes end" not in words_of(run, 600, [waiting])
+    for task in range(4):  # all is computed
+        path = run.tasks / f"4711_{task}.0.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "state": "ended", "shard": None}))
+    for shard in range(900):
+        run.shard_path(shard).touch()
+    told = words_of(run, 600, [{**waiting, "reason": "JobArrayTaskLimit"}])
+    assert told.endswith("; 4 of 10 tasks ended; waiting for the merge; 6 pending (JobArrayTaskLimit)")
+
+
+def test_a_share_is_never_rounded_up_to_all_of_it(tmp_path):
+    run = pretend_run(tmp_path / "judge", 300, n_tasks=2)
+    status = {**StatusReader(run).read(now=BEGIN + 300), "n_items": 10_000, "n_items_done": 9_999}
+    assert "9,999 of 10,000 items (99.9%)" in line_of(status)
+    assert "9,999 of 10,000   99.9%" in "\n".join(drawn(Screen(status, tasks_of(status))))
+
+
+@pytest.mark.parametrize("n_tasks", [0, 3])
+def test_a_run_of_which_nothing_is_left_says_how_long_it_is_watched(tmp_path, n_tasks):
+    run = pretend_run(tmp_path / "judge", 300, n_tasks=n_tasks)
+    said = "no job of it is left; if its merge does not write its end within 45 s, this ends"
+    assert said in words_of(run, 900, [])
+    lines = drawn(screen_of(run, 900, []), (100, 24))
+    assert f"merge    {said}" in "\n".join(lines)
+    assert any(line.startswith("no task has started  ") for line in lines) == (not n_tasks)
+
+
+class Seen:
+    """A Lookout whose second look comes between any two glances at it."""
+
+    error, words, visible = None, {}, ()
+
+    def __init__(self, first, last, on_look):
+        self._looks, self.has_ended, self._last = [first], False, last
+        on_look()
+
+    @property
+    def status(self):
+        self.has_ended = True
+        return self._looks.pop() if self._looks else self._last
+
+    def start(self):
+        pass
+
+    def stop(self):
+        pass
+
+
+def test_the_last_status_is_told_and_decides_the_exit_code(tmp_path, monkeypatch, capsys):
+    run = pretend_run(tmp_path / "judge", 300, n_tasks=2)
+    first = StatusReader(run).read(now=BEGIN + 300)
+    monkeypatch.setattr(
+        watching, "Lookout", lambda run, on_look: Seen(first, {**first, "state": "incomplete"}, on_look)
+    )
+    told = []
+    assert watching.watch(run, on_look=lambda status: told.append(status["state"])) == 3
+    assert told == ["running", "incomplete"]
+    assert capsys.readouterr().out.splitlines()[-1].split()[1:3] == ["judge", "incomplete;"]
 
 
 @pytest.mark.parametrize("lines", [3, 5, 6, 7])
@@ -306,7 +410,7 @@ def test_a_real_run_is_watched_to_its_end_and_left_alone_by_who_looks_away(proje
         long.see(lambda t: "workers: " in t.text and "crash" in t.text and " left" in t.text)
         assert long.end(120) == 0
         assert "run  complete  60 of 60 items" in long.text
-        assert "crash 2" in long.text or long.text.count("crash 1") == 2  # item 17 has killed two workers
+        assert "crash ×2" in long.text or long.text.count("crash ×1") == 2  # item 17 has killed two workers
         lines = piped.communicate()[0].splitlines()
     assert run.wait(timeout=60) == 0
     assert len(lines) >= 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import logging
 import sys
 
@@ -19,29 +18,29 @@ TO_DO = {
 }
 """What the user can do about an error of a file, by its number; any other one is a bug."""
 
+SHOWING = {"status", "logs", "export"}
+"""Commands that print much, or without end, and do nothing else."""
+
 
 def main() -> None:
     """The console script: exit codes as docs/reference/cli.md promises them."""
     from slurmgpu.cli.app import app
     from slurmgpu.cli.output import complain
+    from slurmgpu.cli.streams import prepare_streams
     from slurmgpu.errors import SlurmGPUError
 
-    for stream in (sys.stdout, sys.stderr):
-        # Names of files are any bytes: what has no letter becomes an escape, in JSON the one that JSON has for it.
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    prepare_streams(showing=bool(SHOWING & set(sys.argv[1:2])))
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except SlurmGPUError as error:
         complain(str(error))
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:
-        # The reader of our output, `head` say, has seen enough. Nothing is left to be flushed at exit.
-        sys.stdout = None
-        sys.exit(0)
     except OSError as error:
         where = error.filename or ("A file that it writes" if TO_DO.get(error.errno or 0) == ROOM else None)
         if where is None or error.errno not in TO_DO:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from slurmgpu import submissions
 from slurmgpu.cli.logs import Printer, labels_of, print_run
 from slurmgpu.logs import Line, LogFile, last_end, merge_files, read_lines, zone_of
 from slurmgpu.runs import Run
@@ -57,8 +58,7 @@ class Following:
 
     def _look(self) -> bool:
         """Find the files there are by now; whether nobody will write to them any more."""
-        lines = self.run.submissions()
-        is_over = bool(lines) and lines[-1]["state"] in ("ended", "refused")
+        is_over = submissions.is_over(self.run.submissions())
         if self.records is None:
             labels = {file: file.source for file in merge_files(self.run)}
         else:

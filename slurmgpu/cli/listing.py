@@ -15,11 +15,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from slurmgpu.cli.completing import PROBE
-from slurmgpu.cli.output import count_of, say, wide_console
+from slurmgpu.cli.output import count_of, say, share_of, wide_console
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import commands, queue
 from slurmgpu.report import read_report
 from slurmgpu.runs import Run
+from slurmgpu.states import is_told
 from slurmgpu.status import read_status
 
 LIST_FORMAT = "slurmgpu list"
@@ -136,7 +137,7 @@ def _queue(runs: Sequence[Run], notes: Counter[str]) -> list[queue.QueuedJob] | 
         return queue.own_jobs()
     except commands.SlurmUnavailableError as error:
         if any(_is_queued(run) for run in runs):
-            notes[f"The queue is not known. {str(error).replace('{', '(').replace('}', ')')}"] += 1
+            notes[f"The queue is not known: {queue.in_short(error).replace('{', '(').replace('}', ')')}."] += 1
         return None
 
 
@@ -181,10 +182,14 @@ def _probed(run: Run) -> str | None:
 
 def _standing(run: Run, queued: Sequence[Any] | None) -> dict[str, Any]:
     """State and counts of a run: of one that has ended from its report, and only else from its attempts' records."""
-    report, lines = read_report(run), run.submissions()
+    try:
+        report, problem = read_report(run), None
+    except SlurmGPUError as error:
+        report, problem = None, str(error)
+    lines = run.submissions()
     n_done = sum(stop - start for start, stop in map(run.plan.bounds, run.published()))
-    standing: dict[str, Any] = {"n_items": run.plan.n_items, "n_items_done": n_done}
-    if report is None or queued or not lines or lines[-1]["state"] not in ("ended", "refused"):
+    standing: dict[str, Any] = {"n_items": run.plan.n_items, "n_items_done": n_done, "problem": problem}
+    if report is None or not is_told(lines, report["submissions"], queued):
         status = read_status(run, queued)
         standing |= {key: status[key] for key in ("state", "n_errors")}
     else:
@@ -234,7 +239,7 @@ def _cells(row: dict[str, Any], folder: Path) -> list[str]:
         _typed(row["run_dir"], folder),
         row["state"] if row["probe_of"] is None else f"probe of {Path(row['probe_of']).name}, {row['state']}",
         "–" if total is None else f"{done:,} of {total:,}",
-        "–" if not total else f"{int(1000 * done / total) / 10:.1f}%",  # 100 % is all of them
+        "–" if not total else share_of(done, total),
         "–" if row["n_errors"] is None else f"{row['n_errors']:,}",
         "–" if row["gpu_hours"] is None else f"{row['gpu_hours']:,.2f}",
         "–" if row["age_s"] is None else f"{_duration(row['age_s'])} ago",

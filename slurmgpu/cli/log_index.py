@@ -12,16 +12,14 @@ from slurmgpu.cli.output import say, size_of
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.runs import Run
 from slurmgpu.searching import read_index
-
-SIZE_WIDTH = 7
+from slurmgpu.submissions import is_over
 
 
 def show_index(run: Run) -> None:
     """Each attempt in the order of tasks, how it stands or ended, and its log files; empty ones are left out."""
     index = read_index(run)
     if not index["attempts"]:
-        lines = run.submissions()
-        if lines and lines[-1]["state"] in ("ended", "refused"):
+        if is_over(run.submissions()):
             raise SlurmGPUError(
                 f"No task of {run.folder} ever started, and its last submission is over. "
                 f"`slurmgpu resubmit {run.typed}` submits it again."
@@ -44,9 +42,9 @@ def _in_task_order(attempt: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _files(files: Sequence[Mapping[str, Any]]) -> str:
-    """Names and sizes, what the worker wrote first: it is looked for most."""
+    """Names with their sizes, what the worker wrote first: it is looked for most."""
     written = sorted((file for file in files if file["size_bytes"]), key=_by_writer)
-    return "  ".join(f"{size_of(file['size_bytes']):>{SIZE_WIDTH}} {Path(file['path']).name}" for file in written)
+    return "  ".join(f"{Path(file['path']).name} ({size_of(file['size_bytes'])})" for file in written)
 
 
 def _by_writer(file: Mapping[str, Any]) -> tuple[bool, bool]:

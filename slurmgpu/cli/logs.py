@@ -13,7 +13,7 @@ from rich.style import Style
 
 from slurmgpu.cli.log_index import show_index
 from slurmgpu.cli.output import count_of, result, result_json, say
-from slurmgpu.cli.unstarted import ENDS, is_over, refuse_unstarted, refuse_unsubmitted
+from slurmgpu.cli.unstarted import is_at_rest, refuse_unstarted, refuse_unsubmitted
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.logs import (
     Line,
@@ -29,6 +29,7 @@ from slurmgpu.logs import (
 from slurmgpu.runs import Run
 from slurmgpu.searching import Excerpt, Story, events_of_class, read_index, story_of_item
 from slurmgpu.searching.excerpts import N_LINES
+from slurmgpu.submissions import is_over
 
 N_EXCERPTS = 3
 """So many failures of a class are shown with the lines around them."""
@@ -91,15 +92,15 @@ def print_merge(run: Run, n_lines: int | None, *, follow: bool) -> None:
     from slurmgpu.cli.following import Following
 
     files = merge_files(run)
-    last = (run.submissions() or [{"state": None}])[-1]
-    if not files and last.get("by_hand") and (last["state"] in ENDS or not follow):
-        job = last.get("merge_job", "JOB")
+    lines = run.submissions()
+    if not files and lines and lines[-1].get("by_hand") and (is_over(lines) or not follow):
+        job = lines[-1].get("merge_job", "JOB")
         raise SlurmGPUError(
             f"{run.folder} has no log of a merge: it was submitted by hand. If sbatch/merge.sbatch has run, its output "
             f"is in slurmgpu-merge-{job}.out, where you typed sbatch. "
             f"`slurmgpu report {run.typed}` shows what came of it."
         )
-    if not files and (last["state"] in ENDS or not follow):
+    if not files and (is_over(lines) or not follow):
         raise SlurmGPUError(
             f"{run.folder} has no log of a merge: none has started, or the command itself merged, as with the executor "
             f"local, and what it said went to its terminal. `slurmgpu report {run.typed}` shows what came of it."
@@ -160,7 +161,7 @@ def print_item(run: Run, index: int, n_lines: int | None) -> None:
     story = story_of_item(run, index, n_lines or N_LINES)
     result(story.sentence)
     show_story(story)
-    if story.ended == "missing" and is_over(run):
+    if story.ended == "missing" and is_at_rest(run):
         say(f"next: slurmgpu resubmit {run.typed}")
 
 

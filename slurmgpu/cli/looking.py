@@ -11,10 +11,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slurmgpu.cli.words import plain
+from slurmgpu.cli.words import GRACE_S, plain
 from slurmgpu.executors.queue import may_be_queued, queued_jobs
 from slurmgpu.runs import Run
-from slurmgpu.status import Queue, StatusReader
+from slurmgpu.status import StatusReader
+from slurmgpu.waiting import Queue
 
 LOOK_S = 1.0
 QUEUE_S = 30.0
@@ -24,13 +25,13 @@ REST = 4
 JOIN_S = 0.2
 PATIENCE_S = 5.0
 """The first answer of squeue is waited for, for so long."""
-GRACE_S = 45.0
-"""A run whose tasks are over is waited for: its merge is about to write its end, or the queue was asked too early."""
 TAIL_BYTES = 16_384
 PREFIX = re.compile(r"^\d{4}-\d\d-\d\d[T ][\d:.,]+(?:Z|[+-]\d\d:?\d\d)? (?:[A-Z]+ )?(?:[\w.]+: )?")
 """What logging writes before a message: its time, level and logger."""
 OWN = re.compile(r"\d{4}-\d\d-\d\dT\S+ INFO slurmgpu\..*")
 """What says which shard is begun or published, as the columns do; behind a progress bar, or on a line of its own."""
+BEGINS = re.compile(r" INFO slurmgpu\.worker: shard \d+: items ")
+"""What says that a shard is begun."""
 FIRST_WORDS = " INFO slurmgpu.worker: this worker is process "
 """A worker's first line."""
 
@@ -51,9 +52,9 @@ class Look:
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """The status at a moment, and by attempt the last line of the log; both in detail for the visible alone."""
         status = self._reader.read(queued, now=now, gpus_of=visible)
-        living = [a["attempt"] for a in status["attempts"] if a["state"] != "ended" and not a["progress"]]
+        living = {a["attempt"]: a for a in status["attempts"] if a["state"] != "ended" and not a["progress"]}
         names = [name for name in living if visible is None or name in visible]
-        self._lines = {name: self._last_line(name) for name in names}
+        self._lines = {name: self._last_line(name, living[name]["state"] == "running") for name in names}
         return status, {name: line for name, (_, line) in self._lines.items()}
 
     def has_ended(self, status: Mapping[str, Any]) -> bool:
@@ -64,21 +65,22 @@ class Look:
         self._over_since = status["time"] if self._over_since is None else self._over_since
         return bool(status["time"] - self._over_since >= GRACE_S)
 
-    def _last_line(self, attempt: str) -> tuple[object, str]:
+    def _last_line(self, attempt: str, computes: bool) -> tuple[object, str]:
         path = self.run.logs / f"{attempt}.log"
         known = self._lines.get(attempt)
         try:
             found = path.stat()
-            mark = (found.st_mtime_ns, found.st_size)
-            return known if known is not None and known[0] == mark else (mark, last_line(path))
+            mark = (found.st_mtime_ns, found.st_size, computes)
+            return known if known is not None and known[0] == mark else (mark, last_line(path, computes))
         except OSError:
             return None, ""
 
 
-def last_line(path: Path) -> str:
+def last_line(path: Path, computes: bool = False) -> str:
     """The last line of a log that says something, without its time; from the file's end alone.
 
-    That is the workload's, or a warning, of the worker that lives: which shard it has, the record knows better.
+    That is the workload's, or a warning, of the worker that lives: which shard it has, the record knows better. Of one
+    that `computes`, what was said before it did is the past.
     """
     with open(path, "rb") as file:
         start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
@@ -86,12 +88,14 @@ def last_line(path: Path) -> str:
         text = file.read().decode(errors="replace")
     # A progress bar writes over its line after a carriage return.
     lines = re.split(r"[\r\n]", text)
-    for line in reversed(lines[1:] if start and len(lines) > 1 else lines):
-        if FIRST_WORDS in line:
-            break  # what is above is of another worker, which has died
-        if said := plain(PREFIX.sub("", OWN.sub("", line))):
-            return said
-    return ""
+    lines = lines[1:] if start and len(lines) > 1 else lines
+    firsts = [number for number, line in enumerate(lines) if FIRST_WORDS in line]
+    lines = lines[firsts[-1] + 1 :] if firsts else lines  # what is above is of another worker, which has died
+    begun = [number for number, line in enumerate(lines) if BEGINS.search(line)]
+    if computes and (begun or firsts or not start):
+        lines = lines[begun[0] + 1 :] if begun else []
+    said = (plain(PREFIX.sub("", OWN.sub("", line))) for line in reversed(lines))
+    return next(filter(None, said), "")
 
 
 class Lookout:

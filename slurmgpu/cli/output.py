@@ -11,20 +11,24 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from slurmgpu.escapes import harmless
+
 
 def complain(text: str) -> None:
     """A sentence for the user, on stderr."""
-    Console(stderr=True, soft_wrap=True, highlight=False, emoji=False).print(f"[bold red]error:[/] {escape(text)}")
+    Console(stderr=True, soft_wrap=True, highlight=False, emoji=False).print(
+        f"[bold red]error:[/] {escape(harmless(text))}"
+    )
 
 
 def say(text: str) -> None:
     """A line beside the result, on stderr."""
-    Console(stderr=True, soft_wrap=True, highlight=False, emoji=False).print(escape(text))
+    Console(stderr=True, soft_wrap=True, highlight=False, emoji=False).print(escape(harmless(text)))
 
 
 def result(text: str) -> None:
     """A line of the result, on stdout."""
-    Console(soft_wrap=True, highlight=False, emoji=False).print(escape(text))
+    Console(soft_wrap=True, highlight=False, emoji=False).print(escape(harmless(text)))
 
 
 def result_json(value: Any) -> None:
@@ -121,3 +125,8 @@ def size_of(size: int) -> str:
 def count_of(count: int, thing: str) -> str:
     """So many of a thing, in the plural where there are more or fewer than one."""
     return f"{count:,} {thing}{'' if count == 1 else 's'}"
+
+
+def share_of(done: int, total: int) -> str:
+    """How much of it is done, in percent with one decimal, cut and not rounded: 100.0% is all of it."""
+    return f"{1000 * done // total / 10:.1f}%" if total else "–"

@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from slurmgpu.cli.output import share_of
 from slurmgpu.cli.words import (
     Attempt,
     Status,
@@ -22,6 +23,7 @@ from slurmgpu.cli.words import (
     merge_words,
     pace_words,
     part_of,
+    parting_words,
     plain,
     queue_words,
     rate_of,
@@ -76,7 +78,8 @@ class Screen:
             n_shown = min(n_rows, len(self.tasks) - first)
             yield Group(*[Text()] * (n_rows - n_shown), _foot(self.tasks, first, n_shown))
         else:
-            yield Text("no task has started yet", style="dim")
+            yet = "" if self.status["state"] in ("ended", "complete", "incomplete") else " yet"
+            yield Text(f"no task has started{yet}", style="dim")
 
     def _head(self, width: int) -> list[RenderableType]:
         status = self.status
@@ -87,7 +90,7 @@ class Screen:
         title.append(f"  {HINT}", "dim")
         done = ((status["n_items_done"], status["n_items"]), (status["n_shards_done"], status["n_shards"]))
         bars = [_bar(name, *of, width) for name, of in zip(("items", "shards"), done, strict=True)]
-        going = (("pace", pace_words(status)), ("merge", merge_words(status)))
+        going = (("pace", pace_words(status)), ("merge", merge_words(status) or parting_words(status)))
         said = (*going, ("failures", failure_words(status)), ("queue", queue_words(status)))
         lines = [_line(name, text, "red" if name == "failures" else "") for name, text in said if text]
         return [_cut(title), *bars, *lines, *([_line("note", plain(self.note), "yellow")] if self.note else [])]
@@ -109,7 +112,7 @@ def _bar(name: str, done: int, total: int, width: int) -> Table:
     grid.add_column(width=max(4, width - 8 - len(counts) - 12))
     grid.add_column(width=len(counts), no_wrap=True)
     grid.add_column(width=7, no_wrap=True, justify="right")
-    grid.add_row(Text(name, "bold"), ProgressBar(total=max(1, total), completed=done), counts, f"{done / total:.1%}")
+    grid.add_row(Text(name, "bold"), ProgressBar(total=max(1, total), completed=done), counts, share_of(done, total))
     return grid
 
 

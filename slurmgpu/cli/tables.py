@@ -9,13 +9,14 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from slurmgpu.cli.output import count_of, result, say, wide_console
+from slurmgpu.attempts import IDLE_PERCENT, in_task_order
+from slurmgpu.cli.columns import counts_of, doing_now, show_table, used_by
+from slurmgpu.cli.output import count_of, result, say, share_of, wide_console
 from slurmgpu.cli.summaries import show_summary
-from slurmgpu.cli.words import if_words, in_task_order, merge_words, moment, pace_words, rate_of, shard_of, state_of
-from slurmgpu.ledger import KINDS
-from slurmgpu.report import IDLE_PERCENT, last_death
+from slurmgpu.cli.words import if_words, merge_words, moment, pace_words, plain, shard_of, span_of, state_of
+from slurmgpu.ledger import KINDS, energy_in_words, in_words
+from slurmgpu.report import last_death
 
 MAX_LISTED = 20
 """Failed items, holes and messages that are listed; the JSON has all."""
@@ -23,12 +24,6 @@ MAX_ATTEMPTS = 200
 MAX_NAMES = 3
 MIN_HOURS = 0.05
 """Of fewer hours it is not told where they went: that of some minutes says nothing of those of a day."""
-
-WORDS = {"attempt", "node", "state", "progress", "end", "last word"}
-"""Columns of text; the others are numbers."""
-FOLDING = {"node", "progress", "end"}
-"""Of these, the ones that take several lines where the terminal is narrow."""
-
 
 Hole = Mapping[str, Any]
 """A shard that a report misses."""
@@ -42,37 +37,20 @@ def show_status(status: Mapping[str, Any], max_rows: int | None = None) -> None:
     console = wide_console()
     done, total = status["n_items_done"], status["n_items"]
     console.print(
-        f"[bold]{escape(status['run'])}[/]  {status['state']}  {done:,} of {count_of(total, 'item')} "
-        f"({done / total:.1%}), {status['n_shards_done']:,} of {count_of(status['n_shards'], 'shard')}, "
-        f"{count_of(status['n_errors'], 'item')} failed"
+        f"[bold]{escape(plain(status['run']))}[/]  {status['state']}  {done:,} of {count_of(total, 'item')} "
+        f"({share_of(done, total)}), {status['n_shards_done']:,} of {count_of(status['n_shards'], 'shard')}"
     )
     knows_pace = status["pace"]["items_per_s"] is not None or status["pace"]["left_s"]
     going = [pace_words(status), if_words(status)] if knows_pace else []
     if told := [part for part in (*going, merge_words(status)) if part]:
         result("; ".join(told))
+    if status["n_errors"]:
+        result(f"failed items: {', '.join(f'{n:,} {name}' for name, n in status['errors_by_class'].items())}")
     attempts = in_task_order(status["attempts"])
     if max_rows is not None and len(attempts) > max_rows:
         attempts = [a for a in attempts if state_of(a) != "ended"][:max_rows]
     if attempts:
-        names = {"attempt": [a["attempt"] for a in attempts]}
-        columns = {
-            **names,
-            "node": [a["node"] for a in attempts],
-            "state": list(map(state_of, attempts)),
-            "shard": list(map(shard_of, attempts)),
-            **({"progress": [a["progress"] or "" for a in attempts]} if any(a["progress"] for a in attempts) else {}),
-            **_counts(attempts),
-            "last word": [
-                a["failure"] or ("" if a["state"] == "ended" else f"{a['age_s']:.0f} s ago") for a in attempts
-            ],
-        }
-        now = _now(attempts)
-        if now and _width(console, _table(console, {**columns, **now})) > console.width:
-            console.print(_table(console, columns))
-            console.print()
-            console.print(_table(console, {**names, **now}))
-        else:
-            console.print(_table(console, {**columns, **now}))
+        _show_living(console, attempts)
     _more(len(status["attempts"]), "status --json lists them", len(attempts))
     _show_failures(console, attempts)
     for name in status["damaged_records"]:
@@ -81,22 +59,52 @@ def show_status(status: Mapping[str, Any], max_rows: int | None = None) -> None:
         if job["state"] == "PENDING":
             start = f", start estimated for {moment(job['start'], status['time'])}" if job["start"] else ""
             result(f"queued: {job['job_id']} ({job['reason']}{start})")
+    if command := _next(status):
+        say(f"next: {command}")
+
+
+def _show_living(console: Console, attempts: Sequence[Mapping[str, Any]]) -> None:
+    """The attempts of a status, in one table, or where the terminal is narrow in two."""
+    names = {"attempt": [a["attempt"] for a in attempts]}
+    progress = [a["progress"] or "" for a in attempts]
+    columns = {
+        **names,
+        "node": [a["node"] for a in attempts],
+        "state": list(map(state_of, attempts)),
+        "shard": list(map(shard_of, attempts)),
+        **({"progress": progress} if any(progress) else {}),
+        **counts_of(attempts),
+        "last heard": [_last_heard(attempt) for attempt in attempts],
+    }
+    show_table(console, names, columns, doing_now(attempts))
+
+
+def _last_heard(attempt: Mapping[str, Any]) -> str:
+    if attempt["failure"] or attempt["state"] == "ended":
+        return attempt["failure"] or ""
+    return f"{span_of(attempt['age_s'])} ago"
+
+
+def _next(status: Mapping[str, Any]) -> str | None:
+    """The command to type next; None while there is only to wait, and after."""
     folder = shlex.quote(status["run_dir"])
     if status["state"] == "planned":
-        say(f"next: slurmgpu resubmit {folder}, or the two lines that `slurmgpu plan` printed")
+        return f"slurmgpu resubmit {folder}, or the two lines that `slurmgpu plan` printed"
     if status["state"] in ("incomplete", "ended"):
         verb = "merge" if status["n_shards_done"] == status["n_shards"] else "resubmit"
-        say(f"next: slurmgpu {verb} {folder}")
+        return f"slurmgpu {verb} {folder}"
     if status["state"] == "complete" and status["n_errors"]:
-        say(f"next: slurmgpu report {folder} lists the failed items; slurmgpu logs {folder} --item N tells of one")
+        return f"slurmgpu report {folder} lists the failed items; slurmgpu logs {folder} --item N tells of one"
+    return None
 
 
 def show_report(report: Mapping[str, Any]) -> None:
     """The report: what is complete, every hole, failed items, attempts and the command that computes the rest."""
     console = wide_console()
     word = "[bold green]complete[/]" if report["complete"] else "[bold red]incomplete[/]"
+    name = escape(plain(report["run"]))
     console.print(
-        f"[bold]{escape(report['run'])}[/]  {word}  {report['n_rows']:,} of {count_of(report['n_items'], 'row')}, "
+        f"[bold]{name}[/]  {word}  {report['n_rows']:,} of {count_of(report['n_items'], 'row')}, "
         f"{report['n_errors']:,} of them failed, {report['gpu_hours']:.2f} GPU-hours"
     )
     if report["merged"]:
@@ -116,15 +124,19 @@ def show_report(report: Mapping[str, Any]) -> None:
         result(f"\n{trace.rstrip()}")
     if report["resubmit"]:
         result(f"\nto compute the rest: {report['resubmit']}")
+    elif report["n_errors"]:
+        command = f"slurmgpu resubmit {shlex.quote(report['run_dir'])} --failed"
+        result(f"\nto compute failed items anew, once what made them fail is mended: {command}")
 
 
 def _show_ledger(ledger: Mapping[str, Any] | None) -> None:
     if ledger is None or ledger["allocated"] < MIN_HOURS:  # a report may be of an older slurmgpu
         return
-    parts = [f"{ledger[kind]:,.2f} {kind} ({ledger[kind] / ledger['allocated']:.1%})" for kind in KINDS]
-    result(f"hours: {ledger['allocated']:,.2f} {ledger['unit']}: {', '.join(parts)}")
+    shown = in_words(ledger)
+    parts = ", ".join(f"{shown.texts[kind]} {kind} ({shown.shares[kind]})" for kind in KINDS)
+    result(f"allocated: {shown.texts['allocated']} {shown.unit}: {parts}")
     if ledger["energy_kwh"] is not None:
-        result(f"energy: {ledger['energy_kwh']:,.2f} kWh")
+        result(f"energy: {' '.join(energy_in_words(ledger['energy_kwh']))}")
 
 
 def _show_holes(console: Console, report: Mapping[str, Any]) -> None:
@@ -135,7 +147,7 @@ def _show_holes(console: Console, report: Mapping[str, Any]) -> None:
     stretches = _stretches(report["missing"])
     for first, last in stretches[:MAX_LISTED]:
         shards = f"shard {first['shard']}" if first is last else f"shards {first['shard']}..{last['shard']}"
-        why = f"  damaged: {first['damaged']}" if first["damaged"] else ""
+        why = f"  damaged: {plain(first['damaged'])}" if first["damaged"] else ""
         result(f"  {shards}: items {first['start']}..{last['stop'] - 1}{why}")
     _more(len(stretches), "report --json lists them")
 
@@ -158,35 +170,31 @@ def _show_errors(console: Console, report: Mapping[str, Any]) -> None:
     classes = ", ".join(f"{count:,} {name}" for name, count in report["errors_by_class"].items())
     console.print(f"\n[bold]failed items[/]  {classes}")
     for item in report["errors"][:MAX_LISTED]:
-        first_line = item["message"].partition("\n")[0]
+        first_line = plain(item["message"].partition("\n")[0])
         result(f"  item {item['index']}: {item['class']}: {first_line}")
     _more(len(report["errors"]), "report --json lists them")
 
 
 def _show_attempts(console: Console, report: Mapping[str, Any]) -> None:
-    attempts = in_task_order(report["attempts"])[:MAX_ATTEMPTS]
+    attempts = in_task_order(report["attempts"])
     if not attempts:
         return
-    names = {"attempt": [a["attempt"] for a in attempts]}
+    shown = attempts[:MAX_ATTEMPTS]
+    names = {"attempt": [a["attempt"] for a in shown]}
     columns = {
         **names,
-        "node": [a["node"] for a in attempts],
-        "GPUs": [str(a["n_gpus"]) for a in attempts],
-        "time": [_seconds(a["seconds"]) for a in attempts],
-        **_counts([{**a, "n_deaths": len(a["deaths"]), "last_death": last_death(a)} for a in attempts]),
+        "node": [a["node"] for a in shown],
+        "GPUs": [str(a["n_gpus"]) for a in shown],
+        "time": [_seconds(a["seconds"]) for a in shown],
+        **counts_of([{**a, "n_deaths": len(a["deaths"]), "last_death": last_death(a)} for a in shown]),
     }
-    end = {"end": [a["failure"] or (f"ok ({a['reason']})" if a["reason"] else "ok") for a in attempts]}
-    used = _used(attempts)
+    end = {"end": [a["failure"] or (f"ok ({a['reason']})" if a["reason"] else "ok") for a in shown]}
+    used = used_by(shown)
     console.print("\n[bold]attempts[/]")
-    if used and _width(console, _table(console, {**columns, **used, **end})) > console.width:
-        console.print(_table(console, {**columns, **end}))
-        console.print()
-        console.print(_table(console, {**names, **used}))
-    else:
-        console.print(_table(console, {**columns, **used, **end}))
-    _more(len(report["attempts"]), "report --json lists them", MAX_ATTEMPTS)
-    _show_failures(console, report["attempts"])
-    _show_idle(report["attempts"])
+    show_table(console, names, columns, used, end)
+    _more(len(attempts), "report --json lists them", MAX_ATTEMPTS)
+    _show_failures(console, attempts)
+    _show_idle(attempts)
 
 
 def _show_failures(console: Console, attempts: Sequence[Mapping[str, Any]]) -> None:
@@ -204,62 +212,6 @@ def _show_failures(console: Console, attempts: Sequence[Mapping[str, Any]]) -> N
     _more(len(met), "--json has them all")
 
 
-def _counts(attempts: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """The columns of what attempts have done."""
-    keys = {"shards": "n_shards", "items": "n_items", "failed": "n_errors"}
-    counts = {name: [f"{a[key]:,}" for a in attempts] for name, key in keys.items()}
-    # Of deaths, what the last one was: an attempt may live on, or end well, after some.
-    deaths = [f"{a['last_death']} {a['n_deaths']:,}" if a["n_deaths"] else "0" for a in attempts]
-    return {**counts, "deaths": deaths}
-
-
-def _table(console: Console, columns: Mapping[str, Sequence[str]]) -> Table:
-    """A table in which nothing is cut: numbers keep to one line, and where it is narrow, words fold."""
-    for gap in (2, 1):
-        table = Table(box=None, header_style="bold", padding=(0, gap, 0, 0), pad_edge=False)
-        for name in columns:
-            words = name in WORDS
-            folds = name in FOLDING
-            table.add_column(name, justify="left" if words else "right", no_wrap=not folds, overflow="fold")
-        for row in zip(*columns.values(), strict=True):
-            table.add_row(*map(escape, row))
-        if _width(console, table) <= console.width:
-            break
-    return table
-
-
-def _width(console: Console, table: Table) -> int:
-    """The columns of a terminal that a table would like to have."""
-    return console.measure(table, options=console.options.update(width=10_000)).maximum
-
-
-def _used(attempts: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """The columns of what attempts used: those of which anything is known."""
-    columns: dict[str, list[str]] = {}
-    for name, key, show in (
-        ("GPU %", "gpu_utilisation", lambda share: f"{share:.0f}"),
-        ("GPU GB", "gpu_memory_peak_bytes", _gigabytes),
-        ("host GB", "host_memory_peak_bytes", _gigabytes),
-    ):
-        values = [a["usage"].get(key) for a in attempts]
-        if any(value is not None for value in values):
-            columns[name] = ["–" if value is None else show(value) for value in values]
-    return columns
-
-
-def _now(attempts: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """The columns of what attempts do at the moment: those of which anything is known."""
-    columns: dict[str, list[str]] = {}
-    for name, values, show in (
-        ("items/s", [a["items_per_s"] for a in attempts], rate_of),
-        ("GPU %", [(a["gpu"] or {}).get("utilisation") for a in attempts], lambda share: f"{share:.0f}"),
-        ("GPU GB", [(a["gpu"] or {}).get("memory_bytes") for a in attempts], _gigabytes),
-    ):
-        if any(value is not None for value in values):
-            columns[name] = ["–" if value is None else show(value) for value in values]
-    return columns
-
-
 def _show_idle(attempts: Sequence[Mapping[str, Any]]) -> None:
     idle = sorted((a["usage"]["gpu_utilisation"], a["attempt"]) for a in attempts if a["idle_gpu"])
     if not idle:
@@ -275,10 +227,6 @@ def _show_idle(attempts: Sequence[Mapping[str, Any]]) -> None:
 def _more(count: int, where: str, shown: int = MAX_LISTED) -> None:
     if count > shown:
         result(f"  … and {count - shown:,} more; {where}")
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.1f}"
 
 
 def _seconds(seconds: float) -> str:

@@ -7,9 +7,7 @@ import re
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.logs import attempts_with_logs
 from slurmgpu.runs import Run
-
-ENDS = ("ended", "refused")
-"""States of a submission of which nothing will start any more."""
+from slurmgpu.submissions import ENDS, is_over
 
 
 def known_tasks(run: Run) -> dict[str, bool]:
@@ -65,9 +63,9 @@ def refuse_unsubmitted(run: Run, *, waits: bool) -> None:
         raise SlurmGPUError(f"No task of {run.folder} has started yet: {queued}. --follow waits for it.")
 
 
-def is_over(run: Run) -> bool:
+def is_at_rest(run: Run) -> bool:
     """Whether nobody works on what has no row: the last submission has ended, or there was none."""
     from slurmgpu.executors import living
 
     lines = run.submissions()
-    return lines[-1]["state"] in ENDS if lines else living.alive(run) is None
+    return is_over(lines) if lines else living.alive(run) is None

@@ -21,10 +21,10 @@ from rich.text import Text
 
 from slurmgpu.cli.keys import Keyboard
 from slurmgpu.cli.looking import Lookout
-from slurmgpu.cli.output import count_of, result, say
+from slurmgpu.cli.output import count_of, result, say, share_of
 from slurmgpu.cli.screens import Screen
 from slurmgpu.cli.tables import show_status
-from slurmgpu.cli.words import failure_words, merge_words, pace_words, plain, queue_words, tasks_of
+from slurmgpu.cli.words import failure_words, merge_words, pace_words, parting_words, plain, queue_words, tasks_of
 from slurmgpu.runs import Run
 
 LINE_S = 10.0
@@ -97,6 +97,7 @@ def _draw(
     while True:
         if lookout.error is not None:
             raise lookout.error
+        has_ended = lookout.has_ended  # before the status: meanwhile both may become others
         status = lookout.status
         if status is not None:
             if status is not seen:
@@ -108,7 +109,7 @@ def _draw(
             first = screen.scrolled(0, live.console.height)
             lookout.show([task["attempt"] for task in tasks[first : first + n_rows]])
             live.update(screen, refresh=True)
-            if lookout.has_ended:
+            if has_ended:
                 # A terminal without a second screen would keep this one above the final status.
                 live.console.control(Control.clear(), Control.home())
                 return first, "ended"
@@ -155,6 +156,7 @@ def _in_lines(run: Run, as_json: bool, on_look: OnLook | None) -> dict[str, Any]
         while True:
             if lookout.error is not None:
                 raise lookout.error
+            has_ended = lookout.has_ended  # before the status, as above
             status = lookout.status
             if status is not None:
                 if status is not seen:
@@ -162,10 +164,10 @@ def _in_lines(run: Run, as_json: bool, on_look: OnLook | None) -> dict[str, Any]
                     if on_look is not None:
                         on_look(status)
                 is_due = time.monotonic() - told_at >= LINE_S and (as_json or _news(status) != told)
-                if is_due or lookout.has_ended:
+                if is_due or has_ended:
                     told, told_at = _news(status), time.monotonic()
                     _tell(status, as_json)
-                if lookout.has_ended:
+                if has_ended:
                     return status
             looked.wait(LINE_S)
             looked.clear()
@@ -192,9 +194,9 @@ def line_of(status: Mapping[str, Any]) -> str:
     done, total = status["n_items_done"], status["n_items"]
     parts = [
         f"{time.strftime('%H:%M:%S', time.localtime(status['time']))} {plain(status['run'])} {status['state']}",
-        f"{done:,} of {count_of(total, 'item')} ({done / total:.1%})",
+        f"{done:,} of {count_of(total, 'item')} ({share_of(done, total)})",
         pace_words(status),
-        merge_words(status),
+        merge_words(status) or parting_words(status),
         failure_words(status),
         queue_words(status),
     ]

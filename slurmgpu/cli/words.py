@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from slurmgpu.attempts import in_task_order
 from slurmgpu.cli.output import count_of
+from slurmgpu.escapes import without_escapes
 
 Status = Mapping[str, Any]
 Attempt = Mapping[str, Any]
 
+GRACE_S = 45.0
+"""A run whose tasks are over is waited for: its merge is about to write its end, or the queue was asked too early."""
 SETTLED_S = 10.0
 """A task that has no shard so long after it has loaded found none that is free."""
-
-ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])")
 
 
 def plain(text: str) -> str:
     """Text of a run as one line that does nothing to a terminal."""
-    printable = "".join(letter if letter.isprintable() else " " for letter in ESCAPES.sub("", text))
+    printable = "".join(letter if letter.isprintable() else " " for letter in without_escapes(text))
     return " ".join(printable.split())
 
 
@@ -37,7 +38,7 @@ def tasks_of(status: Status) -> list[Attempt]:
 
     The silent and the failed want one, but for those of earlier submissions, whose shards the last one computes.
     """
-    latest = {attempt["attempt"].rpartition(".")[0]: attempt for attempt in status["attempts"]}
+    latest = {attempt["attempt"].rpartition(".")[0]: attempt for attempt in in_task_order(status["attempts"])}
     newest = max((attempt["submission"] for attempt in latest.values()), default=0)
     order = {"silent": 0, "failed": 1, "ended": 3}
 
@@ -45,16 +46,7 @@ def tasks_of(status: Status) -> list[Attempt]:
         rank = order.get(state_of(attempt), 2)
         return 3 if rank < 2 and attempt["submission"] < newest else rank
 
-    return sorted(in_task_order(latest.values()), key=place)
-
-
-def in_task_order(attempts: Iterable[Attempt]) -> list[Attempt]:
-    """Attempts by job, task and restart, each by its number."""
-    return sorted(attempts, key=lambda attempt: _numbers(attempt["attempt"]))
-
-
-def _numbers(name: str) -> list[tuple[int, str]]:
-    return [(int(part or 0), text) for text, part in re.findall(r"(\D*)(\d*)", name)]
+    return sorted(latest.values(), key=place)
 
 
 def pace_words(status: Status) -> str:
@@ -66,9 +58,9 @@ def pace_words(status: Status) -> str:
         return ""
     if left_s is not None:
         parts.append(f"{duration(left_s)} left, until about {moment(status['time'] + left_s, status['time'])}")
-    elif pace["n_shards_left_over"] and pace["n_living"]:
-        parts.append(f"walltimes end before {count_of(pace['n_shards_left_over'], 'shard')} can be computed")
-    elif pace["n_living"] and status["state"] == "running":
+    elif pace["n_shards_left_over"] and pace["n_living"] and not pace["n_waiting"]:
+        parts.append(f"{count_of(pace['n_shards_left_over'], 'shard')} will be left when the walltimes end")
+    elif pace["n_living"] and status["state"] == "running" and not if_words(status):
         parts.append("time left: not known yet")
     return ", ".join(parts)
 
@@ -77,7 +69,7 @@ def if_words(status: Status) -> str:
     """How long it would take if all that is queued started now, where that is less."""
     pace = status["pace"]
     left_s, if_s = pace["left_s"], pace["left_if_queued_start_s"]
-    if if_s is None or not pace["n_waiting"] or (left_s is not None and if_s > 0.95 * left_s):
+    if not if_s or not pace["n_waiting"] or (left_s is not None and if_s > 0.95 * left_s):
         return ""
     return f"{duration(if_s)} left if started now"
 
@@ -91,17 +83,23 @@ def merge_words(status: Status) -> str:
     jobs = [job for job in status["queue"] or () if not job["n_tasks"]]
     at_work = any(job["state"] == "RUNNING" for job in jobs)
     told = "the merge is at work" if at_work else "waiting for the merge"
-    return f"{n_ended:,} of {count_of(len(tasks), 'task')} ended; {told}"
+    return f"{n_ended:,} of {count_of(len(tasks) + status['pace']['n_waiting'], 'task')} ended; {told}"
+
+
+def parting_words(status: Status) -> str:
+    """Why a run of which nothing is left is watched for a while; nothing while something is."""
+    if status["state"] != "ended":
+        return ""
+    return f"no job of it is left; if its merge does not write its end within {GRACE_S:.0f} s, this ends"
 
 
 def failure_words(status: Status) -> str:
     """Failures by class: of attempts, of workers whose attempts went on, and of items."""
-    items = {"failed": status["n_errors"]} if status["n_errors"] else {}
     records = {"damaged": len(status["damaged_records"])} if status["damaged_records"] else {}
     groups = (
         ("tasks", status["failures"]),
         ("workers", status["worker_deaths"]),
-        ("items", items),
+        ("items", status["errors_by_class"]),
         ("records", records),
     )
     texts = {name: ", ".join(f"{n:,} {plain(kind)}" for kind, n in counts.items()) for name, counts in groups}

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 
 from slurmgpu.containers.settings import ContainerError
+from slurmgpu.escapes import without_escapes
 
-COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 RUNTIME_LINE = re.compile(r"^(FATAL|ERROR|Error for command)\b")
 LAST_WORD = re.compile(r"^(?:FATAL|ERROR)\s*:\s*(.+)$", re.MULTILINE)
 FAILED = 255
@@ -158,7 +158,7 @@ def explain(text: str, returncode: int) -> ContainerError | None:
 
     `returncode` as in `subprocess`: the runtime itself fails with 255, its starter with 1.
     """
-    lines = COLOURS.sub("", text).splitlines()
+    lines = without_escapes(text).splitlines()
     said = "\n".join(line for line in lines if RUNTIME_LINE.match(line))
     for source, complaints in (("\n".join(lines), INTERPRETER), (said, RUNTIME)):
         for complaint in complaints:

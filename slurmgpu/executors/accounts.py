@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from slurmgpu.attempts import Lives, attempts_of
 from slurmgpu.executors import commands
-from slurmgpu.report import Lives, attempts_of
 from slurmgpu.runs import Run
 
 log = logging.getLogger(__name__)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from slurmgpu.config import merge_tables, parse_resources
+from slurmgpu.attempts import attempts_of
+from slurmgpu.config import Resources, merge_tables, parse_resources
 from slurmgpu.executors.accounts import lives_of
 from slurmgpu.planning import allocate
-from slurmgpu.report import attempts_of, bad_nodes
+from slurmgpu.report import bad_nodes
 from slurmgpu.runs import Run
 from slurmgpu.submissions import Submission
 
@@ -20,10 +21,14 @@ MEMORY_OPTIONS = {"mem", "mem_per_cpu", "mem_per_gpu"}
 
 def first_submission(plan_resources: Mapping[str, Any], n_shards: int, **given: Any) -> Submission:
     """A run's first submission, from its [resources]."""
-    wanted = parse_resources(plan_resources)
+    return replace(_asked_for(1, parse_resources(plan_resources), n_shards), **given)
+
+
+def _asked_for(number: int, wanted: Resources, n_shards: int) -> Submission:
+    """A submission for so many shards, as [resources] have it."""
     allocation = allocate(wanted, n_shards)
-    submission = Submission(
-        submission=1,
+    return Submission(
+        submission=number,
         executor=wanted.executor,
         device=wanted.device,
         n_tasks=allocation.n_tasks,
@@ -33,7 +38,6 @@ def first_submission(plan_resources: Mapping[str, Any], n_shards: int, **given: 
         nodes_per_task=wanted.nodes_per_task,
         resources=wanted.model_dump(),
     )
-    return replace(submission, **given)
 
 
 def fewer_tasks(submission: Submission, n_shards: int) -> list[str]:
@@ -61,47 +65,45 @@ def next_submission(
         return replace(
             first, slurm={**run.plan.slurm, **(slurm or {})}, merge={**run.plan.merge, **(merging or {})}
         ), []
-    last = run.last_submission()
+    last, given = run.last_submission(), slurm or {}
     wanted = parse_resources(merge_tables(last["resources"], resources or {}))
     n_missing = run.plan.n_shards - len(run.published()) + n_again
-    allocation = allocate(wanted, max(1, n_missing))
-    options = {**last["slurm"], **(slurm or {})}
-    all_attempts = attempts_of(run, lives_of(run))
-    attempts = [a for a in all_attempts if a["submission"] in (last["submission"], None)]
-    notes = []
+    options: Mapping[str, Any] = {**last["slurm"], **given}
     exclude: list[str] = []
-    if wanted.executor == "slurm" and "exclude" not in (slurm or {}):  # a user who names nodes has the last word
-        innocent = _blamed_alike(all_attempts)
-        exclude = sorted({*last["exclude"], *bad_nodes(attempts)} - innocent)
-        if innocent:
-            notes.append(f"{', '.join(sorted(innocent))} failed alike, and no other node did better: none is excluded.")
-    if new := sorted(set(exclude) - set(last["exclude"])):
-        notes.append(f"Excluded: {', '.join(new)}, where nodes or GPUs failed.")
-    if wanted.executor == "slurm" and _ran_out_of_memory(attempts) and not MEMORY_OPTIONS & set(slurm or {}):
-        if last.get("by_hand") and any(attempt["memory_mb"] for attempt in attempts):
-            # The script may have asked for another amount than the run file.
-            options = {name: value for name, value in options.items() if name not in MEMORY_OPTIONS}
-        options, note = _with_more_memory(options, attempts)
-        notes.append(note)
-    submission = Submission(
-        submission=last["submission"] + 1,
-        executor=wanted.executor,
-        device=wanted.device,
-        n_tasks=allocation.n_tasks,
-        n_concurrent=allocation.n_concurrent,
-        gpus_per_task=allocation.gpus_per_task,
-        gpu_type=wanted.gpu_type,
-        nodes_per_task=wanted.nodes_per_task,
+    notes: list[str] = []
+    if wanted.executor == "slurm":
+        all_attempts = attempts_of(run, lives_of(run))
+        attempts = [a for a in all_attempts if a["submission"] in (last["submission"], None)]
+        if "exclude" not in given:  # a user who names nodes has the last word
+            exclude, notes = _excluded(last["exclude"], attempts, all_attempts)
+        if _ran_out_of_memory(attempts) and not MEMORY_OPTIONS & set(given):
+            options, note = _with_more_memory(options, attempts, by_hand=bool(last.get("by_hand")))
+            notes.append(note)
+    submission = replace(
+        _asked_for(last["submission"] + 1, wanted, max(1, n_missing)),
         slurm=options,
         merge={**last["merge"], **(merging or {})},
         exclude=tuple(exclude),
         round=round,
-        resources=wanted.model_dump(),
         container=last.get("container"),
         # What is computed anew because it failed shall not fail again.
         inject=() if n_again or wanted.executor != last["executor"] else tuple(last.get("inject") or ()),
     )
     return submission, notes
+
+
+def _excluded(
+    before: Sequence[str], attempts: list[dict[str, Any]], all_attempts: list[dict[str, Any]]
+) -> tuple[list[str], list[str]]:
+    """The nodes to leave out: those of before, and where these attempts failed; and what to say of it."""
+    notes = []
+    innocent = _blamed_alike(all_attempts)
+    exclude = sorted({*before, *bad_nodes(attempts)} - innocent)
+    if innocent:
+        notes.append(f"{', '.join(sorted(innocent))} failed alike, and no other node did better: none is excluded.")
+    if new := sorted(set(exclude) - set(before)):
+        notes.append(f"Excluded: {', '.join(new)}, where nodes or GPUs failed.")
+    return exclude, notes
 
 
 def _blamed_alike(attempts: list[dict[str, Any]]) -> set[str]:
@@ -115,7 +117,12 @@ def _ran_out_of_memory(attempts: list[dict[str, Any]]) -> bool:
     return any(a["failure"] == "host_oom" or any(d["class"] == "host_oom" for d in a["deaths"]) for a in attempts)
 
 
-def _with_more_memory(options: Mapping[str, Any], attempts: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
+def _with_more_memory(
+    options: Mapping[str, Any], attempts: list[dict[str, Any]], *, by_hand: bool
+) -> tuple[dict[str, Any], str]:
+    had = max((a["memory_mb"] or 0 for a in attempts), default=0)
+    if by_hand and had:  # the script may have asked for another amount than the run file
+        options = {name: value for name, value in options.items() if name not in MEMORY_OPTIONS}
     for name in sorted(MEMORY_OPTIONS):
         if name in options:
             match = re.fullmatch(r"(\d+)([KMGTkmgt]?)[Bb]?", str(options[name]))
@@ -126,7 +133,6 @@ def _with_more_memory(options: Mapping[str, Any], attempts: list[dict[str, Any]]
             megabytes = int(match[1]) * {"K": 1 / 1024, "G": 1024, "T": 1024**2}.get(match[2].upper(), 1)
             more = f"{-(-int(megabytes * MEMORY_FACTOR) // 1)}M"
             return {**options, name: more}, f"Memory ran out: {name} is {more} instead of {options[name]}."
-    had = max((a["memory_mb"] or 0 for a in attempts), default=0)
     if not had:
         note = "Memory ran out, and how much there was is not known: set mem under [slurm], or --slurm mem=…"
         return dict(options), note

@@ -11,8 +11,8 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from slurmgpu.attempts import Life
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.report import Life
 
 log = logging.getLogger(__name__)
 

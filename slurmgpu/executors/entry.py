@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from slurmgpu import gpus
 from slurmgpu.executors import commands
 from slurmgpu.executors.own_job import OwnJob, own_job
 from slurmgpu.following import follow
@@ -39,9 +41,20 @@ def safe_path() -> Iterator[None]:
             os.environ["PYTHONSAFEPATH"] = before
 
 
+def _log_like_ours() -> None:
+    """Log on standard error, Submitit's warnings too: in our lines, and each once."""
+    log_to_stderr(force=True)
+    submitits = logging.getLogger("submitit")
+    submitits.handlers.clear()
+    # It says "Job completed successfully" of its pickle, also where a walltime has ended the task.
+    submitits.setLevel(logging.WARNING)
+    # It logs each of these, and Slurm sends one before every other signal.
+    signal.signal(signal.SIGCONT, signal.SIG_DFL)
+
+
 def run_task(folder: Path, submission: int) -> None:
     """An array task of Submitit's; exits with the task's code, for Slurm's accounting."""
-    log_to_stderr(force=True)
+    _log_like_ours()
     run = Run.open(folder)
     given = next(line for line in run.submissions() if line["submission"] == submission)
     nodes = given.get("nodes_per_task", 1)
@@ -86,7 +99,8 @@ def work(run: Run, attempt: Attempt) -> int:
 
 def _log_beginning(run: Run, attempt: Attempt) -> None:
     # Also so that every task's log says its offset from UTC, which Submitit's lines lack.
-    log.info("attempt %s of %s: %d GPUs, device %s", attempt.name, run.folder, attempt.n_gpus, attempt.device)
+    held = gpus.number_of(attempt.n_gpus)
+    log.info("attempt %s of %s: %s, device %s", attempt.name, run.folder, held, attempt.device)
 
 
 def attempt_here(own: OwnJob, submission: int, n_gpus: int, device: str, n_nodes: int = 1) -> Attempt:
@@ -121,7 +135,7 @@ def run_merge(folder: Path) -> None:
     """The merge job: joins, reports, resubmits if the run file says so; exits with 3 while the run is incomplete."""
     from slurmgpu.executors import submitting  # it imports this module's functions for Submitit to pickle
 
-    log_to_stderr(force=True)
+    _log_like_ours()
     code = submitting.merge_on_slurm(Run.open(folder), os.environ["SLURM_JOB_ID"])
     if code:
         sys.exit(code)
@@ -131,7 +145,7 @@ def run_local_task(
     folder: Path, job: str, slot: int, submission: int, gpu_ids: list[str], device: str, n_threads: int
 ) -> None:
     """A slot of the local executor, with GPUs and a share of the cores of its own; exits with the task's code."""
-    log_to_stderr(force=True)
+    _log_like_ours()
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)
     run = Run.open(folder)
     n_processes = len(gpu_ids) if run.plan.processes == "per-gpu" else 1

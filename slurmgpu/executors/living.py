@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-import os
 import platform
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from slurmgpu.claims import Watch
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import commands, queue
 from slurmgpu.runs import Run
+from slurmgpu.signs import processes_here
 
 log = logging.getLogger(__name__)
 
@@ -50,23 +49,10 @@ def _queued(run: Run, waiting_merge: str | None) -> list[queue.QueuedJob]:
 
 
 def _alive_here(run: Run, line: Mapping[str, Any]) -> str | None:
-    if line["host"] == platform.node():
-        living = [pid for pid in line["pids"] if _lives(pid, line["time"])]
-        return f"process {living[0]} works on it" if living else None
+    if (here := processes_here(line)) is not None:
+        return f"process {here[0]} works on it" if here else None
     log.warning("this run was started on %s; watching its leases for %.0f s", line["host"], run.plan.lease_s)
     return f"tasks on {line['host']} renew their leases" if _renews(run) else None
-
-
-def _lives(pid: int, submitted: float) -> bool:
-    """Whether a process of a submission lives; not one that was given its number long after it."""
-    try:
-        # proc(5): behind the name in parentheses come the state and, 19 fields later, the start in ticks since boot.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        uptime = float(Path("/proc/uptime").read_text().split()[0])
-    except OSError:
-        return False
-    started = time.time() - uptime + int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    return fields[0] != "Z" and started < submitted + 60
 
 
 def _renews(run: Run) -> bool:

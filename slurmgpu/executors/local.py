@@ -15,9 +15,9 @@ from typing import Any
 import submitit
 
 from slurmgpu import gpus
+from slurmgpu.attempts import Life
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import entry
-from slurmgpu.report import Life
 from slurmgpu.runs import Run
 from slurmgpu.submissions import Submission
 
@@ -47,7 +47,7 @@ def gpu_ids(submission: Submission) -> list[list[str]]:
             ) from error
     if len(ids) < n_slots * per_slot:
         raise SlurmGPUError(
-            f"{n_slots * per_slot} GPUs were asked for; CUDA_VISIBLE_DEVICES gives this shell {len(ids)}. "
+            f"Asked for {gpus.number_of(n_slots * per_slot)}; CUDA_VISIBLE_DEVICES gives this shell {len(ids)}. "
             f"Ask for fewer with --gpus."
         )
     return [ids[slot * per_slot : (slot + 1) * per_slot] for slot in range(n_slots)]

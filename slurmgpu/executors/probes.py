@@ -44,10 +44,11 @@ def draft_probe(draft: Draft, n_items: int) -> Draft:
     if n_items < 1:
         raise SlurmGPUError(f"--probe {n_items}: expected how many items to compute first, 1 at least.")
     if n_items >= plan.n_items:
-        fewer = f"Probe fewer of them, such as --probe {plan.n_items // 2}, or submit" if plan.n_items > 1 else "Submit"
+        n_batches = (plan.n_items - 1) // plan.batch_size  # as many as the run is more than
+        fewer = f"Probe fewer of them, such as --probe {max(1, n_batches // 2) * plan.batch_size}, or submit"
         raise SlurmGPUError(
             f"--probe {n_items}: the run has {plan.n_items:,} item{'s' if plan.n_items > 1 else ''} in all, and what a "
-            f"probe computes the run computes again. {fewer} without --probe."
+            f"probe computes the run computes again. {fewer if n_batches else 'Submit'} without --probe."
         )
     if any(file.size_bytes == PROMISED for file in spec.files):
         raise SlurmGPUError(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slurmgpu.arrays import indices_of
 from slurmgpu.executors import commands
 from slurmgpu.runs import Run
 
@@ -47,7 +48,7 @@ class QueuedJob:
     @property
     def n_tasks(self) -> int:
         """Tasks that this line stands for: of "1234_[5-9,12%4]" six."""
-        return count_indices(self.job_id.partition("_")[2])
+        return len(indices_of(self.job_id))
 
     @property
     def array_job(self) -> str:
@@ -125,14 +126,6 @@ def may_be_queued(run: Run) -> bool:
     return not lines or any(line["executor"] == "slurm" for line in lines)
 
 
-def count_indices(expression: str) -> int:
-    """How many tasks an array's expression such as "[5-9,12%4]" or "[0-198:3]" names; 1 for anything else."""
-    if not re.fullmatch(r"\[[\d,:-]+(%\d+)?\]", expression):
-        return 1
-    parts = re.findall(r"(\d+)(?:-(\d+))?(?::(\d+))?", expression.partition("%")[0])
-    return sum((int(last or first) - int(first)) // int(step or 1) + 1 for first, last, step in parts)
-
-
 def _epoch(text: str) -> float | None:
     """Slurm's "2026-11-22T06:17:00", a time of this machine's zone, in seconds since the epoch; None for "N/A"."""
     try:
@@ -154,9 +147,14 @@ def queued_jobs(run: Run, among: Sequence[QueuedJob] | None = None) -> list[dict
     try:
         told = [job.to_json(job.is_merge or job.array_job in merges) for job in jobs_of(run, among)]
     except commands.SlurmUnavailableError as error:
-        log.log(logging.WARNING if expected else logging.DEBUG, "%s", error)
+        log.log(logging.WARNING if expected else logging.DEBUG, "the queue is not known: %s", in_short(error))
         return None
     return told if told or expected else None
+
+
+def in_short(error: commands.SlurmUnavailableError) -> str:
+    """Why squeue does not answer, in a line for those who have not asked for it."""
+    return str(error).splitlines()[-1].rpartition("error: ")[2].partition(". ")[0].removesuffix(".")
 
 
 def dependents(job_id: str) -> list[tuple[str, str]]:

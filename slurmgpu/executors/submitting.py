@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slurmgpu import merge
+from slurmgpu.attempts import Lives
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import commands, ending, joining, queue
 from slurmgpu.executors.accounts import lives_of, settled_lives_of
@@ -22,7 +23,7 @@ from slurmgpu.executors.turns import turn
 from slurmgpu.injecting import parse_faults
 from slurmgpu.injecting.striking import damage_shards
 from slurmgpu.records import Attempt
-from slurmgpu.report import Lives, is_complete, retriable
+from slurmgpu.report import is_complete, retriable
 from slurmgpu.runs import Run
 from slurmgpu.submissions import Submission
 from slurmgpu.task import Task

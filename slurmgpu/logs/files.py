@@ -29,16 +29,23 @@ class LogFile:
 
 
 def attempts_with_logs(run: Run) -> list[dict[str, Any]]:
-    """Every attempt's record; and what little is known of tasks that wrote to a log and died before their record."""
-    records: list[dict[str, Any]] = list(run.attempts())
-    seen = {(record["job"], record["task"]) for record in records}
+    """Every attempt's record; and what little is known of those that wrote to a log, and whose record is damaged.
+
+    Also of tasks that died before they wrote one.
+    """
+    recorded, damaged = run.read_attempts()
+    records: list[dict[str, Any]] = list(recorded)
+    restarts: dict[str, list[int]] = {f"{record['job']}_{record['task']}": [] for record in records}
+    for name in damaged:
+        task, _, number = name.rpartition(".")
+        restarts.setdefault(task, []).extend([int(number)] if number.isdecimal() else [])
     names = os.listdir(run.logs)
     for line in run.submissions():
-        for job, task in _logged_tasks(line, names):
-            if (job, task) not in seen:
+        for job, index in _logged_tasks(line, names):
+            for restart in restarts.get(f"{job}_{index}", [0]):
                 about = {key: line[key] for key in ("submission", "executor")}
-                about |= {"job": job, "task": task, "restart": 0, "n_nodes": line.get("nodes_per_task", 1)}
-                records.append({"attempt": f"{job}_{task}.0", "state": "unknown", "node": None, **about})
+                about |= {"job": job, "task": index, "restart": restart, "n_nodes": line.get("nodes_per_task", 1)}
+                records.append({"attempt": f"{job}_{index}.{restart}", "state": "unknown", "node": None, **about})
     return records
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from slurmgpu.escapes import ESCAPES
 from slurmgpu.logs.files import LogFile
 from slurmgpu.logs.places import DAY_S, LINE_BYTES
 from slurmgpu.logs.times import BLOCK_BYTES, Clock, zone_of
@@ -19,7 +20,6 @@ log = logging.getLogger(__name__)
 NEAR_BYTES = (BLOCK_BYTES, 1 << 20)
 """A line's time is that of the last one before it with a time, which is looked for so far, and then so far."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-_ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_].*?(?:\x07|\x1b\\|$)|\x1b[ -/]*[0-~]")
 _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 
 
@@ -105,7 +105,7 @@ def text_of(raw: bytes) -> str:
     text = raw.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2]
     if not _CONTROL.search(text):
         return text
-    text = _ESCAPES.sub(lambda match: match[0] if _COLOUR.fullmatch(match[0]) else "", text)
+    text = ESCAPES.sub(lambda match: match[0] if _COLOUR.fullmatch(match[0]) else "", text)
     return "".join(part if number % 2 else _CONTROL.sub("", part) for number, part in enumerate(_split_colours(text)))
 
 

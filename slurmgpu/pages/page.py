@@ -89,7 +89,7 @@ def _template() -> jinja2.Template:
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
     environment.filters |= {"plain": plain, "number": lambda value: f"{value:,}", "count_of": count_of}
-    environment.globals |= {name: Markup((here / f"page.{name}").read_text()) for name in ("css", "js")}
+    environment.globals |= {name: Markup((here / f"page.{name}").read_text("utf-8")) for name in ("css", "js")}
     return environment.get_template("page.html.j2")
 
 

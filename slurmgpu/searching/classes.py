@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.failures import POLICIES
-from slurmgpu.logs import LogFile, attempts_with_logs, files_of
+from slurmgpu.logs import LogFile, files_of
 from slurmgpu.logs.places import LINE_BYTES
-from slurmgpu.report import attempts_of, read_report
+from slurmgpu.report import read_report
 from slurmgpu.runs import Run
 from slurmgpu.searching.excerpts import (
     N_LINES,
@@ -23,13 +23,17 @@ from slurmgpu.searching.excerpts import (
     excerpt_of_attempt,
     excerpt_of_death,
 )
+from slurmgpu.searching.remembering import remembering
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Event:
-    """A failure of a class: `what` failed, in words, in which attempt; `file` and `number` are its line, if any."""
+    """A failure of a class: `what` failed, in words, in which attempt; `file` and `number` are its line, if any.
+
+    `item` is the item that failed, `find` makes the excerpt of what is more than a line.
+    """
 
     what: str
     attempt: str | None
@@ -37,12 +41,13 @@ class Event:
     file: LogFile | None = None
     offset: int = 0
     number: int = 0
-    death: tuple[Run, Mapping[str, Any], Mapping[str, Any]] | None = None
+    item: int | None = None
+    find: Callable[[int], Excerpt | None] | None = None
 
     def excerpt(self, max_lines: int = N_LINES) -> Excerpt | None:
         """The place, with the lines around it."""
-        if self.death is not None:
-            return excerpt_of_death(*self.death, max_lines)
+        if self.find is not None:
+            return self.find(max_lines)
         return None if self.file is None else excerpt_around(self.file, self.offset, max_lines)
 
 
@@ -54,39 +59,58 @@ def events_of_class(run: Run, name: str) -> Iterator[Event]:
 
 
 def _events(run: Run, name: str) -> Iterator[Event]:
-    told: set[int] = set()
-    seen: set[Path] = set()
-    lines = run.submissions()
-    for attempt in attempts_of(run, None):
-        # Of an attempt that lives no end is recorded either.
-        if attempt["failure"] == name and (name != "lost" or lines[-1]["state"] == "ended"):
-            place = excerpt_of_attempt(run, attempt["attempt"], 4)
-            yield _event(f"attempt {attempt['attempt']}", attempt["attempt"], attempt["message"], place)
+    run = remembering(run)
+    for attempt in run.judged.values():
+        if attempt["failure"] == name:
+            who = attempt["attempt"]
+            yield _event(f"attempt {who}", who, attempt["message"], partial(excerpt_of_attempt, run, who))
     for record in run.attempts():
         for death in record["deaths"]:
             if death["class"] == name:
-                event = _event("a worker", record["attempt"], death["message"], excerpt_of_death(run, record, death))
-                yield replace(event, death=(run, record, death))
-    for record in attempts_with_logs(run):
-        for file in files_of(run, record, lines):
-            if file.path not in seen:
-                seen.add(file.path)
-                yield from _scan(file, record["attempt"], name, told)
-    yield from _only_in_report(run, name, told)
+                find = partial(excerpt_of_death, run, record, death)
+                yield _event("a worker", record["attempt"], death["message"], find)
+    yield from _of_items(run, name)
 
 
-def _event(what: str, attempt: str, message: str, place: Excerpt | None) -> Event:
-    if place is None:
+def _event(what: str, attempt: str, message: str, find: Callable[[int], Excerpt | None]) -> Event:
+    if (place := find(4)) is None:
         return Event(what, attempt, message)
     line = place.lines[place.mark]
-    return Event(what, attempt, message, line.file, line.offset, place.number)
+    return Event(what, attempt, message, line.file, line.offset, place.number, find=find)
 
 
-def _scan(file: LogFile, attempt: str, name: str, told: set[int]) -> Iterator[Event]:
+def _of_items(run: Run, name: str) -> Iterator[Event]:
+    """The failed items; one that was quarantined is told of twice, by its task and by who writes its row."""
+    run = remembering(run)
+    told: set[int] = set()
+    quarantined: dict[int | None, Event] = {}
+    seen: set[Path] = set()
+    for attempt, record in run.logged.items():
+        for file in files_of(run, record, run.submissions()):
+            if file.path in seen:
+                continue
+            seen.add(file.path)
+            for event in _scan(file, attempt, name):
+                if event.item is None:
+                    yield event
+                elif event.what.endswith(QUARANTINED):
+                    quarantined[event.item] = event
+                else:
+                    told.add(event.item)
+                    yield replace(event, what=quarantined[event.item].what) if event.item in quarantined else event
+    left = [event for item, event in quarantined.items() if item not in told]
+    yield from left
+    yield from _only_in_report(run, name, {*told, *quarantined})
+
+
+QUARANTINED = ", quarantined"
+
+
+def _scan(file: LogFile, attempt: str, name: str) -> Iterator[Event]:
     """What a log says of failures of a class, in one pass."""
     patterns = {
         rb"\bitem (\d+): " + name.encode() + rb": (.*)": "item {}",
-        rb"\bitem (\d+) is quarantined: " + name.encode() + rb": (.*)": "item {}, quarantined",
+        rb"\bitem (\d+) is quarantined: " + name.encode() + rb": (.*)": f"item {{}}{QUARANTINED}",
     }
     if name == "cuda_oom":
         patterns[rb"slurmgpu\.computing: ()(out of memory with a batch.*)"] = "batch"
@@ -98,16 +122,16 @@ def _scan(file: LogFile, attempt: str, name: str, told: set[int]) -> Iterator[Ev
                 if word in raw or name.encode() in raw:
                     for pattern, what in patterns.items():
                         if match := re.search(pattern, raw):
-                            told.update([int(match[1])] if match[1] else [])
+                            item = int(match[1]) if match[1] else None
                             message = re.sub(TRACEBACK_ELSEWHERE, "", match[2].decode(errors="replace").strip())
-                            yield Event(what.format(match[1].decode()), attempt, message, file, offset, number)
+                            yield Event(what.format(item), attempt, message, file, offset, number, item)
                             break
                 offset, number = offset + len(raw), number + raw.endswith(b"\n")
     except OSError as error:
         log.debug("%s cannot be read: %s", file.path, error)
 
 
-def _only_in_report(run: Run, name: str, told: set[int]) -> Iterator[Event]:
+def _only_in_report(run: Run, name: str, told: set[int | None]) -> Iterator[Event]:
     """Failed items of which no log tells: of a slurmgpu that did not log them all, or whose logs are gone."""
     try:
         report = read_report(run)
@@ -115,4 +139,4 @@ def _only_in_report(run: Run, name: str, told: set[int]) -> Iterator[Event]:
         return
     for error in (report or {"errors": ()})["errors"]:
         if error["class"] == name and error["index"] not in told:
-            yield Event(f"item {error['index']}", None, error["message"])
+            yield Event(f"item {error['index']}", None, error["message"], item=error["index"])

@@ -13,7 +13,6 @@ from slurmgpu.failures import POLICIES
 from slurmgpu.logs import (
     Line,
     LogFile,
-    attempts_with_logs,
     files_of,
     line_around,
     line_number,
@@ -26,7 +25,8 @@ from slurmgpu.logs import (
     without_colours,
 )
 from slurmgpu.runs import Run
-from slurmgpu.searching.picking import LOOK_LINES, pick, with_traceback
+from slurmgpu.searching.picking import LOOK_LINES, first_whole, pick, with_traceback
+from slurmgpu.searching.remembering import remembering
 
 N_LINES = 40
 BEFORE = 5
@@ -40,6 +40,10 @@ N_VERDICTS = 3
 N_FRAMES = 10
 """So many lines of the stack at fault come before what else there is to show."""
 TRACEBACK_ELSEWHERE = r" \[traceback: item (\d+)\]$"
+_OF_SUBMITIT = re.compile(
+    r"^submitit INFO \(| INFO submitit: |^(?:submitit WARNING |.* WARNING submitit: ).*Bypassing signal"
+)
+"""What Submitit says of its own doings; the last of it is that a job completed successfully, whatever became of it."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +82,14 @@ class Excerpt:
 
 def excerpt_of_attempt(run: Run, attempt: str, max_lines: int = N_LINES) -> Excerpt | None:
     """The last lines of an attempt's logs, the mark at its verdict if it failed; None without logs."""
-    record = next((record for record in attempts_with_logs(run) if record["attempt"] == attempt), None)
+    run = remembering(run)
+    record = run.logged.get(attempt)
     files = [] if record is None else files_of(run, record)
     if record is None or not files:
         return None
     ended = record.get("ended")
     lines = _tail(files, record, LOOK_LINES, None if ended is None else ended + MARGIN_S)
+    lines = [line for line in lines if not _OF_SUBMITIT.search(line.text)] or lines
     # Nothing says more of it than its own last word.
     verdict = record.get("failure")
     of_item = re.compile(rf"\bitem \d+(?: is quarantined)?: {verdict}: ")
@@ -151,11 +157,13 @@ def lines_between(files: list[LogFile], record: Mapping[str, Any], since: float,
     return merged(files, since=record.get("started", 0.0), starts=starts, stops=stops)
 
 
-def excerpt_around(file: LogFile, offset: int, max_lines: int) -> Excerpt:
-    """The line at an offset, a few before it, and what belongs to it: its traceback, also if an earlier line has it."""
+def excerpt_around(file: LogFile, offset: int, max_lines: int, begun: int = 0) -> Excerpt:
+    """The line at an offset, a few before it, and what belongs to it: its traceback, also if an earlier line has it.
+
+    No line is shown that is before `begun`, another offset.
+    """
     width = BEFORE + max(0, max_lines - N_LINES) // 2
-    # The parts of a line that is too long are more than were asked for.
-    before = list(read_lines(file, tail_start(file.path, width, offset), offset))[-width:] if offset else []
+    before = _lines_before(file, offset, width, begun) if offset else []
     after, end = with_traceback(file, offset, width)
     if not after:
         return Excerpt(tuple(before), len(before) - 1)
@@ -167,6 +175,14 @@ def excerpt_around(file: LogFile, offset: int, max_lines: int) -> Excerpt:
     mark = len(trace) + len(before)
     first = [*range(mark, mark + end + 1)[:0:-1], *range(len(trace))[::-1]]
     return Excerpt(*pick([*trace, *before, *after], mark, first, max_lines))
+
+
+def _lines_before(file: LogFile, offset: int, n_lines: int, begun: int) -> list[Line]:
+    """The last lines before an offset, without the end of a traceback: it would be taken for that of what follows."""
+    start = max(begun, tail_start(file.path, n_lines + LOOK_LINES, offset))
+    lines = list(read_lines(file, start, offset))
+    # The parts of a line that is too long are more than were asked for.
+    return lines[first_whole(lines, max(0, len(lines) - n_lines)) :]
 
 
 def _trace_of(file: LogFile, item: int, stop: int) -> list[Line]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from slurmgpu.logs import LogFile, attempts_with_logs, files_of, merge_files
-from slurmgpu.report import attempts_of
+from slurmgpu.logs import LogFile, files_of, merge_files
 from slurmgpu.runs import Run
+from slurmgpu.searching.remembering import remembering
 
 INDEX_FORMAT = "slurmgpu logs"
 INDEX_VERSION = 1
@@ -14,14 +14,10 @@ INDEX_VERSION = 1
 
 def read_index(run: Run) -> dict[str, Any]:
     """Every attempt with its state, its failure and its log files, and the files of the merge jobs."""
-    lines = run.submissions()
-    known = {attempt["attempt"]: attempt for attempt in attempts_of(run, None)}
-    is_over = bool(lines) and lines[-1]["state"] == "ended"
-    attempts = []
-    for record in attempts_with_logs(run):
-        failure = known.get(record["attempt"], {}).get("failure")
-        if failure == "lost" and not is_over:
-            failure = None  # it lives, as far as anybody knows
+    run = remembering(run)
+    lines, attempts = run.submissions(), []
+    for name, record in run.logged.items():
+        failure = run.judged.get(name, {}).get("failure")
         about = {key: record.get(key) for key in ("attempt", "submission", "executor", "node", "state", "started")}
         files = [_described(file) for file in files_of(run, record, lines)]
         attempts.append({**about, "failure": failure, "files": files})

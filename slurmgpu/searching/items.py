@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from slurmgpu.attempts import makings_of
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.histories import read_history
+from slurmgpu.ledger import counting
 from slurmgpu.logs import (
     TAIL_BYTES,
     Line,
@@ -21,7 +23,7 @@ from slurmgpu.logs import (
     read_lines,
     text_of,
 )
-from slurmgpu.report import attempts_of, read_report
+from slurmgpu.report import read_report, report_path
 from slurmgpu.runs import Run
 from slurmgpu.searching.excerpts import (
     MARGIN_S,
@@ -36,6 +38,7 @@ from slurmgpu.searching.excerpts import (
     workers_of,
 )
 from slurmgpu.searching.picking import pick
+from slurmgpu.searching.remembering import remembering
 
 N_NAMED = 10
 """So many lines that name an item are shown of one that has its row."""
@@ -76,11 +79,13 @@ class _Search:
     """The search for one item."""
 
     def __init__(self, run: Run, index: int, max_lines: int) -> None:
-        self.run, self.index, self.max_lines = run, index, max_lines
+        self.run, self.index, self.max_lines = remembering(run), index, max_lines
         self.shard = index // run.plan.shard_items
         start, stop = run.plan.bounds(self.shard)
         self.which = f"shard {self.shard} (items {start} to {stop - 1})"
-        self.records = run.attempts()
+        self.records = self.run.attempts()
+        self.maker: str | None = None
+        self.begun = 0
         self.computed = [
             (record, entry)
             for record in self.records
@@ -108,13 +113,13 @@ class _Search:
             return self._fine(record, entry, Excerpt(*pick(marks, 0, (), self.max_lines)) if marks else None)
         kind, message = failure
         place = told or next(iter(marks), None)
-        line = None if place is None else excerpt_around(place.file, place.offset, self.max_lines)
+        line = None if place is None else excerpt_around(place.file, place.offset, self.max_lines, self.begun)
         mine = [pair for pair in self.deaths if self._was_in_flight(pair[0])]
         by, excerpt = record, line
         if mine and kind == mine[-1][0]["class"]:
             by = mine[-1][1]
             excerpt = excerpt_of_death(self.run, by, mine[-1][0], self.max_lines) or line
-        doer = "" if by is None else f" in attempt {by['attempt']}, on {by['node']}"
+        doer = "" if by is None else f" in attempt {by['attempt']}{_on(by, ', on ')}"
         said = f"Item {self.index} failed{doer}: {kind}: {_first_line(message)}"
         return self._tell("failed", said, kind, message, excerpt)
 
@@ -124,14 +129,20 @@ class _Search:
         names = [record["attempt"] for record, _ in self.computed] + [record["attempt"] for _, record in self.deaths]
         names += [record["attempt"] for record in self.records if record.get("shard") == self.shard]
         names += [t["from"] for r in self.records for t in r.get("takeovers", ()) if t["shard"] == self.shard]
+        names += [self.maker] if self.maker is not None else []
         order = {record["attempt"]: number for number, record in enumerate(self.records)}
         attempts = sorted(set(names), key=lambda name: (order.get(name, -1), name))
         return Story(self.index, self.shard, ended, sentence, kind, message, tuple(attempts), excerpt)
 
     def _winner(self) -> tuple[dict[str, Any] | None, list[Any]]:
-        """The attempt whose copy of the shard is the one that counts: the last that was the first to publish it."""
-        won = [pair for pair in self.computed if len(pair[1]) < 4 or pair[1][3]]
-        return max(won or self.computed, key=lambda pair: float(pair[1][1]), default=(None, []))
+        """The attempt whose copy of the shard is the one that counts, and when it computed that."""
+        for making in makings_of(self.run, [self.shard]):
+            if (record := self.run.logged.get(making.attempt)) is not None:
+                self.maker = making.attempt
+                return record, [self.shard, making.started, making.seconds, True]
+        name, started = counting(self.records, {self.shard}).get(self.shard, (None, 0.0))
+        found = [(record, entry) for record, entry in self.computed if (record["attempt"], entry[1]) == (name, started)]
+        return next(iter(found), (None, []))
 
     def _failure(self, told: Line | None) -> tuple[str, str] | None:
         """Class and message of a failed item: from the report, or, if that is older than the row, from the logs."""
@@ -169,6 +180,7 @@ class _Search:
             start = begun[0].offset if begun else start
             named = self._naming(file, start, stop)
             if named and failure_of(self.index).search(named[-1].text):
+                self.begun = start
                 return named[-1], []
             found = [*begun, *named, *_first(file, f"shard {self.shard}: published", start, stop)]
             marks += {line.offset: line for line in found}.values()
@@ -190,7 +202,7 @@ class _Search:
     def _fine(self, record: Mapping[str, Any] | None, entry: list[Any], excerpt: Excerpt | None) -> Story:
         who = f"{self.which} is published"
         if record is not None:
-            who = f"attempt {record['attempt']} computed {self.which} on {record['node']} in {entry[2]:.3g} s"
+            who = f"attempt {record['attempt']} computed {self.which}{_on(record)} in {entry[2]:.3g} s"
         return self._tell("ok", f"Item {self.index} has its row: {who}", None, "", excerpt)
 
     def _missing(self) -> Story:
@@ -218,25 +230,26 @@ class _Search:
 
     def _left(self, said: str) -> Story:
         """Of a shard that an attempt had in hand when it ended; its log says which that was."""
-        ended = {attempt["attempt"]: attempt for attempt in attempts_of(self.run, None) if attempt["failure"]}
-        for record in reversed(self.records):
-            if (about := ended.get(record["attempt"])) is None or self._last_begun(record) != self.shard:
+        for name, record in reversed(self.run.logged.items()):
+            about = self.run.judged.get(name, {"failure": None, "message": ""})
+            is_unknown = record["state"] == "unknown"
+            if not (about["failure"] or is_unknown) or self._last_begun(record) != self.shard:
                 continue
-            kind, message = about["failure"], about["message"]
-            said += f": attempt {record['attempt']} had it in hand when it ended: {kind}: {_first_line(message)}"
-            excerpt = excerpt_of_attempt(self.run, record["attempt"], self.max_lines)
+            self.maker, kind, message = name, about["failure"], about["message"]
+            said += f": attempt {name} had it in hand "
+            said += f"when it ended: {kind}: {_first_line(message)}" if kind else "last, and its record cannot be read"
+            excerpt = excerpt_of_attempt(self.run, name, self.max_lines)
             return self._tell("missing", said, kind, message, excerpt)
         return self._tell("missing", f"{said}, and no attempt is known to have had it in hand", None, "", None)
 
     def _last_begun(self, record: Mapping[str, Any]) -> int | None:
-        if record.get("shard") is not None:
-            return int(record["shard"])
+        """The shard that an attempt began last; who was killed may have begun another since it wrote its record."""
         for file in workers_of(files_of(self.run, record))[:1]:
             size = last_end(file.path)
             for place in places_of(file.path, b": items ", max(0, size - TAIL_BYTES), size, backwards=True):
                 if match := re.search(r" shard (\d+): items ", text_of(line_around(file.path, place)[1])):
                     return int(match[1])
-        return None
+        return record.get("shard")
 
 
 Told = tuple[frozenset[int], dict[int, tuple[str, str]]]
@@ -248,7 +261,7 @@ _read: dict[str, tuple[tuple[int, int, int], Told | None]] = {}
 
 def _report_of(run: Run) -> Told | None:
     """What the report says of items; None if there is none, or it is damaged. It is read once for many items."""
-    path = run.folder / "report.json"
+    path = report_path(run)
     try:
         about = path.stat()
         mark = (about.st_ino, about.st_mtime_ns, about.st_size)
@@ -274,6 +287,11 @@ def _first(file: LogFile, words: str, start: int, stop: int) -> list[Line]:
     for place in islice(places_of(file.path, words.encode(), start, stop), 1):
         return list(islice(read_lines(file, line_around(file.path, place)[0]), 1))
     return []
+
+
+def _on(record: Mapping[str, Any], word: str = " on ") -> str:
+    """The node of an attempt, if it is known."""
+    return f"{word}{record['node']}" if record["node"] else ""
 
 
 def _first_line(message: str) -> str:

@@ -21,6 +21,19 @@ def pick(lines: Sequence[Line], mark: int, first: Iterable[int], n_lines: int) -
     return tuple(lines[place] for place in chosen), chosen.index(mark)
 
 
+def first_whole(lines: Sequence[Line], start: int) -> int:
+    """The first place, from `start` on, that is in no traceback of a line before."""
+    is_open = False
+    for place, line in enumerate(lines):
+        text = without_colours(line.text)
+        is_open = not line.is_dated and (is_open or TRACEBACK_BEGINS in text)
+        if place >= start and not is_open:
+            return place
+        if is_open and text.strip() and not text[0].isspace() and TRACEBACK_BEGINS not in text:
+            is_open = False  # the exception itself
+    return len(lines)
+
+
 def with_traceback(file: LogFile, offset: int, n_more: int) -> tuple[list[Line], int]:
     """The line at an offset with the traceback under it, and more lines; where the traceback ends, or 0."""
     lines: list[Line] = []

@@ -6,7 +6,6 @@ import io
 import logging
 import os
 import pickle
-import re
 import secrets
 import zlib
 from collections import OrderedDict
@@ -19,13 +18,13 @@ import numpy as np
 import torch
 
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.escapes import without_escapes
 from slurmgpu.files import fsync_dir
 
 log = logging.getLogger(__name__)
 
 PROBE_BYTES = 1 << 20
 SMALL_BYTES = 1 << 20
-ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True)
@@ -153,7 +152,7 @@ def _check_plain(state: Mapping[str, Any]) -> None:
         torch.save(_mapped(state, _without_tensors), file)
         torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
-        lines = [line.strip() for line in ESCAPES.sub("", str(error)).splitlines() if line.strip()]
+        lines = [line.strip() for line in without_escapes(str(error)).splitlines() if line.strip()]
         reason = next((line for line in lines if "GLOBAL" in line or "Unsupported" in line), (lines or [""])[0])
         raise SlurmGPUError(
             "the training's state cannot be kept in a checkpoint, which holds tensors, numbers, strings, lists and "

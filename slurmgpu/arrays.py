@@ -1,0 +1,34 @@
+"""The tasks of a job array as Slurm's job ids name them: "1234_[5-9,12%4]". Standard library only."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Indices:
+    """Tasks of an array; `at_once` is how many of the array may run at a time, None where that is not limited."""
+
+    ranges: tuple[range, ...]
+    at_once: int | None = None
+
+    def __len__(self) -> int:
+        return sum(map(len, self.ranges))
+
+    def __contains__(self, task: int) -> bool:
+        return any(task in numbers for numbers in self.ranges)
+
+
+UNKNOWN = Indices((range(-1, 0),))
+"""One task, of which it is not known which."""
+
+
+def indices_of(job_id: str) -> Indices:
+    """The tasks of "1234_[5-9,12%4]", "1234_[0-198:3]" or "1234_7"; of "1234", a job of one task, task 0."""
+    found = re.fullmatch(r"\[([\d,:-]+)(?:%(\d+))?\]|(\d+)", job_id.partition("_")[2] or "0")
+    if found is None:
+        return UNKNOWN
+    parts = re.findall(r"(\d+)(?:-(\d+))?(?::(\d+))?", found[1] or found[3])
+    ranges = tuple(range(int(first), int(last or first) + 1, int(step or 1)) for first, last, step in parts)
+    return Indices(ranges, None if found[2] is None else int(found[2]))

@@ -1,0 +1,235 @@
+"""Every attempt of a run, and what became of it: from its own record first, from Slurm's accounting second.
+
+Standard library only: `status` reads it on login nodes.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slurmgpu.failures import POLICIES
+from slurmgpu.ledger import last_sign, spent_unrecorded
+from slurmgpu.runs import Run
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Life:
+    """What others than the task itself know of one attempt: Slurm's accounting, or who started it on this machine.
+
+    `failure` is the class; None for a good end, or none yet.
+    """
+
+    state: str
+    failure: str | None
+    ended: bool
+    elapsed_s: int
+    n_gpus: int
+    node: str
+
+
+IDLE_PERCENT = 10
+"""A GPU that is used less than this, on average while items are computed, is a GPU that somebody else could have."""
+IDLE_SAMPLES = 3
+
+TOO_LARGE = "did not fit in the walltime; if none ever does, ask for more time, or plan a run with fewer shard_items"
+"""What an attempt says of the shard that it had in hand when its walltime ended."""
+_ADVICE = re.compile(rf"\. Shard \d+ {TOO_LARGE}$")
+
+Lives = Mapping[str, Sequence[Life]]
+"""By array task ("1234_7"), its lives in order, one for each restart."""
+
+
+def attempts_of(run: Run, lives: Lives | None) -> list[dict[str, Any]]:
+    """Every attempt, from its own record first and Slurm's accounting second, with its failure class."""
+    return rows_of(run, *run.read_attempts(), lives)
+
+
+def rows_of(
+    run: Run, records: Sequence[Mapping[str, Any]], damaged: Sequence[str], lives: Lives | None
+) -> list[dict[str, Any]]:
+    """The same from records that were read, and the names of those that are damaged."""
+    cancelled = {line["submission"] for line in run.submissions() if line.get("cancelled")}
+    # How many shards were taken over from each attempt.
+    lost_leases = Counter(takeover["from"] for record in records for takeover in record["takeovers"])
+    rows = []
+    for record in records:
+        life = _life(lives, f"{record['job']}_{record['task']}", record["restart"])
+        rows.append(_attempt(record, life, record["submission"] in cancelled, lost_leases[record["attempt"]]))
+    recorded = {record["attempt"] for record in records}
+    for task, its_lives in sorted((lives or {}).items()):
+        for restart, life in enumerate(its_lives):
+            name = f"{task}.{restart}"
+            # The last one out cancels what is pending: a task that never ran and was cancelled is no failure.
+            failed = life.failure not in (None, "cancelled")
+            if name not in recorded and life.ended and (failed or name in damaged):
+                rows.append(_attempt_without_record(name, life, name in damaged))
+    return rows
+
+
+@dataclass(frozen=True)
+class Making:
+    """How a published shard came about, as its file says: by which attempt, and when that began with it."""
+
+    shard: int
+    attempt: str
+    started: float
+    seconds: float
+    n_items: int
+    n_errors: int
+
+
+def makings_of(run: Run, shards: Iterable[int]) -> list[Making]:
+    """How published shards came about, from the files themselves; nothing of those that cannot be read."""
+    from slurmgpu.shards import DamagedShardError, read_directory
+
+    found = []
+    for shard in sorted(shards):
+        try:
+            directory = read_directory(run.shard_path(shard))
+            by, n_items = directory.made_by, directory.stop - directory.start
+            times = round(float(by["started"]), 3), round(float(by["seconds"]), 3)
+            found.append(Making(shard, str(by["attempt"]), *times, n_items, directory.n_errors))
+        except (OSError, DamagedShardError, KeyError, TypeError, ValueError) as error:
+            log.debug("shard %d does not say who made it: %s", shard, error)
+    return found
+
+
+def in_task_order(attempts: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Attempts by job, task and restart, each by its number."""
+    return sorted(attempts, key=lambda attempt: _numbers(str(attempt["attempt"])))
+
+
+def _numbers(name: str) -> list[tuple[int, str]]:
+    return [(int(part or 0), text) for text, part in re.findall(r"(\D*)(\d*)", name)]
+
+
+def _life(lives: Lives | None, task: str, restart: int) -> Life | None:
+    its_lives = (lives or {}).get(task, ())
+    return its_lives[restart] if restart < len(its_lives) else None
+
+
+def _attempt(record: Mapping[str, Any], life: Life | None, cancelled: bool, n_lost: int) -> dict[str, Any]:
+    failure, message = _verdict(record, life, cancelled, n_lost)
+    seconds = round(max(last_sign(record) - record["started"], life.elapsed_s if life else 0), 3)
+    return {
+        "attempt": record["attempt"],
+        "submission": record["submission"],
+        "executor": record["executor"],
+        "node": record["node"],
+        "gpus": record["gpus"],
+        "n_gpus": record["n_gpus"],
+        "n_nodes": record["n_nodes"],
+        "memory_mb": record["memory_mb"],
+        "state": record["state"],
+        "started": record["started"],
+        "updated": record["updated"],
+        "ended": record["ended"],
+        "seconds": seconds,
+        "gpu_hours": record["n_gpus"] * record["n_nodes"] * seconds / 3600,
+        "phases": record["phases"],
+        "load_s": record["load_s"],
+        "shard": record["shard"],
+        "progress": record["progress"],
+        "n_shards": len(record["published"]),
+        "shards": record["published"],
+        "n_items": record["n_items"],
+        "n_errors": record["n_errors"],
+        "reason": record["reason"],
+        "failure": failure,
+        "message": message,
+        "bad_node": record["bad_node"] or _bad_node(failure, record["node"], record["n_nodes"]),
+        "traceback": record["traceback"],
+        "deaths": record["deaths"],
+        "takeovers": record["takeovers"],
+        "usage": record["usage"],
+        "idle_gpu": _is_idle(record),
+        "slurm_state": life.state if life else None,
+    }
+
+
+def _bad_node(failure: str | None, node: str, n_nodes: int) -> str | None:
+    """The node that a failure is the fault of; of several nodes it is not known which, unless the task has said so."""
+    at_fault = failure is not None and POLICIES[failure].node_at_fault and n_nodes == 1
+    return node or None if at_fault else None
+
+
+def _is_idle(record: Mapping[str, Any]) -> bool:
+    usage = record["usage"]
+    if not record["n_gpus"] or record["device"] == "cpu" or usage.get("gpu_utilisation") is None:
+        return False
+    return bool(usage["gpu_utilisation"] < IDLE_PERCENT and (usage.get("n_samples_ready") or 0) >= IDLE_SAMPLES)
+
+
+def _verdict(record: Mapping[str, Any], life: Life | None, cancelled: bool, n_lost: int) -> tuple[str | None, str]:
+    """Failure class and message: from the attempt's own record first, then from Slurm."""
+    failure, message = record["failure"], record["message"]
+    if failure in ("preempted", "timeout"):
+        return _interruption(record, life, cancelled)
+    if failure is not None:
+        return failure, message
+    if record["ended"] is not None:
+        return None, ""
+    if cancelled:
+        return "cancelled", "it was killed before it could write down its end"
+    if life is not None and life.failure not in (None, "lost"):
+        return life.failure, f"it wrote no end; Slurm: {life.state}"
+    lease = f"; others took {n_lost} of its shards over" if n_lost else ""
+    return "lost", f"no end was recorded{lease}"
+
+
+def _interruption(record: Mapping[str, Any], life: Life | None, cancelled: bool) -> tuple[str, str]:
+    """The same of an attempt that was stopped: a signal does not say who sent it, nor why."""
+    failure, message = record["failure"], record["message"]
+    if life is not None and life.failure in ("cancelled", "timeout", "preempted"):
+        if life.failure != failure:
+            failure, message = life.failure, f"{_ADVICE.sub('', message)} (Slurm: {life.state})"
+    elif cancelled and (failure == "preempted" or record["reason"] is None):
+        # With a reason it took no more shards because little was left of its walltime, and nobody stopped it.
+        failure, message = "cancelled", _ADVICE.sub("", message)
+    return failure, message
+
+
+def _attempt_without_record(name: str, life: Life, is_damaged: bool) -> dict[str, Any]:
+    what = "its record is damaged" if is_damaged else "it ended before it could write a record"
+    return {
+        "attempt": name,
+        "submission": None,
+        "executor": "local" if name.startswith("local") else "slurm",
+        "node": life.node,
+        "gpus": [],
+        "n_gpus": life.n_gpus,
+        "n_nodes": 1,
+        "memory_mb": None,
+        "state": "ended",
+        "started": None,
+        "updated": None,
+        "ended": None,
+        "seconds": float(life.elapsed_s),
+        "gpu_hours": life.n_gpus * life.elapsed_s / 3600,
+        "phases": [],
+        "load_s": None,
+        "shard": None,
+        "progress": None,
+        "n_shards": 0,
+        "shards": [],
+        "n_items": 0,
+        "n_errors": 0,
+        "reason": None,
+        "failure": life.failure,
+        "message": f"{what} ({life.state}); its log may say why",
+        "bad_node": _bad_node(life.failure, life.node, 2 if "[" in life.node or "," in life.node else 1),
+        "traceback": "",
+        "deaths": [],
+        "takeovers": [],
+        "usage": {},
+        "spent": spent_unrecorded(life.elapsed_s),
+        "idle_gpu": False,
+        "slurm_state": life.state,
+    }

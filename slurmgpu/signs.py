@@ -1,0 +1,73 @@
+"""Signs of life: when an attempt last wrote of itself, by whose clock, and which processes work on this machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SILENT_S = 30.0
+"""So long an attempt may write nothing, even where leases are shorter: it writes every three seconds."""
+FRESH_S = 15.0
+"""Where nobody seems to work on a run, an attempt lives only if it wrote so lately."""
+
+Record = Mapping[str, Any]
+
+
+def patience(lease_s: float, works: bool | None = None) -> float:
+    """How many seconds an attempt may write nothing before it is taken for dead.
+
+    `works` is whether somebody seems to work on the run at all, None where that cannot be known.
+    """
+    return FRESH_S if works is False else max(lease_s, SILENT_S)
+
+
+def is_alive(record: Record, patience_s: float, now: float) -> bool:
+    """Whether an attempt has not ended and has written of itself lately."""
+    return bool(record["state"] != "ended" and now - last_heard(record) <= patience_s)
+
+
+def last_heard(record: Record) -> float:
+    """When an attempt last wrote of itself, by the clock of who asks, if they have seen it change: see `StatusReader`.
+
+    By its own node's clock, if they have not.
+    """
+    return float(record.get("heard", record["updated"]))
+
+
+def own_time(record: Record, now: float) -> float:
+    """What an attempt's own clock shows at the moment `now` of ours."""
+    return float(record["updated"] + now - last_heard(record))
+
+
+def heard_at(updated: float, now: float, changed_since: float | None) -> float:
+    """When a record was written, by this machine's clock, if by the node's clock it was `updated`.
+
+    That is what the node says, unless it cannot be: `changed_since` is the look before the one at `now`, and the record
+    was written between them; None at the first look at it.
+    """
+    if changed_since is None:
+        return min(updated, now)
+    return updated if changed_since <= updated <= now else now
+
+
+def processes_here(submission: Mapping[str, Any]) -> list[int] | None:
+    """The processes of a submission to this machine that live; None of one to another machine, or to Slurm."""
+    if "pids" not in submission or submission["host"] != platform.node():
+        return None
+    return [pid for pid in submission["pids"] if _lives(pid, submission["time"])]
+
+
+def _lives(pid: int, submitted: float) -> bool:
+    """Whether a process of a submission lives; not one that was given its number long after it."""
+    try:
+        # proc(5): behind the name in parentheses come the state and, 19 fields later, the start in ticks since boot.
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        uptime = float(Path("/proc/uptime").read_bytes().split()[0])
+    except OSError:
+        return False
+    started = time.time() - uptime + int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return fields[0] != b"Z" and started < submitted + 60

@@ -1,0 +1,116 @@
+"""A workload's summary as values and tables of texts, for `slurmgpu report` and the page alike."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+PERCENT = ("accuracy", "_rate", "_share", "accuracy_interval")
+"""Keys that end so have shares, which are shown in percent."""
+NO_NAME = "(none)"
+"""What a group without a name is called: that of the items without one."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """A single value: its name in words, its key, and the text of it."""
+
+    name: str
+    key: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of texts, the first of each its name; `columns` are the names of the others, none where it is but one.
+
+    Of long tables there are the first rows, and `n_more` are left out; of what is no table, or too wide, there are no
+    rows, and `note` says what it is.
+    """
+
+    title: str
+    columns: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    n_more: int = 0
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a workload says of all rows, or why there is nothing, if it failed."""
+
+    values: Sequence[Value] = ()
+    tables: Sequence[Table] = ()
+    error: str = ""
+    hint: str = ""
+
+
+def summary_of(summary: Mapping[str, Any] | None, max_rows: int, max_columns: int) -> Summary | None:
+    """The summary of a report in texts, which may hold anything; None if it has none."""
+    if not summary:
+        return None
+    if summary.keys() == {"error"}:
+        return Summary(error=str(summary["error"]))
+    values: list[Value] = []
+    tables: list[Table] = []
+    for name, value in summary.items():
+        if name == "hint":
+            continue
+        if (rows := _rows_of(value)) is None:
+            values.append(Value(_words(name), name, _text(name, value)))
+        else:
+            tables += _tables(name, rows, max_rows, max_columns)
+    return Summary(values, tables, hint=str(summary.get("hint") or ""))
+
+
+def _rows_of(value: Any) -> Mapping[str, Any] | None:
+    """An object, or a list of objects, each by its number; None of what is a single value."""
+    if isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
+        return {str(number): each for number, each in enumerate(value, 1)}
+    return value if isinstance(value, Mapping) else None
+
+
+def _tables(name: str, value: Mapping[str, Any], max_rows: int, max_columns: int) -> Iterator[Table]:
+    """A table; of what is deeper, one for each object in it; none of what is empty, such as failed items' labels."""
+    title, inner = _words(name), list(value.values())
+    if all(each == {} for each in inner):
+        return
+    first, n_more = list(value.items())[:max_rows], max(0, len(value) - max_rows)
+    if not any(isinstance(each, Mapping) for each in inner):
+        yield Table(title, rows=[[key or NO_NAME, _text(name, each)] for key, each in first], n_more=n_more)
+    elif not all(isinstance(each, Mapping) and each.keys() == inner[0].keys() for each in inner):
+        yield Table(title, note="objects with different keys")
+    elif any(isinstance(cell, Mapping) for each in inner for cell in each.values()):
+        for key, each in list(value.items())[:max_columns]:
+            yield from _tables(f"{name}: {key or NO_NAME}", each, max_rows, max_columns)
+    elif len(inner[0]) > max_columns:
+        yield Table(title, note=f"{len(inner):,} × {len(inner[0]):,} values")
+    else:
+        columns = list(inner[0])
+        rows = [[key or NO_NAME, *(_text(column, each[column]) for column in columns)] for key, each in first]
+        yield Table(title, [_words(column) for column in columns], rows, n_more)
+
+
+def _words(name: str) -> str:
+    return name.removeprefix("n_").replace("_", " ")
+
+
+def _text(name: str, value: Any) -> str:
+    """A value with the digits that tell something; a share in percent."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool | str):
+        return str(value)
+    if isinstance(value, list):
+        return " – ".join(_text(name, each) for each in value)
+    if isinstance(value, Mapping):
+        return json.dumps(value, ensure_ascii=False)
+    if name.endswith(PERCENT):
+        return f"{value:.1%}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if 0 < abs(value) < 0.1:
+        return f"{value:.3g}"
+    return f"{value:.3f}" if abs(value) < 10 else f"{value:,.1f}"
