@@ -1,25 +1,46 @@
 """The report as a page: what it says, that it says the same as report.json, and how a browser shows it."""
 
+import copy
 import html
 import json
 import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from slurmgpu import merge as merging
 from slurmgpu import pages
+from slurmgpu.files import write_json
 from slurmgpu.pages import secrets
-from slurmgpu.report import build_report, read_report
+from slurmgpu.pages.clock import make_clock
+from slurmgpu.pages.pictures import rates
+from slurmgpu.pages.provenance import gpus_of
+from slurmgpu.pages.spans import lives_of, makers_of
+from slurmgpu.pages.words import moment
+from slurmgpu.report import build_report, read_report, report_path
 from slurmgpu.runs import Run
 from tests.browser import browser  # noqa: F401
-from tests.pretend_runs import pretend_run
+from tests.pretend_runs import BEGIN, pretend_run
 from tests.runs import make_project, report
 
 NASTY = '<script>alert("x")</script><img src=x onerror=alert(1)> \u202eback\x07\x1b[31m'
 TOKEN = "hf_" + "a" * 34
 SCREENS = [(360, "light"), (360, "dark"), (1400, "light"), (1400, "dark")]
+UNSEEN = """
+const seen = (node) => node.getBoundingClientRect().width > 0;
+const cut = (text) => {
+  const [inner, outer] = [text, text.closest("svg")].map((node) => node.getBoundingClientRect());
+  return inner.left < outer.left - 1 || inner.right > outer.right + 1;
+};
+const narrow = innerWidth < 700 ? [...document.querySelectorAll(".scroll:has(.stacked), pre, #command")] : [];
+return [
+  ...[...document.querySelectorAll("svg text")].filter((text) => seen(text) && cut(text)),
+  ...narrow.filter((box) => box.scrollWidth > box.clientWidth + 1),
+].map((node) => node.textContent.slice(0, 40));
+"""
+"""What an edge cuts off: texts in pictures, and on a phone what one would have to scroll sideways for."""
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +106,96 @@ def test_who_has_only_the_page_finds_why_an_item_failed(faulty):
     assert text.index("slurmgpu resubmit") < text.index("What failed")
 
 
-def test_a_missing_shard_is_there_with_its_reason(faulty):
-    section = html.unescape(page_of(faulty)).partition("<h2>Missing</h2>")[2].partition("</section>")[0]
-    assert "24 … 31" in section
-    assert re.search(r'<td class="w">\S+', section)
+def section(text, heading):
+    return html.unescape(text).partition(f"<h2>{heading}</h2>")[2].partition("</section>")[0]
+
+
+def test_a_missing_shard_is_there_with_its_items(faulty):
+    assert "shard 3<td>items 24..31" in section(page_of(faulty), "Missing")
+
+
+def test_missing_shards_that_lie_side_by_side_are_one_row_and_a_damaged_one_has_its_reason(tmp_path):
+    run, value = pretended(tmp_path, 10)
+    holes = [{"shard": n, "start": 16 * n, "stop": 16 * n + 16, "damaged": None} for n in (4, 5, 6, 7, 9, 20, 21)]
+    holes[2]["damaged"] = "a byte"
+    text = draw(run, {**value, "missing": holes}, tmp_path)
+    rows = re.findall(r'<tr><th scope="row">(.*?)<td>(.*?)<td class="w">(.*)', section(text, "Missing"))
+    assert rows == [
+        ("shards 4..5", "items 64..95", "–"),
+        ("shard 6", "items 96..111", "damaged: a byte"),
+        ("shard 7", "items 112..127", "–"),
+        ("shard 9", "items 144..159", "–"),
+        ("shards 20..21", "items 320..351", "–"),
+    ]
+    assert "1 shard was damaged on disk" in section(text, "What failed")
+
+
+def test_a_missing_shard_that_an_attempt_had_in_hand_says_which(tmp_path):
+    run, value = pretended(tmp_path, 300, n_tasks=2, n_shards=12)
+    write_json(report_path(run), value)
+    shard = value["attempts"][0]["shard"]
+    [why] = re.findall(rf'<tr><th scope="row">shard {shard}<td>.*?<td class="w">(.*)', draw(run, value, tmp_path))
+    assert why.startswith("attempt 4711_0.0 had it in hand")
+
+
+def test_attempts_are_in_the_order_of_the_tasks_and_their_numbers_to_the_right(tmp_path):
+    run, value = pretended(tmp_path, n_tasks=12)
+    value["attempts"].sort(key=lambda attempt: attempt["attempt"])
+    for attempt in value["attempts"]:
+        attempt |= {"failure": "crash", "message": "gone"}
+    value["failures"] = {"crash": 12}
+    zone = moment(value["written"]).rpartition(" ")[2]
+    text = draw(run, value, tmp_path)
+    rows = re.findall(r'<tr><th scope="row">(4711_\d+)\.0(.*)', section(text, "Attempts"))
+    assert [name for name, _ in rows] == [f"4711_{number}" for number in range(12)]
+    columns = re.findall(r'<th scope="col">([^<\n]+)', section(text, "Attempts"))
+    numbers = {columns[int(n) - 1] for n in re.findall(r"\.attempts [^{]*nth-child\((\d+)\) { text-align: right", text)}
+    assert set(columns) - numbers == {"attempt", "node", f"started, {zone}", "end"}
+    assert "4711_0.0, 4711_1.0, 4711_2.0, 4711_3.0" in section(text, "What failed")
+
+
+def test_the_picture_of_the_throughput_says_the_same_as_the_ledger(tmp_path):
+    run, value = pretended(tmp_path, 3000, n_tasks=4, n_shards=8, n_concurrent=2)
+    again = copy.deepcopy(value["attempts"][0])
+    again |= {"attempt": "4720_0.0", "submission": 2, "started": BEGIN + 3000, "ended": BEGIN + 3500}
+    again["shards"] = [[shard, BEGIN + 3000 + 60 * n, 60.0, True] for n, shard in enumerate((2, 5))]
+    hole = {"shard": 3, "start": 48, "stop": 64, "damaged": "a byte"}
+    value |= {"attempts": [again, *value["attempts"]], "missing": [hole]}
+    lives = lives_of(value)
+    clock = make_clock(BEGIN, [(life.start, life.stop) for life in lives])
+    edges, found = rates(lives, clock, {shard: b - a for shard in range(8) for a, b in [run.plan.bounds(shard)]})
+    items = {kind: round((rate * np.diff(edges)).sum()) for kind, rate in found.items()}
+    assert items == {"useful": run.plan.n_items - 16, "repeated": 32, "lost": 16}
+    makers = makers_of(lives)
+    assert (makers[2], makers[5]) == ("4720_0.0", "4720_0.0")
+    assert makers.keys() == set(range(8)) - {3}
+
+
+@pytest.mark.parametrize(
+    ("what", "changed", "said"),
+    [
+        ({"n_tasks": 24}, {}, "24 × NVIDIA H100 80GB HBM3"),
+        ({"n_tasks": 24, "n_concurrent": 8, "n_gpus": 2}, {}, "16 × NVIDIA H100 80GB HBM3"),
+        ({"n_tasks": 8}, {"gpus": ["0"], "device": "cpu"}, "8 allocated, and none used: device cpu"),
+        ({"n_tasks": 8}, {"gpus": ["0"]}, "8"),
+        ({"n_tasks": 2, "n_gpus": 0}, {}, "none"),
+    ],
+)
+def test_the_page_says_how_many_gpus_there_were_and_which(tmp_path, what, changed, said):
+    run, value = pretended(tmp_path, 500, **what)
+    for attempt in value["attempts"]:
+        attempt["gpus"] = changed.get("gpus", attempt["gpus"])
+    for line in value["submissions"]:
+        line["device"] = changed.get("device", "auto")
+    assert gpus_of(value) == said
+    assert f"<dt>GPUs</dt><dd>{said}</dd>" in draw(run, value, tmp_path)
+
+
+def test_the_page_of_a_rehearsal_says_so(tmp_path):
+    run, value = pretended(tmp_path)
+    assert "A rehearsal" not in draw(run, value, tmp_path)
+    value["submissions"][0]["inject"] = ["timeout", "damage@0"]
+    assert "A rehearsal: faults were injected on purpose: timeout, damage@0." in draw(run, value, tmp_path)
 
 
 def test_report_html_writes_the_page_and_says_how_large_it_is(faulty, slurmgpu, tmp_path):
@@ -116,12 +223,16 @@ def test_without_its_packages_there_is_no_page_and_a_sentence_says_why(faulty, m
     assert not (tmp_path / "report.html").exists()
 
 
-def test_a_page_that_cannot_be_drawn_costs_a_warning_and_not_the_merge(faulty, monkeypatch, caplog):
+def test_a_page_that_cannot_be_drawn_costs_a_warning_and_not_the_merge(faulty, monkeypatch, caplog, tmp_path):
     run = Run.open(faulty / "run")
+    former = tmp_path / "report.html"
+    former.write_text("of an earlier merge")
+    monkeypatch.setattr(pages, "page_path", lambda run: former)
     monkeypatch.setattr(pages, "write_page", lambda *given: 1 / 0)
     assert merging.merge(run)["n_rows"] == 52
     assert "report.html cannot be drawn" in caplog.text
     assert "ZeroDivisionError" in caplog.text
+    assert not former.exists()
 
 
 def test_html_false_leaves_the_page_out(project, slurmgpu):
@@ -159,7 +270,7 @@ def test_a_thousand_tasks_are_less_than_two_megabytes(tmp_path):
 def test_what_users_and_items_write_is_text_and_nothing_else(tmp_path):
     run, value = pretended(tmp_path, errors=[(3, f"item_error: {NASTY}")], settings={"prompt": NASTY}, faulty=True)
     value["attempts"][0] |= {"node": NASTY, "failure": "crash", "message": NASTY, "traceback": NASTY}
-    value["summary"] = {NASTY: 1, "table": {NASTY: {"a": NASTY}}}
+    value["summary"] = {NASTY: 1, "table": {NASTY: {"a": NASTY}}, "worst": [{"item": 3, NASTY: {"b": [NASTY]}}, 4]}
     text = draw(run, value, tmp_path)
     assert text.count("<script>") == 1, "the page's own"
     assert "<img" not in text
@@ -250,6 +361,7 @@ def test_browsers_show_it_at_any_width_in_the_light_and_in_the_dark(browser, fau
             assert browser.complaints() == [], where
             assert browser.requests() == [], where
             assert browser.overflow() == [False, []], where
+            assert browser.driver.execute_script(UNSEEN) == [], where
             assert browser.faint() == [], where
     expected = read_report(Run.open(faulty / "run"))
     browser.open(faulty / "run" / "report.html")

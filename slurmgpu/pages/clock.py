@@ -52,12 +52,17 @@ class Clock:
         """The moment that lies at a place."""
         return np.asarray(np.interp(place, self.places, self.times))
 
-    def draw(self, axes: Axes, n_ticks: int, *, labels: bool = True) -> None:
+    @property
+    def pauses(self) -> list[float]:
+        """How many seconds each pause lasted that was cut out."""
+        return [float(self.time(start) - self.time(stop)) for (_, stop), (start, _) in pairwise(self.pieces)]
+
+    def draw(self, axes: Axes, n_ticks: int) -> None:
         """Give axes this clock for their x axis, with about so many ticks, and marks where a pause was cut out."""
         axes.set_xlim(0, self.end)
         places, names = self._ticks(n_ticks)
         axes.xaxis.set_major_locator(FixedLocator(places))
-        axes.xaxis.set_major_formatter(FixedFormatter(names if labels else [""] * len(names)))
+        axes.xaxis.set_major_formatter(FixedFormatter(names))
         for (_, stop), (start, _) in pairwise(self.pieces):
             axes.axvspan(stop, start, facecolor=COLOURS["cut"], edgecolor="none", zorder=3)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from slurmgpu.pages.facts import Reason
@@ -19,9 +19,12 @@ from slurmgpu.searching import (
     excerpts_until,
     story_of_item,
 )
+from slurmgpu.searching.remembering import Remembering, remembering
 
 log = logging.getLogger(__name__)
 
+NOBODY = "no attempt is known to have had it"
+"""What a search says that found nothing."""
 MAX_LINES = 30
 MAX_EXCERPTS = 20
 """Of so many reasons for items, and for attempts, there is an excerpt."""
@@ -30,23 +33,11 @@ PATIENCE_S = 30.0
 """How long logs are searched for a page, however large they are."""
 
 
-class _Remembering(Run):
-    """A run that reads the records of its attempts once: a search of each excerpt's would take a minute."""
-
-    @cached_property
-    def _records(self) -> list[dict[str, Any]]:
-        return super().attempts()
-
-    def attempts(self) -> list[dict[str, Any]]:
-        """What each attempt wrote of itself."""
-        return self._records
-
-
 def add_excerpts(
     run: Run, items: Sequence[Reason], attempts: Sequence[Reason], holes: Sequence[dict[str, Any]]
 ) -> None:
     """Give reasons what the logs say of the first of those who met them, and missing shards why they are missing."""
-    run = _Remembering(run.folder, run.plan)
+    run = remembering(run)
     deadline = time.monotonic() + PATIENCE_S
     with excerpts_until(deadline):
         for reason in items[:MAX_EXCERPTS]:
@@ -64,13 +55,14 @@ def _why_missing(run: Run, item: int) -> str:
     except Exception:
         log.warning("the page does not say why item %d is missing", item, exc_info=True)
         return ""
-    return plain(story.sentence.partition("is not published: ")[2] or story.sentence)
+    why = story.sentence.partition("is not published")[2].lstrip(":;, ")
+    return "" if NOBODY in why else plain(why)
 
 
-def _of_attempt(run: Run, reason: Reason) -> Excerpt | None:
+def _of_attempt(run: Remembering, reason: Reason) -> Excerpt | None:
     if reason.death is None:
         return excerpt_of_attempt(run, reason.first, MAX_LINES)
-    record: Mapping[str, Any] | None = next((r for r in run.attempts() if r["attempt"] == reason.first), None)
+    record = run.logged.get(reason.first)
     return None if record is None else excerpt_of_death(run, record, reason.death, MAX_LINES)
 
 

@@ -1,19 +1,16 @@
-"""What the page says in words and numbers: figures, failures, what is missing, attempts, provenance."""
+"""What the page says in words and numbers: figures, failures, what is missing, attempts."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from slurmgpu.failures import POLICIES
-from slurmgpu.pages.secrets import hidden
-from slurmgpu.pages.spans import Life, begin_of
-from slurmgpu.pages.words import count_of, cut, duration, gigabytes, moment, percent, plain
-from slurmgpu.pages.words import hours as as_hours
-from slurmgpu.runs import Run
+from slurmgpu.ledger import KINDS, energy_in_words, unit_of
+from slurmgpu.pages.spans import Life, begin_of, makers_of
+from slurmgpu.pages.words import cut, duration, gigabytes, moment, plain
 
 MAX_ITEMS = 1000
 """Failed items, and missing shards, that the page lists; of more it has the numbers and the first ones."""
@@ -22,8 +19,6 @@ MAX_REASONS = 30
 MESSAGE_CHARACTERS = 240
 REASON_CHARACTERS = 4000
 MAX_NAMES = 8
-OF_PLANNING = ("planned",)
-"""Settings that planning made itself, which nobody reads."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +30,13 @@ class Figure:
     value: Any
     text: str
     alarming: bool = False
+
+
+class Column(NamedTuple):
+    """A column of a table: its name, and whether it is of numbers."""
+
+    name: str
+    is_number: bool = False
 
 
 @dataclass
@@ -60,7 +62,7 @@ class Reason:
 def figures_of(report: Mapping[str, Any], lives: Sequence[Life]) -> list[Figure]:
     """The numbers that stand first."""
     n_failures = sum(report["failures"].values())
-    unit = (report.get("ledger") or {}).get("unit") or "GPU-hours"
+    has_gpus = (report.get("ledger") or {}).get("unit") != "task-hours"
     begin, end = begin_of(report, lives), max((life.stop for life in lives), default=report["written"])
     figures = [
         _count(report, "n_items", "items"),
@@ -71,11 +73,13 @@ def figures_of(report: Mapping[str, Any], lives: Sequence[Life]) -> list[Figure]
         Figure("attempts that failed", "failures.sum", n_failures, f"{n_failures:,}", n_failures > 0),
     ]
     hours = report["gpu_hours"]
-    if hours or unit == "GPU-hours":
-        figures.append(Figure("GPU-hours", "gpu_hours", hours, as_hours(hours, hours)))
+    if hours or has_gpus:
+        unit, factor = unit_of(hours)
+        figures.append(Figure(f"GPU-{unit}", "gpu_hours", hours, f"{factor * hours:,.2f}"))
     energy = (report.get("ledger") or {}).get("energy_kwh")
     if energy is not None:
-        figures.append(Figure("kWh of the GPUs", "ledger.energy_kwh", energy, f"{energy:,.2f}"))
+        text, unit = energy_in_words(energy)
+        figures.append(Figure(f"{unit} of the GPUs", "ledger.energy_kwh", energy, text))
     if lives:
         figures.append(Figure("from submission to end", "wall_s", round(end - begin, 3), duration(end - begin)))
     return figures
@@ -155,65 +159,92 @@ def _ranked(reasons: Mapping[Any, Reason]) -> list[Reason]:
     return ranked
 
 
-def failed_items(report: Mapping[str, Any], shard_items: int, of_item: Mapping[int, Reason]) -> list[dict[str, Any]]:
+def failed_items(
+    report: Mapping[str, Any], lives: Sequence[Life], shard_items: int, of_item: Mapping[int, Reason]
+) -> list[dict[str, Any]]:
     """The failed items, the first of them, each with the attempt that computed it and its reason."""
-    owners = {
-        entry[0]: attempt["attempt"]
-        for attempt in report["attempts"]
-        for entry in attempt.get("shards") or ()
-        if len(entry) < 4 or entry[3]
-    }
+    makers = makers_of(lives)
     return [
         {
             "index": item["index"],
             "class": item["class"],
             "message": cut(item["message"].partition("\n")[0], MESSAGE_CHARACTERS),
-            "attempt": owners.get(item["index"] // shard_items, ""),
+            "attempt": makers.get(item["index"] // shard_items, ""),
             "reason": of_item[item["index"]],
         }
         for item in report["errors"][:MAX_ITEMS]
     ]
 
 
+def n_damaged(report: Mapping[str, Any]) -> int:
+    """How many shards are missing because the merge found them damaged."""
+    return sum(bool(hole["damaged"]) for hole in report["missing"])
+
+
+def faults_of(report: Mapping[str, Any]) -> str:
+    """The faults that were injected, if the run is a rehearsal."""
+    return ", ".join(dict.fromkeys(str(each) for line in report["submissions"] for each in line.get("inject") or ()))
+
+
 def holes_of(report: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The missing shards, the first of them; of a damaged one the report tells why it is missing."""
     return [
         {
-            "shard": hole["shard"],
+            "first": hole["shard"],
+            "last": hole["shard"],
             "start": hole["start"],
-            "items": f"{hole['start']:,} … {hole['stop'] - 1:,}",
+            "stop": hole["stop"],
             "why": f"damaged: {cut(hole['damaged'], MESSAGE_CHARACTERS)}" if hole["damaged"] else "",
         }
         for hole in report["missing"][:MAX_ITEMS]
     ]
 
 
-def attempts_table(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Every attempt in a row, and the names of the columns: only those of which anything is known."""
-    columns = [
-        ("attempt", lambda a, u: a["attempt"]),
-        ("node", lambda a, u: a["node"] or ""),
-        ("started", lambda a, u: moment(a["started"]).rpartition(" ")[0]),
-        ("time", lambda a, u: duration(a["seconds"])),
-        ("GPUs", lambda a, u: f"{a['n_gpus'] * a['n_nodes']}"),
-        ("shards", lambda a, u: f"{a['n_shards']:,}"),
-        ("items", lambda a, u: f"{a['n_items']:,}"),
-        ("failed", lambda a, u: f"{a['n_errors']:,}"),
-        ("deaths", lambda a, u: f"{len(a['deaths'])}"),
-        ("useful", lambda a, u: _useful(a)),
-        ("GPU %", lambda a, u: _whole(u.get("gpu_utilisation"))),
-        ("GPU GB", lambda a, u: gigabytes(u.get("gpu_memory_peak_bytes"))),
-        ("W", lambda a, u: _whole(u.get("power_mean_w"))),
-        ("°C", lambda a, u: _whole(u.get("temperature_max_c"))),
-        ("host GB", lambda a, u: gigabytes(u.get("host_memory_peak_bytes"))),
-        ("end", lambda a, u: a["failure"] or (f"ok ({a['reason']})" if a["reason"] else "ok")),
+def stretches_of(holes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Holes that lie side by side, and are there for the same reason, as one."""
+    found: list[dict[str, Any]] = []
+    for hole in holes:
+        if found and found[-1]["last"] + 1 == hole["first"] and found[-1]["why"] == hole["why"]:
+            found[-1] |= {"last": hole["last"], "stop": hole["stop"]}
+        else:
+            found.append(dict(hole))
+    return found
+
+
+def attempts_table(report: Mapping[str, Any]) -> tuple[list[Column], list[list[str]]]:
+    """Every attempt in a row, and its columns: only those of which anything is known."""
+    hosts = [_host_memory(attempt) for attempt in report["attempts"]]
+    zone = moment(report["written"]).rpartition(" ")[2]
+    unit, size = ("GB", 1e9) if max(hosts, default=0) >= 1e9 else ("MB", 1e6)
+    shown = [
+        (Column("attempt"), lambda a, u: a["attempt"]),
+        (Column("node"), lambda a, u: a["node"] or ""),
+        (Column(f"started, {zone}"), lambda a, u: moment(a["started"]).removesuffix(f" {zone}")),
+        (Column("time", True), lambda a, u: duration(a["seconds"])),
+        (Column("GPUs", True), lambda a, u: f"{a['n_gpus'] * a['n_nodes']}"),
+        (Column("shards", True), lambda a, u: f"{a['n_shards']:,}"),
+        (Column("items", True), lambda a, u: f"{a['n_items']:,}"),
+        (Column("failed", True), lambda a, u: f"{a['n_errors']:,}"),
+        (Column("deaths", True), lambda a, u: f"{len(a['deaths'])}"),
+        (Column("useful", True), lambda a, u: _useful(a)),
+        (Column("GPU %", True), lambda a, u: _whole(u.get("gpu_utilisation"))),
+        (Column("GPU GB", True), lambda a, u: gigabytes(u.get("gpu_memory_peak_bytes"))),
+        (Column("W", True), lambda a, u: _whole(u.get("power_mean_w"))),
+        (Column("°C", True), lambda a, u: _whole(u.get("temperature_max_c"))),
+        (Column(f"host {unit}", True), lambda a, u: f"{u['host_memory_peak_bytes'] / size:,.{int(size == 1e9)}f}"),
+        (Column("end"), lambda a, u: a["failure"] or (f"ok ({a['reason']})" if a["reason"] else "ok")),
     ]
     rows = []
     for attempt in report["attempts"]:
         usage = attempt.get("usage") or {}
-        rows.append([_cell(show, attempt, usage) for _, show in columns])
-    known = [n for n in range(len(columns)) if n < 4 or any(row[n] not in ("–", "0", "") for row in rows)]
-    return [columns[n][0] for n in known], [[row[n] for n in known] for row in rows]
+        rows.append([_cell(show, attempt, usage) for _, show in shown])
+    known = [n for n in range(len(shown)) if n < 4 or any(row[n] not in ("–", "0", "") for row in rows)]
+    return [shown[n][0] for n in known], [[row[n] for n in known] for row in rows]
+
+
+def _host_memory(attempt: Mapping[str, Any]) -> float:
+    size = (attempt.get("usage") or {}).get("host_memory_peak_bytes")
+    return float(size) if isinstance(size, int | float) else 0.0
 
 
 def _cell(show: Any, attempt: Mapping[str, Any], usage: Mapping[str, Any]) -> str:
@@ -229,62 +260,5 @@ def _whole(number: float | None) -> str:
 
 def _useful(attempt: Mapping[str, Any]) -> str:
     spent = attempt.get("spent") or {}
-    total = sum(value for key, value in spent.items() if key in ("useful", "loading", "idle", "lost", "repeated"))
-    return percent(spent["useful"] / total) if total else "–"
-
-
-def provenance_of(run: Run, report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What made the run: a name and a text each."""
-    plan, made_by = run.plan, report["provenance"]
-    git, image = made_by.get("git"), report.get("image")
-    entries = [
-        ("run directory", report["run_dir"]),
-        ("run file", made_by.get("run_file", "–")),
-        (
-            "git commit",
-            f"{git['commit']}{' and uncommitted changes' if git['dirty'] else ''}" if git else "no repository",
-        ),
-        ("workload", plan.workload),
-        ("image", f"{image['path']} (sha256 {image.get('sha256', '–')})" if image else "none"),
-        ("versions", ", ".join(f"{name} {version}" for name, version in (made_by.get("versions") or {}).items())),
-        ("input", f"{count_of(plan.n_items, 'item')}, digest {plan.input_digest}"),
-        ("shards", f"{plan.n_shards:,} of {count_of(plan.shard_items, 'item')}, in batches of {plan.batch_size:,}"),
-        ("seed", str(plan.seed)),
-        ("fingerprint", report["fingerprint"]),
-        ("GPUs", ", ".join(_gpus(report)) or "none"),
-        ("report written", moment(report["written"])),
-    ]
-    return [(name, plain(text)) for name, text in entries]
-
-
-def _gpus(report: Mapping[str, Any]) -> list[str]:
-    names = (name for a in report["attempts"] for name in a["gpus"] or () if isinstance(name, str))
-    return sorted(name for name in set(names) if not name.isdecimal())
-
-
-def settings_of(run: Run) -> str:
-    """The workload's settings and the resources that the run first asked for, as JSON."""
-    settings = {name: value for name, value in run.plan.settings.items() if name not in OF_PLANNING}
-    value = {"settings": settings, "resources": run.plan.resources, "slurm": run.plan.slurm}
-    return cut(json.dumps(_without_values(hidden(value)), indent=2, ensure_ascii=False), 20_000)
-
-
-def _without_values(value: dict[str, Any]) -> dict[str, Any]:
-    """The same, with the names alone of variables that sbatch exports."""
-    return {**value, "slurm": {key: _option(key, each) for key, each in value["slurm"].items()}}
-
-
-def _option(key: str, value: Any) -> Any:
-    return ",".join(part.partition("=")[0] for part in value.split(",")) if key == "export" else value
-
-
-def submissions_of(report: Mapping[str, Any]) -> list[list[str]]:
-    """Every submission in a row: number, time, executor, tasks, jobs, options."""
-    rows = []
-    for line in report["submissions"]:
-        jobs = [f"{line[key]}" for key in ("array_job", "merge_job") if line.get(key)]
-        options = " ".join(f"{key}={_option(key, value)}" for key, value in hidden(line.get("slurm") or {}).items())
-        state = "cancelled" if line.get("cancelled") else ""
-        row = [line.get("submission", ""), moment(line.get("time")), line.get("executor", ""), line.get("n_tasks", "")]
-        rows.append([plain(cell) for cell in (*row, ", ".join(jobs) or "–", options or "–", state)])
-    return rows
+    total = sum(value for key, value in spent.items() if key in KINDS)
+    return f"{spent['useful'] / total:.1%}" if total else "–"

@@ -15,18 +15,23 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from slurmgpu import __version__
-from slurmgpu.pages import facts
+from slurmgpu.attempts import in_task_order
+from slurmgpu.ledger import KINDS, energy_in_words, in_words
+from slurmgpu.pages import facts, provenance
 from slurmgpu.pages.clock import Clock, make_clock
 from slurmgpu.pages.excerpts import add_excerpts
-from slurmgpu.pages.pictures import PARTS, ledger_bar, rates, throughput, timeline
+from slurmgpu.pages.pictures import ledger_bar, left_of, rates, throughput, timeline
 from slurmgpu.pages.spans import Life, begin_of, lives_of, rows_of
-from slurmgpu.pages.summary import summary_of
 from slurmgpu.pages.svg import NARROW, WIDE, picture
 from slurmgpu.pages.usage import chosen_tasks, draw_usage, read_usage
-from slurmgpu.pages.words import count_of, duration, hours, moment, percent, plain
+from slurmgpu.pages.words import count_of, cut, duration, moment, plain
 from slurmgpu.runs import Run
+from slurmgpu.summaries import summary_of
 
 log = logging.getLogger(__name__)
+
+MAX_ROWS, MAX_COLUMNS = 200, 20
+"""Of each table of the summary."""
 
 MEANINGS = {
     "useful": "shards that are in the result",
@@ -48,6 +53,7 @@ class Drawn:
 
 def render(run: Run, report: Mapping[str, Any], task: str | None = None) -> str:
     """The page of a report as HTML."""
+    report = {**report, "attempts": in_task_order(report["attempts"])}
     lives = lives_of(report)
     clock = make_clock(begin_of(report, lives), [(life.start, life.stop) for life in lives])
     items, of_item = facts.item_reasons(report)
@@ -59,22 +65,26 @@ def render(run: Run, report: Mapping[str, Any], task: str | None = None) -> str:
         "report": report,
         "version": __version__,
         "figures": facts.figures_of(report, lives),
-        "summary": summary_of(report.get("summary")),
+        "summary": summary_of(report.get("summary"), MAX_ROWS, MAX_COLUMNS),
         "classes": facts.classes_of(report),
         "item_reasons": items[: facts.MAX_REASONS],
         "attempt_reasons": attempts[: facts.MAX_REASONS],
         "n_more_reasons": [max(0, len(reasons) - facts.MAX_REASONS) for reasons in (items, attempts)],
         "max_reasons": facts.MAX_REASONS,
-        "failed_items": facts.failed_items(report, run.plan.shard_items, of_item),
-        "holes": holes,
+        "failed_items": facts.failed_items(report, lives, run.plan.shard_items, of_item),
+        "holes": facts.stretches_of(holes),
+        "n_holes": len(holes),
+        "n_damaged": facts.n_damaged(report),
+        "faults": facts.faults_of(report),
         "columns": columns,
         "rows": rows,
         "damaged": [plain(name) for name in report.get("damaged_records") or ()],
-        "provenance": facts.provenance_of(run, report),
-        "settings": facts.settings_of(run),
-        "submissions": facts.submissions_of(report),
+        "provenance": provenance.provenance_of(run, report),
+        "settings": provenance.settings_of(run),
+        "submissions": provenance.submissions_of(report),
         "typed": run.typed,
         "submitted": moment(clock.begin),
+        "pauses": _about_pauses(clock),
         "ledger": _ledger(report),
         "n_unknown": len(report["attempts"]) - len(lives),
         **_pictures(run, report, lives, clock, task),
@@ -88,7 +98,7 @@ def _template() -> jinja2.Template:
         loader=jinja2.FileSystemLoader(here), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
-    environment.filters |= {"plain": plain, "number": lambda value: f"{value:,}", "count_of": count_of}
+    environment.filters |= {"plain": plain, "number": lambda value: f"{value:,}", "count_of": count_of, "cut": cut}
     environment.globals |= {name: Markup((here / f"page.{name}").read_text("utf-8")) for name in ("css", "js")}
     return environment.get_template("page.html.j2")
 
@@ -133,16 +143,28 @@ def _about_timeline(lives: Sequence[Life], clock: Clock) -> str:
     )
 
 
+def _about_pauses(clock: Clock) -> str:
+    """What the bands on the clock stand for; nothing where it has none."""
+    pauses = [duration(pause) for pause in sorted(clock.pauses)]
+    if len(pauses) < 2:
+        return "".join(f"a pause of {pause}, left out" for pause in pauses)
+    return f"{len(pauses)} pauses of {pauses[0]} to {pauses[-1]}, left out"
+
+
 def _throughput(run: Run, lives: Sequence[Life], clock: Clock) -> Drawn | None:
     sizes = {shard: b - a for shard in range(run.plan.n_shards) for a, b in [run.plan.bounds(shard)]}
-    edges, useful, repeated = rates(lives, clock, sizes)
-    if not (useful.any() or repeated.any()):
+    edges, found = rates(lives, clock, sizes)
+    if not any(rate.any() for rate in found.values()):
         return None
+    useful = found["useful"]
     unit, scale = ("items per second", 1) if useful.max() >= 0.1 else ("items per hour", 3600)
     mean = useful.sum() / max(1, (useful > 0).sum()) * scale
     sentence = f"Throughput in {unit}: {useful.max() * scale:.3g} at most, {mean:.3g} on average while there was any."
+    found = {kind: rate * scale for kind, rate in found.items()}
     return _both(
-        "throughput", sentence, lambda width: throughput(edges, useful * scale, repeated * scale, clock, width)
+        "throughput",
+        sentence,
+        lambda width: throughput(edges, found, clock, width, left=left_of(lives, width), unit=unit),
     )
 
 
@@ -151,11 +173,11 @@ def _usage(
 ) -> tuple[list[tuple[str, Drawn]], dict[str, str]]:
     """A picture for each quantity, and the tasks that have lines of their own."""
     n_nodes = {a["attempt"]: a.get("n_nodes", 1) for a in report["attempts"]}
-    usage = read_usage(run.folder, lives, n_nodes, clock)
+    usage = read_usage(run.folder, lives, n_nodes, clock, run.plan.sample_s)
     chosen = chosen_tasks(report, usage, task)
     pictures = []
     for quantity in usage.known():
-        values = usage.values[quantity.key]
+        values = usage.of(quantity)
         sentence = f"{quantity.title} in {quantity.unit} of {count_of(len(set(usage.owners)), 'task')} over time, "
         sentence += f"mean {float(values[values == values].mean()):.3g}."
         svg = picture(f"usage-{quantity.key}", sentence, partial(draw_usage, usage, quantity, list(chosen), clock))
@@ -172,17 +194,23 @@ def _ledger(report: Mapping[str, Any]) -> dict[str, Any] | None:
     ledger = report.get("ledger")
     if not ledger:
         return None
-    total = ledger["allocated"]
+    shown = in_words(ledger)
     rows = [
         {
             "name": name,
             "key": f"ledger.{name}",
             "amount": ledger[name],
-            "text": hours(ledger[name], total),
-            "share": percent(ledger[name] / total) if total else "–",
+            "text": shown.texts[name],
+            "share": shown.shares[name],
             "meaning": MEANINGS[name],
         }
-        for name in PARTS
+        for name in KINDS
     ]
-    unit, energy = ledger.get("unit", "GPU-hours"), ledger.get("energy_kwh")
-    return {"unit": unit, "total": total, "total_text": hours(total, total), "rows": rows, "energy": energy}
+    energy = ledger.get("energy_kwh")
+    return {
+        "unit": shown.unit,
+        "total": ledger["allocated"],
+        "total_text": shown.texts["allocated"],
+        "rows": rows,
+        "energy": None if energy is None else " ".join(energy_in_words(energy)),
+    }

@@ -14,16 +14,20 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
 from slurmgpu.pages.clock import Clock
 from slurmgpu.pages.spans import STATES, Life, rows_of
-from slurmgpu.pages.svg import COLOURS, NARROW, figure
+from slurmgpu.pages.svg import COLOURS, NARROW, RIGHT, figure
 
 MAX_HEIGHT = 1000
 ROW_HEIGHT = 18
-LABELLED_ROWS = 64
+LABELLED_ROWS, LABELLED_ROWS_NARROW = 64, 50
 """So many tasks have their names beside their rows; of more, every so manyth has."""
+LEAST_LEFT = 56
+"""Pixels to the left of the axes at least: what rates need, and the names of some of many tasks."""
 TICK_GAP = 1.5
 """Ticks of shards that are less than this many pixels apart are drawn as one."""
 N_BINS = 160
 PARTS = ("useful", "loading", "idle", "lost", "repeated")
+OF_SHARDS = ("useful", "repeated", "lost")
+"""What computations of shards are, from the bottom of the picture to its top."""
 
 
 def timeline(lives: Sequence[Life], clock: Clock, width: int) -> Figure:
@@ -32,19 +36,17 @@ def timeline(lives: Sequence[Life], clock: Clock, width: int) -> Figure:
     narrow = width <= NARROW
     height = min(MAX_HEIGHT * (0.6 if narrow else 1), max(60, ROW_HEIGHT * len(rows)))
     row = height / max(1, len(rows))
-    labelled = len(rows) <= (height / 12 if narrow else LABELLED_ROWS)
-    names = [_row_name(task, its, narrow) if labelled else task.rpartition("_")[2] for task, its in rows]
-    left = 14 + 6.4 * max(map(len, names), default=1) if labelled else 56
-    made = figure(width, height + 34, left=left, right=14, top=4, bottom=30)
+    left = left_of(lives, width)
+    made = figure(width, height + 34, left=left, right=RIGHT, top=4, bottom=30)
     axes = made.add_subplot()
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    clock.draw(axes, 5 if narrow else 12)
+    clock.draw(axes, 4 if narrow else 12)
     axes.grid(visible=False, axis="y")
     axes.grid(visible=True, axis="x")
     axes.tick_params(axis="y", length=0)
-    _name_rows(axes, names, labelled)
+    _name_rows(axes, rows, width)
     thickness = max(0.8, row * 0.72)
-    scale = (width - left - 14) / clock.end  # pixels for each second
+    scale = (width - left - RIGHT) / clock.end  # pixels for each second
     for state in STATES:
         bars = [
             (clock.place(start), clock.place(stop), number)
@@ -59,18 +61,29 @@ def timeline(lives: Sequence[Life], clock: Clock, width: int) -> Figure:
     return made
 
 
-def _row_name(task: str, its: Sequence[Life], narrow: bool) -> str:
-    return task.rpartition("_")[2] if narrow else f"{task}  {its[-1].node}".strip()[-28:]
+def left_of(lives: Sequence[Life], width: int) -> float:
+    """Pixels to the left of the axes of what is drawn over the whole width, so that all begin at the same place."""
+    rows = rows_of(lives)
+    longest = max((len(_row_name(task, its, width)) for task, its in rows), default=1)
+    return max(LEAST_LEFT, 14 + 6.4 * longest) if _are_labelled(rows, width) else LEAST_LEFT
 
 
-def _name_rows(axes: Axes, names: Sequence[str], labelled: bool) -> None:
-    if labelled:
-        axes.yaxis.set_major_locator(FixedLocator(list(range(len(names)))))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda at, _: names[int(at)]))
+def _are_labelled(rows: Sequence[tuple[str, list[Life]]], width: int) -> bool:
+    return len(rows) <= (LABELLED_ROWS_NARROW if width <= NARROW else LABELLED_ROWS)
+
+
+def _row_name(task: str, its: Sequence[Life], width: int) -> str:
+    return task.rpartition("_")[2] if width <= NARROW else f"{task}  {its[-1].node}".strip()[-28:]
+
+
+def _name_rows(axes: Axes, rows: Sequence[tuple[str, list[Life]]], width: int) -> None:
+    if _are_labelled(rows, width):
+        axes.yaxis.set_major_locator(FixedLocator(list(range(len(rows)))))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda at, _: _row_name(*rows[int(at)], width)))
     else:
         axes.yaxis.set_major_locator(MaxNLocator(10, integer=True))
         axes.yaxis.set_major_formatter(
-            FuncFormatter(lambda at, _: f"task {names[int(at)]}" if 0 <= at < len(names) else "")
+            FuncFormatter(lambda at, _: f"task {rows[int(at)][0].rpartition('_')[2]}" if 0 <= at < len(rows) else "")
         )
 
 
@@ -126,19 +139,19 @@ def _ends(axes: Axes, rows: Sequence[tuple[str, list[Life]]], clock: Clock, size
 
 def rates(
     lives: Sequence[Life], clock: Clock, shard_items: Mapping[int, int]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Edges of bins on the clock, and items per second in each: of shards that counted, and of those done twice.
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Edges of bins on the clock, and by what became of their shards, items per second in each bin.
 
     The items of a shard are spread evenly over the time that it took.
     """
     edges = np.linspace(0, clock.end, N_BINS + 1)
-    totals = []
-    for counted in (True, False):
-        shards = [(s, a, b) for life in lives for s, a, b, won in life.shards if bool(won) == counted]
+    found = {}
+    for kind in OF_SHARDS:
+        shards = [entry for life in lives for entry in life.shards if entry[3] == kind]
         starts, stops = (clock.place(np.array([shard[i] for shard in shards] or [0.0], float)) for i in (1, 2))
         items = np.array([shard_items.get(shard[0], 0) for shard in shards] or [0], float)
-        totals.append(_spread(edges, starts, np.maximum(stops, starts + 1e-3), items))
-    return edges, totals[0], totals[1]
+        found[kind] = _spread(edges, starts, np.maximum(stops, starts + 1e-3), items)
+    return edges, found
 
 
 def _spread(edges: np.ndarray, starts: np.ndarray, stops: np.ndarray, amounts: np.ndarray) -> np.ndarray:
@@ -153,17 +166,20 @@ def _spread(edges: np.ndarray, starts: np.ndarray, stops: np.ndarray, amounts: n
     return np.maximum(0.0, np.diff(before) / np.diff(edges))
 
 
-def throughput(edges: np.ndarray, useful: np.ndarray, repeated: np.ndarray, clock: Clock, width: int) -> Figure:
-    """Items per second over time, those of shards that were computed twice on top."""
-    made = figure(width, 190, left=52, right=14, top=8, bottom=30)
+def throughput(
+    edges: np.ndarray, rates_by_kind: Mapping[str, np.ndarray], clock: Clock, width: int, *, left: float, unit: str
+) -> Figure:
+    """Rates over time in some unit, one kind on top of the other; `left` is that of the timeline."""
+    made = figure(width, 206, left=left, right=RIGHT, top=24, bottom=30)
     axes = made.add_subplot()
+    axes.set_title(unit, loc="left", color=COLOURS["muted"])
     middles = np.repeat(edges, 2)[1:-1]
-    axes.fill_between(middles, 0, np.repeat(useful, 2), color=COLOURS["useful"], linewidth=0)
-    if repeated.any():
-        axes.fill_between(
-            middles, np.repeat(useful, 2), np.repeat(useful + repeated, 2), color=COLOURS["repeated"], linewidth=0
-        )
-    clock.draw(axes, 5 if width <= NARROW else 12)
+    top = np.zeros(len(middles))
+    for kind, rate in rates_by_kind.items():
+        if rate.any():
+            below, top = top, top + np.repeat(rate, 2)
+            axes.fill_between(middles, below, top, color=COLOURS[kind], linewidth=0)
+    clock.draw(axes, 4 if width <= NARROW else 12)
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_locator(MaxNLocator(4))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slurmgpu.ledger import Counting, counting, kind_of
 from slurmgpu.pages.words import plain
 
-STATES = ("starting", "loading", "running")
+STATES = ("starting", "loading", "running", "ended")
+"""What is drawn: a task that has written down its end holds its GPUs until Slurm has taken them back."""
+NONSENSE = (TypeError, ValueError, KeyError, IndexError)
+"""What a record raises that makes no sense: it costs its own row."""
 
 
 @dataclass(frozen=True)
 class Life:
-    """An attempt's time: `phases` are (state, start, stop), `shards` (shard, start, stop, won)."""
+    """An attempt's time: `phases` are (state, start, stop), `shards` (shard, start, stop, kind).
+
+    A shard's kind is what the ledger says of this computation of it: useful, repeated or lost.
+    """
 
     attempt: str
     task: str
@@ -22,7 +30,7 @@ class Life:
     stop: float
     failed: bool
     phases: Sequence[tuple[str, float, float]]
-    shards: Sequence[tuple[int, float, float, bool]]
+    shards: Sequence[tuple[int, float, float, str]]
     deaths: Sequence[float]
 
     @property
@@ -32,16 +40,14 @@ class Life:
 
 
 def lives_of(report: Mapping[str, Any]) -> list[Life]:
-    """The attempts of which it is known when they lived; those of one task lie behind each other."""
+    """The attempts of which it is known when they lived, in the order of the report."""
+    counts = _counting(report)
     lives = []
     for attempt in report["attempts"]:
-        try:
-            if (life := _life(attempt)) is not None:
+        with contextlib.suppress(*NONSENSE):
+            if (life := _life(attempt, counts)) is not None:
                 lives.append(life)
-        except (TypeError, ValueError, KeyError, IndexError):
-            continue  # a record that makes no sense costs its own row
-    order = {task: number for number, task in enumerate(dict.fromkeys(life.task for life in lives))}
-    return sorted(lives, key=lambda life: (_number(life.task), order[life.task], life.start))
+    return lives
 
 
 def rows_of(lives: Sequence[Life]) -> list[tuple[str, list[Life]]]:
@@ -59,18 +65,38 @@ def begin_of(report: Mapping[str, Any], lives: Sequence[Life]) -> float:
     return float(min(starts, default=report["written"]))
 
 
-def _life(attempt: Mapping[str, Any]) -> Life | None:
+def makers_of(lives: Sequence[Life]) -> dict[int, str]:
+    """By shard, the attempt whose rows of it are in the result."""
+    return {shard: life.attempt for life in lives for shard, _, _, kind in life.shards if kind == "useful"}
+
+
+def _counting(report: Mapping[str, Any]) -> Counting:
+    records = []
+    for attempt in report["attempts"]:
+        with contextlib.suppress(*NONSENSE):
+            name, submission = str(attempt["attempt"]), int(attempt.get("submission") or 0)
+            records.append({"attempt": name, "submission": submission, "published": _published(attempt)})
+    return counting(records, set(range(report["n_shards"])) - {hole["shard"] for hole in report["missing"]})
+
+
+def _published(attempt: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """What it published: shard, start, seconds and whether it was the first; older reports do not tell the last."""
+    entries = attempt.get("shards") or ()
+    return [(int(entry[0]), float(entry[1]), float(entry[2]), *entry[3:4]) for entry in entries]
+
+
+def _life(attempt: Mapping[str, Any], counts: Counting) -> Life | None:
     if attempt["started"] is None:
         return None
+    name = str(attempt["attempt"])
     start = float(attempt["started"])
     stop = max(start + float(attempt["seconds"]), float(attempt["ended"] or attempt["updated"] or start))
     shards = [
-        (int(entry[0]), float(entry[1]), float(entry[1]) + float(entry[2]), entry[3] if len(entry) > 3 else True)
-        for entry in attempt.get("shards") or ()
+        (shard, at, at + seconds, kind_of(shard, name, at, counts)) for shard, at, seconds, *_ in _published(attempt)
     ]
     return Life(
-        attempt=str(attempt["attempt"]),
-        task=str(attempt["attempt"]).rpartition(".")[0],
+        attempt=name,
+        task=name.rpartition(".")[0],
         node=plain(attempt["node"] or ""),
         start=start,
         stop=stop,
@@ -90,10 +116,3 @@ def _phases(attempt: Mapping[str, Any], start: float, stop: float) -> Iterator[t
     for (at, state), end in zip(changes, ends, strict=True):
         if state in STATES and end > at:
             yield state, at, end
-
-
-def _number(task: str) -> tuple[int, str, int]:
-    """A key that sorts tasks of one job by their number."""
-    job, _, number = task.rpartition("_")
-    local = job.removeprefix("local").removeprefix("debug")
-    return int(local) if local.isdecimal() else 0, job, int(number) if number.isdecimal() else 0

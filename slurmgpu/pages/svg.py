@@ -16,7 +16,7 @@ SVG = "http://www.w3.org/2000/svg"
 LINK = "{http://www.w3.org/1999/xlink}href"
 NAMES = (
     "ink", "muted", "line", "cut", "surface", "starting", "loading", "running", "bad", "useful", "idle", "lost",
-    "repeated", "band", "chosen",
+    "repeated", "band", "chosen", "ended",
 )  # fmt: skip
 COLOURS = {name: f"#0a0b{number:02x}" for number, name in enumerate(NAMES, 0x10)}
 """What is drawn with one of these colours gets the page's colour of that name, in the light as in the dark."""
@@ -25,6 +25,8 @@ INVISIBLE = {"fill: none", "opacity: 0"}
 _SENTINELS = {colour: f"var(--{name})" for name, colour in COLOURS.items()}
 WIDE, NARROW, SMALL = 1120, 340, 380
 """How many pixels wide a picture is drawn: over the whole page, on a phone, and as one of three in a row."""
+RIGHT = 36
+"""Pixels to the right of every picture's axes: the longest name of a time on their edge is twice as wide."""
 MARK = "t-"
 """Groups whose ids begin with this are kept, as classes: lines of a task."""
 STYLE = {

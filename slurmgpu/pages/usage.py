@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,14 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from slurmgpu.pages.clock import Clock
 from slurmgpu.pages.spans import Life
-from slurmgpu.pages.svg import COLOURS, MARK, SMALL, figure
+from slurmgpu.pages.svg import COLOURS, MARK, RIGHT, SMALL, figure
 from slurmgpu.samples import Sample, some_samples, telemetry_path
 
 N_BINS = 120
 SAMPLES_A_BIN = 2
 LEAST_SAMPLES = 16
+HELD = 1.5
+"""So many times as long as from one sample to the next a sample holds: a busy node takes the next one late."""
 N_LINES = 60
 """So many tasks at most have lines of their own."""
 
@@ -46,18 +48,31 @@ QUANTITIES = (
 
 @dataclass(frozen=True)
 class Usage:
-    """The samples of a run on its clock: `values[quantity]` is of (attempt and node, bin), NaN where there is none."""
+    """The samples of a run on its clock: `values[quantity]` is of (attempt and node, bin), NaN where there is none.
+
+    They are as they were sampled; `of` has them in a quantity's unit.
+    """
 
     edges: np.ndarray
     owners: Sequence[str]
     values: Mapping[str, np.ndarray]
 
+    def of(self, quantity: Quantity) -> np.ndarray:
+        """The values of a quantity in its unit."""
+        return self.values[quantity.key] * quantity.scale
+
     def known(self) -> list[Quantity]:
-        """The quantities of which anything is known."""
-        return [quantity for quantity in QUANTITIES if np.isfinite(self.values[quantity.key]).any()]
+        """The quantities of which anything is known, in units that fit."""
+        known = [quantity for quantity in QUANTITIES if np.isfinite(self.values[quantity.key]).any()]
+        return [
+            replace(quantity, unit="MB", scale=1e-6)
+            if quantity.unit == "GB" and np.nanmax(self.of(quantity)) < 1
+            else quantity
+            for quantity in known
+        ]
 
 
-def read_usage(folder: Path, lives: Sequence[Life], n_nodes: Mapping[str, int], clock: Clock) -> Usage:
+def read_usage(folder: Path, lives: Sequence[Life], n_nodes: Mapping[str, int], clock: Clock, sample_s: float) -> Usage:
     """The samples in telemetry/, a few for each bin: to read all of a thousand tasks' would take minutes."""
     edges = np.linspace(0, clock.end, N_BINS + 1)
     owners: list[str] = []
@@ -68,23 +83,33 @@ def read_usage(folder: Path, lives: Sequence[Life], n_nodes: Mapping[str, int], 
         for node in range(n_nodes.get(life.attempt, 1)):
             if samples := some_samples(telemetry_path(folder, life.attempt, node), n_samples):
                 owners.append(life.task)
-                rows.append(_binned(samples, edges, clock))
+                rows.append(_binned(samples, edges, clock, HELD * sample_s, life.stop))
     values = {q.key: np.array([row[q.key] for row in rows]).reshape(len(rows), N_BINS) for q in QUANTITIES}
     return Usage(edges, owners, values)
 
 
-def _binned(samples: Sequence[Sample], edges: np.ndarray, clock: Clock) -> dict[str, np.ndarray]:
-    """The mean of each quantity in each bin."""
-    places = clock.place(np.array([sample.time for sample in samples]))
-    bins = np.clip(np.searchsorted(edges, places, side="right") - 1, 0, N_BINS - 1)
+def _binned(
+    samples: Sequence[Sample], edges: np.ndarray, clock: Clock, held_s: float, stop: float
+) -> dict[str, np.ndarray]:
+    """The mean of each quantity in each bin, or the last sample before it, for as long as that holds.
+
+    Without the latter a quantile would be that of the few tasks that happen to have a sample in the bin.
+    """
+    samples = sorted(samples, key=lambda sample: sample.time)
+    times = np.array([sample.time for sample in samples])
+    bins = np.clip(np.searchsorted(edges, clock.place(times), side="right") - 1, 0, N_BINS - 1)
+    moments = clock.time((edges[1:] + edges[:-1]) / 2)
+    last = np.searchsorted(times, moments, side="right") - 1
+    none = (last < 0) | (moments - times[last] > held_s) | (moments > stop)
     row = {}
     for quantity in QUANTITIES:
         numbers = [getattr(sample, quantity.key) for sample in samples]
-        values = np.array([math.nan if number is None else number for number in numbers], float) * quantity.scale
+        values = np.array([math.nan if number is None else number for number in numbers], float)
         there = np.isfinite(values)
         counts = np.bincount(bins[there], minlength=N_BINS)
         sums = np.bincount(bins[there], values[there], minlength=N_BINS)
-        row[quantity.key] = np.where(counts > 0, sums / np.maximum(counts, 1), math.nan)
+        held = np.where(none, math.nan, values[last])
+        row[quantity.key] = np.where(counts > 0, sums / np.maximum(counts, 1), held)
     return row
 
 
@@ -120,9 +145,9 @@ def _most(attempts: Sequence[Mapping[str, Any]], key: str, sign: int) -> list[Ma
 
 def draw_usage(usage: Usage, quantity: Quantity, chosen: Sequence[str], clock: Clock) -> Figure:
     """All tasks as bands from the least to the most and of the middle half, the median, and a line for each chosen."""
-    made = figure(SMALL, 190, left=46, right=12, top=10, bottom=28)
+    made = figure(SMALL, 190, left=46, right=RIGHT, top=10, bottom=28)
     axes = made.add_subplot()
-    values = usage.values[quantity.key]
+    values = usage.of(quantity)
     there = np.isfinite(values).any(axis=0)
     middles = ((usage.edges[1:] + usage.edges[:-1]) / 2)[there]
     quantiles = np.nanpercentile(values[:, there], [0, 25, 50, 75, 100], axis=0)

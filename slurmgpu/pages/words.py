@@ -8,14 +8,12 @@ from datetime import datetime, timezone
 from itertools import pairwise
 from typing import Any
 
+from slurmgpu.escapes import harmless
 from slurmgpu.pages.secrets import hide_in
 
 UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
-ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-_])")
-CONTROLS = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ufffe\uffff]|[\ud800-\udfff]|[\u200e\u200f\u202a-\u202e\u2066-\u2069]"
-)
-"""Also those that turn the direction of a text, and with it of what stands beside it."""
+NO_LETTERS = re.compile(r"[\ufffe\uffff\ud800-\udfff]")
+"""What no file of UTF-8 can hold, or no HTML."""
 
 
 def duration(seconds: float | None) -> str:
@@ -43,19 +41,9 @@ def moment(time: float | None) -> str:
     return f"{local:%Y-%m-%d %H:%M:%S} {local.tzname() or local.strftime('%z')}"
 
 
-def hours(number: float, total: float) -> str:
-    """A number of hours, a part of `total`: of a short run with more digits."""
-    return f"{number:,.{2 if total >= 1 else 4}f}"
-
-
 def gigabytes(size: float | None) -> str:
     """A number of bytes in GB."""
     return "–" if size is None else f"{size / 1e9:.1f}"
-
-
-def percent(share: float) -> str:
-    """A share, with a digit more where it is small or nearly whole."""
-    return f"{share:.1%}" if 0 < share < 0.0995 or 0.9005 < share < 1 else f"{share:.0%}"
 
 
 def count_of(count: int, thing: str) -> str:
@@ -65,7 +53,7 @@ def count_of(count: int, thing: str) -> str:
 
 def plain(text: Any) -> str:
     """A text as a page can hold it: without escape sequences of terminals, control characters, and secrets."""
-    return hide_in(CONTROLS.sub("\ufffd", ESCAPES.sub("", str(text).replace("\r\n", "\n").replace("\r", "\n"))))
+    return hide_in(NO_LETTERS.sub("\ufffd", harmless(str(text))))
 
 
 def cut(text: Any, n_characters: int) -> str:
