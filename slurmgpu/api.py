@@ -23,7 +23,7 @@ from slurmgpu.injecting.telling import Verdict, judge
 from slurmgpu.planning import Draft, draft_run
 from slurmgpu.report import last_report
 from slurmgpu.runs import Run, create_run
-from slurmgpu.status import read_status
+from slurmgpu.status import StatusReader, read_status
 from slurmgpu.submissions import Submission, is_over
 from slurmgpu.workloads import load_class
 
@@ -262,7 +262,7 @@ def resubmit(
         if again:
             merge.set_failed_aside(run, again)
             what = "shard that holds failed items is" if len(again) == 1 else "shards that hold failed items are"
-            notes.append(f"{len(again)} {what} computed anew.")
+            notes.append(f"{len(again)} {what} computed anew; a merge before that is without these rows.")
         return submission, notes
 
     try:
@@ -274,10 +274,10 @@ def resubmit(
 
 def wait_for(run: Run, on_tick: Callable[[dict[str, Any]], None] = lambda status: None) -> dict[str, Any]:
     """Wait until nothing of the run is queued or alive; the report. Asks Slurm every five seconds at most."""
-    asked, alive = 0.0, True
+    reader, asked, alive = StatusReader(run), 0.0, True
     while alive:
-        on_tick(read_status(run, gpus_of=()))
-        if is_over([run.last_submission()]) or time.monotonic() - asked > 5:
+        on_tick(reader.read(gpus_of=()))
+        if is_over(run.submissions()) or time.monotonic() - asked > 5:
             asked = time.monotonic()
             try:
                 alive = living.alive(run) is not None

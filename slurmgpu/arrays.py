@@ -24,6 +24,11 @@ UNKNOWN = Indices((range(-1, 0),))
 """One task, of which it is not known which."""
 
 
+def array_of(job_id: str) -> str:
+    """The array's own id: "1234" of "1234_7", of "1234_[5-9,12%4]", and of "1234"."""
+    return job_id.partition("_")[0]
+
+
 def indices_of(job_id: str) -> Indices:
     """The tasks of "1234_[5-9,12%4]", "1234_[0-198:3]" or "1234_7"; of "1234", a job of one task, task 0."""
     found = re.fullmatch(r"\[([\d,:-]+)(?:%(\d+))?\]|(\d+)", job_id.partition("_")[2] or "0")

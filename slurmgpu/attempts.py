@@ -46,22 +46,46 @@ Lives = Mapping[str, Sequence[Life]]
 """By array task ("1234_7"), its lives in order, one for each restart."""
 
 
-def attempts_of(run: Run, lives: Lives | None) -> list[dict[str, Any]]:
-    """Every attempt, from its own record first and Slurm's accounting second, with its failure class."""
-    return rows_of(run, *run.read_attempts(), lives)
+Rows = Mapping[str, Mapping[str, Any]]
+"""The attempts of a report, by name."""
+Verdict = tuple[str | None, str]
+"""What became of an attempt: its failure class, None if it has none or none is known, and why."""
+
+
+def attempts_of(
+    run: Run, lives: Lives | None, told: Rows | None = None, *, may_live: bool = False
+) -> list[dict[str, Any]]:
+    """Every attempt, from its own record first and Slurm's accounting second, with its failure class.
+
+    `told` and `may_live` are as in `verdict_of`.
+    """
+    return rows_of(run, *run.read_attempts(), lives, told, may_live=may_live)
 
 
 def rows_of(
-    run: Run, records: Sequence[Mapping[str, Any]], damaged: Sequence[str], lives: Lives | None
+    run: Run,
+    records: Sequence[Mapping[str, Any]],
+    damaged: Sequence[str],
+    lives: Lives | None,
+    told: Rows | None = None,
+    *,
+    may_live: bool = False,
 ) -> list[dict[str, Any]]:
     """The same from records that were read, and the names of those that are damaged."""
     cancelled = {line["submission"] for line in run.submissions() if line.get("cancelled")}
-    # How many shards were taken over from each attempt.
-    lost_leases = Counter(takeover["from"] for record in records for takeover in record["takeovers"])
+    lost_leases = leases_lost(records)
     rows = []
     for record in records:
-        life = _life(lives, f"{record['job']}_{record['task']}", record["restart"])
-        rows.append(_attempt(record, life, record["submission"] in cancelled, lost_leases[record["attempt"]]))
+        name, life = record["attempt"], _life(lives, f"{record['job']}_{record['task']}", record["restart"])
+        verdict = verdict_of(
+            record,
+            cancelled=record["submission"] in cancelled,
+            n_lost=lost_leases[name],
+            told=(told or {}).get(name),
+            may_live=may_live,
+            life=life,
+        )
+        rows.append(_attempt(record, life, *verdict))
     recorded = {record["attempt"] for record in records}
     for task, its_lives in sorted((lives or {}).items()):
         for restart, life in enumerate(its_lives):
@@ -115,8 +139,7 @@ def _life(lives: Lives | None, task: str, restart: int) -> Life | None:
     return its_lives[restart] if restart < len(its_lives) else None
 
 
-def _attempt(record: Mapping[str, Any], life: Life | None, cancelled: bool, n_lost: int) -> dict[str, Any]:
-    failure, message = _verdict(record, life, cancelled, n_lost)
+def _attempt(record: Mapping[str, Any], life: Life | None, failure: str | None, message: str) -> dict[str, Any]:
     seconds = round(max(last_sign(record) - record["started"], life.elapsed_s if life else 0), 3)
     return {
         "attempt": record["attempt"],
@@ -156,8 +179,8 @@ def _attempt(record: Mapping[str, Any], life: Life | None, cancelled: bool, n_lo
 
 def _bad_node(failure: str | None, node: str, n_nodes: int) -> str | None:
     """The node that a failure is the fault of; of several nodes it is not known which, unless the task has said so."""
-    at_fault = failure is not None and POLICIES[failure].node_at_fault and n_nodes == 1
-    return node or None if at_fault else None
+    policy = POLICIES.get(failure or "")  # None also of a class that only a later slurmgpu knows
+    return node or None if policy is not None and policy.node_at_fault and n_nodes == 1 else None
 
 
 def _is_idle(record: Mapping[str, Any]) -> bool:
@@ -167,8 +190,37 @@ def _is_idle(record: Mapping[str, Any]) -> bool:
     return bool(usage["gpu_utilisation"] < IDLE_PERCENT and (usage.get("n_samples_ready") or 0) >= IDLE_SAMPLES)
 
 
-def _verdict(record: Mapping[str, Any], life: Life | None, cancelled: bool, n_lost: int) -> tuple[str | None, str]:
-    """Failure class and message: from the attempt's own record first, then from Slurm."""
+def leases_lost(records: Iterable[Mapping[str, Any]]) -> Counter[str]:
+    """How many shards were taken over from each attempt."""
+    return Counter(takeover["from"] for record in records for takeover in record["takeovers"])
+
+
+def is_of(told: Mapping[str, Any], record: Mapping[str, Any]) -> bool:
+    """Whether a report's row is of an attempt as its record is now: after it, the attempt may have lived on."""
+    updated = told.get("updated", record["updated"])  # which older reports lack
+    return updated is not None and bool(updated >= record["updated"])
+
+
+def verdict_of(
+    record: Mapping[str, Any],
+    *,
+    cancelled: bool,
+    n_lost: int,
+    told: Mapping[str, Any] | None = None,
+    may_live: bool = False,
+    life: Life | None = None,
+) -> Verdict:
+    """What became of an attempt, the same whoever asks.
+
+    As its row `told` in the last report has it: that merge has asked Slurm's accounting, which alone knows who sent a
+    signal, and why somebody wrote no end. Else from its own record first, then from what Slurm says of its `life`; of
+    one that wrote no end and `may_live` no failure is known. `cancelled` is whether its submission was, by
+    `slurmgpu cancel`; `n_lost` of its shards were taken over.
+    """
+    if told is not None and is_of(told, record):
+        return told["failure"], told["message"]
+    if record["ended"] is None and may_live:
+        return None, ""
     failure, message = record["failure"], record["message"]
     if failure in ("preempted", "timeout"):
         return _interruption(record, life, cancelled)
@@ -184,7 +236,7 @@ def _verdict(record: Mapping[str, Any], life: Life | None, cancelled: bool, n_lo
     return "lost", f"no end was recorded{lease}"
 
 
-def _interruption(record: Mapping[str, Any], life: Life | None, cancelled: bool) -> tuple[str, str]:
+def _interruption(record: Mapping[str, Any], life: Life | None, cancelled: bool) -> Verdict:
     """The same of an attempt that was stopped: a signal does not say who sent it, nor why."""
     failure, message = record["failure"], record["message"]
     if life is not None and life.failure in ("cancelled", "timeout", "preempted"):
@@ -194,6 +246,12 @@ def _interruption(record: Mapping[str, Any], life: Life | None, cancelled: bool)
         # With a reason it took no more shards because little was left of its walltime, and nobody stopped it.
         failure, message = "cancelled", _ADVICE.sub("", message)
     return failure, message
+
+
+def unrecorded(told: Rows, recorded: Iterable[str]) -> list[dict[str, Any]]:
+    """The rows of a report that are of attempts without a record, which only accounting knows of."""
+    known = set(recorded)
+    return [dict(row) for name, row in told.items() if row["submission"] is None and name not in known]
 
 
 def _attempt_without_record(name: str, life: Life, is_damaged: bool) -> dict[str, Any]:

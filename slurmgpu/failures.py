@@ -13,14 +13,22 @@ from slurmgpu.files import FULL
 class Policy:
     """What a failure class means for the run.
 
-    `retriable`: another submission may compute what this failure left, so that `auto_resubmit` goes on. (What a user
-    cancelled is computed by `resubmit`, when the user asks for it.)
-    `node_at_fault`: the next submission excludes the node.
+    `retriable`: another submission may compute what this failure left, so that `auto_resubmit` goes on.
+    `node_at_fault`: the next submission excludes the node. `on_purpose`: a user ended it, and nothing is wrong:
+    `resubmit` goes on when the user asks for it.
     """
 
     meaning: str
     retriable: bool
     node_at_fault: bool = False
+    on_purpose: bool = False
+
+    def outlook(self) -> str:
+        """Whether another submission helps, in words."""
+        if self.on_purpose:
+            return "nothing is wrong: resubmit goes on when you say so"
+        again = "another submission may compute it" if self.retriable else "computing it again does not help by itself"
+        return again + ("; it leaves the node out" if self.node_at_fault else "")
 
 
 POLICIES: dict[str, Policy] = {
@@ -29,15 +37,15 @@ POLICIES: dict[str, Policy] = {
     "crash": Policy("the worker died by a signal or an exit code", True),
     "host_oom": Policy("the host memory of the job was not enough", True),
     "timeout": Policy("the walltime ended before the shards did", True),
-    "preempted": Policy("Slurm took the allocation back", True),
+    "preempted": Policy("ended from outside before its walltime, as where Slurm takes the allocation back", True),
     "node_fail": Policy("the node died or stopped answering", True, node_at_fault=True),
     "gpu_fault": Policy("a GPU was allocated but cannot be used", True, node_at_fault=True),
     "container": Policy("the image is missing, unreadable or does not start", False),
     "workload_error": Policy("loading failed, or every item of a shard failed the same way", False),
     "input_error": Policy("the input cannot be read as it was planned", False),
     "disk_full": Policy("a file could not be written", False),
-    "cancelled": Policy("scancel, slurmgpu cancel or Ctrl-C", False),
-    "lost": Policy("no end was recorded and Slurm does not know", True),
+    "cancelled": Policy("scancel, slurmgpu cancel or Ctrl-C", False, on_purpose=True),
+    "lost": Policy("no end was recorded, as where its process was killed, and nothing else tells why", True),
 }
 
 SELF_INFLICTED = frozenset(

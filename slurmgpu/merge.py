@@ -68,14 +68,23 @@ def merge(run: Run, lives: Lives | None = None) -> dict[str, Any]:
 def _draw(run: Run, report: dict[str, Any]) -> None:
     """Write report.html, or say why there is none: nothing depends on it."""
     path = pages.page_path(run)
-    path.unlink(missing_ok=True)  # of an earlier merge, which knew less
     if missing := pages.missing_packages():
         log.info("there is no report.html: %s not installed; pip install 'slurmgpu[html]'", " and ".join(missing))
+        _remove_former(path)
         return
     try:
         pages.write_page(run, report, path)
     except Exception:
         log.warning("report.html cannot be drawn", exc_info=True)
+        _remove_former(path)
+
+
+def _remove_former(page: Path) -> None:
+    """Remove the page of an earlier merge, which knew less."""
+    try:
+        page.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("%s is not of this merge, and cannot be removed: %s", page, error.strerror)
 
 
 def shards_with_failed_items(run: Run) -> list[int]:

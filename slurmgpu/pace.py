@@ -34,7 +34,8 @@ class Pace:
 
     `items_per_s` is that of the tasks that compute together, `rates` that of each, by attempt. `left_s` is until the
     last shard is published by the tasks that are alive, or start at a time that Slurm knows; `left_if_queued_start_s`,
-    if all that are queued started now. `n_shards_left_over` are the shards to which walltimes will leave no time.
+    if all that are queued started now. `n_shards_left_over` are the shards to which walltimes will leave no time; 0
+    where that depends on tasks of which nobody knows when they start.
     """
 
     items_per_s: float | None = None
@@ -113,6 +114,7 @@ def pace_of(
     at_once, throttled = [joining.hand(0.0)] * n_startable, n_waiting - n_startable
     left_s, n_over = _deal(plan, [*hands, *known], free, joining, throttled)
     if_s = _deal(plan, [*hands, *at_once], free, joining, throttled)[0] if at_once else left_s
+    n_over = n_over if len(known) == n_startable else 0
     return Pace(together if living else None, left_s, if_s, n_over, **counts)
 
 

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -38,9 +39,13 @@ class StoppedError(Exception):
 
 
 class StopSignals:
-    """Signals that end the task, turned into events of one queue; the former handlers come back at the end."""
+    """Signals that end the task, turned into events of one queue; the former handlers come back at the end.
 
-    def __init__(self) -> None:
+    `on_pause` is called whenever somebody pauses.
+    """
+
+    def __init__(self, on_pause: Callable[[], None] = lambda: None) -> None:
+        self._on_pause = on_pause
         self.events: Events = queue.SimpleQueue()
         self._former: dict[int, Any] = {}
 
@@ -56,6 +61,7 @@ class StopSignals:
 
     def pause(self, seconds: float) -> None:
         """Wait; raises StoppedError as soon as a signal comes, also with 0 seconds. For times when no worker lives."""
+        self._on_pause()
         end = time.monotonic() + seconds
         while True:
             try:

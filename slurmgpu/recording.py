@@ -125,8 +125,8 @@ class Recording:
         self.write()
 
     def write_if_due(self) -> None:
-        """Write the record, unless that was done just now."""
-        if time.monotonic() >= self._due:
+        """Write the record, unless that was done just now, or the attempt has ended."""
+        if time.monotonic() >= self._due and self.record.state != "ended":
             self.write()
 
     def write(self) -> None:

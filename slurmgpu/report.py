@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from slurmgpu.attempts import Lives, Making, attempts_of, makings_of, rows_of
+from slurmgpu.attempts import Lives, Making, attempts_of, makings_of, rows_of, unrecorded
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.failures import POLICIES
-from slurmgpu.ledger import counting, ledger, spent
+from slurmgpu.ledger import KINDS, counting, ledger, spent
 from slurmgpu.runs import Run
 from slurmgpu.submissions import is_over
 
@@ -25,21 +25,49 @@ log = logging.getLogger(__name__)
 REPORT_FORMAT = "slurmgpu report"
 REPORT_VERSION = 1
 
-VALUES: Mapping[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("n_items", "n_rows", "n_errors", "n_missing_items", "n_shards", "n_shards_done"), int),
-    **dict.fromkeys(("errors_by_class", "failures", "worker_deaths", "provenance"), dict),
-    **dict.fromkeys(("written", "gpu_hours"), (int, float)),
-    **dict.fromkeys(("run", "run_dir"), str),
-    "complete": bool,
+Kinds = frozenset[type]
+"""What JSON makes of a value that makes sense."""
+TEXT, COUNT, FLAG, LIST, OBJECT = (frozenset({kind}) for kind in (str, int, bool, list, dict))
+NUMBER, NONE = COUNT | {float}, frozenset({type(None)})
+LACKING = frozenset({object})
+"""The kind of what reports of an older slurmgpu lack."""
+
+VALUES: Mapping[str, Kinds] = {
+    **dict.fromkeys(("n_items", "n_rows", "n_errors", "n_missing_items", "n_shards", "n_shards_done"), COUNT),
+    **dict.fromkeys(("errors_by_class", "failures", "worker_deaths", "provenance"), OBJECT),
+    **dict.fromkeys(("written", "gpu_hours"), NUMBER),
+    **dict.fromkeys(("run", "run_dir"), TEXT),
+    **dict.fromkeys(("merged", "resubmit"), TEXT | NONE),
+    **dict.fromkeys(("ledger", "summary", "image"), OBJECT | NONE | LACKING),
+    "damaged_records": LIST | LACKING,
+    "complete": FLAG,
 }
 """What every report has, whichever slurmgpu wrote it …"""
-LISTS = {
-    "missing": {"shard", "start", "stop"},
-    "errors": {"index", "class", "message"},
-    "attempts": {"attempt", "submission", "node", "started", "ended", "failure", "message", "deaths"},
-    "submissions": {"submission", "state"},
+LISTS: Mapping[str, Mapping[str, Kinds]] = {
+    "missing": {**dict.fromkeys(("shard", "start", "stop"), COUNT), "damaged": TEXT | NONE},
+    "errors": {"index": COUNT, "class": TEXT, "message": TEXT},
+    "attempts": {
+        **dict.fromkeys(("attempt", "node", "message"), TEXT),
+        **dict.fromkeys(("failure", "reason", "traceback"), TEXT | NONE),
+        **dict.fromkeys(("n_gpus", "n_shards", "n_items", "n_errors"), COUNT),
+        **dict.fromkeys(("seconds", "gpu_hours"), NUMBER),
+        **dict.fromkeys(("started", "ended"), NUMBER | NONE),
+        "updated": NUMBER | NONE | LACKING,
+        "submission": COUNT | NONE,
+        "deaths": LIST,
+        "usage": OBJECT | LACKING,
+        "idle_gpu": FLAG | LACKING,
+    },
+    "submissions": {"submission": COUNT, "state": TEXT, "inject": LIST | NONE | LACKING},
 }
-"""… and lists of objects that have these keys."""
+"""… lists of objects with these keys …"""
+DEATH: Mapping[str, Kinds] = {"class": TEXT, "message": TEXT}
+USED: Mapping[str, Kinds] = dict.fromkeys(
+    ("gpu_utilisation", "gpu_memory_peak_bytes", "host_memory_peak_bytes"), NUMBER | NONE | LACKING
+)
+IMAGE: Mapping[str, Kinds] = {"path": TEXT, "sha256": TEXT}
+LEDGER: Mapping[str, Kinds] = {**dict.fromkeys(("allocated", *KINDS), NUMBER), "energy_kwh": NUMBER | NONE}
+"""… and in them, objects with these; others may lack what is said to be `LACKING`."""
 
 
 def build_report(
@@ -57,7 +85,8 @@ def build_report(
     """
     plan = run.plan
     records, damaged = run.read_attempts()
-    records, published = _with_unrecorded(run, records), run.published()
+    published = run.published()
+    records = _with_unrecorded(run, records, published)
     attempts = rows_of(run, records, damaged, lives)
     _enter_spent(attempts, records, published)
     missing = _holes(run)
@@ -66,7 +95,7 @@ def build_report(
     return {
         "format": REPORT_FORMAT,
         "version": REPORT_VERSION,
-        "run": plan.name,
+        "run": run.name,
         "run_dir": str(run.folder),
         "written": time.time(),
         "fingerprint": plan.fingerprint,
@@ -99,32 +128,23 @@ def build_report(
 def judged_attempts(run: Run) -> list[dict[str, Any]]:
     """Every attempt, with the failure and the message of the last report where that has judged it.
 
-    The merge has asked Slurm's accounting, which alone knows why somebody wrote no end. Of an attempt that may live, or
-    that no merge has judged yet, and wrote no end, no failure is known. A damaged report has judged nothing.
+    See `attempts.verdict_of`. A damaged report has judged nothing.
     """
     try:
-        judged = {row["attempt"]: row for row in (read_report(run) or {"attempts": ()})["attempts"]}
+        told = {row["attempt"]: row for row in (read_report(run) or {"attempts": ()})["attempts"]}
     except SlurmGPUError as error:
         log.debug("%s", error)
-        judged = {}
-    may_live = not is_over(run.submissions())
-    attempts = attempts_of(run, None)
-    for attempt in attempts:
-        verdict = judged.pop(attempt["attempt"], None)
-        # Older reports do not say when it last wrote; after one that does, it may have lived on.
-        if verdict is not None and (verdict.get("updated", attempt["updated"]) or 0) >= attempt["updated"]:
-            attempt["failure"], attempt["message"] = verdict["failure"], verdict["message"]
-        elif attempt["ended"] is None and may_live:
-            attempt["failure"], attempt["message"] = None, ""
-    return [*attempts, *(row for row in judged.values() if row["submission"] is None)]
+        told = {}
+    attempts = attempts_of(run, None, told, may_live=not is_over(run.submissions()))
+    return [*attempts, *unrecorded(told, (attempt["attempt"] for attempt in attempts))]
 
 
-def _with_unrecorded(run: Run, records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _with_unrecorded(run: Run, records: Sequence[dict[str, Any]], published: Set[int]) -> list[dict[str, Any]]:
     """The records, also with what attempts have published after they last wrote theirs, and before they were killed."""
     killed = {record["attempt"] for record in records if record["ended"] is None}
     recorded = {shard for record in records for shard, _, _, *won in record["published"] if all(won[:1])}
     found: dict[str, list[Making]] = {}
-    for making in makings_of(run, run.published() - recorded) if killed else ():
+    for making in makings_of(run, published - recorded) if killed else ():
         found.setdefault(making.attempt, []).append(making)
     return [_with(record, found.get(record["attempt"], ()) if record["ended"] is None else ()) for record in records]
 
@@ -179,18 +199,37 @@ def _checked(report: Any) -> dict[str, Any]:
         raise ValueError("it is no report")
     if report.get("version") != REPORT_VERSION:
         raise ValueError(f"it is of version {report.get('version')!r:.80}, and this slurmgpu reads {REPORT_VERSION}")
-    for name, kind in VALUES.items():
-        if not isinstance(report.get(name), kind):
+    _check("", [report], VALUES)
+    for name, kinds in LISTS.items():
+        if not isinstance(report.get(name), list):
             raise ValueError(f"its {name} is {report.get(name)!r:.80}")
-    for name, keys in LISTS.items():
-        listed = report.get(name)
-        if not isinstance(listed, list) or not all(isinstance(each, dict) and keys <= each.keys() for each in listed):
-            raise ValueError(f"its {name} make no sense")
+        _check(f"{name}: ", report[name], kinds)
+    attempts = report["attempts"]
+    _check("deaths: ", [death for attempt in attempts for death in attempt["deaths"]], DEATH)
+    _check("usage: ", [attempt["usage"] for attempt in attempts if "usage" in attempt], USED)
+    for name, kinds in (("ledger", LEDGER), ("image", IMAGE)):
+        _check(f"{name}: ", [report[name]] if report.get(name) is not None else (), kinds)
+    for name in ("errors_by_class", "failures", "worker_deaths"):
+        _check(f"{name}: ", [report[name]], dict.fromkeys(report[name], COUNT))
     return report
 
 
+def _check(where: str, objects: Sequence[Any], kinds: Mapping[str, Kinds]) -> None:
+    """ValueError where these are not objects, or a value in one is of a kind that makes no sense.
+
+    Key by key, which is quick: there may be a million of them.
+    """
+    if not all(isinstance(each, dict) for each in objects):
+        raise ValueError(f"{where}not all are objects")
+    lacking = object()
+    for key, allowed in kinds.items():
+        if not {type(each.get(key, lacking)) for each in objects} <= allowed:
+            found = next(value for each in objects if type(value := each.get(key, lacking)) not in allowed)
+            raise ValueError(f"{where}{key} is {'not there' if found is lacking else format(repr(found), '.80')}")
+
+
 def last_report(run: Run) -> dict[str, Any]:
-    """The report that the last merge wrote, with the paths of where the run is now; a sentence before the first."""
+    """The report that the last merge wrote, with name and paths as they are now; a sentence before the first."""
     report = read_report(run)
     if report is None:
         raise SlurmGPUError(
@@ -199,7 +238,8 @@ def last_report(run: Run) -> dict[str, Any]:
             f"`slurmgpu merge {run.typed}` merges what there is, once no task is alive."
         )
     merged = None if report.get("merged") is None else str(run.merged)
-    return {**report, "run_dir": str(run.folder), "merged": merged, "resubmit": _resubmit(run, report["complete"])}
+    resubmit = _resubmit(run, report["complete"])
+    return {**report, "run": run.name, "run_dir": str(run.folder), "merged": merged, "resubmit": resubmit}
 
 
 def _resubmit(run: Run, is_complete: bool) -> str | None:

@@ -8,31 +8,47 @@ from pathlib import Path
 from typing import Any
 
 RELOOK_S = 10.0
-"""A folder is listed anew after this time even if it seems unchanged: the time of its last change is a coarse clock."""
+"""What seems unchanged is looked at more closely after this time."""
 
 
-class Remembered:
+class UpToDate:
     """What `read` makes of a file or folder, and makes anew when that has changed."""
 
     def __init__(self, path: Path, read: Callable[[], Any]) -> None:
         self._path, self._read = path, read
         self._mark: object = object()
-        self._read_at = 0.0
+        self._looked = 0.0
         self._value: Any = None
 
     def get(self, now: float) -> Any:
         """The value at the moment `now`."""
-        mark = mark_of(self._path)
-        if mark != self._mark or abs(now - self._read_at) > RELOOK_S:
-            self._value = self._read()
-            self._mark, self._read_at = mark, now
+        mark, is_due = mark_of(self._path), abs(now - self._looked) > RELOOK_S
+        if mark != self._mark or (is_due and _may_have_changed(self._path, mark)):
+            self._value, self._mark, self._looked = self._read(), mark, now
+        elif is_due:
+            self._looked = now
         return self._value
 
 
 def mark_of(path: Path | os.DirEntry[str]) -> object:
     """What is another when a file was written anew; None where there is none."""
     try:
-        found = path.stat()
+        return _mark(path.stat())
     except FileNotFoundError:
         return None
+
+
+def _mark(found: os.stat_result) -> tuple[int, int, int]:
     return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _may_have_changed(path: Path, mark: object) -> bool:
+    """Whether a file has another mark than `stat` said; of a folder always, as its time is a coarse clock."""
+    try:
+        # NFS answers a stat from memory for up to a minute, and asks the server when a file is opened.
+        with open(path, "rb") as file:
+            return _mark(os.fstat(file.fileno())) != mark
+    except FileNotFoundError:
+        return mark is not None
+    except OSError:  # a folder, or what its reader will complain of
+        return True

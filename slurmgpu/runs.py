@@ -24,6 +24,7 @@ from slurmgpu.claims import Claims
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.files import beside, fsync_dir, write_json
 from slurmgpu.records import read_record
+from slurmgpu.submissions import as_seen_at, place_of
 
 log = logging.getLogger(__name__)
 
@@ -123,6 +124,11 @@ class Run:
         return cls(folder, Plan.from_json(value))
 
     @property
+    def name(self) -> str:
+        """What the run is called: the run directory's name, whatever it was when the run was planned."""
+        return self.folder.name if self.folder.name != ".." else self.folder.resolve().name
+
+    @property
     def typed(self) -> str:
         """The run directory as it is typed in a shell, for the commands that messages propose."""
         return shlex.quote(str(self.folder))
@@ -203,7 +209,11 @@ class Run:
         return sorted(records, key=lambda record: (record["started"], record["attempt"])), damaged
 
     def submissions(self) -> list[dict[str, Any]]:
-        """The submissions, each with what all its lines say: of before sbatch, of after it, and of its end."""
+        """The submissions, each with what all its lines say: of before sbatch, of after it, and of its end.
+
+        In a copy of a run that was at work, what works is not the copy's: its submission has ended there, and is
+        `copied`.
+        """
         merged: dict[int, dict[str, Any]] = {}
         try:
             lines = (self.folder / "submissions.jsonl").read_bytes().splitlines()
@@ -217,7 +227,9 @@ class Run:
             if isinstance(value, dict) and type(value.get("submission")) is int:
                 merged.setdefault(value["submission"], {}).update(value)
         # Without its first line, a damaged one, nothing is known of a submission that could be used.
-        return [line for _, line in sorted(merged.items()) if "executor" in line and "state" in line]
+        found = [line for _, line in sorted(merged.items()) if "executor" in line and "state" in line]
+        place = place_of(self.folder) if found else {}
+        return [as_seen_at(line, place) for line in found]
 
     def last_submission(self) -> dict[str, Any]:
         """The last submission; a sentence when there was none."""
@@ -228,7 +240,8 @@ class Run:
 
     def record_submission(self, value: Mapping[str, Any]) -> None:
         """Append a line to submissions.jsonl; `submission` in it is the number that lines of one submission share."""
-        line = json.dumps(dict(value)) + "\n"
+        place = place_of(self.folder) if "executor" in value else {}
+        line = json.dumps({**value, **place}) + "\n"
         with open(self.folder / "submissions.jsonl", "a+b") as file:
             if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
                 line = "\n" + line  # a line of its own, behind a torn one

@@ -47,26 +47,36 @@ def last_sample(path: Path) -> Sample | None:
         with open(path, "rb") as file:
             header = file.readline()
             file.seek(max(len(header), file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            return next(iter(_samples([header, *file], last=True)), None)
+            return next(iter(_samples([header, *file], [], last=True)), None)
     except OSError as error:
         log.debug("%s cannot be read: %s", path, error)
         return None
 
 
-def some_samples(path: Path, n_samples: int) -> list[Sample]:
-    """About so many samples of a file, spread evenly over it; all of them where it has few."""
+def some_samples(path: Path, n_samples: int, damaged: set[Path] | None = None) -> list[Sample]:
+    """About so many samples of a file, spread evenly over it; all of them where it has few.
+
+    A file with a line that makes no sense is added to `damaged`.
+    """
+    unreadable: list[bytes] = []
     try:
         with open(path, "rb") as file:
             header = file.readline()
             size = os.fstat(file.fileno()).st_size
             step = (size - len(header)) / max(1, n_samples)
             if step <= LINE_BYTES:
-                return list(_samples([header, *file]))
+                return list(_samples([header, *file], unreadable))
             places = (len(header) + int(number * step) for number in range(n_samples))
-            return list(_samples([header, *(_line_after(file.fileno(), place) for place in places)]))
+            return list(_samples([header, *(_line_after(file.fileno(), place) for place in places)], unreadable))
+    except FileNotFoundError:  # nothing was sampled
+        return []
     except OSError as error:
         log.debug("%s cannot be read: %s", path, error)
+        unreadable.append(b"")
         return []
+    finally:
+        if unreadable and damaged is not None:
+            damaged.add(path)
 
 
 def _line_after(file: int, place: int) -> bytes:
@@ -74,11 +84,12 @@ def _line_after(file: int, place: int) -> bytes:
     for n_bytes in (4 * LINE_BYTES, TAIL_BYTES):
         lines = os.pread(file, n_bytes, place - 1).split(b"\n", 2)
         if len(lines) == 3:
-            return lines[1]
+            return lines[1] + b"\n"
     return b""
 
 
-def _samples(lines: Any, *, last: bool = False) -> Iterator[Sample]:
+def _samples(lines: Any, unreadable: list[bytes], *, last: bool = False) -> Iterator[Sample]:
+    """What lines say; those that make no sense are added to `unreadable`, but not one that is still being written."""
     names: tuple[list[str], list[str]] = ([], [])
     found: Sample | None = None
     for line in lines:
@@ -89,6 +100,8 @@ def _samples(lines: Any, *, last: bool = False) -> Iterator[Sample]:
                 continue
             sample = _sample(value, *names)
         except (ValueError, TypeError, KeyError, AttributeError):
+            if line.endswith(b"\n"):
+                unreadable.append(line)
             continue
         if not last:
             yield sample

@@ -55,19 +55,35 @@ def heard_at(updated: float, now: float, changed_since: float | None) -> float:
 
 
 def processes_here(submission: Mapping[str, Any]) -> list[int] | None:
-    """The processes of a submission to this machine that live; None of one to another machine, or to Slurm."""
+    """The processes of a submission to this machine that live; None of one to another machine, or to Slurm.
+
+    None also where none is seen to live, and of one it cannot be seen.
+    """
     if "pids" not in submission or submission["host"] != platform.node():
         return None
-    return [pid for pid in submission["pids"] if _lives(pid, submission["time"])]
+    lives = {pid: _lives(pid, submission["time"]) for pid in submission["pids"]}
+    living = [pid for pid, is_there in lives.items() if is_there]
+    return None if not living and None in lives.values() else living
 
 
-def _lives(pid: int, submitted: float) -> bool:
-    """Whether a process of a submission lives; not one that was given its number long after it."""
+def _lives(pid: int, submitted: float) -> bool | None:
+    """Whether a process of a submission lives, not one that was given its number long after; None if it is hidden."""
     try:
         # proc(5): behind the name in parentheses come the state and, 19 fields later, the start in ticks since boot.
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
         uptime = float(Path("/proc/uptime").read_bytes().split()[0])
     except OSError:
-        return False
+        return None if _is_hidden(pid) else False
     started = time.time() - uptime + int(fields[19]) / os.sysconf("SC_CLK_TCK")
     return fields[0] != b"Z" and started < submitted + 60
+
+
+def _is_hidden(pid: int) -> bool:
+    """Whether there is a process that /proc does not show: another user's, where it is mounted with hidepid."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        pass
+    return False

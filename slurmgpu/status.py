@@ -12,14 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slurmgpu.attempts import Rows, Verdict, is_of, leases_lost, unrecorded, verdict_of
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.pace import pace_of
 from slurmgpu.report import last_death, read_report, report_path
-from slurmgpu.rereading import Remembered, mark_of
+from slurmgpu.rereading import UpToDate, mark_of
 from slurmgpu.runs import Run
 from slurmgpu.samples import last_sample, telemetry_path
 from slurmgpu.signs import heard_at, is_alive, last_heard, own_time, patience
-from slurmgpu.states import Lines, anybody, is_told, state_of
+from slurmgpu.states import Lines, is_somebody_at_work, is_told, state_of
+from slurmgpu.submissions import ENDS, is_over
 from slurmgpu.waiting import Queue, array_task, of_open, still_waiting
 
 log = logging.getLogger(__name__)
@@ -54,14 +56,15 @@ class StatusReader:
         self.run = run
         self._records: dict[str, tuple[object, dict[str, Any] | None]] = {}
         self._looked = float("inf")
-        self._published = Remembered(run.shards, run.published)
-        self._claimed = Remembered(run.claims.folder, run.claims.numbers)
-        self._report = Remembered(report_path(run), lambda: _judged(run))
-        self._lines = Remembered(run.folder / "submissions.jsonl", run.submissions)
-        self._gpus: dict[str, Remembered] = {}
+        self._published = UpToDate(run.shards, run.published)
+        self._claimed = UpToDate(run.claims.folder, run.claims.numbers)
+        self._report = UpToDate(report_path(run), lambda: _merged(run))
+        self._lines = UpToDate(run.folder / "submissions.jsonl", run.submissions)
+        self._gpus: dict[str, UpToDate] = {}
         self._queued: Queue | None = None
         self._asked = 0.0
-        self._is_own = run.folder.stat().st_uid == os.getuid()
+        self._asked_of: set[int] = set()
+        self._owner = run.folder.stat().st_uid
 
     def read(
         self, queued: Queue | None = None, *, now: float | None = None, gpus_of: Collection[str] | None = None
@@ -76,29 +79,32 @@ class StatusReader:
         records, damaged = self._read_records(now)
         lines = self._lines.get(now)
         queue, leaving = self._compare(queued, records, lines, now)
-        works = anybody(lines, queue)
-        patience_s = patience(plan.lease_s, works)
+        at_work = is_somebody_at_work(lines, queue)
+        patience_s = patience(plan.lease_s, at_work)
         living = {record["attempt"] for record in records if is_alive(record, patience_s, now)}
         pace = pace_of(plan, records, published, queue, now, patience_s)
-        cancelled = {line["submission"] for line in lines if line.get("cancelled")}
         deaths = Counter(death["class"] for record in records for death in record["deaths"])
         gpus = self._read_gpus(sorted(living), gpus_of, now)
-        judged = self._report.get(now)
-        is_complete = judged.complete and len(published) == plan.n_shards
+        merged = self._report.get(now)
+        is_complete = merged.complete and len(published) == plan.n_shards
+        verdicts = _verdicts(records, merged.rows, lines, living)
         attempts = [
             _attempt(run, record, pace.rates.get(name), gpus.get(name), name in living, now)
-            | _verdict(record, cancelled, None if name in living else judged.verdicts.get(name))
+            | dict(zip(("failure", "message"), verdicts[name], strict=True))
             for name, record in ((record["attempt"], record) for record in records)
         ]
-        errors = judged.errors if is_told(lines, judged.submissions, queue) else _failed(records, published)
+        failures = Counter(failure for failure, _ in verdicts.values() if failure)
+        failures.update(row["failure"] for row in unrecorded(merged.rows, verdicts) if row["failure"])
+        errors = merged.errors if is_told(lines, merged.submissions, queue) else _failed(records, published)
         return {
             "format": STATUS_FORMAT,
             "version": STATUS_VERSION,
-            "run": plan.name,
+            "run": run.name,
             "run_dir": str(run.folder),
             "time": round(now, 3),
             "submitted": lines[0].get("time") if lines else None,
-            "state": state_of(lines, len(published) == plan.n_shards, is_complete, attempts, queue, leaving, works),
+            "state": state_of(lines, len(published) == plan.n_shards, is_complete, attempts, queue, leaving, at_work),
+            "at_work": at_work,
             "n_items": plan.n_items,
             "n_items_done": _n_items(run, published),
             "n_shards": plan.n_shards,
@@ -106,11 +112,11 @@ class StatusReader:
             "n_shards_claimed": len(claimed - published),
             "n_errors": sum(errors.values()),
             "errors_by_class": dict(sorted(errors.items())),
-            "gpu_hours": round(_gpu_hours(records, judged.gpu_hours, living, now), 4),
+            "gpu_hours": round(_gpu_hours(records, merged.rows, living, now), 4),
             "pace": pace.to_json(),
             "attempts": attempts,
             "damaged_records": damaged,
-            "failures": dict(sorted(Counter(a["failure"] for a in attempts if a["failure"]).items())),
+            "failures": dict(sorted(failures.items())),
             "worker_deaths": dict(sorted(deaths.items())),
             "queue": queue,
             "merged": str(run.merged) if run.merged.exists() else None,
@@ -120,13 +126,19 @@ class StatusReader:
     def _compare(
         self, queued: Queue | None, records: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]], now: float
     ) -> tuple[list[dict[str, Any]] | None, set[str]]:
-        """The queue without what has started or ended since it was asked, and the tasks that are about to leave it."""
+        """The queue without what has started or ended since it was asked, and the tasks that are about to leave it.
+
+        None is an empty queue that says nothing of some submission: another user's, or one that came later.
+        """
         if queued is not self._queued:
             self._queued, self._asked = queued, now
-        if queued is None or not (queued or self._is_own):
-            return None, set()  # of another user's jobs the user's own queue says nothing
+            self._asked_of = {line["submission"] for line in lines if line.get("uid", self._owner) == os.getuid()}
+        queue = None if queued is None else still_waiting(of_open(queued, lines), records, self._asked)
+        on_slurm = {line["submission"] for line in lines if line["executor"] == "slurm" and line["state"] not in ENDS}
+        if queue is None or (not queue and on_slurm - self._asked_of):
+            return None, set()
         left = {array_task(r) for r in records if r["state"] == "ended" and last_heard(r) > self._asked - LEAVING_S}
-        return still_waiting(of_open(queued, lines), records, self._asked), left
+        return queue, left
 
     def _read_records(self, now: float) -> tuple[list[dict[str, Any]], list[str]]:
         """The attempts' records by start, and the names of those that are damaged."""
@@ -161,14 +173,14 @@ class StatusReader:
         self._gpus = {name: self._gpus.get(name) or self._gpu(name) for name in names}
         return {name: remembered.get(now) for name, remembered in self._gpus.items()}
 
-    def _gpu(self, attempt: str) -> Remembered:
+    def _gpu(self, attempt: str) -> UpToDate:
         path = telemetry_path(self.run.folder, attempt)
-        return Remembered(path, lambda: _last_of(path))
+        return UpToDate(path, lambda: _last_of(path))
 
 
 def _shortened(record: dict[str, Any]) -> dict[str, Any]:
     """A record without what no status shows, so that thousands of them can be kept in mind."""
-    left_out = ("usage", "surroundings", "traceback", "gpus", "takeovers")
+    left_out = ("usage", "surroundings", "traceback", "gpus")
     short = {key: value for key, value in record.items() if key not in left_out}
     short["n_shards"] = len(record["published"])
     short["published"] = record["published"][-KEPT_SHARDS[record["state"] == "ended"] :]
@@ -179,32 +191,46 @@ def _shortened(record: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Judged:
+class Merged:
     """What the last merge found out, nothing before the first: failed items by class, and what became of attempts."""
 
     complete: bool = False
     submissions: Lines = ()
     errors: Mapping[str, int] = field(default_factory=dict)
-    verdicts: Mapping[str, tuple[str | None, str]] = field(default_factory=dict)
-    gpu_hours: Mapping[str, float] = field(default_factory=dict)
+    rows: Rows = field(default_factory=dict)
 
 
-def _judged(run: Run) -> Judged:
+ROW_KEYS = ("attempt", "submission", "updated", "failure", "message", "gpu_hours")
+
+
+def _merged(run: Run) -> Merged:
     try:
         report = read_report(run)
     except SlurmGPUError as error:
-        log.debug("%s", error)  # all that a status needs is in the records
-        report = None
+        log.warning("%s", error)
+        return Merged(complete=run.merged.exists())  # the rest of what a status needs is in the records
     if report is None:
-        return Judged()
-    attempts = {attempt["attempt"]: attempt for attempt in report["attempts"]}
-    return Judged(
-        report["complete"],
-        report["submissions"],
-        report["errors_by_class"],
-        {name: (attempt["failure"], attempt["message"]) for name, attempt in attempts.items()},
-        {name: hours for name, a in attempts.items() if isinstance(hours := a.get("gpu_hours"), int | float)},
-    )
+        return Merged()
+    rows = {row["attempt"]: {key: row[key] for key in ROW_KEYS if key in row} for row in report["attempts"]}
+    return Merged(report["complete"], report["submissions"], report["errors_by_class"], rows)
+
+
+def _verdicts(
+    records: Sequence[Mapping[str, Any]], told: Rows, lines: Lines, living: Collection[str]
+) -> dict[str, Verdict]:
+    """What became of each attempt."""
+    cancelled = {line["submission"] for line in lines if line.get("cancelled")}
+    lost, has_ended = leases_lost(records), is_over(lines)
+    return {
+        name: verdict_of(
+            record,
+            cancelled=record["submission"] in cancelled,
+            n_lost=lost[name],
+            told=None if name in living else told.get(name),
+            may_live=name in living or not has_ended,
+        )
+        for name, record in ((record["attempt"], record) for record in records)
+    }
 
 
 def _failed(records: Iterable[Mapping[str, Any]], published: Collection[int]) -> Mapping[str, int]:
@@ -230,18 +256,16 @@ def _last_of(path: Path) -> dict[str, Any] | None:
     return {key: getattr(sample, key) for key in GPU_KEYS}
 
 
-def _gpu_hours(
-    records: Iterable[Mapping[str, Any]], known: Mapping[str, float], living: Collection[str], now: float
-) -> float:
-    """What attempts have held so far, to their last signs of life; `known` is what the last merge says of each."""
-    hours = dict(known)
+def _gpu_hours(records: Iterable[Mapping[str, Any]], told: Rows, living: Collection[str], now: float) -> float:
+    """What attempts have held so far, to their last signs of life; `told` is what the last merge says of each."""
+    hours = {name: row["gpu_hours"] for name, row in told.items() if "gpu_hours" in row}
     for record in records:
         name = record["attempt"]
-        if name in living or name not in known:
+        if name in living or name not in hours or not is_of(told[name], record):
             until = own_time(record, now) if name in living else record["ended"] or record["updated"]
             n_gpus = record["n_gpus"] * record.get("n_nodes", 1)
             hours[name] = n_gpus * max(0.0, until - record["started"]) / 3600
-    return sum(hours.values())
+    return float(sum(hours.values()))
 
 
 def _n_items(run: Run, published: Collection[int]) -> int:
@@ -273,19 +297,3 @@ def _attempt(
         "age_s": round(now - last_heard(record), 1),
         "gpu": gpu,
     }
-
-
-def _verdict(
-    record: Mapping[str, Any], cancelled: Collection[int], judged: tuple[str | None, str] | None
-) -> dict[str, str | None]:
-    """What became of an attempt: `judged` is what the report says, None if there is none, or it lives."""
-    if judged is not None:
-        # The merge has asked accounting, which alone knows preemption from scancel, and why somebody wrote no end.
-        failure, message = judged
-    elif record["state"] == "ended":
-        failure, message = record["failure"], record["message"]
-        failure = "cancelled" if failure == "preempted" and record["submission"] in cancelled else failure
-    else:
-        # Of one that wrote no end the failure is not known yet: the report, made when none is alive, knows better.
-        failure, message = None, ""
-    return {"failure": failure, "message": message}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 ENDS = ("ended", "refused")
@@ -39,7 +41,7 @@ class Submission:
 
     def to_json(self) -> dict[str, Any]:
         """The line that is written before anything is queued."""
-        return {**asdict(self), "state": "submitting", "time": time.time()}
+        return {**asdict(self), "state": "submitting", "time": time.time(), "uid": os.getuid()}
 
     @property
     def sbatch_options(self) -> dict[str, Any]:
@@ -66,6 +68,26 @@ class Submission:
 def is_over(lines: Sequence[Mapping[str, Any]]) -> bool:
     """Whether nothing of a run's last submission will start any more; False if there was none."""
     return bool(lines) and lines[-1]["state"] in ENDS
+
+
+def place_of(folder: Path) -> dict[str, Any]:
+    """What tells a run directory from its copies: its path, which it has not after a move, and its inode, which it has.
+
+    Both, as some file systems number their files anew whenever they are mounted.
+    """
+    return {"folder": str(folder.resolve()), "inode": folder.stat().st_ino}
+
+
+def as_seen_at(line: Mapping[str, Any], place: Mapping[str, Any]) -> dict[str, Any]:
+    """A submission as the run directory at this place has it: ended, if another folder's tasks are at work for it."""
+    if line["state"] in ENDS or any(line.get(key, place[key]) == place[key] for key in place):
+        return dict(line)
+    return {**line, "state": "ended", "copied": True}
+
+
+def slots_of(line: Mapping[str, Any]) -> list[int]:
+    """The processes of a local submission's slots; the first of all its processes is that which merges."""
+    return list(line.get("pids", ()))[1:]
 
 
 def seconds_of(text: str) -> float | None:

@@ -71,7 +71,8 @@ class Task:
 
     def run_worker(self) -> int:
         """Work with a worker process until no shard is left for this task; its exit code."""
-        with StopSignals() as signals, self._sampler, OtherNodes(self.run, self.attempt, signals) as others:
+        signals = StopSignals(self.recording.write_if_due)  # who waits long, for an image say, is seen to live
+        with signals, self._sampler, OtherNodes(self.run, self.attempt, signals) as others:
             return self._finish(self._guarded(lambda: self._keep_a_worker(signals, others)))
 
     def run_in_process(self) -> int:
@@ -306,7 +307,8 @@ class Task:
 
     def _stopped(self, signum: int) -> int:
         name = signal.Signals(signum).name
-        self.record.failure = "cancelled" if signum in (signal.SIGINT, signal.SIGHUP) else self._interruption()
+        by_hand = signum in (signal.SIGINT, signal.SIGHUP) or self._is_cancelled()
+        self.record.failure = "cancelled" if by_hand else self._interruption()
         self.record.message = f"stopped by {name}; {self._of_what_was_left() or 'its shards were given back'}"
         if time.monotonic() > self._part_by:
             self.record.message += f". Its worker did not end within {PARTING_S:g} s"
@@ -314,6 +316,11 @@ class Task:
             self.record.message += f". Shard {self.record.shard} {TOO_LARGE}"
         log.warning("%s: %s", self.record.failure, self.record.message)
         return EXIT_STOPPED
+
+    def _is_cancelled(self) -> bool:
+        """Whether `slurmgpu cancel` has left word that this task's submission shall end."""
+        lines = self.run.submissions()
+        return any(line.get("cancelled") for line in lines if line["submission"] == self.attempt.submission)
 
     def _interruption(self) -> str:
         """What Slurm's signal means: the walltime, of which it may warn a minute early, or a preemption."""

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from slurmgpu.arrays import indices_of
+from slurmgpu.arrays import array_of, indices_of
 from slurmgpu.signs import Record, last_heard
 
 Job = Mapping[str, Any]
@@ -24,7 +24,7 @@ def array_task(thing: Mapping[str, Any]) -> str:
 def of_open(queue: Queue, lines: Sequence[Mapping[str, Any]]) -> list[Job]:
     """The queue without jobs of submissions that have ended since it was asked."""
     over = {line.get(key) for line in lines if line["state"] == "ended" for key in ("array_job", "merge_job")}
-    return [job for job in queue if _array(job) not in over]
+    return [job for job in queue if array_of(job["job_id"]) not in over]
 
 
 def still_waiting(queue: Queue, records: Iterable[Record], asked: float) -> list[dict[str, Any]]:
@@ -40,7 +40,7 @@ def still_waiting(queue: Queue, records: Iterable[Record], asked: float) -> list
     for job in queue:
         if _waits(job) and seen:
             indices = indices_of(job["job_id"])
-            n_left = job["n_tasks"] - sum(task in indices for task in seen.get(_array(job), ()))
+            n_left = job["n_tasks"] - sum(task in indices for task in seen.get(array_of(job["job_id"]), ()))
             if n_left > 0:
                 jobs.append({**job, "n_tasks": n_left})
         else:
@@ -54,14 +54,16 @@ def startable(queue: Queue, living: Iterable[Record]) -> list[tuple[Job, int]]:
     squeue tells one reason for all of them, and one time: that of the first.
     """
     at_work = {array_task(job) for job in queue if job["n_tasks"] and job["state"] != "PENDING"}
-    n_running = Counter(task.partition("_")[0] for task in at_work | {array_task(record) for record in living})
+    n_running = Counter(map(array_of, at_work | {array_task(record) for record in living}))
     waiting = [job for job in queue if _waits(job)]
-    limits = {_array(job): limit for job in waiting if (limit := indices_of(job["job_id"]).at_once) is not None}
+    limits = {
+        array_of(job["job_id"]): limit for job in waiting if (limit := indices_of(job["job_id"]).at_once) is not None
+    }
     room = {array: max(0, limit - n_running[array]) for array, limit in limits.items()}
     found = []
     for job in waiting:
         n_tasks = 0 if job["reason"] == "JobArrayTaskLimit" else int(job["n_tasks"])
-        if (array := _array(job)) in room:
+        if (array := array_of(job["job_id"])) in room:
             n_tasks = min(n_tasks, room[array])
             room[array] -= n_tasks
         found.append((job, n_tasks))
@@ -70,7 +72,3 @@ def startable(queue: Queue, living: Iterable[Record]) -> list[tuple[Job, int]]:
 
 def _waits(job: Job) -> bool:
     return bool(job["state"] == "PENDING" and job["n_tasks"])
-
-
-def _array(job: Job) -> str:
-    return str(job["job_id"]).partition("_")[0]

@@ -25,6 +25,7 @@ LAYERS = {
         "containers",
         "pipes",
         "escapes",
+        "hiding",
         "arrays",
         "summaries",
         "__init__",

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from slurmgpu.cli import listing
 from slurmgpu.report import build_report
@@ -64,7 +65,25 @@ def test_a_run_that_is_asked_for_itself_has_its_name_and_a_probe_is_told_from_it
     assert found["mine-probe"]["probe_of"] is None
     assert found["judge-probe"]["probe_of"] == str(folder / "judge")
     [line] = slurmgpu("list", ".", cwd=probe, expect=0).stdout.splitlines()[1:]
-    assert line.startswith("judge-probe  probe of judge, complete ")
+    assert line.startswith("judge-probe  probe, complete ")
+
+
+def test_a_narrow_terminal_shows_names_first_and_cuts_no_number(folder, monkeypatch, capsys):
+    for name in ("llama-70b-judge-2026-11-22", "judge-probe"):
+        ended(folder / name)
+    probe = folder / "judge-probe" / "run.json"
+    plan = json.loads(probe.read_text())
+    probe.write_text(json.dumps(plan | {"input": {**plan["input"], "ranges": [[0, plan["n_items"]]]}}))
+    value = listing.list_runs(folder)
+    whole = [cell for row in value["runs"] for cell in listing._cells(row, folder).values()]
+    for width in (200, 80, 50, 30):
+        monkeypatch.setattr(listing, "wide_console", lambda width=width: Console(width=width))
+        listing.show_list(value)
+        told = capsys.readouterr()
+        lines = [line.split("  ") for line in told.out.splitlines()[1:]]
+        assert [line[0].rstrip() for line in lines] == [row["run"] for row in value["runs"]]
+        assert {cell.strip() for line in lines for cell in line} <= {*whole, ""}, told.out
+        assert ("There is no room for: " in told.err) == (width < 200)
 
 
 def test_a_run_that_lacks_something_is_incomplete_also_if_its_report_is_older(folder):

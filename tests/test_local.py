@@ -3,11 +3,13 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 
 import pytest
 
 from slurmgpu.claims import Claim
+from slurmgpu.cli import output
 from slurmgpu.records import Attempt
 from slurmgpu.runs import Run
 from slurmgpu.status import read_status
@@ -189,6 +191,25 @@ def test_a_local_run_is_cancelled_from_a_second_shell_and_a_second_submission_is
     process.communicate(timeout=30)
     assert process.returncode == 3
     assert report(folder)["failures"] == {"cancelled": 1}
+    assert records(folder)[0]["failure"] == "cancelled"
+
+
+def test_a_copy_of_a_run_at_work_is_none_of_its_tasks_business(project, slurmgpu):
+    folder = project(40, settings={"item_s": 0.05})
+    process = start(*LOCAL, cwd=folder)
+    wait_until(lambda: (folder / "run" / "shards").exists() and len(published(folder)) > 0, "the first shard")
+    # Not checked: a file that is renamed meanwhile is not there.
+    subprocess.run(["cp", "-r", "run", "copy"], cwd=folder, check=False)
+    assert "nothing of this run is alive" in slurmgpu("cancel", "copy", cwd=folder, expect=0).stdout
+    status = json.loads(slurmgpu("status", "copy", "--json", cwd=folder, expect=0).stdout)
+    assert (status["state"], status["at_work"]) == ("ended", False)
+    assert "complete" in slurmgpu("resubmit", "copy", cwd=folder, expect=0).stdout
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    check_rows(folder, 40)
+    (folder / "copy").rename(folder / "moved")
+    status = json.loads(slurmgpu("status", "moved", "--json", cwd=folder, expect=0).stdout)
+    assert status["state"] == "complete"
 
 
 def test_a_workload_that_fails_for_every_item_ends_the_run_with_its_traceback(project, slurmgpu):
@@ -403,6 +424,23 @@ def test_random_kills_of_workers_and_tasks_change_no_byte(project, slurmgpu):
     if process.returncode == 3:
         slurmgpu("resubmit", "run", cwd=folder, expect=0)
     assert datasets(folder) == before
+
+
+def test_a_dry_run_shows_no_secret_and_says_so_and_the_run_has_it(project, slurmgpu, capsys):
+    key, token = "sk-proj-" + "a1" * 16, "hf_" + "b" * 34
+    folder = project(8, settings={"marks": key}, on_end=f"HF_TOKEN={token} true")
+    (folder / key).mkdir()
+    argv = ("submit", "--executor", "debug", "--gpus", "0")
+    shown = slurmgpu(*argv, "--dry-run", cwd=folder, expect=0).stdout
+    assert key not in shown
+    assert token not in shown
+    assert "what looks like a secret is shown as •••" in shown
+    output.show_scripts({"array": f"export HF_TOKEN={token}\n"})
+    assert "export HF_TOKEN=•••" in capsys.readouterr().out
+    slurmgpu(*argv, cwd=folder, expect=0)
+    plan = json.loads((folder / "run" / "run.json").read_text())
+    assert (plan["settings"]["marks"], plan["on_end"]) == (key, f"HF_TOKEN={token} true")
+    assert "shown as" not in slurmgpu(*argv, "--dry-run", cwd=project(8, run_dir="other"), expect=0).stdout
 
 
 def test_gpus_that_this_machine_lacks_are_refused_before_anything_is_written(project, slurmgpu):

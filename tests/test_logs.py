@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import time
 import tracemalloc
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from slurmgpu import merge
 from slurmgpu.claims import Claim
 from slurmgpu.cli import log_index
 from slurmgpu.cli.following import Following
@@ -24,10 +24,18 @@ from slurmgpu.logs.places import line_number
 from slurmgpu.planning import draft_run
 from slurmgpu.report import read_report
 from slurmgpu.runs import Run, create_run
-from slurmgpu.searching import events_of_class, excerpt_of_attempt, excerpts_until, items, read_index, story_of_item
+from slurmgpu.searching import (
+    events_of_class,
+    excerpt_of_attempt,
+    excerpts_until,
+    read_index,
+    remembering,
+    reported,
+    story_of_item,
+)
 from slurmgpu.searching.excerpts import BEFORE, N_LINES, excerpt_around
 from tests.pretend_runs import BEGIN, pretend_run
-from tests.runs import kill_workers, make_project, records, report, start, wait_until
+from tests.runs import copy_run, kill_workers, make_project, records, report, start, wait_until
 from tests.test_docs import listed
 
 TALKING = '''
@@ -106,7 +114,7 @@ def test_a_row_that_is_fine_is_said_to_be_and_the_place_is_where_its_shard_began
 
 
 def test_after_the_logs_are_gone_the_report_still_says_what_became_of_an_item(run, tmp_path):
-    shutil.copytree(run.folder, tmp_path / "run")
+    copy_run(run.folder, tmp_path / "run")
     for path in (tmp_path / "run" / "logs").iterdir():
         path.unlink()
     story = story_of_item(Run.open(tmp_path / "run"), 3)
@@ -115,7 +123,7 @@ def test_after_the_logs_are_gone_the_report_still_says_what_became_of_an_item(ru
 
 
 def test_before_the_report_the_logs_alone_say_what_became_of_an_item(run, tmp_path):
-    shutil.copytree(run.folder, tmp_path / "run")
+    copy_run(run.folder, tmp_path / "run")
     (tmp_path / "run" / "report.json").unlink()
     copy = Run.open(tmp_path / "run")
     told = {index: story_of_item(copy, index) for index in (3, 5, 9, 14, 17)}
@@ -212,7 +220,7 @@ def test_the_places_of_a_class_do_not_depend_on_how_many_lines_are_shown(run, na
 
 def test_the_place_of_an_attempts_end_is_its_verdict_however_few_lines_are_shown(run, tmp_path):
     [record] = [record for record in run.attempts() if record["deaths"]]
-    shutil.copytree(run.folder, tmp_path / "run")
+    copy_run(run.folder, tmp_path / "run")
     copy = Run.open(tmp_path / "run")
     change_record(copy, record["attempt"], failure="crash")
     excerpts = [excerpt_of_attempt(copy, record["attempt"], n_lines) for n_lines in (1, 2, 5, 40)]
@@ -233,7 +241,7 @@ def test_of_a_row_that_is_fine_only_the_lines_of_its_shard_are_shown(run, index)
 
 def without_row(run, folder, **claim):
     """A copy of the run in which shard 1, whose item 9 killed workers, has not been published."""
-    shutil.copytree(run.folder, folder)
+    copy_run(run.folder, folder)
     copy = Run.open(folder)
     copy.shard_path(1).unlink()
     if claim:
@@ -259,7 +267,7 @@ def test_what_has_no_row_in_a_run_that_is_over_leads_to_the_command_that_compute
     assert said.err == f"next: slurmgpu resubmit {tmp_path}/run\n"
     copy = without_row(run, tmp_path / "alive", works=True)
     (copy.folder / "submissions.jsonl").write_text(
-        (run.folder / "submissions.jsonl").read_text().replace('"ended"', '"running"')
+        (copy.folder / "submissions.jsonl").read_text().replace('"ended"', '"running"')
     )
     show(copy, item=10)
     said = capsys.readouterr()
@@ -273,7 +281,7 @@ def test_what_has_no_row_in_a_run_that_is_over_leads_to_the_command_that_compute
 
 def judged(run, folder, **failures):
     """A copy of the run that is over, in whose report attempts have other failures."""
-    shutil.copytree(run.folder, folder)
+    copy_run(run.folder, folder)
     copy = Run.open(folder)
     told = json.loads((folder / "report.json").read_text())
     for row in told["attempts"]:
@@ -323,7 +331,7 @@ def test_what_submitit_says_of_itself_is_never_why_an_attempt_ended(tmp_path):
 
 
 def test_who_computed_an_item_is_told_by_its_shard_and_not_by_clocks(run, tmp_path):
-    shutil.copytree(run.folder, tmp_path / "run")
+    copy_run(run.folder, tmp_path / "run")
     copy = Run.open(tmp_path / "run")
     before = story_of_item(copy, 17)
     [maker] = [record["attempt"] for record in copy.attempts() if any(e[0] == 2 for e in record["published"])]
@@ -375,7 +383,7 @@ def test_of_a_run_that_is_planned_only_the_next_step_is_named(tmp_path, asked):
 @pytest.mark.parametrize("task", ["local1_0.1", "0.1", "local1_5", "5"])
 @pytest.mark.parametrize("follow", [False, True])
 def test_only_while_the_run_lives_an_attempt_that_there_is_not_may_come_yet(run, tmp_path, task, follow):
-    shutil.copytree(run.folder, tmp_path / "run")
+    copy_run(run.folder, tmp_path / "run")
     copy, path = Run.open(tmp_path / "run"), tmp_path / "run" / "submissions.jsonl"
     path.write_text(path.read_text().replace('"n_tasks": 2', '"n_tasks": 6'))
     said = r"has no attempt .*\.1: there is local1_0\.0\.$" if task.endswith(".1") else "never started, and its subm"
@@ -403,7 +411,7 @@ def test_the_last_lines_of_all_attempts_are_printed_where_no_task_is_named(run, 
 
 
 def test_a_run_is_followed_on_when_the_tasks_that_have_started_so_far_are_over(run, tmp_path):
-    shutil.copytree(run.folder, tmp_path / "run")
+    copy_run(run.folder, tmp_path / "run")
     path = tmp_path / "run" / "submissions.jsonl"
     path.write_text(path.read_text().replace('"ended"', '"running"'))
     copy = Run.open(tmp_path / "run")
@@ -431,7 +439,7 @@ def test_the_index_is_in_the_order_of_tasks_with_a_line_for_each_attempt(run, ca
 
 
 def test_where_the_log_of_a_merge_by_hand_is_is_said(run, tmp_path):
-    shutil.copytree(run.folder, tmp_path / "run")
+    copy_run(run.folder, tmp_path / "run")
     with open(tmp_path / "run" / "submissions.jsonl", "a") as file:
         file.write('{"submission": 1, "by_hand": true, "merge_job": "9"}\n')
     copy = Run.open(tmp_path / "run")
@@ -521,7 +529,7 @@ def test_the_traceback_of_another_item_is_not_shown_above_the_line_of_one(tmp_pa
 
 
 def test_of_a_failed_item_nothing_is_shown_of_the_shard_before_its_own(run, tmp_path):
-    shutil.copytree(run.folder, tmp_path / "run")
+    copy_run(run.folder, tmp_path / "run")
     copy = Run.open(tmp_path / "run")
     [path] = [path for path in copy.logs.glob("*.log") if "item 33: item_error" in path.read_text()]
     lines = path.read_text().splitlines()
@@ -648,15 +656,64 @@ def test_a_search_ends_when_its_time_is_over_and_what_was_found_by_then_is_told(
 
 
 def test_the_report_is_read_once_for_many_items_and_not_before_the_run_has_ended(run, tmp_path, monkeypatch):
-    shutil.copytree(run.folder, tmp_path / "run")
+    copy_run(run.folder, tmp_path / "run")
     copy, read = Run.open(tmp_path / "run"), []
-    monkeypatch.setattr(items, "read_report", lambda run: read.append(run) or read_report(run))
+    monkeypatch.setattr(reported, "read_report", lambda run: read.append(run) or read_report(run))
     assert [story_of_item(copy, index).failure for index in (3, 5, 9)] == ["item_error", "item_error", "crash"]
     assert len(read) == 1
     copy.record_submission({"submission": 1, "state": "merging"})
     (copy.folder / "report.json").write_text("{}")
     assert story_of_item(copy, 3).failure == "item_error"
     assert len(read) == 1
+
+
+def test_a_report_says_nothing_of_items_that_were_submitted_again_since(run, tmp_path):
+    copy_run(run.folder, tmp_path / "run")
+    copy = Run.open(tmp_path / "run")
+    for path in copy.logs.iterdir():  # as if who computed the row had met no failure
+        path.unlink()
+    assert story_of_item(copy, 3).ended == "failed"
+    copy.record_submission({"submission": 2, "state": "refused", "executor": "local"})
+    assert story_of_item(copy, 3).ended == "failed"
+    copy.record_submission({"submission": 3, "state": "ended", "executor": "local", "cancelled": True})
+    assert story_of_item(copy, 3).ended == "ok"
+
+
+@pytest.mark.parametrize("index", [3, 9])
+def test_of_a_shard_that_was_set_aside_the_logs_still_say_who_had_computed_it(run, tmp_path, index):
+    before = story_of_item(run, index)
+    copy_run(run.folder, tmp_path / "run")
+    copy = Run.open(tmp_path / "run")
+    merge.set_failed_aside(copy, [index // 8])
+    copy.record_submission({"submission": 2, "state": "ended", "executor": "local", "cancelled": True})
+    story = story_of_item(copy, index)
+    name = before.sentence.partition("attempt ")[2].partition(",")[0]
+    assert f"`resubmit --failed` has set it aside, to be computed anew; attempt {name} had computed" in story.sentence
+    assert "died" not in story.sentence
+    assert (story.ended, story.failure) == ("missing", before.failure)
+    assert any(f"item {index}" in line.text for line in story.excerpt.lines)
+    copy.shard_path(index // 8).with_suffix(".failed").rename(copy.shard_path(index // 8).with_suffix(".damaged"))
+    copy.shard_path(index // 8).with_suffix(".damaged.txt").write_text("it has 9 bytes\n")
+    story = story_of_item(copy, index)
+    assert f"set it aside: it has 9 bytes; attempt {name} had computed it" in story.sentence
+    assert any(f"item {index}" in line.text for line in story.excerpt.lines)
+
+
+def test_the_log_of_an_attempt_is_searched_once_for_all_that_is_missing(tmp_path, monkeypatch):
+    pretended = pretend_run(tmp_path / "run", 600, n_tasks=9, n_shards=200, sample_s=0)
+    for record in pretended.attempts():
+        name = record["attempt"]
+        change_record(pretended, name, state="ended", ended=record["updated"], failure="crash", message="it is gone")
+        begins = f"{STAMP} INFO slurmgpu.worker: shard {190 + record['task']}: items 1..2 begin"
+        write_lines(pretended.logs / f"{name}.log", [begins])
+    searched, places_of = [], remembering.places_of
+    monkeypatch.setattr(
+        remembering, "places_of", lambda path, *a, **k: searched.append(path) or places_of(path, *a, **k)
+    )
+    once = remembering.remembering(pretended)
+    told = [story_of_item(once, pretended.plan.bounds(shard)[0]) for shard in range(185, 200)]
+    assert [story.attempts for story in told] == [()] * 5 + [(f"4711_{task}.0",) for task in range(9)] + [()]
+    assert len(searched) == len(set(searched)) == 9
 
 
 def test_a_followed_log_may_grow_while_it_is_printed_be_truncated_and_be_removed(run, tmp_path, capsys):

@@ -74,11 +74,11 @@ def test_a_path_that_is_too_long_is_said_to_be(slurmgpu):
 def unread(tmp_path):
     """Runs the command line with a pipe that nobody reads as its stdout, or its stderr: what has ended."""
 
-    def call(*argv, stream="stdout"):
+    def call(*argv, stream="stdout", program=("-m", "slurmgpu")):
         other = {"stdout": "stderr", "stderr": "stdout"}[stream]
         reading, writing = os.pipe()
         os.close(reading)
-        command = [sys.executable, "-m", "slurmgpu", *map(str, argv)]
+        command = [sys.executable, *program, *map(str, argv)]
         try:
             return subprocess.run(
                 command, **{stream: writing, other: subprocess.PIPE}, cwd=tmp_path, text=True, timeout=60
@@ -90,22 +90,39 @@ def unread(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "argv",
+    ("command", "code"),
     [
-        ("--help",),
-        ("list", "--json"),
-        ("status", "run"),
-        ("status", "run", "--json"),
-        ("status", "run", "--watch"),
-        ("logs", "run", "0", "--follow"),
+        ("--help", 0),
+        ("list --json", 0),
+        ("status run", 0),
+        ("status run --json", 0),
+        ("status run --watch", 3),  # it has not seen the run complete
+        ("status -w run --json", 3),
+        ("logs run 0 --follow", 0),
     ],
-    ids=" ".join,
 )
-def test_a_command_that_shows_something_ends_well_when_nobody_reads_it_any_more(unread, tmp_path, argv):
+def test_a_command_that_shows_something_ends_when_nobody_reads_it_any_more(unread, tmp_path, command, code):
     run = pretend_run(tmp_path / "run", 600.0, n_tasks=2, executor="local")
     (run.logs / "4711_0.0.log").write_text("loading\n" * 100)
-    done = unread(*argv)
-    assert (done.returncode, done.stderr) == (0, "")
+    done = unread(*command.split())
+    assert (done.returncode, done.stderr) == (code, "")
+
+
+def test_what_went_wrong_is_said_also_where_nobody_reads_what_came_before_it(unread, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    failing = """
+import sys
+from slurmgpu import cli
+from slurmgpu.cli import app
+from slurmgpu.errors import SlurmGPUError
+def fail():
+    print("a line")
+    raise SlurmGPUError("it went wrong")
+app.app, sys.argv[1:] = fail, ["status"]
+cli.main()
+"""
+    done = unread(program=("-c", failing))
+    assert (done.returncode, done.stderr) == (2, "error: it went wrong\n")
 
 
 def test_the_exit_code_of_a_command_does_not_depend_on_who_reads_its_output(unread, project, slurmgpu):

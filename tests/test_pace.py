@@ -129,6 +129,25 @@ def test_shards_for_which_walltimes_leave_no_time_are_counted(steady):
     assert throttled.left_s == pytest.approx((200 - len(published)) * 64 / 4, rel=0.2)
 
 
+def test_shards_are_left_over_if_all_that_wait_cannot_compute_them(steady):
+    steady.walltime_s = 1600.0
+    records, published = records_at(steady, 1000)
+    n_over = pace_of(steady.plan(), records, published, [], BEGIN + 1000).n_shards_left_over
+
+    def left_over(job):
+        pace = pace_of(steady.plan(), records, published, [*running(4), job], BEGIN + 1000)
+        return pace.n_shards_left_over
+
+    # Each of the two that follow computes for 1,500 s.
+    for job in (
+        pending(2, "JobArrayTaskLimit"),
+        pending(2, start=BEGIN + 2000),
+        {**pending(2), "job_id": "4711_[4-5%4]"},
+    ):
+        assert left_over(job) == pytest.approx(n_over - 2 * 1500 / 64, abs=4)
+    assert left_over(pending(2)) == left_over(pending(2, "JobHeldUser")) == 0
+
+
 def running(n_tasks):
     return [{**pending(1, "None"), "job_id": f"4711_{task}", "state": "RUNNING"} for task in range(n_tasks)]
 

@@ -5,8 +5,11 @@ import signal
 
 import pytest
 
+from slurmgpu.containers.settings import ContainerError
+from slurmgpu.launching import Launcher
 from slurmgpu.recording import Recording, until_next
 from slurmgpu.records import Attempt, read_record
+from slurmgpu.task import Task
 from tests.pretend_runs import pretend_run
 from tests.runs import check_ledger, check_rows, records, report, start, wait_until, workers
 
@@ -51,6 +54,23 @@ def publishes(at, started, shard=3, won=True):
 
 DIES = {"class": "crash", "message": "the worker died by SIGKILL"}
 READY = {"load_s": 2.0, "resumes": False}
+
+
+def test_who_waits_for_its_image_is_seen_to_live(tmp_path, monkeypatch):
+    run = pretend_run(tmp_path / "run", 0, n_tasks=1)
+    task = Task(run, Attempt("7", 0, device="cpu"))
+    written = []
+
+    def prepare(self, pause):
+        task.recording._due = 0.0
+        (run.tasks / "7_0.0.json").unlink()
+        pause(0)
+        written.extend(run.tasks.glob("7_0.0.json"))
+        raise ContainerError("there is no room")
+
+    monkeypatch.setattr(Launcher, "prepare", prepare)
+    assert task.run_worker() == 1
+    assert len(written) == 1
 
 
 def test_every_change_of_the_state_is_written_with_its_time(attempt):

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from slurmgpu import api
 from slurmgpu.attempts import TOO_LARGE, Life, attempts_of
 from slurmgpu.columns import columns_from_json, convert_row
 from slurmgpu.errors import SlurmGPUError
@@ -12,6 +13,7 @@ from slurmgpu.ledger import KINDS
 from slurmgpu.report import build_report, judged_attempts, last_report, read_report, report_path
 from slurmgpu.runs import Run
 from slurmgpu.shards import write_shard
+from slurmgpu.status import read_status
 from tests.pretend_runs import BEGIN, pretend_run
 
 
@@ -150,5 +152,27 @@ def test_the_report_of_a_run_that_was_moved_names_it_where_it_is(run, tmp_path):
     shutil.move(run.folder, tmp_path / "again")
     report = last_report(Run.open(tmp_path / "again"))
     assert report["run_dir"] == str(tmp_path / "again")
+    assert report["run"] == read_status(Run.open(tmp_path / "again"))["run"] == "again"
     assert report["merged"] == str(tmp_path / "again" / "merged.h5")
     assert report["resubmit"] == f"slurmgpu resubmit {tmp_path / 'again'}"
+
+
+def test_a_report_of_before_the_last_submission_says_that_it_is(run, slurmgpu):
+    write_report(run)
+    again = {**run.submissions()[0], "submission": 2}
+    run.record_submission({**again, "state": "refused"})
+    assert "made since" not in slurmgpu("report", run.folder).stderr
+    run.record_submission({**again, "state": "queued"})
+    assert "submission 2 was made since: slurmgpu status" in slurmgpu("report", run.folder).stderr
+
+
+def test_whoever_waits_for_a_run_reads_each_record_once(run, monkeypatch):
+    run.record_submission({"submission": 1, "state": "ended"})
+    written = write_report(run)
+    read, reading, looks = [], Run.attempt, iter(["its merge", "its merge", None])
+    monkeypatch.setattr(Run, "attempt", lambda run, name: read.append(name) or reading(run, name))
+    monkeypatch.setattr(api.living, "alive", lambda run: next(looks))
+    told = []
+    assert api.wait_for(run, told.append)["written"] == written["written"]
+    assert len(told) == 3
+    assert sorted(read) == [f"4711_{task}.0" for task in range(4)]

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -10,8 +11,14 @@ import time
 import pytest
 
 from slurmgpu.attempts import Life
-from slurmgpu.cli.words import failure_words, merge_words, queue_words
-from slurmgpu.report import build_report
+from slurmgpu.cli.looking import Look
+from slurmgpu.cli.tables import show_status
+from slurmgpu.cli.words import failure_words, merge_words, parting_words, queue_words
+from slurmgpu.executors import queue as slurms_queue
+from slurmgpu.report import build_report, judged_attempts, read_report
+from slurmgpu.runs import Run
+from slurmgpu.signs import processes_here
+from slurmgpu.states import is_told
 from slurmgpu.status import StatusReader, read_status
 from tests import pretend_runs
 from tests.pretend_runs import BEGIN, pretend_run
@@ -27,6 +34,20 @@ def job(job_id, state, n_tasks=1):
 def change(run, name, **values):
     path = run.tasks / f"{name}.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def submit_again(run, **values):
+    """The second submission, of which nothing has started; the merge of the first one made it, and has ended."""
+    again = {**run.submissions()[0], "submission": 2, "state": "queued", "array_job": "4800", "merge_job": "4801"}
+    run.record_submission({**again, **values})
+    run.record_submission({"submission": 1, "state": "ended"})
+
+
+def report_of(run, **what):
+    """The report that a merge writes now, as the run has it from then on."""
+    report = build_report(run, errors=(), merged_rows=1, **what)
+    (run.folder / "report.json").write_text(json.dumps(report))
+    return report
 
 
 @pytest.fixture
@@ -93,10 +114,49 @@ def test_the_state_does_not_contradict_the_attempts(run):
     assert seen(None, NOW + 20) == ("running", {False})  # what Slurm says is not known
 
 
-def test_of_another_users_run_the_own_queue_says_nothing(run, monkeypatch):
-    monkeypatch.setattr(os, "getuid", lambda: run.folder.stat().st_uid + 1)
+@pytest.mark.parametrize("uid", ["theirs", "the folder's"])
+def test_of_what_another_user_has_submitted_the_own_queue_says_nothing(run, monkeypatch, uid):
+    owner = run.folder.stat().st_uid
+    if uid == "theirs":
+        run.record_submission({"submission": 1, "uid": owner + 1})
+    else:  # submissions of an older slurmgpu do not say whose they are
+        path = run.folder / "submissions.jsonl"
+        path.write_text(path.read_text().replace(f'"uid": {owner}', '"name": 1'))
+        monkeypatch.setattr(os, "getuid", lambda: owner + 1)
     status = read_status(run, [], now=NOW + 20)
-    assert (status["state"], status["queue"]) == ("running", None)
+    assert (status["state"], status["queue"], status["at_work"]) == ("running", None, None)
+
+
+def test_a_run_of_which_nobody_can_tell_whether_more_is_queued_is_not_over(ended_run, capsys):
+    change(ended_run, "4711_2.0", state="starting", ended=None, failure=None)  # an image is copied to its node
+    look = Look(ended_run)
+    for now_s in (150, 1000, 100_000):
+        status, _ = look.read(None, (), NOW + now_s)
+        assert (status["state"], look.has_ended(status)) == ("ended", False)
+    assert parting_words(status) == "nobody here can tell whether more of it is queued"
+    show_status(status)
+    told = capsys.readouterr()
+    assert parting_words(status) in told.out
+    assert "next:" not in told.err
+    assert [look.has_ended(look.read([], (), NOW + 200_000 + now_s)[0]) for now_s in (0, 60)] == [False, True]
+
+
+def test_a_run_that_was_just_submitted_again_waits_whatever_the_queue_said_before(ended_run):
+    reader, queue = StatusReader(ended_run), [{**MERGE, "state": "RUNNING"}]
+    assert reader.read(queue, now=NOW + 10)["state"] == "merging"
+    submit_again(ended_run)
+    status = reader.read(queue, now=NOW + 22)
+    assert (status["state"], status["queue"]) == ("queued", None)
+    assert reader.read(None, now=NOW + 30)["state"] == "queued"
+    assert reader.read([], now=NOW + 40)["state"] == "ended"  # by now squeue would tell
+
+
+def test_the_merge_waits_for_the_tasks_of_the_last_submission(ended_run):
+    submit_again(ended_run)
+    computed_anew(ended_run, 0, 3)
+    change(ended_run, "4800_0.0", state="ended", shard=None, ended=NOW + 200, updated=NOW + 200)
+    status = read_status(ended_run, [{**MERGE, "job_id": "4801"}], now=NOW + 205)
+    assert (status["state"], merge_words(status)) == ("merging", "1 of 1 task ended; waiting for the merge")
 
 
 def test_jobs_of_a_submission_that_has_ended_since_are_out_of_the_queue(ended_run):
@@ -104,6 +164,23 @@ def test_jobs_of_a_submission_that_has_ended_since_are_out_of_the_queue(ended_ru
     assert merge_words(reader.read(queue, now=NOW + 5)) == "3 of 3 tasks ended; the merge is at work"
     ended_run.record_submission({"submission": 1, "state": "ended"})
     assert reader.read(queue, now=NOW + 20)["state"] == "incomplete"
+
+
+def test_jobs_in_slurms_queue_are_not_those_of_a_copy_of_the_run(run):
+    again = {**run.submissions()[0], "submission": 2, "array_job": "4800", "merge_job": "4801"}
+    run.record_submission(again)
+    jobs = [slurms_queue.QueuedJob(f"{number}", "PENDING", "", "judge", "/", "x") for number in (4800, 4801)]
+    copy = Run.open(shutil.copytree(run.folder, run.folder.parent / "copy"))
+    assert slurms_queue.jobs_of(copy, jobs) == []
+    assert read_status(copy, slurms_queue.queued_jobs(copy, jobs), now=NOW + 500)["state"] == "ended"
+    moved = Run.open(run.folder.rename(run.folder.parent / "moved"))
+    assert slurms_queue.jobs_of(moved, jobs) == jobs
+    assert read_status(moved, slurms_queue.queued_jobs(moved, jobs), now=NOW + 500)["state"] == "queued"
+    path = moved.folder / "submissions.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    renumbered = [{**line, "folder": str(moved.folder), "inode": 9} for line in lines]
+    path.write_text("".join(json.dumps(line) + "\n" for line in renumbered))
+    assert slurms_queue.jobs_of(moved, jobs) == jobs  # a file system that numbers its files anew at each mount
 
 
 def test_the_report_knows_better_why_attempts_ended(ended_run):
@@ -122,11 +199,78 @@ def test_the_report_knows_better_why_attempts_ended(ended_run):
     assert read_status(ended_run, None, now=NOW + 1)["attempts"][2]["failure"] is None
 
 
+def test_status_and_logs_say_the_same_of_every_attempt(ended_run):
+    def agreed(**failures):
+        status, judged = read_status(ended_run, [], now=NOW + 500), judged_attempts(ended_run)
+        found = {a["attempt"]: (a["failure"], a["message"]) for a in status["attempts"]}
+        assert found.items() <= {a["attempt"]: (a["failure"], a["message"]) for a in judged}.items()
+        assert status["failures"] == failures
+        return {name: failure for name, (failure, _) in found.items()}
+
+    lives = {"4711_3": [Life("NODE_FAIL", "node_fail", True, 100, 1, "gpu9")]}  # it left no record
+    change(ended_run, "4711_1.0", state="running", ended=None, failure=None, message="")
+    assert report_of(ended_run, lives=lives)["failures"] == {"lost": 1, "node_fail": 1, "preempted": 2}
+    assert agreed(lost=1, node_fail=1, preempted=2)["4711_1.0"] == "lost"
+    # It was slow, and lived on to a good end.
+    change(ended_run, "4711_1.0", state="ended", ended=NOW + 50, updated=NOW + 50, reason="others")
+    assert agreed(node_fail=1, preempted=2)["4711_1.0"] is None
+    hours = read_status(ended_run, [], now=NOW + 500)["gpu_hours"]
+    assert hours == pytest.approx((3 * 300 + 50 + 100) / 3600, abs=1e-3)
+    (ended_run.folder / "report.json").write_text("{")
+    # Near the walltime's end it was `slurmgpu cancel`, and no walltime.
+    change(ended_run, "4711_0.0", failure="timeout")
+    change(ended_run, "4711_2.0", state="running", ended=None, failure=None, message="")
+    ended_run.record_submission({"submission": 1, "cancelled": True})
+    assert agreed(cancelled=1)["4711_2.0"] is None
+    ended_run.record_submission({"submission": 1, "state": "ended"})
+    assert agreed(cancelled=2)["4711_0.0"] == "cancelled"
+    ended_run.record_submission({"submission": 1, "cancelled": False})
+    assert agreed(lost=1, timeout=1)["4711_2.0"] == "lost"
+
+
+def test_a_report_is_read_once_and_again_when_it_is_another(ended_run, monkeypatch):
+    times = []
+    monkeypatch.setattr("slurmgpu.status.read_report", lambda run: times.append(run) or read_report(run))
+    report_of(ended_run)
+    reader = StatusReader(ended_run)
+    for now_s in (0, 1, 12, 24, 100):
+        assert reader.read([], now=NOW + now_s)["failures"] == {"preempted": 3}
+        assert len(times) == 1
+    ended_run.shard_path(150).touch()
+    change(ended_run, "4711_0.0", failure="timeout")
+    report_of(ended_run)
+    assert reader.read([], now=NOW + 101)["failures"] == {"preempted": 2, "timeout": 1}
+    assert len(times) == 2
+
+
+def test_a_refused_submission_leaves_the_report_in_force(ended_run):
+    merged = ended_run.submissions()
+    ended_run.record_submission({"submission": 1, "state": "ended"})
+    assert is_told(ended_run.submissions(), merged, [])
+    ended_run.record_submission({**merged[0], "submission": 2, "state": "refused"})
+    assert is_told(ended_run.submissions(), merged, [])
+    ended_run.record_submission({"submission": 2, "state": "ended"})
+    assert not is_told(ended_run.submissions(), merged, [])
+    assert is_told(ended_run.submissions(), ended_run.submissions(), None)
+
+
 @pytest.mark.parametrize("text", ["torn", "[]", '{"complete": true, "attempts": [1]}'])
 def test_a_damaged_report_costs_what_only_the_report_knows(ended_run, text):
     (ended_run.folder / "report.json").write_text(text)
     status = read_status(ended_run, [], now=NOW + 60)
     assert (status["state"], status["complete"], status["failures"]) == ("ended", False, {"preempted": 3})
+
+
+def test_a_run_whose_rows_are_all_merged_is_complete_though_its_report_is_damaged(tmp_path, caplog):
+    run = pretend_run(tmp_path / "judge", 300, n_tasks=3, n_shards=3)
+    for shard in range(3):
+        run.shard_path(shard).touch()
+    run.record_submission({"submission": 1, "state": "ended"})
+    (run.folder / "report.json").write_text("torn")
+    assert read_status(run, [], now=NOW + 60)["state"] == "incomplete"  # there is no merged file
+    run.merged.touch()
+    assert read_status(run, [], now=NOW + 60)["state"] == "complete"
+    assert "`slurmgpu merge" in caplog.text
 
 
 # Failed items
@@ -225,6 +369,30 @@ def test_a_run_of_this_machine_whose_tasks_have_ended_is_merged_as_long_as_it_ha
     process.kill()
     process.wait()
     assert read_status(run)["state"] == "ended"
+
+
+def test_a_run_of_this_machine_that_was_just_submitted_again_waits_for_its_tasks(here):
+    run, _ = here
+    for task in range(2):
+        change(run, f"4711_{task}.0", state="ended", ended=time.time(), shard=None)
+    again = {**run.submissions()[0], "submission": 2}
+    run.record_submission(again)  # the first one ends when this one has
+    assert read_status(run)["state"] == "queued"
+
+
+def test_of_a_process_that_is_hidden_nobody_can_tell_whether_it_lives(here, monkeypatch):
+    run, process = here
+    [line] = run.submissions()
+    assert processes_here(line) == [process.pid]
+    process.kill()
+    process.wait()
+    assert processes_here(line) == []
+
+    def hidden(pid, signum):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", hidden)
+    assert processes_here(line) is None
 
 
 def test_where_nobody_can_tell_who_works_attempts_that_are_silent_are_dead(run):

@@ -1,6 +1,8 @@
 """What the tables of `report` and `status` show on a terminal of 80 columns: no number is cut, no message is lost."""
 
+import functools
 import json
+import operator
 import os
 import pty
 import subprocess
@@ -10,7 +12,8 @@ import pytest
 
 from slurmgpu.cli.columns import used_by
 from slurmgpu.cli.tables import show_report, show_status
-from slurmgpu.report import build_report
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.report import build_report, judged_attempts, last_report, report_path
 from slurmgpu.status import read_status
 from tests.pretend_runs import BEGIN, pretend_run
 
@@ -138,6 +141,66 @@ def test_a_report_ends_with_the_command_that_computes_the_rest_or_the_failed_ite
     assert capsys.readouterr().out.endswith(f" is mended: slurmgpu resubmit {run.typed} --failed\n")
     show_report({**complete, "errors": [], "n_errors": 0})
     assert "resubmit" not in capsys.readouterr().out
+
+
+OF_LATER_REPORTS = ("summary", "damaged_records", "ledger", "image")
+OF_LATER_ATTEMPTS = (
+    *("state", "updated", "shard", "progress", "n_nodes", "usage", "idle_gpu", "bad_node", "phases", "shards"),
+    *("spent",),
+)
+
+
+def test_the_report_of_the_first_slurmgpu_is_shown(tmp_path, capsys):
+    run = pretend_run(tmp_path / "run", 300.0, n_tasks=2)
+    report = build_report(run, errors=[(3, "item_error: no")], merged_rows=16)
+    older = {key: value for key, value in report.items() if key not in OF_LATER_REPORTS}
+    older["attempts"] = [
+        {key: value for key, value in attempt.items() if key not in OF_LATER_ATTEMPTS} for attempt in report["attempts"]
+    ]
+    report_path(run).write_text(json.dumps(older))
+    show_report(last_report(run))
+    printed = capsys.readouterr().out
+    assert "  item 3: item_error: no\n" in printed
+    assert "\n4711_1.0  gpu000" in printed
+
+
+def places_in(value, place=()):
+    """Where there is a value in JSON, in a list of the first alone."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    for key, each in inner:
+        yield (*place, key)
+        yield from places_in(each, (*place, key))
+
+
+def test_whatever_is_wrong_with_a_report_it_is_shown_or_refused_in_a_sentence(tmp_path, capsys):
+    run = pretend_run(tmp_path / "run", 300.0, n_tasks=1)
+    record = run.tasks / "4711_0.0.json"
+    death = {"class": "crash", "message": "m", "at": BEGIN, "state": "running", "shard": 3, "items": [48]}
+    usage = {"gpu_utilisation": 3.0, "n_samples_ready": 9, "host_memory_peak_bytes": 3e9}
+    record.write_text(
+        json.dumps(json.loads(record.read_text()) | {"deaths": [death], "usage": usage, "failure": "crash"})
+    )
+    report = build_report(run, errors=[(3, "item_error: no")], merged_rows=16, summary={"mean": 1.0})
+    report |= {"image": {"path": "a.sif", "sha256": "0" * 64}, "provenance": {}}
+    run.record_submission({"submission": 1, "state": "ended"})
+    n_refused = 0
+    for place in places_in(report):
+        for wrong in (None, "x", -1, ...):
+            told = json.loads(json.dumps(report))
+            *way, last = place
+            holder = functools.reduce(operator.getitem, way, told)
+            holder[last] = wrong
+            if wrong is ...:
+                del holder[last]
+            report_path(run).write_text(json.dumps(told))
+            try:
+                show_report(last_report(run))
+            except SlurmGPUError:
+                n_refused += 1
+            judged_attempts(run)
+            read_status(run, now=BEGIN + 300.0)
+    assert n_refused > 100
+    assert capsys.readouterr().err == ""
 
 
 def test_memory_that_would_be_nothing_with_one_decimal_is_shown_with_two():

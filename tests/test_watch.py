@@ -231,11 +231,15 @@ def words_of(run, now_s, queue=None):
     return line_of(status).partition("; ")[2]
 
 
-def test_a_line_says_what_the_walltimes_leave_only_if_nobody_waits(tmp_path):
+def test_a_line_says_what_the_walltimes_leave_unless_that_depends_on_the_queue(tmp_path):
     run = pretend_run(tmp_path / "judge", 600, n_tasks=4, n_shards=900, walltime_s=1200.0)
     waiting = {"job_id": "4711_[4-9]", "state": "PENDING", "reason": "Priority", "start": None, "n_tasks": 6}
     assert re.search(r"items/s, \d+ shards will be left when the walltimes end$", words_of(run, 600))
     assert "when the walltimes end" not in words_of(run, 600, [waiting])
+    throttled = {**waiting, "job_id": "4711_[4-5%4]", "n_tasks": 2}
+    assert re.search(
+        r"items/s, \d+ shards will be left when the walltimes end; 2 pend", words_of(run, 600, [throttled])
+    )
     for task in range(4):  # all is computed
         path = run.tasks / f"4711_{task}.0.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "state": "ended", "shard": None}))
@@ -447,6 +451,41 @@ def test_squeue_is_asked_once_in_half_a_minute_and_not_for_what_it_has_not(tmp_p
         wait_until(lambda looks=looks, lookout=lookout: len(looks) > 20 or lookout.has_ended, "twenty looks")
         lookout.stop()
         assert calls.read_text().count("called") == n_calls
+
+
+def test_what_squeue_said_last_holds_while_it_does_not_answer(tmp_path, monkeypatch):
+    run = pretend_run(tmp_path / "judge", 300, n_tasks=3)
+    answers = [[queue.QueuedJob("4711_[3-9]", "PENDING", "Priority", "slurmgpu", "/", "x")]]
+
+    def own_jobs():
+        calls.append(1)
+        if answers:
+            return answers.pop()
+        raise queue.commands.SlurmUnavailableError("squeue failed: error: Unable to contact slurm controller")
+
+    calls, looks = [], []
+    monkeypatch.setattr(queue, "own_jobs", own_jobs)
+    monkeypatch.setattr("slurmgpu.cli.looking.LOOK_S", 0.01)
+    monkeypatch.setattr("slurmgpu.cli.looking.QUEUE_S", 0.01)
+    lookout = Lookout(run, lambda: looks.append(len(calls)))
+    lookout.start()
+    wait_until(lambda: looks and looks[-1] > 3, "a look after some failures")
+    lookout.stop()
+    assert (lookout.status["state"], lookout.status["pace"]["n_waiting"]) == ("queued", 7)
+    assert not lookout.has_ended
+
+
+@pytest.mark.parametrize(("here", "told"), [("main", []), ("other", None)])
+def test_of_a_run_on_another_cluster_the_queue_here_says_nothing(tmp_path, monkeypatch, here, told):
+    run = pretend_run(tmp_path / "judge", 300, n_tasks=3)
+    assert queue.queued_jobs(run, []) == []  # submissions of an older slurmgpu do not say where they are
+    run.record_submission({"submission": 1, "cluster": "main"})
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text(f"#!/bin/sh\necho 'ClusterName             = {here}'\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{scontrol.parent}:{os.environ['PATH']}")
+    assert queue.queued_jobs(run, []) == told
 
 
 def test_a_look_that_takes_long_wakes_nobody_who_has_gone(tmp_path):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import sys
+from collections.abc import Sequence
 
 ANOTHER, ROOM = "Name a path that can be read, or written, here.", "Make room there, or name a path elsewhere."
 TO_DO = {
@@ -20,6 +22,7 @@ TO_DO = {
 
 SHOWING = {"status", "logs", "export"}
 """Commands that print much, or without end, and do nothing else."""
+WATCHING = {"--watch", "-w"}
 
 
 def main() -> None:
@@ -29,13 +32,19 @@ def main() -> None:
     from slurmgpu.cli.streams import prepare_streams
     from slurmgpu.errors import SlurmGPUError
 
-    prepare_streams(showing=bool(SHOWING & set(sys.argv[1:2])))
+    prepare_streams(unread=_unread(sys.argv[1:]))
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
     try:
         try:
             app()
-        finally:
-            sys.stdout.flush()
+        except SystemExit:
+            with contextlib.suppress(SystemExit):  # what it ended with stands, whoever reads the rest
+                sys.stdout.flush()
+            raise
+        except BaseException:
+            with contextlib.suppress(SystemExit, OSError):  # nor do these say what went wrong
+                sys.stdout.flush()
+            raise
     except SlurmGPUError as error:
         complain(str(error))
         sys.exit(2)
@@ -47,3 +56,13 @@ def main() -> None:
             raise
         complain(f"{where}: {error.strerror}. {TO_DO[error.errno]}")
         sys.exit(2)
+
+
+def _unread(argv: Sequence[str]) -> int | None:
+    """What a command ends with when nobody reads its output any more; None if it goes on.
+
+    Who watches a run waits for its end, and has not seen it then.
+    """
+    if not SHOWING & set(argv[:1]):
+        return None
+    return 3 if argv[0] == "status" and WATCHING & set(argv) else 0

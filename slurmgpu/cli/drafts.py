@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 from rich.table import Table
@@ -13,6 +14,7 @@ from slurmgpu import api, sweeps
 from slurmgpu.cli.output import count_of, result, result_json, show_origins, show_plan, show_scripts, wide_console
 from slurmgpu.executors import adjusting, commands
 from slurmgpu.forecast import time_words
+from slurmgpu.hiding import HIDDEN, hidden
 from slurmgpu.planning import Draft
 from slurmgpu.runs import Run
 from slurmgpu.site import Origins
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 MAX_CONFIGURATIONS = 8
 """Configurations of a sweep that a dry run shows; the JSON has all."""
+SECRETS = f"what looks like a secret is shown as {HIDDEN}; --json shows it, and what is submitted has it"
 
 
 @dataclass
@@ -61,11 +64,17 @@ def show_draft(draft: Draft, after: Run | None, values: Origins, *, as_json: boo
             }
         )
         return code
-    show_plan(plan, asked, str(draft.run_dir), seen.notes, _items_of(draft))
+    secrets = [SECRETS] if _has_secrets(plan, asked, seen.scripts) else []
+    show_plan(plan, asked, str(draft.run_dir), [*seen.notes, *secrets], _items_of(draft))
     show_origins(values)
     show_scripts(seen.scripts)
     _show_limits(seen, draft.plan.auto_resubmit)  # last: what is seen first after a long script
     return code
+
+
+def _has_secrets(plan: Mapping[str, Any], asked: Mapping[str, Any], scripts: Mapping[str, str]) -> bool:
+    told = [plan["settings"], plan["on_end"], plan["container"], asked["slurm"], scripts]
+    return HIDDEN in json.dumps(hidden(told), ensure_ascii=False)
 
 
 def _preview(draft: Draft, submission: Submission) -> Preview:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.cells import cell_len
 from rich.markup import escape
 from rich.table import Table
 
@@ -32,6 +33,12 @@ SKIPPED = {"node_modules", "__pycache__", "site-packages"}
 """Folders that are not entered, beside those whose name begins with a dot."""
 SIGNS = ("report.json", "submissions.jsonl", "run.json", "tasks", "shards")
 """What changes in a run directory while it works: the newest of their times is its last activity."""
+
+GAP = 2
+NAME_WIDTH = 40
+"""A run's name has so much room, if it needs it, before numbers have any."""
+LEFT_OUT = ("GPU-hours", "items", "last activity", "failed", "done", "state")
+"""Where there is no room for all columns, they are left out in this order."""
 
 
 def list_runs(folder: Path, now: float | None = None) -> dict[str, Any]:
@@ -213,19 +220,23 @@ def _why(error: Exception) -> str:
 
 
 def show_list(value: dict[str, Any]) -> None:
-    """A line for each run, and on stderr what is wrong with some."""
+    """A line for each run, with as many columns as there is room for, and on stderr what is wrong with some."""
     folder, runs = Path(value["folder"]), value["runs"]
     if not runs:
         say(f"No run directory under {folder}. `slurmgpu submit` makes one.")
     else:
         console = wide_console()
-        table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
-        for name in ("run", "state", "items", "done", "failed", "GPU-hours", "last activity"):
+        lines = [_cells(row, folder) for row in runs]
+        shown = _fitting(lines, console.width)
+        table = Table(box=None, header_style="bold", padding=(0, GAP, 0, 0), pad_edge=False)
+        for name in shown:
             words = name in ("run", "state")
             table.add_column(name, justify="left" if words else "right", no_wrap=name != "run", overflow="fold")
-        for row in runs:
-            table.add_row(*map(escape, _cells(row, folder)))
+        for line in lines:
+            table.add_row(*(escape(line[name]) for name in shown))
         console.print(table)
+        if left_out := [name for name in lines[0] if name not in shown]:
+            say(f"There is no room for: {', '.join(left_out)}. A wider terminal shows them, and so does --json.")
     for row in runs:
         if row["problem"]:
             say(f"{row['run_dir']}: {row['problem']}")
@@ -233,17 +244,28 @@ def show_list(value: dict[str, Any]) -> None:
         say(note)
 
 
-def _cells(row: dict[str, Any], folder: Path) -> list[str]:
+def _fitting(lines: Sequence[dict[str, str]], width: int) -> list[str]:
+    """The columns for which there is room: a number is never cut, and a name not below `NAME_WIDTH`."""
+    widths = {name: max(len(name), *(cell_len(line[name]) for line in lines)) + GAP for name in lines[0]}
+    widths["run"] = min(widths["run"], NAME_WIDTH + GAP)
+    for name in LEFT_OUT:
+        if sum(widths.values()) - GAP <= width:
+            break
+        del widths[name]
+    return list(widths)
+
+
+def _cells(row: dict[str, Any], folder: Path) -> dict[str, str]:
     total, done = row["n_items"], row["n_items_done"]
-    return [
-        _typed(row["run_dir"], folder),
-        row["state"] if row["probe_of"] is None else f"probe of {Path(row['probe_of']).name}, {row['state']}",
-        "–" if total is None else f"{done:,} of {total:,}",
-        "–" if not total else share_of(done, total),
-        "–" if row["n_errors"] is None else f"{row['n_errors']:,}",
-        "–" if row["gpu_hours"] is None else f"{row['gpu_hours']:,.2f}",
-        "–" if row["age_s"] is None else f"{_duration(row['age_s'])} ago",
-    ]
+    return {
+        "run": _typed(row["run_dir"], folder),
+        "state": row["state"] if row["probe_of"] is None else f"probe, {row['state']}",
+        "items": "–" if total is None else f"{done:,} of {total:,}",
+        "done": "–" if not total else share_of(done, total),
+        "failed": "–" if row["n_errors"] is None else f"{row['n_errors']:,}",
+        "GPU-hours": "–" if row["gpu_hours"] is None else f"{row['gpu_hours']:,.2f}",
+        "last activity": "–" if row["age_s"] is None else f"{_duration(row['age_s'])} ago",
+    }
 
 
 def _typed(run_dir: str, folder: Path) -> str:

@@ -35,8 +35,6 @@ BEGINS = re.compile(r" INFO slurmgpu\.worker: shard \d+: items ")
 FIRST_WORDS = " INFO slurmgpu.worker: this worker is process "
 """A worker's first line."""
 
-Ask = Callable[[Run], "list[dict[str, Any]] | None"]
-
 
 class Look:
     """One look after another: each gives the status and the last lines of logs; without threads of its own."""
@@ -59,7 +57,7 @@ class Look:
 
     def has_ended(self, status: Mapping[str, Any]) -> bool:
         """Whether nothing more will happen to the run, as far as its files tell."""
-        if status["state"] != "ended":
+        if status["state"] != "ended" or status["at_work"] is None:
             self._over_since = None
             return status["state"] in ("complete", "incomplete")
         self._over_since = status["time"] if self._over_since is None else self._over_since
@@ -104,7 +102,7 @@ class Lookout:
     `visible` are the attempts of which details are wanted; None is all.
     """
 
-    def __init__(self, run: Run, on_look: Callable[[], None], ask: Ask = queued_jobs) -> None:
+    def __init__(self, run: Run, on_look: Callable[[], None]) -> None:
         self.run = run
         self.status: dict[str, Any] | None = None
         self.words: Mapping[str, str] = {}
@@ -112,8 +110,8 @@ class Lookout:
         self.error: BaseException | None = None
         self.visible: Collection[str] | None = ()
         self._look = Look(run)
-        self._on_look, self._ask = on_look, ask
-        self._queue: Queue | None = None
+        self._on_look = on_look
+        self._queue: list[dict[str, Any]] | None = None
         self._answered = threading.Event()
         self._changed = threading.Event()
         self._stopped = threading.Event()
@@ -142,7 +140,7 @@ class Lookout:
         while not self._stopped.is_set():
             try:
                 if may_be_queued(self.run):
-                    self._queue = self._ask(self.run)
+                    self._queue = queued_jobs(self.run, last=self._queue)
             except Exception as error:
                 logging.getLogger(__name__).warning("the queue is not known: %s", error)
             self._answered.set()

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from slurmgpu.escapes import harmless
+from slurmgpu.hiding import hidden, hide_in
 
 
 def complain(text: str) -> None:
@@ -48,7 +49,7 @@ def show_plan(
     notes: Sequence[str],
     items: Sequence[str] = (),
 ) -> None:
-    """The plan of `submit --dry-run`, without its scripts; `items` are lines on those of no input."""
+    """The plan of `submit --dry-run`, without its scripts and secrets; `items` are lines on those of no input."""
     console = wide_console()
     table = Table.grid(padding=(0, 2))
     files = plan["input"]["files"]
@@ -56,9 +57,9 @@ def show_plan(
     table.add_row("run", escape(f"{run_dir} (not made)"))
     in_files = f"{count_of(plan['n_items'], 'item')} in {count_of(len(files), 'file')}, {size_of(size)}"
     for number, line in enumerate(items or [in_files]):
-        table.add_row("" if number else "input", escape(line))
+        table.add_row("" if number else "input", escape(hide_in(line)))
     # What planning found in files, digests and all, is for the plan; `--json` has it.
-    settings = {name: value for name, value in plan["settings"].items() if name != "planned"}
+    settings = hidden({name: value for name, value in plan["settings"].items() if name != "planned"})
     table.add_row("workload", escape(f"{plan['workload']} {json.dumps(settings)}"))
     columns = ", ".join(f"{name} ({_kind(column)})" for name, column in plan["columns"].items())
     table.add_row("columns", escape(columns))
@@ -72,7 +73,7 @@ def show_plan(
     if submission["inject"]:
         table.add_row("faults", f"{', '.join(submission['inject'])}: a rehearsal, which fails on purpose")
     if plan["on_end"]:
-        table.add_row("on_end", escape(plan["on_end"]))
+        table.add_row("on_end", escape(hide_in(plan["on_end"])))
     for line in plan["placement"]:
         table.add_row("placement", escape(line))
     for note in notes:
@@ -86,17 +87,18 @@ def show_origins(origins: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None
         if not values:
             continue
         result(f"\n[{name}]")
-        texts = {key: f"{key} = {json.dumps(entry['value'], ensure_ascii=False)}" for key, entry in values.items()}
+        shown = {key: hidden(entry["value"], key) for key, entry in values.items()}
+        texts = {key: f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in shown.items()}
         width = min(40, max(map(len, texts.values())))
         for key, entry in values.items():
             result(f"{texts[key]:<{width}}  # {entry['from']}")
 
 
 def show_scripts(scripts: Mapping[str, str]) -> None:
-    """The sbatch scripts of `submit --dry-run`, word for word."""
+    """The sbatch scripts of `submit --dry-run`, word for word but for secrets."""
     for job, text in scripts.items():
         result(f"\n# ---- {job}.sbatch ----")
-        sys.stdout.write(text)
+        sys.stdout.write(hide_in(text))
 
 
 def _tasks(submission: Mapping[str, Any]) -> str:

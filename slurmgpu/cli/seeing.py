@@ -90,12 +90,15 @@ def report(
 
     Exits with 3 while the run is incomplete.
     """
-    from slurmgpu.cli.output import result_json
+    from slurmgpu.cli.output import result_json, say
     from slurmgpu.cli.tables import show_report
     from slurmgpu.report import last_report
+    from slurmgpu.states import made_since
 
     run = options.open_run(folder)
     value = last_report(run)
+    if (since := made_since(run.submissions(), value["submissions"])) is not None:
+        say(f"This is the report of the last merge; submission {since} was made since: slurmgpu status {run.typed}")
     if task is not None and html is None:
         raise SlurmGPUError("--task is for the page: give --html FILE as well.")
     if html is not None:

@@ -14,7 +14,17 @@ from slurmgpu.attempts import IDLE_PERCENT, in_task_order
 from slurmgpu.cli.columns import counts_of, doing_now, show_table, used_by
 from slurmgpu.cli.output import count_of, result, say, share_of, wide_console
 from slurmgpu.cli.summaries import show_summary
-from slurmgpu.cli.words import if_words, merge_words, moment, pace_words, plain, shard_of, span_of, state_of
+from slurmgpu.cli.words import (
+    if_words,
+    merge_words,
+    moment,
+    pace_words,
+    plain,
+    shard_of,
+    span_of,
+    state_of,
+    unknown_words,
+)
 from slurmgpu.ledger import KINDS, energy_in_words, in_words
 from slurmgpu.report import last_death
 
@@ -42,7 +52,7 @@ def show_status(status: Mapping[str, Any], max_rows: int | None = None) -> None:
     )
     knows_pace = status["pace"]["items_per_s"] is not None or status["pace"]["left_s"]
     going = [pace_words(status), if_words(status)] if knows_pace else []
-    if told := [part for part in (*going, merge_words(status)) if part]:
+    if told := [part for part in (*going, merge_words(status), unknown_words(status)) if part]:
         result("; ".join(told))
     if status["n_errors"]:
         result(f"failed items: {', '.join(f'{n:,} {name}' for name, n in status['errors_by_class'].items())}")
@@ -90,7 +100,7 @@ def _next(status: Mapping[str, Any]) -> str | None:
     folder = shlex.quote(status["run_dir"])
     if status["state"] == "planned":
         return f"slurmgpu resubmit {folder}, or the two lines that `slurmgpu plan` printed"
-    if status["state"] in ("incomplete", "ended"):
+    if status["state"] in ("incomplete", "ended") and not unknown_words(status):
         verb = "merge" if status["n_shards_done"] == status["n_shards"] else "resubmit"
         return f"slurmgpu {verb} {folder}"
     if status["state"] == "complete" and status["n_errors"]:
@@ -109,10 +119,10 @@ def show_report(report: Mapping[str, Any]) -> None:
     )
     if report["merged"]:
         result(f"merged: {report['merged']}")
-    if faults := dict.fromkeys(each for line in report["submissions"] for each in line.get("inject") or ()):
+    if faults := dict.fromkeys(str(each) for line in report["submissions"] for each in line.get("inject") or ()):
         result(f"rehearsal: faults were injected: {', '.join(faults)}")
-    if report["image"]:
-        result(f"image: {report['image']['path']} (sha256 {report['image']['sha256'][:12]})")
+    if image := report.get("image"):
+        result(f"image: {image['path']} (sha256 {image['sha256'][:12]})")
     _show_ledger(report.get("ledger"))
     show_summary(console, report.get("summary"))
     _show_holes(console, report)
@@ -189,7 +199,7 @@ def _show_attempts(console: Console, report: Mapping[str, Any]) -> None:
         **counts_of([{**a, "n_deaths": len(a["deaths"]), "last_death": last_death(a)} for a in shown]),
     }
     end = {"end": [a["failure"] or (f"ok ({a['reason']})" if a["reason"] else "ok") for a in shown]}
-    used = used_by(shown)
+    used = used_by([{"usage": a.get("usage") or {}} for a in shown])
     console.print("\n[bold]attempts[/]")
     show_table(console, names, columns, used, end)
     _more(len(attempts), "report --json lists them", MAX_ATTEMPTS)
@@ -213,7 +223,8 @@ def _show_failures(console: Console, attempts: Sequence[Mapping[str, Any]]) -> N
 
 
 def _show_idle(attempts: Sequence[Mapping[str, Any]]) -> None:
-    idle = sorted((a["usage"]["gpu_utilisation"], a["attempt"]) for a in attempts if a["idle_gpu"])
+    used = [((a.get("usage") or {}).get("gpu_utilisation"), a["attempt"]) for a in attempts if a.get("idle_gpu")]
+    idle = sorted((share, name) for share, name in used if share is not None)
     if not idle:
         return
     share, name = idle[0]

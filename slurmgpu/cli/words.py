@@ -58,7 +58,7 @@ def pace_words(status: Status) -> str:
         return ""
     if left_s is not None:
         parts.append(f"{duration(left_s)} left, until about {moment(status['time'] + left_s, status['time'])}")
-    elif pace["n_shards_left_over"] and pace["n_living"] and not pace["n_waiting"]:
+    elif pace["n_shards_left_over"] and pace["n_living"]:
         parts.append(f"{count_of(pace['n_shards_left_over'], 'shard')} will be left when the walltimes end")
     elif pace["n_living"] and status["state"] == "running" and not if_words(status):
         parts.append("time left: not known yet")
@@ -78,7 +78,8 @@ def merge_words(status: Status) -> str:
     """What is to come once no task computes any more; nothing before."""
     if status["state"] != "merging":
         return ""
-    tasks = tasks_of(status)
+    newest = max((attempt["submission"] for attempt in status["attempts"]), default=0)
+    tasks = [task for task in tasks_of(status) if task["submission"] == newest]
     n_ended = sum(task["state"] == "ended" or task["silent"] for task in tasks)
     jobs = [job for job in status["queue"] or () if not job["n_tasks"]]
     at_work = any(job["state"] == "RUNNING" for job in jobs)
@@ -88,9 +89,15 @@ def merge_words(status: Status) -> str:
 
 def parting_words(status: Status) -> str:
     """Why a run of which nothing is left is watched for a while; nothing while something is."""
-    if status["state"] != "ended":
-        return ""
+    if status["state"] != "ended" or status["at_work"] is None:
+        return unknown_words(status)
     return f"no job of it is left; if its merge does not write its end within {GRACE_S:.0f} s, this ends"
+
+
+def unknown_words(status: Status) -> str:
+    """What is said of a run whose tasks are over if nobody can tell whether there are more."""
+    is_unknown = status["state"] == "ended" and status["at_work"] is None
+    return "nobody here can tell whether more of it is queued" if is_unknown else ""
 
 
 def failure_words(status: Status) -> str:

@@ -19,7 +19,7 @@ PATIENCE_S = 20.0
 
 def lives_of(run: Run) -> Lives | None:
     """What accounting knows of the run's tasks; None when it cannot be asked, which costs detail only."""
-    ids = [line["array_job"] for line in run.submissions() if "array_job" in line]
+    ids = [line["array_job"] for line in run.submissions() if "array_job" in line and not line.get("copied")]
     if not ids:
         return None
     try:

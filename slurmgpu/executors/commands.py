@@ -163,6 +163,11 @@ def configuration() -> dict[str, str]:
     return dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", run("scontrol", "show", "config"), re.MULTILINE))
 
 
+def cluster_name() -> str:
+    """The name of the cluster that Slurm's commands ask here."""
+    return configuration().get("ClusterName", "")
+
+
 def max_array_size() -> int:
     """MaxArraySize of the cluster; indices run to one less."""
     return int(configuration().get("MaxArraySize", "1001"))  # Slurm's default

@@ -25,7 +25,7 @@ def environment(run: Run, report: Mapping[str, Any]) -> dict[str, str]:
     """What the command finds in its environment beside the merge's own: the words of a one-line message."""
     return {
         "SLURMGPU_RUN": str(run.folder),
-        "SLURMGPU_NAME": run.plan.name,
+        "SLURMGPU_NAME": run.name,
         "SLURMGPU_STATE": "complete" if report["complete"] else "incomplete",
         "SLURMGPU_N_ITEMS": str(report["n_items"]),
         "SLURMGPU_N_ERRORS": str(report["n_errors"]),

@@ -13,6 +13,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import commands, queue
 from slurmgpu.runs import Run
 from slurmgpu.signs import processes_here
+from slurmgpu.submissions import slots_of
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ def cancel(run: Run) -> str:
     from slurmgpu.executors import local
 
     stopped = []
-    if jobs := sorted({job.array_job for job in _queued(run, None)}):
+    if jobs := sorted({job.array_job for job in _queued(run, None)}, key=int):
         for line in run.submissions():
             ids = {line[key] for key in queue.JOB_KEYS if key in line} or set(jobs)  # it may not have written them
             if line["state"] != "ended" and line["executor"] == "slurm" and ids & set(jobs):
@@ -92,7 +93,7 @@ def cancel(run: Run) -> str:
             continue
         if line["host"] != platform.node():
             raise SlurmGPUError(f"This run works on {line['host']}; cancel it there.")
-        if pids := [pid for pid in line["pids"] if local.is_alive(pid)]:
+        if pids := sorted({*(processes_here(line) or ())} & {*slots_of(line)}):
             run.record_submission({"submission": line["submission"], "cancelled": True})
             local.stop(pids)
             stopped.append(f"processes {', '.join(map(str, pids))}")

@@ -9,7 +9,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import submitit
@@ -106,7 +105,7 @@ def wait(jobs: list[Any], on_tick: Callable[[], None]) -> None:
                 on_tick()
                 time.sleep(0.1)
     except BaseException:
-        stop([int(job.job_id) for job in jobs])
+        stop([int(job.job_id) for job in jobs if not job.done()])
         for job in jobs:
             while not job.done():
                 time.sleep(0.05)
@@ -128,15 +127,7 @@ def _interrupted_by(*signums: int) -> Iterator[None]:
 
 
 def stop(pids: list[int]) -> None:
-    """Ask the slots to end."""
+    """Ask slots that are alive to end."""
     for pid in pids:
-        if is_alive(pid):
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)  # Submitit's controller hands it on to the task
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a slot of this machine is running."""
-    try:
-        return b"submitit" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False

@@ -6,12 +6,12 @@ import getpass
 import logging
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurmgpu.arrays import indices_of
+from slurmgpu.arrays import array_of, indices_of
 from slurmgpu.executors import commands
 from slurmgpu.runs import Run
 
@@ -53,7 +53,7 @@ class QueuedJob:
     @property
     def array_job(self) -> str:
         """The id before the underscore."""
-        return self.job_id.split("_")[0]
+        return array_of(self.job_id)
 
     @property
     def is_merge(self) -> bool:
@@ -134,9 +134,12 @@ def _epoch(text: str) -> float | None:
         return None
 
 
-def queued_jobs(run: Run, among: Sequence[QueuedJob] | None = None) -> list[dict[str, Any]] | None:
-    """A run's jobs in the queue, by one call of squeue; None where Slurm has none of it, or does not answer.
+def queued_jobs(
+    run: Run, among: Sequence[QueuedJob] | None = None, last: list[dict[str, Any]] | None = None
+) -> list[dict[str, Any]] | None:
+    """A run's jobs in the queue, by one call of squeue; None where Slurm has none of it, `last` if it does not answer.
 
+    An empty list is for a run that Slurm should have something of; of one on another cluster it is None.
     `among` are all of the user's jobs, where they are known already.
     """
     if not may_be_queued(run):
@@ -146,10 +149,17 @@ def queued_jobs(run: Run, among: Sequence[QueuedJob] | None = None) -> list[dict
     merges = {line.get("merge_job") for line in lines}
     try:
         told = [job.to_json(job.is_merge or job.array_job in merges) for job in jobs_of(run, among)]
+        expected = expected and (bool(told) or _are_here(lines))
     except commands.SlurmUnavailableError as error:
         log.log(logging.WARNING if expected else logging.DEBUG, "the queue is not known: %s", in_short(error))
-        return None
+        return last
     return told if told or expected else None
+
+
+def _are_here(lines: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether all that is queued was submitted on the cluster that is asked here, as far as is known."""
+    clusters = {line["cluster"] for line in lines if line["state"] == "queued" and "cluster" in line}
+    return not clusters or clusters == {commands.cluster_name()}
 
 
 def in_short(error: commands.SlurmUnavailableError) -> str:

@@ -79,7 +79,7 @@ def _queue(run: Run, asked: Submission, notes: list[str]) -> Outcome:
     submission, limited = slurm.respect_limits(asked)
     limited += slurm.hazards(run.plan.container)
     # Before sbatch: if this process dies in between, it is known that there may be jobs.
-    run.record_submission(submission.to_json())
+    run.record_submission({**submission.to_json(), "cluster": commands.cluster_name()})
     try:
         jobs = slurm.submit(run, submission)
     except SlurmGPUError as error:

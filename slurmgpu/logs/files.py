@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.runs import Run
+from slurmgpu.submissions import slots_of
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def attempts_with_logs(run: Run) -> list[dict[str, Any]]:
 
 
 def _logged_tasks(line: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, int]]:
-    for slot, pid in enumerate(_slots(line)):
+    for slot, pid in enumerate(slots_of(line)):
         if any(name.startswith(f"{pid}_0_log.") for name in names):
             yield f"local{line['submission']}", slot
     if job := line.get("array_job"):
@@ -71,7 +72,7 @@ def files_of(
     if record["executor"] == "local":
         lines = run.submissions() if submissions is None else submissions
         own = [line for line in lines if line["submission"] == record["submission"]]
-        stems = [(f"{pid}_0", 0) for line in own for pid in _slots(line)[task : task + 1]]
+        stems = [(f"{pid}_0", 0) for line in own for pid in slots_of(line)[task : task + 1]]
     found = [
         LogFile(run.logs / f"{stem}_log.{end}", f"task{_of_node(rank)}{'.out' if end == 'out' else ''}")
         for stem, rank in stems
@@ -80,11 +81,6 @@ def files_of(
     for rank in range(n_nodes):
         found.append(LogFile(run.logs / f"{record['attempt']}{_of_node(rank)}.log", f"worker{_of_node(rank)}"))
     return [file for file in found if file.path.exists()]
-
-
-def _slots(submission: Mapping[str, Any]) -> list[int]:
-    """The processes of a local submission's slots; the first of all is that which merges."""
-    return list(submission.get("pids", ()))[1:]
 
 
 def _of_node(rank: int) -> str:

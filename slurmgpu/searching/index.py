@@ -24,7 +24,7 @@ def read_index(run: Run) -> dict[str, Any]:
     return {
         "format": INDEX_FORMAT,
         "version": INDEX_VERSION,
-        "run": run.plan.name,
+        "run": run.name,
         "run_dir": str(run.folder),
         "attempts": attempts,
         "merge": [_described(file) for file in merge_files(run)],

@@ -13,17 +13,14 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.histories import read_history
 from slurmgpu.ledger import counting
 from slurmgpu.logs import (
-    TAIL_BYTES,
     Line,
     LogFile,
     files_of,
-    last_end,
     line_around,
     places_of,
     read_lines,
     text_of,
 )
-from slurmgpu.report import read_report, report_path
 from slurmgpu.runs import Run
 from slurmgpu.searching.excerpts import (
     MARGIN_S,
@@ -39,6 +36,9 @@ from slurmgpu.searching.excerpts import (
 )
 from slurmgpu.searching.picking import pick
 from slurmgpu.searching.remembering import remembering
+from slurmgpu.searching.reported import told_of
+from slurmgpu.states import is_told
+from slurmgpu.submissions import is_over
 
 N_NAMED = 10
 """So many lines that name an item are shown of one that has its row."""
@@ -112,8 +112,7 @@ class _Search:
             # Nothing of what stands around these lines is of this item.
             return self._fine(record, entry, Excerpt(*pick(marks, 0, (), self.max_lines)) if marks else None)
         kind, message = failure
-        place = told or next(iter(marks), None)
-        line = None if place is None else excerpt_around(place.file, place.offset, self.max_lines, self.begun)
+        line = self._around(told or next(iter(marks), None))
         mine = [pair for pair in self.deaths if self._was_in_flight(pair[0])]
         by, excerpt = record, line
         if mine and kind == mine[-1][0]["class"]:
@@ -159,9 +158,12 @@ class _Search:
     def _in_report(self) -> tuple[str, str] | tuple[()] | None:
         """What the report says of the item: its failure, () if it has a good row, None if it cannot know."""
         lines = self.run.submissions()
-        if not lines or lines[-1]["state"] != "ended" or (told := _report_of(self.run)) is None:
+        # Reading it for nothing would take long while the run works: one of a million failures is large.
+        if not is_over(lines) or (told := told_of(self.run)) is None:
             return None
-        return None if self.shard in told[0] else told[1].get(self.index, ())
+        if self.shard in told.missing or not is_told(lines, told.submissions, None):
+            return None
+        return told.failures.get(self.index, ())
 
     def _was_in_flight(self, death: Mapping[str, Any]) -> bool:
         items = death.get("items") or ()
@@ -208,8 +210,12 @@ class _Search:
     def _missing(self) -> Story:
         said = f"Item {self.index} has no row: {self.which} is not published"
         if (damage := self.run.damaged().get(self.shard)) is not None:
-            said += f"; a merge found it damaged, and set it aside: {damage}"
-            return self._tell("missing", said, None, "", None)
+            return self._set_aside(f"{said}; a merge found it damaged, and set it aside: {damage}")
+        since, deaths = 0, self.deaths
+        if is_aside := self.run.shard_path(self.shard).with_suffix(".failed").exists():
+            said += "; `resubmit --failed` has set it aside, to be computed anew"
+            since = (self._winner()[0] or {"submission": 0})["submission"]
+            deaths = [(death, record) for death, record in deaths if record["submission"] > since]
         claim, history = self.run.claims.read(self.shard), read_history(self.run.claims.folder, self.shard)
         holder = next((record for record in self.records if claim and record["attempt"] == claim.attempt), None)
         if holder is not None and claim is not None and not claim.parked and holder["state"] != "ended":
@@ -217,68 +223,45 @@ class _Search:
             said += f"; attempt {holder['attempt']} has it in hand, on {holder['node']}"
             lost = [t["from"] for t in holder.get("takeovers", ()) if t["shard"] == self.shard]
             said += f", taken over from attempt {lost[-1]}, which had fallen silent" if lost else ""
-            died = f"{len(self.deaths)} workers have" if len(self.deaths) > 1 else "a worker has"
-            said += f"; {died} died with it" if self.deaths else ""
+            died = f"{len(deaths)} workers have" if len(deaths) > 1 else "a worker has"
+            said += f"; {died} died with it" if deaths else ""
             return self._tell("missing", said, None, "", excerpt)
-        if self.deaths:
-            death, record = self.deaths[-1]
+        if deaths:
+            death, record = deaths[-1]
             why = ", and it is left for a submission with more memory" if history.parked_by else ""
             said += f": a worker of attempt {record['attempt']} died with it{why}: {death['class']}: {death['message']}"
             excerpt = excerpt_of_death(self.run, record, death, self.max_lines)
             return self._tell("missing", said, death["class"], death["message"], excerpt)
-        return self._left(said)
+        if (left := self._left(said, since)) is not None:
+            return left
+        if is_aside:
+            return self._set_aside(said)
+        return self._tell("missing", f"{said}, and no attempt is known to have had it in hand", None, "", None)
 
-    def _left(self, said: str) -> Story:
-        """Of a shard that an attempt had in hand when it ended; its log says which that was."""
+    def _set_aside(self, said: str) -> Story:
+        """Of a shard that is not there any more: who had computed it, and what the log says of that."""
+        record, entry = self._winner()
+        told, marks = (None, []) if record is None else self._lines_of(record, entry)
+        kind, message = self._failure(told) or (None, "")
+        said += "" if record is None else f"; attempt {record['attempt']} had computed it{_on(record)}"
+        return self._tell("missing", said, kind, message, self._around(told or next(iter(marks), None)))
+
+    def _around(self, place: Line | None) -> Excerpt | None:
+        return None if place is None else excerpt_around(place.file, place.offset, self.max_lines, self.begun)
+
+    def _left(self, said: str, since: int) -> Story | None:
+        """Of a shard that an attempt of a submission after `since` had in hand when it ended, as its log says."""
         for name, record in reversed(self.run.logged.items()):
             about = self.run.judged.get(name, {"failure": None, "message": ""})
             is_unknown = record["state"] == "unknown"
-            if not (about["failure"] or is_unknown) or self._last_begun(record) != self.shard:
+            is_older = (record.get("submission") or 0) <= since
+            if is_older or not (about["failure"] or is_unknown) or self.run.last_begun(record) != self.shard:
                 continue
             self.maker, kind, message = name, about["failure"], about["message"]
             said += f": attempt {name} had it in hand "
             said += f"when it ended: {kind}: {_first_line(message)}" if kind else "last, and its record cannot be read"
             excerpt = excerpt_of_attempt(self.run, name, self.max_lines)
             return self._tell("missing", said, kind, message, excerpt)
-        return self._tell("missing", f"{said}, and no attempt is known to have had it in hand", None, "", None)
-
-    def _last_begun(self, record: Mapping[str, Any]) -> int | None:
-        """The shard that an attempt began last; who was killed may have begun another since it wrote its record."""
-        for file in workers_of(files_of(self.run, record))[:1]:
-            size = last_end(file.path)
-            for place in places_of(file.path, b": items ", max(0, size - TAIL_BYTES), size, backwards=True):
-                if match := re.search(r" shard (\d+): items ", text_of(line_around(file.path, place)[1])):
-                    return int(match[1])
-        return record.get("shard")
-
-
-Told = tuple[frozenset[int], dict[int, tuple[str, str]]]
-"""Of a report: the shards that were missing, and by item the class and the message of its failure."""
-
-
-_read: dict[str, tuple[tuple[int, int, int], Told | None]] = {}
-
-
-def _report_of(run: Run) -> Told | None:
-    """What the report says of items; None if there is none, or it is damaged. It is read once for many items."""
-    path = report_path(run)
-    try:
-        about = path.stat()
-        mark = (about.st_ino, about.st_mtime_ns, about.st_size)
-        known = _read.get(str(path))
-        if known is None or known[0] != mark:
-            _read.clear()  # one of a million failures is large
-            known = _read[str(path)] = mark, _told_by(read_report(run))
-    except (OSError, SlurmGPUError):
-        return None
-    return known[1]
-
-
-def _told_by(report: Mapping[str, Any] | None) -> Told | None:
-    try:
-        missing = frozenset(hole["shard"] for hole in (report or {})["missing"])
-        return missing, {error["index"]: (error["class"], error["message"]) for error in (report or {})["errors"]}
-    except (KeyError, TypeError):
         return None
 
 

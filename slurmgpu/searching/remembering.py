@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-from slurmgpu.logs import attempts_with_logs
+from slurmgpu.logs import TAIL_BYTES, attempts_with_logs, files_of, last_end, line_around, places_of, text_of
 from slurmgpu.report import judged_attempts
 from slurmgpu.runs import Run
 
@@ -38,6 +40,26 @@ class Remembering(Run):
     def logged(self) -> dict[str, dict[str, Any]]:
         """The record of every attempt by its name, and what is known of those that have logs alone."""
         return {record["attempt"]: record for record in attempts_with_logs(self)}
+
+    @cached_property
+    def _begun(self) -> dict[str, int | None]:
+        return {}
+
+    def last_begun(self, record: Mapping[str, Any]) -> int | None:
+        """The shard that an attempt began last, by its log and its record."""
+        name = record["attempt"]
+        if name not in self._begun:
+            self._begun[name] = self._last_begun(record)
+        return self._begun[name]
+
+    def _last_begun(self, record: Mapping[str, Any]) -> int | None:
+        """Who was killed may have begun another shard since it wrote its record."""
+        for file in [file for file in files_of(self, record) if file.is_worker][:1]:
+            size = last_end(file.path)
+            for place in places_of(file.path, b": items ", max(0, size - TAIL_BYTES), size, backwards=True):
+                if match := re.search(r" shard (\d+): items ", text_of(line_around(file.path, place)[1])):
+                    return int(match[1])
+        return record.get("shard")
 
 
 def remembering(run: Run) -> Remembering:

@@ -1,0 +1,39 @@
+"""What is shown and handed around must not have: values that look like tokens, keys and passwords."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+HIDDEN = "•••"
+NAME = r"(?:token|secret|passw(?:or)?d|credentials?|auth|(?:api|access|private|secret)[_-]?key)"
+NAMED = re.compile(rf"(?:^|[_.-]){NAME}s?$", re.IGNORECASE)
+SHAPES = (
+    re.compile(r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|AKIA|wandb_v1_)[\w-]{16,}"),
+    re.compile(r"(?<=hooks\.slack\.com/services/)[\w/-]+"),
+    re.compile(r"(?<=bearer )[\w.~+/=-]{8,}", re.IGNORECASE),
+    re.compile(r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"),
+    re.compile(
+        rf"(?<![A-Za-z0-9])((?:[A-Za-z0-9]+[_-])*{NAME}[\"']?\s*[=:]\s*[\"']?)(?!\s)([^\s\"',;]{{6,}})", re.IGNORECASE
+    ),
+)
+"""How secrets look in texts: by what they begin with, where they stand, or the name before them."""
+
+
+def hide_in(text: str) -> str:
+    """A text without the secrets that can be told by their looks."""
+    for shape in SHAPES:
+        text = shape.sub(lambda found: (found[1] if found.re.groups else "") + HIDDEN, text)
+    return text
+
+
+def hidden(value: Any, name: str = "") -> Any:
+    """A value of JSON in which texts under names such as "api_key" are hidden; numbers and others stay."""
+    if isinstance(value, Mapping):
+        return {key: hidden(each, str(key)) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [hidden(each, name) for each in value]
+    if isinstance(value, str) and value:
+        return HIDDEN if NAMED.search(name) else hide_in(value)
+    return value
