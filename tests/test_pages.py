@@ -4,21 +4,23 @@ import copy
 import html
 import json
 import re
+import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from selenium.webdriver.support.ui import WebDriverWait
 
+from slurmgpu import hiding, pages
 from slurmgpu import merge as merging
-from slurmgpu import pages
 from slurmgpu.files import write_json
-from slurmgpu.pages import secrets
+from slurmgpu.pages import page
 from slurmgpu.pages.clock import make_clock
 from slurmgpu.pages.pictures import rates
 from slurmgpu.pages.provenance import gpus_of
 from slurmgpu.pages.spans import lives_of, makers_of
-from slurmgpu.pages.words import moment
+from slurmgpu.pages.words import duration, moment
 from slurmgpu.report import build_report, read_report, report_path
 from slurmgpu.runs import Run
 from tests.browser import browser  # noqa: F401
@@ -108,6 +110,29 @@ def test_who_has_only_the_page_finds_why_an_item_failed(faulty):
 
 def section(text, heading):
     return html.unescape(text).partition(f"<h2>{heading}</h2>")[2].partition("</section>")[0]
+
+
+def test_what_a_class_means_is_true_on_one_machine_and_who_cancelled_is_not_told_that_it_is_no_use(tmp_path):
+    run, value = pretended(tmp_path)
+    text = section(
+        draw(run, {**value, "failures": dict.fromkeys(("cancelled", "lost", "preempted"), 1)}, tmp_path), "What failed"
+    )
+    assert "nothing is wrong: resubmit goes on when you say so" in text
+    assert "does not help" not in text
+    assert "Slurm does not know" not in text
+    assert "ended from outside before its walltime" in text
+
+
+def test_the_page_has_one_total_of_gpu_hours_and_cuts_times_as_the_terminal_does(tmp_path):
+    run, value = pretended(tmp_path, 30.7, n_tasks=1)
+    ledger = value["ledger"]
+    value["gpu_hours"] = round(ledger["allocated"], 2)
+    found = re.findall(r'data-key="ledger.allocated" value="([^"]*)">([^<]*)<', draw(run, value, tmp_path))
+    assert len(found) == 2
+    assert len(set(found)) == 1
+    assert [duration(seconds) for seconds in (0.3, 9.96, 30.99, 3599.9, 7199.0)] == [
+        "0.3 s", "9.9 s", "30 s", "59 min 59 s", "1 h 59 min",
+    ]  # fmt: skip
 
 
 def test_a_missing_shard_is_there_with_its_items(faulty):
@@ -235,6 +260,26 @@ def test_a_page_that_cannot_be_drawn_costs_a_warning_and_not_the_merge(faulty, m
     assert not former.exists()
 
 
+def test_the_page_of_an_earlier_merge_is_there_until_the_next_one_is(faulty, monkeypatch, caplog, tmp_path):
+    run, former = Run.open(faulty / "run"), tmp_path / "report.html"
+    former.write_text("of an earlier merge")
+    monkeypatch.setattr(pages, "page_path", lambda run: former)
+    monkeypatch.setattr(pages, "write_page", lambda run, report, path: path.write_text(f"{path.read_text()}, and more"))
+    merging.merge(run)
+    assert former.read_text() == "of an earlier merge, and more"
+
+
+@pytest.mark.parametrize("needed", [pages.NEEDED, ("no_such_package",)])
+def test_what_stands_where_the_page_belongs_costs_a_warning_and_not_the_merge(
+    faulty, monkeypatch, caplog, tmp_path, needed
+):
+    (tmp_path / "report.html").mkdir()
+    monkeypatch.setattr(pages, "NEEDED", needed)
+    monkeypatch.setattr(pages, "page_path", lambda run: tmp_path / "report.html")
+    assert merging.merge(Run.open(faulty / "run"))["n_rows"] == 52
+    assert "report.html is not of this merge, and cannot be removed: Is a directory" in caplog.text
+
+
 def test_html_false_leaves_the_page_out(project, slurmgpu):
     folder = project(n_items=8, html=False)
     slurmgpu("submit", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0)
@@ -302,7 +347,7 @@ def test_no_secret_is_on_the_page(tmp_path):
     ],
 )
 def test_ordinary_words_are_not_taken_for_secrets(text):
-    assert secrets.hide_in(text) == text
+    assert hiding.hide_in(text) == text
 
 
 def test_damage_costs_a_row_and_not_the_page(tmp_path):
@@ -318,6 +363,22 @@ def test_damage_costs_a_row_and_not_the_page(tmp_path):
     assert all(name in text for name in names)
     assert "<h2>Timeline</h2>" in text
     assert "GPU utilisation" in text
+
+
+def test_a_page_without_logs_or_with_damaged_telemetry_says_so_in_a_sentence(tmp_path, caplog):
+    run, value = pretended(tmp_path, faulty=True)
+    text = draw(run, value, tmp_path)
+    assert "There are no lines of logs" not in text
+    assert "cannot be read as a whole" not in text
+    with open(run.folder / "telemetry" / "4711_1.0.jsonl", "a") as file:
+        file.write('{"time": 17')  # is still being written
+    with open(run.folder / "telemetry" / "4711_2.0.jsonl", "a") as file:
+        file.write('{"time": "x", "ready": 1, "gpus": [[1]]}\n' * 400)
+    shutil.rmtree(run.logs)
+    text = draw(run, value, tmp_path)
+    assert "There are no lines of logs, as logs/ of the run directory cannot be read: No such file" in text
+    assert re.search(r"1 file of telemetry/ cannot be read as a whole; .*: 4711_2.0.jsonl", text)
+    assert not caplog.records
 
 
 def test_the_report_of_an_older_slurmgpu_is_drawn_with_what_it_has(tmp_path):
@@ -371,6 +432,25 @@ def test_browsers_show_it_at_any_width_in_the_light_and_in_the_dark(browser, fau
     text = browser.text()
     assert "cannot do item 42" in text
     assert json.loads(json.dumps(expected["resubmit"])) in text
+
+
+def test_a_long_excerpt_is_shown_at_its_mark_and_no_line_is_cut_in_two(browser, tmp_path, monkeypatch):  # noqa: F811
+    def fill(run, items, attempts, holes):
+        attempts[0].excerpt = ["\n".join(f"line {n}" for n in range(90)), "the mark", "behind\n" * 90]
+        return ""
+
+    monkeypatch.setattr(page, "add_excerpts", fill)
+    run, value = pretended(tmp_path, 1500, n_tasks=8, faulty=True)
+    draw(run, value, tmp_path)
+    browser.open(tmp_path / "page.html")
+    seen = """
+        const box = document.querySelector("pre:has(mark)");
+        const mark = box.firstElementChild.getBoundingClientRect(), edge = box.getBoundingClientRect();
+        return [mark.top > edge.top && mark.bottom < edge.bottom, box.scrollTop % 18, box.clientHeight % 18];
+    """
+    WebDriverWait(browser.driver, 60).until(lambda driver: driver.execute_script(seen) == [True, 0, 0])
+    tall = "return [...document.querySelectorAll('.tall')].map((box) => box.ariaLabel)"
+    assert browser.driver.execute_script(tall) == [], "eight attempts need no scroll bar"
 
 
 def test_one_tasks_lines_can_be_chosen_in_the_browser(browser, tmp_path):  # noqa: F811

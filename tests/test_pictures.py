@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from slurmgpu import pages
+from slurmgpu.pages import page
 from slurmgpu.pages.clock import make_clock
 from slurmgpu.pages.pictures import LABELLED_ROWS, PARTS, left_of, rates, throughput, timeline
 from slurmgpu.pages.spans import Life, begin_of, lives_of
 from slurmgpu.pages.svg import NARROW, WIDE, style
-from slurmgpu.pages.usage import read_usage
+from slurmgpu.pages.usage import draw_usage, read_usage
 from slurmgpu.report import build_report
 from tests.pretend_runs import pretend_run
 
@@ -111,6 +112,53 @@ def test_timeline_and_throughput_have_the_same_moment_at_the_same_place(n_tasks,
     assert below.get_title(loc="left") == "items per hour"
 
 
+def test_on_a_phone_the_rows_of_several_submissions_have_different_names():
+    lives = [
+        Life(f"local{job}_{task}.0", f"local{job}_{task}", "", 0.0, 90.0, False, [("running", 0.0, 90.0)], [], [])
+        for job in (1, 2)
+        for task in range(3)
+    ]
+    with style("drawn"):
+        made = timeline(lives, make_clock(0.0, [(0.0, 90.0)]), NARROW)
+        made.draw_without_rendering()
+    labels = made.axes[0].get_yticklabels()
+    assert [label.get_text() for label in labels] == [life.task for life in lives]
+    assert min(label.get_window_extent().x0 for label in labels) >= 0
+
+
+@pytest.mark.parametrize(
+    ("n_items", "lost", "said"),
+    [
+        (1000, True, "Throughput in items per second, none of which count: 1,000 at most, 1,000 on average"),
+        (13_240, False, "Throughput in items per second: 13,240 at most"),
+        (4_000_000, False, "Throughput in thousand items per second: 4,000 at most"),
+    ],
+)
+def test_throughput_is_told_in_the_unit_of_what_is_drawn_without_exponents(tmp_path, n_items, lost, said):
+    run = pretend_run(tmp_path / "judge", 0, n_tasks=1, n_shards=2, shard_items=n_items)
+    begin = 1_750_000_000.0
+    shards = [(0, begin, begin + 1, "lost" if lost else "useful")]
+    life = Life("7_0.0", "7_0", "", begin, begin + 1, False, [("running", begin, begin + 1)], shards, [])
+    drawn = page._throughput(run, [life], make_clock(begin, [(begin, begin + 1)]))
+    assert drawn.sentence.startswith(said)
+    assert "e+" not in re.sub("<[^>]*>", "", drawn.wide)
+
+
+def test_no_line_of_telemetry_lies_on_the_edge_and_the_gpus_memory_is_drawn_as_a_limit(tmp_path):
+    run = pretend_run(tmp_path / "judge", 600, n_tasks=2)
+    report = build_report(run, errors=[], merged_rows=0)
+    lives = lives_of(report)
+    clock = make_clock(begin_of(report, lives), [(life.start, life.stop) for life in lives])
+    usage = read_usage(run.folder, lives, {}, clock, 5.0)
+    for quantity in usage.known([85e9]):
+        axes = draw_usage(usage, quantity, ["4711_0"], clock).axes[0]
+        highest = max(np.nanmax(line.get_ydata()) for line in axes.lines)
+        assert highest * 1.05 < axes.get_ylim()[1]
+        assert (85 in [line.get_ydata()[0] for line in axes.lines]) == (quantity.key == "memory_bytes")
+    pages.write_page(run, report, tmp_path / "page.html")
+    assert "GPU memory, GB; dashed: what a GPU has" in (tmp_path / "page.html").read_text()
+
+
 def test_a_pause_that_is_left_out_says_how_long_it_was(tmp_path):
     assert make_clock(0.0, [(0.0, 100.0), (1000.0, 1100.0)]).pauses == pytest.approx([900.0])
     run = pretend_run(tmp_path / "judge", 600, n_tasks=2, n_shards=12)
@@ -121,7 +169,7 @@ def test_a_pause_that_is_left_out_says_how_long_it_was(tmp_path):
     later["phases"] = [[at + 100_000, state] for at, state in later["phases"]]
     pages.write_page(run, report, tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
-    assert len(re.findall(r"a pause of 1 d 4 h, left out", text)) == 3, "in every legend with a clock"
+    assert len(re.findall(r"a pause of 1 d 3 h, left out", text)) == 3, "in every legend with a clock"
 
 
 def test_the_median_is_that_of_all_tasks_also_where_few_have_a_sample(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -33,10 +34,15 @@ PATIENCE_S = 30.0
 """How long logs are searched for a page, however large they are."""
 
 
-def add_excerpts(
-    run: Run, items: Sequence[Reason], attempts: Sequence[Reason], holes: Sequence[dict[str, Any]]
-) -> None:
-    """Give reasons what the logs say of the first of those who met them, and missing shards why they are missing."""
+def add_excerpts(run: Run, items: Sequence[Reason], attempts: Sequence[Reason], holes: Sequence[dict[str, Any]]) -> str:
+    """Give reasons what the logs say of the first of those who met them, and missing shards why they are missing.
+
+    What it returns is a sentence on why there is nothing of the logs, where there are none.
+    """
+    try:
+        os.listdir(run.logs)
+    except OSError as error:
+        return f"There are no lines of logs, as logs/ of the run directory cannot be read: {error.strerror}."
     run = remembering(run)
     deadline = time.monotonic() + PATIENCE_S
     with excerpts_until(deadline):
@@ -47,6 +53,7 @@ def add_excerpts(
         for hole in holes[:MAX_EXCERPTS]:
             if not hole["why"] and time.monotonic() < deadline:
                 hole["why"] = _why_missing(run, hole["start"])
+    return ""
 
 
 def _why_missing(run: Run, item: int) -> str:

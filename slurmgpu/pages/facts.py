@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from slurmgpu.failures import POLICIES
-from slurmgpu.ledger import KINDS, energy_in_words, unit_of
+from slurmgpu.ledger import KINDS, energy_in_words, in_words, unit_of
 from slurmgpu.pages.spans import Life, begin_of, makers_of
 from slurmgpu.pages.words import cut, duration, gigabytes, moment, plain
 
@@ -62,7 +62,8 @@ class Reason:
 def figures_of(report: Mapping[str, Any], lives: Sequence[Life]) -> list[Figure]:
     """The numbers that stand first."""
     n_failures = sum(report["failures"].values())
-    has_gpus = (report.get("ledger") or {}).get("unit") != "task-hours"
+    ledger = report.get("ledger") or {}
+    has_gpus = ledger.get("unit") != "task-hours"
     begin, end = begin_of(report, lives), max((life.stop for life in lives), default=report["written"])
     figures = [
         _count(report, "n_items", "items"),
@@ -72,11 +73,13 @@ def figures_of(report: Mapping[str, Any], lives: Sequence[Life]) -> list[Figure]
         Figure("attempts", "attempts.length", len(report["attempts"]), f"{len(report['attempts']):,}"),
         Figure("attempts that failed", "failures.sum", n_failures, f"{n_failures:,}", n_failures > 0),
     ]
-    hours = report["gpu_hours"]
-    if hours or has_gpus:
+    if ledger and has_gpus:  # gpu_hours is rounded: of a short run the page would have two totals
+        shown = in_words(ledger)
+        figures.append(Figure(shown.unit, "ledger.allocated", ledger["allocated"], shown.texts["allocated"]))
+    elif hours := report["gpu_hours"]:
         unit, factor = unit_of(hours)
         figures.append(Figure(f"GPU-{unit}", "gpu_hours", hours, f"{factor * hours:,.2f}"))
-    energy = (report.get("ledger") or {}).get("energy_kwh")
+    energy = ledger.get("energy_kwh")
     if energy is not None:
         text, unit = energy_in_words(energy)
         figures.append(Figure(f"{unit} of the GPUs", "ledger.energy_kwh", energy, text))
@@ -98,18 +101,10 @@ def classes_of(report: Mapping[str, Any]) -> list[dict[str, Any]]:
             "name": name,
             "counts": [count.get(name, 0) for count in counts],
             "meaning": POLICIES[name].meaning if name in POLICIES else "",
-            "policy": _policy(name),
+            "policy": POLICIES[name].outlook() if name in POLICIES else "",
         }
         for name in sorted({name for count in counts for name in count})
     ]
-
-
-def _policy(name: str) -> str:
-    policy = POLICIES.get(name)
-    if policy is None:
-        return ""
-    again = "another submission may compute it" if policy.retriable else "computing it again does not help by itself"
-    return again + ("; it leaves the node out" if policy.node_at_fault else "")
 
 
 def item_reasons(report: Mapping[str, Any]) -> tuple[list[Reason], dict[int, Reason]]:

@@ -10,6 +10,17 @@ if (choice) {
   choice.addEventListener("change", show);
   show();
 }
+for (const mark of document.querySelectorAll("pre mark")) {
+  const box = mark.closest("pre");
+  const show = () => {
+    const line = parseFloat(getComputedStyle(box).lineHeight);
+    const above = mark.getBoundingClientRect().top - box.getBoundingClientRect().top - box.clientTop + box.scrollTop;
+    const lines = Math.round((above - (box.clientHeight - mark.getBoundingClientRect().height) / 2) / line);
+    box.scrollTop = line * Math.max(0, lines);
+  };
+  mark.closest("details").addEventListener("toggle", show, { once: true });
+  show();
+}
 const copy = document.getElementById("copy");
 if (copy) {
   copy.hidden = false;

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
@@ -24,12 +25,14 @@ from slurmgpu.pages.pictures import ledger_bar, left_of, rates, throughput, time
 from slurmgpu.pages.spans import Life, begin_of, lives_of, rows_of
 from slurmgpu.pages.svg import NARROW, WIDE, picture
 from slurmgpu.pages.usage import chosen_tasks, draw_usage, read_usage
-from slurmgpu.pages.words import count_of, cut, duration, moment, plain
+from slurmgpu.pages.words import count_of, cut, duration, moment, plain, rate_of
 from slurmgpu.runs import Run
 from slurmgpu.summaries import summary_of
 
 log = logging.getLogger(__name__)
 
+RATES = ((1e5, "thousand items per second", 1e-3), (0.1, "items per second", 1.0), (0.0, "items per hour", 3600.0))
+"""From how many items per second on rates are told in which unit, and what one item per second is in it."""
 MAX_ROWS, MAX_COLUMNS = 200, 20
 """Of each table of the summary."""
 
@@ -37,7 +40,7 @@ MEANINGS = {
     "useful": "shards that are in the result",
     "loading": "workers that loaded the workload",
     "idle": "starting, ending, and waiting for others",
-    "lost": "work that died with its worker or its attempt",
+    "lost": "work that died with its worker or its attempt, and shards that are there no more: damaged, or set aside",
     "repeated": "shards that were computed more than once",
 }
 
@@ -59,13 +62,14 @@ def render(run: Run, report: Mapping[str, Any], task: str | None = None) -> str:
     items, of_item = facts.item_reasons(report)
     attempts = facts.attempt_reasons(report)
     holes = facts.holes_of(report)
-    add_excerpts(run, items, attempts, holes)
+    no_logs = add_excerpts(run, items, attempts, holes)
     columns, rows = facts.attempts_table(report)
     content = {
         "report": report,
         "version": __version__,
         "figures": facts.figures_of(report, lives),
         "summary": summary_of(report.get("summary"), MAX_ROWS, MAX_COLUMNS),
+        "no_logs": no_logs,
         "classes": facts.classes_of(report),
         "item_reasons": items[: facts.MAX_REASONS],
         "attempt_reasons": attempts[: facts.MAX_REASONS],
@@ -107,14 +111,15 @@ def _pictures(
     run: Run, report: Mapping[str, Any], lives: Sequence[Life], clock: Clock, task: str | None
 ) -> dict[str, Any]:
     """All pictures; one that cannot be drawn is left out."""
-    drawn: dict[str, Any] = {"timeline": None, "throughput": None, "usage": [], "tasks": {}, "ledger_bar": None}
+    drawn: dict[str, Any] = dict.fromkeys(("timeline", "throughput", "ledger_bar"))
+    drawn |= {"usage": [], "tasks": {}, "damaged_samples": []}
     if lives:
         drawn["timeline"] = _both(
             "timeline", _about_timeline(lives, clock), lambda width: timeline(lives, clock, width)
         )
         drawn["throughput"] = _throughput(run, lives, clock)
         try:
-            drawn["usage"], drawn["tasks"] = _usage(run, report, lives, clock, task)
+            drawn |= _usage(run, report, lives, clock, task)
         except Exception:
             log.warning("the page has no telemetry", exc_info=True)
     if (ledger := _ledger(report)) and ledger["total"]:
@@ -156,10 +161,14 @@ def _throughput(run: Run, lives: Sequence[Life], clock: Clock) -> Drawn | None:
     edges, found = rates(lives, clock, sizes)
     if not any(rate.any() for rate in found.values()):
         return None
-    useful = found["useful"]
-    unit, scale = ("items per second", 1) if useful.max() >= 0.1 else ("items per hour", 3600)
-    mean = useful.sum() / max(1, (useful > 0).sum()) * scale
-    sentence = f"Throughput in {unit}: {useful.max() * scale:.3g} at most, {mean:.3g} on average while there was any."
+    top = np.sum(list(found.values()), axis=0)
+    unit, scale = next((unit, scale) for least, unit, scale in RATES if top.max() >= least)
+    told = found["useful"] if found["useful"].any() else top
+    mean = told.sum() / (told > 0).sum()
+    sentence = (
+        f"Throughput in {unit}{'' if told is found['useful'] else ', none of which count'}: "
+        f"{rate_of(told.max() * scale)} at most, {rate_of(mean * scale)} on average while there was any."
+    )
     found = {kind: rate * scale for kind, rate in found.items()}
     return _both(
         "throughput",
@@ -170,19 +179,22 @@ def _throughput(run: Run, lives: Sequence[Life], clock: Clock) -> Drawn | None:
 
 def _usage(
     run: Run, report: Mapping[str, Any], lives: Sequence[Life], clock: Clock, task: str | None
-) -> tuple[list[tuple[str, Drawn]], dict[str, str]]:
-    """A picture for each quantity, and the tasks that have lines of their own."""
+) -> dict[str, Any]:
+    """A picture for each quantity, the tasks that have lines of their own, and which files make no sense."""
     n_nodes = {a["attempt"]: a.get("n_nodes", 1) for a in report["attempts"]}
     usage = read_usage(run.folder, lives, n_nodes, clock, run.plan.sample_s)
     chosen = chosen_tasks(report, usage, task)
     pictures = []
-    for quantity in usage.known():
+    known = ((attempt.get("usage") or {}).get("gpu_memory_total_bytes") for attempt in report["attempts"])
+    sizes = {float(size) for size in known if isinstance(size, int | float) and size > 0}
+    for quantity in usage.known(sorted(sizes)):
         values = usage.of(quantity)
         sentence = f"{quantity.title} in {quantity.unit} of {count_of(len(set(usage.owners)), 'task')} over time, "
         sentence += f"mean {float(values[values == values].mean()):.3g}."
         svg = picture(f"usage-{quantity.key}", sentence, partial(draw_usage, usage, quantity, list(chosen), clock))
-        pictures.append((f"{quantity.title}, {quantity.unit}", Drawn(Markup(_first_shown(svg)), None, sentence)))
-    return pictures, chosen
+        title = f"{quantity.title}, {quantity.unit}{'; dashed: what a GPU has' if quantity.sizes else ''}"
+        pictures.append((title, Drawn(Markup(_first_shown(svg)), None, sentence)))
+    return {"usage": pictures, "tasks": chosen, "damaged_samples": [plain(name) for name in usage.damaged]}
 
 
 def _first_shown(svg: str) -> str:

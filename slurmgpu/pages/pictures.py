@@ -64,27 +64,37 @@ def timeline(lives: Sequence[Life], clock: Clock, width: int) -> Figure:
 def left_of(lives: Sequence[Life], width: int) -> float:
     """Pixels to the left of the axes of what is drawn over the whole width, so that all begin at the same place."""
     rows = rows_of(lives)
-    longest = max((len(_row_name(task, its, width)) for task, its in rows), default=1)
-    return max(LEAST_LEFT, 14 + 6.4 * longest) if _are_labelled(rows, width) else LEAST_LEFT
+    if _are_labelled(rows, width):
+        names = [_row_name(task, its, width, _n_jobs(rows)) for task, its in rows]
+    else:
+        names = [task for task, _ in rows if _n_jobs(rows) > 1]
+    return max([LEAST_LEFT, *(14 + 6.4 * len(name) for name in names)])
 
 
 def _are_labelled(rows: Sequence[tuple[str, list[Life]]], width: int) -> bool:
     return len(rows) <= (LABELLED_ROWS_NARROW if width <= NARROW else LABELLED_ROWS)
 
 
-def _row_name(task: str, its: Sequence[Life], width: int) -> str:
-    return task.rpartition("_")[2] if width <= NARROW else f"{task}  {its[-1].node}".strip()[-28:]
+def _n_jobs(rows: Sequence[tuple[str, list[Life]]]) -> int:
+    """How many submissions the tasks are of: where there are several, their numbers alone do not tell them apart."""
+    return len({task.rpartition("_")[0] for task, _ in rows})
+
+
+def _row_name(task: str, its: Sequence[Life], width: int, n_jobs: int) -> str:
+    if width <= NARROW:
+        return task if n_jobs > 1 else task.rpartition("_")[2]
+    return f"{task}  {its[-1].node}".strip()[-28:]
 
 
 def _name_rows(axes: Axes, rows: Sequence[tuple[str, list[Life]]], width: int) -> None:
+    n_jobs = _n_jobs(rows)
     if _are_labelled(rows, width):
         axes.yaxis.set_major_locator(FixedLocator(list(range(len(rows)))))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda at, _: _row_name(*rows[int(at)], width)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda at, _: _row_name(*rows[int(at)], width, n_jobs)))
     else:
+        names = [task if n_jobs > 1 else f"task {task.rpartition('_')[2]}" for task, _ in rows]
         axes.yaxis.set_major_locator(MaxNLocator(10, integer=True))
-        axes.yaxis.set_major_formatter(
-            FuncFormatter(lambda at, _: f"task {rows[int(at)][0].rpartition('_')[2]}" if 0 <= at < len(rows) else "")
-        )
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda at, _: names[int(at)] if 0 <= at < len(rows) else ""))
 
 
 def _bars(axes: Axes, bars: Iterable[tuple[Any, Any, int]], colour: str, thickness: float, least: float) -> None:
@@ -182,7 +192,7 @@ def throughput(
     clock.draw(axes, 4 if width <= NARROW else 12)
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_locator(MaxNLocator(4))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1000 else f"{value:g}"))
     return made
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from slurmgpu.pages.secrets import hidden
+from slurmgpu.hiding import hidden
 from slurmgpu.pages.words import count_of, cut, moment, plain
 from slurmgpu.runs import Run
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
 from slurmgpu.pages.clock import Clock
 from slurmgpu.pages.spans import Life
@@ -22,19 +22,25 @@ SAMPLES_A_BIN = 2
 LEAST_SAMPLES = 16
 HELD = 1.5
 """So many times as long as from one sample to the next a sample holds: a busy node takes the next one late."""
+ROOM = 1.08
+"""So many times as high as the highest line is a picture: one on its edge is not seen."""
 N_LINES = 60
 """So many tasks at most have lines of their own."""
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """Something that is sampled: how it is called, in what unit, and a number in it from a sample's."""
+    """Something that is sampled: how it is called, in what unit, and a number in it from a sample's.
+
+    `top` is the most it can be; `sizes` is what those that were used have of it.
+    """
 
     key: str
     title: str
     unit: str
     scale: float = 1.0
     top: float | None = None
+    sizes: Sequence[float] = ()
 
 
 QUANTITIES = (
@@ -50,25 +56,27 @@ QUANTITIES = (
 class Usage:
     """The samples of a run on its clock: `values[quantity]` is of (attempt and node, bin), NaN where there is none.
 
-    They are as they were sampled; `of` has them in a quantity's unit.
+    They are as they were sampled; `of` has them in a quantity's unit. `damaged` are files that make no sense in part.
     """
 
     edges: np.ndarray
     owners: Sequence[str]
     values: Mapping[str, np.ndarray]
+    damaged: Sequence[str] = ()
 
     def of(self, quantity: Quantity) -> np.ndarray:
         """The values of a quantity in its unit."""
         return self.values[quantity.key] * quantity.scale
 
-    def known(self) -> list[Quantity]:
-        """The quantities of which anything is known, in units that fit."""
+    def known(self, gpu_memory: Sequence[float] = ()) -> list[Quantity]:
+        """The quantities of which anything is known, in units that fit; `gpu_memory` is in bytes what GPUs have."""
         known = [quantity for quantity in QUANTITIES if np.isfinite(self.values[quantity.key]).any()]
+        sized = [replace(each, sizes=gpu_memory) if each.key == "memory_bytes" else each for each in known]
         return [
             replace(quantity, unit="MB", scale=1e-6)
-            if quantity.unit == "GB" and np.nanmax(self.of(quantity)) < 1
+            if quantity.unit == "GB" and not quantity.sizes and np.nanmax(self.of(quantity)) < 1
             else quantity
-            for quantity in known
+            for quantity in sized
         ]
 
 
@@ -77,15 +85,16 @@ def read_usage(folder: Path, lives: Sequence[Life], n_nodes: Mapping[str, int], 
     edges = np.linspace(0, clock.end, N_BINS + 1)
     owners: list[str] = []
     rows: list[dict[str, np.ndarray]] = []
+    damaged: set[Path] = set()
     for life in lives:
         share = float(clock.place(life.stop) - clock.place(life.start)) / clock.end
         n_samples = max(LEAST_SAMPLES, math.ceil(SAMPLES_A_BIN * N_BINS * share))
         for node in range(n_nodes.get(life.attempt, 1)):
-            if samples := some_samples(telemetry_path(folder, life.attempt, node), n_samples):
+            if samples := some_samples(telemetry_path(folder, life.attempt, node), n_samples, damaged):
                 owners.append(life.task)
                 rows.append(_binned(samples, edges, clock, HELD * sample_s, life.stop))
     values = {q.key: np.array([row[q.key] for row in rows]).reshape(len(rows), N_BINS) for q in QUANTITIES}
-    return Usage(edges, owners, values)
+    return Usage(edges, owners, values, sorted(path.name for path in damaged))
 
 
 def _binned(
@@ -166,9 +175,12 @@ def draw_usage(usage: Usage, quantity: Quantity, chosen: Sequence[str], clock: C
         breaks = _gaps(places, clock)
         line, places = np.insert(line, breaks, np.nan), np.insert(places, breaks, np.nan)
         axes.plot(places, line, color=COLOURS["chosen"], linewidth=1.6, gid=f"{MARK}{number}")
+    for size in quantity.sizes:
+        axes.axhline(size * quantity.scale, color=COLOURS["muted"], linewidth=1, linestyle=(0, (4, 3)))
     clock.draw(axes, 4)
-    axes.set_ylim(0, quantity.top or None)
-    axes.yaxis.set_major_locator(MaxNLocator(4))
+    highest = quantity.top or max([float(np.nanmax(values)), *(size * quantity.scale for size in quantity.sizes)])
+    axes.set_ylim(0, ROOM * highest or 1)
+    axes.yaxis.set_major_locator(MaxNLocator(4) if quantity.top is None else MultipleLocator(quantity.top / 4))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     return made
 

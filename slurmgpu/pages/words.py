@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from slurmgpu.escapes import harmless
-from slurmgpu.pages.secrets import hide_in
+from slurmgpu.hiding import hide_in
 
 UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 NO_LETTERS = re.compile(r"[\ufffe\uffff\ud800-\udfff]")
@@ -17,17 +17,18 @@ NO_LETTERS = re.compile(r"[\ufffe\uffff\ud800-\udfff]")
 
 
 def duration(seconds: float | None) -> str:
-    """A time span in its two largest units: "2 h 14 min"; "–" if it is not known."""
+    """A time span in its two largest units, cut and not rounded: "2 h 14 min"; "–" if it is not known."""
     if seconds is None or not math.isfinite(seconds):
         return "–"
-    if seconds < 9.95:
-        return f"{max(0.0, seconds):.1f} s".replace(".0 s", " s")
+    tenths = max(0, int(10 * seconds + 0.001))  # differences of times of the epoch are a bit off
+    if tenths < 100:
+        return f"{tenths / 10:g} s"
+    whole = tenths // 10
     for (size, unit), (smaller, minor) in pairwise(UNITS):
-        rest = round(seconds / smaller) * smaller
-        if rest >= size:
-            parts = (rest // size, unit), (rest % size // smaller, minor)
+        if whole >= size:
+            parts = (whole // size, unit), (whole % size // smaller, minor)
             return " ".join(f"{count:,} {name}" for count, name in parts if count)
-    return f"{round(seconds)} s"
+    return f"{whole} s"
 
 
 def moment(time: float | None) -> str:
@@ -39,6 +40,11 @@ def moment(time: float | None) -> str:
     except (OverflowError, OSError, ValueError):
         return "–"
     return f"{local:%Y-%m-%d %H:%M:%S} {local.tzname() or local.strftime('%z')}"
+
+
+def rate_of(rate: float) -> str:
+    """A rate to about three digits."""
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def gigabytes(size: float | None) -> str:
