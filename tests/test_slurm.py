@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slurmgpu import open as open_merged
-from slurmgpu.executors import commands, queue
+from slurmgpu.executors import commands, queue, slurm
 from tests.runs import (
     check_ledger,
     check_rows,
@@ -442,6 +442,12 @@ def test_the_embed_example_runs_on_the_cluster_as_it_does_here(slurmgpu, tmp_pat
     with open_merged(tmp_path / "there" / "merged.h5") as there, open_merged(tmp_path / "here" / "merged.h5") as here:
         assert there["embedding"][:].shape == (256, 384)
         assert (there["embedding"][:] == here["embedding"][:]).all()
+
+
+def test_the_notice_of_the_walltimes_end_kills_no_task_that_has_just_started():
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGUSR2); print('lives')"
+    done = subprocess.run(["sh", "-c", f'{slurm.PYTHON} -u -c "$0"', code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "lives\n")
 
 
 def test_chaos_changes_no_byte(project, slurmgpu, cluster):

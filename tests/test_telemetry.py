@@ -326,7 +326,7 @@ def test_a_tree_holds_the_orphans_of_its_session_and_outlives_its_first_process(
     orphan = int(worker.stdout.readline())
     try:
         watch = TreeWatch()
-        assert watch.read(worker.pid).n_processes == 2
+        wait_until(lambda: watch.read(worker.pid).n_processes == 2, "the end of the process between them")
         worker.kill()
         worker.wait()
         assert watch.read(worker.pid).n_processes == 1

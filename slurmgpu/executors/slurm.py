@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import shlex
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +24,8 @@ from slurmgpu.submissions import Submission
 
 SIGNAL_BEFORE_END_S = 30
 """A task stops taking shards by itself; the signal is for a shard that takes longer than any before it."""
-
+PYTHON = f"""sh -c 'trap "" USR2; exec "$0" "$@"' {shlex.quote(sys.executable)}"""
+"""Slurm may send it a minute early, and so while Python starts, which would die of it before it can be told."""
 
 ARRAY_JOB = "ARRAY_JOB"
 """What stands for the array's id in the script of a merge that is only shown."""
@@ -173,7 +175,7 @@ def _merge_executor(logs: Path, name: str, submission: Submission, dependency: s
 
 def _executor(logs: Path, name: str, options: Mapping[str, Any], parallelism: int) -> submitit.SlurmExecutor:
     try:
-        executor = submitit.SlurmExecutor(logs)
+        executor = submitit.SlurmExecutor(logs, python=PYTHON)
     except RuntimeError as error:  # it looks for srun
         raise commands.SlurmUnavailableError(commands.NOT_HERE.format("srun")) from error
     # sbatch's own names go to Submitit's catch-all; its defaults (5 minutes, a wckey) are not what users wrote.
