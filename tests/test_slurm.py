@@ -243,7 +243,7 @@ def test_an_array_that_the_user_cancelled_is_not_resubmitted_automatically(proje
 
 
 def test_a_cancelled_run_is_resumed_by_resubmit(project, slurmgpu):
-    folder = project(160, settings={"item_s": 0.05})
+    folder = project(160, settings={"item_s": 0.2})
     slurmgpu(*SUBMIT, "--gpus", "2", cwd=folder, expect=0)
     wait_until(lambda: len(shards_of(folder)) > 2, "the first shards")
     assert "still at work" in slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
