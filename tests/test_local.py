@@ -178,7 +178,7 @@ def test_ctrl_c_gives_the_shards_back_and_says_how_to_go_on(project, slurmgpu):
 
 
 def test_a_local_run_is_cancelled_from_a_second_shell_and_a_second_submission_is_refused(project, slurmgpu):
-    folder = project(200, settings={"item_s": 0.1})
+    folder = project(200, settings={"item_s": 0.3})
     process = start(*LOCAL, cwd=folder)
     wait_until(lambda: (folder / "run" / "shards").exists() and len(published(folder)) > 1, "the first shards")
     assert "holds a run already" in slurmgpu(*LOCAL, cwd=folder, expect=2).stderr
@@ -195,7 +195,7 @@ def test_a_local_run_is_cancelled_from_a_second_shell_and_a_second_submission_is
 
 
 def test_a_copy_of_a_run_at_work_is_none_of_its_tasks_business(project, slurmgpu):
-    folder = project(40, settings={"item_s": 0.05})
+    folder = project(40, settings={"item_s": 0.2})
     process = start(*LOCAL, cwd=folder)
     wait_until(lambda: (folder / "run" / "shards").exists() and len(published(folder)) > 0, "the first shard")
     # Not checked: a file that is renamed meanwhile is not there.
