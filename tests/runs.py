@@ -15,6 +15,7 @@ import h5py
 
 import slurmgpu
 from slurmgpu.executors import queue
+from slurmgpu.runs import Plan, create_run
 
 
 def make_project(folder, n_items=100, workload="Rows", items=None, batch_size=4, **tables):
@@ -110,6 +111,16 @@ def wait_until(condition, what, timeout_s=120):
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
         time.sleep(0.05)
+
+
+def planned_run(folder, **values):
+    """A run without a workload, of one shard of 40 items, or as `values` of its plan say."""
+    texts = dict.fromkeys(("input_digest", "workload", "search_path"), "")
+    tables = {name: {} for name in ("input", "settings", "columns", "resources", "slurm", "merge", "provenance")}
+    items = {"n_items": 40, "batch_size": 4, "shard_items": 40, "seed": 0}
+    times = {"lease_s": 120.0, "margin_s": 0.0, "auto_resubmit": 0}
+    plan = {"name": "run", **texts, **tables, **items, **times}
+    return create_run(folder, Plan(**plan | values), ())
 
 
 def copy_run(folder, copy):

@@ -5,7 +5,7 @@ import pytest
 from slurmgpu.claims import Claim
 from slurmgpu.deaths import MAX_DEATHS, MAX_DEATHS_LOADING, Deaths
 from slurmgpu.histories import History, read_history
-from slurmgpu.runs import Plan, create_run
+from tests.runs import planned_run
 
 ME = Claim("1_0", "1_0.0", "here", 1)
 
@@ -13,27 +13,7 @@ ME = Claim("1_0", "1_0.0", "here", 1)
 @pytest.fixture
 def run(tmp_path):
     """A run of one shard of 40 items."""
-    plan = Plan(
-        name="run",
-        input={},
-        input_digest="",
-        n_items=40,
-        workload="",
-        search_path="",
-        settings={},
-        columns={},
-        batch_size=4,
-        shard_items=40,
-        seed=0,
-        lease_s=120.0,
-        margin_s=0.0,
-        auto_resubmit=0,
-        resources={},
-        slurm={},
-        merge={},
-        provenance={},
-    )
-    return create_run(tmp_path / "run", plan, ())
+    return planned_run(tmp_path / "run")
 
 
 def test_a_task_gives_up_when_too_many_workers_die_while_loading(run):

@@ -4,8 +4,8 @@ import time
 import pytest
 
 from slurmgpu.claims import Claim
-from slurmgpu.runs import Plan, create_run
 from slurmgpu.scouting import Scout
+from tests.runs import planned_run
 
 ME = Claim("1_0", "1_0.0", "here", 1)
 OTHER = Claim("1_1", "1_1.0", "there", 2)
@@ -14,27 +14,7 @@ OTHER = Claim("1_1", "1_1.0", "there", 2)
 @pytest.fixture
 def run(tmp_path):
     """A run of five shards with leases of half a second."""
-    plan = Plan(
-        name="run",
-        input={},
-        input_digest="",
-        n_items=10,
-        workload="",
-        search_path="",
-        settings={},
-        columns={},
-        batch_size=2,
-        shard_items=2,
-        seed=0,
-        lease_s=0.5,
-        margin_s=0.0,
-        auto_resubmit=0,
-        resources={},
-        slurm={},
-        merge={},
-        provenance={},
-    )
-    return create_run(tmp_path / "run", plan, ())
+    return planned_run(tmp_path / "run", n_items=10, batch_size=2, shard_items=2, lease_s=0.5)
 
 
 def publish(run, *shards):
