@@ -24,7 +24,7 @@ from slurmgpu.claims import Claims
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.files import beside, fsync_dir, write_json
 from slurmgpu.records import read_record
-from slurmgpu.submissions import as_seen_at, place_of
+from slurmgpu.submissions import ENDS, as_seen_at, place_of
 
 log = logging.getLogger(__name__)
 
@@ -228,7 +228,8 @@ class Run:
                 merged.setdefault(value["submission"], {}).update(value)
         # Without its first line, a damaged one, nothing is known of a submission that could be used.
         found = [line for _, line in sorted(merged.items()) if "executor" in line and "state" in line]
-        place = place_of(self.folder) if found else {}
+        # Of what has ended the place does not matter: a list of many runs asks the file system for none.
+        place = place_of(self.folder) if any(line["state"] not in ENDS for line in found) else {}
         return [as_seen_at(line, place) for line in found]
 
     def last_submission(self) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from typing import Any
 
 ENDS = ("ended", "refused")
 """States of a submission of which nothing will start any more."""
+JOB_KEYS = ("array_job", "merge_job")
+"""What has the ids of its jobs in Slurm."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,11 @@ class Submission:
 def is_over(lines: Sequence[Mapping[str, Any]]) -> bool:
     """Whether nothing of a run's last submission will start any more; False if there was none."""
     return bool(lines) and lines[-1]["state"] in ENDS
+
+
+def ended_jobs(lines: Sequence[Mapping[str, Any]]) -> set[str | None]:
+    """The jobs in Slurm of submissions that have ended; None stands for those that never had one."""
+    return {line.get(key) for line in lines if line["state"] == "ended" for key in JOB_KEYS}
 
 
 def place_of(folder: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.plurals import count_of
 
 FILE = "sweep.jsonl"
 """The configurations in the run directory, one in a line: the input of a run that has no other."""
@@ -105,7 +106,7 @@ def headline(table: Mapping[str, Any], n_configurations: int) -> str:
     is_grid = math.prod(counts) == n_configurations
     how = ", drawn" if not is_grid else ", which is the whole grid" if RANDOM in table else ""
     what = f": {(' × ' if is_grid else ', ').join(varied)}" if varied else ""
-    return f"{n_configurations:,} configuration{'' if n_configurations == 1 else 's'}{how}{what}"
+    return f"{count_of(n_configurations, 'configuration')}{how}{what}"
 
 
 def describe(data: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from slurmgpu.arrays import array_of, indices_of
 from slurmgpu.signs import Record, last_heard
+from slurmgpu.submissions import ended_jobs
 
 Job = Mapping[str, Any]
 """A job of the run in Slurm's queue, as the JSON of status has it."""
@@ -23,7 +24,7 @@ def array_task(thing: Mapping[str, Any]) -> str:
 
 def of_open(queue: Queue, lines: Sequence[Mapping[str, Any]]) -> list[Job]:
     """The queue without jobs of submissions that have ended since it was asked."""
-    over = {line.get(key) for line in lines if line["state"] == "ended" for key in ("array_job", "merge_job")}
+    over = ended_jobs(lines)
     return [job for job in queue if array_of(job["job_id"]) not in over]
 
 

@@ -28,6 +28,7 @@ LAYERS = {
         "hiding",
         "arrays",
         "summaries",
+        "plurals",
         "__init__",
     ],
     1: [

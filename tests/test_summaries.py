@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from slurmgpu.cli.output import count_of, wide_console
+from slurmgpu.cli.output import wide_console
 from slurmgpu.cli.summaries import show_summary
+from slurmgpu.plurals import count_of
 from tests.runs import report
 
 WORKLOAD = """

@@ -239,9 +239,10 @@ def export(
     ] = None,
 ) -> None:
     """Write the merged rows as JSONL, CSV, Parquet, or tensors of PyTorch."""
-    from slurmgpu.cli.output import count_of, result, say
+    from slurmgpu.cli.output import result, say
     from slurmgpu.export import FORMATS, export_to
     from slurmgpu.export import export as write
+    from slurmgpu.plurals import count_of
 
     run = options.open_run(folder)
     if not run.merged.exists():

@@ -15,7 +15,7 @@ from rich.markup import escape
 
 from slurmgpu import __version__
 from slurmgpu.checking import NodeCheck, check_here
-from slurmgpu.cli.output import count_of, result, size_of
+from slurmgpu.cli.output import result, size_of
 from slurmgpu.config import RunFile
 from slurmgpu.containing import identify_image, image_path
 from slurmgpu.errors import SlurmGPUError
@@ -23,6 +23,7 @@ from slurmgpu.executors import commands
 from slurmgpu.executors.slurm import check_command, hazards
 from slurmgpu.files import working_folder
 from slurmgpu.planning import allocate, draft_run, workload_of
+from slurmgpu.plurals import count_of
 from slurmgpu.runs import Plan
 from slurmgpu.site import read_run_file
 

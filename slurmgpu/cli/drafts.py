@@ -11,11 +11,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from slurmgpu import api, sweeps
-from slurmgpu.cli.output import count_of, result, result_json, show_origins, show_plan, show_scripts, wide_console
+from slurmgpu.cli.output import result, result_json, show_origins, show_plan, show_scripts, wide_console
 from slurmgpu.executors import adjusting, commands
 from slurmgpu.forecast import time_words
 from slurmgpu.hiding import HIDDEN, hidden
 from slurmgpu.planning import Draft
+from slurmgpu.plurals import count_of
 from slurmgpu.runs import Run
 from slurmgpu.site import Origins
 from slurmgpu.submissions import Submission

@@ -10,8 +10,9 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from slurmgpu.cli.output import count_of, say, size_of, wide_console
+from slurmgpu.cli.output import say, size_of, wide_console
 from slurmgpu.forecast import about, digits, time_words
+from slurmgpu.plurals import count_of
 
 WORTH_SAYING = 0.2
 """Of a batch's time: by less the first one is not slower than others."""

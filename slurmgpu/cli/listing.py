@@ -16,9 +16,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from slurmgpu.cli.completing import PROBE
-from slurmgpu.cli.output import count_of, say, share_of, wide_console
+from slurmgpu.cli.output import say, share_of, wide_console
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import commands, queue
+from slurmgpu.plurals import count_of
 from slurmgpu.report import read_report
 from slurmgpu.runs import Run
 from slurmgpu.states import is_told

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.style import Style
 
 from slurmgpu.cli.log_index import show_index
-from slurmgpu.cli.output import count_of, result, result_json, say
+from slurmgpu.cli.output import result, result_json, say
 from slurmgpu.cli.unstarted import is_at_rest, refuse_unstarted, refuse_unsubmitted
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.logs import (
@@ -26,6 +26,7 @@ from slurmgpu.logs import (
     tail_start,
     without_colours,
 )
+from slurmgpu.plurals import count_of
 from slurmgpu.runs import Run
 from slurmgpu.searching import Excerpt, Story, events_of_class, read_index, story_of_item
 from slurmgpu.searching.excerpts import N_LINES

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from slurmgpu.escapes import harmless
 from slurmgpu.hiding import hidden, hide_in
+from slurmgpu.plurals import count_of
 
 
 def complain(text: str) -> None:
@@ -122,11 +123,6 @@ def size_of(size: int) -> str:
             return f"{value:.3g} {unit}"
         value /= 1000
     return f"{value:.3g} TB"
-
-
-def count_of(count: int, thing: str) -> str:
-    """So many of a thing, in the plural where there are more or fewer than one."""
-    return f"{count:,} {thing}{'' if count == 1 else 's'}"
 
 
 def share_of(done: int, total: int) -> str:

@@ -18,13 +18,14 @@ from rich.table import Column
 from slurmgpu import api
 from slurmgpu.cli import forecasts
 from slurmgpu.cli.drafts import show_draft
-from slurmgpu.cli.output import count_of, result, result_json, say
+from slurmgpu.cli.output import result, result_json, say
 from slurmgpu.cli.tables import show_report
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import probes
 from slurmgpu.executors.submitting import Outcome
 from slurmgpu.injecting.telling import judge
 from slurmgpu.planning import Draft, draft_run
+from slurmgpu.plurals import count_of
 from slurmgpu.runs import Run
 from slurmgpu.site import origins
 

@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from slurmgpu.attempts import IDLE_PERCENT, in_task_order
 from slurmgpu.cli.columns import counts_of, doing_now, show_table, used_by
-from slurmgpu.cli.output import count_of, result, say, share_of, wide_console
+from slurmgpu.cli.output import result, say, share_of, wide_console
 from slurmgpu.cli.summaries import show_summary
 from slurmgpu.cli.words import (
     if_words,
@@ -26,6 +26,7 @@ from slurmgpu.cli.words import (
     unknown_words,
 )
 from slurmgpu.ledger import KINDS, energy_in_words, in_words
+from slurmgpu.plurals import count_of
 from slurmgpu.report import last_death
 
 MAX_LISTED = 20

@@ -21,10 +21,11 @@ from rich.text import Text
 
 from slurmgpu.cli.keys import Keyboard
 from slurmgpu.cli.looking import Lookout
-from slurmgpu.cli.output import count_of, result, say, share_of
+from slurmgpu.cli.output import result, say, share_of
 from slurmgpu.cli.screens import Screen
 from slurmgpu.cli.tables import show_status
 from slurmgpu.cli.words import failure_words, merge_words, pace_words, parting_words, plain, queue_words, tasks_of
+from slurmgpu.plurals import count_of
 from slurmgpu.runs import Run
 
 LINE_S = 10.0

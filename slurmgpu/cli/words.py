@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from slurmgpu.attempts import in_task_order
-from slurmgpu.cli.output import count_of
 from slurmgpu.escapes import without_escapes
+from slurmgpu.plurals import count_of
 
 Status = Mapping[str, Any]
 Attempt = Mapping[str, Any]

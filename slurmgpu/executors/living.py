@@ -13,7 +13,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import commands, queue
 from slurmgpu.runs import Run
 from slurmgpu.signs import processes_here
-from slurmgpu.submissions import slots_of
+from slurmgpu.submissions import JOB_KEYS, slots_of
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def cancel(run: Run) -> str:
     stopped = []
     if jobs := sorted({job.array_job for job in _queued(run, None)}, key=int):
         for line in run.submissions():
-            ids = {line[key] for key in queue.JOB_KEYS if key in line} or set(jobs)  # it may not have written them
+            ids = {line[key] for key in JOB_KEYS if key in line} or set(jobs)  # it may not have written them
             if line["state"] != "ended" and line["executor"] == "slurm" and ids & set(jobs):
                 run.record_submission({"submission": line["submission"], "cancelled": True})
         commands.cancel(*jobs)

@@ -14,14 +14,13 @@ from typing import Any
 from slurmgpu.arrays import array_of, indices_of
 from slurmgpu.executors import commands
 from slurmgpu.runs import Run
+from slurmgpu.submissions import JOB_KEYS, ended_jobs
 
 log = logging.getLogger(__name__)
 
 JOB_NAME = "slurmgpu"
 MERGE_NAME = "slurmgpu-merge"
 """What names of jobs begin with: Submitit's, and those of sbatch/*.sbatch."""
-
-JOB_KEYS = ("array_job", "merge_job")
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ def own_jobs() -> list[QueuedJob]:
 def jobs_of(run: Run, among: Sequence[QueuedJob] | None = None) -> list[QueuedJob]:
     """A run's jobs in the queue, of all submissions that have not ended, and those that have not joined it yet."""
     lines = run.submissions()
-    over = {line.get(key) for line in lines if line["state"] == "ended" for key in JOB_KEYS}
+    over = ended_jobs(lines)
     ids = [line[key] for line in lines for key in JOB_KEYS if key in line and line["state"] != "ended"]
     return [job for job in find_jobs(ids, run, among) if job.array_job not in over]
 
@@ -176,5 +175,5 @@ def dependents(job_id: str) -> list[tuple[str, str]]:
         waiting, _, dependency = line.strip().partition("|")
         plain = re.sub(r"\([^)]*\)", "", dependency)  # afterok:12(unfulfilled)
         if re.search(rf"(?<!\d){job_id}(?!\d)", plain):
-            found.append((waiting.split("_")[0], plain))
+            found.append((array_of(waiting), plain))
     return sorted(set(found))

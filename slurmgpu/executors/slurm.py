@@ -15,6 +15,7 @@ from typing import Any
 import submitit
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
+from slurmgpu.arrays import array_of
 from slurmgpu.config import RunFile
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import commands, entry
@@ -89,7 +90,7 @@ def submit(run: Run, submission: Submission) -> dict[str, Any]:
         tasks = [run.folder] * submission.n_tasks
         numbers = [submission.submission] * len(tasks)
         jobs = _queue(lambda: array.map_array(entry.run_task, tasks, numbers), submission.exclude)
-        array_job = jobs[0].job_id.split("_")[0]
+        array_job = array_of(jobs[0].job_id)
         merge = _merge_executor(run.logs, run.plan.name, submission, f"afterany:{array_job}")
         try:
             merge_job = _queue(lambda: [merge.submit(entry.run_merge, run.folder)])[0].job_id

@@ -25,7 +25,8 @@ from slurmgpu.pages.pictures import ledger_bar, left_of, rates, throughput, time
 from slurmgpu.pages.spans import Life, begin_of, lives_of, rows_of
 from slurmgpu.pages.svg import NARROW, WIDE, picture
 from slurmgpu.pages.usage import chosen_tasks, draw_usage, read_usage
-from slurmgpu.pages.words import count_of, cut, duration, moment, plain, rate_of
+from slurmgpu.pages.words import cut, duration, moment, plain, rate_of
+from slurmgpu.plurals import count_of
 from slurmgpu.runs import Run
 from slurmgpu.summaries import summary_of
 

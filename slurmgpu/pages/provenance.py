@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from slurmgpu.hiding import hidden
-from slurmgpu.pages.words import count_of, cut, moment, plain
+from slurmgpu.pages.words import cut, moment, plain
+from slurmgpu.plurals import count_of
 from slurmgpu.runs import Run
+from slurmgpu.submissions import JOB_KEYS
 
 OF_PLANNING = ("planned",)
 """Settings that planning made itself, which nobody reads."""
@@ -78,7 +80,7 @@ def submissions_of(report: Mapping[str, Any]) -> list[list[str]]:
     """Every submission in a row: number, time, executor, tasks, jobs, options."""
     rows = []
     for line in report["submissions"]:
-        jobs = [f"{line[key]}" for key in ("array_job", "merge_job") if line.get(key)]
+        jobs = [f"{line[key]}" for key in JOB_KEYS if line.get(key)]
         options = " ".join(f"{key}={_option(key, value)}" for key, value in hidden(line.get("slurm") or {}).items())
         state = "cancelled" if line.get("cancelled") else ""
         row = [line.get("submission", ""), moment(line.get("time")), line.get("executor", ""), line.get("n_tasks", "")]

@@ -52,11 +52,6 @@ def gigabytes(size: float | None) -> str:
     return "–" if size is None else f"{size / 1e9:.1f}"
 
 
-def count_of(count: int, thing: str) -> str:
-    """So many of a thing, in the plural where there are more or fewer than one."""
-    return f"{count:,} {thing}{'' if count == 1 else 's'}"
-
-
 def plain(text: Any) -> str:
     """A text as a page can hold it: without escape sequences of terminals, control characters, and secrets."""
     return hide_in(NO_LETTERS.sub("\ufffd", harmless(str(text))))
