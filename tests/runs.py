@@ -14,13 +14,17 @@ from pathlib import Path
 import h5py
 
 import slurmgpu
+from slurmgpu.claims import Claims
 from slurmgpu.executors import queue
 from slurmgpu.runs import Plan, create_run
 
 
-def make_project(folder, n_items=100, workload="Rows", items=None, batch_size=4, **tables):
-    """A folder with an input, a run file and the tests' workloads."""
+def make_project(folder, n_items=100, workload="Rows", items=None, batch_size=4, held_from=None, **tables):
+    """A folder with an input, a run file and the tests' workloads; items wait from `held_from` on (see `let_go`)."""
     folder.mkdir(exist_ok=True)
+    if held_from is not None:
+        (folder / "held").touch()
+        tables["settings"] = {**tables.get("settings", {}), "held": str(folder / "held"), "held_from": held_from}
     lines = items if items is not None else [{"text": f"item {i} of many", "x": i} for i in range(n_items)]
     (folder / "items.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "workloads.py").write_text((Path(__file__).parent / "sample_workloads.py").read_text())
@@ -35,6 +39,22 @@ def make_project(folder, n_items=100, workload="Rows", items=None, batch_size=4,
 
 def _toml(table):
     return "".join(f"{key} = {toml(value)}\n" for key, value in table.items())
+
+
+def let_go(folder):
+    """Let the items of a project be computed that were held, so that a test could look at a run at work."""
+    (folder / "held").unlink()
+
+
+def holders(folder):
+    """The records of the tasks that hold shards which are not published yet."""
+    run = Path(folder) / "run"
+    if not run.exists():
+        return []
+    claimed = {int(path.name) for path in (run / "claims").iterdir() if path.name.isdigit()}
+    claims = [Claims(run / "claims").read(shard) for shard in claimed - {int(name[:5]) for name in published(folder)}]
+    held = {claim.attempt for claim in claims if claim}
+    return [r for r in records(folder) if r["state"] == "running" and r["attempt"] in held]
 
 
 def toml(value):

@@ -16,9 +16,19 @@ class Rows:
     columns = {"double": Array("float32"), "pair": Array("int64", (2,)), "shout": Text(), "lengths": Ragged("int16")}
     batch_size = 4
 
-    def __init__(self, *, faults: dict = {}, item_s: float = 0.0, load_s: float = 0.0, marks: str = "") -> None:
+    def __init__(
+        self,
+        *,
+        faults: dict = {},
+        item_s: float = 0.0,
+        load_s: float = 0.0,
+        marks: str = "",
+        held: str = "",
+        held_from: int = 0,
+    ) -> None:
         self.faults = {int(index): fault for index, fault in faults.items()}
         self.item_s, self.load_s, self.marks = item_s, load_s, marks
+        self.held, self.held_from = held, held_from  # items from this one on wait until the file is gone
 
     def load(self, task) -> None:
         time.sleep(self.load_s)
@@ -30,6 +40,8 @@ class Rows:
             if fault := self.faults.get(item.index):
                 getattr(self, fault)(item)
             time.sleep(self.item_s)
+            while self.held and item.index >= self.held_from and Path(self.held).exists():
+                time.sleep(0.05)
             if self.marks:  # who computed what, and how often
                 with open(Path(self.marks) / str(item.index), "a") as file:
                     file.write(f"{self.task.attempt} {os.getpid()}\n")

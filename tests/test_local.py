@@ -17,7 +17,9 @@ from slurmgpu.task import Task
 from tests.runs import (
     check_rows,
     datasets,
+    holders,
     kill_workers,
+    let_go,
     published,
     records,
     report,
@@ -65,7 +67,7 @@ def test_a_breakpoint_stops_the_debug_executor(project):
     process = start(
         "submit", "--executor", "debug", "--gpus", "0", cwd=folder, PYTHONBREAKPOINT="builtins.breakpointed"
     )
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=200)
     assert "builtins.breakpointed" in output  # Python tried to call it, in the process that the user started
 
 
@@ -73,10 +75,12 @@ def test_exceptions_and_item_errors_cost_their_item_alone(project, slurmgpu):
     folder = project(40, settings={"faults": {"17": "exception", "3": "item_error"}})
     slurmgpu(*LOCAL, cwd=folder, expect=0)
     check_rows(folder, 40, errors={3, 17})
+    source = (folder / "workloads.py").read_text()
+    line = source[: source.index("raise ValueError")].count("\n") + 1
     messages = {item["index"]: (item["class"], item["message"]) for item in report(folder)["errors"]}
     assert messages == {
         3: ("item_error", "not this one"),
-        17: ("item_error", "ValueError: cannot do item 17 (workloads.py, line 45)"),
+        17: ("item_error", f"ValueError: cannot do item 17 (workloads.py, line {line})"),
     }
 
 
@@ -106,14 +110,15 @@ def test_a_killed_worker_is_started_again_and_changes_nothing(project, slurmgpu,
 
 
 def test_a_killed_task_loses_nothing(project):
-    folder = project(200, settings={"item_s": 0.01})
+    folder = project(100, held_from=24)
     process = start(*LOCAL, "--tasks", "2", cwd=folder)
-    wait_until(lambda: (folder / "run" / "shards").exists() and len(published(folder)) > 2, "the first shards")
-    victim = next(record for record in records(folder) if record["state"] == "running")
+    wait_until(lambda: len(published(folder)) == 3 and len(holders(folder)) == 2, "both tasks to hold a shard")
+    victim = holders(folder)[0]
     os.kill(victim["pid"], signal.SIGKILL)
-    output, _ = process.communicate(timeout=100)
+    let_go(folder)
+    output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
-    check_rows(folder, 200)
+    check_rows(folder, 100)
     outcome = report(folder)
     assert outcome["failures"] == {"lost": 1}
     assert [taken["from"] for attempt in outcome["attempts"] for taken in attempt["takeovers"]] == [victim["attempt"]]
@@ -123,19 +128,20 @@ def test_a_killed_task_loses_nothing(project):
 def test_a_task_whose_shards_were_taken_over_while_it_lived_does_no_harm(project, tmp_path):
     marks = tmp_path / "marks"
     marks.mkdir()
-    folder = project(120, settings={"item_s": 0.02, "marks": str(marks)}, lease_s=1.0)
+    folder = project(120, held_from=24, settings={"marks": str(marks)})
     process = start(*LOCAL, "--tasks", "2", cwd=folder)
-    wait_until(lambda: (folder / "run" / "shards").exists() and len(published(folder)) > 2, "the first shards")
-    frozen = next(record for record in records(folder) if record["state"] == "running")
+    wait_until(lambda: len(published(folder)) == 3 and len(holders(folder)) == 2, "both tasks to hold a shard")
+    frozen = holders(folder)[0]
     its_worker = [pid for pid, line in workers(folder) if f'"{frozen["attempt"]}"' in line]
     for pid in (frozen["pid"], *its_worker):
         os.kill(pid, signal.SIGSTOP)
+    let_go(folder)
     try:
         wait_until(lambda: len(published(folder)) == 15, "the other task to finish the run")
     finally:
         for pid in (*its_worker, frozen["pid"]):
             os.kill(pid, signal.SIGCONT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
     check_rows(folder, 120)
     assert sum(len(record["takeovers"]) for record in records(folder)) == 1
@@ -146,16 +152,17 @@ def test_a_task_whose_shards_were_taken_over_while_it_lived_does_no_harm(project
 def test_a_killed_run_leaves_no_worker_and_resubmit_computes_only_what_is_missing(project, slurmgpu, tmp_path):
     marks = tmp_path / "marks"
     marks.mkdir()
-    folder = project(200, settings={"item_s": 0.01, "marks": str(marks)})
+    folder = project(100, held_from=32, settings={"marks": str(marks)})
     process = start(*LOCAL, "--tasks", "2", cwd=folder)
-    wait_until(lambda: (folder / "run" / "shards").exists() and len(published(folder)) > 3, "the first shards")
+    wait_until(lambda: len(published(folder)) == 4 and len(holders(folder)) == 2, "both tasks to hold a shard")
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     wait_until(lambda: not workers(folder), "the workers to follow their tasks")
+    let_go(folder)
     kept = shard_times(folder)
     assert slurmgpu("report", "run", cwd=folder).returncode == 2  # there is none yet, says a sentence
     slurmgpu("resubmit", "run", cwd=folder, expect=0)
-    check_rows(folder, 200)
+    check_rows(folder, 100)
     assert kept.items() <= shard_times(folder).items()
     computed = {int(path.name): path.read_text().count("\n") for path in marks.iterdir()}
     done_before = {item for name in kept for item in range(int(name[:5]) * 8, int(name[:5]) * 8 + 8)}
@@ -163,48 +170,50 @@ def test_a_killed_run_leaves_no_worker_and_resubmit_computes_only_what_is_missin
 
 
 def test_ctrl_c_gives_the_shards_back_and_says_how_to_go_on(project, slurmgpu):
-    folder = project(200, settings={"item_s": 0.02})
+    folder = project(100, held_from=24)
     process = start(*LOCAL, "--tasks", "2", cwd=folder)
-    wait_until(lambda: (folder / "run" / "shards").exists() and len(published(folder)) > 2, "the first shards")
+    wait_until(lambda: len(published(folder)) == 3 and len(holders(folder)) == 2, "both tasks to hold a shard")
     os.killpg(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=200)
+    let_go(folder)
     assert process.returncode == 130
     assert f"slurmgpu resubmit {folder / 'run'}" in output
     assert {record["failure"] for record in records(folder)} == {"cancelled"}
     done = {int(name[:5]) for name in published(folder)}
     assert {int(path.name) for path in (folder / "run" / "claims").glob("[0-9]*")} <= done  # none but of what is done
     slurmgpu("resubmit", "run", cwd=folder, expect=0)
-    check_rows(folder, 200)
+    check_rows(folder, 100)
 
 
 def test_a_local_run_is_cancelled_from_a_second_shell_and_a_second_submission_is_refused(project, slurmgpu):
-    folder = project(200, settings={"item_s": 0.3})
+    folder = project(40, held_from=16)
     process = start(*LOCAL, cwd=folder)
-    wait_until(lambda: (folder / "run" / "shards").exists() and len(published(folder)) > 1, "the first shards")
+    wait_until(lambda: len(published(folder)) == 2 and holders(folder), "the third shard")
     assert "holds a run already" in slurmgpu(*LOCAL, cwd=folder, expect=2).stderr
     assert "still at work" in slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
     assert "still at work" in slurmgpu("merge", "run", cwd=folder, expect=2).stderr
     status = json.loads(slurmgpu("status", "run", "--json", cwd=folder, expect=0).stdout)
     assert status["state"] == "running"
-    assert 0 < status["n_items_done"] < 200
+    assert status["n_items_done"] == 16
     assert "cancelled" in slurmgpu("cancel", "run", cwd=folder, expect=0).stdout
-    process.communicate(timeout=30)
+    process.communicate(timeout=200)
     assert process.returncode == 3
     assert report(folder)["failures"] == {"cancelled": 1}
     assert records(folder)[0]["failure"] == "cancelled"
 
 
 def test_a_copy_of_a_run_at_work_is_none_of_its_tasks_business(project, slurmgpu):
-    folder = project(40, settings={"item_s": 0.2})
+    folder = project(40, held_from=16)
     process = start(*LOCAL, cwd=folder)
-    wait_until(lambda: (folder / "run" / "shards").exists() and len(published(folder)) > 0, "the first shard")
+    wait_until(lambda: len(published(folder)) == 2 and holders(folder), "the third shard")
     # Not checked: a file that is renamed meanwhile is not there.
     subprocess.run(["cp", "-r", "run", "copy"], cwd=folder, check=False)
     assert "nothing of this run is alive" in slurmgpu("cancel", "copy", cwd=folder, expect=0).stdout
     status = json.loads(slurmgpu("status", "copy", "--json", cwd=folder, expect=0).stdout)
     assert (status["state"], status["at_work"]) == ("ended", False)
+    let_go(folder)
     assert "complete" in slurmgpu("resubmit", "copy", cwd=folder, expect=0).stdout
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
     check_rows(folder, 40)
     (folder / "copy").rename(folder / "moved")
@@ -267,10 +276,15 @@ def test_two_shells_that_resubmit_at_once_start_one_submission(project, slurmgpu
     slurmgpu(*LOCAL, cwd=folder, expect=3)
     source = (folder / "workloads.py").read_text()
     (folder / "workloads.py").write_text(
-        source.replace("class Unloadable", "class Other").replace("class Rows", "class Unloadable")
+        source.replace("class Unloadable", "class Other")
+        .replace("class Rows", "class Unloadable")
+        .replace('held: str = ""', f"held: str = {str(folder / 'held')!r}")
     )
+    (folder / "held").touch()
     shells = [start("resubmit", "run", cwd=folder) for _ in range(4)]
-    outputs = [shell.communicate(timeout=60)[0] for shell in shells]
+    wait_until(lambda: sum(shell.poll() is not None for shell in shells) == 3, "three of them to be refused")
+    let_go(folder)
+    outputs = [shell.communicate(timeout=200)[0] for shell in shells]
     codes = [shell.returncode for shell in shells]
     assert codes.count(2) == 3, outputs
     assert len((folder / "run" / "submissions.jsonl").read_text().splitlines()) >= 2
@@ -403,23 +417,18 @@ def test_merge_verify_finds_a_flipped_bit_in_the_merged_file(project, slurmgpu):
 
 
 def test_random_kills_of_workers_and_tasks_change_no_byte(project, slurmgpu):
-    folder = project(160)
+    folder = project(320)
     slurmgpu(*LOCAL, cwd=folder, expect=0)
     before = datasets(folder)
     (folder / "run").rename(folder / "undisturbed")
-    folder = project(160, settings={"item_s": 0.01})
+    folder = project(320, settings={"item_s": 0.02})
     process = start(*LOCAL, "--tasks", "2", cwd=folder)
     kills = 0
     while process.poll() is None and kills < 12:
-        before_kill = len(published(folder)) if (folder / "run" / "shards").exists() else 0
-        wait_until(
-            lambda n=before_kill: (
-                process.poll() is not None or ((folder / "run" / "shards").exists() and len(published(folder)) > n)
-            ),
-            "progress",
-        )
+        before_kill = len(published(folder))
+        wait_until(lambda n=before_kill: process.poll() is not None or len(published(folder)) > n, "progress")
         kills += kill_workers(folder / "run")
-    process.communicate(timeout=100)
+    process.communicate(timeout=200)
     assert kills > 5
     if process.returncode == 3:
         slurmgpu("resubmit", "run", cwd=folder, expect=0)
