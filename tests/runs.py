@@ -126,7 +126,7 @@ def check_ledger(outcome):
     return ledger
 
 
-def wait_until(condition, what, timeout_s=120):
+def wait_until(condition, what, timeout_s=250):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
@@ -187,9 +187,9 @@ def submissions(folder):
 
 def wait_for_end(folder):
     """Until the last submission is merged, and Slurm has none of the jobs."""
-    wait_until(lambda: submissions(folder)[-1]["state"] == "ended", "the merge", 120)
+    wait_until(lambda: submissions(folder)[-1]["state"] == "ended", "the merge")
     ids = [i for line in submissions(folder) for i in (line.get("array_job"), line.get("merge_job")) if i]
-    wait_until(lambda: not queue.find_jobs(ids), "the end of the merge job", 120)
+    wait_until(lambda: not queue.find_jobs(ids), "the end of the merge job")
 
 
 def run_module(name, folder):
