@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := slurmgpu tests docs/examples
 MAKEFLAGS += --jobs
+# The tests start thousands of processes that import the package: none but the first is to compile it.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo demo-tracin demo-train test packages lint types bench clean
 
