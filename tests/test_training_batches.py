@@ -1,11 +1,13 @@
 """Each sample of an epoch is computed once, in the same step on any number of processes; and it is read alike."""
 
+import os
 import random
+import signal
 import subprocess
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
@@ -13,6 +15,7 @@ torch = pytest.importorskip("torch")
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate  # noqa: E402
 
 from slurmgpu.errors import SlurmGPUError  # noqa: E402
+from slurmgpu.training import loading  # noqa: E402
 from slurmgpu.training.batches import START, Cutting, own_pieces, permutation  # noqa: E402
 from slurmgpu.training.loading import (  # noqa: E402
     EvalReadings,
@@ -26,6 +29,7 @@ from slurmgpu.training.loading import (  # noqa: E402
 from slurmgpu.training.settings import TrainingSettings  # noqa: E402
 
 SIZES = st.integers(1, 40)
+UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 CPU = torch.device("cpu")
 
 
@@ -51,6 +55,7 @@ def on_all_ranks(world_size, at=START, **options):
     return found
 
 
+@UNHURRIED
 @given(SIZES, SIZES, SIZES, st.integers(1, 5), st.integers(1, 3), st.booleans())
 def test_each_step_is_the_mean_over_the_same_samples_on_any_number_of_processes(
     n, step_size, batch_size, world_size, epochs, drop_last
@@ -69,6 +74,7 @@ def test_each_step_is_the_mean_over_the_same_samples_on_any_number_of_processes(
     assert len(steps) == Cutting(drop_last=drop_last, **options).n_steps()
 
 
+@UNHURRIED
 @given(SIZES, SIZES, st.integers(1, 3), st.integers(1, 4), st.integers(1, 4), SIZES, SIZES, st.data())
 def test_a_training_goes_on_at_its_sample_with_other_processes_and_another_step(
     n, step_size, epochs, before, after, other_size, batch_size, data
@@ -148,16 +154,25 @@ def test_batches_are_read_alike_with_any_number_of_workers_and_after_a_resumptio
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_processes_that_read_outlive_a_signal_that_all_processes_of_a_job_get():
+def test_processes_that_read_outlive_a_signal_that_all_processes_of_a_job_get(monkeypatch):
+    watch = loading._outlive_signals
+
+    def hit_at_once(worker):
+        os.kill(os.getpid(), signal.SIGTERM)
+        watch(worker)
+
+    monkeypatch.setattr(loading, "_outlive_signals", hit_at_once)
     cutting = Cutting(23, 6, 3, epochs=2)
-    settings = TrainingSettings(num_workers=2, prefetch_factor=1)
-    loader = Loader(Reader(Noisy()), TrainReadings(cutting, 4, START, 0), settings, CPU)
+    two = TrainingSettings(num_workers=2, prefetch_factor=1)
+    loader = Loader(Reader(Noisy()), TrainReadings(cutting, 4, START, 0), two, CPU)
     batches = iter(loader)
     next(batches)
     workers = loader._loader._iterator._workers
     subprocess.run(["kill", "-TERM", *[str(worker.pid) for worker in workers]], check=True)
     assert len(list(batches)) == 15
     loader.close()
+    for worker in workers:
+        worker.join()
     assert [worker.exitcode for worker in workers] == [0, 0]
 
 

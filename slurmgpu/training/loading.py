@@ -24,6 +24,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.training.batches import Cutting, Position, derive_seed, own_pieces, permutation
 from slurmgpu.training.settings import TrainingSettings
 
+STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 EXPECTED = "an object with __len__ and __getitem__, such as a torch.utils.data.Dataset"
 
 
@@ -86,7 +87,13 @@ class Loader:
         )
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self._loader:
+        # Forked processes inherit what is blocked: until they can watch, a signal waits.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            batches = iter(self._loader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for batch in batches:
             yield to_device(batch, self._device, non_blocking=self._pinned)
 
     def close(self) -> None:
@@ -98,11 +105,10 @@ class Loader:
 
 def _outlive_signals(worker: int) -> None:
     """Let a reading process end by its parent's SIGTERM alone: Slurm may send one to all, and the training ends it."""
-    signums = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
-    signal.pthread_sigmask(signal.SIG_BLOCK, signums)
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
     def watch() -> None:
-        while signal.sigwaitinfo(signums).si_pid != os.getppid():
+        while signal.sigwaitinfo(STOP_SIGNALS).si_pid != os.getppid():
             pass
         os._exit(0)
 
