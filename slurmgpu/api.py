@@ -136,7 +136,9 @@ def probe_draft(
         run = handle.run
         report = handle.outcome.report if handle.outcome else None
         report = report or wait_for(run, on_status)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and small.run_dir.exists():
+            run = Run.open(small.run_dir)  # it may be queued, and not told yet
         if run is not None and submission.executor == "slurm":
             living.cancel(run)
         raise

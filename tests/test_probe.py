@@ -7,6 +7,7 @@ import signal
 import pytest
 
 import slurmgpu as package
+from slurmgpu import api
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.probes import draft_probe, spread
 from slurmgpu.forecast import Observed, about, forecast, mean_within, observe, time_words
@@ -14,7 +15,7 @@ from slurmgpu.inputs import InputSpec, Reader, scan
 from slurmgpu.planning import draft_run
 from slurmgpu.submissions import Submission
 from tests.pretend_runs import Pretended
-from tests.runs import check_rows, records, start, wait_until
+from tests.runs import check_rows, records, start
 from tests.terminals import Terminal
 
 LOCAL = ("submit", "--executor", "local", "--gpus", "0")
@@ -297,13 +298,31 @@ def test_a_probe_on_slurm_is_one_task_and_the_array_follows_it(project, slurmgpu
 
 
 @pytest.mark.slurm
+def test_ctrl_c_before_the_jobs_are_told_cancels_them_as_well(project, cluster, monkeypatch):
+    folder = project(80, held_from=0)
+    cluster.wait_until(lambda: not cluster.run("squeue", "-h"), "the end of other tests' jobs")
+    submit_draft = api.submit_draft
+
+    def queue_and_be_interrupted(*args):
+        submit_draft(*args)
+        assert cluster.run("squeue", "-h")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(api, "submit_draft", queue_and_be_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        package.probe(folder / "slurmgpu.toml", 8, gpus=2, array=True, device="cpu")
+    cluster.wait_until(lambda: not cluster.run("squeue", "-h"), "an empty queue")
+
+
+@pytest.mark.slurm
 def test_ctrl_c_cancels_a_probe_on_slurm_and_nothing_is_queued(project, cluster):
-    folder = project(80, settings={"item_s": 30.0})
+    folder = project(80, held_from=0)
     cluster.wait_until(lambda: not cluster.run("squeue", "-h"), "the end of other tests' jobs")
     process = start("submit", "--array", "--gpus", "2", "--device", "cpu", "--probe", "8", "--yes", cwd=folder)
-    wait_until(lambda: "R" in cluster.run("squeue", "-h", "-o", "%t").split(), "the probe")
+    assert "0 of 8 items\n" in process.stdout  # it is queued, and waited for
+    cluster.wait_until(lambda: "R" in cluster.run("squeue", "-h", "-o", "%t").split(), "the probe ran")
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=280)
     assert process.returncode == 130, output
     assert "the probe is cancelled, and nothing of the run is queued" in output
     cluster.wait_until(lambda: not cluster.run("squeue", "-h"), "an empty queue")
