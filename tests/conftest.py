@@ -62,7 +62,7 @@ def slurmgpu():
             env={**os.environ, **env},
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=800,
         )
         if expect is not None:
             assert done.returncode == expect, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
@@ -74,4 +74,5 @@ def slurmgpu():
 @pytest.fixture
 def project(tmp_path):
     """Makes a folder with an input, a run file and the tests' workloads: `project(n_items=100, settings={…})`."""
-    return functools.partial(make_project, tmp_path / "project")
+    yield functools.partial(make_project, tmp_path / "project")
+    (tmp_path / "project" / "held").unlink(missing_ok=True)  # a test that failed leaves no item waiting
