@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -49,8 +50,8 @@ def apptainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apptainer]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("APPTAINER_BIND", raising=False)
         # Not below pytest's own folder, which other users may not enter.
-        folder = Path("/tmp") / f"slurmgpu-test-image-{os.getpid()}"
-        folder.mkdir(mode=0o755)
+        folder = Path(tempfile.mkdtemp(prefix="slurmgpu-test-image-", dir="/tmp"))
+        folder.chmod(0o755)
         try:
             made = make_images(folder)
             done = _true(made)

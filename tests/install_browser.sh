@@ -11,7 +11,9 @@ if [ "$(id -u)" != 0 ]; then
     exit 1
 fi
 export DEBIAN_FRONTEND=noninteractive
-apt-get install -y -q --no-install-recommends chromium chromium-driver || {
-    apt-get update -q
-    apt-get install -y -q --no-install-recommends chromium chromium-driver
+# A machine that has just started may be upgrading itself.
+apt="apt-get -q -o DPkg::Lock::Timeout=300 -o Acquire::Retries=3"
+$apt install -y --no-install-recommends chromium chromium-driver || {
+    $apt update
+    $apt install -y --no-install-recommends chromium chromium-driver
 } || echo "install_browser.sh: no packages chromium and chromium-driver; any Chrome with its chromedriver on the PATH will do" >&2

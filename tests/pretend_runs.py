@@ -9,6 +9,7 @@ import random
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from slurmgpu.files import write_json_text
 from slurmgpu.records import Record
 from slurmgpu.runs import Plan, Run, create_run
 from slurmgpu.submissions import Submission
@@ -42,6 +43,7 @@ class Pretended:
     walltime_s: float | None = 14_400.0
     job: str = "4711"
     seed: int = 7
+    lease_s: float = 120.0
     settings: dict = field(default_factory=dict)
 
     def plan(self, name="judge"):
@@ -58,7 +60,7 @@ class Pretended:
             batch_size=self.shard_items,
             shard_items=self.shard_items,
             seed=0,
-            lease_s=120.0,
+            lease_s=self.lease_s,
             margin_s=60.0,
             auto_resubmit=0,
             resources={"gpus": self.n_tasks * self.n_gpus, "array": True, "executor": self.executor},
@@ -226,7 +228,10 @@ def pretend_run(folder, now_s, **what):
 
 
 def update(run: Run, pretended: Pretended, now_s):
-    """Write the records, shards, telemetry and logs of a later moment."""
+    """Write the records, shards, telemetry and logs of a later moment.
+
+    As attempts do, each record as another file: one that is written over within a tick of the clock seems unchanged.
+    """
     records, published = pretended.records(now_s)
     for shard in published - run.published():
         run.shard_path(shard).touch()
@@ -234,7 +239,7 @@ def update(run: Run, pretended: Pretended, now_s):
         text = json.dumps(asdict(record))
         path = run.tasks / f"{record.attempt}.json"
         if not path.exists() or path.read_text() != text:
-            path.write_text(text)
+            write_json_text(path, text, durable=False)
         _write_telemetry(run, pretended, record)
     return records
 

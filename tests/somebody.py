@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +50,7 @@ class Somebody:
             extra_groups=[],
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=280,
         )
         assert done.returncode == expect, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout + done.stderr
@@ -60,8 +61,8 @@ def somebody(apptainer: Apptainer, normal_user: dict[str, object]) -> Iterator[S
     """Made under /tmp, since pytest's folders are root's alone; only root can be somebody else."""
     if not normal_user:
         leave_out("only root can be somebody else")
-    world = Path("/tmp") / f"slurmgpu-test-user-{os.getpid()}"
-    world.mkdir(mode=0o755)
+    world = Path(tempfile.mkdtemp(prefix="slurmgpu-test-user-", dir="/tmp"))
+    world.chmod(0o755)
     try:
         python, env = _python(world)
         folder = world / "home"

@@ -66,7 +66,7 @@ class Terminal:
     def send(self, keys):
         os.write(self._ours, keys)
 
-    def see(self, condition, timeout_s=60):
+    def see(self, condition, timeout_s=120):
         """Read until the display is as it should be; the display."""
         deadline = time.monotonic() + timeout_s
         while not condition(self):
@@ -74,7 +74,7 @@ class Terminal:
             self._read(0.1)
         return self.display
 
-    def end(self, timeout_s=60):
+    def end(self, timeout_s=120):
         """The exit code, once it has ended and all that it wrote is on the display."""
         deadline = time.monotonic() + timeout_s
         while self.process.poll() is None:

@@ -25,6 +25,7 @@ def look(tmp_path):
             shifted["phases"] = [[time + skew_s, state] for time, state in record.phases]
             shifted["published"] = [[shard, time + skew_s, *rest] for shard, time, *rest in record.published]
             path = run.tasks / f"{record.attempt}.json"
+            # In place: `update` has just put another file there, and a third could be of the number of the first.
             path.write_text(json.dumps({**json.loads(path.read_text()), **shifted}))
         status = reader.read(now=BEGIN + at)
         return status, status["attempts"][0]

@@ -131,7 +131,7 @@ def test_a_second_cluster_runs_beside_and_stop_leaves_nothing_behind(cluster: Cl
         assert leftovers(private) == []
         assert not is_alive(child)
         assert sorted(path.name for path in folder.iterdir()) == ["etc", "log"]
-        assert "idle" in cluster.run("sinfo", "-h", "-o", "%T")
+        cluster.wait_until(lambda: "idle" in cluster.run("sinfo", "-h", "-o", "%T"), "the first one went on")
     finally:
         second.stop()
 

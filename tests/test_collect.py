@@ -2,10 +2,8 @@
 
 import json
 import math
-import os
 import random
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +17,7 @@ from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.engine import Output
 from slurmgpu.workloads import Item, TaskContext
 from slurmgpu.workloads.collect import Collect
-from tests.runs import datasets, make_project, published, report, start, wait_until, workers
+from tests.runs import datasets, make_project, report
 from tests.shard_files import join_parts, write
 from tests.tiny_models import sum_steps
 
@@ -248,14 +246,10 @@ def collected(tmp_path_factory, slurmgpu, adder):
 
 
 @pytest.mark.model
-def test_paths_and_values_are_the_same_with_two_tasks_of_which_one_was_killed(collected, tmp_path, adder):
+def test_paths_and_values_are_the_same_with_two_tasks_of_which_one_was_killed(collected, tmp_path, slurmgpu, adder):
     folder = collecting(tmp_path / "project", adder)
-    words = ("submit", "--executor", "local", "--gpus", "0", "--tasks", "2")
-    killed = start(*words, cwd=folder, **ONE_THREAD)
-    wait_until(lambda: (folder / "run/shards").exists() and published(folder), "a published shard")
-    os.kill(workers(folder / "run")[0][0], signal.SIGKILL)
-    out, _ = killed.communicate(timeout=200)
-    assert killed.returncode == 0, out
+    words = ("submit", "--executor", "local", "--gpus", "0", "--tasks", "2", "--inject", "kill@9")
+    slurmgpu(*words, cwd=folder, expect=0, **ONE_THREAD)
     assert datasets(folder) == datasets(collected[0])
 
 

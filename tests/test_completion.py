@@ -82,7 +82,7 @@ def offered(folder):
     }
     typed = "".join(" ".join(map(raw, ["slurmgpu", *words])) + "\n" for words in lines.values())
     done = subprocess.run(
-        ["bash", "-c", PROBE], cwd=folder, env=ENVIRON, input=typed, capture_output=True, text=True, timeout=120
+        ["bash", "-c", PROBE], cwd=folder, env=ENVIRON, input=typed, capture_output=True, text=True, timeout=840
     )
     assert done.stderr == ""
     answers = [answer.splitlines() for answer in done.stdout.split("---\n")]
@@ -160,7 +160,7 @@ def at_a_prompt(folder, keys, until):
         os.waitpid(pid, 0)
 
 
-def _read(terminal, until, timeout_s=60):
+def _read(terminal, until, timeout_s=120):
     shown, deadline = "", time.monotonic() + timeout_s
     while not re.search(until, shown):
         assert time.monotonic() < deadline, f"waited for {until!r}; the terminal shows:\n{shown}"

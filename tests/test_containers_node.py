@@ -313,7 +313,7 @@ def test_a_task_that_waits_for_the_image_ends_at_a_signal_and_takes_its_home_wit
         [record] = records(folder)
         assert len(list((scratch / "tasks").iterdir())) == 1
         os.kill(record["pid"], signal.SIGTERM)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=200)
     assert process.returncode == 3, output
     [record] = records(folder)
     assert (record["state"], record["failure"]) == ("ended", "preempted")

@@ -4,6 +4,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -28,8 +29,7 @@ def _cache(tmp_path, monkeypatch):
 @pytest.fixture
 def far(apptainer, tmp_path):
     """An image on another file system than tmp_path's: one in memory."""
-    folder = Path("/dev/shm") / f"slurmgpu-test-{os.getpid()}"
-    folder.mkdir()
+    folder = Path(tempfile.mkdtemp(prefix="slurmgpu-test-", dir="/dev/shm"))
     try:
         if folder.stat().st_dev == tmp_path.stat().st_dev:
             pytest.skip("the tests' folder is in memory itself")
@@ -282,12 +282,14 @@ def test_unpacking_can_be_stopped_also_by_a_signal_to_the_whole_job(far, tmp_pat
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
 
+    pid = tmp_path / "pid"
+
     def pause(seconds):
-        if (tmp_path / "pid").exists():
+        if pid.exists() and pid.read_text().endswith("\n"):
             stopping(seconds)
 
     with pytest.raises(StoppedError):
         stage(far, identify(far), tmp_path / "images", "unpack", pause)
     with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "pid").read_text()), 0)
+        os.kill(int(pid.read_text()), 0)
     assert left_of(tmp_path / "images") == []

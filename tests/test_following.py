@@ -17,11 +17,12 @@ from tests.runs import records
 NODE = """
 import sys
 from pathlib import Path
-from slurmgpu import following, nodes
+from slurmgpu import following, meetings, nodes
 from slurmgpu.executors import entry
 from slurmgpu.records import Attempt
 from slurmgpu.runs import Run
 nodes.MEETING_S = following.MEETING_S = float(sys.argv[1])
+nodes.FAREWELL_S = meetings.GREETING_S = 120.0  # nobody is late on a busy machine
 attempt = Attempt("7", 0, n_gpus=1, device=sys.argv[2], n_nodes=2, nodes=("first", "second"))
 sys.exit(entry.work(Run.open(Path("run")), attempt))
 """
@@ -36,7 +37,7 @@ def run_folder(project):
     return folder
 
 
-def start_node(folder, rank, meeting_s=60, device="cpu", gpus="0"):
+def start_node(folder, rank, meeting_s=120, device="cpu", gpus="0"):
     env = {**os.environ, "SLURM_PROCID": str(rank), "SLURMD_NODENAME": ("first", "second")[rank]}
     env |= {"CUDA_VISIBLE_DEVICES": gpus}
     return subprocess.Popen([sys.executable, "-c", NODE, str(meeting_s), device], cwd=folder, env=env)
@@ -44,7 +45,7 @@ def start_node(folder, rank, meeting_s=60, device="cpu", gpus="0"):
 
 def test_a_fault_that_another_node_finds_names_that_node_and_nothing_is_claimed(run_folder):
     nodes = [start_node(run_folder, 0, device="auto"), start_node(run_folder, 1, device="auto", gpus="")]
-    assert [node.wait(60) for node in nodes] == [1, 0]
+    assert [node.wait(240) for node in nodes] == [1, 0]
     [record] = records(run_folder)
     assert (record["failure"], record["bad_node"]) == ("gpu_fault", "second")
     assert record["message"] == "second: asked for 1 GPU, CUDA_VISIBLE_DEVICES shows 0 (none)"
@@ -53,12 +54,12 @@ def test_a_fault_that_another_node_finds_names_that_node_and_nothing_is_claimed(
 
 def test_a_fault_that_the_first_node_finds_ends_the_others(run_folder):
     nodes = [start_node(run_folder, 0, device="auto", gpus=""), start_node(run_folder, 1, device="auto")]
-    assert [node.wait(60) for node in nodes] == [1, 0]
+    assert [node.wait(240) for node in nodes] == [1, 0]
     assert records(run_folder)[0]["failure"] == "gpu_fault"
 
 
 def test_a_node_that_does_not_come_is_named(run_folder):
-    assert start_node(run_folder, 0, meeting_s=0.2).wait(60) == 1
+    assert start_node(run_folder, 0, meeting_s=0.2).wait(240) == 1
     [record] = records(run_folder)
     assert (record["failure"], record["bad_node"]) == ("node_fail", "second")
     assert "second did not start its process, or could not reach" in record["message"]
@@ -66,7 +67,7 @@ def test_a_node_that_does_not_come_is_named(run_folder):
 
 
 def test_a_follower_without_a_leader_ends(run_folder):
-    assert start_node(run_folder, 1, meeting_s=0.2).wait(60) == 75
+    assert start_node(run_folder, 1, meeting_s=0.2).wait(240) == 75
 
 
 def test_only_who_read_the_secret_is_let_in(tmp_path):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import random
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ from slurmgpu.llm.engine import Output
 from slurmgpu.workloads import Item, Share, TaskContext, telling
 from slurmgpu.workloads.generate import Generate
 from slurmgpu.workloads.telling import ToldEngine
-from tests.runs import datasets, kill_workers, published, report, start, wait_until
+from tests.runs import datasets, report
 from tests.tiny_models import make_llama, sum_steps
 
 FP32 = {"precision": "fp32"}
@@ -182,6 +183,7 @@ def test_rows_have_exactly_the_columns_whatever_was_asked_for(nothing):
 
 def test_who_watches_is_told_how_many_answers_there_are_also_in_the_middle_of_a_batch(nothing, monkeypatch):
     told = []
+    monkeypatch.setattr(telling, "TELL_S", math.inf)
     workload = Generate(model=nothing, prompt="{a}", n=2, temperature=1.0)
     workload.engine = ToldEngine(Parrot(missing=[0]), told.append)
     workload([Item(i, {"a": i}) for i in range(3)])
@@ -244,11 +246,8 @@ def test_samples_are_the_same_with_one_task_with_two_and_after_a_kill(project, s
     (folder / "slurmgpu.toml").write_text(text.replace("workloads.py:Rows", "generate"))
     submit = ("submit", "--executor", "local", "--gpus", "0")
     shown = slurmgpu(*submit, "--tasks", "1", "--run-dir", "one/run", cwd=folder, expect=0, **ONE_THREAD).stdout
-    killed = start(*submit, "--tasks", "2", "--run-dir", "two/run", cwd=folder, **ONE_THREAD)
-    wait_until(lambda: (folder / "two/run/shards").exists() and published(folder / "two"), "a published shard")
-    assert kill_workers(folder / "two" / "run")
-    out, _ = killed.communicate(timeout=200)
-    assert killed.returncode == 0, out
+    kills = ("--tasks", "2", "--inject", "kill@3,kill@20")
+    slurmgpu(*submit, *kills, "--run-dir", "two/run", cwd=folder, expect=0, **ONE_THREAD)
     assert datasets(folder / "one") == datasets(folder / "two")
 
     # What the report and an export have of it.

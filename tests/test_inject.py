@@ -9,7 +9,7 @@ from slurmgpu.injecting import KINDS, parse_faults
 from slurmgpu.injecting.telling import judge
 from slurmgpu.runs import Run
 from slurmgpu.shards import read_directory
-from tests.runs import check_rows, datasets, records, report, submissions
+from tests.runs import check_rows, datasets, let_go, make_project, records, report, start, submissions, wait_until
 from tests.test_long_items import LONG, check_counts
 
 LOCAL = ("submit", "--executor", "local", "--gpus", "0")
@@ -18,8 +18,6 @@ LOCAL = ("submit", "--executor", "local", "--gpus", "0")
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, slurmgpu):
     """The datasets of a run of 100 items in which nothing fails."""
-    from tests.runs import make_project
-
     folder = make_project(tmp_path_factory.mktemp("undisturbed") / "project", 100)
     done = slurmgpu("submit", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0)
     assert not (folder / "run" / "injected").exists()
@@ -74,29 +72,29 @@ def test_a_batch_that_is_too_large_needs_a_batch(project, slurmgpu):
     assert "An item that never fits is cuda_oom@3." in said
 
 
-def test_what_a_run_survives_changes_no_byte_and_what_fails_costs_its_item_alone(project, slurmgpu, undisturbed):
-    folder = project(100)
-    survived = "kill@60,oom@41,preempt@90,timeout"
-    done = slurmgpu(*LOCAL, "--tasks", "3", "--inject", survived, cwd=folder, expect=0)
+def test_what_a_run_survives_changes_no_byte_and_what_fails_costs_its_item_alone(project, undisturbed):
+    folder = project(100, held_from=64)
+    process = start(*LOCAL, "--tasks", "3", "--inject", "kill@60,oom@41,preempt@30,timeout", cwd=folder)
+    # Two tasks end of it. Only then the third may: else it might see the others at work, and leave them the rest.
+    wait_until(lambda: [r["state"] for r in records(folder)].count("ended") == 2, "the ends of two tasks")
+    let_go(folder)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
     assert datasets(folder) == undisturbed
     found = report(folder)
     assert found["failures"] == {"preempted": 1, "timeout": 1}
     assert found["worker_deaths"] == {"crash": 1}
-    assert found["submissions"][0]["inject"] == ["kill@60", "preempt@90", "timeout", "oom@41"]
+    assert found["submissions"][0]["inject"] == ["kill@60", "preempt@30", "timeout", "oom@41"]
     [ended] = [record for record in records(folder) if record["failure"] == "timeout"]
     assert len(ended["published"]) == 1
     assert ended["started"] < ended["end_time"]
     assert read_directory(folder / "run" / "shards" / "00005.h5").notes["oom_batch"] == 1
-    lines = done.stderr.splitlines()[-5:]
-    assert (
-        lines[0] == "kill@60: a worker was killed with item 60 in flight; another one went on, and item 60 has its row"
-    )
-    assert (
-        lines[2]
-        == f"timeout: the walltime of {ended['attempt']} ended early (timeout); it published 1 shard, and took no more"
-    )
-    assert lines[3].endswith("shard 5 went on in batches of at most 1, and item 41 has its row")
-    assert lines[4] == "every other item has its row."
+    of_kill = "a worker was killed with item 60 in flight; another one went on, and item 60 has its row"
+    assert f"\nkill@60: {of_kill}\n" in output
+    of_end = f"the walltime of {ended['attempt']} ended early (timeout); it published 1 shard, and took no more"
+    assert f"\ntimeout: {of_end}\n" in output
+    assert "; shard 5 went on in batches of at most 1, and item 41 has its row\n" in output
+    assert "\nevery other item has its row.\n" in output
 
 
 def test_items_that_cannot_be_computed_fail_alone_in_the_class_of_their_fault(project, slurmgpu):
@@ -182,8 +180,6 @@ def test_an_item_whose_progress_is_kept_goes_on_from_there(project, slurmgpu):
 @pytest.fixture(scope="module")
 def rehearsed(tmp_path_factory, slurmgpu):
     """A run in which every fault has happened, and its report."""
-    from tests.runs import make_project
-
     folder = make_project(tmp_path_factory.mktemp("rehearsed") / "project", 64)
     faults = "crash@1,cuda_oom@9,error@17,oom@25,kill@33,preempt@41,timeout,damage@6"
     slurmgpu(*LOCAL, "--tasks", "3", "--inject", faults, cwd=folder, expect=3)

@@ -450,7 +450,7 @@ def test_a_run_and_its_judge_are_submitted_one_behind_the_other(tmp_path, slurmg
     cpu = {"cwd": tmp_path, "expect": 0, **ONE_THREAD}
     slurmgpu("submit", "gen.toml", "--gpus", "1", "--device", "cpu", **cpu)
     slurmgpu("submit", "judge.toml", "--gpus", "2", "--array", "--device", "cpu", "--after", "gen", **cpu)
-    wait_until((tmp_path / "run" / "report.json").exists, "the judge's report", 240)
+    wait_until((tmp_path / "run" / "report.json").exists, "the judge's report", 600)
     with library.open(tmp_path / "gen" / "merged.h5") as merged:
         assert not merged.errors
         right = [

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.pretend_runs import pretend_run
+
 PACKAGE = Path(__file__).parent.parent / "slurmgpu"
 
 LAYERS = {
@@ -194,10 +196,9 @@ def test_the_worker_needs_the_standard_library_numpy_and_h5py_alone():
     assert foreign == {"h5py"}
 
 
-def test_help_and_status_import_neither_torch_nor_submitit_nor_h5py(project, slurmgpu):
-    folder = project(4)
-    slurmgpu("submit", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0)
+def test_help_and_status_import_neither_torch_nor_submitit_nor_h5py(tmp_path):
+    folder = pretend_run(tmp_path / "run", 300, n_tasks=2, executor="local").folder
     run = "from slurmgpu.cli.app import app\napp(%r, standalone_mode=False)"
-    for argv in (["--help"], ["status", str(folder / "run")]):
+    for argv in (["--help"], ["status", str(folder)]):
         heavy = {"torch", "submitit", "h5py", "numpy"}
         assert not loaded_after(run % argv) & heavy, argv

@@ -283,7 +283,7 @@ def test_slurm_does_what_a_dry_run_foretold(project, slurmgpu, cluster, monkeypa
 
     def pends(reason, *argv):
         """Wait until Slurm gives the reason for a job that asks for the same."""
-        job = cluster.run("sbatch", "--parsable", "--output=/dev/null", *argv, "--wrap", "sleep 60").strip()
+        job = cluster.run("sbatch", "--parsable", "--output=/dev/null", *argv, "--wrap", "sleep 600").strip()
         cluster.wait_until(lambda: reason in cluster.run("squeue", "-h", "-j", job, "-o", "%r"), reason)
 
     with limited(cluster):

@@ -192,7 +192,7 @@ def ask(code, address, cache, **more):
     """What a Python prints that knows this hub; huggingface_hub reads its environment once."""
     environment = {**os.environ, "HF_ENDPOINT": address, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "0", **more}
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

@@ -19,7 +19,7 @@ from slurmgpu.runs import Run
 from slurmgpu.status import read_status
 from slurmgpu.task import Task
 from slurmgpu.workloads import Item, Placement
-from tests.runs import check_rows, published, records, report, start, wait_until, workers
+from tests.runs import check_rows, let_go, published, records, report, start, wait_until, workers
 
 LOCAL = ("submit", "--executor", "local", "--device", "cpu")
 RAISED = Failure("item_error", "ValueError: no", ("ValueError", "x.py", "1"))
@@ -40,9 +40,42 @@ def check_counts(folder, n_items, n):
         assert merged["counted"][:].tolist() == [n] * n_items
 
 
-def wait_for_count(folder, index, count):
-    path = folder / "run" / "counts" / str(index)
-    wait_until(lambda: path.exists() and path.read_text().count("\n") >= count, f"{count} counts of item {index}")
+def change(folder, old, new):
+    """Write another text in place of a part of the project's workload."""
+    path = folder / "workloads.py"
+    source = path.read_text()
+    assert source.count(old) == 1
+    path.write_text(source.replace(old, new))
+
+
+LOOP = "        while count < self.n:\n"
+HOLD = """\
+            while self.task.rank == 0 and count >= 3 and not self.task.stopping() and Path("held").exists():
+                time.sleep(0.02)
+"""
+
+
+@pytest.fixture
+def holding(project):
+    """Makes a project whose items count to 3, and wait there until they shall be left, or are let go (see `let_go`)."""
+
+    def make(n_items, settings=None, **tables):
+        folder = project(n_items, settings={"n": 6, **(settings or {})}, **tables, **LONG)
+        (folder / "held").touch()
+        change(folder, LOOP, LOOP + HOLD)
+        return folder
+
+    return make
+
+
+def wait_for_items(folder, *indices):
+    """Until these items wait at 3, and as many tasks know that their workers can keep progress."""
+
+    def all_wait():
+        n_ready = sum(record["state"] == "running" for record in records(folder))
+        return n_ready >= len(indices) and all(counts(folder).get(index) == [1, 2, 3] for index in indices)
+
+    wait_until(all_wait, f"items {indices}", 200)
 
 
 @pytest.mark.parametrize(
@@ -104,37 +137,38 @@ def test_at_the_walltimes_end_the_item_in_hand_is_left_and_goes_on_later(project
     assert late.run_worker() == 0
     assert late.record.message == "it took no more shards: too little was left of the walltime"
     assert caplog.messages[-1] == f"timeout: {late.record.message}"
-    # Item 1 counts for longer than there is time, and no item after it is begun.
-    text = (folder / "workloads.py").read_text()
-    slow = text.replace("time.sleep(self.step_s)", "time.sleep(self.step_s + 0.9 * item.index)")
-    (folder / "workloads.py").write_text(slow)
-    timed = Task(run, Attempt("job", 1, end_time=time.time() + 8))
+    # While item 1 is counted the walltime ends, by the clock of its worker, and no item after it is begun.
+    text, end = (folder / "workloads.py").read_text(), time.time() + 86400
+    leap = f"            if item.index == 1 and count == 3:\n                time.time = lambda: {end}\n"
+    change(folder, LOOP, LOOP + leap)
+    timed = Task(run, Attempt("job", 1, end_time=end))
     assert timed.run_worker() == 0
     assert (timed.record.reason, timed.record.failure) == ("deadline", "timeout")
     assert timed.record.message == (
         "shard 1 was given back, and goes on from what is kept of it: too little was left of the walltime"
     )
     assert published(folder) == ["00000.h5"]
-    assert 0 < len(counts(folder)[1]) < 10
+    assert counts(folder)[1] == [1, 2, 3]
     assert run.claims.read(1) is None
     (folder / "workloads.py").write_text(text)
     slurmgpu("resubmit", "run", "--executor", "local", "--gpus", "0", cwd=folder, expect=0)
     check_counts(folder, 3, 10)
 
 
-def test_told_of_a_preemption_a_task_leaves_its_item_to_a_living_task(project, slurmgpu):
-    folder = project(2, settings={"n": 100, "step_s": 0.05}, **LONG)
+def test_told_of_a_preemption_a_task_leaves_its_item_to_a_living_task(holding, slurmgpu):
+    folder = holding(2)
     process = start(*LOCAL, "--gpus", "0", "--tasks", "2", cwd=folder)
-    wait_for_count(folder, 0, 3)
-    wait_for_count(folder, 1, 3)
-    wait_until(lambda: all(record["progress"] for record in records(folder)), "progress in the records")
+    wait_for_items(folder, 0, 1)
+    wait_until(lambda: {record["progress"] for record in records(folder)} == {"3 of 6"}, "progress in the records")
     status = json.loads(slurmgpu("status", "run", "--json", cwd=folder, expect=0).stdout)
-    assert all(attempt["progress"].endswith("of 100") for attempt in status["attempts"])
-    assert " of 100 " in slurmgpu("status", "run", cwd=folder, expect=0).stdout
+    assert [attempt["progress"] for attempt in status["attempts"]] == ["3 of 6"] * 2
+    assert " of 6 " in slurmgpu("status", "run", cwd=folder, expect=0).stdout
     os.kill(records(folder)[0]["pid"], signal.SIGUSR2)
-    output, _ = process.communicate(timeout=100)
+    wait_until(lambda: records(folder)[0]["state"] == "ended", "the end of the task")
+    let_go(folder)
+    output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
-    check_counts(folder, 2, 100)
+    check_counts(folder, 2, 6)
     told, other = records(folder)
     assert (told["failure"], told["reason"], told["progress"]) == ("preempted", "told to stop", None)
     assert "was given back, and goes on from what is kept of it: Slurm gave notice" in told["message"]
@@ -142,19 +176,20 @@ def test_told_of_a_preemption_a_task_leaves_its_item_to_a_living_task(project, s
     assert not list((folder / "run" / "claims").iterdir())
 
 
-def test_two_ranks_leave_an_item_together_and_another_number_goes_on(project, slurmgpu):
+def test_two_ranks_leave_an_item_together_and_another_number_goes_on(holding, slurmgpu):
     pytest.importorskip("torch")
-    folder = project(1, settings={"n": 80, "step_s": 0.05}, resources={"processes": "per-gpu"}, **LONG)
+    folder = holding(1, resources={"processes": "per-gpu"})
     process = start(*LOCAL, "--gpus", "2", cwd=folder)
-    wait_for_count(folder, 0, 3)
+    wait_for_items(folder, 0)
     os.kill(records(folder)[0]["pid"], signal.SIGUSR2)
-    process.communicate(timeout=100)
+    process.communicate(timeout=200)
     assert process.returncode == 3
     [record] = records(folder)
     assert (record["failure"], record["deaths"], record["n_errors"]) == ("preempted", [], 0)
-    assert len(counts(folder)[0]) < 80
+    assert counts(folder) == {0: [1, 2, 3]}
+    let_go(folder)
     slurmgpu("resubmit", "run", "--gpus", "1", cwd=folder, expect=0)
-    check_counts(folder, 1, 80)
+    check_counts(folder, 1, 6)
 
 
 def test_workers_that_are_killed_between_progress_cost_no_item(project, slurmgpu):
@@ -195,109 +230,104 @@ def test_an_item_that_nobody_asked_to_leave_is_in_error_and_not_tried_for_ever(p
     assert "raised Interrupted though nobody had asked it to stop" in first["message"]
 
 
-def test_a_worker_that_starts_after_the_notice_takes_no_item_up(project):
-    folder = project(2, settings={"n": 200, "step_s": 0.05}, **LONG)
+def test_a_worker_that_starts_after_the_notice_takes_no_item_up(holding):
+    folder = holding(2)
     process = start(*LOCAL, "--gpus", "0", cwd=folder)
-    wait_for_count(folder, 0, 3)
+    wait_for_items(folder, 0)
     [(worker, _)] = workers(folder)
     os.kill(worker, signal.SIGSTOP)  # too busy to hear it
     os.kill(records(folder)[0]["pid"], signal.SIGUSR2)
     os.kill(worker, signal.SIGKILL)
-    process.communicate(timeout=60)
+    process.communicate(timeout=200)
     [record] = records(folder)
     assert (record["failure"], record["reason"], len(record["deaths"])) == ("preempted", "told to stop", 1)
-    assert counts(folder).keys() == {0}
+    assert counts(folder) == {0: [1, 2, 3]}
     assert not list((folder / "run" / "claims").glob("[0-9]*[0-9]"))
 
 
-def test_a_worker_whose_item_another_task_has_taken_over_leaves_it_there(project):
-    folder = project(2, settings={"n": 60, "step_s": 0.05}, lease_s=1.0, **LONG)
+def test_a_worker_whose_item_another_task_has_taken_over_leaves_it_there(holding):
+    folder = holding(2, lease_s=1.0)
     process = start(*LOCAL, "--gpus", "0", "--tasks", "2", cwd=folder)
-    wait_for_count(folder, 0, 3)
+    wait_for_items(folder, 0)
     path = folder / "run" / "counts" / "0"
     owner = path.read_text().split()[1]
     [task] = [record["pid"] for record in records(folder) if record["attempt"] == owner]
     [worker] = [pid for pid, line in workers(folder) if f'"{owner}"' in line]
     for pid in (task, worker):
         os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: path.read_text().split()[-1] != owner, "the other task to take it over")
+    let_go(folder)
+    wait_until(lambda: len(published(folder)) == 2, "the other task to take it over, and to finish it")
     for pid in (worker, task):
         os.kill(pid, signal.SIGCONT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
-    check_rows(folder, 2)
+    check_counts(folder, 2, 6)
     owners = [line.split()[1] for line in path.read_text().splitlines()]
-    assert owners[[name != owner for name in owners].index(True) :].count(owner) <= 1
+    assert [name == owner for name in owners] == [True] * 3 + [False] * 3
     [former] = [record for record in records(folder) if record["attempt"] == owner]
-    assert (former["failure"], former["published"], former["reason"]) in (
-        (None, [], "others"),
-        (None, [], "complete"),
-    )
+    assert (former["failure"], former["published"], former["reason"]) == (None, [], "complete")
 
 
-def check_left(folder, item, failure, signame, n=200):
+def check_left(folder, failure, signame):
     """The one task was stopped by a signal, and its item was left by a worker that had time to keep what there is."""
     [record] = records(folder)
     assert (record["failure"], record["deaths"], record["n_errors"]) == (failure, [], 0)
-    left = f"shard {item} was given back, and goes on from what is kept of it"
+    left = "shard 0 was given back, and goes on from what is kept of it"
     assert record["message"] == f"stopped by {signame}; {left}"
-    assert 0 < len(counts(folder)[item]) < n
+    assert counts(folder) == {0: [1, 2, 3]}
+    assert (folder / "run" / "counts" / "0.kept").exists()
     assert not workers(folder) + workers(folder, "slurmgpu.groups")
     assert not list((folder / "run" / "claims").glob("[0-9]*[0-9]"))
 
 
 @pytest.mark.parametrize("to_all", [False, True])
-def test_sigterm_leaves_the_item_in_hand_to_a_later_task(project, slurmgpu, to_all):
-    folder = project(2, settings={"n": 200, "step_s": 0.05, "keeping_s": 0.5}, **LONG)
+def test_sigterm_leaves_the_item_in_hand_to_a_later_task(holding, to_all):
+    folder = holding(2, {"keeping_s": 0.5})
     process = start(*LOCAL, "--gpus", "0", cwd=folder)
-    wait_for_count(folder, 0, 3)
+    wait_for_items(folder, 0)
     pids = [records(folder)[0]["pid"], *(pid for pid, _ in workers(folder) if to_all)]
     for pid in (*pids, pids[0]):  # which hears it twice, as when a grace time is over
         os.kill(pid, signal.SIGTERM)
-    process.communicate(timeout=60)
-    check_left(folder, 0, "preempted", "SIGTERM")
-    assert (folder / "run" / "counts" / "0.kept").exists()
+    process.communicate(timeout=200)
+    check_left(folder, "preempted", "SIGTERM")
 
 
 @pytest.mark.parametrize("to_all", [False, True])
-def test_a_group_leaves_its_item_however_many_of_it_sigterm_reaches(project, to_all):
+def test_a_group_leaves_its_item_however_many_of_it_sigterm_reaches(holding, to_all):
     pytest.importorskip("torch")
-    settings = {"n": 200, "step_s": 0.05, "keeping_s": 0.5}
-    folder = project(1, settings=settings, resources={"processes": "per-gpu"}, **LONG)
+    folder = holding(1, {"keeping_s": 0.5}, resources={"processes": "per-gpu"})
     process = start(*LOCAL, "--gpus", "2", cwd=folder)
-    wait_for_count(folder, 0, 3)
+    wait_for_items(folder, 0)
     group = workers(folder) + workers(folder, "slurmgpu.groups")
     assert len(group) == 3
     for pid in (*(pid for pid, _ in group if to_all), records(folder)[0]["pid"]):
         os.kill(pid, signal.SIGTERM)
-    process.communicate(timeout=60)
-    check_left(folder, 0, "preempted", "SIGTERM")
-    assert (folder / "run" / "counts" / "0.kept").exists()
+    process.communicate(timeout=200)
+    check_left(folder, "preempted", "SIGTERM")
     log = (folder / "run" / "logs" / "local1_0.0.log").read_text()
     assert "torch" not in log
     assert "Traceback" not in log
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_local_run_whose_command_is_ended_ends_with_its_progress_kept(project, signum):
-    folder = project(1, settings={"n": 200, "step_s": 0.05, "keeping_s": 0.5}, **LONG)
+def test_a_local_run_whose_command_is_ended_ends_with_its_progress_kept(holding, signum):
+    folder = holding(1, {"keeping_s": 0.5})
     process = start(*LOCAL, "--gpus", "0", cwd=folder)
-    wait_for_count(folder, 0, 3)
+    wait_for_items(folder, 0)
     if signum == signal.SIGINT:
         os.killpg(process.pid, signum)  # as the terminal does; the task has SIGTERM as well, from its controller
     else:
         process.send_signal(signum)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=200)
     assert process.returncode == 130, output
     assert "interrupted; the tasks have ended" in output
-    check_left(folder, 0, *{signal.SIGINT: ("cancelled", "SIGINT"), signal.SIGTERM: ("preempted", "SIGTERM")}[signum])
-    assert (folder / "run" / "counts" / "0.kept").exists()
+    check_left(folder, *{signal.SIGINT: ("cancelled", "SIGINT"), signal.SIGTERM: ("preempted", "SIGTERM")}[signum])
     assert read_status(Run.open(folder / "run"))["failures"] == {"cancelled": 1}
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_a_worker_that_keeps_its_progress_for_too_long_is_killed(project, slurmgpu, monkeypatch, again):
-    monkeypatch.setattr("slurmgpu.task.PARTING_S", 60.0 if again else 0.5)
+def test_a_worker_that_keeps_its_progress_for_too_long_is_killed(project, slurmgpu, monkeypatch, caplog, again):
+    monkeypatch.setattr("slurmgpu.task.PARTING_S", 600.0 if again else 0.5)
     folder = project(1, settings={"n": 2, "step_s": 600, "keeping_s": 600}, **LONG)
     slurmgpu("plan", "--gpus", "1", "--device", "cpu", cwd=folder, expect=0)
     run = Run.open(folder / "run")
@@ -305,12 +335,15 @@ def test_a_worker_that_keeps_its_progress_for_too_long_is_killed(project, slurmg
 
     def interrupt():
         wait_until(lambda: slow.record.shard is not None, "the item")
-        for _ in range(2 if again else 1):
+        os.kill(os.getpid(), signal.SIGINT)
+        if again:  # once the first is heard: before, the two are one
+            wait_until(lambda: "SIGINT: the worker keeps its progress, and ends" in caplog.messages, "the first")
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.2)  # else the two are one
 
-    threading.Thread(target=interrupt).start()
+    other = threading.Thread(target=interrupt)
+    other.start()
     assert slow.run_worker() == 75
+    other.join()
     late = "" if again else ". Its worker did not end within 0.5 s"
     assert slow.record.message == f"stopped by SIGINT; its shards were given back{late}"
     assert (slow.record.failure, slow.record.deaths) == ("cancelled", [])

@@ -81,7 +81,7 @@ def unread(tmp_path):
         command = [sys.executable, *program, *map(str, argv)]
         try:
             return subprocess.run(
-                command, **{stream: writing, other: subprocess.PIPE}, cwd=tmp_path, text=True, timeout=60
+                command, **{stream: writing, other: subprocess.PIPE}, cwd=tmp_path, text=True, timeout=280
             )
         finally:
             os.close(writing)
@@ -139,7 +139,7 @@ def test_the_exit_code_of_a_command_does_not_depend_on_who_reads_its_output(unre
 def test_the_exit_code_of_a_command_does_not_depend_on_its_output_being_open(tmp_path, where, closed, code):
     pretend_run(tmp_path / "run", 600.0, n_tasks=2, executor="local")
     command = f'exec "{sys.executable}" -m slurmgpu status {where} {closed}'
-    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert (done.returncode, "Traceback" in done.stderr) == (code, False)
 
 

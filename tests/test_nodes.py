@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from slurmgpu.executors import queue
+from tests.held_ranks import hold, wait_for_hold
 from tests.runs import check_rows, datasets, published, records, report, start, wait_until, workers
 
 pytest.importorskip("torch")
@@ -24,19 +25,21 @@ def living(folder):
 
 def on_second_node(folder):
     """The launcher of the group's processes there; None while there is none."""
-    return next((pid for pid, line in workers(folder, "slurmgpu.groups") if "--node-rank 1" in line), None)
+    found = [pid for pid, line in workers(folder, "slurmgpu.groups") if "--node-rank 1" in line]
+    # One that is about to become a rank is called as its launcher for a moment.
+    return next((pid for pid in found if parent(pid) not in found), None)
 
 
 def parent(pid):
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    """The process that has started another one; None if that has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None
 
 
 def children(pid):
     return [worker for worker, _ in workers("slurmgpu.worker") if parent(worker) == pid]
-
-
-def wait_for_shards(folder, n_shards=1):
-    wait_until(lambda: (folder / "run" / "shards").exists() and len(published(folder)) >= n_shards, "the first shards")
 
 
 def test_two_nodes_compute_what_one_process_does(project, slurmgpu):
@@ -57,29 +60,30 @@ def test_two_nodes_compute_what_one_process_does(project, slurmgpu):
 
 
 def test_a_rank_that_dies_on_the_second_node_is_started_again_and_a_task_that_dies_there_is_a_node_failure(project):
-    folder = project(200, "Ranks", settings={"item_s": 0.05}, resources=RESOURCES)
+    folder = hold(project, 40, {8: "first", 24: "second"}, resources=RESOURCES)
     process = start(*SUBMIT, cwd=folder)
-    wait_for_shards(folder)
+    wait_for_hold(folder, 1)
     launcher = on_second_node(folder)
     os.kill(children(launcher)[0], signal.SIGKILL)
     wait_until(lambda: on_second_node(folder) not in (launcher, None), "a new group")
-    wait_for_shards(folder, len(published(folder)) + 1)
+    (folder / "first").unlink()
+    wait_for_hold(folder, 3)
     os.kill(parent(on_second_node(folder)), signal.SIGKILL)
-    process.communicate(timeout=100)
+    process.communicate(timeout=600)
     assert process.returncode == 3
     [record] = records(folder)
     assert [death["message"] for death in record["deaths"]] == ["the worker died by SIGKILL"]
     assert (record["failure"], record["bad_node"]) == ("node_fail", "gpu2")
     assert "gpu2: its process died" in record["message"]
-    assert not living(folder)
+    wait_until(lambda: not living(folder), "the end of all processes")
     claims = [path.name for path in (folder / "run" / "claims").iterdir() if path.name.isdecimal()]
     assert {f"{name}.h5" for name in claims} <= set(published(folder))  # the others were given back
 
 
 def test_a_requeued_task_of_two_nodes_goes_on_and_a_cancelled_one_leaves_nothing(project, slurmgpu, cluster):
-    folder = project(400, "Ranks", settings={"item_s": 0.05}, resources=RESOURCES, slurm={"requeue": True})
+    folder = hold(project, 40, {8: "first", 24: "second"}, resources=RESOURCES, slurm={"requeue": True})
     process = start(*SUBMIT, cwd=folder)
-    wait_for_shards(folder)
+    wait_for_hold(folder, 1)
     job = records(folder)[0]["job"]
     cluster.run("scontrol", "requeue", job)
     wait_until(lambda: records(folder)[0]["state"] == "ended", "the end of the first attempt")
@@ -87,12 +91,12 @@ def test_a_requeued_task_of_two_nodes_goes_on_and_a_cancelled_one_leaves_nothing
     # Slurm lets a requeued job wait for two minutes; that is not what is tested here.
     wait_until(lambda: any(job.reason == "BeginTime" for job in queue.find_jobs([job])), "the requeue")
     cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
-    n_before = len(published(folder))
-    wait_for_shards(folder, n_before + 1)
+    (folder / "first").unlink()
+    wait_for_hold(folder, 3)
     assert len(living(folder)) == 6
     cluster.run("scancel", job)
-    process.communicate(timeout=100)
+    process.communicate(timeout=600)
     assert process.returncode == 3
-    assert not living(folder)
+    wait_until(lambda: not living(folder), "the end of all processes")
     assert [record["deaths"] for record in records(folder)] == [[], []]
     assert report(folder)["failures"].keys() == {"preempted", "cancelled"}

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import shutil
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -120,13 +121,21 @@ def test_a_run_that_is_submitted_again_automatically_is_told_of_once_at_its_end(
     assert (folder / "told.txt").read_text() == "complete\n" * 2
 
 
-def test_a_command_that_hangs_is_killed_with_its_children(tmp_path, caplog):
+def test_a_command_that_hangs_is_killed_with_its_children(tmp_path, caplog, monkeypatch):
     run, value = ended(tmp_path)
+    told = tmp_path / "child"
+
+    class Popen(subprocess.Popen):
+        def wait(self, timeout=None):
+            if timeout is not None:
+                wait_until(lambda: told.exists() and told.read_text().endswith("\n"), "the child")
+            return super().wait(timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
     run = with_command(run, "sleep 600 & echo $! > child; wait")
     ending.run_on_end(run, value, timeout_s=1.0)
     assert "on_end took longer than 1 s" in caplog.text
-    child = int((tmp_path / "child").read_text())
-    wait_until(lambda: not _lives(child), "the end of the child")
+    wait_until(lambda: not _lives(int(told.read_text())), "the end of the child")
 
 
 @pytest.mark.parametrize(
@@ -206,7 +215,7 @@ def test_on_slurm_the_last_merge_job_posts_and_alone_sends_mail(project, slurmgp
     [first] = submissions(folder)
     asked = cluster.run("scontrol", "show", "job", first["merge_job"])
     assert "MailUser=ada@example.org MailType=END,FAIL" in asked
-    wait_until(lambda: len(submissions(folder)) == 2, "the automatic resubmission", 120)
+    wait_until(lambda: len(submissions(folder)) == 2, "the automatic resubmission", 300)
     wait_for_end(folder)
     second = submissions(folder)[1]
     [(path, body)] = requests

@@ -53,6 +53,7 @@ def faulty(tmp_path_factory, slurmgpu):
         n_items=60,
         settings={"faults": {"17": "segfault", "42": "exception", "43": "exception", "50": "item_error"}},
         html=True,
+        lease_s=60.0,
     )
     slurmgpu("submit", "--executor", "local", "--gpus", "0", "--tasks", "2", cwd=folder, expect=0)
     run = Run.open(folder / "run")
@@ -448,7 +449,7 @@ def test_a_long_excerpt_is_shown_at_its_mark_and_no_line_is_cut_in_two(browser, 
         const mark = box.firstElementChild.getBoundingClientRect(), edge = box.getBoundingClientRect();
         return [mark.top > edge.top && mark.bottom < edge.bottom, box.scrollTop % 18, box.clientHeight % 18];
     """
-    WebDriverWait(browser.driver, 60).until(lambda driver: driver.execute_script(seen) == [True, 0, 0])
+    WebDriverWait(browser.driver, 120).until(lambda driver: driver.execute_script(seen) == [True, 0, 0])
     tall = "return [...document.querySelectorAll('.tall')].map((box) => box.ariaLabel)"
     assert browser.driver.execute_script(tall) == [], "eight attempts need no scroll bar"
 

@@ -1,5 +1,6 @@
 """The scripts in sbatch/, submitted by hand on a real Slurm: the same runs, seen and treated like any other."""
 
+import contextlib
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from slurmgpu.executors import joining, queue, turns
 from slurmgpu.executors.byhand import lines_to_type
 from slurmgpu.runs import Run
 from slurmgpu.submissions import Submission
-from tests.runs import check_rows, datasets, published, records, report, toml, wait_until
+from tests.runs import check_rows, datasets, holders, let_go, published, records, report, toml, wait_until
 
 SCRIPTS = Path(__file__).parent.parent / "sbatch"
 
@@ -49,11 +51,12 @@ def merge_behind(sbatch, folder, job):
 
 
 def wait_for_end(job):
-    wait_until(lambda: not queue.find_jobs([job]), f"the end of job {job}", 120)
+    wait_until(lambda: not queue.find_jobs([job]), f"the end of job {job}", 300)
 
 
-def running(folder):
-    return [record for record in records(folder) if record["state"] == "running"]
+def wait_for_holders(folder, *jobs):
+    """Until one task of each of these jobs, an array's among them, holds a shard."""
+    wait_until(lambda: sorted(record["job"] for record in holders(folder)) == sorted(jobs), "tasks with a shard", 300)
 
 
 # Whole runs
@@ -61,7 +64,7 @@ def running(folder):
 
 @pytest.mark.slurm
 def test_the_two_lines_of_plan_make_the_file_that_submit_makes(project, slurmgpu, sbatch):
-    tables = {"resources": {"gpus": 3, "array": True, "device": "cpu"}, "settings": {"item_s": 0.01}}
+    tables = {"resources": {"gpus": 3, "array": True, "device": "cpu"}}
     folder = project(200, **tables, slurm={"time": "00:10:00"})
     slurmgpu("submit", "--executor", "local", "--gpus", "0", cwd=folder, expect=0)
     before = datasets(folder)
@@ -84,7 +87,7 @@ def test_the_two_lines_of_plan_make_the_file_that_submit_makes(project, slurmgpu
     # A submission that was killed has left its lock; the tasks do not wait for a dead one.
     (folder / "run" / ".submitting").write_text(f"{socket.gethostname()}, process 4194304, at 2026-01-01 00:00:00")
     subprocess.run(["scontrol", "release", array], check=True)
-    wait_until(lambda: (folder / "run" / "report.json").exists(), "the merge")
+    wait_until(lambda: (folder / "run" / "report.json").exists(), "the merge", 300)
 
     assert datasets(folder) == before
     outcome = report(folder)
@@ -109,16 +112,16 @@ def test_the_two_lines_of_plan_make_the_file_that_submit_makes(project, slurmgpu
 
 @pytest.mark.slurm
 def test_ten_tasks_that_start_at_once_are_one_submission(project, slurmgpu, sbatch):
-    folder = project(160, settings={"item_s": 0.02})
+    folder = project(160)
     slurmgpu("plan", "--gpus", "0", cwd=folder, expect=0)
     options = ("--array=0-9", "--gpus-per-node=0", "--cpus-per-task=1")
     array = sbatch(folder, *options, "--hold", SCRIPTS / "array.sbatch", "run")
     merges = sbatch(folder, SCRIPTS / "merge.sbatch", "run"), merge_behind(sbatch, folder, array)
-    wait_until(lambda: any((folder).glob(f"slurmgpu-merge-{merges[0]}.out")), "a merge that is early")
+    early = folder / f"slurmgpu-merge-{merges[0]}.out"
+    wait_until(lambda: early.exists() and "waiting: Slurm has" in early.read_text(), "a merge that is early")
     subprocess.run(["scontrol", "release", array], check=True)
     for merge in merges:  # the one waits for the tasks, not for the other
         wait_for_end(merge)
-    assert "waiting: Slurm has" in (folder / f"slurmgpu-merge-{merges[0]}.out").read_text()
     check_rows(folder, 160)
     lines = (folder / "run" / "submissions.jsonl").read_text().splitlines()
     assert [json.loads(line)["submission"] for line in lines] == [1] * len(lines)
@@ -131,19 +134,21 @@ def test_ten_tasks_that_start_at_once_are_one_submission(project, slurmgpu, sbat
 
 @pytest.mark.slurm
 def test_a_killed_task_and_a_requeued_one_lose_nothing(project, slurmgpu, sbatch, cluster):
-    folder = project(240, settings={"item_s": 0.2})
+    folder = project(80, held_from=16)
     slurmgpu("plan", "--gpus", "3", "--array", "--device", "cpu", cwd=folder, expect=0)
     array = sbatch(folder, "--array=0-2", SCRIPTS / "array.sbatch", "run")
     merge = merge_behind(sbatch, folder, array)
-    wait_until(lambda: len(running(folder)) == 3 and len(published(folder)) > 1, "three tasks at work")
+    wait_for_holders(folder, array, array, array)
+    assert len(published(folder)) == 2
     cluster.run("scontrol", "requeue", f"{array}_1")
     wait_until(lambda: any(job.reason == "BeginTime" for job in queue.find_jobs([array])), "the requeue")
     cluster.run("scontrol", "update", f"JobId={array}_1", "StartTime=now")
     wait_until(lambda: any(record["restart"] == 1 for record in records(folder)), "the second life")
-    victim = next(record for record in running(folder) if record["task"] == 0)
+    [victim] = [record for record in records(folder) if record["task"] == 0]
     os.kill(victim["pid"], signal.SIGKILL)
+    let_go(folder)
     wait_for_end(merge)
-    check_rows(folder, 240)
+    check_rows(folder, 80)
     outcome = report(folder)
     assert {record["submission"] for record in records(folder)} == {1}
     failures = {attempt["attempt"]: attempt["failure"] for attempt in outcome["attempts"]}
@@ -154,11 +159,11 @@ def test_a_killed_task_and_a_requeued_one_lose_nothing(project, slurmgpu, sbatch
 
 @pytest.mark.slurm
 def test_cancel_resubmit_and_another_array_by_hand_go_on_with_such_a_run(project, slurmgpu, sbatch):
-    folder = project(240, settings={"item_s": 0.08}, resources={"gpus": 2, "array": True, "device": "cpu"})
+    folder = project(80, held_from=16, resources={"gpus": 2, "array": True, "device": "cpu"})
     slurmgpu("plan", cwd=folder, expect=0)
     array = sbatch(folder, "--array=0-1", SCRIPTS / "array.sbatch", "run")
     merge = merge_behind(sbatch, folder, array)
-    wait_until(lambda: len(published(folder)) > 1, "the first shards")
+    wait_for_holders(folder, array, array)
     assert "still at work" in slurmgpu("merge", "run", cwd=folder, expect=2).stderr
     done = slurmgpu("cancel", "run", cwd=folder, expect=0)
     assert f"Slurm jobs {array}, {merge}" in done.stdout
@@ -166,7 +171,7 @@ def test_cancel_resubmit_and_another_array_by_hand_go_on_with_such_a_run(project
     assert submissions(folder)[0]["cancelled"]
 
     again = sbatch(folder, SCRIPTS / "array.sbatch", folder / "run")  # a plain job, that names the run in full
-    wait_until(lambda: len(submissions(folder)) == 2 and len(running(folder)) > 0, "the second submission")
+    wait_for_holders(folder, again)
     assert [line["array_job"] for line in submissions(folder)] == [array, again]
     shown = slurmgpu("status", "run", cwd=folder, expect=0).stdout
     assert "run  running" in shown
@@ -176,8 +181,9 @@ def test_cancel_resubmit_and_another_array_by_hand_go_on_with_such_a_run(project
     assert report(folder)["failures"] == {"cancelled": 3}
     assert {line["state"] for line in submissions(folder)} == {"ended"}
 
+    let_go(folder)
     slurmgpu("resubmit", "run", "--wait", cwd=folder, expect=0)
-    check_rows(folder, 240)
+    check_rows(folder, 80)
     assert [line.get("by_hand", False) for line in submissions(folder)] == [True, True, False]
     assert submissions(folder)[2]["n_tasks"] == 2
 
@@ -196,7 +202,7 @@ def test_an_incomplete_run_ends_its_merge_job_with_exit_code_3(project, slurmgpu
 
 @pytest.mark.slurm
 def test_a_script_by_hand_keeps_away_from_a_run_that_submit_has_at_work(project, slurmgpu, sbatch):
-    folder = project(80, settings={"item_s": 0.05})
+    folder = project(80, held_from=8)
     slurmgpu("submit", "--gpus", "1", "--device", "cpu", cwd=folder, expect=0)
     job = sbatch(folder, SCRIPTS / "array.sbatch", "run")
     nothing = sbatch(folder, SCRIPTS / "array.sbatch")
@@ -207,6 +213,7 @@ def test_a_script_by_hand_keeps_away_from_a_run_that_submit_has_at_work(project,
     assert said in next(folder.glob(f"slurmgpu-{job}_*.out")).read_text()
     assert said in (folder / "run" / "logs" / f"{job}_0_0_log.err").read_text()
     assert "the run directory is missing: sbatch" in next(folder.glob(f"slurmgpu-{nothing}_*.out")).read_text()
+    let_go(folder)
     wait_for_end(submissions(folder)[0]["merge_job"])
     check_rows(folder, 80)
     assert len(submissions(folder)) == 1
@@ -242,7 +249,7 @@ def test_a_planned_run_is_submitted_by_resubmit_as_well(project, slurmgpu, sbatc
 
 @pytest.mark.slurm
 def test_a_run_can_wait_for_one_that_was_submitted_by_hand(project, slurmgpu, sbatch):
-    folder = project(80, settings={"item_s": 0.02}, resources={"gpus": 1, "device": "cpu"})
+    folder = project(80, resources={"gpus": 1, "device": "cpu"})
     slurmgpu("plan", cwd=folder, expect=0)
     array = sbatch(folder, "--hold", SCRIPTS / "array.sbatch", "run")
     merge = merge_behind(sbatch, folder, array)
@@ -430,7 +437,7 @@ def test_who_is_patient_waits_for_a_turn_and_who_is_not_is_refused(run):
         with pytest.raises(SlurmGPUError, match="Somebody is submitting"), turns.turn(run):
             pass
         assert not entered.is_set()
-    thread.join(30)
+    thread.join()
     assert entered.is_set()
     assert list(run.folder.iterdir()) == []
 
@@ -448,8 +455,28 @@ def test_the_lock_of_a_dead_one_is_taken_away(run, monkeypatch, holder, patience
     assert list(run.folder.iterdir()) == []
 
 
+class Observer:
+    """Time as one sees it who waits for his turn: most of his patience passes between two signs of life."""
+
+    def __init__(self, lock):
+        self.lock, self.now, self.n_pauses = lock, 0.0, 0
+        self.has_waited = threading.Event()
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        with contextlib.suppress(FileNotFoundError):  # the turn is over
+            seen = self.lock.stat().st_mtime_ns
+            while self.lock.stat().st_mtime_ns == seen:
+                time.sleep(0.01)
+        self.now += 0.8 * turns.PATIENCE_S
+        self.n_pauses += 1
+        if self.n_pauses == 5:
+            self.has_waited.set()
+
+
 def test_a_long_turn_is_not_taken_away(run, monkeypatch):
-    monkeypatch.setattr(turns, "PATIENCE_S", 0.5)
     monkeypatch.setattr(turns, "RENEW_S", 0.05)
     order = []
 
@@ -459,10 +486,12 @@ def test_a_long_turn_is_not_taken_away(run, monkeypatch):
 
     thread = threading.Thread(target=wait)
     with turns.turn(run):
+        observer = Observer(run.folder / ".submitting")
+        monkeypatch.setattr(turns, "time", observer)
         thread.start()
-        thread.join(1.5)
+        assert observer.has_waited.wait(250)
         order.append("first")
-    thread.join(30)
+    thread.join()
     assert order == ["first", "second"]
 
 
@@ -479,7 +508,7 @@ def test_of_many_who_come_at_once_one_has_the_turn(run):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join()
     assert most == [1] * 10
 
 

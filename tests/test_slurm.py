@@ -28,7 +28,7 @@ from tests.runs import (
     wait_until,
 )
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900), pytest.mark.usefixtures("cluster")]
+pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("cluster")]
 
 # Stand-in GPUs are allocated, and the CPU computes.
 SUBMIT = ("submit", "--device", "cpu", "--array")
@@ -190,7 +190,8 @@ def test_a_shard_that_outlasts_the_walltime_is_given_back_as_a_timeout(project, 
 
 
 def test_a_preempted_task_is_requeued_and_the_run_completes(project, slurmgpu, cluster):
-    folder = project(100, held_from=24, settings={"item_s": 0.15}, slurm={"qos": "normal", "requeue": True})
+    settings = {"item_s": 0.15, "load_s": 0.1}
+    folder = project(100, held_from=24, settings=settings, slurm={"qos": "normal", "requeue": True})
     process = start(*WAIT, "--gpus", "2", cwd=folder)
     wait_until_held(folder, 3, 2)
     urgent = ["--qos=high", "--nodes=2", "--exclusive", "--wrap", "sleep 3"]

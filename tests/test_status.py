@@ -15,6 +15,7 @@ from slurmgpu.cli.looking import Look
 from slurmgpu.cli.tables import show_status
 from slurmgpu.cli.words import failure_words, merge_words, parting_words, queue_words
 from slurmgpu.executors import queue as slurms_queue
+from slurmgpu.files import write_json
 from slurmgpu.report import build_report, judged_attempts, read_report
 from slurmgpu.runs import Run
 from slurmgpu.signs import processes_here
@@ -33,7 +34,7 @@ def job(job_id, state, n_tasks=1):
 
 def change(run, name, **values):
     path = run.tasks / f"{name}.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    write_json(path, {**json.loads(path.read_text()), **values}, durable=False)
 
 
 def submit_again(run, **values):
@@ -291,7 +292,7 @@ def computed_anew(run, task, shard, **errors):
     name, failed = f"4800_{task}.0", [[shard, errors]] if errors else []
     record |= {"attempt": name, "job": "4800", "submission": 2, "published": [[shard, NOW, 5.0, True]]}
     record |= {"failed": failed, "n_errors": sum(errors.values())}
-    (run.tasks / f"{name}.json").write_text(json.dumps(record))
+    write_json(run.tasks / f"{name}.json", record, durable=False)
 
 
 def test_failed_items_are_told_by_class_as_they_happen(failing_run):
@@ -305,12 +306,13 @@ def test_items_that_were_set_aside_or_computed_anew_have_failed_no_more(failing_
     reader = StatusReader(failing_run)
     assert reader.read(now=NOW)["n_errors"] == 4
     failing_run.shard_path(shard).rename(failing_run.shards / f"{shard:05d}.failed")
-    assert reader.read(now=NOW + 1)["errors_by_class"] == {"crash": 1, "item_error": 1}
+    # So far apart that the folder is read anew, also where all this happens within a tick of the clock.
+    assert reader.read(now=NOW + 20)["errors_by_class"] == {"crash": 1, "item_error": 1}
     failing_run.shard_path(shard).touch()
     computed_anew(failing_run, 0, shard)
-    assert reader.read(now=NOW + 2)["errors_by_class"] == {"crash": 1, "item_error": 1}
+    assert reader.read(now=NOW + 40)["errors_by_class"] == {"crash": 1, "item_error": 1}
     computed_anew(failing_run, 0, shard, cuda_oom=1)
-    assert reader.read(now=NOW + 3)["errors_by_class"] == {"crash": 1, "cuda_oom": 1, "item_error": 1}
+    assert reader.read(now=NOW + 60)["errors_by_class"] == {"crash": 1, "cuda_oom": 1, "item_error": 1}
 
 
 def test_of_records_that_only_count_failed_items_none_is_forgotten(failing_run):
@@ -350,7 +352,7 @@ def here(tmp_path, monkeypatch):
 
 def test_a_run_of_this_machine_whose_processes_were_killed_is_not_said_to_run(here):
     run, process = here
-    now = time.time()
+    now = pretend_runs.BEGIN + 300  # when its attempts have written last
     assert read_status(run, now=now)["state"] == "running"
     assert read_status(run, now=now + 500)["state"] == "running"  # it was suspended
     process.kill()

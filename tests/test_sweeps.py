@@ -8,7 +8,7 @@ import os
 import shutil
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import slurmgpu
@@ -24,6 +24,7 @@ values = st.one_of(st.integers(), st.floats(allow_nan=False, allow_infinity=Fals
 lists = st.lists(values, min_size=1, max_size=4, unique_by=lambda value: json.dumps(value))
 tables = st.dictionaries(texts, lists, min_size=1, max_size=4)
 seeds = st.integers(0, 2**40)
+UNHURRIED = settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 
 
 def names(configurations):
@@ -54,7 +55,7 @@ def test_a_value_stands_for_itself_and_a_list_for_each_of_its_own(value, expecte
     assert names(expand({"x": value}, 0)) == names({"x": each} for each in expected)
 
 
-@settings(deadline=None, max_examples=50)
+@UNHURRIED
 @given(tables, seeds)
 def test_a_grid_has_every_combination_once_in_the_order_of_the_lists(table, seed):
     found = expand(table, seed)
@@ -62,7 +63,7 @@ def test_a_grid_has_every_combination_once_in_the_order_of_the_lists(table, seed
     assert len(set(names(found))) == math.prod(map(len, table.values()))
 
 
-@settings(deadline=None, max_examples=50)
+@UNHURRIED
 @given(tables, seeds, st.integers(1, 300))
 def test_what_is_drawn_of_lists_is_of_the_grid_and_never_comes_twice(table, seed, n):
     grid, found = names(expand(table, 0)), names(expand({**table, "random": n}, seed))
@@ -74,7 +75,7 @@ bounds = st.tuples(st.floats(1e-12, 1e12), st.floats(1e-12, 1e12)).map(sorted)
 whole_bounds = st.tuples(st.integers(1, 2**53), st.integers(1, 2**53)).map(sorted)
 
 
-@settings(deadline=None, max_examples=50)
+@UNHURRIED
 @given(bounds, whole_bounds, seeds, st.integers(1, 40))
 def test_what_is_drawn_of_distributions_lies_within_them_and_reads_back_equal(of, whole, seed, n):
     kinds = {"uniform": of, "loguniform": of, "int": whole, "logint": whole}
@@ -87,7 +88,7 @@ def test_what_is_drawn_of_distributions_lies_within_them_and_reads_back_equal(of
         assert [type(each[kind]) for kind in kinds] == [float, float, int, int]
 
 
-@settings(deadline=None, max_examples=50)
+@UNHURRIED
 @given(tables, seeds, st.integers(1, 40))
 def test_more_of_the_same_seed_begin_with_the_same_configurations(table, seed, n):
     table = {**table, "x": {"uniform": [0, 1]}}

@@ -1,22 +1,24 @@
 """What an attempt used: GPUs through a fake of NVML, host memory and CPU time of real processes."""
 # ruff: noqa: N802, N815 - the names are NVML's
 
+import itertools
 import json
 import os
 import subprocess
 import sys
+import time
 import types
 
 import pytest
 
-from slurmgpu import surroundings
+from slurmgpu import surroundings, telemetry
 from slurmgpu.cli.tables import show_report
 from slurmgpu.nvml import open_cards
 from slurmgpu.report import build_report
 from slurmgpu.runs import Run
 from slurmgpu.telemetry import Sampler
 from slurmgpu.trees import TreeWatch
-from tests.runs import wait_until
+from tests.runs import copy_run, make_project, wait_until
 
 GB = 10**9
 
@@ -113,6 +115,12 @@ class FakeNVML(types.ModuleType):
         return types.SimpleNamespace(eventData=self.xids.pop())
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch):
+    """A sampler that is only slow is waited for."""
+    monkeypatch.setattr(telemetry, "PATIENCE_S", 120.0)
+
+
 @pytest.fixture
 def nvml(monkeypatch):
     def install(*cards, driver=True):
@@ -143,7 +151,9 @@ def start():
 
 
 def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """What is written by now; the last line may be there in part."""
+    whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def sampled(path, n):
@@ -256,7 +266,7 @@ def test_a_new_worker_is_not_at_work_before_it_is_ready(nvml, tmp_path):
     path = tmp_path / "1_0.0.jsonl"
     with Sampler(path, ["0"], 0.01, lambda: root[0]) as sampler:
         sampler.mark_ready()
-        wait_until(lambda: sampler.usage()["n_samples_ready"], "a sample at work")
+        wait_until(lambda: lines(path) and lines(path)[-1].get("ready"), "a sample at work")
         root[0] = os.getppid()
         wait_until(lambda: not lines(path)[-1]["ready"], "a sample of the new worker")
         before = sampler.usage()["n_samples_ready"]
@@ -341,12 +351,21 @@ while True: pass
 """
 
 
-def test_cpu_time_is_that_of_the_worker_at_work(start, tmp_path):
-    worker = start(BUSY)
-    with Sampler(tmp_path / "1_0.0.jsonl", [], 0.02, lambda: worker.pid) as sampler:
+def test_cpu_time_is_that_of_the_worker_at_work(start, tmp_path, monkeypatch):
+    worker, path, step_s = start(BUSY), tmp_path / "1_0.0.jsonl", 0.02
+    moments = itertools.count(0.0, step_s)  # from one sample to the next it is one step, however long that takes
+    clock = types.SimpleNamespace(monotonic=lambda: next(moments), time=time.time)
+    monkeypatch.setattr(telemetry, "time", clock)
+
+    def cpu_seconds():
+        return [line["host"][1] for line in lines(path) if line.get("ready")]
+
+    with Sampler(path, [], step_s, lambda: worker.pid) as sampler:
         sampler.mark_ready()
-        wait_until(lambda: (sampler.usage()["cpu_cores"] or 0) > 0.01, "CPU time")
-    assert sampler.usage()["cpu_cores"] < 1.5
+        wait_until(lambda: cpu_seconds() and cpu_seconds()[-1] - cpu_seconds()[0] > 0.5, "CPU time")
+    first, *_, last = cpu_seconds()
+    wall_s = (len(cpu_seconds()) - 1) * step_s
+    assert sampler.usage()["cpu_cores"] == pytest.approx((last - first) / wall_s, abs=0.01)
 
 
 def test_a_process_that_comes_later_is_seen_among_those_of_others(start):
@@ -401,11 +420,18 @@ def test_versions_are_read_off_the_names_of_metadata_folders(entry, version, mon
 # The report
 
 
-@pytest.fixture
-def run(project, slurmgpu):
-    folder = project(4)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, slurmgpu):
+    """A run that is over."""
+    folder = make_project(tmp_path_factory.mktemp("telemetry") / "project", 4)
     slurmgpu("submit", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0)
-    return Run.open(folder / "run")
+    return folder
+
+
+@pytest.fixture
+def run(folder, tmp_path):
+    copy_run(folder / "run", tmp_path / "run")
+    return Run.open(tmp_path / "run")
 
 
 def reported(run, **changes):

@@ -14,7 +14,7 @@ from slurmgpu.workloads.tracin import Tracin
 from slurmgpu.workloads.tracin_plan import group_of
 from slurmgpu.workloads.tracin_settings import LOSSES
 from slurmgpu.workloads.tracin_summary import KEYS
-from tests.runs import datasets, kill_workers, published, report, start, wait_until
+from tests.runs import datasets, report
 from tests.tracin_projects import (
     ENTITIES,
     N_TESTS,
@@ -124,17 +124,12 @@ def test_the_plan_names_the_groups_of_the_shares_and_the_report_what_they_hold(w
     assert "group share: entity" in slurmgpu("report", "run", cwd=whole, expect=0).stdout
 
 
-def test_one_task_four_tasks_and_killed_ones_give_the_same_bytes(whole, tmp_path, slurmgpu):
+def test_one_task_three_tasks_and_killed_workers_give_the_same_bytes(whole, tmp_path, slurmgpu):
     """With `threads` set: tasks that share a machine's cores have fewer each, and other last digits without it."""
     expected = datasets(whole)
     assert expected
     folder = make_project(tmp_path / "project", resources={"tasks": 3}, top={"shard_items": 4}, full="float32", **NAMED)
-    submit = start("submit", "tracin.toml", cwd=folder)
-    wait_until(lambda: published(folder) or submit.poll() is not None, "a shard")
-    kill_workers(folder)
-    submit.communicate(timeout=200)
-    if not report(folder)["complete"]:
-        slurmgpu("resubmit", "run", cwd=folder, expect=0)
+    slurmgpu("submit", "tracin.toml", "--inject", "kill@1,kill@6", cwd=folder, expect=0)
     assert datasets(folder) == expected
 
 

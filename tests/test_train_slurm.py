@@ -28,7 +28,7 @@ EQUAL = sorted(COLUMNS.keys() - {*MEASURED})
 
 RUN_FILE = """
 run_dir = "run"
-lease_s = 6.0
+lease_s = 15.0
 margin_s = {margin_s}
 auto_resubmit = {auto_resubmit}
 [workload]
@@ -133,7 +133,7 @@ def trained(folder):
 
 
 def wait_for_steps(folder, n, name="4-0.01"):
-    wait_until(lambda: trained(folder).get(name, 0) >= n, f"{n} steps of {name}")
+    wait_until(lambda: trained(folder).get(name, 0) >= n, f"{n} steps of {name}", 300)
 
 
 def running(folder):
@@ -150,27 +150,29 @@ def waiting(folder):
 
 
 def test_a_sweep_with_a_preemption_and_a_dead_node_ends_as_one_that_was_left_alone(train, by_two, cluster):
-    folder = train(SWEEP, slow_s=0.1)
+    folder = train(SWEEP, slow_s=1.0)  # a minute for each configuration, as long as it is so slow
     process = start(*SUBMIT, "--wait", "--gpus", "4", "--gpus-per-task", "2", "--array", cwd=folder)
 
     def start_now(task):
         """Slurm lets a requeued job wait for two minutes; that is not what is tested here."""
         job = f"{array_job(folder)}_{task}"
-        wait_until(lambda: (job, "BeginTime") in waiting(folder), "the requeue")
+        wait_until(lambda: (job, "BeginTime") in waiting(folder), "the requeue", 300)
         cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
 
-    wait_until(lambda: len([n for n in trained(folder).values() if n > 5]) == 2, "both tasks to train", 120)
+    wait_until(lambda: len([n for n in trained(folder).values() if n > 5]) == 2, "both tasks to train", 300)
     tasks = {node: record["task"] for node, record in running(folder).items()}
     urgent = ["--qos=high", "--nodelist=gpu1", "--exclusive", "--output=/dev/null", "--wrap", "sleep 3"]
     cluster.run("sbatch", "--parsable", *urgent)
     wait_until(lambda: any(r["failure"] == "preempted" for r in records(folder)), "the preemption")
     start_now(tasks["gpu1"])
-    wait_until(lambda: any(record["restart"] and record["progress"] for record in records(folder)), "its checkpoint")
+    wait_until(
+        lambda: any(record["restart"] and record["progress"] for record in records(folder)), "its checkpoint", 300
+    )
     try:
         cluster.kill_node("gpu2")
         start_now(tasks["gpu2"])
         (folder / "slow").unlink()
-        output, _ = process.communicate(timeout=200)
+        output, _ = process.communicate(timeout=600)
     finally:
         cluster.start_node("gpu2")
     assert process.returncode == 0, output
@@ -207,10 +209,10 @@ def test_two_nodes_with_two_processes_each_train_what_four_on_one_node_do(train,
 
 
 def test_a_training_that_outlasts_its_walltime_goes_on_in_the_next_submission(train, by_two, slurmgpu):
-    # A third of the way through its minute, a task leaves what it has in hand.
-    folder = train(FIRST, slow_s=0.6, time="00:01:00", margin_s=38.0, auto_resubmit=9)
+    # A third of the way through its two minutes, a task leaves what it has in hand.
+    folder = train(FIRST, slow_s=1.5, time="00:02:00", margin_s=80.0, auto_resubmit=9)
     slurmgpu(*SUBMIT, "--gpus", "2", cwd=folder, expect=0)
-    wait_until(lambda: len(submissions(folder)) == 2, "the automatic resubmission", 120)
+    wait_until(lambda: len(submissions(folder)) == 2, "the automatic resubmission", 300)
     (folder / "slow").unlink()
     wait_for_end(folder)
     [first] = [record for record in records(folder) if record["submission"] == 1]
@@ -222,11 +224,11 @@ def test_a_training_that_outlasts_its_walltime_goes_on_in_the_next_submission(tr
 
 
 def test_told_of_a_preemption_a_training_leaves_a_checkpoint_and_goes_on_with_twice_as_many(train, slurmgpu, cluster):
-    folder = train(FIRST, slow_s=0.1, dull="true")
+    folder = train(FIRST, slow_s=0.5, dull="true")
     process = start(*SUBMIT, "--wait", "--gpus", "2", cwd=folder)
-    wait_for_steps(folder, 20)  # in the middle of an epoch, most likely
+    wait_for_steps(folder, 10)  # in the middle of an epoch, most likely
     cluster.run("scancel", "--signal=USR2", records(folder)[0]["job"])
-    process.communicate(timeout=100)
+    process.communicate(timeout=600)
     assert process.returncode == 3
     [told] = records(folder)
     assert (told["failure"], told["reason"], told["deaths"]) == ("preempted", "told to stop", [])

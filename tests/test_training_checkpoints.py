@@ -487,7 +487,7 @@ def ranks(tmp_path_factory):
         )
         for rank in range(2)
     ]
-    errors = [process.communicate(timeout=200)[1] for process in processes]
+    errors = [process.communicate(timeout=280)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)[-4000:]
     return folder, lambda case: [json.loads((folder / f"{case}-{rank}.json").read_text()) for rank in range(2)]
 

@@ -131,9 +131,11 @@ def test_all_processes_go_the_way_of_the_one_with_the_least():
 MEMORY = """
 import resource, sys, torch
 from slurmgpu import find_batch_size
-from slurmgpu.cgroups import memory_left
+from slurmgpu.training import fitting
 
 torch.set_num_threads(1)
+left = fitting.memory_left()
+fitting.memory_left = lambda: left  # others on this machine come and go
 model = torch.nn.Sequential(torch.nn.Linear(4, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -144,7 +146,7 @@ def step(size):
 
 step(1)
 before = resource.getrlimit(resource.RLIMIT_DATA)
-part = memory_left() // 10
+part = left // 8
 print(find_batch_size(lambda size: torch.empty(size * part, dtype=torch.uint8), sizes=range(1, 40)))
 print(resource.getrlimit(resource.RLIMIT_DATA) == before)
 
@@ -161,11 +163,11 @@ except RuntimeError as error:
 
 def test_a_real_shortage_is_found_and_memory_that_does_not_exist_is_not_promised():
     done = subprocess.run(
-        [sys.executable, "-c", MEMORY], cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", MEMORY], cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stderr
     of_memory_left, put_back, limited = done.stdout.split("\n", 2)
-    assert 6 <= int(of_memory_left) <= 9
+    assert of_memory_left == "7"  # eighths, for a tenth stays free
     assert put_back == "True"
     found, said = limited.split(" ", 1)
     # A sample has two rows of 16 kB, or three. Blocks of more than 32 MB are given back to the system, not kept.

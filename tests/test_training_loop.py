@@ -542,6 +542,7 @@ def test_evaluations_and_resumptions_are_lines_of_the_log(train, caplog):
 
 def test_every_few_seconds_is_told_where_a_training_is(train, monkeypatch):
     told = []
+    monkeypatch.setattr(telling, "TELL_S", 1e6)
     train(Plain(), Place(tell=told.append), folder="seldom", checkpoint_s=0.0)
     assert told == []
     monkeypatch.setattr(telling, "TELL_S", 0.0)
@@ -628,10 +629,17 @@ class Improving(Plain):
         return {"score": self.score * self.n}
 
 
+@pytest.fixture
+def _one_at_an_epochs_end(monkeypatch):
+    """Of the ends of epochs only the first is worth a checkpoint, however long the others take."""
+    monkeypatch.setattr(pacing, "SHARE_AT_EPOCH_ENDS", 1e-9)
+
+
 def weights_of(path):
     return torch.cat([each.flatten() for each in torch.load(path, weights_only=True).values()])
 
 
+@pytest.mark.usefixtures("_one_at_an_epochs_end")
 def test_the_best_weights_are_those_that_the_outcome_says_whatever_an_attempt_has_left(train, tmp_path):
     given = {"metric": "val_score", "global_batch_size": 29, "batch_size": 29, "epochs": 4}
     alone = train(Improving(score=-1.0), folder="alone", **given)
@@ -650,6 +658,7 @@ def test_the_best_weights_are_those_that_the_outcome_says_whatever_an_attempt_ha
     assert torch.equal(weights_of(tmp_path / "training/best.pt"), weights_of(tmp_path / "alone/best.pt"))
 
 
+@pytest.mark.usefixtures("_one_at_an_epochs_end")
 def test_a_damaged_file_of_the_best_weights_costs_these_alone(train, tmp_path, caplog):
     given = {"metric": "val_score", "global_batch_size": 29, "batch_size": 29, "checkpoint_s": 1e6}
     with pytest.raises(KilledError):

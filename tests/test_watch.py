@@ -15,6 +15,7 @@ import tracemalloc
 import pytest
 from rich.console import Console
 
+from slurmgpu.cli import looking
 from slurmgpu.cli import watch as watching
 from slurmgpu.cli.keys import Keyboard
 from slurmgpu.cli.looking import Look, Lookout, last_line
@@ -22,17 +23,23 @@ from slurmgpu.cli.screens import Screen
 from slurmgpu.cli.watch import line_of
 from slurmgpu.cli.words import last_message, plain, state_of, tasks_of
 from slurmgpu.executors import queue
+from slurmgpu.files import write_json
 from slurmgpu.status import StatusReader
 from tests import pretend_runs
 from tests.pretend_runs import BEGIN, Pretended, pretend_run, update
-from tests.runs import start, wait_until
+from tests.runs import holders, let_go, start, wait_until
 from tests.terminals import Terminal
 
 
 @pytest.fixture
-def from_now(monkeypatch):
-    """Pretended runs began so many seconds ago: `from_now(900)`."""
-    return lambda ago_s: monkeypatch.setattr(pretend_runs, "BEGIN", time.time() - ago_s)
+def run_of_now(tmp_path, monkeypatch):
+    """`run_of_now(n_tasks=8)`: a run of this machine after five minutes, whose tasks seem alive for ten more."""
+
+    def pretend(**what):
+        monkeypatch.setattr(pretend_runs, "BEGIN", time.time() - 300)
+        return pretend_run(tmp_path / "judge", 300, executor="local", lease_s=600.0, **what)
+
+    return pretend
 
 
 def drawn(screen, size=(80, 24)):
@@ -310,10 +317,8 @@ def test_a_screen_without_room_for_rows_still_counts_the_tasks(tmp_path, lines):
 # The terminal
 
 
-def test_a_thousand_tasks_are_scrolled_and_a_terminal_resized(tmp_path, from_now):
-    from_now(300)
-    what = {"n_tasks": 1000, "n_shards": 5000, "sample_s": 60.0, "executor": "local"}
-    run = pretend_run(tmp_path / "judge", 300, **what)
+def test_a_thousand_tasks_are_scrolled_and_a_terminal_resized(tmp_path, run_of_now):
+    run = run_of_now(n_tasks=1000, n_shards=5000, sample_s=60.0)
     with Terminal("status", "judge", "--watch", cwd=tmp_path) as terminal:
         terminal.see(lambda t: "tasks 1–17 of 1,000" in t.text)
         assert len(terminal.display) == 24
@@ -333,7 +338,7 @@ def test_a_thousand_tasks_are_scrolled_and_a_terminal_resized(tmp_path, from_now
         terminal.see(lambda t: "tasks 1–43 of" in t.text)
         record = json.loads((run.tasks / "4711_2.0.json").read_text())
         end = {"state": "ended", "ended": time.time(), "failure": "host_oom", "message": "memory: \x1b[31mall of it"}
-        (run.tasks / "4711_2.0.json").write_text(json.dumps({**record, **end}))
+        write_json(run.tasks / "4711_2.0.json", {**record, **end})
         terminal.see(lambda t: "1 host_oom" in t.text and "1 failed" in t.text)
         assert [line.split()[0] for line in terminal.display if line.startswith("4711_")][:2] == [
             "4711_2.0",
@@ -347,9 +352,8 @@ def test_a_thousand_tasks_are_scrolled_and_a_terminal_resized(tmp_path, from_now
 
 
 @pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM", "an error"])
-def test_whatever_ends_it_the_terminal_is_as_before(tmp_path, from_now, how):
-    from_now(300)
-    run = pretend_run(tmp_path / "judge", 300, n_tasks=8, executor="local")
+def test_whatever_ends_it_the_terminal_is_as_before(tmp_path, run_of_now, how):
+    run = run_of_now(n_tasks=8)
     with Terminal("status", "judge", "-w", cwd=tmp_path) as terminal:
         terminal.see(lambda t: "tasks 1–8 of 8" in t.text)
         assert b"\x1b[?1049h" in terminal.written
@@ -370,9 +374,8 @@ def test_whatever_ends_it_the_terminal_is_as_before(tmp_path, from_now, how):
         assert "Traceback" not in terminal.text
 
 
-def test_ctrl_z_gives_the_terminal_back_to_the_shell_until_the_job_goes_on(tmp_path, from_now):
-    from_now(300)
-    pretend_run(tmp_path / "judge", 300, n_tasks=8, executor="local")
+def test_ctrl_z_gives_the_terminal_back_to_the_shell_until_the_job_goes_on(tmp_path, run_of_now):
+    run_of_now(n_tasks=8)
     wrapper = """sh -c '"$@"; exit $?' sh "$@" """
     shell = ("bash", "-mc", f"{wrapper}; echo put aside; read line; fg", "bash")
     with Terminal("status", "judge", "-w", cwd=tmp_path, under=shell) as terminal:
@@ -387,9 +390,8 @@ def test_ctrl_z_gives_the_terminal_back_to_the_shell_until_the_job_goes_on(tmp_p
         assert terminal.end() == 0
 
 
-def test_ctrl_z_stops_nothing_where_nobody_could_continue_it(tmp_path, from_now):
-    from_now(300)
-    pretend_run(tmp_path / "judge", 300, n_tasks=8, executor="local")
+def test_ctrl_z_stops_nothing_where_nobody_could_continue_it(tmp_path, run_of_now):
+    run_of_now(n_tasks=8)
     with Terminal("status", "judge", "-w", cwd=tmp_path) as terminal:  # the only process of its session
         terminal.see(lambda t: "tasks 1–8 of 8" in t.text)
         terminal.send(b"\x1a")
@@ -399,9 +401,9 @@ def test_ctrl_z_stops_nothing_where_nobody_could_continue_it(tmp_path, from_now)
 
 
 def test_a_real_run_is_watched_to_its_end_and_left_alone_by_who_looks_away(project):
-    folder = project(60, settings={"item_s": 0.15, "faults": {"17": "segfault"}})
+    folder = project(60, settings={"faults": {"17": "segfault"}}, held_from=40, lease_s=60.0)
     run = start("submit", "--executor", "local", "--gpus", "0", "--tasks", "2", cwd=folder)
-    wait_until(lambda: (folder / "run" / "submissions.jsonl").exists(), "the submission")
+    wait_until(lambda: len(holders(folder)) == 2, "both tasks with a shard in hand")
     command = [sys.executable, "-m", "slurmgpu", "status", "run", "--watch"]
     with (
         Terminal("status", "run", "--watch", cwd=folder) as short,
@@ -411,15 +413,15 @@ def test_a_real_run_is_watched_to_its_end_and_left_alone_by_who_looks_away(proje
         short.see(lambda t: "running" in t.text)
         short.send(b"\x03")
         assert short.end() == 130
-        long.see(lambda t: "workers: " in t.text and "crash" in t.text and " left" in t.text)
-        assert long.end(120) == 0
+        long.see(lambda t: "workers: 2 crash" in t.text and " left" in t.text)
+        assert " run running; " in piped.stdout.readline()
+        let_go(folder)
+        assert long.end() == 0
         assert "run  complete  60 of 60 items" in long.text
-        assert "crash ×2" in long.text or long.text.count("crash ×1") == 2  # item 17 has killed two workers
-        lines = piped.communicate()[0].splitlines()
-    assert run.wait(timeout=60) == 0
-    assert len(lines) >= 2
-    assert " run running; " in lines[0] or " run queued; " in lines[0]
-    assert " run complete; 60 of 60 items (100.0%)" in lines[-1]
+        assert "crash ×2" in long.text  # item 17 has killed two workers
+        assert " run complete; 60 of 60 items (100.0%)" in piped.communicate()[0].splitlines()[-1]
+    output, _ = run.communicate()
+    assert run.returncode == 0, output
 
 
 def test_json_lines_are_whole_statuses_and_an_incomplete_end_is_code_3(project, slurmgpu):
@@ -441,7 +443,9 @@ def test_squeue_is_asked_once_in_half_a_minute_and_not_for_what_it_has_not(tmp_p
     squeue.write_text(f"#!/bin/sh\necho called >> {calls}\n")
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", f"{squeue.parent}:{os.environ['PATH']}")
-    monkeypatch.setattr("slurmgpu.cli.looking.LOOK_S", 0.01)
+    assert looking.QUEUE_S == 30
+    for name, seconds in {"LOOK_S": 0.01, "QUEUE_S": 600.0, "PATIENCE_S": 60.0}.items():  # also if all of it is slow
+        monkeypatch.setattr(looking, name, seconds)
     for executor, n_calls in (("slurm", 1), ("local", 0)):
         calls.write_text("")
         run = pretend_run(tmp_path / executor, 300, n_tasks=4, executor=executor)

@@ -51,7 +51,7 @@ def remove(name: str, nodes: tuple[str, ...], version: int) -> None:
         owned = []
     for directory in owned:
         # A cgroup is busy until the kernel is through with its last process: a moment after that one's end.
-        wait_for(partial(_removed, directory), f"the cgroup {directory} could be removed", timeout_s=10)
+        wait_for(partial(_removed, directory), f"the cgroup {directory} could be removed", timeout_s=120)
 
 
 def _prepare_v1(name: str, links: Path, mounts: dict[str, Path]) -> Cgroups:

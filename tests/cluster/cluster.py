@@ -113,13 +113,13 @@ class Cluster:
         """What a Slurm command prints, run on this cluster; with `check`, a ClusterError when it fails."""
         clean = {key: value for key, value in os.environ.items() if not key.startswith(INHERITED)}
         result = subprocess.run(
-            argv, env={**clean, "PATH": PATH, **self.env, **env}, capture_output=True, text=True, timeout=120
+            argv, env={**clean, "PATH": PATH, **self.env, **env}, capture_output=True, text=True, timeout=240
         )
         if check and result.returncode != 0:
             raise ClusterError(f"{' '.join(argv)}: exit code {result.returncode}: {result.stderr.strip()}")
         return result.stdout
 
-    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
+    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float = 120) -> None:
         """Return once `condition()` is true; else a ClusterError naming `what`, with the logs' last lines."""
         try:
             wait_for(condition, what, timeout_s, poll_s=0.1)  # each look is a command that keeps slurmctld busy
@@ -258,7 +258,7 @@ class Cluster:
     def _wait_for(self, daemon: str, ready: Callable[[], bool]) -> None:
         """Wait until a daemon is ready, or has ended before it was."""
         child = self._children[daemon]
-        self.wait_until(lambda: child.poll() is not None or ready(), f"{daemon} was ready", timeout_s=30)
+        self.wait_until(lambda: child.poll() is not None or ready(), f"{daemon} was ready")
         if child.returncode is not None:
             raise ClusterError(f"{daemon} ended with exit code {child.returncode}\n{self._log_tails()}")
 
@@ -266,7 +266,7 @@ class Cluster:
         """Whether a command that asks a daemon gets its answer; its last refusal is kept among the logs."""
         with open(self._settings.output(f"asking-{argv[0]}"), "wb") as output:
             environment = {"PATH": PATH, **self.env}
-            asked = subprocess.run(argv, env=environment, stdout=subprocess.DEVNULL, stderr=output, timeout=30)
+            asked = subprocess.run(argv, env=environment, stdout=subprocess.DEVNULL, stderr=output, timeout=120)
         return asked.returncode == 0
 
     def _is_usable(self, node: str) -> bool:

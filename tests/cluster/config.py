@@ -79,7 +79,7 @@ def state_file(folder: Path) -> Path:
 
 
 def free_ports(n: int) -> list[int]:
-    """Ports on which nothing listens.
+    """Ports on which nothing listens, and which no other cluster that is starting has found.
 
     They lie below the range from which the kernel gives ports to outgoing connections (ip(7)), so that they stay free.
     """
@@ -87,11 +87,26 @@ def free_ports(n: int) -> list[int]:
     found: list[int] = []
     for port in random.sample(range(10_000, max(lowest, 20_000)), k=1000):
         with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) != 0:
+            if probe.connect_ex(("127.0.0.1", port)) != 0 and _reserve(port):
                 found.append(port)
         if len(found) == n:
             return found
     raise RuntimeError(f"no {n} free ports among 1000 tried")
+
+
+_reserved: list[socket.socket] = []
+
+
+def _reserve(port: int) -> bool:
+    """Keep a port from clusters that start at the same time, as long as this process lives."""
+    sign = socket.socket(socket.AF_UNIX)
+    try:
+        sign.bind(f"\0slurm-test-port-{port}")  # unix(7): an abstract name, which leaves no file
+    except OSError:
+        sign.close()
+        return False
+    _reserved.append(sign)
+    return True
 
 
 def write(settings: Settings, cgroup_conf: str) -> None:
@@ -176,7 +191,7 @@ ReturnToService=2
 SlurmdTimeout=10
 MessageTimeout=5
 # What a task has to give back its shard, which on a busy machine it needs; it waits no longer than it must.
-KillWait=10
+KillWait=60
 TCPTimeout=2
 
 {_accounting(settings)}"""

@@ -93,7 +93,7 @@ def kill(mark: str) -> None:
                 os.kill(pid, signal.SIGKILL)
         return not pids
 
-    wait_for(nothing_left, f"the processes of {mark} were gone", timeout_s=30)
+    wait_for(nothing_left, f"the processes of {mark} were gone", timeout_s=120)
 
 
 def living() -> Iterator[tuple[int, int]]:
