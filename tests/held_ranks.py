@@ -1,7 +1,5 @@
 """Runs of several ranks that wait in the middle, so that a test finds them at work, and can do something to them."""
 
-from tests.runs import holders, published, wait_until
-
 WORKLOAD = '''
 
 class Held(Ranks):
@@ -29,12 +27,3 @@ def hold(project, n_items, holds, settings=None, **tables):
     for name in waits.values():
         (folder / name).touch()
     return folder
-
-
-def wait_for_hold(folder, n_shards, n_tasks=1):
-    """Until so many shards are published, and so many tasks hold another one."""
-
-    def are_held():
-        return len(published(folder)) == n_shards and len(holders(folder)) == n_tasks
-
-    wait_until(are_held, f"{n_tasks} tasks to hold shards behind {n_shards}", 300)

@@ -133,6 +133,15 @@ def wait_until(condition, what, timeout_s=250):
         time.sleep(0.05)
 
 
+def wait_until_held(folder, n_shards, n_tasks=1):
+    """Until so many shards are published, and so many tasks hold another one each."""
+
+    def are_held():
+        return len(published(folder)) == n_shards and len(holders(folder)) == n_tasks
+
+    wait_until(are_held, f"{n_tasks} tasks to hold shards behind {n_shards}")
+
+
 def planned_run(folder, **values):
     """A run without a workload, of one shard of 40 items, or as `values` of its plan say."""
     texts = dict.fromkeys(("input_digest", "workload", "search_path"), "")

@@ -17,15 +17,14 @@ from tests.images import NOBODY
 from tests.runs import (
     check_rows,
     datasets,
-    holders,
     kill_workers,
     let_go,
-    published,
     records,
     report,
     start,
     toml,
     wait_until,
+    wait_until_held,
     workers,
 )
 
@@ -49,13 +48,6 @@ def _read(path):
 def wait_until_gone(folder, before):
     """Until no worker lives, nor a server of its image: one that its task has killed is gone a moment later."""
     wait_until(lambda: image_servers() <= before and not workers(folder), "the end of the workers and their servers")
-
-
-def wait_until_held(folder, n_shards, n_tasks=1):
-    """Until so many shards are published, and so many tasks wait with the next ones in hand."""
-    wait_until(
-        lambda: len(published(folder)) == n_shards and len(holders(folder)) == n_tasks, "tasks with a shard", 200
-    )
 
 
 def logged(folder, text):

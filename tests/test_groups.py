@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
-from tests.held_ranks import hold, wait_for_hold
-from tests.runs import check_rows, datasets, records, report, start, wait_until, workers
+from tests.held_ranks import hold
+from tests.runs import check_rows, datasets, records, report, start, wait_until, wait_until_held, workers
 
 pytest.importorskip("torch")
 
@@ -76,7 +76,7 @@ def test_whatever_of_a_group_is_killed_the_rest_goes_with_it_and_a_new_one_loses
     folder = hold(project, 40, {8: "first", 24: "second"}, settings={"child": True}, resources=PER_GPU)
     process = start(*LOCAL, "--gpus", "2", cwd=folder)
     for module, n_shards, held in (("slurmgpu.worker", 1, "first"), ("slurmgpu.groups", 3, "second")):
-        wait_for_hold(folder, n_shards)
+        wait_until_held(folder, n_shards)
         former = living(folder)
         victim = workers(folder, module)[-1][0]
         os.kill(victim, signal.SIGKILL)
@@ -98,7 +98,7 @@ def test_whatever_of_a_group_is_killed_the_rest_goes_with_it_and_a_new_one_loses
 def test_a_killed_task_leaves_no_process(project):
     folder = hold(project, 16, {8: "held"}, settings={"child": True}, resources=PER_GPU)
     process = start(*LOCAL, "--gpus", "2", cwd=folder)
-    wait_for_hold(folder, 1)
+    wait_until_held(folder, 1)
     os.kill(records(folder)[0]["pid"], signal.SIGKILL)
     wait_for_silence(folder)
     process.communicate(timeout=280)
@@ -109,7 +109,7 @@ def test_a_killed_task_leaves_no_process(project):
 def test_two_groups_share_a_machine_and_one_that_is_told_to_takes_no_more_shards(project):
     folder = hold(project, 40, {0: "held", 8: "held"}, resources=PER_GPU)
     process = start(*LOCAL, "--gpus", "4", "--gpus-per-task", "2", "--array", cwd=folder)
-    wait_for_hold(folder, 0, n_tasks=2)
+    wait_until_held(folder, 0, n_tasks=2)
     os.kill(records(folder)[0]["pid"], signal.SIGUSR2)  # the notice of a preemption
     wait_until(lambda: records(folder)[0]["state"] == "ended", "the end of the task")
     (folder / "held").unlink()
@@ -125,7 +125,7 @@ def test_ctrl_c_ends_a_group_that_hangs_and_gives_its_shards_back(project):
         40, "Ranks", settings={"faults": {"17": "hang"}, "fault_rank": 1, "child": True}, resources=PER_GPU
     )
     process = start(*LOCAL, "--gpus", "2", cwd=folder)
-    wait_for_hold(folder, 2)
+    wait_until_held(folder, 2)
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=280)
     assert process.returncode == 130, output

@@ -26,6 +26,7 @@ from tests.runs import (
     shard_times,
     start,
     wait_until,
+    wait_until_held,
     workers,
 )
 
@@ -112,7 +113,7 @@ def test_a_killed_worker_is_started_again_and_changes_nothing(project, slurmgpu,
 def test_a_killed_task_loses_nothing(project):
     folder = project(100, held_from=24)
     process = start(*LOCAL, "--tasks", "2", cwd=folder)
-    wait_until(lambda: len(published(folder)) == 3 and len(holders(folder)) == 2, "both tasks to hold a shard")
+    wait_until_held(folder, 3, 2)
     victim = holders(folder)[0]
     os.kill(victim["pid"], signal.SIGKILL)
     let_go(folder)
@@ -130,7 +131,7 @@ def test_a_task_whose_shards_were_taken_over_while_it_lived_does_no_harm(project
     marks.mkdir()
     folder = project(120, held_from=24, settings={"marks": str(marks)})
     process = start(*LOCAL, "--tasks", "2", cwd=folder)
-    wait_until(lambda: len(published(folder)) == 3 and len(holders(folder)) == 2, "both tasks to hold a shard")
+    wait_until_held(folder, 3, 2)
     frozen = holders(folder)[0]
     its_worker = [pid for pid, line in workers(folder) if f'"{frozen["attempt"]}"' in line]
     for pid in (frozen["pid"], *its_worker):
@@ -154,7 +155,7 @@ def test_a_killed_run_leaves_no_worker_and_resubmit_computes_only_what_is_missin
     marks.mkdir()
     folder = project(100, held_from=32, settings={"marks": str(marks)})
     process = start(*LOCAL, "--tasks", "2", cwd=folder)
-    wait_until(lambda: len(published(folder)) == 4 and len(holders(folder)) == 2, "both tasks to hold a shard")
+    wait_until_held(folder, 4, 2)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     wait_until(lambda: not workers(folder), "the workers to follow their tasks")
@@ -172,7 +173,7 @@ def test_a_killed_run_leaves_no_worker_and_resubmit_computes_only_what_is_missin
 def test_ctrl_c_gives_the_shards_back_and_says_how_to_go_on(project, slurmgpu):
     folder = project(100, held_from=24)
     process = start(*LOCAL, "--tasks", "2", cwd=folder)
-    wait_until(lambda: len(published(folder)) == 3 and len(holders(folder)) == 2, "both tasks to hold a shard")
+    wait_until_held(folder, 3, 2)
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=200)
     let_go(folder)
@@ -188,7 +189,7 @@ def test_ctrl_c_gives_the_shards_back_and_says_how_to_go_on(project, slurmgpu):
 def test_a_local_run_is_cancelled_from_a_second_shell_and_a_second_submission_is_refused(project, slurmgpu):
     folder = project(40, held_from=16)
     process = start(*LOCAL, cwd=folder)
-    wait_until(lambda: len(published(folder)) == 2 and holders(folder), "the third shard")
+    wait_until_held(folder, 2)
     assert "holds a run already" in slurmgpu(*LOCAL, cwd=folder, expect=2).stderr
     assert "still at work" in slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
     assert "still at work" in slurmgpu("merge", "run", cwd=folder, expect=2).stderr
@@ -205,7 +206,7 @@ def test_a_local_run_is_cancelled_from_a_second_shell_and_a_second_submission_is
 def test_a_copy_of_a_run_at_work_is_none_of_its_tasks_business(project, slurmgpu):
     folder = project(40, held_from=16)
     process = start(*LOCAL, cwd=folder)
-    wait_until(lambda: len(published(folder)) == 2 and holders(folder), "the third shard")
+    wait_until_held(folder, 2)
     # Not checked: a file that is renamed meanwhile is not there.
     subprocess.run(["cp", "-r", "run", "copy"], cwd=folder, check=False)
     assert "nothing of this run is alive" in slurmgpu("cancel", "copy", cwd=folder, expect=0).stdout

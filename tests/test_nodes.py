@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from slurmgpu.executors import queue
-from tests.held_ranks import hold, wait_for_hold
-from tests.runs import check_rows, datasets, published, records, report, start, wait_until, workers
+from tests.held_ranks import hold
+from tests.runs import check_rows, datasets, published, records, report, start, wait_until, wait_until_held, workers
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("cluster")]
@@ -62,12 +62,12 @@ def test_two_nodes_compute_what_one_process_does(project, slurmgpu):
 def test_a_rank_that_dies_on_the_second_node_is_started_again_and_a_task_that_dies_there_is_a_node_failure(project):
     folder = hold(project, 40, {8: "first", 24: "second"}, resources=RESOURCES)
     process = start(*SUBMIT, cwd=folder)
-    wait_for_hold(folder, 1)
+    wait_until_held(folder, 1)
     launcher = on_second_node(folder)
     os.kill(children(launcher)[0], signal.SIGKILL)
     wait_until(lambda: on_second_node(folder) not in (launcher, None), "a new group")
     (folder / "first").unlink()
-    wait_for_hold(folder, 3)
+    wait_until_held(folder, 3)
     os.kill(parent(on_second_node(folder)), signal.SIGKILL)
     process.communicate(timeout=600)
     assert process.returncode == 3
@@ -83,7 +83,7 @@ def test_a_rank_that_dies_on_the_second_node_is_started_again_and_a_task_that_di
 def test_a_requeued_task_of_two_nodes_goes_on_and_a_cancelled_one_leaves_nothing(project, slurmgpu, cluster):
     folder = hold(project, 40, {8: "first", 24: "second"}, resources=RESOURCES, slurm={"requeue": True})
     process = start(*SUBMIT, cwd=folder)
-    wait_for_hold(folder, 1)
+    wait_until_held(folder, 1)
     job = records(folder)[0]["job"]
     cluster.run("scontrol", "requeue", job)
     wait_until(lambda: records(folder)[0]["state"] == "ended", "the end of the first attempt")
@@ -92,7 +92,7 @@ def test_a_requeued_task_of_two_nodes_goes_on_and_a_cancelled_one_leaves_nothing
     wait_until(lambda: any(job.reason == "BeginTime" for job in queue.find_jobs([job])), "the requeue")
     cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
     (folder / "first").unlink()
-    wait_for_hold(folder, 3)
+    wait_until_held(folder, 3)
     assert len(living(folder)) == 6
     cluster.run("scancel", job)
     process.communicate(timeout=600)

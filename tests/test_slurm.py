@@ -26,6 +26,7 @@ from tests.runs import (
     submissions,
     wait_for_end,
     wait_until,
+    wait_until_held,
 )
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("cluster")]
@@ -33,11 +34,6 @@ pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("cluster")]
 # Stand-in GPUs are allocated, and the CPU computes.
 SUBMIT = ("submit", "--device", "cpu", "--array")
 WAIT = (*SUBMIT, "--wait")
-
-
-def wait_until_held(folder, n_shards, n_tasks):
-    """Until `n_tasks` tasks hold a shard each, and all shards before those are published."""
-    wait_until(lambda: len(published(folder)) == n_shards and len(holders(folder)) == n_tasks, "tasks with a shard")
 
 
 def test_four_tasks_make_one_verified_file(project, slurmgpu):
