@@ -1,6 +1,7 @@
-"""Models for tests, made on the spot: tiny random ones of real architectures, and a small Llama that can do sums.
+"""Models for tests: tiny random ones of real architectures, made on the spot, and a small Llama that can do sums.
 
-`adder` is trained in about a minute, and then knows three things, each as chat message or plain prompt:
+`adder` has its weights in a file, which train_adder.py has made: trained anew, it is another model on another CPU.
+It knows three things, each as chat message or plain prompt:
 
     "47+85="           → "7+5+0=12\\n4+8+1=13\\n#132": units with carry, tens with carry, the sum
     "47+85?133"        → "7+5+0=12\\n4+8+1=13\\n2=3N\\n3=3Y\\n1=1Y\\nN": the sum's digits and the claim's, the verdict
@@ -9,12 +10,9 @@
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import json
-import os
 import random
-import tempfile
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,7 @@ GOOD = ["kind", "friends", "here", "singing"]
 WHO = ["they", "we", "you", "all of them", "the neighbours"]
 LINKS = ["are", "were", "will be"]
 
-N_STEPS = 500
+ADDER_WEIGHTS = Path(__file__).with_name("adder.safetensors")
 
 
 def sum_steps(a: int, b: int) -> str:
@@ -146,81 +144,26 @@ def make_unloadable(folder: Path) -> Path:
     return folder
 
 
-def _example(rng: random.Random) -> tuple[str, str]:
-    a, b = rng.randint(10, 99), rng.randint(10, 99)
-    match rng.choice(["sum", "sum", "judge", "judge", "judge", "label"]):
-        case "sum":
-            return f"{a}+{b}=", sum_steps(a, b)
-        case "judge":
-            said = claim(rng, a + b)
-            return f"{a}+{b}?{said}", check_steps(a, b, said)
-    text, label = sentence(rng)
-    return f":{text}", label
+def adder_config() -> Any:
+    """The sizes of the adder: some 135,000 parameters."""
+    from transformers import LlamaConfig
 
-
-def train_adder(folder: Path, n_steps: int = N_STEPS) -> Path:
-    """A Llama of some 130,000 parameters, trained on sums, claims and sentences."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    rng = random.Random(0)
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = make_tokenizer(folder)
-    config = LlamaConfig(**_sizes(intermediate_size=256, num_key_value_heads=4, tie_word_embeddings=True))
-    model = LlamaForCausalLM(config)
-    # Muon needs less than half of the time that AdamW alone does.
-    matrices = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and "embed" not in name]
-    others = [weight for name, weight in model.named_parameters() if weight.ndim != 2 or "embed" in name]
-    optimizers = [
-        torch.optim.Muon(matrices, lr=0.02, weight_decay=0.01),
-        torch.optim.AdamW(others, lr=6e-3, betas=(0.9, 0.98), weight_decay=0.01),
-    ]
-    schedules = [
-        torch.optim.lr_scheduler.OneCycleLR(each, rate, n_steps, pct_start=0.1, cycle_momentum=False)
-        for each, rate in zip(optimizers, (0.02, 6e-3), strict=True)
-    ]
-    for _ in range(n_steps):
-        rows, labels = [], []
-        for prompt, answer in (_example(rng) for _ in range(32)):
-            asked, told = tokenizer.encode(prompt), tokenizer.encode(answer, add_special_tokens=False)
-            rows.append([*asked, *told, tokenizer.eos_token_id])
-            labels.append([-100] * len(asked) + [*told, tokenizer.eos_token_id])
-        longest = max(map(len, rows))
-        ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
-        wanted = torch.tensor([row + [-100] * (longest - len(row)) for row in labels])
-        loss = model(input_ids=ids, labels=wanted).loss
-        model.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for each in (*optimizers, *schedules):
-            each.step()
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
-    model.save_pretrained(folder)
-    return folder
-
-
-def adder_folder() -> Path:
-    """Where the trained adder lies; trained once on a machine for each version of this file."""
-    cache = Path(tempfile.gettempdir()) / f"slurmgpu-tests-{os.getuid()}"
-    cache.mkdir(mode=0o755, exist_ok=True)
-    version = hashlib.blake2b(Path(__file__).read_bytes(), digest_size=6).hexdigest()
-    folder = cache / f"adder-{version}"
-    with open(cache / "adder.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "model.safetensors").exists():
-            partial = folder.with_suffix(f".{os.getpid()}")
-            train_adder(partial)
-            partial.rename(folder)
-    return folder
+    sizes = _sizes(intermediate_size=256, num_key_value_heads=4, tie_word_embeddings=True)
+    return LlamaConfig(**sizes, architectures=["LlamaForCausalLM"], dtype="float32")
 
 
 @pytest.fixture(scope="session")
-def adder() -> Path:
+def adder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a small Llama that adds numbers of two digits, judges sums and labels sentences."""
-    return adder_folder()
+    from transformers import GenerationConfig
+
+    folder = tmp_path_factory.mktemp("adder")
+    tokenizer = make_tokenizer(folder)
+    adder_config().save_pretrained(folder)
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    GenerationConfig(bos_token_id=tokenizer.bos_token_id, **ends).save_pretrained(folder)
+    shutil.copyfile(ADDER_WEIGHTS, folder / "model.safetensors")
+    return folder
 
 
 @pytest.fixture(scope="module")
