@@ -25,12 +25,24 @@ from slurmgpu.training.places import Place  # noqa: E402
 from slurmgpu.training.settings import TrainingSettings  # noqa: E402
 from slurmgpu.training.sizing import fit_batch_size, flops_per_sample  # noqa: E402
 from tests.runs import run_module  # noqa: E402
-from tests.training_ranks import BASE, BY_FOUR, CASES, N_TEST, N_TRAIN, N_VAL, Exact, Plain, Recording  # noqa: E402
+from tests.training_ranks import (  # noqa: E402
+    BASE,
+    BY_FOUR,
+    CASES,
+    N_TEST,
+    N_TRAIN,
+    N_VAL,
+    Exact,
+    Padded,
+    Plain,
+    Recording,
+    Weightless,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ALONE = Place()
-EXACT = [name for name, (user, _) in CASES.items() if not issubclass(user, Plain)]
+EXACT = [name for name, (user, _) in CASES.items() if not issubclass(user, (Plain, Weightless))]
 
 
 def sizes(case):
@@ -133,6 +145,43 @@ def test_a_loss_that_is_no_number_ends_the_configuration(found, world_size):
     assert "the loss is nan at step" in found("not a number", world_size)["error"]
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_weighed_evaluation_is_that_of_a_single_batch(found, world_size):
+    result = found("weighed", world_size)
+    user = Padded()
+    model = user.model()
+    model.load_state_dict(result["weights"])
+    for split in ("val", "test"):
+        batch = user.collate(user.data(split))
+        measured = {"loss": user.loss(model, batch), **user.metrics(model, batch)}
+        for name, value in measured.items():
+            expected = value.detach().double().mean()
+            assert result["outcome"]["final"][f"{split}_{name}"] == pytest.approx(float(expected), abs=1e-12)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_weight_of_nothing_ends_the_configuration_in_a_sentence(found, world_size):
+    told = found("weightless", world_size)["error"]
+    assert "weight(batch) gave 0; it shall be a positive and finite number: over how many tokens" in told
+
+
+@pytest.mark.parametrize("given", [-1.0, math.nan, math.inf, torch.ones(2), "many", None])
+def test_what_is_no_weight_is_refused_in_a_sentence(train, given):
+    class Odd(Padded):
+        def weight(self, batch):
+            return given
+
+    with pytest.raises(ItemError, match=r"weight\(batch\) gave .*positive and finite number"):
+        train(Odd(), epochs=1)
+
+
+def test_an_attribute_that_is_called_weight_is_none(train):
+    class Attributed(Exact):
+        weight = torch.ones(3)
+
+    assert train(Attributed(), epochs=1).final == train(Exact(), epochs=1, folder="without").final
+
+
 def test_a_metric_of_some_batches_only_ends_the_configuration_on_all_processes(found):
     for world_size in (1, 2):
         assert "it shall give the same names for each batch" in found("sometimes", world_size)["error"]
@@ -215,6 +264,28 @@ def test_accumulation_is_a_larger_batch(train):
     for others in gradients[1:]:
         for one, other in zip(gradients[0], others, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_accumulated_micro_batches_weigh_what_they_hold(train):
+    """Lines of uneven lengths: a step's gradients are those of its samples in one padded batch."""
+
+    class Weightless(Padded):
+        weight = None
+
+    steps = {}
+    for user in (Padded, Weightless):
+        for size in ({"batch_size": 12}, {"batch_size": 2, "accumulation": 6}, {"batch_size": 5}):
+            given = {} if "accumulation" in size else {"global_batch_size": 12}
+            outcome = train(user(), folder=f"{user}{size}", **{"global_batch_size": None} | given | size)
+            gradients = [torch.cat([each.flatten() for each in step]) for step in Recording.gradients]
+            steps.setdefault(user, []).append((gradients, outcome.curve, outcome.final))
+    for gradients, curve, final in steps[Padded][1:]:
+        for one, other in zip(steps[Padded][0][0], gradients, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+        assert curve == pytest.approx(steps[Padded][0][1], abs=1e-12)
+        assert final == pytest.approx(steps[Padded][0][2], abs=1e-12)
+    one, other = (steps[Weightless][number][0][0] for number in (0, 1))
+    assert (one - other).norm() > 0.05 * one.norm()  # which is what the method is for
 
 
 def test_gradients_are_clipped_by_their_norm(train):

@@ -16,6 +16,7 @@ from slurmgpu.training.modes import Mode, computing  # noqa: E402
 from slurmgpu.training.optimizing import Stepper  # noqa: E402
 from slurmgpu.training.places import Place  # noqa: E402
 from slurmgpu.training.settings import TrainingSettings, goal_of  # noqa: E402
+from slurmgpu.training.weighing import Weigher  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
@@ -103,7 +104,8 @@ class Counting(nn.Linear):
 def test_an_evaluation_leaves_the_models_buffers_as_they_were():
     user, settings = like(model=Counting), TrainingSettings(epochs=1)
     mode = Mode(user, user.model(), settings, Place())
-    evaluator = Evaluator(mode, read_split(user, "val"), "val", settings, 4, Place())
+    weigher = Weigher(user, Place(), mode.device)
+    evaluator = Evaluator(mode, read_split(user, "val"), "val", settings, 4, Place(), weigher)
     assert evaluator.names() == ["val_loss"]
     assert sorted(evaluator.evaluate()) == ["val_loss"]
     with mode.rehearsal():

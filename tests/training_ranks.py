@@ -93,6 +93,37 @@ class Unused(Exact):
         return model
 
 
+class Padded(Exact):
+    """Lines of 1 to 9 tokens, padded to the longest of their batch; the loss is the mean over the tokens."""
+
+    def model(self):
+        return nn.Sequential(nn.Embedding(12, 5), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 12)).double()
+
+    def data(self, split):
+        return [(torch.arange(1 + number**2 % 9) * (number + 2) + number) % 12 for number in range(SIZES[split])]
+
+    def collate(self, lines):
+        return nn.utils.rnn.pad_sequence(lines, batch_first=True, padding_value=-1)
+
+    def loss(self, model, batch):
+        outputs = model(batch.clamp(min=0)).transpose(1, 2)
+        return nn.functional.cross_entropy(outputs, (batch + 1) % 12 - (batch < 0) * 100, ignore_index=-100)
+
+    def weight(self, batch):
+        return (batch >= 0).sum()
+
+    def metrics(self, model, batch):
+        is_token = batch >= 0
+        return {"first": batch[is_token].double().mean(), "length": is_token.sum(1).double()}
+
+
+class Weightless(Padded):
+    """Has a batch without a token on one of several ranks, and says so."""
+
+    def weight(self, batch):
+        return 0 if (batch == 11).any() and not (dist.is_initialized() and dist.get_rank() == 0) else 1.5
+
+
 class Normed(Plain):
     """Has batch normalisation."""
 
@@ -144,6 +175,9 @@ CASES = {
     "static": (Exact, {"static_graph": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 0.001}),
     "computed again": (Exact, {"gradient_checkpointing": True}),
     "sharded": (Exact, {"strategy": "fsdp"}),
+    "weighed": (Padded, {}),
+    "weighed and sharded": (Padded, {"strategy": "fsdp"}),
+    "weightless": (Weightless, {}),
     "unused": (Unused, {"find_unused_parameters": True}),
     "early": (Plain, {"epochs": 50, "lr": 1.0, "patience": 2, "metric": "val_accuracy"}),
     "sharded early": (Plain, {"epochs": 50, "lr": 1.0, "patience": 2, "metric": "val_accuracy", "strategy": "fsdp"}),
@@ -159,7 +193,7 @@ CASES = {
     "sync_batchnorm": (Normed, {"sync_batchnorm": True}),
 }
 
-BY_FOUR = ("gradients", "one at a time", "static", "normed", "not a number")
+BY_FOUR = ("gradients", "weighed", "one at a time", "static", "normed", "not a number")
 
 
 def main(folder):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,16 +11,20 @@ from torch import distributed
 
 from slurmgpu.errors import ItemError
 from slurmgpu.training.places import Place
+from slurmgpu.training.ranks import together
 
 
 class Curve:
-    """The mean loss of the samples between points; `steps` and `values` are those that have been read."""
+    """The mean loss of the samples between points; `steps` and `values` are those that have been read.
 
-    def __init__(self, log_steps: int, device: torch.device, place: Place) -> None:
+    `why` says on each process what is known of a loss that is no number, if anything is.
+    """
+
+    def __init__(self, log_steps: int, device: torch.device, place: Place, why: Callable[[], str] = str) -> None:
         self.steps: list[int] = []
         self.values: list[float] = []
         self._log_steps = log_steps
-        self._place = place
+        self._place, self._why = place, why
         # One sum that only grows, of this process; points are its differences.
         self._sum = torch.zeros((), dtype=torch.float64, device=device)
         self._n = 0
@@ -29,9 +33,11 @@ class Curve:
         self._evaluation = (0, 0.0)  # and at the last evaluation
         self._read = (-1, 0.0)  # and when they were last read
 
-    def add(self, loss: torch.Tensor, n: int) -> None:
-        """Count this process's loss, the mean of `n` samples."""
-        if n:
+    def add(self, loss: torch.Tensor, n: float | torch.Tensor) -> None:
+        """Count this process's loss, which is that of `n` of the step's samples."""
+        if isinstance(n, torch.Tensor):
+            self._sum.add_(loss.detach() * n)
+        elif n:
             self._sum.add_(loss.detach(), alpha=n)
 
     def end_step(self, step: int, n: int, *, last: bool = False) -> None:
@@ -46,13 +52,16 @@ class Curve:
         Returns the sums over the ranks of what each of them gives in `told`: they share one collective.
         """
         sums = self.summed(told, *(each for _, _, each in self._open), self._sum)
-        for (at, n, _), total in zip(self._open, sums[len(told) : -1], strict=True):
-            self.steps.append(at)
-            self.values.append(_mean(self._point, (n, total), at))
-            self._point = n, total
-        self._open.clear()
-        self._read = self._n, sums[-1]
-        _mean(self._point, self._read, step)
+        try:
+            for (at, n, _), total in zip(self._open, sums[len(told) : -1], strict=True):
+                self.steps.append(at)
+                self.values.append(_mean(self._point, (n, total), at))
+                self._point = n, total
+            self._open.clear()
+            self._read = self._n, sums[-1]
+            _mean(self._point, self._read, step)
+        except ItemError as error:
+            raise ItemError(next(filter(None, together(self._place, self._why)), str(error))) from error
         return sums[: len(told)]
 
     def summed(self, told: Sequence[float], *sums: torch.Tensor) -> list[float]:

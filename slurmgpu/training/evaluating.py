@@ -1,4 +1,4 @@
-"""Losses and metrics over a split, exact on any number of processes; and which evaluation is the best so far."""
+"""Losses and metrics over a split, also on several processes; and which evaluation is the best so far."""
 
 from __future__ import annotations
 
@@ -18,15 +18,26 @@ from slurmgpu.training.places import Place
 from slurmgpu.training.ranks import led, together
 from slurmgpu.training.settings import TrainingSettings, goal_of
 from slurmgpu.training.states import keeping_buffers, random_state, set_random_state, share_buffers
+from slurmgpu.training.weighing import Weigher
 
 log = logging.getLogger(__name__)
 
 
 class Evaluator:
-    """Evaluates one split: the loss and the user's metrics, each averaged over the samples."""
+    """Evaluates one split: the loss and the user's metrics, each averaged over the samples.
+
+    With weights the loss, and the metrics that are one number for a batch, are averaged by them.
+    """
 
     def __init__(
-        self, mode: Mode, reader: Reader, split: str, settings: TrainingSettings, batch_size: int, place: Place
+        self,
+        mode: Mode,
+        reader: Reader,
+        split: str,
+        settings: TrainingSettings,
+        batch_size: int,
+        place: Place,
+        weigher: Weigher,
     ) -> None:
         self.split = split
         self._mode = mode
@@ -35,6 +46,7 @@ class Evaluator:
         self._readings = EvalReadings(len(reader), batch_size, split, seed, place.rank, place.world_size)
         self._reader = reader
         self._loader = Loader(reader, self._readings, settings, mode.device)
+        self._weigher = weigher
         self._names: list[str] = []  # equal on all ranks, whose sums are added in this order
         self._odd = ""  # what is wrong with those of this rank
         self._warned: set[str] = set()
@@ -52,16 +64,18 @@ class Evaluator:
         `poll` is called after each batch, on all ranks as often; what it raises ends the evaluation. An ItemError, on
         all ranks, where batches have metrics of other names.
         """
-        sums: dict[str, torch.Tensor] = {}
+        sums: dict[str, torch.Tensor] = {}  # each with how many samples, or of what weight, are in it
         with self._undisturbed():
             share_buffers(self._mode.model)
-            for n, batch in zip(self._readings.counts(), self._loader, strict=True):
-                found = self._measure(batch)
+            for n, batch in zip(self._readings.counts(), self._loader.read(), strict=True):
+                weight = self._weigher.weigh(batch) if n and self._weigher else float(n)
+                found = self._measure(self._loader.moved(batch))
                 self._settle_names(found)
                 for name in self._names:
-                    total = sums.setdefault(name, torch.zeros((), dtype=torch.float64, device=self._mode.device))
+                    total = sums.setdefault(name, torch.zeros(2, dtype=torch.float64, device=self._mode.device))
                     if n and name in found:
-                        total += found[name] * n
+                        mean, over_samples = found[name]
+                        total += torch.stack([mean, torch.ones_like(mean)]) * (n if over_samples else weight)
                 poll()
         means = {f"{self.split}_{name}": value for name, value in self._means(sums).items()}
         self._warn(means)
@@ -71,10 +85,10 @@ class Evaluator:
         """End the loader's workers."""
         self._loader.close()
 
-    def _measure(self, batch: Any) -> dict[str, torch.Tensor]:
-        """Means over a batch, on the device."""
-        found = self._mode.plain(batch, measure=True)
-        return {name: _mean(name, value, self._mode.device) for name, value in found.items()}
+    def _measure(self, batch: Any) -> dict[str, tuple[torch.Tensor, bool]]:
+        """Means over a batch, on the device, and whether each is of a number for each sample."""
+        found, device = self._mode.plain(batch, measure=True), self._mode.device
+        return {name: (_mean(name, value, device), getattr(value, "ndim", 0) > 0) for name, value in found.items()}
 
     def _settle_names(self, found: Mapping[str, Any]) -> None:
         """Keep the names that rank 0 finds first; remember that a batch has others, which is told after the last."""
@@ -87,14 +101,15 @@ class Evaluator:
             )
 
     def _means(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        odd = torch.full((), bool(self._odd), dtype=torch.float64, device=self._mode.device)
-        totals = torch.stack([odd, *(sums[name] for name in self._names)])
+        why = self._odd or self._weigher.odd
+        odd = torch.full((1,), bool(why), dtype=torch.float64, device=self._mode.device)
+        totals = torch.cat([odd, *(sums[name] for name in self._names)])
         if self._place.world_size > 1:
             distributed.all_reduce(totals)
         n_odd, *found = totals.tolist()
         if n_odd:
-            raise ItemError(next(filter(None, together(self._place, lambda: self._odd))))
-        return {name: each / self._readings.n_samples for name, each in zip(self._names, found, strict=True)}
+            raise ItemError(next(filter(None, together(self._place, lambda: why))))
+        return {name: total / over for name, total, over in zip(self._names, found[::2], found[1::2], strict=True)}
 
     def _warn(self, means: Mapping[str, float]) -> None:
         for name, value in means.items():

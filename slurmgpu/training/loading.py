@@ -87,14 +87,21 @@ class Loader:
         )
 
     def __iter__(self) -> Iterator[Any]:
+        return map(self.moved, self.read())
+
+    def moved(self, batch: Any) -> Any:
+        """A batch that was read, on the device."""
+        return to_device(batch, self._device, non_blocking=self._pinned)
+
+    def read(self) -> Iterator[Any]:
+        """The batches as they were read, in the host's memory."""
         # Forked processes inherit what is blocked: until they can watch, a signal waits.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             batches = iter(self._loader)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for batch in batches:
-            yield to_device(batch, self._device, non_blocking=self._pinned)
+        yield from batches
 
     def close(self) -> None:
         """End the workers."""

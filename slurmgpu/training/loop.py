@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from slurmgpu.errors import Interrupted
 from slurmgpu.training import states
-from slurmgpu.training.batches import Step, derive_seed
+from slurmgpu.training.batches import MicroBatch, Step, derive_seed
 from slurmgpu.training.best import BestWeights
 from slurmgpu.training.checkpoints import Checkpoints, save_weights
 from slurmgpu.training.curves import Curve
@@ -28,6 +29,7 @@ from slurmgpu.training.sizing import Counter, fit_batch_size, peak_memory
 from slurmgpu.training.splits import Splits, cut
 from slurmgpu.training.telling import Telling
 from slurmgpu.training.throughput import throughput
+from slurmgpu.training.weighing import Weigher
 
 __all__ = ["Outcome", "Training"]
 
@@ -40,8 +42,8 @@ class Training:
     """A training of what `user` describes, in `folder`, where its checkpoints and its weights lie.
 
     `user` has `model()`, `data(split)`, `loss(model, batch)`, and may have `metrics(model, batch)`,
-    `optimizer(model)`, `scheduler(optimizer, n_steps)`, `collate(samples)`, `tokens(batch)`, `flops(batch)` and
-    `blocks(model)`: docs/how-to/train-a-model.md says what each returns.
+    `weight(batch)`, `optimizer(model)`, `scheduler(optimizer, n_steps)`, `collate(samples)`, `tokens(batch)`,
+    `flops(batch)` and `blocks(model)`: docs/how-to/train-a-model.md says what each returns.
     """
 
     def __init__(self, user: Any, settings: TrainingSettings, place: Place, folder: Path) -> None:
@@ -88,7 +90,9 @@ class Training:
         self._cutting = cut(len(self._splits.train), self._batch_size, settings, place)
         self._n_steps = self._cutting.n_steps()
         self._stepper = Stepper(self._user, self._mode.model, settings, self._cutting)
-        self._curve = Curve(settings.log_steps or -(-self._n_steps // MOST_POINTS) or 1, device, place)
+        self._weigher = Weigher(self._user, place, device)
+        log_steps = settings.log_steps or -(-self._n_steps // MOST_POINTS) or 1
+        self._curve = Curve(log_steps, device, place, lambda: self._weigher.odd)
         self._watch, self._best = Watch(settings), BestWeights(self._folder, place, self._mode)
         self._pace = Pace(settings, place)
         self._telling = Telling(place, settings.epochs, standing, self._curve)
@@ -117,7 +121,7 @@ class Training:
         reader = self._splits.get(split)
         if reader is None:
             return None
-        evaluator = Evaluator(self._mode, reader, split, self._settings, self._batch_size, self._place)
+        evaluator = Evaluator(self._mode, reader, split, self._settings, self._batch_size, self._place, self._weigher)
         self._open.append(evaluator)
         return evaluator
 
@@ -132,9 +136,9 @@ class Training:
         if self._evaluation_is_due(at_end):  # it was interrupted in this
             self._end_step(at_end)
         readings = TrainReadings(self._cutting, self._seed, standing.position, standing.step)
-        loader = Loader(self._splits.train, readings, self._settings, self._device)
-        self._open.append(loader)
-        self._batches = iter(loader)
+        self._loader = Loader(self._splits.train, readings, self._settings, self._device)
+        self._open.append(self._loader)
+        self._batches = self._loader.read()
         self._pace.rest()
         self._telling.rest()
         for step in self._cutting.plan(standing.position, standing.step):
@@ -148,20 +152,35 @@ class Training:
         standing, scaler = self._standing, self._stepper.scaler
         self._stepper.prepare(standing.position, standing.step)
         with self._meter.step(samples=sum(each.n for each in step.micro_batches)):
-            for each in step.micro_batches:
-                with self._meter.data():
-                    batch = next(self._batches)
+            for each, batch, factor in self._read(step):
                 self._mode.first_pass(batch)
                 self._counter.count(batch, each)
                 with self._mode.gathering(each is step.micro_batches[-1]):
                     loss = self._mode.forward(batch)
-                    scaler.scale(loss if each.weight == 1 else loss * each.weight).backward()
-                self._curve.add(loss, each.n)
+                    scaler.scale(_scaled(loss, factor)).backward()
+                self._curve.add(loss, factor * (step.n / self._place.world_size) if self._weigher else each.n)
             self._stepper.step()
         standing.step += 1
         standing.epoch, standing.sample = step.after
         standing.samples += step.n
         self._curve.end_step(standing.step, step.n, last=standing.step == self._n_steps)
+
+    def _read(self, step: Step) -> Iterator[tuple[MicroBatch, Any, Any]]:
+        """The micro-batches of a step: each with its batch, and with the factor of its loss in the step's."""
+        if not self._weigher:
+            for each in step.micro_batches:
+                with self._meter.data():
+                    batch = self._loader.moved(next(self._batches))
+                yield each, batch, each.weight
+            return
+        # All of them before the first pass: what one weighs in the step, all processes must tell.
+        with self._meter.data():
+            batches = [next(self._batches) for _ in step.micro_batches]
+        factors = self._weigher.factors(step, batches)
+        for each, factor in zip(step.micro_batches, factors, strict=True):
+            with self._meter.data():
+                batch = self._loader.moved(batches.pop(0))
+            yield each, batch, factor
 
     def _end_step(self, epoch_ends: bool) -> None:
         """Evaluate, and do what rank 0 decides, where it is time to."""
@@ -305,3 +324,9 @@ class Training:
         """Seconds since the last lap."""
         before, self._since = self._since, time.monotonic()
         return self._since - before
+
+
+def _scaled(loss: torch.Tensor, factor: Any) -> torch.Tensor:
+    if isinstance(factor, torch.Tensor):
+        return loss * factor.to(loss.dtype)
+    return loss if factor == 1 else loss * factor

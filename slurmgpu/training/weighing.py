@@ -1,0 +1,69 @@
+"""How much a batch weighs where a loss is no mean over samples: what the user's class says, over all processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import distributed
+
+from slurmgpu.training.batches import Step
+from slurmgpu.training.places import Place
+
+
+class Weigher:
+    """Asks `user.weight(batch)`, if there is one: over how much the loss of a batch is a mean, such as its tokens.
+
+    Falsy where there is none: then a batch weighs as much as it has samples.
+    """
+
+    def __init__(self, user: Any, place: Place, device: torch.device) -> None:
+        weight = getattr(user, "weight", None)
+        self._weight = weight if callable(weight) else None  # an attribute may be called so, too
+        self._place, self._device = place, device
+        self.odd = ""
+        """What is wrong with a weight of this process, which counts as NaN: it is told when all processes meet."""
+
+    def __bool__(self) -> bool:
+        return self._weight is not None
+
+    def weigh(self, batch: Any) -> float:
+        """The weight of a batch; NaN if it is not positive and finite."""
+        assert self._weight is not None
+        given = self._weight(batch)
+        try:
+            found = float(given)
+        except (TypeError, ValueError, RuntimeError):  # of a tensor of several numbers
+            found = math.nan
+        if math.isfinite(found) and found > 0:
+            return found
+        self.odd = self.odd or (
+            f"weight(batch) gave {_describe(given)}; it shall be a positive and finite number: over how many tokens, "
+            "or whatever it is, the loss of the batch is a mean"
+        )
+        return math.nan
+
+    def factors(self, step: Step, batches: Sequence[Any]) -> list[Any]:
+        """What to multiply the losses of a step's micro-batches by, so that gradients are those of the step's mean.
+
+        Their sum over all processes is their number: gradients are averaged over the processes. Numbers, on several
+        GPUs tensors: nothing waits for the device. All processes call this.
+        """
+        weights = [
+            self.weigh(batch) if each.weight else 0.0 for each, batch in zip(step.micro_batches, batches, strict=True)
+        ]
+        n = self._place.world_size
+        if n == 1:
+            return [weight / math.fsum(weights) for weight in weights]
+        total = torch.tensor(math.fsum(weights), dtype=torch.float64, device=self._device)
+        distributed.all_reduce(total)
+        over = total if total.is_cuda else total.item()
+        return [n * weight / over for weight in weights]
+
+
+def _describe(given: Any) -> str:
+    if isinstance(given, torch.Tensor):
+        return str(given.item()) if given.numel() == 1 else f"a tensor of shape {tuple(given.shape)}"
+    return repr(given) if isinstance(given, int | float | str) else f"a {type(given).__name__}"
