@@ -7,7 +7,7 @@ MAKEFLAGS += --jobs
 # The tests start thousands of processes that import the package: none but the first is to compile it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-tracin demo-train test packages lint types bench clean
+.PHONY: demo demo-tracin demo-train test packages lint types bench chaos clean
 
 demo: $(VENV)/demo
 	$(BIN)/python docs/examples/embed/demo.py
@@ -34,6 +34,9 @@ types: $(VENV)/test
 
 bench: $(VENV)/test
 	$(BIN)/python -m tests.benchmarks
+
+chaos: $(VENV)/test
+	$(BIN)/python -m tests.chaos --write
 
 $(VENV)/demo $(VENV)/test: $(VENV)/%: pyproject.toml tests/constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from slurmgpu import merge
+from slurmgpu import merge, renewing, snapshots
 from slurmgpu.containers.images import same_image
 from slurmgpu.containers.settings import ContainerError
 from slurmgpu.containing import contain_anew
@@ -20,9 +20,12 @@ from slurmgpu.executors.submitting import Outcome
 from slurmgpu.forecast import FORECAST_FORMAT, FORECAST_VERSION, forecast, observe
 from slurmgpu.injecting import check_faults, parse_faults
 from slurmgpu.injecting.telling import Verdict, judge
+from slurmgpu.locks import Lock
 from slurmgpu.planning import Draft, draft_run
-from slurmgpu.report import last_report
+from slurmgpu.recompute import Recompute, recompute_path, write_recompute
+from slurmgpu.report import is_complete, last_report
 from slurmgpu.runs import Run, create_run
+from slurmgpu.shared_files import remove
 from slurmgpu.status import StatusReader, read_status
 from slurmgpu.submissions import Submission, is_over
 from slurmgpu.workloads import load_class
@@ -63,9 +66,23 @@ class RunHandle:
         """Wait until nothing of the run is queued or alive; the report."""
         return wait_for(self.run, on_tick)
 
-    def resubmit(self, *, failed: bool = False, **resources: Any) -> RunHandle:
-        """Submit what is missing, with `failed` also failed items; the keys of [resources] change what it runs on."""
-        return RunHandle(self.run, resubmit(self.run, resources, failed=failed))
+    def resubmit(
+        self,
+        *,
+        failed: bool = False,
+        force: bool = False,
+        code: str | None = None,
+        other_code: bool = False,
+        **resources: Any,
+    ) -> RunHandle:
+        """Submit what is missing, with `failed` also failed items; the keys of [resources] change what it runs on.
+
+        `code` is "former", or the digest of a snapshot; without it the user's modules are taken as they are now. With
+        `other_code` the rows that other code has computed are computed again. It is refused while something of the run
+        is, or may be, alive; with `force` it is not.
+        """
+        ways: dict[str, Any] = {"failed": failed, "force": force, "code": code, "other_code": other_code}
+        return RunHandle(self.run, resubmit(self.run, resources, **ways))
 
     def cancel(self) -> str:
         """Stop what is alive of the run; what was done, in words."""
@@ -158,6 +175,7 @@ def plan_draft(draft: Draft) -> tuple[Run, list[str], list[str]]:
 
     submission, notes = byhand.asked_by_hand(submission_of(draft))
     run = create_run(draft.run_dir, draft.plan, draft.items.files)
+    snapshots.write(run.folder, draft.code)
     return run, byhand.lines_to_type(run, submission), notes
 
 
@@ -172,8 +190,9 @@ def submit_draft(
     check_executor(submission, draft.plan.container)
     run = create_run(draft.run_dir, draft.plan, draft.items.files)
     try:
-        notes = adjusting.fewer_tasks(submission, draft.plan.n_shards)
-        return RunHandle(run, submitting.start(run, lambda: (submission, notes), lambda: on_tick(run)))
+        snapshots.write(run.folder, draft.code)
+        notes = [*draft.code.left_out, *adjusting.fewer_tasks(submission, draft.plan.n_shards)]
+        return RunHandle(run, submitting.start(run, lambda _: (submission, notes), lambda: on_tick(run)))
     except BaseException:
         remove_unused(run)
         raise
@@ -190,7 +209,8 @@ def submission_of(draft: Draft, after: Run | None = None, inject: Sequence[str] 
     faults = parse_faults(inject)
     check_faults(faults, draft.plan, submission.executor)
     inject = tuple(map(str, faults))
-    return replace(submission, slurm=draft.plan.slurm, merge=draft.plan.merge, after=waits_for, inject=inject)
+    submission = replace(submission, slurm=draft.plan.slurm, merge=draft.plan.merge, after=waits_for, inject=inject)
+    return replace(submission, code=draft.code.line())
 
 
 def check_executor(submission: Submission, container: Mapping[str, Any] | None) -> None:
@@ -239,39 +259,70 @@ def resubmit(
     *,
     failed: bool = False,
     merging: Mapping[str, Any] | None = None,
+    force: bool = False,
+    code: str | None = None,
+    other_code: bool = False,
+    tell: Callable[[str], None] | None = None,
 ) -> Outcome:
-    """Submit what is missing, with `failed` also shards that hold failed items; the notes say what was adjusted.
+    """Submit what is missing, with `failed` also failed items; the notes say what was adjusted.
+
+    With `force` also while something of the run may be alive.
 
     `slurm` and `merging` are options of sbatch's, for the array job and the merge job, over those of the last time.
+    The user's modules are taken as they are now; `code` is "former" for the snapshot of the last submission, or the
+    digest of another one. With `other_code` the rows that other code has computed are computed again. What has changed
+    in the code is a note as well, or is told by `tell` before anything starts.
     """
 
-    def prepare() -> tuple[Submission, list[str]]:
-        living.refuse_alive(run, "resubmit")
-        again = merge.shards_with_failed_items(run) if failed else []
-        if len(run.published()) - len(again) == run.plan.n_shards:
-            raise SlurmGPUError(
-                f"{run.folder} lacks no shard: there is nothing to compute. `slurmgpu resubmit --failed {run.typed}` "
-                f"computes its failed items anew, `slurmgpu merge {run.typed}` merges it again if merged.h5 is gone."
-            )
-        submission, notes = adjusting.next_submission(run, resources, slurm, merging, n_again=len(again))
+    def prepare(lock: Lock) -> tuple[Submission, list[str]]:
+        living.refuse_alive(run, "resubmit", force=force)
+        number = max((line["submission"] for line in run.submissions()), default=0) + 1
+        again = merge.failed_again(run, number) if failed else Recompute(number, {})
+        n_missing = run.plan.n_shards - len(run.published(anew=True))
+        if not n_missing and not again.shards and not other_code:
+            raise SlurmGPUError(_nothing_to_compute(run, failed))
+        taken, changed = renewing.former_code(run, code) if code else renewing.code_now(run, run.plan.container)
+        if other_code:
+            again = renewing.with_rows_of_others(run, again, taken["digest"])
+            if not n_missing and not again.shards:
+                raise SlurmGPUError(f"{run.folder} lacks no shard, and all its rows are by this code.")
+        submission, notes = adjusting.next_submission(run, resources, slurm, merging, n_again=len(again.shards))
         if container := submission.container or run.plan.container:
             container, changes = contain_anew(container, Path(run.plan.provenance["run_file"]))
             check_image(container)
             submission = replace(submission, container=container)
             notes += changes
         check_executor(submission, container)
+        submission = replace(submission, code=taken)
+        if tell is None:
+            notes += changed
+        else:
+            for note in changed:
+                tell(note)
+        lock.check()
         run.claims.clear()
-        if again:
-            merge.set_failed_aside(run, again)
-            what = "shard that holds failed items is" if len(again) == 1 else "shards that hold failed items are"
-            notes.append(f"{len(again)} {what} computed anew; a merge before that is without these rows.")
+        remove(recompute_path(run.folder))  # of a submission that came to nothing, and had this number
+        if again.shards:
+            write_recompute(run.folder, again)
+            merge.forget_deaths(run, list(again.shards))
+            n_shards = len(again.shards)
+            kind = "item" if other_code else "failed item"
+            what = f"1 {kind} is" if again.n_items == 1 else f"{again.n_items:,} {kind}s are"
+            where = "1 shard" if n_shards == 1 else f"{n_shards:,} shards"
+            notes.append(f"{what} computed again, in {where}; all other rows stay as they are.")
         return submission, notes
 
-    try:
-        return submitting.start(run, prepare, lambda: on_tick(run))
-    except SlurmGPUError:
-        merge.put_failed_back(run)  # of what Slurm refuses, nothing is lost
-        raise
+    return submitting.start(run, prepare, lambda: on_tick(run))
+
+
+def _nothing_to_compute(run: Run, failed: bool) -> str:
+    if not is_complete(run):
+        return (
+            f"{run.folder} lacks no shard, but merged.h5 does not have all of their rows. "
+            f"`slurmgpu merge {run.typed}` joins them."
+        )
+    said = f"{run.folder} lacks no shard{', and no item has failed' if failed else ''}: there is nothing to compute."
+    return said if failed else f"{said} `slurmgpu resubmit --failed {run.typed}` computes its failed items again."
 
 
 def wait_for(run: Run, on_tick: Callable[[dict[str, Any]], None] = lambda status: None) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from slurmgpu.failures import POLICIES
 from slurmgpu.ledger import last_sign, spent_unrecorded
+from slurmgpu.plurals import count_of
 from slurmgpu.runs import Run
 
 log = logging.getLogger(__name__)
@@ -109,15 +110,22 @@ class Making:
     n_errors: int
 
 
-def makings_of(run: Run, shards: Iterable[int]) -> list[Making]:
-    """How published shards came about, from the files themselves; nothing of those that cannot be read."""
+def makings_of(run: Run, shards: Iterable[int], item: int | None = None) -> list[Making]:
+    """How published shards came about, from the files themselves; nothing of those that cannot be read.
+
+    With `item`, how the row of that item did: the last revision that names it made it.
+    """
     from slurmgpu.shards import DamagedShardError, read_directory
 
     found = []
+    files = run.shard_files()
     for shard in sorted(shards):
         try:
-            directory = read_directory(run.shard_path(shard))
+            revision = files[shard][-1] if shard in files and item is not None else 0
+            directory = read_directory(run.revision_path(shard, revision))
             by, n_items = directory.made_by, directory.stop - directory.start
+            for later in by.get("revisions", ()):
+                by = later if any(start <= (item or 0) < stop for start, stop in later["items"]) else by
             times = round(float(by["started"]), 3), round(float(by["seconds"]), 3)
             found.append(Making(shard, str(by["attempt"]), *times, n_items, directory.n_errors))
         except (OSError, DamagedShardError, KeyError, TypeError, ValueError) as error:
@@ -252,6 +260,35 @@ def unrecorded(told: Rows, recorded: Iterable[str]) -> list[dict[str, Any]]:
     """The rows of a report that are of attempts without a record, which only accounting knows of."""
     known = set(recorded)
     return [dict(row) for name, row in told.items() if row["submission"] is None and name not in known]
+
+
+def computed_with(records: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
+    """By which versions of Python, and of packages that they had imported, how many attempts have computed shards."""
+    found: dict[str, Counter[str]] = {}
+    for record in records:
+        around = record["surroundings"] if record["published"] else {}
+        used = around.get("used")
+        versions = {"python": around.get("python"), **(used if isinstance(used, dict) else {})}
+        for name, version in versions.items():
+            if isinstance(version, str):
+                found.setdefault(name, Counter())[version] += 1
+    return {name: dict(sorted(counts.items())) for name, counts in found.items()}
+
+
+def versions_in_words(computed: Mapping[str, Mapping[str, int]], *, leaving_out: Sequence[str] = ()) -> str:
+    """What `computed_with` found: "torch 2.11.0 (3 attempts), torch 2.13.0 (1 attempt), transformers 5.19.0"."""
+    return ", ".join(
+        f"{name} {version}" + (f" ({count_of(n, 'attempt')})" if len(counts) > 1 else "")
+        for name, counts in computed.items()
+        if name not in leaving_out
+        for version, n in counts.items()
+    )
+
+
+def node_of(row: Mapping[str, Any]) -> str:
+    """The first node of an attempt of a report, and how many more it had: `node7 +1`."""
+    n_nodes = row.get("n_nodes", 1)  # a report may be of an older slurmgpu
+    return f"{row['node'] or ''}" + (f" +{n_nodes - 1}" if n_nodes > 1 else "")
 
 
 def _attempt_without_record(name: str, life: Life, is_damaged: bool) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import gc
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from slurmgpu.columns import Column, convert_row
 from slurmgpu.errors import Interrupted, ItemError
 from slurmgpu.failures import failure_of, is_out_of_memory
 from slurmgpu.histories import History
+from slurmgpu.plurals import count_of
 from slurmgpu.workloads import Item, Workload
 
 log = logging.getLogger(__name__)
@@ -227,7 +228,7 @@ class Computer:
             self._keep(items, returned, done)
         return failure
 
-    def _try(self, items: Sequence[Item]) -> tuple[list[Any], Failure | None]:
+    def _try(self, items: Sequence[Item]) -> tuple[Any, Failure | None]:
         """What the workload returns, or how it failed.
 
         The exception does not leave this function: its traceback would keep the tensors of the failed call alive.
@@ -235,14 +236,14 @@ class Computer:
         try:
             returned = self._workload(items)
             # A generator computes only while it is read.
-            return list(returned) if self._keeps_rows or isinstance(returned, Iterator) else [], None
+            are_rows = self._keeps_rows and _may_be_rows(returned)
+            return list(returned) if are_rows or isinstance(returned, Iterator) else returned, None
         except Interrupted:
             return [], INTERRUPTED
         except ItemError as error:
             return [], Failure("item_error", str(error))
-        except bdb.BdbQuit as error:
-            raise KeyboardInterrupt("the debugger was left") from error
         except (Exception, SystemExit) as error:
+            check_debugger_left(error)
             if is_out_of_memory(error):
                 return [], _out_of_memory(error, len(items))
             if is_broken_cuda(error):
@@ -251,9 +252,12 @@ class Computer:
             kind = "disk_full" if is_full and getattr(self._workload, "resumes", False) else "item_error"
             return [], _failure(error, kind, self._folder)
 
-    def _keep(self, items: Sequence[Item], returned: Sequence[Any], done: Computed) -> None:
-        if len(returned) != len(items):
-            message = f"workload {self._name} returned {len(returned)} rows for {len(items)} items"
+    def _keep(self, items: Sequence[Item], returned: Any, done: Computed) -> None:
+        is_list = isinstance(returned, list)
+        if not is_list or len(returned) != len(items):
+            found = count_of(len(returned), "row") if is_list else _described(returned)
+            message = f"workload {self._name} returned {found} for {count_of(len(items), 'item')}"
+            message += "" if is_list else "; expected a list with a row, or an ItemError, for each of them"
             # Not narrowed: alone, an item would get the one row that was meant for all.
             failure = Failure("item_error", message, ("rows",))
             self._log(items[0].index, failure)
@@ -285,6 +289,28 @@ class Computer:
         log.warning("item %d: %s: %s%s", index, failure.kind, failure.message.partition("\n")[0], told)
         if first == index:
             log.warning("%s", failure.trace)
+
+
+def _may_be_rows(returned: Any) -> bool:
+    """Whether iterating over it may give rows; over what has keys, such as a dict or a data frame, it gives these."""
+    return isinstance(returned, Iterable) and not (isinstance(returned, str | bytes) or hasattr(returned, "keys"))
+
+
+def _described(returned: Any) -> str:
+    return "None" if returned is None else f"a {type(returned).__name__}"
+
+
+def check_debugger_left(error: BaseException) -> None:
+    """Raise KeyboardInterrupt in place of what pdb ends a program by when its user types `q`.
+
+    That is BdbQuit, and from Python 3.14 on a SystemExit, which comes out of pdb's own code.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    raised_in = trace.tb_frame.f_globals.get("__name__") if trace is not None else None
+    if isinstance(error, bdb.BdbQuit) or (isinstance(error, SystemExit) and raised_in in ("pdb", "bdb")):
+        raise KeyboardInterrupt("the debugger was left") from error
 
 
 def is_broken_cuda(error: BaseException) -> bool:

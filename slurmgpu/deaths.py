@@ -93,12 +93,18 @@ class Deaths:
                 # More memory may be all it needs: the shard is left for a submission that has it.
                 del history.quarantined[guilty]
                 history.parked_by = self._submission
-                self._run.claims.park(shard, held.pop(shard))
+                self._park(shard, held.pop(shard))
                 log.error("shard %d is left for a submission with more memory: item %d", shard, guilty)
                 self.parked.append(f"item {guilty} needs more host memory; its shard {shard} was left")
             else:
                 log.error("item %d is quarantined: %s", guilty, error)
         write_history(self._run.claims.folder, shard, history)
+
+    def _park(self, shard: int, claim: Claim) -> None:
+        try:
+            self._run.claims.park(shard, claim)
+        except OSError as error:  # then its lease ends, and who takes it over finds its history
+            log.warning("shard %d cannot be parked: %s", shard, error)
 
 
 def _what_was_in_flight(death: dict[str, Any]) -> str:

@@ -11,6 +11,8 @@ WHOLE_BYTES = 64 << 20
 A training step changes every matrix, so that samples tell it; reading hundreds of gigabytes would take each task
 minutes.
 """
+DIGITS = 16
+"""The digits of a digest that names code."""
 N_SAMPLES = 64
 SAMPLE_BYTES = 64 << 10
 

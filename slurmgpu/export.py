@@ -3,6 +3,7 @@
 Every row has `index`, the columns and `error`. The columns of a failed item are null, and so is `error` where there
 was none; so are NaN and the infinities in JSONL and CSV, for JSON has no words for them. In CSV null is empty.
 Memory is bounded, but for tensors, of which torch.save wants all at once. A workload may write formats of its own.
+Every byte of the merged file is verified before anything is written.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from slurmgpu import results, workloads
+from slurmgpu import importing, results, workloads
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.files import beside, fsync_dir, working_folder, write_json
 from slurmgpu.results import Merged
 from slurmgpu.results.views import ArrayData, ColumnData, JsonData, RaggedData, TextData
+from slurmgpu.runs import Run
+from slurmgpu.shared_files import read_bytes
+from slurmgpu.snapshots import code_digest
 
 Writer = Callable[[Merged, IO[bytes]], str | None]
 """Writes the rows; what it says is what it wrote, if that is other than rows."""
@@ -42,8 +46,8 @@ class Exported:
 
 
 def export(path: Path, format: str, output: Path) -> Exported:  # noqa: A002 - the word of the command line
-    """Write the rows of a merged file to `output` in one of its formats."""
-    with results.open(path) as merged, beside(output) as partial:
+    """Write the rows of a merged file to `output` in one of its formats; SlurmGPUError if a byte of it is wrong."""
+    with results.open(path, verify=True) as merged, beside(output) as partial:
         write = _writer(merged, format)
         with open(partial, "wb") as file:
             said = write(merged, file)
@@ -58,7 +62,7 @@ def export(path: Path, format: str, output: Path) -> Exported:  # noqa: A002 - t
 
 def export_to(path: Path, format: str, file: IO[bytes]) -> int:  # noqa: A002 - the word of the command line
     """Write the rows of a merged file to an open file, as far as that gets; how many they are."""
-    with results.open(path) as merged:
+    with results.open(path, verify=True) as merged:
         write = _writer(merged, format)
         if FORMATS.get(format) is write and format not in STREAMS:
             raise SlurmGPUError(f"Format {format!r} needs a file of its own; a stream gets {' or '.join(STREAMS)}.")
@@ -129,7 +133,9 @@ def _writer(merged: Merged, format: str) -> Writer:  # noqa: A002 - the word of 
 
 def _write_by_workload(run: Mapping[str, Any], format: str, merged: Merged, file: IO[bytes]) -> str | None:  # noqa: A002
     # As the merge does for a summary: in the run file's folder, to which relative settings are relative.
-    with working_folder(Path(run["search_path"])):
+    folder = merged.path.parent
+    code = code_digest(Run.open(folder).submissions())
+    with working_folder(Path(run["search_path"])), importing.using(folder, code):
         workload: Any = workloads.build(run["workload"], run["settings"], Path(run["search_path"]))
         said = workload.exports[format](merged, file)
     return said if isinstance(said, str) else None
@@ -149,7 +155,7 @@ def _about(merged: Merged) -> dict[str, Any]:
 def _beside(merged: Merged, name: str) -> dict[str, Any]:
     """The JSON file of that name beside a merged file, if it is of the same run; else nothing."""
     try:
-        found: dict[str, Any] = json.loads((merged.path.parent / name).read_bytes())
+        found: dict[str, Any] = json.loads(read_bytes(merged.path.parent / name))
     except FileNotFoundError:
         return {}  # the merged file was copied elsewhere
     return found if found.get("fingerprint") == merged.attributes["fingerprint"] else {}

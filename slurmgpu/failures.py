@@ -7,6 +7,7 @@ import signal
 from dataclasses import dataclass
 
 from slurmgpu.files import FULL
+from slurmgpu.shared_files import is_transient
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ POLICIES: dict[str, Policy] = {
     "preempted": Policy("ended from outside before its walltime, as where Slurm takes the allocation back", True),
     "node_fail": Policy("the node died or stopped answering", True, node_at_fault=True),
     "gpu_fault": Policy("a GPU was allocated but cannot be used", True, node_at_fault=True),
+    "file_system": Policy("the node lost a file system that the run uses", True, node_at_fault=True),
     "container": Policy("the image is missing, unreadable or does not start", False),
     "workload_error": Policy("loading failed, or every item of a shard failed the same way", False),
     "input_error": Policy("the input cannot be read as it was planned", False),
@@ -47,6 +49,9 @@ POLICIES: dict[str, Policy] = {
     "cancelled": Policy("scancel, slurmgpu cancel or Ctrl-C", False, on_purpose=True),
     "lost": Policy("no end was recorded, as where its process was killed, and nothing else tells why", True),
 }
+
+EXIT_FILE_SYSTEM = 74  # EX_IOERR of sysexits.h
+"""The exit code of a task whose node lost the file system: its record may not tell."""
 
 SELF_INFLICTED = frozenset(
     {
@@ -66,8 +71,10 @@ MEMORY_TEXTS = ("CUDA out of memory", "can't allocate memory", "CUBLAS_STATUS_AL
 
 
 def failure_of(error: OSError) -> str:
-    """The failure class of a file that could not be written."""
-    return "disk_full" if error.errno in (*FULL, errno.EFBIG) else "crash"
+    """The failure class of an error of the file system that ends a task, which has tried again what may be."""
+    if error.errno in (*FULL, errno.EFBIG):
+        return "disk_full"
+    return "file_system" if is_transient(error) else "crash"
 
 
 def is_out_of_memory(error: BaseException) -> bool:

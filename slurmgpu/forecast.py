@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -251,12 +252,21 @@ def _on_memory(submission: Submission, seen: Observed) -> list[str]:
         return notes
     share = seen.host_peak_bytes / seen.host_total_bytes
     peak, total = _gigabytes(seen.host_peak_bytes), _gigabytes(seen.host_total_bytes)
-    enough = f"{max(1, math.ceil(1.5 * seen.host_peak_bytes / 1024**3))}G"
+    n_enough = max(1, math.ceil(1.5 * seen.host_peak_bytes / 1024**3))
+    enough = f"{n_enough}G"
+    asked = _asked_bytes(submission.slurm.get("mem"))
     if share > NEAR_FULL:
         notes.append(f'Host memory is nearly full: {peak} of {total}. mem = "{enough}" under [slurm] leaves room.')
-    elif share < HARDLY_USED and "mem" in submission.slurm:
+    elif share < HARDLY_USED and asked is not None and n_enough * 1024**3 < asked:
         notes.append(f'Host memory is hardly used: {peak} of {total}. mem = "{enough}" under [slurm] may start sooner.')
     return notes
+
+
+def _asked_bytes(mem: object) -> int | None:
+    """How much memory sbatch's `--mem` asks for, in megabytes unless it says otherwise; None for all, and for none."""
+    found = re.fullmatch(r"(\d+)([KMGT]?)B?", str(mem), re.IGNORECASE)
+    n_units = int(found[1]) if found else 0
+    return n_units * 1024 ** (" KMGT".index(found[2].upper() or "M")) if found and n_units else None
 
 
 def _assumptions(submission: Submission, seen: Observed) -> list[str]:

@@ -1,8 +1,13 @@
-"""Several processes for one task: torchrun's launcher, and how its processes keep in step.
+"""Several processes for one task: what starts them, and how they keep in step.
 
-`python -m slurmgpu.groups RUN ASSIGNMENT` starts one worker for each GPU with PyTorch's elastic launcher, which is what
-`torchrun` calls. The task sees one process: its pipes are rank 0's, and its exit code is that of the rank that failed
-first. Nothing of it outlives it, or the task.
+`python -m slurmgpu.groups RUN ASSIGNMENT` starts one worker for each GPU, with the environment that `torchrun` gives.
+The task sees one process: its pipes are rank 0's, and its exit code is that of the rank that failed first. Nothing of
+it outlives it, or the task.
+
+It is not PyTorch's elastic launcher, whose rendezvous listens on all addresses and unpickles what anybody has sent it.
+The TCPStore by which the ranks meet listens on the loopback address alone; from the other nodes of a task its
+connections are carried through `tunnels`. Whatever decides what the ranks do is signed, and so is what
+`torch.distributed` pickles: the store and gloo ask for no secret, and other users of the node reach them.
 """
 
 from __future__ import annotations
@@ -10,15 +15,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import dataclasses
+import hmac
+import io
 import json
 import logging
 import os
+import pickle
+import secrets
 import signal
+import socket
+import subprocess
 import sys
 import time
-import uuid
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -27,19 +37,23 @@ from typing import Any
 from slurmgpu.failures import describe_exit
 from slurmgpu.logs import log_to_stderr
 from slurmgpu.pipes import EXIT_ABANDONED, report_briefly, watch_stdin
+from slurmgpu.tunnels import Entrance, Exit
 
 log = logging.getLogger(__name__)
 
 LAUNCHER = "SLURMGPU_LAUNCHER"
 """Names, in the environment of a rank, the process that started it."""
+GROUP_SECRET = "SLURMGPU_GROUP_SECRET"
+"""Names, in the environment of a launcher and its ranks, what those of one group know and nobody else."""
 PEER_PATIENCE_S = 60.0
 """How long a rank whose call failed waits for the others, which may wait for it in a collective, for good."""
 PARTING_PATIENCE_S = 600.0
 """The same of a rank that has left its item for later: others may be busy with keeping their progress."""
 ALL_CAME = "all"
 FOREVER = timedelta(days=365)
-MEETING_S = 120
-"""How long the launchers of a task's nodes wait for each other."""
+SIGNATURE_BYTES = 32
+LOOPBACK = "127.0.0.1"
+LOOPBACK_INTERFACE = "lo"
 DEATH_S = 5.0
 """How long to wait for killed processes: one that waits for a disk or a GPU may not die at all."""
 DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -56,7 +70,7 @@ class PeersMissingError(Exception):
         self.value = value
 
 
-@dataclasses.dataclass
+@dataclass
 class Group:
     """A process among those that compute together; alone, as by default, it waits for nobody.
 
@@ -67,17 +81,18 @@ class Group:
     world_size: int = 1
     local_rank: int = 0
     address: tuple[str, int] = ("", 0)
+    secret: str = field(default="", repr=False)
     _turn: int = 0
 
     @classmethod
     def of_environment(cls, environ: MutableMapping[str, str] = os.environ) -> Group:
         """The group that `main` has put this process into, with which the process then ends; else a group of one."""
-        launcher = environ.pop(LAUNCHER, None)
+        launcher, secret = environ.pop(LAUNCHER, None), environ.pop(GROUP_SECRET, "")
         if launcher is None:
             return cls()  # RANK and its like may be somebody else's
         _die_with(int(launcher))
         address = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-        return cls(int(environ["RANK"]), int(environ["WORLD_SIZE"]), int(environ["LOCAL_RANK"]), address)
+        return cls(int(environ["RANK"]), int(environ["WORLD_SIZE"]), int(environ["LOCAL_RANK"]), address, secret)
 
     @property
     def leads(self) -> bool:
@@ -109,24 +124,56 @@ class Group:
         from torch.distributed import DistStoreError
 
         keys = [f"{turn}/{rank}" for rank in range(self.world_size)]
-        self._store.set(keys[self.rank], json.dumps([value, patience_s]))
+        self._store.set(keys[self.rank], self._signed(keys[self.rank], [value, patience_s]))
         word = ALL_CAME
         try:
             self._store.wait(keys, FOREVER if patience_s is None else timedelta(seconds=patience_s))
         except DistStoreError:
             word = self._first_word(turn, str(self.rank))
         if word == ALL_CAME:
-            said = [json.loads(text) for text in self._store.multi_get(keys)]
+            said = list(map(self._read, keys, self._store.multi_get(keys)))
             # Where nobody was impatient, nobody can have left.
             if all(patience is None for _, patience in said) or (word := self._first_word(turn, word)) == ALL_CAME:
                 return [value for value, _ in said]
-        [value, patience_s] = json.loads(self._store.get(keys[int(word)]))
+        key = keys[int(word)]
+        [value, patience_s] = self._read(key, self._store.get(key))
         raise PeersMissingError(int(word), value, patience_s)
 
     def _first_word(self, turn: int, word: str) -> str:
         """What was said first of how this turn ended: that all came, or the rank that left."""
-        said: bytes = self._store.compare_set(f"{turn}/end", "", word)
-        return said.decode()
+        key = f"{turn}/end"
+        return str(self._read(key, self._store.compare_set(key, "", self._signed(key, word))))
+
+    def _signed(self, key: str, value: Any) -> str:
+        text = json.dumps(value)
+        return f"{sign(self.secret, key, text.encode()).hex()} {text}"
+
+    def _read(self, key: str, said: bytes) -> Any:
+        """What a rank of this group has written under a key; another user of the node may have written over it."""
+        signature, _, text = said.partition(b" ")
+        if not hmac.compare_digest(signature, sign(self.secret, key, text).hex().encode()):
+            log.error("the group's store holds what none of its ranks has written; another user of this node has")
+            os._exit(EXIT_ABANDONED)
+        return json.loads(text)
+
+    def guard(self) -> None:
+        """From now on have `torch.distributed` unpickle nothing that no rank of this group has pickled."""
+        if self.world_size == 1:
+            return
+        from torch.distributed import distributed_c10d
+
+        secret = self.secret
+
+        class Pickler(SigningPickler):
+            key = secret
+
+        class Unpickler(SigningUnpickler):
+            key = secret
+
+        # They have no public place; what every collective of objects calls is the same in torch 2.5 to 2.13.
+        if not (hasattr(distributed_c10d, "_pickler") and hasattr(distributed_c10d, "_unpickler")):
+            log.warning("this torch pickles in a way of its own: what its collectives of objects get is not verified")
+        distributed_c10d._pickler, distributed_c10d._unpickler = Pickler, Unpickler
 
     def broadcast(self, value: Any = None) -> Any:
         """The value of rank 0."""
@@ -147,19 +194,56 @@ class Group:
         return PrefixStore("slurmgpu", TCPStore(host, port, is_master=False, wait_for_workers=False))
 
 
+def sign(secret: str, place: str, content: bytes) -> bytes:
+    """What proves that somebody who knows the secret has written `content` for this place."""
+    return hmac.digest(secret.encode(), place.encode() + b"\0" + content, "sha256")
+
+
+class SigningPickler:
+    """Writes a pickle after what proves whose it is."""
+
+    key = ""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def dump(self, value: Any) -> None:
+        """Write the pickle of `value`."""
+        content = pickle.dumps(value)
+        self._file.write(sign(self.key, "pickle", content))
+        self._file.write(content)
+
+
+class SigningUnpickler:
+    """Reads what SigningPickler wrote with the same key, and nothing else."""
+
+    key = ""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        self._file = file
+
+    def load(self) -> Any:
+        """The value; RuntimeError, before anything is unpickled, if it is not signed."""
+        content = self._file.read()
+        signature, content = content[:SIGNATURE_BYTES], content[SIGNATURE_BYTES:]
+        if not hmac.compare_digest(signature, sign(self.key, "pickle", content)):
+            raise RuntimeError("a collective of torch.distributed got an object that no rank of this group has sent")
+        return pickle.loads(content)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The launcher's process: exits as the rank that failed first, with 128 and the signal's number for a signal."""
     parser = argparse.ArgumentParser(prog="python -m slurmgpu.groups")
     parser.add_argument("run")
     parser.add_argument("assignment")
     parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--node-rank", type=int)
-    parser.add_argument("--group", default=uuid.uuid4().hex, help="the group's name, the same on all nodes")
-    parser.add_argument("--endpoint", help="where rank 0 listens, seen from this node")
+    parser.add_argument("--node-rank", type=int, default=0)
+    parser.add_argument("--group", default="alone", help="the group's name, the same on all nodes")
+    parser.add_argument("--endpoint", help="where rank 0's launcher listens, seen from this node")
     arguments = parser.parse_args(argv)
     log_to_stderr()
     n_ranks = max(1, json.loads(arguments.assignment)["n_gpus"])
-    _prepare_environment(n_ranks)
+    _prepare_environment(n_ranks, arguments.nodes)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     watch_stdin(_abandon)
     try:
@@ -173,59 +257,74 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _launch(n_ranks: int, arguments: argparse.Namespace) -> int:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, api
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed import TCPStore
 
-    # When a rank has failed, the others may wait for it, and not die of SIGTERM: PyTorch would wait for them for 30 s.
-    api._get_default_signal = lambda: signal.SIGKILL
-
-    class Logs(DefaultLogsSpecs):  # type: ignore[misc]
-        """No files and nobody who reads them: the ranks have the launcher's streams."""
-
-        def reify(self, envs: Any) -> Any:
-            return dataclasses.replace(super().reify(envs), tee_stdouts={}, tee_stderrs={})
-
-    place: dict[str, Any]
-    if arguments.nodes > 1:
-        # Only this way ranks are in the order of the nodes.
-        rank = {"rank": arguments.node_rank, "timeout": MEETING_S}
-        place = {"rdzv_backend": "static", "rdzv_endpoint": arguments.endpoint, "rdzv_configs": rank}
+    secret = os.environ.setdefault(GROUP_SECRET, secrets.token_hex(32))
+    host, _, port = (arguments.endpoint or "").rpartition(":")
+    if arguments.node_rank > 0:
+        # Ranks find the store at the same address on all nodes: their own.
+        place = Entrance(LOOPBACK, host.strip("[]"), int(port), secret).port
     else:
-        # A port that the system chooses, as `torchrun --standalone` does: tasks that share a node never collide.
-        place = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
-    config = LaunchConfig(
-        min_nodes=arguments.nodes,
-        max_nodes=arguments.nodes,
-        nproc_per_node=n_ranks,
-        run_id=arguments.group,
-        role="worker",
-        max_restarts=0,
-        logs_specs=Logs(log_dir=os.devnull),
-        **place,
-    )
-    words = ["-m", "slurmgpu.worker", arguments.run, arguments.assignment]
-    try:
-        # PyTorch fills in ${local_rank} in arguments; a path with a dollar shall stay as it is.
-        elastic_launch(config, sys.executable)(*[word.replace("$", "$$") for word in words])
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        log.error("rank %d %s", rank, describe_exit(failure.exitcode))
-        code = int(failure.exitcode)
-        return code if code > 0 else 128 - code
-    except SignalException as error:
-        return 128 + int(error.sigval)
+        # Given a socket, or it would listen on all addresses. The system chooses the port: groups share nodes.
+        listener = socket.create_server((LOOPBACK, 0))
+        place = listener.getsockname()[1]
+        store = TCPStore(LOOPBACK, place, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+        log.debug("the group meets at port %d", store.port)
+        if arguments.nodes > 1:
+            Exit(LOOPBACK, place, int(port), secret)
+    started = dict(_start_rank(n_ranks, local, place, arguments) for local in range(n_ranks))
+    for rank, code in _ends(started):
+        if code:
+            log.error("rank %d %s", rank, describe_exit(code))
+            return code if code > 0 else 128 - code
     return 0
 
 
-def _prepare_environment(n_ranks: int) -> None:
+def _start_rank(n_ranks: int, local_rank: int, port: int, arguments: argparse.Namespace) -> tuple[int, int]:
+    """Start one rank in a session of its own; its process's number, and the rank."""
+    rank, world_size = arguments.node_rank * n_ranks + local_rank, arguments.nodes * n_ranks
+    told = {
+        "RANK": rank,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": n_ranks,
+        "GROUP_RANK": arguments.node_rank,
+        "GROUP_WORLD_SIZE": arguments.nodes,
+        "ROLE_NAME": "worker",
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world_size,
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": arguments.group,
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_MAX_RESTARTS": 0,
+        "TORCHELASTIC_USE_AGENT_STORE": True,  # or rank 0 would open a store of its own, on all addresses
+    }
+    command = [sys.executable, "-m", "slurmgpu.worker", arguments.run, arguments.assignment]
+    environ = {**os.environ, **{name: str(value) for name, value in told.items()}}
+    process = subprocess.Popen(command, env=environ, start_new_session=True)
+    process.returncode = 0  # it is waited for by its number
+    return process.pid, rank
+
+
+def _ends(started: dict[int, int]) -> Iterator[tuple[int, int]]:
+    """The ranks in the order in which they end, with their exit codes, -N for signal N. Reaps orphans as well."""
+    while started:
+        pid, status = os.waitpid(-1, 0)
+        if pid in started:
+            yield started.pop(pid), os.waitstatus_to_exitcode(status)
+
+
+def _prepare_environment(n_ranks: int, n_nodes: int) -> None:
     os.environ[LAUNCHER] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // n_ranks)))
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "0"  # the ranks speak by the launcher's store
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1")  # less than the task's own grace
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun does
+    if n_nodes == 1:
+        # Else they listen on the node's addresses in the network.
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
     # Slurm's signals are the task's affair. What is ignored here, ranks ignore, too.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    # Blocked, for PyTorch sets handlers of its own, which end the ranks before they have kept their progress.
+    # Blocked, for it ends after its ranks, which may have progress to keep.
     signal.pthread_sigmask(signal.SIG_BLOCK, DEAF_TO)
 
 
@@ -259,7 +358,7 @@ def _children(parent: int) -> list[int]:
 
 
 def _die_with(launcher: int) -> None:
-    """Have the kernel kill this process when the launcher dies, also by SIGKILL; torchrun gives each rank a session."""
+    """Have the kernel kill this process when the launcher dies, also by SIGKILL; each rank leads a session."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:
         os._exit(EXIT_ABANDONED)  # it died before the kernel was told

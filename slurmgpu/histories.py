@@ -10,12 +10,19 @@ nothing in the results.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slurmgpu.files import write_json
+from slurmgpu.files import FULL, write_json
+from slurmgpu.shared_files import read_bytes
+
+log = logging.getLogger(__name__)
+
+MAX_BYTES = 64 << 20
+"""More than the history of a shard of a million items has."""
 
 
 @dataclass
@@ -37,8 +44,8 @@ class History:
         return cls(
             batch_weights=_by_index(value["batch_weights"]),
             item_weights=_by_index(value["item_weights"]),
-            quarantined={int(index): error for index, error in value["quarantined"].items()},
-            parked_by=value["parked_by"],
+            quarantined={int(index): str(error) for index, error in value["quarantined"].items()},
+            parked_by=None if value["parked_by"] is None else int(value["parked_by"]),
         )
 
     def record(self, items: Sequence[int], *, isolated: bool, weight: float, error: str) -> int | None:
@@ -72,17 +79,29 @@ def history_path(claims: Path, shard: int) -> Path:
 
 
 def read_history(claims: Path, shard: int) -> History:
-    """The history of a shard; an empty one for nearly all."""
+    """The history of a shard; an empty one for nearly all, and where it cannot be read or makes no sense."""
+    path = history_path(claims, shard)
     try:
-        return History.from_json(json.loads(history_path(claims, shard).read_bytes()))
+        content = read_bytes(path, max_bytes=MAX_BYTES)
+        return History.from_json(json.loads(content))
     except FileNotFoundError:
+        return History()
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        # What killed workers in this shard may kill a few more: that is no reason to compute nothing.
+        log.warning("%s is damaged, and taken for empty: %s: %s", path, type(error).__name__, error)
         return History()
 
 
 def write_history(claims: Path, shard: int, history: History) -> None:
-    """Keep a shard's history."""
-    write_json(history_path(claims, shard), asdict(history))
+    """Keep a shard's history. One that cannot be kept costs what it would have said, but for a disk that is full."""
+    path = history_path(claims, shard)
+    try:
+        write_json(path, asdict(history))
+    except OSError as error:
+        if error.errno in FULL:
+            raise
+        log.warning("%s cannot be written: %s", path, error)
 
 
 def _by_index(weights: Mapping[str, float]) -> dict[int, float]:
-    return {int(index): weight for index, weight in weights.items()}
+    return {int(index): float(weight) for index, weight in weights.items()}

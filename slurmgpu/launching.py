@@ -6,9 +6,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 
 from slurmgpu.binding import container_binds
 from slurmgpu.containers.command import exec_command, package_binds, python_path
@@ -68,10 +69,12 @@ class Launcher:
         module = "slurmgpu.groups" if self.run.plan.processes == "per-gpu" else "slurmgpu.worker"
         return self.command(module, str(self.run.folder), json.dumps(asdict(assignment)))
 
-    def command(self, module: str, *arguments: str) -> tuple[list[str], dict[str, str]]:
-        """What runs a module of slurmgpu's where the worker runs, and its environment."""
+    def command(
+        self, module: str, *arguments: str, environ: Mapping[str, str] = MappingProxyType({})
+    ) -> tuple[list[str], dict[str, str]]:
+        """What runs a module of slurmgpu's where the worker runs, and its environment, `environ` within it."""
         inner = ["-c", START, module, *arguments]
-        own = {"PYTHONUNBUFFERED": "1", "HDF5_USE_FILE_LOCKING": "FALSE", **self.run.plan.environ}
+        own = {"PYTHONUNBUFFERED": "1", "HDF5_USE_FILE_LOCKING": "FALSE", **self.run.plan.environ, **environ}
         if self.container is None:
             # The package that this task runs, wherever it was imported from, is the one that its worker runs.
             home = str(Path(__file__).resolve().parent.parent)

@@ -11,8 +11,8 @@ from typing import Any
 
 KINDS = ("useful", "loading", "idle", "lost", "repeated")
 
-Counting = Mapping[int, tuple[str, float]]
-"""For each shard the one computation of it that counts: its attempt, and when that began with it."""
+Counting = Mapping[int, Set[tuple[str, float]]]
+"""For each shard the computations of it that count, one for each revision: its attempt, and when that began with it."""
 
 UNITS = ((1.0, "hours", 1), (0.05, "minutes", 60), (0.0, "seconds", 3600))
 """From how many hours on they are told in which unit, and how many of it an hour has."""
@@ -28,22 +28,26 @@ class Amounts:
 
 
 def counting(records: Iterable[Mapping[str, Any]], published: Set[int]) -> Counting:
-    """The computations that count: of each shard that is there, the last one that was published."""
-    found: dict[int, tuple[tuple[int, float], tuple[str, float]]] = {}
+    """The computations that count: of each shard that is there, and of each revision, the last one published."""
+    found: dict[tuple[int, int], tuple[tuple[int, float], tuple[str, float]]] = {}
     for record in records:
-        for shard, started, seconds, *won in record["published"]:  # older records do not say who was first
+        for shard, started, seconds, *more in record["published"]:  # older records do not say who was first
+            won, revision = (*more, True, 0)[:2] if len(more) != 1 else (more[0], 0)
             # Nodes' clocks may differ: a later submission is later, whatever they say.
-            when = (record["submission"], started + seconds)
-            if shard in published and all(won[:1]) and (shard not in found or when > found[shard][0]):
-                found[shard] = (when, (record["attempt"], started))
-    return {shard: which for shard, (_, which) in found.items()}
+            when, which = (record["submission"], started + seconds), (shard, revision)
+            if shard in published and won and (which not in found or when > found[which][0]):
+                found[which] = (when, (record["attempt"], started))
+    counts: dict[int, set[tuple[str, float]]] = {}
+    for (shard, _), (_, computation) in found.items():
+        counts.setdefault(shard, set()).add(computation)
+    return counts
 
 
 def kind_of(shard: int, attempt: str, started: float, counts: Counting) -> str:
     """What a computation of a shard is: useful, repeated, or lost, as the shard is not there any more."""
     if shard not in counts:
         return "lost"
-    return "useful" if counts[shard] == (attempt, started) else "repeated"
+    return "useful" if (attempt, started) in counts[shard] else "repeated"
 
 
 def spent(record: Mapping[str, Any], seconds: float, failure: str | None, counts: Counting) -> dict[str, float]:

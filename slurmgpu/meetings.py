@@ -1,6 +1,7 @@
 """How the nodes of a task find each other and speak: lines of JSON over TCP, for those who know a secret.
 
-A connection that closes means that the other side is gone.
+Nothing is read but a greeting of 64 bytes before the other side has proved that it knows the secret, which itself never
+goes over the network. A connection that closes means that the other side is gone.
 """
 
 from __future__ import annotations
@@ -12,15 +13,114 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from slurmgpu.files import fsync_dir
+from slurmgpu.shared_files import read_own
 
 KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 6}
 """A node that lost its power says nothing: after 45 s it is taken for dead."""
 GREETING_S = 10.0
+"""How long the other side may take to prove that it knows the secret."""
+MOST_GREETINGS = 64
+"""More connections than these, of which nobody knows yet whose they are, are closed at once."""
+MOST_LINE_BYTES = 16 << 20
+"""Longer messages are nobody's of ours."""
+NONCE_BYTES = PROOF_BYTES = 32
+MOST_MEETING_BYTES = 1 << 16
+OPENING, JOINING = b"opening", b"joining"
+
+
+def prove(connection: socket.socket, secret: str, *, opens: bool) -> bool:
+    """Whether the other side knows the secret as well, which neither says: both prove it, with numbers used once.
+
+    `opens` is true on the side that waited for connections. The other side gets GREETING_S for all of it.
+    """
+    own, other = (OPENING, JOINING) if opens else (JOINING, OPENING)
+    deadline, nonce = time.monotonic() + GREETING_S, secrets.token_bytes(NONCE_BYTES)
+    try:
+        connection.settimeout(GREETING_S)
+        connection.sendall(nonce)
+        theirs = _read_exactly(connection, NONCE_BYTES, deadline)
+        # Who opens the meeting waits for the proof first, and so tells a stranger nothing that depends on the secret.
+        if not opens:
+            connection.sendall(_proof(secret, own, nonce, theirs))
+        if not hmac.compare_digest(
+            _read_exactly(connection, NONCE_BYTES, deadline), _proof(secret, other, theirs, nonce)
+        ):
+            return False
+        if opens:
+            connection.sendall(_proof(secret, own, nonce, theirs))
+        connection.settimeout(None)
+    except OSError:
+        return False
+    return True
+
+
+def _proof(secret: str, side: bytes, own: bytes, other: bytes) -> bytes:
+    return hmac.digest(secret.encode(), side + own + other, "sha256")
+
+
+def _read_exactly(connection: socket.socket, n_bytes: int, deadline: float) -> bytes:
+    content = b""
+    while len(content) < n_bytes:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        chunk = connection.recv(n_bytes - len(content))
+        if not chunk:
+            raise ConnectionError("the other side is gone")
+        content += chunk
+    return content
+
+
+class Door:
+    """A port where others are waited for; `enter(connection)` is called, in a thread, for who knows the secret."""
+
+    def __init__(self, secret: str, enter: Callable[[socket.socket], None], port: int = 0) -> None:
+        self._secret, self._enter = secret, enter
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        self._server = socket.create_server(("", port), family=family, dualstack_ipv6=both)
+        self.port: int = self._server.getsockname()[1]
+        self._strangers = threading.BoundedSemaphore(MOST_GREETINGS)
+        threading.Thread(target=self._accept, daemon=True, name="door").start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:
+                return  # closed
+            if self._strangers.acquire(blocking=False):
+                threading.Thread(target=self._greet, args=(connection,), daemon=True, name="guest").start()
+            else:
+                connection.close()
+
+    def _greet(self, connection: socket.socket) -> None:
+        try:
+            is_known = prove(connection, self._secret, opens=True)
+        finally:
+            self._strangers.release()
+        with connection:
+            if is_known:
+                self._enter(connection)
+
+    def close(self) -> None:
+        """Wait for nobody any more; those who came stay."""
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # or the thread that waits would keep the port
+        self._server.close()
+
+
+def knock(host: str, port: int, secret: str) -> socket.socket | None:
+    """A connection to a door that knows the secret; None if what listens there does not. OSError if nothing does."""
+    connection = socket.create_connection((host, port), timeout=GREETING_S)
+    if prove(connection, secret, opens=False):
+        return connection
+    connection.close()
+    return None
 
 
 class Line:
@@ -31,7 +131,6 @@ class Line:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in KEEPALIVE.items():
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        connection.settimeout(GREETING_S)
         self._connection = connection
         self._reader = connection.makefile("rb")
         self._lock = threading.Lock()
@@ -42,17 +141,13 @@ class Line:
             self._connection.sendall(json.dumps(dict(message)).encode() + b"\n")
 
     def hear(self) -> dict[str, Any] | None:
-        """The next message; None when the other side is gone, or is none of ours."""
+        """The next message; None when the other side is gone, or sends what is no message."""
         try:
-            line = self._reader.readline()
+            line = self._reader.readline(MOST_LINE_BYTES)
             found = json.loads(line) if line.endswith(b"\n") else None
         except (OSError, ValueError):
             return None
         return found if isinstance(found, dict) else None
-
-    def trust(self) -> None:
-        """From now on wait for messages as long as it takes."""
-        self._connection.settimeout(None)
 
     def close(self) -> None:
         """End the connection, also for a thread that waits to hear."""
@@ -62,58 +157,44 @@ class Line:
 
 
 class Meeting:
-    """A port where others are waited for; `path` tells them, and nobody else, where it is and what to say there.
+    """A door of which `path` tells others, and nobody else, where it is and which secret opens it.
 
-    `serve(line, hello)` is called, in a thread of its own, for each that says it.
+    `serve(line, hello)` is called, in a thread of its own, for each that comes.
     """
 
     def __init__(self, path: Path, hosts: list[str], serve: Callable[[Line, dict[str, Any]], None]) -> None:
         self._path, self._serve = path, serve
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        self._server = socket.create_server(("", 0), family=family, dualstack_ipv6=both)
-        self._secret, self._answer = secrets.token_hex(16), secrets.token_hex(16)
-        port = self._server.getsockname()[1]
-        _write_secret(path, {"hosts": hosts, "port": port, "secret": self._secret, "answer": self._answer})
-        threading.Thread(target=self._accept, daemon=True, name="meeting").start()
+        secret = secrets.token_hex(32)
+        self._door = Door(secret, self._enter)
+        _write_secret(path, {"hosts": hosts, "port": self._door.port, "secret": secret})
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._server.accept()
-            except OSError:
-                return  # closed
-            threading.Thread(target=self._greet, args=(Line(connection),), daemon=True, name="follower").start()
-
-    def _greet(self, line: Line) -> None:
+    def _enter(self, connection: socket.socket) -> None:
+        line = Line(connection)
         hello = line.hear()
-        if hello is not None and hmac.compare_digest(str(hello.get("secret")), self._secret):
-            line.tell({"answer": self._answer})
-            line.trust()
+        if hello is not None:
             self._serve(line, hello)
         line.close()
 
     def close(self) -> None:
         """End it: nobody comes any more."""
         self._path.unlink(missing_ok=True)
-        self._server.close()
+        self._door.close()
 
 
 def join_meeting(path: Path, hello: Mapping[str, Any]) -> Line | None:
     """A line to who opened the meeting; None as long as there is none, or it cannot be reached."""
     try:
-        meeting = json.loads(path.read_bytes())
-    except (OSError, ValueError):  # on a network file system it may be seen before its content is
+        meeting = json.loads(read_own(path, max_bytes=MOST_MEETING_BYTES))
+        hosts, port, secret = meeting["hosts"], int(meeting["port"]), str(meeting["secret"])
+    except (OSError, ValueError, KeyError, TypeError):  # on a network file system it may be seen before its content is
         return None
-    for host in meeting["hosts"]:
+    for host in hosts:
         with contextlib.suppress(OSError):
-            line = Line(socket.create_connection((host, meeting["port"]), timeout=GREETING_S), host)
-            line.tell({**hello, "secret": meeting["secret"]})
-            answer = line.hear()
-            if answer is not None and hmac.compare_digest(str(answer.get("answer")), meeting["answer"]):
-                line.trust()
+            connection = knock(host, port, secret)
+            if connection is not None:
+                line = Line(connection, host)
+                line.tell(hello)
                 return line
-            line.close()
     return None
 
 
@@ -136,6 +217,7 @@ def _write_secret(path: Path, value: Mapping[str, Any]) -> None:
     partial = path.with_name(f"{path.name}.partial")
     partial.unlink(missing_ok=True)
     with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        os.fchmod(file.fileno(), 0o600)  # a default ACL of the folder stands over the mode above
         json.dump(value, file)
         file.flush()
         os.fsync(file.fileno())

@@ -11,12 +11,14 @@ import contextlib
 import json
 import logging
 import os
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slurmgpu.groups import GROUP_SECRET
 from slurmgpu.launching import Launcher
 from slurmgpu.meetings import Line, Meeting, free_port, own_hosts
 from slurmgpu.processes import Events, StoppedError, StopSignals, WorkerProcess
@@ -58,7 +60,8 @@ def group_command(
     address = f"[{host}]" if ":" in host else host
     place = ["--nodes", str(launcher.attempt.n_nodes), "--node-rank", str(rank), "--group", group["name"]]
     words = [str(launcher.run.folder), json.dumps(assignment), *place, "--endpoint", f"{address}:{group['port']}"]
-    return launcher.command("slurmgpu.groups", *words)
+    # Never an argument, which every user of the node sees.
+    return launcher.command("slurmgpu.groups", *words, environ={GROUP_SECRET: group["secret"]})
 
 
 @dataclass
@@ -110,7 +113,7 @@ class OtherNodes:
         self.check()
         self._n_groups += 1
         name = f"{self.attempt.name}-{self._n_groups}"
-        group = {"name": name, "port": free_port()}
+        group = {"name": name, "port": free_port(), "secret": secrets.token_hex(32)}
         self.tell({"do": "start", "assignment": asdict(assignment), "group": group})
         command, env = group_command(launcher, asdict(assignment), 0, group, "localhost")
         self._worker = GroupProcess(self, name, command, env, log_path, self.signals.events)

@@ -7,13 +7,13 @@ HDF5 metadata.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from slurmgpu.regions import OFFSET_DTYPE, Piece, Region, in_file_order, write_at
+from slurmgpu.regions import MERGED, OFFSET_DTYPE, DamagedShardError, Piece, Region, in_file_order, write_at
 
 Table = npt.NDArray[Any]
 
@@ -46,33 +46,86 @@ def pieces(regions: Sequence[Region], table: Table) -> Iterator[Piece]:
             position += n_bytes
 
 
+def pieces_of(directory: Mapping[str, Any], table: bytes) -> Iterator[Piece]:
+    """Every piece of a file, of either kind, in the order of the file; in a shard each dataset is one."""
+    regions = [Region(*region) for region in directory["datasets"]]
+    if directory["attributes"]["format"] == MERGED:
+        return pieces(regions, read_table(table, len(regions)))
+    return (Piece(path, *place) for path, _, _, *place in in_file_order(regions))
+
+
+Write = Callable[[bytes | memoryview, int], None]
+"""Puts bytes at an offset of the file that is being written."""
+
+
+class Gathered:
+    """Writes that wait until they can be made together: pieces of neighbours lie side by side in each dataset."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._runs: dict[int, list[bytes | memoryview]] = {}
+        self._ends: dict[int, int] = {}
+
+    def write(self, content: bytes | memoryview, offset: int) -> None:
+        """Keep bytes that belong at `offset`; their buffer must stay as it is until `flush`."""
+        first = self._ends.pop(offset, offset)
+        self._runs.setdefault(first, []).append(content)
+        self._ends[offset + len(content)] = first
+
+    def flush(self) -> None:
+        """Write all that was kept."""
+        for offset, contents in self._runs.items():
+            write_at(self._fd, b"".join(contents), offset)
+        self._runs.clear()
+        self._ends.clear()
+
+
 class Place:
     """Where a piece goes in the file that is being written, chunk by chunk, and the piece's checksum."""
 
-    def __init__(self, fd: int, position: int, crc32: int) -> None:
-        self._fd, self._position = fd, position
+    def __init__(self, write: Write, position: int, crc32: int) -> None:
+        self._write, self._position = write, position
         self.crc32 = crc32
 
     def write(self, chunk: bytes | memoryview) -> None:
         """Put the next chunk of a shard's dataset where it belongs."""
-        write_at(self._fd, chunk, self._position)
-        self._position += len(chunk)
+        if chunk:
+            self._write(chunk, self._position)
+            self._position += len(chunk)
+
+    def check(self) -> None:
+        """Raise DamagedShardError if what was put there makes no sense."""
 
 
 class OffsetsPlace(Place):
-    """Where a piece of offsets goes: without the shard's leading 0, and grown by the values of earlier shards."""
+    """Where a piece of offsets goes: without the shard's leading 0, and grown by the values of earlier shards.
 
-    def __init__(self, fd: int, position: int, base: int) -> None:
-        super().__init__(fd, position, crc32=0)
-        self._base = base
-        self._n_lead = 1
+    They must begin with 0, never fall, and end with `n_values`: else later rows would have each other's values.
+    """
+
+    def __init__(self, write: Write, position: int, base: int, n_values: int) -> None:
+        super().__init__(write, position, crc32=0)
+        self._base, self._n_values = base, n_values
+        self._last: int | None = None
+        self._is_wrong = False
 
     def write(self, chunk: bytes | memoryview) -> None:
         """Put the next chunk of a shard's offsets where it belongs."""
-        moved = (np.frombuffer(chunk, OFFSET_DTYPE)[self._n_lead :] + self._base).tobytes()
-        self._n_lead = 0
-        self.crc32 = zlib.crc32(moved, self.crc32)
-        super().write(moved)
+        offsets = np.frombuffer(chunk, OFFSET_DTYPE)
+        if self._last is None:
+            self._last, offsets = int(offsets[0]), offsets[1:]
+            self._is_wrong = self._last != 0
+        if len(offsets):
+            self._is_wrong |= bool(offsets[0] < self._last) or bool((offsets[1:] < offsets[:-1]).any())
+            self._last = int(offsets[-1])
+            moved = (offsets + self._base).tobytes()
+            self.crc32 = zlib.crc32(moved, self.crc32)
+            super().write(moved)
+
+    def check(self) -> None:
+        """Raise DamagedShardError unless they are offsets into so many values."""
+        if self._is_wrong or self._last != self._n_values:
+            raise DamagedShardError(f"its offsets are not those of {self._n_values} values")
 
 
 def _record(n_datasets: int) -> np.dtype[Any]:

@@ -55,13 +55,23 @@ def report_briefly(event: Mapping[str, Any], pipe: int = 1) -> None:
     os.write(pipe, line)
 
 
-def listen_on_stdin(stopping: threading.Event) -> None:
-    """Set `stopping` when the task says so, and die with the task: when it is gone, its end of the pipe is closed."""
+def listen_on_stdin(stopping: threading.Event, on_end_time: Callable[[float], None]) -> None:
+    """Set `stopping` when the task says so, and die with the task: when it is gone, its end of the pipe is closed.
+
+    `on_end_time` is told when the walltime ends, if the task learns it late.
+    """
     stdin = _take_stdin()
 
     def watch() -> None:
-        while os.read(stdin, 4096):
-            stopping.set()  # "stop" is all that a task ever says
+        rest = b""
+        while chunk := os.read(stdin, 4096):
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                word, _, value = line.partition(b" ")
+                if word == b"end":
+                    on_end_time(float(value))
+                else:
+                    stopping.set()
         os._exit(EXIT_ABANDONED)
 
     threading.Thread(target=watch, daemon=True, name="the task's words").start()

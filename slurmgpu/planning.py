@@ -6,7 +6,7 @@ import contextlib
 import importlib.metadata
 import json
 import platform
-import subprocess
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
-from slurmgpu import __version__, placing, workloads
+from slurmgpu import __version__, importing, placing, workloads
 from slurmgpu.columns import check_columns, columns_to_json
 from slurmgpu.config import Resources, RunFile
 from slurmgpu.containing import contain
@@ -26,6 +26,8 @@ from slurmgpu.gpus import number_of
 from slurmgpu.items import Items, items_of
 from slurmgpu.runs import Plan, Run, refuse_existing
 from slurmgpu.site import read_run_file
+from slurmgpu.snapshots import Snapshot
+from slurmgpu.tracing import git_state, own_modules, snapshot_of
 
 TARGET_SHARDS = 2048
 """At most so many shards by default: enough for balance over hundreds of GPUs, few enough for one directory."""
@@ -33,12 +35,13 @@ TARGET_SHARDS = 2048
 
 @dataclass(frozen=True)
 class Draft:
-    """A run not yet written: its plan, where it would lie, and its items, whose files are temporary ones."""
+    """A run not yet written: its plan, where it would lie, its items, whose files are temporary ones, and its code."""
 
     plan: Plan
     run_dir: Path
     items: Items
     resources: Resources
+    code: Snapshot
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,12 @@ def draft_run(
     config = read_run_file(path, overrides)
     gpus_per_task = allocate(config.resources, n_shards=None).gpus_per_task
     target = _run_dir(path, config, run_dir)
+    refuse_odd_path(target, config.resources.executor)
     refuse_existing(target)
+    importing.forget_changed()
+    before = set(sys.modules)
     full_name, settings, workload = _build(config, path.parent)
+    imported = importing.note_imported(own_modules(sys.modules.keys() - before))
     with working_folder(path.parent):
         placement = placing.place(workload, config.resources, gpus_per_task, full_name)
         settings |= getattr(workload, "frozen_settings", {})
@@ -109,7 +116,8 @@ def draft_run(
             summarizes=callable(getattr(workload, "summarize", None)),
             exports=sorted(getattr(workload, "exports", ())),
         )
-        yield Draft(plan, target, items, config.resources)
+        code = snapshot_of(plan, plan.container, plan.provenance["git"], also=imported)
+        yield Draft(plan, target, items, config.resources, code)
 
 
 def workload_of(run_file: Path) -> workloads.Workload:
@@ -177,6 +185,31 @@ def allocate(resources: Resources, n_shards: int | None) -> Allocation:
     limit = n_shards or sys.maxsize
     n_tasks = min(resources.tasks or n_concurrent, limit)
     return Allocation(n_tasks, min(n_concurrent, n_tasks), per_task)
+
+
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+QUOTES = "'\"\\"
+
+
+def refuse_odd_path(run_dir: Path, executor: str) -> None:
+    """Raise a sentence for a run directory whose path would not stay what it is on its way through Slurm.
+
+    Submitit and Slurm replace %j and its like wherever they stand in the path of a log; a backslash turns that off. A
+    line break ends a line of #SBATCH, and what sbatch makes of a quote in one differs between its versions.
+    """
+    path = str(run_dir)
+    if found := CONTROL.search(path):
+        what = f"the control character {found[0]!a}"
+    elif "%" in path:
+        what = "a %, of which Slurm makes numbers of jobs in the paths of logs"
+    elif executor == "slurm" and (quotes := sorted({each for each in path if each in QUOTES})):
+        what = f"{' and '.join(quotes)}, which Slurm may read in ways of its own"
+    else:
+        return
+    raise SlurmGPUError(
+        f"The path of the run directory {path!r} has {what}. "
+        f"Name another with --run-dir, or run_dir in the run file, or rename the folder."
+    )
 
 
 def _run_dir(path: Path, config: RunFile, run_dir: Path | None) -> Path:
@@ -264,19 +297,4 @@ def _check_type(full_name: str, name: str, value: Any, hint: Any) -> None:
 def _provenance(run_file: Path) -> dict[str, Any]:
     versions = {"python": platform.python_version(), "slurmgpu": __version__}
     versions |= {name: importlib.metadata.version(name) for name in ("numpy", "h5py", "submitit")}
-    return {"run_file": str(run_file), "versions": versions, "git": _git(run_file.parent)}
-
-
-def _git(folder: Path) -> dict[str, Any] | None:
-    """Commit of the run file's repository and whether its tree was dirty; None outside one, or without git."""
-    try:
-        commit = _git_output(folder, "rev-parse", "HEAD")
-        return {"commit": commit, "dirty": bool(_git_output(folder, "status", "--porcelain"))}
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _git_output(folder: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(folder), *arguments]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=20)
-    return done.stdout.strip()
+    return {"run_file": str(run_file), "versions": versions, "git": git_state(run_file.parent)}

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from slurmgpu.early_signals import recall
+from slurmgpu.shared_files import open_file, open_to_append, retried
 from slurmgpu.trees import living
 
 log = logging.getLogger(__name__)
@@ -54,6 +56,8 @@ class StopSignals:
             if signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN:
                 continue  # nohup: the run shall outlive its terminal
             self._former[signum] = signal.signal(signum, self._put)
+        for came in recall():  # before this task could listen
+            self._put(came, None)
         return self
 
     def _put(self, signum: int, frame: FrameType | None) -> None:
@@ -90,7 +94,7 @@ class WorkerProcess:
         events: Events,
     ) -> None:
         self._log_path = log_path
-        with open(log_path, "ab") as file:
+        with retried(lambda: open_to_append(log_path)) as file:
             self._log_start = file.tell()
             # Its own session: Ctrl-C reaches the task alone, and killing the group reaches the worker's children.
             self._process = subprocess.Popen(
@@ -129,11 +133,12 @@ class WorkerProcess:
             log.warning("the worker wrote %r", line)
 
     def said(self) -> str:
-        """What it has written to its log so far; the end of it, if that is much."""
-        with open(self._log_path, "rb") as file:
+        """What it has written to its log so far; the end of it, if that is much; "" if that cannot be read."""
+        with contextlib.suppress(OSError), open_file(self._log_path) as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(self._log_start, end - SAID_BYTES))
             return file.read().decode(errors="replace")
+        return ""
 
     def wait(self) -> int:
         """Its exit code, once it has ended."""
@@ -144,6 +149,13 @@ class WorkerProcess:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError, ValueError):  # it has ended by itself, or is being ended
             self._process.stdin.write(b"stop\n")
+            self._process.stdin.flush()
+
+    def tell_end(self, end_time: float) -> None:
+        """Tell it when the walltime ends: Slurm has said so since it was started."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError, ValueError):
+            self._process.stdin.write(f"end {end_time!r}\n".encode())
             self._process.stdin.flush()
 
     def reap(self) -> None:
@@ -162,7 +174,7 @@ class WorkerProcess:
     def stop(self) -> None:
         """End it: politely, then not."""
         assert self._process.stdin is not None
-        # Torchrun's launcher, and a worker that keeps progress, outlive SIGTERM, and end at this.
+        # A group's launcher, and a worker that keeps progress, outlive SIGTERM, and end at this.
         self._process.stdin.close()
         self._process.terminate()
         try:
@@ -186,7 +198,7 @@ class WorkerProcess:
     def _kill_all(self) -> None:
         """Kill whatever lives of the worker: its session, also what runs in process groups or sessions below it.
 
-        Apptainer puts the process that serves the image into a group of its own, torchrun each rank into a session.
+        Apptainer puts the process that serves the image into a group of its own, a launcher each rank into a session.
         """
         deadline = time.monotonic() + GRACE_S
         while left := living(self.pid):

@@ -25,6 +25,8 @@ SHARE = 0.02
 """More rarely, if writing it would take more than this part of the time …"""
 LONGEST_S = 10.0
 """… but not so rarely that `status` would take the attempt for a dead one."""
+END_PATIENCE_S = 10.0
+"""So long an attempt tries to write its end: Slurm's KillWait is 30 s by default."""
 PROGRESS_LENGTH = 200
 """What a workload says of an item's progress is cut at this many characters."""
 
@@ -87,6 +89,8 @@ class Recording:
                 self.enter("loading")
             case "surroundings":
                 record.surroundings = {key: value for key, value in event.items() if key != "event"}
+            case "used":
+                record.surroundings["used"] = event["packages"]
             case "gpus":
                 record.gpus = list(event["names"])
             case "ready":
@@ -136,7 +140,10 @@ class Recording:
         self.record.usage = self._usage()
         has_ended = self.record.state == "ended"
         try:
-            write_json_text(self._path, _as_json(self.record), durable=has_ended, in_place_if_full=has_ended)
+            # Progress is written again soon, and leases are to be renewed meanwhile.
+            options = {"durable": has_ended, "in_place_if_full": has_ended}
+            patience_s = END_PATIENCE_S if has_ended else 0.0
+            write_json_text(self._path, _as_json(self.record), **options, patience_s=patience_s)
         except OSError as error:
             # Progress, or an end, that nobody learns of is no reason to give up shards that can be written.
             log.warning("%s cannot be written: %s", self._path, error)
@@ -183,7 +190,8 @@ class Recording:
             if event["errors"]:
                 record.failed.append([event["shard"], event["errors"]])
         times = round(event["started"], 3), round(event["seconds"], 3)
-        record.published.append([event["shard"], *times, event["won"]])
+        revision = [event["revision"]] if event.get("revision") else []
+        record.published.append([event["shard"], *times, event["won"], *revision])
         record.kept_s = max(0.0, round(record.kept_s - self._kept_here, 3))  # it is among these seconds
         self._in_hand.discard(event["shard"])
         self._since, self._kept_here = self._clock(), 0.0

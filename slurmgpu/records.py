@@ -19,7 +19,7 @@ class Attempt:
     `job` is the array job's id, `task` its index in the array, `restart` how often Slurm has requeued it. `end_time` is
     when the allocation ends, in seconds since the epoch by this node's clock; `memory_mb` the job's host memory on this
     node, if it is known. `n_gpus` are those of one node, of which the task has `n_nodes`; `nodes` are their names, if
-    it has several and they are known.
+    it has several and they are known. `cluster` is the name of the cluster that gave the job its id, "" where none did.
     """
 
     job: str
@@ -33,6 +33,7 @@ class Attempt:
     memory_mb: int | None = None
     n_nodes: int = 1
     nodes: tuple[str, ...] = ()
+    cluster: str = field(default_factory=lambda: os.environ.get("SLURM_CLUSTER_NAME", ""))
 
     @property
     def uses_gpus(self) -> bool:

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from slurmgpu.shared_files import PATIENCE_S, UnusableFileError, is_transient, naming, open_regular, retried
+
 FORMAT_VERSION = 1
 SHARD = "slurmgpu shard"
 MERGED = "slurmgpu merged"
@@ -27,6 +29,7 @@ _CRC_FROM = 16
 _SMALLEST_USERBLOCK = 512  # HDF5's own limit; other sizes are this, doubled
 _BUFFER_BYTES = 1 << 20  # fits the second-level cache, in which a checksum and a copy then find the bytes
 _PAGE_BYTES = 4096
+_LARGEST_USERBLOCK = 1 << 31  # a merged file of a million shards with a hundred columns has less
 
 
 class DamagedShardError(Exception):
@@ -59,11 +62,20 @@ def in_file_order(regions: Sequence[Region]) -> list[Region]:
 
 
 class Reader:
-    """A file's bytes, read forwards through one buffer; a small file takes one open and one read."""
+    """A file's bytes, read forwards through one buffer; a small file takes one open and one read.
 
-    def __init__(self, path: os.PathLike[str], buffer_bytes: int = _BUFFER_BYTES) -> None:
-        self._fd = os.open(path, os.O_RDONLY)
-        self.size = os.fstat(self._fd).st_size
+    A transient error is tried again for `patience_s`, and then raised: a read that fails says nothing of the bytes.
+    Of what is no regular file the bytes are not those that were written.
+    """
+
+    def __init__(
+        self, path: os.PathLike[str], buffer_bytes: int = _BUFFER_BYTES, patience_s: float = PATIENCE_S
+    ) -> None:
+        self._path, self._patience_s = path, patience_s
+        try:
+            self._fd, self.size = retried(lambda: _opened(path), patience_s)
+        except UnusableFileError as error:
+            raise DamagedShardError(str(error.strerror)) from error
         self._view = memoryview(bytearray(min(buffer_bytes, -(-self.size // _PAGE_BYTES) * _PAGE_BYTES)))
         self._start = self._stop = 0
 
@@ -71,6 +83,10 @@ class Reader:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
         os.close(self._fd)
 
     def chunks(self, start: int, stop: int) -> Iterator[memoryview]:
@@ -91,6 +107,21 @@ class Reader:
         """The bytes from `start` to `stop`, in one piece."""
         return b"".join(map(bytes, self.chunks(start, stop)))
 
+    def whole(self) -> memoryview | None:
+        """All of the file, if its buffer holds that; it remains as it is when the reader is gone."""
+        if self.size > len(self._view):
+            return None
+        if self._start or self._stop < self.size:
+            self._fill(0)
+        if self._stop < self.size:
+            raise DamagedShardError(f"the file ends at byte {self._stop}, before byte {self.size}")
+        return self._view[: self.size]
+
+    def forget_cache(self) -> None:
+        """Have the next read ask the disk or the file server, where the kernel does that for a hint."""
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        self._start = self._stop = 0
+
     def map(self) -> mmap.mmap:
         """The whole file in memory, read when it is touched; it remains when the reader is gone."""
         return mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ)
@@ -98,20 +129,46 @@ class Reader:
     def _fill(self, start: int) -> None:
         self._start = self._stop = start
         while (n_filled := self._stop - start) < min(len(self._view), self.size - start):
-            try:
-                n_read = os.preadv(self._fd, [self._view[n_filled:]], self._stop)
-            except OSError as error:  # a bad sector is damage, and found by reading only
-                raise DamagedShardError(f"byte {self._stop} cannot be read: {error.strerror}") from error
+            with naming(self._path):
+                n_read = retried(lambda: self._read(n_filled), self._patience_s)
             if not n_read:
                 break
             self._stop += n_read
+
+    def _read(self, n_filled: int) -> int:
+        try:
+            return os.preadv(self._fd, [self._view[n_filled:]], self._stop)
+        except OSError as error:
+            if is_transient(error):
+                self._reopen()
+            raise
+
+    def _reopen(self) -> None:
+        """A handle that an NFS server has forgotten stays stale: the next try is by a new one."""
+        try:
+            fd, size = _opened(self._path)
+        except OSError:
+            return  # the next try tells
+        os.close(self._fd)
+        self._fd = fd
+        if size != self.size:
+            raise DamagedShardError(f"it has {size} bytes, and had {self.size} a moment ago")
+
+
+def _opened(path: os.PathLike[str]) -> tuple[int, int]:
+    fd = open_regular(path)
+    try:
+        return fd, os.fstat(fd).st_size
+    except BaseException:
+        os.close(fd)
+        raise
 
 
 def write_at(fd: int, content: bytes | memoryview, offset: int) -> None:
     """Put all of `content` at `offset`; near a full disk one system call writes a part of it."""
     rest = memoryview(content)
     while rest:
-        n_written = os.pwrite(fd, rest, offset)
+        n_written = retried(lambda: os.pwrite(fd, rest, offset))  # noqa: B023  (called at once)
         rest, offset = rest[n_written:], offset + n_written
 
 
@@ -153,15 +210,25 @@ def read_userblock(reader: Reader) -> tuple[dict[str, Any], bytes, int]:
         raise DamagedShardError("it does not begin with slurmgpu's user block")
     if version != FORMAT_VERSION:
         raise DamagedShardError(f"its format has version {version}; this slurmgpu reads {FORMAT_VERSION}")
-    if not _HEADER.size + n_json + n_table <= size <= reader.size:
+    if not _HEADER.size + n_json + n_table <= size <= min(reader.size, _LARGEST_USERBLOCK):
         raise DamagedShardError("the sizes in its user block cannot be")
     if _checksum(reader, _CRC_FROM, size) != crc32:
         raise DamagedShardError("the checksum of its user block differs")
     behind_json = _HEADER.size + n_json
-    directory = json.loads(reader.read(_HEADER.size, behind_json))
+    directory = _parsed(reader.read(_HEADER.size, behind_json))
     if reader.size != directory["file_size"]:
         raise DamagedShardError(f"it has {reader.size} bytes, and had {directory['file_size']} when it was written")
     return directory, reader.read(behind_json, behind_json + n_table), size
+
+
+def _parsed(content: bytes) -> dict[str, Any]:
+    try:
+        directory = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise DamagedShardError(f"its directory makes no sense: {error}") from error
+    if not isinstance(directory, dict) or type(directory.get("file_size")) is not int:
+        raise DamagedShardError("its directory makes no sense: it does not say how large the file is")
+    return directory
 
 
 def verify(
@@ -190,6 +257,23 @@ def verify(
             yield f"the checksum of {name} differs"
     if _checksum(reader, position, reader.size, rest) != rest_crc32:
         yield "the checksum of the HDF5 metadata differs"
+
+
+def verify_content(
+    content: memoryview, pieces: Iterable[Piece], *, start: int, rest_crc32: int
+) -> tuple[dict[str, memoryview], list[str]]:
+    """The bytes of each piece by name, and what differs as `verify` says it, of a file that is in memory."""
+    position, rest = start, 0
+    found, problems = {}, []
+    for name, offset, n_bytes, expected in pieces:
+        rest = zlib.crc32(content[position:offset], rest)
+        position = offset + n_bytes
+        piece = found[name] = content[offset:position]
+        if zlib.crc32(piece) != expected or len(piece) != n_bytes:
+            problems.append(f"the checksum of {name} differs")
+    if zlib.crc32(content[position:], rest) != rest_crc32:
+        problems.append("the checksum of the HDF5 metadata differs")
+    return found, problems
 
 
 def _checksum(reader: Reader, start: int, stop: int, crc32: int = 0) -> int:

@@ -13,11 +13,18 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from slurmgpu.attempts import Lives, Making, attempts_of, makings_of, rows_of, unrecorded
+from slurmgpu.attempts import Lives, Making, attempts_of, computed_with, makings_of, rows_of, unrecorded
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.failures import POLICIES
+from slurmgpu.joined import Joined
 from slurmgpu.ledger import KINDS, counting, ledger, spent
+from slurmgpu.merged_head import read_merged_head
+from slurmgpu.private import public
 from slurmgpu.runs import Run
+from slurmgpu.shared_files import PATIENCE_S, UnusableFileError, read_bytes
+from slurmgpu.snapshots import code_digest
+from slurmgpu.snapshots import read as read_snapshot
+from slurmgpu.stretches import Stretch, rows_by_code
 from slurmgpu.submissions import is_over
 
 log = logging.getLogger(__name__)
@@ -38,14 +45,14 @@ VALUES: Mapping[str, Kinds] = {
     **dict.fromkeys(("written", "gpu_hours"), NUMBER),
     **dict.fromkeys(("run", "run_dir"), TEXT),
     **dict.fromkeys(("merged", "resubmit"), TEXT | NONE),
-    **dict.fromkeys(("ledger", "summary", "image"), OBJECT | NONE | LACKING),
-    "damaged_records": LIST | LACKING,
+    **dict.fromkeys(("ledger", "summary", "image", "not_finite", "computed_with"), OBJECT | NONE | LACKING),
+    **dict.fromkeys(("damaged_records", "code"), LIST | LACKING),
     "complete": FLAG,
 }
 """What every report has, whichever slurmgpu wrote it …"""
 LISTS: Mapping[str, Mapping[str, Kinds]] = {
     "missing": {**dict.fromkeys(("shard", "start", "stop"), COUNT), "damaged": TEXT | NONE},
-    "errors": {"index": COUNT, "class": TEXT, "message": TEXT},
+    "errors": {"index": COUNT, "class": TEXT, "message": TEXT, "name": TEXT | NONE | LACKING},
     "attempts": {
         **dict.fromkeys(("attempt", "node", "message"), TEXT),
         **dict.fromkeys(("failure", "reason", "traceback"), TEXT | NONE),
@@ -54,6 +61,7 @@ LISTS: Mapping[str, Mapping[str, Kinds]] = {
         **dict.fromkeys(("started", "ended"), NUMBER | NONE),
         "updated": NUMBER | NONE | LACKING,
         "submission": COUNT | NONE,
+        "n_nodes": COUNT | LACKING,
         "deaths": LIST,
         "usage": OBJECT | LACKING,
         "idle_gpu": FLAG | LACKING,
@@ -65,7 +73,9 @@ DEATH: Mapping[str, Kinds] = {"class": TEXT, "message": TEXT}
 USED: Mapping[str, Kinds] = dict.fromkeys(
     ("gpu_utilisation", "gpu_memory_peak_bytes", "host_memory_peak_bytes"), NUMBER | NONE | LACKING
 )
+CODE: Mapping[str, Kinds] = {"digest": TEXT | NONE, "items": COUNT, "files": OBJECT | NONE, "git": OBJECT | NONE}
 IMAGE: Mapping[str, Kinds] = {"path": TEXT, "sha256": TEXT}
+NOT_FINITE: Mapping[str, Kinds] = {"nan": COUNT, "infinite": COUNT}
 LEDGER: Mapping[str, Kinds] = {**dict.fromkeys(("allocated", *KINDS), NUMBER), "energy_kwh": NUMBER | NONE}
 """… and in them, objects with these; others may lack what is said to be `LACKING`."""
 
@@ -73,15 +83,14 @@ LEDGER: Mapping[str, Kinds] = {**dict.fromkeys(("allocated", *KINDS), NUMBER), "
 def build_report(
     run: Run,
     *,
-    errors: Sequence[tuple[int, str]],
-    merged_rows: int | None,
+    joined: Joined | None,
     lives: Lives | None = None,
     summary: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The report of a run of which no task is alive.
 
-    `errors` are the failed items of the merged file; `lives` is None where accounting could not be asked; `summary` is
-    what the workload says of all rows, None if it says nothing.
+    `joined` is what merged.h5 holds, None without one; `lives` is None where accounting could not be asked; `summary`
+    is what the workload says of all rows, None if it says nothing.
     """
     plan = run.plan
     records, damaged = run.read_attempts()
@@ -89,9 +98,10 @@ def build_report(
     records = _with_unrecorded(run, records, published)
     attempts = rows_of(run, records, damaged, lives)
     _enter_spent(attempts, records, published)
-    missing = _holes(run)
-    complete = not missing
-    items = [_failed_item(index, message) for index, message in errors]
+    missing = _holes(run, joined)
+    n_rows = 0 if joined is None else joined.n_rows
+    complete = n_rows == plan.n_items
+    items = [_failed_item(index, message) for index, message in ([] if joined is None else joined.errors)]
     return {
         "format": REPORT_FORMAT,
         "version": REPORT_VERSION,
@@ -101,13 +111,14 @@ def build_report(
         "fingerprint": plan.fingerprint,
         "complete": complete,
         "n_items": plan.n_items,
-        "n_rows": merged_rows if merged_rows is not None else 0,
+        "n_rows": n_rows,
         "n_errors": len(items),
         "n_missing_items": sum(hole["stop"] - hole["start"] for hole in missing),
         "n_shards": plan.n_shards,
         "n_shards_done": plan.n_shards - len(missing),
-        "merged": str(run.merged) if merged_rows is not None else None,
+        "merged": str(run.merged) if joined is not None else None,
         "summary": summary,
+        "not_finite": None if joined is None else joined.not_finite,
         "missing": missing,
         "errors": items,
         "errors_by_class": dict(sorted(Counter(item["class"] for item in items).items())),
@@ -118,9 +129,11 @@ def build_report(
         "gpu_hours": round(sum(attempt["gpu_hours"] for attempt in attempts), 4),
         "ledger": ledger(attempts),
         "accounting": lives is not None and any(a["executor"] == "slurm" for a in attempts),
-        "submissions": run.submissions(),
+        "submissions": list(map(public, run.submissions())),
         "resubmit": _resubmit(run, complete),
         "image": _image(run),
+        "computed_with": computed_with(records),
+        "code": _code(run, () if joined is None else joined.code),
         "provenance": plan.provenance,
     }
 
@@ -184,13 +197,17 @@ def bad_nodes(attempts: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def read_report(run: Run) -> dict[str, Any] | None:
     """The report that the last merge wrote; None before the first, and a sentence if it is damaged."""
-    path = report_path(run)
+    path, merge = report_path(run), f"slurmgpu merge {run.typed}"
     try:
-        return _checked(json.loads(path.read_bytes()))
+        return _checked(json.loads(read_bytes(path)))
     except FileNotFoundError:
         return None
+    except UnusableFileError as error:
+        raise SlurmGPUError(
+            f"{path} cannot be used: {error.strerror}. Remove it, and `{merge}` writes it anew."
+        ) from error
     except (ValueError, RecursionError) as error:
-        raise SlurmGPUError(f"{path} is damaged: {error}. `slurmgpu merge {run.typed}` writes it anew.") from error
+        raise SlurmGPUError(f"{path} is damaged: {error}. `{merge}` writes it anew.") from error
 
 
 def _checked(report: Any) -> dict[str, Any]:
@@ -207,8 +224,12 @@ def _checked(report: Any) -> dict[str, Any]:
     attempts = report["attempts"]
     _check("deaths: ", [death for attempt in attempts for death in attempt["deaths"]], DEATH)
     _check("usage: ", [attempt["usage"] for attempt in attempts if "usage" in attempt], USED)
+    _check("code: ", report.get("code", ()), CODE)
     for name, kinds in (("ledger", LEDGER), ("image", IMAGE)):
         _check(f"{name}: ", [report[name]] if report.get(name) is not None else (), kinds)
+    _check("not_finite: ", [*(report.get("not_finite") or {}).values()], NOT_FINITE)
+    for versions in (report.get("computed_with") or {}).values():
+        _check("computed_with: ", [versions], dict.fromkeys(versions, COUNT) if isinstance(versions, dict) else {})
     for name in ("errors_by_class", "failures", "worker_deaths"):
         _check(f"{name}: ", [report[name]], dict.fromkeys(report[name], COUNT))
     return report
@@ -248,14 +269,37 @@ def _resubmit(run: Run, is_complete: bool) -> str | None:
 
 def is_complete(run: Run) -> bool:
     """Whether the run's merged file has a row for every item, and no submission is going to replace it."""
-    report, lines = read_report(run), run.submissions()
-    all_published = len(run.published()) == run.plan.n_shards
-    return bool(report and report["complete"]) and all_published and is_over(lines) and run.merged.exists()
+    head = read_merged_head(run.merged, PATIENCE_S)
+    return (
+        head is not None and head.complete and head.fingerprint == run.plan.fingerprint and is_over(run.submissions())
+    )
 
 
 def report_path(run: Run) -> Path:
     """Where the merge writes the report."""
     return run.folder / "report.json"
+
+
+def _code(run: Run, stretches: Sequence[Stretch]) -> list[dict[str, Any]]:
+    """The versions of the code that rows are by: what is known of each, and how many rows."""
+    lines = run.submissions()
+    return [
+        {"digest": digest, **_version(run, lines, digest), "items": n} for digest, n in rows_by_code(stretches).items()
+    ]
+
+
+def _version(run: Run, lines: Sequence[Mapping[str, Any]], digest: str | None) -> dict[str, Any]:
+    """Files, versions and submissions of a snapshot; of one that cannot be read, what its submission says."""
+    used = [line for line in lines if digest is not None and code_digest([line]) == digest]
+    about = dict.fromkeys(("python", "distributions", "image", "git"))
+    about |= {key: used[-1]["code"].get(key) for key in about} if used else {}
+    files = None
+    if digest is not None:
+        try:
+            files = {file.name: file.digest for file in read_snapshot(run.folder, digest, with_sources=False).files}
+        except SlurmGPUError as error:
+            log.warning("%s", error)
+    return {"submissions": [line["submission"] for line in used], "files": files, **about}
 
 
 def _image(run: Run) -> dict[str, Any] | None:
@@ -264,10 +308,11 @@ def _image(run: Run) -> dict[str, Any] | None:
     return None if container is None else {"path": container["image"], **container["identity"]}
 
 
-def _holes(run: Run) -> list[dict[str, Any]]:
-    """The shards that are not published; `damaged` says what was wrong with one that a merge set aside."""
-    published, damaged = run.published(), run.damaged()
-    holes = sorted(set(range(run.plan.n_shards)) - published)
+def _holes(run: Run, joined: Joined | None) -> list[dict[str, Any]]:
+    """The shards that merged.h5 lacks; `damaged` says what was wrong with one that a merge set aside."""
+    there = frozenset() if joined is None else joined.shards
+    damaged = run.damaged() | dict(() if joined is None else joined.damaged)
+    holes = sorted(set(range(run.plan.n_shards)) - there)
     bounds = map(run.plan.bounds, holes)
     return [
         {"shard": shard, "start": start, "stop": stop, "damaged": damaged.get(shard)}
@@ -278,4 +323,5 @@ def _holes(run: Run) -> list[dict[str, Any]]:
 def _failed_item(index: int, message: str) -> dict[str, Any]:
     kind, colon, rest = message.partition(": ")
     known = bool(colon) and kind in POLICIES
-    return {"index": index, "class": kind if known else "item_error", "message": rest if known else message}
+    found = {"index": index, "class": kind if known else "item_error", "message": rest if known else message}
+    return {**found, "name": None}

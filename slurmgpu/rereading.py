@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from slurmgpu.shared_files import open_file
+
 RELOOK_S = 10.0
 """What seems unchanged is looked at more closely after this time."""
 
@@ -46,7 +48,7 @@ def _may_have_changed(path: Path, mark: object) -> bool:
     """Whether a file has another mark than `stat` said; of a folder always, as its time is a coarse clock."""
     try:
         # NFS answers a stat from memory for up to a minute, and asks the server when a file is opened.
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             return _mark(os.fstat(file.fileno())) != mark
     except FileNotFoundError:
         return mark is not None

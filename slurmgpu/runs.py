@@ -10,27 +10,39 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shlex
 import shutil
-import socket
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from slurmgpu import private
 from slurmgpu.claims import Claims
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.files import beside, fsync_dir, write_json
+from slurmgpu.files import beside, fsync_dir, write_bytes
+from slurmgpu.locks import hold
+from slurmgpu.recompute import Recompute, read_recompute
 from slurmgpu.records import read_record
+from slurmgpu.shared_files import UnusableFileError, exists, list_anew, list_names, read_bytes, retried
 from slurmgpu.submissions import ENDS, as_seen_at, place_of
 
 log = logging.getLogger(__name__)
 
 RUN_FORMAT = "slurmgpu run"
 RUN_VERSION = 1
+RECORDING_S = 20.0
+"""A process that appends a line does not take so long; one that has not ended by then has died of it."""
+N_APPENDED = 3
+SMALL_BYTES = 1 << 20
+MOST_RECORD_BYTES = 64 << 20
+"""More than the record of an attempt that published every shard of the largest run."""
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 FOLDERS = ("claims", "shards", "tasks", "logs", "telemetry")
+_SHARD_NAME = re.compile(r"(\d{5}|[1-9]\d{5,})(?:\.r([1-9]\d{0,8}))?\.h5")
 
 
 @dataclass(frozen=True)
@@ -99,29 +111,37 @@ class Plan:
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory and the plan in it."""
+    """A run directory and the plan in it.
+
+    `recompute` is None, but in what `computing` returns.
+    """
 
     folder: Path
     plan: Plan
+    recompute: Recompute | None = None
 
     @classmethod
     def open(cls, folder: Path) -> Run:
         """The run in `folder`; a sentence when there is none, or one of a newer slurmgpu."""
         folder = folder.expanduser().absolute()
         try:
-            value = json.loads((folder / "run.json").read_bytes())
+            value = json.loads(read_bytes(folder / "run.json"))
         except (FileNotFoundError, NotADirectoryError):
             raise SlurmGPUError(
                 f"{folder} is no run directory: it has no run.json. `slurmgpu submit` makes one."
             ) from None
-        except ValueError as error:
+        except UnusableFileError as error:
+            raise SlurmGPUError(f"{folder / 'run.json'} cannot be used: {error.strerror}.") from error
+        except (ValueError, RecursionError) as error:
             raise SlurmGPUError(f"{folder / 'run.json'} is damaged: {error}.") from error
+        if not isinstance(value, dict):
+            raise SlurmGPUError(f"{folder / 'run.json'} is damaged: it is no JSON object.")
         if value.get("format") != RUN_FORMAT or value.get("version") != RUN_VERSION:
             raise SlurmGPUError(
                 f"{folder / 'run.json'} is of format {value.get('format')!r} version {value.get('version')}; "
                 f"this slurmgpu reads {RUN_FORMAT!r} version {RUN_VERSION}. Use the slurmgpu that made the run."
             )
-        return cls(folder, Plan.from_json(value))
+        return cls(folder, Plan.from_json(private.reveal(folder, private.PLAN, value)))
 
     @property
     def name(self) -> str:
@@ -136,7 +156,7 @@ class Run:
     @property
     def claims(self) -> Claims:
         """The claims of this run."""
-        return Claims(self.folder / "claims")
+        return Claims(self.folder / "claims", self.plan.lease_s)
 
     @property
     def shards(self) -> Path:
@@ -169,22 +189,74 @@ class Run:
         files = [{**file, "path": str(self.folder / file["path"])} for file in self.plan.input["files"]]
         return {**self.plan.input, "files": files}
 
-    def shard_path(self, shard: int) -> Path:
-        """Where a published shard lies. Its presence is the only meaning of done."""
-        return self.shards / f"{shard:05d}.h5"
+    def computing(self, submission: int) -> Run:
+        """The run as the tasks of a submission see it: what that computes again is not published yet."""
+        return replace(self, recompute=read_recompute(self.folder, submission))
 
-    def published(self) -> set[int]:
-        """The shards that are done, from one listing."""
-        return {int(name[:-3]) for name in os.listdir(self.shards) if name.endswith(".h5") and name[:-3].isdecimal()}
+    def shard_path(self, shard: int) -> Path:
+        """Where a shard is published. Its presence is the only meaning of done.
+
+        That is `00005.h5`, or `00005.r1.h5` for a submission that computes items of a published shard again.
+        """
+        return self.revision_path(shard, self.revision_to_make(shard))
+
+    def revision_to_make(self, shard: int) -> int:
+        """The revision of a shard that is computed here; 0 for one of which nothing is published yet."""
+        again = None if self.recompute is None else self.recompute.shards.get(shard)
+        return 0 if again is None else again.revision
+
+    def revision_path(self, shard: int, revision: int) -> Path:
+        """Where a revision of a shard lies; 0 is the shard as it was computed first."""
+        return self.shards / (f"{shard:05d}.r{revision}.h5" if revision else f"{shard:05d}.h5")
+
+    @staticmethod
+    def revision_of(name: str) -> tuple[int, int] | None:
+        """The shard and the revision that a file's name says, `00005.r1.h5` say; None for any other name."""
+        match = _SHARD_NAME.fullmatch(name)
+        return None if match is None else (int(match[1]), int(match[2] or 0))
+
+    def items_of(self, shard: int) -> Sequence[tuple[int, int]]:
+        """The items of a shard that are to be computed, as spans (start, stop): all of them, as a rule."""
+        again = None if self.recompute is None else self.recompute.shards.get(shard)
+        return [self.plan.bounds(shard)] if again is None else again.items
+
+    def shard_files(self, *, anew: bool = False) -> dict[int, list[int]]:
+        """The revisions that are there of each published shard, ascending, from one listing.
+
+        With `anew` no cached answer is believed: the folder is listed as the file server has it now, and each shard
+        that still lacks is asked for by its name.
+        """
+        found: dict[int, list[int]] = {}
+        n_shards = self.plan.n_shards
+        for name in list_anew(self.shards) if anew else list_names(self.shards):
+            numbers = self.revision_of(name) if name.endswith(".h5") else None
+            if numbers is not None and numbers[0] < n_shards:
+                found.setdefault(numbers[0], []).append(numbers[1])
+        if anew:
+            for shard in range(n_shards):
+                if shard not in found and exists(self.revision_path(shard, 0)):
+                    found[shard] = [0]
+        for revisions in found.values():
+            revisions.sort()
+        return found
+
+    def published(self, *, anew: bool = False) -> set[int]:
+        """The shards that are done, from one listing; `anew` as for `shard_files`."""
+        files = self.shard_files(anew=anew)
+        again = {} if self.recompute is None else self.recompute.shards
+        return {shard for shard, there in files.items() if shard not in again or again[shard].revision in there}
 
     def damaged(self) -> dict[int, str]:
         """Shards that a merge set aside and nobody has computed since, with what was wrong with them."""
         found = {}
-        for name in sorted(os.listdir(self.shards)):
-            number, _, rest = name.partition(".")
-            if rest == "damaged.txt" and not self.shard_path(int(number)).exists():
-                found[int(number)] = (self.shards / name).read_text("utf-8", "replace").strip()
-        return found
+        for name in list_names(self.shards):
+            numbers = self.revision_of(name.removesuffix(".damaged.txt") + ".h5")
+            if name.endswith(".damaged.txt") and numbers is not None and not numbers[1]:
+                number, _ = numbers
+                with contextlib.suppress(OSError):  # one that cannot be read, or is gone, says nothing
+                    if not self.revision_path(number, 0).exists():
+                        found[number] = read_bytes(self.shards / name, max_bytes=1 << 20, patience_s=1.0)
+        return {number: why.decode("utf-8", "replace").strip() for number, why in found.items()}
 
     def attempts(self) -> list[dict[str, Any]]:
         """What each attempt wrote of itself, in the order of their start; without those that are damaged."""
@@ -216,7 +288,7 @@ class Run:
         """
         merged: dict[int, dict[str, Any]] = {}
         try:
-            lines = (self.folder / "submissions.jsonl").read_bytes().splitlines()
+            lines = read_bytes(self.folder / "submissions.jsonl").splitlines()
         except FileNotFoundError:
             return []
         for line in lines:
@@ -232,6 +304,10 @@ class Run:
         place = place_of(self.folder) if any(line["state"] not in ENDS for line in found) else {}
         return [as_seen_at(line, place) for line in found]
 
+    def as_submitted(self, line: Mapping[str, Any]) -> dict[str, Any]:
+        """A submission with the options that only its owner may read; with dots for others."""
+        return private.reveal(self.folder, str(line["submission"]), line)
+
     def last_submission(self) -> dict[str, Any]:
         """The last submission; a sentence when there was none."""
         lines = self.submissions()
@@ -240,34 +316,25 @@ class Run:
         return lines[-1]
 
     def record_submission(self, value: Mapping[str, Any]) -> None:
-        """Append a line to submissions.jsonl; `submission` in it is the number that lines of one submission share."""
-        place = place_of(self.folder) if "executor" in value else {}
-        line = json.dumps({**value, **place}) + "\n"
-        with open(self.folder / "submissions.jsonl", "a+b") as file:
-            if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
-                line = "\n" + line  # a line of its own, behind a torn one
-            file.write(line.encode())
-            file.flush()
-            os.fsync(file.fileno())
+        """Append a line to submissions.jsonl; `submission` in it is the number that lines of one submission share.
 
-    @contextlib.contextmanager
-    def submitting(self) -> Iterator[None]:
-        """Keep a second shell from submitting at the same moment."""
-        lock = self.folder / ".submitting"
-        who = f"{socket.gethostname()}, process {os.getpid()}, at {time.strftime('%Y-%m-%d %H:%M:%S')}"
-        try:
-            with open(lock, "x", encoding="utf-8") as file:
-                file.write(who)
-        except FileExistsError:
-            holder = lock.read_text("utf-8", "replace")
-            raise SlurmGPUError(
-                f"Somebody is submitting this run right now ({holder}). "
-                f"If that process is gone, remove {lock} and submit again."
-            ) from None
-        try:
-            yield
-        finally:
-            lock.unlink(missing_ok=True)  # who waits for a turn may have taken us for dead
+        One process at a time, as two that append at once overwrite each other's line on NFS.
+        """
+        place = place_of(self.folder) if "executor" in value else {}
+        path = self.folder / "submissions.jsonl"
+        if path.exists() and not os.access(path, os.W_OK):
+            if "executor" in value:
+                raise SlurmGPUError(f"{path} is {path.owner()}'s alone to write: have {path.owner()} submit this run.")
+            log.warning("%s is not one's own; it is not told: %s", path, value)
+            return
+        with hold(self.folder / ".recording", "recording", patient=True, patience_s=RECORDING_S):
+            shown = private.keep(self.folder, str(value["submission"]), value)
+            line = json.dumps({**shown, **place}).encode() + b"\n"
+            for _ in range(N_APPENDED):
+                retried(lambda: _append(path, line))
+                if line in read_bytes(path).splitlines(keepends=True):
+                    return
+        raise SlurmGPUError(f"A line that was written to {path} is not in it: its file system loses what is written.")
 
 
 def create_run(folder: Path, plan: Plan, files: Sequence[Path]) -> Run:
@@ -284,7 +351,10 @@ def create_run(folder: Path, plan: Plan, files: Sequence[Path]) -> Run:
             shutil.move(file, partial / file.name)
             with open(partial / file.name, "rb") as moved:  # a copy, if it comes from another file system
                 os.fsync(moved.fileno())
-        write_json(partial / "run.json", plan.to_json())
+        text = json.dumps(private.keep(partial, private.PLAN, plan.to_json()), indent=2, ensure_ascii=False) + "\n"
+        mode = stat.S_IMODE((partial / "logs").stat().st_mode) & 0o644
+        write_bytes(partial / "run.json", text.encode("utf-8", "backslashreplace"), mode=mode)
+        protect(partial)
         try:
             partial.rename(folder)  # fails on a directory that is not empty
         except OSError:
@@ -292,6 +362,22 @@ def create_run(folder: Path, plan: Plan, files: Sequence[Path]) -> Run:
             raise
     fsync_dir(folder.parent)
     return Run(folder, plan)
+
+
+def protect(folder: Path) -> None:
+    """Keep what is executed the owner's, if that is who asks, where others may write in a run directory.
+
+    They may add files, shards and records; those of the owner's in the directory itself they cannot remove or rename,
+    and in logs/, where the jobs find Submitit's scripts and pickles, they can do nothing. For run.json says what code
+    is run.
+    """
+    if folder.stat().st_uid != os.geteuid():
+        return
+    logs = folder / "logs"
+    logs.chmod(stat.S_IMODE(logs.stat().st_mode) & ~OTHERS_WRITE)
+    mode = stat.S_IMODE(folder.stat().st_mode)
+    if mode & OTHERS_WRITE:
+        folder.chmod(mode | stat.S_ISVTX)
 
 
 def refuse_existing(folder: Path) -> None:
@@ -306,10 +392,21 @@ def refuse_existing(folder: Path) -> None:
         raise SlurmGPUError(f"{folder} exists and is no run directory; name another with --run-dir.")
 
 
+def _append(path: Path, line: bytes) -> None:
+    # What it says is executed: that of a line that comes later goes over one before.
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    with os.fdopen(fd, "a+b") as file:
+        if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
+            line = b"\n" + line  # a line of its own, behind a torn one
+        file.write(line)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def _read_record(path: Path) -> dict[str, Any] | None:
     """An attempt's record; None for one that makes no sense: progress is not fsynced, and nodes die."""
     try:
-        record = read_record(path.read_bytes())
+        record = read_record(read_bytes(path, max_bytes=MOST_RECORD_BYTES, patience_s=0.0))
         if record["attempt"] != path.stem:
             raise ValueError(f"it is that of {record['attempt']!r:.80}")
     except (ValueError, OSError) as error:
@@ -325,4 +422,4 @@ _told_of: set[Path] = set()
 
 
 def _json_names(folder: Path) -> list[str]:
-    return sorted(name for name in os.listdir(folder) if name.endswith(".json") and not name.startswith("."))
+    return [name for name in list_names(folder) if name.endswith(".json") and not name.startswith(".")]

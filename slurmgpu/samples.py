@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slurmgpu.shared_files import open_file
+
 log = logging.getLogger(__name__)
 
 TAIL_BYTES = 16384
@@ -44,8 +46,8 @@ def telemetry_path(folder: Path, attempt: str, node: int = 0) -> Path:
 def last_sample(path: Path) -> Sample | None:
     """The last sample of a file, from its end alone; None where there is none."""
     try:
-        with open(path, "rb") as file:
-            header = file.readline()
+        with open_file(path) as file:
+            header = file.readline(TAIL_BYTES)
             file.seek(max(len(header), file.seek(0, os.SEEK_END) - TAIL_BYTES))
             return next(iter(_samples([header, *file], [], last=True)), None)
     except OSError as error:
@@ -60,8 +62,8 @@ def some_samples(path: Path, n_samples: int, damaged: set[Path] | None = None) -
     """
     unreadable: list[bytes] = []
     try:
-        with open(path, "rb") as file:
-            header = file.readline()
+        with open_file(path) as file:
+            header = file.readline(TAIL_BYTES)
             size = os.fstat(file.fileno()).st_size
             step = (size - len(header)) / max(1, n_samples)
             if step <= LINE_BYTES:

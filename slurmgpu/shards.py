@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import itertools
+import logging
+import math
 import os
+import platform
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from slurmgpu.columns import Array, Column, stored_columns
+from slurmgpu.columns import Array, Column, Ragged, stored_columns
 from slurmgpu.errors import ItemError
 from slurmgpu.files import fsync_dir
 from slurmgpu.regions import (
@@ -30,20 +35,28 @@ from slurmgpu.regions import (
     verify,
     write_at,
 )
+from slurmgpu.shared_files import exists, remove, replace, retried
 from slurmgpu.skeletons import Attributes, draw, file_attributes, unplaced_regions
+
+log = logging.getLogger(__name__)
 
 __all__ = [
     "DamagedShardError",
     "Directory",
     "ForeignShardError",
+    "partial_name",
+    "partials_of",
     "publish",
     "read_directory",
     "read_errors",
+    "read_rows",
     "shard_name",
     "verify_shard",
     "write_shard",
 ]
 
+FINISHING_PATIENCE_S = 5.0
+"""So long a partial file is removed whose shard is published; the merge removes what stays."""
 _BLOCK_BYTES = 4 << 20
 HEAD_BYTES = 16 << 10  # holds the user block of a shard of up to about a hundred columns
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
@@ -69,6 +82,11 @@ class Directory:
     notes: dict[str, Any]
     made_by: dict[str, Any]
 
+    def n_values(self, offsets: str) -> int:
+        """How many values the dataset has into which `offsets` (NAME/offsets) point."""
+        values = offsets.removesuffix("/offsets") + "/values"
+        return next(_length(region) for region in self.datasets if region.path == values)
+
     @property
     def pieces(self) -> list[Piece]:
         """The datasets' bytes in the order of the file, as `regions.verify` takes them."""
@@ -78,6 +96,16 @@ class Directory:
 def shard_name(shard: int) -> str:
     """The name of a shard's file: `00042.h5`."""
     return f"{shard:05d}.h5"
+
+
+def partial_name(shard: int, attempt: str) -> str:
+    """The name under which this process writes a shard, which no other one uses, of whatever machine."""
+    return f"{shard:05d}.{attempt}.{platform.node()}.{os.getpid()}.partial"
+
+
+def partials_of(folder: Path, attempt: str) -> list[Path]:
+    """What processes of an attempt on this machine have begun to write, if they are dead."""
+    return sorted(folder.glob(f"*.{attempt}.{platform.node()}.*.partial"))
 
 
 def write_shard(
@@ -93,21 +121,27 @@ def write_shard(
     """Put the rows of the items from `start` on at `path`, closed and fsynced.
 
     `rows` are as `convert_row` returns them. Of an ItemError the text is stored as `error`, and its columns
-    are blank. `notes` and `made_by` go into the user block and change no dataset. When the disk is full, or
-    anything else goes wrong, the file is removed and the OSError raised.
+    are blank. `notes` and `made_by` go into the user block and change no dataset; `not_finite` is added to the notes:
+    in how many rows a column of floats has NaN, and in how many infinities. When the disk is full, or anything else
+    goes wrong, the file is removed and the OSError raised.
     """
     contents = _contents(columns, start, rows)
     identity: Attributes = {"fingerprint": fingerprint, "start": start, "stop": start + len(rows)}
     attributes = file_attributes(SHARD, columns, identity)
     regions = unplaced_regions(columns, len(rows), _n_values(contents))
-    directory = new_directory(attributes, len(rows), regions, notes=dict(notes), made_by=dict(made_by))
+    # The block has room for the largest numbers: they are known once the values are written.
+    largest = {name: [len(rows)] * 2 for name, column in columns.items() if column.dtype.kind in "fc"}
+    notes = {**notes, "not_finite": largest}
+    directory = new_directory(attributes, len(rows), regions, notes=notes, made_by=dict(made_by))
     directory["n_errors"] = sum(isinstance(row, ItemError) for row in rows)
     size = userblock_size(directory)
     skeleton = draw(regions, attributes, size)
     try:
         with open(path, "wb", buffering=0) as file:
             fd = file.fileno()
-            directory["datasets"] = [_write(fd, region, contents[region.path]) for region in skeleton.regions]
+            odd: set[str] = set()
+            directory["datasets"] = [_write(fd, region, contents[region.path], odd) for region in skeleton.regions]
+            notes["not_finite"] = _count_not_finite(odd & largest.keys(), rows)
             for offset, content in skeleton.metadata:
                 write_at(fd, content, offset)
                 directory["rest_crc32"] = zlib.crc32(content, directory["rest_crc32"])
@@ -115,32 +149,41 @@ def write_shard(
             write_at(fd, pack_userblock(directory, size), 0)
             os.fsync(fd)
     except BaseException:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # where nothing can be written, nothing can be removed
+            path.unlink()
         raise
 
 
 def publish(partial: Path, target: Path) -> bool:
     """Make a shard appear at `target`; False if one was there already, for the first one published wins.
 
-    `partial` is gone afterwards in either case.
+    `partial` is gone afterwards in either case. Once the shard is published nothing fails any more. An OSError from
+    before, that of a `partial` which somebody has removed included, is one after which it is to be written anew.
     """
+    first = retried(lambda: _link(partial, target))
+    for finish in (lambda: remove(partial, FINISHING_PATIENCE_S), lambda: fsync_dir(target.parent)):
+        try:
+            finish()
+        except OSError as error:
+            log.warning("%s is published, and what follows failed: %s", target.name, error)
+    return first
+
+
+def _link(partial: Path, target: Path) -> bool:
     try:
         os.link(partial, target)
-        first = True
     except FileExistsError:
         # NFS may answer so although it made the link: the reply was lost, and the request sent again.
-        first = partial.samefile(target)
+        return partial.samefile(target)
     except OSError as error:
         if error.errno not in _NO_HARD_LINKS:
             raise
         # Without hard links two that publish at the same moment may both be told that they were first. The
         # file is whole in any case, and both copies hold the same datasets.
-        first = not target.exists()
-        if first:
-            partial.rename(target)
-    partial.unlink(missing_ok=True)
-    fsync_dir(target.parent)
-    return first
+        if exists(target):
+            return False
+        replace(partial, target)
+    return True
 
 
 def read_directory(path: Path) -> Directory:
@@ -170,15 +213,20 @@ def examine(
 ) -> Directory:
     """The directory of the shard that `reader` reads, once it is known to be the one that is asked for."""
     found, _, size = read_userblock(reader)
-    attributes = found.pop("attributes")
-    if attributes["format"] != SHARD:
-        raise DamagedShardError(f"it is a {attributes['format']!r}, not a {SHARD!r}")
-    datasets = tuple(Region(path, dtype, tuple(shape), *place) for path, dtype, shape, *place in found.pop("datasets"))
-    identity = {key: attributes[key] for key in ("fingerprint", "start", "stop")}
-    for key, expected in {"fingerprint": fingerprint, "start": start, "stop": stop}.items():
-        if expected is not None and identity[key] != expected:
-            raise ForeignShardError(f"it belongs to another plan: {key} is {identity[key]!r}, expected {expected!r}")
-    return Directory(**identity, **found, datasets=datasets, userblock_size=size)
+    try:
+        attributes = found.pop("attributes")
+        if attributes["format"] != SHARD:
+            raise DamagedShardError(f"it is a {attributes['format']!r}, not a {SHARD!r}")
+        regions = found.pop("datasets")
+        datasets = tuple(Region(path, dtype, tuple(shape), *place) for path, dtype, shape, *place in regions)
+        identity = {key: attributes[key] for key in ("fingerprint", "start", "stop")}
+        for key, expected in {"fingerprint": fingerprint, "start": start, "stop": stop}.items():
+            if expected is not None and identity[key] != expected:
+                there = f"{key} is {identity[key]!r}, expected {expected!r}"
+                raise ForeignShardError(f"it belongs to another plan: {there}")
+        return Directory(**identity, **found, datasets=datasets, userblock_size=size)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DamagedShardError(f"its directory makes no sense ({type(error).__name__}: {error})") from error
 
 
 def read_errors(reader: Reader, directory: Directory) -> list[tuple[int, str]]:
@@ -186,10 +234,102 @@ def read_errors(reader: Reader, directory: Directory) -> list[tuple[int, str]]:
     if not directory.n_errors:
         return []
     places = {region.path: (region.offset, region.offset + region.n_bytes) for region in directory.datasets}
-    texts = reader.read(*places["error/values"])
-    offsets = np.frombuffer(reader.read(*places["error/offsets"]), OFFSET_DTYPE)
+    return errors_in({name: reader.read(*places[name]) for name in ("error/offsets", "error/values")}, directory)
+
+
+def errors_in(contents: Mapping[str, bytes | memoryview], directory: Directory) -> list[tuple[int, str]]:
+    """The same from the bytes of the datasets, by name."""
+    if not directory.n_errors:
+        return []
+    texts, offsets = bytes(contents["error/values"]), np.frombuffer(contents["error/offsets"], OFFSET_DTYPE)
     failed = np.flatnonzero(np.diff(offsets))
-    return [(directory.start + int(row), texts[offsets[row] : offsets[row + 1]].decode()) for row in failed]
+    return [
+        (directory.start + int(row), texts[offsets[row] : offsets[row + 1]].decode("utf-8", "replace"))
+        for row in failed
+    ]
+
+
+def read_rows(
+    path: Path, columns: Mapping[str, Column], *, fingerprint: str, start: int, stop: int, again: bool = False
+) -> tuple[list[dict[str, Any] | ItemError], Directory]:
+    """The rows of a shard as `write_shard` takes them, and its directory; every byte is verified on the way.
+
+    `again` is for a second reading, which shall not be out of a cache.
+    Raises DamagedShardError and ForeignShardError as `verify_shard` does.
+    """
+    contents: dict[str, bytearray] = {}
+    with Reader(path) as reader:
+        if again:
+            reader.forget_cache()
+        directory = examine(reader, fingerprint=fingerprint, start=start, stop=stop)
+        Shapes(columns).check(directory)
+        problems = list(
+            verify(
+                reader,
+                directory.pieces,
+                start=directory.userblock_size,
+                rest_crc32=directory.rest_crc32,
+                sink=lambda name, chunk: contents.setdefault(name, bytearray()).extend(chunk),
+            )
+        )
+    if problems:
+        raise DamagedShardError("; ".join(problems))
+    return rows_from(contents, columns, stop - start), directory
+
+
+def rows_from(
+    contents: Mapping[str, bytes | bytearray], columns: Mapping[str, Column], n_rows: int
+) -> list[dict[str, Any] | ItemError]:
+    """Rows as `write_shard` takes them, from the bytes of their datasets by name; a name that lacks has none."""
+    values = {name: _values(contents, name, column, n_rows) for name, column in stored_columns(columns).items()}
+    errors = values["error"]
+    return [
+        ItemError(errors[row].decode("utf-8", "replace"))
+        if errors[row]
+        else {name: values[name][row] for name in columns}
+        for row in range(n_rows)
+    ]
+
+
+def _values(contents: Mapping[str, bytes | bytearray], name: str, column: Column, n_rows: int) -> list[Any]:
+    """The value of one column in each row: an ndarray, or bytes of Text and Json."""
+    if isinstance(column, Array):
+        return list(np.frombuffer(contents.get(name, b""), column.dtype).reshape(n_rows, *column.shape))
+    content = bytes(contents.get(f"{name}/values", b""))
+    offsets = np.frombuffer(contents[f"{name}/offsets"], OFFSET_DTYPE).tolist()
+    size = column.dtype.itemsize
+    spans = itertools.pairwise(offsets)
+    parts = [content[size * first : size * last] for first, last in spans]
+    return [np.frombuffer(part, column.dtype) for part in parts] if isinstance(column, Ragged) else parts
+
+
+class Shapes:
+    """What the plan's columns say of the datasets of any shard."""
+
+    def __init__(self, columns: Mapping[str, Column]) -> None:
+        self._regions = []
+        for region in unplaced_regions(columns, 0, {}):
+            row_bytes = np.dtype(region.dtype).itemsize * math.prod(region.shape[1:])
+            self._regions.append((region.path, region.dtype, region.shape[1:], row_bytes))
+
+    def check(self, directory: Directory) -> None:
+        """Raise ForeignShardError unless the datasets are those of the columns, with the rows of all items."""
+        n_rows = directory.stop - directory.start
+        if directory.n_rows != n_rows:
+            raise ForeignShardError(f"it has {directory.n_rows} rows for {n_rows} items")
+        if len(directory.datasets) != len(self._regions):
+            raise ForeignShardError("its datasets are not those of the plan's columns")
+        for region, (path, dtype, tail, row_bytes) in zip(directory.datasets, self._regions, strict=True):
+            if region.path != path or region.dtype != dtype or region.shape[1:] != tail:
+                raise ForeignShardError("its datasets are not those of the plan's columns")
+            length = region.shape[0]
+            n_found = length - 1 if path.endswith("/offsets") else n_rows if path.endswith("/values") else length
+            if n_found != n_rows or region.n_bytes != length * row_bytes:
+                raise ForeignShardError(f"its dataset {path} has {length} entries for {n_rows} items")
+
+
+def _length(region: Region) -> int:
+    return region.shape[0] if len(region.shape) == 1 else -1
 
 
 def _n_values(contents: Mapping[str, list[Any]]) -> dict[str, int]:
@@ -224,10 +364,29 @@ def _error_text(error: ItemError) -> bytes:
     return (str(error) or type(error).__name__).encode("utf-8", "backslashreplace")
 
 
-def _write(fd: int, region: Region, values: Sequence[Any]) -> Region:
-    """The region with its checksum, once the values are in their place."""
+def _count_not_finite(
+    names: Collection[str], rows: Sequence[Mapping[str, Any] | ItemError]
+) -> dict[str, tuple[int, int]]:
+    """In how many rows each of these columns has NaN, and in how many infinities, where there are any."""
+    found = {}
+    for name in sorted(names):
+        values = [row[name] for row in rows if not isinstance(row, ItemError)]
+        values = [value for value in values if not np.isfinite(value).all()]
+        if values:
+            found[name] = sum(bool(np.isnan(v).any()) for v in values), sum(bool(np.isinf(v).any()) for v in values)
+    return found
+
+
+def _write(fd: int, region: Region, values: Sequence[Any], odd: set[str]) -> Region:
+    """The region with its checksum, once the values are in their place.
+
+    The column's name is added to `odd` where one of its floats is not finite.
+    """
     offset, crc32 = region.offset, 0
+    dtype = np.dtype(region.dtype)
     for block in _blocks(values, region.n_bytes):
+        if dtype.kind in "fc" and not np.isfinite(np.frombuffer(block, dtype)).all():
+            odd.add(region.path.removesuffix("/values"))
         write_at(fd, block, offset)
         offset, crc32 = offset + len(block), zlib.crc32(block, crc32)
     if offset != region.offset + region.n_bytes:

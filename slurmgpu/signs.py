@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from slurmgpu.pids import DEAD, are_numbered_here, is_there, look
+
 SILENT_S = 30.0
 """So long an attempt may write nothing, even where leases are shorter: it writes every three seconds."""
 FRESH_S = 15.0
@@ -57,33 +59,28 @@ def heard_at(updated: float, now: float, changed_since: float | None) -> float:
 def processes_here(submission: Mapping[str, Any]) -> list[int] | None:
     """The processes of a submission to this machine that live; None of one to another machine, or to Slurm.
 
-    None also where none is seen to live, and of one it cannot be seen.
+    None also where none is seen to live, and of one it cannot be known here: see `pids`.
     """
-    if "pids" not in submission or submission["host"] != platform.node():
+    if "pids" not in submission or not are_seen_here(submission):
         return None
     lives = {pid: _lives(pid, submission["time"]) for pid in submission["pids"]}
     living = [pid for pid, is_there in lives.items() if is_there]
     return None if not living and None in lives.values() else living
 
 
+def are_seen_here(submission: Mapping[str, Any]) -> bool:
+    """Whether the processes of a submission are of this machine, and not of another one of the same name."""
+    if "boot" not in submission:  # of an older slurmgpu
+        return bool(submission["host"] == platform.node())
+    return are_numbered_here(submission)
+
+
 def _lives(pid: int, submitted: float) -> bool | None:
     """Whether a process of a submission lives, not one that was given its number long after; None if it is hidden."""
-    try:
-        # proc(5): behind the name in parentheses come the state and, 19 fields later, the start in ticks since boot.
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        uptime = float(Path("/proc/uptime").read_bytes().split()[0])
-    except OSError:
-        return None if _is_hidden(pid) else False
-    started = time.time() - uptime + int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    return fields[0] != b"Z" and started < submitted + 60
-
-
-def _is_hidden(pid: int) -> bool:
-    """Whether there is a process that /proc does not show: another user's, where it is mounted with hidepid."""
-    try:
-        os.kill(pid, 0)
-    except PermissionError:
-        return True
-    except (OSError, OverflowError):
-        pass
-    return False
+    seen = look(pid)
+    if seen is None:
+        return None if is_there(pid) else False
+    state, ticks = seen
+    uptime = float(Path("/proc/uptime").read_bytes().split()[0])
+    started = time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK")
+    return state not in DEAD and started < submitted + 60

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 from slurmgpu.attempts import Rows, Verdict, is_of, leases_lost, unrecorded, verdict_of
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.merged_head import read_merged_head
 from slurmgpu.pace import pace_of
 from slurmgpu.report import last_death, read_report, report_path
 from slurmgpu.rereading import UpToDate, mark_of
@@ -56,7 +58,8 @@ class StatusReader:
         self.run = run
         self._records: dict[str, tuple[object, dict[str, Any] | None]] = {}
         self._looked = float("inf")
-        self._published = UpToDate(run.shards, run.published)
+        self._published = UpToDate(run.shards, self._done)
+        self._head = UpToDate(run.merged, lambda: read_merged_head(run.merged))
         self._claimed = UpToDate(run.claims.folder, run.claims.numbers)
         self._report = UpToDate(report_path(run), lambda: _merged(run))
         self._lines = UpToDate(run.folder / "submissions.jsonl", run.submissions)
@@ -86,7 +89,14 @@ class StatusReader:
         deaths = Counter(death["class"] for record in records for death in record["deaths"])
         gpus = self._read_gpus(sorted(living), gpus_of, now)
         merged = self._report.get(now)
-        is_complete = merged.complete and len(published) == plan.n_shards
+        try:
+            head = self._head.get(now)
+        except OSError as error:  # which says nothing of the file: it is asked for again at the next look
+            log.warning("%s cannot be read: %s", run.merged, error.strerror)
+            head = None
+        is_complete = head is not None and head.complete and head.fingerprint == plan.fingerprint
+        # Shards may be gone whose rows are merged.
+        done = range(plan.n_shards) if is_complete and is_over(lines) else published
         verdicts = _verdicts(records, merged.rows, lines, living)
         attempts = [
             _attempt(run, record, pace.rates.get(name), gpus.get(name), name in living, now)
@@ -106,12 +116,13 @@ class StatusReader:
             "state": state_of(lines, len(published) == plan.n_shards, is_complete, attempts, queue, leaving, at_work),
             "at_work": at_work,
             "n_items": plan.n_items,
-            "n_items_done": _n_items(run, published),
+            "n_items_done": _n_items(run, done),
             "n_shards": plan.n_shards,
-            "n_shards_done": len(published),
+            "n_shards_done": len(done),
             "n_shards_claimed": len(claimed - published),
             "n_errors": sum(errors.values()),
             "errors_by_class": dict(sorted(errors.items())),
+            "code": list(merged.code),
             "gpu_hours": round(_gpu_hours(records, merged.rows, living, now), 4),
             "pace": pace.to_json(),
             "attempts": attempts,
@@ -122,6 +133,13 @@ class StatusReader:
             "merged": str(run.merged) if run.merged.exists() else None,
             "complete": is_complete,
         }
+
+    def _done(self) -> set[int]:
+        """The shards that are published; while a submission computes items of some again, without those."""
+        run, lines = self.run, self.run.submissions()
+        with contextlib.suppress(SlurmGPUError, OSError):  # its tasks tell of a damaged file
+            run = run if not lines or is_over(lines) else run.computing(lines[-1]["submission"])
+        return run.published()
 
     def _compare(
         self, queued: Queue | None, records: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]], now: float
@@ -192,12 +210,15 @@ def _shortened(record: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Merged:
-    """What the last merge found out, nothing before the first: failed items by class, and what became of attempts."""
+    """What the last merge found out, nothing before the first.
 
-    complete: bool = False
+    Failed items by class, what became of attempts, and how many rows are by which code.
+    """
+
     submissions: Lines = ()
     errors: Mapping[str, int] = field(default_factory=dict)
     rows: Rows = field(default_factory=dict)
+    code: Sequence[Mapping[str, Any]] = ()
 
 
 ROW_KEYS = ("attempt", "submission", "updated", "failure", "message", "gpu_hours")
@@ -208,11 +229,12 @@ def _merged(run: Run) -> Merged:
         report = read_report(run)
     except SlurmGPUError as error:
         log.warning("%s", error)
-        return Merged(complete=run.merged.exists())  # the rest of what a status needs is in the records
+        return Merged()  # the rest of what a status needs is in the records
     if report is None:
         return Merged()
     rows = {row["attempt"]: {key: row[key] for key in ROW_KEYS if key in row} for row in report["attempts"]}
-    return Merged(report["complete"], report["submissions"], report["errors_by_class"], rows)
+    code = [{"digest": version["digest"], "items": version["items"]} for version in report.get("code", ())]
+    return Merged(report["submissions"], report["errors_by_class"], rows, code)
 
 
 def _verdicts(

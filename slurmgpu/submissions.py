@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slurmgpu.shared_files import retried
+
 ENDS = ("ended", "refused")
 """States of a submission of which nothing will start any more."""
 JOB_KEYS = ("array_job", "merge_job")
@@ -21,7 +23,8 @@ class Submission:
     """One array job and its merge job, or their like on this machine.
 
     `after` are merge jobs of other runs that this one waits for. `round` counts the merge job's own resubmissions.
-    `container` is None where it is the plan's. `inject` are faults on demand.
+    `container` is None where it is the plan's. `inject` are faults on demand. `code` is what names the snapshot of the
+    user's modules that its tasks import: its digest, and the versions that were there.
     """
 
     submission: int
@@ -40,6 +43,7 @@ class Submission:
     resources: Mapping[str, Any] = field(default_factory=dict)
     container: Mapping[str, Any] | None = None
     inject: tuple[str, ...] = ()
+    code: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The line that is written before anything is queued."""
@@ -82,7 +86,7 @@ def place_of(folder: Path) -> dict[str, Any]:
 
     Both, as some file systems number their files anew whenever they are mounted.
     """
-    return {"folder": str(folder.resolve()), "inode": folder.stat().st_ino}
+    return {"folder": str(folder.resolve()), "inode": retried(folder.stat).st_ino}
 
 
 def as_seen_at(line: Mapping[str, Any], place: Mapping[str, Any]) -> dict[str, Any]:

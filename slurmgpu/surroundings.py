@@ -23,12 +23,19 @@ def describe() -> dict[str, Any]:
         "python": ".".join(map(str, sys.version_info[:3])),
         "executable": sys.executable,
         "packages": {**installed(PACKAGES), "slurmgpu": slurmgpu.__version__},
+        "used": used(),
         "shm_bytes": shm[0],
         "shm_free_bytes": shm[1],
         "image": os.environ.get("APPTAINER_NAME") or os.environ.get("SINGULARITY_NAME"),
         "kernel": os.uname().release,
         "libc": _libc(),
     }
+
+
+def used() -> dict[str, str]:
+    """The versions of those of the packages that this process has imported by now."""
+    versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in PACKAGES}
+    return {name: str(version) for name, version in versions.items() if isinstance(version, str)}
 
 
 def installed(names: Sequence[str]) -> dict[str, str]:

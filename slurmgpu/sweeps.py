@@ -111,7 +111,7 @@ def headline(table: Mapping[str, Any], n_configurations: int) -> str:
 
 def describe(data: Mapping[str, Any]) -> str:
     """A configuration in a sentence: `lr = 0.1, width = 32`."""
-    texts = {key: json.dumps(value, ensure_ascii=False) for key, value in data.items()}
+    texts = {key: json.dumps(value, ensure_ascii=False, default=str) for key, value in data.items()}
     shown = (f"{key} = {text if len(text) <= SHOWN else f'{text[:SHOWN]}…'}" for key, text in texts.items())
     return ", ".join(shown) or "nothing of its own"
 

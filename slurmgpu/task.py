@@ -6,6 +6,7 @@ an item that kills its workers is found and quarantined.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -17,12 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slurmgpu import cgroups, gpus
+from slurmgpu import cgroups, gpus, importing
 from slurmgpu.attempts import TOO_LARGE
-from slurmgpu.claims import Claim
+from slurmgpu.claims import UNREADABLE, Claim
 from slurmgpu.containers.settings import ContainerError
 from slurmgpu.deaths import Deaths
-from slurmgpu.failures import POLICIES, failure_of, signal_of
+from slurmgpu.failures import EXIT_FILE_SYSTEM, POLICIES, failure_of, signal_of
 from slurmgpu.injecting import faults_for
 from slurmgpu.launching import Launcher
 from slurmgpu.nodes import NodeFaultError, OtherNodes
@@ -30,7 +31,10 @@ from slurmgpu.processes import PARTING_S, STOP_SIGNALS, Events, StoppedError, St
 from slurmgpu.recording import Recording
 from slurmgpu.records import Attempt
 from slurmgpu.runs import Run
-from slurmgpu.scouting import Scout
+from slurmgpu.scouting import Scout, open_shards
+from slurmgpu.shards import partials_of
+from slurmgpu.shared_files import remove
+from slurmgpu.snapshots import code_digest
 from slurmgpu.telemetry import Sampler
 from slurmgpu.worker import Assignment, Worker, WorkerFailedError
 
@@ -38,6 +42,8 @@ log = logging.getLogger(__name__)
 
 NOTICE_S = 120
 """So near to the walltime's end a signal is taken for its notice; sbatch(1) allows itself 60 s of earliness."""
+MOST_DROPPED = 32
+"""So many claims a requeued task looks at, for those that it held before."""
 EXIT_STOPPED = 75  # EX_TEMPFAIL: given back, to be taken up again
 GOOD_ENDS = {"complete": "every shard is published", "others": "living tasks compute the rest"}
 """Why a task that has not failed takes no more shards; see docs/reference/files.md."""
@@ -46,9 +52,12 @@ GOOD_ENDS = {"complete": "every shard is published", "others": "living tasks com
 class Task:
     """An attempt at work. `run_worker` for a worker process, `run_in_process` for the debugger."""
 
-    def __init__(self, run: Run, attempt: Attempt) -> None:
-        self.run = run
+    def __init__(self, run: Run, attempt: Attempt, end_time: Callable[[], float | None] = lambda: None) -> None:
+        self.run = run = run.computing(attempt.submission)
         self.attempt = attempt
+        self._later_end = end_time  # of an attempt that began before Slurm had told it
+        self._end: float | None = None
+        self._set_end(attempt.end_time)
         self._launcher = Launcher(run, attempt)
         self._worker_pid: int | None = None
         # Without GPUs to use there are none to sample.
@@ -57,7 +66,8 @@ class Task:
         self._sampler = Sampler(telemetry, gpu_ids, run.plan.sample_s, lambda: self._worker_pid)
         self.recording = Recording(run, attempt, self._sampler.usage)
         self.record = self.recording.record
-        self._held: dict[int, Claim] = {}
+        self._held: dict[int, Claim] = {}  # whose leases are renewed
+        self._claimed: set[int] = set()  # what is to be given back, unless it is published
         self._deaths = Deaths(run, attempt.submission)
         self._heard = False
         self._was_told = False
@@ -65,6 +75,7 @@ class Task:
         self._stopped_by: int | None = None
         self._part_by = float("inf")
         self._left: int | None = None
+        self._unrenewed: set[int] = set()
         self._renewed = time.monotonic()
 
     # What both ways of running share
@@ -91,12 +102,9 @@ class Task:
         try:
             if self.attempt.uses_gpus:
                 gpus.check_visible(self.attempt.n_gpus)
-            dropped = self.run.claims.drop_earlier(self.attempt.task_name, self.attempt.name)
-            if dropped:
-                log.info("dropped the claims of this task's earlier attempts: shards %s", dropped)
+            self._drop_earlier()
             return work()
         except gpus.GPUFaultError as error:
-            self.record.bad_node = self.record.node
             return self._fail("gpu_fault", str(error))
         except ContainerError as error:
             self.record.bad_node = self.record.node if error.node_at_fault else None
@@ -113,34 +121,54 @@ class Task:
             return self._fail("crash", f"{type(error).__name__}: {error}", traceback.format_exc())
 
     def _fail(self, failure: str, message: str, trace: str = "") -> int:
+        if POLICIES[failure].node_at_fault and self.record.bad_node is None:
+            self.record.bad_node = self.record.node
+        if failure == "file_system":
+            message = f"{self.record.bad_node} has lost a file system: {message}"
         self.recording.fail(failure, message, trace)
         return 1
 
-    def _own_claims(self) -> list[int]:
-        """The open shards that this attempt has claimed, also those whose claim its worker did not live to report."""
-        held = sorted(self.run.claims.numbers() - self.run.published())
-        claims = ((shard, self.run.claims.read(shard)) for shard in held)
-        return [shard for shard, claim in claims if claim and claim.attempt == self.attempt.name and not claim.parked]
+    def _drop_earlier(self) -> None:
+        """Give back what earlier attempts of this task held when Slurm requeued it; a claim that is missed goes stale.
+
+        A task takes shards in order: what it held lies beside the shard that its last record names.
+        """
+        if not self.attempt.restart:
+            return
+        former = self.run.attempt(replace(self.attempt, restart=self.attempt.restart - 1).name) or {}
+        published = former.get("published") or [[0]]
+        last = published[-1][0] if former.get("shard") is None else former["shard"]
+        taken = sorted(open_shards(self.run) & self.run.claims.numbers(), key=lambda shard: abs(shard - last))
+        dropped = self.run.claims.drop_earlier(self._claim(), taken[:MOST_DROPPED])
+        if dropped:
+            log.info("dropped the claims of this task's earlier attempts: shards %s", dropped)
 
     def _claim(self) -> Claim:
-        return Claim(self.attempt.task_name, self.attempt.name, self.record.node, os.getpid())
+        given = self.attempt
+        return Claim(given.task_name, given.name, self.record.node, os.getpid(), cluster=given.cluster)
 
     def _finish(self, code: int) -> int:
-        for shard in self._own_claims():
-            self.run.claims.release(shard, self.attempt.name)
-        for partial in self.run.shards.glob(f"*.{self.attempt.name}.*.partial"):
-            partial.unlink(missing_ok=True)
+        for shard in sorted(self._claimed):
+            self.run.claims.release(shard, self._claim())
+        self._remove_partials()
         self.recording.end()
         self._launcher.close()
-        return code
+        return EXIT_FILE_SYSTEM if code and self.record.failure == "file_system" else code
+
+    def _remove_partials(self) -> None:
+        """Remove what dead workers have left half written; the merge removes what cannot be removed now."""
+        with contextlib.suppress(OSError):
+            for partial in partials_of(self.run.shards, self.attempt.name):
+                remove(partial, 0.0)
 
     # The worker process
 
     def _keep_a_worker(self, signals: StopSignals, others: OtherNodes) -> int:
         try:
+            signals.pause(0.0)  # of what has come before this task listened
             others.meet()
             scout = Scout(self.run, self._claim(), pause=signals.pause)
-            if not self._own_claims() and (found := scout.look()) != "work":
+            if (found := scout.look()) != "work":
                 self._ended_early(found)  # nothing to load a model for
                 return 0
             self._launcher.prepare(signals.pause)
@@ -148,6 +176,7 @@ class Task:
             while True:
                 kills_before = cgroups.oom_kills()
                 self._heard = self._keeps_progress = False
+                self._learn_end()
                 with others.start(self._launcher, self._assignment(), self._log_path()) as worker:
                     self._worker_pid = worker.pid
                     if self._was_told:
@@ -182,6 +211,8 @@ class Task:
             except queue.Empty:
                 event = {"event": "tick"}
                 worker.reap()
+            if (end_time := self._learn_end()) is not None:
+                worker.tell_end(end_time)
             if event["event"] == "signal" and event["signum"] == signal.SIGUSR2:
                 self._heed_notice(worker)
             elif event["event"] == "signal":
@@ -194,6 +225,19 @@ class Task:
                 return
             self._heard = self._heard or event["event"] not in ("tick", "eof")
             self.handle(event)
+
+    def _learn_end(self) -> float | None:
+        """When the walltime ends, if that was not known until now."""
+        if self.attempt.end_time is not None or (end_time := self._later_end()) is None:
+            return None
+        self.attempt = replace(self.attempt, end_time=end_time)
+        self.record.end_time = end_time
+        self._set_end(end_time)
+        return end_time
+
+    def _set_end(self, end_time: float | None) -> None:
+        # A clock that is set later changes nothing of how long is left.
+        self._end = None if end_time is None else time.monotonic() + end_time - time.time()
 
     def _heed_notice(self, worker: WorkerProcess) -> None:
         """Slurm's notice, of the walltime or of a preemption; SIGTERM follows when the end has come."""
@@ -227,13 +271,16 @@ class Task:
             case "claim":
                 self._left = None
                 self._held.setdefault(event["shard"], self._claim())
+                self._claimed.add(event["shard"])
+            case "skipped":
+                self._let_go(event["shard"])
             case "batch":
                 if self.record.shard is not None:
                     self._deaths.take_up(self.record.shard, event["items"], event["isolated"])
             case "progress":
                 self._deaths.forgive_in_flight()
             case "published":
-                self._held.pop(event["shard"], None)
+                self._let_go(event["shard"])
                 self._deaths.put_down()
                 self._deaths.forgive()
             case "left":
@@ -243,14 +290,15 @@ class Task:
             case "failed":
                 # Of several processes the first to fail says why; the others may fail for want of it.
                 if self.record.failure is None:
-                    self._fail(event["class"], event["message"], event["traceback"])
                     if POLICIES[event["class"]].node_at_fault:
                         self.record.bad_node = event.get("node", self.record.node)
+                    self._fail(event["class"], event["message"], event["traceback"])
             case "preempt":
                 os.kill(os.getpid(), signal.SIGTERM)  # a fault on demand, by the way of the real ones
             case "timeout":
                 self.attempt = replace(self.attempt, end_time=event["end_time"])
                 self.record.end_time = event["end_time"]
+                self._set_end(event["end_time"])
             case "broken":
                 self._deaths.note_broken(event["message"])
         self._refresh()
@@ -281,18 +329,35 @@ class Task:
         self._left = shard
         self._deaths.put_down()
         self._held.pop(shard, None)
-        claim = self.run.claims.read(shard)
+        claim = self.run.claims.observe(shard)
         # Who has taken it over goes on from what there was then.
-        self.recording.leave(is_kept=claim is not None and claim.attempt == self.attempt.name)
+        self.recording.leave(is_kept=claim is UNREADABLE or (claim is not None and claim.is_of(self._claim())))
+
+    def _let_go(self, shard: int) -> None:
+        """A shard is published, by this attempt or by another, or it is another's; its claim stays as it is."""
+        self._held.pop(shard, None)
+        self._claimed.discard(shard)
 
     def _refresh(self) -> None:
         now = time.monotonic()
         if now - self._renewed >= self.run.plan.lease_s / 6:
-            self._renewed = now
-            for shard, claim in self._held.items():
-                # None: taken over. The worker finishes all the same; the first of two equal copies is kept.
-                self._held[shard] = self.run.claims.renew(shard, claim) or claim
+            failed = [shard for shard, claim in self._held.items() if not self._renew(shard, claim)]
+            if not failed:
+                self._renewed = now
         self.recording.write_if_due()
+
+    def _renew(self, shard: int, claim: Claim) -> bool:
+        """Renew a lease; False if that has failed and is to be tried again soon."""
+        try:
+            # None: taken over. The worker finishes all the same; the first of two equal copies is kept.
+            self._held[shard] = self.run.claims.renew(shard, claim) or claim
+        except OSError as error:
+            if shard not in self._unrenewed:
+                self._unrenewed.add(shard)
+                log.warning("the lease of shard %d is not renewed, and tried again: %s", shard, error)
+            return False
+        self._unrenewed.discard(shard)
+        return True
 
     def _bury(self, returncode: int, was_oom: bool) -> bool:
         """Write down why a worker died; whether another one shall be started."""
@@ -324,15 +389,25 @@ class Task:
 
     def _interruption(self) -> str:
         """What Slurm's signal means: the walltime, of which it may warn a minute early, or a preemption."""
-        end = self.attempt.end_time
-        return "timeout" if end is not None and time.time() > end - NOTICE_S else "preempted"
+        is_near = self._end is not None and time.monotonic() > self._end - NOTICE_S
+        return "timeout" if is_near else "preempted"
 
     def _assignment(self) -> Assignment:
-        for shard in self._own_claims():
+        given, faults = self.attempt, faults_for(self.run, self.attempt.submission)
+        for shard in sorted(self._claimed):  # one that was left, too
             self._held.setdefault(shard, self._claim())
-        given, resume = self.attempt, sorted(self._held)
-        faults = faults_for(self.run, given.submission)
-        return Assignment(given.task_name, given.name, given.n_gpus, given.device, given.end_time, resume, faults)
+        return Assignment(
+            given.task_name,
+            given.name,
+            given.n_gpus,
+            given.device,
+            None if self._end is None else time.time() + self._end - time.monotonic(),
+            sorted(self._held),
+            faults,
+            given.cluster,
+            given.submission,
+            code_digest(self.run.submissions(), given.submission),
+        )
 
     def _log_path(self) -> Path:
         return self.run.logs / f"{self.attempt.name}.log"
@@ -340,5 +415,7 @@ class Task:
     # The debugger's way
 
     def _work_here(self) -> int:
-        Worker(self.run, self._assignment(), self.handle).work()
+        assignment = self._assignment()
+        with importing.using(self.run.folder, assignment.code):
+            Worker(self.run, assignment, self.handle).work()
         return 0

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.nvml import THROTTLE_REASONS, Cards, Reading, open_cards
+from slurmgpu.shared_files import open_to_append
 from slurmgpu.trees import Tree, TreeWatch
 
 log = logging.getLogger(__name__)
@@ -152,8 +153,8 @@ class Sampler:
 
     def _append(self, line: dict[str, Any]) -> None:
         try:
-            with open(self._path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(line, separators=(",", ":")) + "\n")
+            with open_to_append(self._path) as file:
+                file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
         except OSError as error:
             log.debug("%s cannot be written: %s", self._path, error)
 

@@ -41,7 +41,7 @@ class TreeWatch:
     def read(self, root: int) -> Tree | None:
         """The tree of `root`: all of its session, and whatever descends from them; None once none is left.
 
-        A descendant may lead a session of its own, as torchrun's ranks do.
+        A descendant may lead a session of its own, as the ranks of a group do.
         """
         if root != self._root:
             self._foreign, self._root = set(), root

@@ -10,7 +10,9 @@ and take part in each call of the workload.
 from __future__ import annotations
 
 import argparse
+import errno
 import faulthandler
+import functools
 import json
 import logging
 import os
@@ -21,29 +23,44 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
-from slurmgpu import gpus, groups, workloads
+from slurmgpu import gpus, groups, importing, workloads
 from slurmgpu.claims import Claim
 from slurmgpu.columns import columns_from_json
-from slurmgpu.computing import INTERRUPTED, Computed, Computer, DiskFullError, Failure, WorkerBrokenError, settle
+from slurmgpu.computing import (
+    INTERRUPTED,
+    Computed,
+    Computer,
+    DiskFullError,
+    Failure,
+    WorkerBrokenError,
+    check_debugger_left,
+    settle,
+)
 from slurmgpu.errors import Interrupted, ItemError, SlurmGPUError
 from slurmgpu.failures import failure_of, is_out_of_memory
-from slurmgpu.files import working_folder
+from slurmgpu.files import FULL, working_folder
 from slurmgpu.groups import Group, PeersMissingError
 from slurmgpu.histories import History, read_history
 from slurmgpu.inputs import InputSpec, Reader
 from slurmgpu.logs import log_to_stderr
 from slurmgpu.pipes import Report, close_stdin, listen_on_stdin, outlive_signals, report_on_stdout, watch_stdin
+from slurmgpu.recompute import Spans
+from slurmgpu.revisions import Former, Row, former_rows, made_again, put_over
 from slurmgpu.runs import Run
 from slurmgpu.scouting import Scout, Tenure
-from slurmgpu.shards import publish, write_shard
-from slurmgpu.surroundings import describe
+from slurmgpu.shards import DamagedShardError, partial_name, publish, write_shard
+from slurmgpu.shared_files import is_transient, retried
+from slurmgpu.surroundings import describe, used
 from slurmgpu.workloads import Item, TaskContext
 
 log = logging.getLogger("slurmgpu.worker")  # __name__ is "__main__" in its own process
+
+_T = TypeVar("_T")
 
 GPU_FAULT_TEXTS = (
     "CUDA driver version is insufficient",
@@ -69,7 +86,9 @@ class Assignment:
     """What the task tells its worker.
 
     `resume` are shards whose claims this attempt holds already, from a worker that died. `end_time` is when the
-    allocation ends, in seconds since the epoch by this node's clock. `inject` are faults on demand.
+    allocation ends, in seconds since the epoch by this node's clock. `inject` are faults on demand. `cluster` is that
+    of the claims. `code` is the digest of the snapshot from which the user's modules come; None in a run of an older
+    slurmgpu.
     """
 
     task: str
@@ -79,6 +98,19 @@ class Assignment:
     end_time: float | None = None
     resume: Sequence[int] = ()
     inject: Sequence[str] = ()
+    cluster: str = ""
+    submission: int = 1
+    code: str | None = None
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A shard that was computed: since `started`, in seconds since the epoch, and since `began`, of no clock's."""
+
+    shard: int
+    computed: Computed
+    started: float
+    began: float
 
 
 @dataclass
@@ -86,7 +118,7 @@ class Worker:
     """One worker process's way through the shards of a run; once `stopping` is set it takes no more of them.
 
     With a workload that `resumes`, it then leaves the shard in hand as well, with the progress that the workload keeps;
-    `on_resumable` is called once such a workload is loaded.
+    `on_resumable` is called once such a workload is loaded. `end_times` gets what the task learns late.
     """
 
     run: Run
@@ -95,18 +127,22 @@ class Worker:
     stopping: threading.Event = field(default_factory=threading.Event)
     group: Group = field(default_factory=Group)
     on_resumable: Callable[[], None] = lambda: None
+    end_times: Sequence[float] = ()
     slowest_s: float = 0.0
     _noted: dict[str, int] = field(default_factory=dict)
     _resume: list[int] = field(default_factory=list)
     _shard: int | None = None
+    _former: dict[int, Former] = field(default_factory=dict)
     _resumes: bool = False
+    _used: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._resume = list(self.assignment.resume)
-        self._tenure = Tenure(self.assignment.end_time, self.run.plan.margin_s, self.stopping)
+        self._tenure = Tenure(self.assignment.end_time, self.run.plan.margin_s, self.stopping, self.end_times)
         self._columns = columns_from_json(self.run.plan.columns)
-        claim = Claim(self.assignment.task, self.assignment.attempt, platform.node(), os.getpid())
-        self._scout = Scout(self.run, claim, self._tell_takeover)
+        given = self.assignment
+        claim = Claim(given.task, given.attempt, platform.node(), os.getpid(), cluster=given.cluster)
+        self._scout = Scout(self.run, claim, self._tell_takeover, held=set(self._resume))
 
     def work(self) -> None:
         """Take shards until none is left; raises WorkerFailedError when there is no sense in going on.
@@ -114,17 +150,23 @@ class Worker:
         Works in the run file's folder, as planning did: relative paths among the settings mean the same there.
         """
         plan = self.run.plan
-        self.report({"event": "surroundings", **describe()})
+        around = describe()
+        self._used = around["used"]
+        self.report({"event": "surroundings", **around})
         self.report({"event": "loading"})
         with working_folder(Path(plan.search_path)), self._open_input() as reader:
             started = time.monotonic()
+            self.group.guard()
             workload = self._load()
             if self.assignment.inject:
                 workload = self._inject(workload)
+            if self.assignment.code is not None and (files := importing.outside(Path(plan.search_path))):
+                log.warning("not in the snapshot of the code, and imported as it is now: %s", ", ".join(files))
             self._resumes = bool(getattr(workload, "resumes", False))
             if self._resumes:
                 self.on_resumable()
             self.group.gather()
+            self._tell_used()
             self.report({"event": "ready", "load_s": time.monotonic() - started, "resumes": self._resumes})
             name, leads = plan.workload.rpartition(":")[2], self.group.leads
             calls, told = (self._tell_batch, self._agree), (self._noted, plan.search_path)
@@ -132,11 +174,11 @@ class Worker:
             self._take_and_compute(computer, reader)
 
     def _take_and_compute(self, computer: Computer, reader: Reader) -> None:
-        waiting: list[tuple[int, Computed, float]] = []
-        for shard, history in self._shards():
-            started = time.time()
+        waiting: list[Waiting] = []
+        for shard, history, spans in self._shards():
+            started, began = time.time(), time.monotonic()
             try:
-                computed = computer.compute(self._read(reader, shard), history)
+                computed = computer.compute(self._read(reader, spans), history)
             except Interrupted:
                 self.report({"event": "left", "shard": shard})
                 log.info("shard %d: left, with what is kept of it", shard)
@@ -144,14 +186,14 @@ class Worker:
             except DiskFullError as error:
                 raise WorkerFailedError("disk_full", str(error), error.trace) from error
             if self.group.leads:
-                waiting.append((shard, computed, started))
+                waiting.append(Waiting(shard, computed, started, began))
             # Every item raised at the same place: is it the workload, or this stretch of the input? One more tells.
             if computed.common_way() is None or len(waiting) == 2:
                 self._publish_all(waiting)
         self._publish_all(waiting)
 
-    def _shards(self) -> Iterator[tuple[int, History]]:
-        """The shards to compute, and what is known of each: rank 0 finds them, and tells the others."""
+    def _shards(self) -> Iterator[tuple[int, History, Spans]]:
+        """The shards to compute, what is known of each, and its items: rank 0 finds them, and tells the others."""
         while True:
             found = None
             if self.group.leads and (shard := self.next_shard()) is not None:
@@ -160,11 +202,22 @@ class Worker:
                 start, stop = self.run.plan.bounds(shard)
                 log.info("shard %d: items %d..%d", shard, start, stop - 1)
                 # Not read by each rank: a network file system may show them different ones.
-                found = shard, asdict(read_history(self.run.claims.folder, shard))
+                found = shard, asdict(read_history(self.run.claims.folder, shard)), self._spans(shard)
             found = self.group.broadcast(found)
             if found is None:
                 return
-            yield found[0], History.from_json(found[1])
+            yield found[0], History.from_json(found[1]), found[2]
+
+    def _spans(self, shard: int) -> Spans:
+        """The items of a shard to compute: all of them where the rows of a former revision cannot be read."""
+        if revision := self.run.revision_to_make(shard):
+            try:
+                read = functools.partial(former_rows, self.run, shard, revision, self._columns)
+                self._former[shard] = retried(read, self.run.plan.lease_s)
+            except DamagedShardError as error:
+                log.warning("all items of shard %d are computed again: %s", shard, error)
+                return [self.run.plan.bounds(shard)]
+        return self.run.items_of(shard)
 
     def _agree(self, failure: Failure | None) -> Failure | None:
         """How a call of the workload ended for the group, see `settle`; rank 0 knows whether it was asked to stop."""
@@ -181,22 +234,26 @@ class Worker:
             raise WorkerBrokenError(f"{alone.message}; {error}") from error
         return settle([way and Failure.from_json(way) for way, _ in said], is_asked=said[0][1])
 
-    def _publish_all(self, waiting: list[tuple[int, Computed, float]]) -> None:
+    def _publish_all(self, waiting: list[Waiting]) -> None:
         """Publish what waits, unless all of it failed in one way and no shard yet shows that the workload can work."""
-        ways = [computed.common_way() for _, computed, _ in waiting]
-        if ways and ways[0] is not None and all(ways) and not self.run.published():
+        ways = [one.computed.common_way() for one in waiting]
+        if ways and ways[0] is not None and all(ways) and not retried(self.run.shard_files, self.run.plan.lease_s):
             raise WorkerFailedError("workload_error", ways[0].message, ways[0].trace)
-        for shard, computed, started in waiting:
-            self._publish(shard, computed, started)
+        for one in waiting:
+            self._publish(one)
         waiting.clear()
 
     def next_shard(self) -> int | None:
         """The next shard, claimed; None, after an event that says why, when this worker's work is done."""
         # An item whose progress is kept need not be finished here.
         over = self._tenure.over(0.0 if self._resumes else 1.1 * self.slowest_s)
-        if self._resume and not (over and self._resumes):
-            return self._resume.pop(0)
-        found = over or self._scout.next()
+        while self._resume and not (over and self._resumes):
+            shard = self._resume.pop(0)
+            if self._scout.is_still_own(shard):
+                return shard
+            log.info("shard %d: published, parked or taken over since it was claimed", shard)
+            self.report({"event": "skipped", "shard": shard})
+        found = over or _once_more_if_full(self._scout.next)
         if isinstance(found, int):
             return found
         self.report({"event": "done", "reason": found})
@@ -212,26 +269,46 @@ class Worker:
     def _tell_takeover(self, shard: int, former: Claim) -> None:
         self.report({"event": "takeover", "shard": shard, "from": former.attempt, "host": former.host})
 
+    def _tell_used(self) -> None:
+        """Tell which packages have been imported, if there are more of them: also those that a call imports."""
+        if (now := used()) != self._used:
+            self._used = now
+            self.report({"event": "used", "packages": now})
+
     def _tell_batch(self, indices: Sequence[int], isolated: bool) -> None:
         self.report({"event": "batch", "items": list(indices), "isolated": isolated})
 
     def _open_input(self) -> Reader:
+        spec = InputSpec.from_json(self.run.input)
         try:
-            return Reader(InputSpec.from_json(self.run.input), self.run.index)
-        except SlurmGPUError as error:
-            raise WorkerFailedError("input_error", str(error)) from error
-
-    def _read(self, reader: Reader, shard: int) -> list[Item | tuple[int, ItemError]]:
-        start, stop = self.run.plan.bounds(shard)
-        try:
-            records = reader.read(start, stop)
+            return retried(lambda: _cause_raised(lambda: Reader(spec, self.run.index)), self.run.plan.lease_s)
         except (OSError, SlurmGPUError) as error:
-            raise WorkerFailedError("input_error", f"items {start}..{stop - 1} cannot be read: {error}") from error
+            raise WorkerFailedError(_reading_class(error), str(error)) from error
+
+    def _read(self, reader: Reader, spans: Spans) -> list[Item | tuple[int, ItemError]]:
+        items: list[Item | tuple[int, ItemError]] = []
         seed = self.run.plan.seed
-        return [
-            (start + i, record) if isinstance(record, ItemError) else Item(start + i, record, seed)
-            for i, record in enumerate(records)
-        ]
+        for start, stop in spans:
+            try:
+                records = self._read_span(reader, start, stop)
+            except (OSError, SlurmGPUError) as error:
+                message = f"items {start}..{stop - 1} cannot be read: {error}"
+                raise WorkerFailedError(_reading_class(error), message) from error
+            items += [
+                (start + i, record) if isinstance(record, ItemError) else Item(start + i, record, seed)
+                for i, record in enumerate(records)
+            ]
+        return items
+
+    def _read_span(self, reader: Reader, start: int, stop: int) -> list[Mapping[str, Any] | ItemError]:
+        def read() -> list[Mapping[str, Any] | ItemError]:
+            try:
+                return _cause_raised(lambda: reader.read(start, stop))
+            except OSError:
+                reader.reopen()
+                raise
+
+        return retried(read, self.run.plan.lease_s)
 
     def _load(self) -> workloads.Workload:
         plan, given, group = self.run.plan, self.assignment, self.group
@@ -263,6 +340,7 @@ class Worker:
                 log.info("what led to it:", exc_info=error.__cause__)
             raise WorkerFailedError(_loading_class(error), str(error)) from error
         except (Exception, SystemExit) as error:
+            check_debugger_left(error)
             raise WorkerFailedError(
                 _loading_class(error), f"{type(error).__name__}: {error}", traceback.format_exc()
             ) from error
@@ -285,39 +363,90 @@ class Worker:
         self.report = injected.overhear
         return injected
 
-    def _publish(self, shard: int, computed: Computed, started: float) -> None:
-        start, _ = self.run.plan.bounds(shard)
-        rows = [row.to_error() if isinstance(row, Failure) else row for row in computed.rows.values()]
-        seconds = time.time() - started
-        partial = self.run.shards / f"{shard:05d}.{self.assignment.attempt}.{os.getpid()}.partial"
+    def _write(self, one: Waiting, seconds: float) -> bool:
+        """Write a shard's file and publish it; False if another task has published it before."""
+        rows, notes, made_by = self._contents(one, seconds)
+        partial = self.run.shards / partial_name(one.shard, self.assignment.attempt)
+        write_shard(
+            partial,
+            self._columns,
+            start=self.run.plan.bounds(one.shard)[0],
+            rows=rows,
+            fingerprint=self.run.plan.fingerprint,
+            notes=notes,
+            made_by=made_by,
+        )
         try:
-            write_shard(
-                partial,
-                self._columns,
-                start=start,
-                rows=rows,
-                fingerprint=self.run.plan.fingerprint,
-                notes=computed.notes(),
-                made_by={"attempt": self.assignment.attempt, "started": started, "seconds": seconds},
-            )
-            won = publish(partial, self.run.shard_path(shard))
+            return publish(partial, self.run.shard_path(one.shard))
+        except FileNotFoundError as error:  # a merge that took this task for dead has removed it
+            raise OSError(errno.ESTALE, "removed before it was published", str(partial)) from error
+
+    def _contents(self, one: Waiting, seconds: float) -> tuple[list[Row], dict[str, Any], dict[str, Any]]:
+        """The rows of a shard's file, its notes, and what it says of its maker."""
+        rows = {index: row.to_error() if isinstance(row, Failure) else row for index, row in one.computed.rows.items()}
+        made_by: dict[str, Any] = {"attempt": self.assignment.attempt, "started": one.started, "seconds": seconds}
+        made_by["code"] = self.assignment.code
+        if (former := self._former.get(one.shard)) is None:
+            return list(rows.values()), one.computed.notes(), made_by
+        start, _ = self.run.plan.bounds(one.shard)
+        combined = put_over(former.rows, rows, start)
+        replaced = [index for index, row in rows.items() if combined[index - start] is row]
+        notes = {**former.notes, **one.computed.notes()}
+        return combined, notes, made_again(former.made_by, made_by, replaced)
+
+    def _publish(self, one: Waiting) -> None:
+        shard, computed = one.shard, one.computed
+        seconds = time.monotonic() - one.began
+        try:
+            # Written anew after a failure: which of its bytes have arrived is not known.
+            won = _once_more_if_full(lambda: retried(lambda: self._write(one, seconds), self.run.plan.lease_s))
         except OSError as error:
             raise WorkerFailedError(failure_of(error), f"shard {shard} cannot be written: {error}") from error
+        self._former.pop(shard, None)
+        self._tell_used()
         self.slowest_s = max(self.slowest_s, seconds)
         errors = Counter(row.kind for row in computed.rows.values() if isinstance(row, Failure))
         how = "published" if won else "computed, and published by another task before"
-        log.info("shard %d: %s after %.1f s; %d of %d items failed", shard, how, seconds, errors.total(), len(rows))
+        n_rows = len(computed.rows)
+        log.info("shard %d: %s after %.1f s; %d of %d items failed", shard, how, seconds, errors.total(), n_rows)
         self.report(
             {
                 "event": "published",
                 "shard": shard,
-                "items": len(rows),
+                "items": n_rows,
                 "errors": dict(errors),
-                "started": started,
+                "started": one.started,
                 "won": won,
+                "revision": self.run.revision_to_make(shard),
             }
             | {"seconds": seconds, "oom": bool(computed.oom_batch)}
         )
+
+
+def _once_more_if_full(operation: Callable[[], _T]) -> _T:
+    """What `operation` returns, made again after a second if the disk was full: others may be making room just now."""
+    try:
+        return operation()
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        log.warning("tried again in a second: %s", error)
+    time.sleep(1.0)
+    return operation()
+
+
+def _cause_raised(read: Callable[[], _T]) -> _T:
+    """What `read` returns; where a sentence of ours stands for an error that a file system has for a moment, that."""
+    try:
+        return read()
+    except SlurmGPUError as error:
+        if isinstance(error.__cause__, OSError) and is_transient(error.__cause__):
+            raise error.__cause__ from error
+        raise
+
+
+def _reading_class(error: BaseException) -> str:
+    return "file_system" if is_transient(error) else "input_error"
 
 
 def _loading_class(error: BaseException) -> str:
@@ -326,6 +455,13 @@ def _loading_class(error: BaseException) -> str:
     if any(text in str(error) for text in GPU_FAULT_TEXTS):
         return "gpu_fault"
     return "workload_error"
+
+
+def _use_code(run: Run, digest: str) -> None:
+    try:
+        importing.use(run.folder, digest)
+    except SlurmGPUError as error:
+        raise WorkerFailedError("workload_error", str(error)) from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -343,17 +479,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.pop("PYTHONSAFEPATH", None)  # meant for this process, not for those that the workload starts
     group = Group.of_environment()
     report = report_on_stdout(group.rank, group.local_rank)
-    stopping = threading.Event()
+    stopping, end_times = threading.Event(), list[float]()
     if group.leads:
-        listen_on_stdin(stopping)
+        listen_on_stdin(stopping, end_times.append)
     else:
         watch_stdin()
         close_stdin()
     try:
-        run, assignment = Run.open(arguments.run), Assignment(**arguments.assignment)
+        assignment = Assignment(**arguments.assignment)
+        run = Run.open(arguments.run).computing(assignment.submission)
+        if assignment.code is not None:
+            _use_code(run, assignment.code)
         if group.leads:
             log.info("this worker is process %d of attempt %s", os.getpid(), assignment.attempt)
-        Worker(run, assignment, report, stopping, group, outlive_signals).work()
+        Worker(run, assignment, report, stopping, group, outlive_signals, end_times).work()
         group.leave()
     except WorkerFailedError as error:
         log.error("%s: %s%s", error.kind, error, f"\n{error.trace}" if error.trace else "")
@@ -371,6 +510,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise
     return 0
 
+
+if __name__ == "__mp_main__":
+    # A process that the workload spawns by multiprocessing begins with the main module of this one.
+    importing.use_as_parent()
 
 if __name__ == "__main__":
     exit_code = main()

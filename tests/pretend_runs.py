@@ -6,11 +6,15 @@ Tasks take shards by the same rule as real ones; times are made up from a seed, 
 import heapq
 import json
 import random
+import struct
+import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from slurmgpu.files import write_json_text
+from slurmgpu.joined import Joined
 from slurmgpu.records import Record
+from slurmgpu.report import build_report
 from slurmgpu.runs import Plan, Run, create_run
 from slurmgpu.submissions import Submission
 from slurmgpu.telemetry import GPU_VALUES, HOST_VALUES, TELEMETRY_FORMAT, TELEMETRY_VERSION
@@ -274,3 +278,19 @@ def _write_telemetry(run, pretended, record):
         lines.append({"time": round(at, 3), "ready": ready, "gpus": [gpu] * pretended.n_gpus, "host": host})
     path = run.folder / "telemetry" / f"{record.attempt}.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def reported(run, errors=(), **more):
+    """The report of a merge that has joined what is published."""
+    shards = frozenset(run.published())
+    n_rows = sum(stop - start for start, stop in map(run.plan.bounds, shards))
+    return build_report(run, joined=Joined(n_rows, len(errors), shards, (), (), list(errors)), **more)
+
+
+def write_merged_head(run, n_rows):
+    """A merged.h5 that says how many rows it holds, and holds none."""
+    attributes = {"fingerprint": run.plan.fingerprint, "n_items": run.plan.n_items}
+    head = {"attributes": attributes, "n_errors": 0, "n_rows": n_rows, "file_size": 4096}
+    content = json.dumps(head).encode()
+    behind = (struct.pack("<QQQ", 4096, len(content), 0) + content).ljust(4080, b"\0")
+    run.merged.write_bytes(b"slurmgpu" + struct.pack("<II", 1, zlib.crc32(behind)) + behind)

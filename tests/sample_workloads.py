@@ -83,6 +83,19 @@ class Rows:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class LoadsLong(Rows):
+    """Loads until there is a file."""
+
+    def __init__(self, *, until: str) -> None:
+        super().__init__()
+        self.until = until
+
+    def load(self, task) -> None:
+        while not Path(self.until).exists():
+            time.sleep(0.05)
+        super().load(task)
+
+
 class Ranks(Rows):
     """The rows of Rows, each computed by one rank and summed over all; faults are `fault_rank`'s, or all ranks'."""
 

@@ -12,6 +12,8 @@ import pytest
 from slurmgpu.columns import Array, Json, Ragged, Text, convert_row
 from slurmgpu.errors import ItemError
 from slurmgpu.joins import join
+from slurmgpu.pieces import pieces_of
+from slurmgpu.regions import Reader, read_userblock
 from slurmgpu.shards import shard_name, write_shard
 
 FINGERPRINT = "5f" * 32
@@ -116,6 +118,21 @@ def flips(path, offsets):
     for offset in offsets:
         with changed(path, offset, bytes([content[offset] ^ 1 << offset % 8])):
             yield offset
+
+
+def one_bit_everywhere(path):
+    """The file with one bit flipped: in each part of the user block, of each dataset, and of HDF5's own metadata."""
+    with Reader(path) as reader:
+        directory, table, size = read_userblock(reader)
+    pieces = [(piece.name, piece.offset, piece.n_bytes) for piece in pieces_of(directory, table) if piece.n_bytes]
+    block = [("magic", 0, 8), ("sizes", 16, 24), ("directory", 40, 400), ("end of the user block", size - 1, 1)]
+    taken = {at for _, first, n_bytes in pieces for at in range(first, first + n_bytes)}
+    rest = [at for at in range(size, directory["file_size"]) if at not in taken]
+    others = [("metadata", at, 1) for at in (*rest[:3], *rest[len(rest) // 2 :: 97], rest[-1])]
+    for name, first, n_bytes in [*block, *pieces, *others]:
+        for at in sorted({first, first + n_bytes // 2, first + n_bytes - 1}):
+            for _ in flips(path, [at]):
+                yield name, at, at < size
 
 
 def peak_memory_bytes():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import pwd
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,10 @@ from packaging.requirements import Requirement
 
 import slurmgpu
 from tests.cluster.fixture import leave_out
-from tests.images import NOBODY, Apptainer
+from tests.images import Apptainer
+
+USER = pwd.getpwnam("games")
+"""Of every Debian and Ubuntu. Not nobody: Slurm 26.05 takes that uid for a user whom it does not know."""
 
 NOT_NEEDED = shutil.ignore_patterns("site-packages", "test", "idlelib", "ensurepip", "__pycache__", "tkinter")
 
@@ -45,8 +49,8 @@ class Somebody:
             [self.python, "-m", "slurmgpu", *argv],
             cwd=cwd,
             env={**os.environ, **self.env},
-            user=NOBODY,
-            group=NOBODY,
+            user=USER.pw_uid,
+            group=USER.pw_gid,
             extra_groups=[],
             capture_output=True,
             text=True,
@@ -67,7 +71,7 @@ def somebody(apptainer: Apptainer, normal_user: dict[str, object]) -> Iterator[S
         python, env = _python(world)
         folder = world / "home"
         folder.mkdir()
-        os.chown(folder, NOBODY, NOBODY)
+        os.chown(folder, USER.pw_uid, USER.pw_gid)
         env |= {"HOME": str(folder), "XDG_CONFIG_HOME": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
         yield Somebody(folder, python, env, apptainer.sif)
     finally:

@@ -76,7 +76,7 @@ def test_notes_of_a_workload_are_kept_in_the_file_of_the_shard(project, slurmgpu
     (folder / "workloads.py").write_text(NOTING)
     slurmgpu("submit", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0)
     notes = [read_directory(folder / f"run/shards/{shard:05d}.h5").notes for shard in range(2)]
-    assert notes == [{"batch_tokens": 512}, {}]
+    assert notes == [{"batch_tokens": 512, "not_finite": {}}, {"not_finite": {}}]
 
 
 def raise_at(*bad, error=ValueError):
@@ -173,7 +173,6 @@ def test_a_lost_cuda_context_ends_the_worker():
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        ([{"x": 1.0}], "returned 1 rows for 1 items"),
         ([{"y": 1.0}], "column 'x' is missing"),
         ([{"x": 1.0, "z": 2}], "column 'z' is not declared"),
         ([{"x": [1.0, 2.0]}], r"column 'x': found shape \(2,\), expected \(\)"),
@@ -182,19 +181,36 @@ def test_a_lost_cuda_context_ends_the_worker():
     ],
 )
 def test_a_wrong_row_names_workload_column_and_item(rows, said):
-    computed = compute(Recorder(lambda items: rows * 2 if "returned" in said else rows), n=1)
+    computed = compute(Recorder(lambda items: rows), n=1)
     message = failures(computed)[0].message
-    assert "Recorder" in message
-    if "returned" not in said:
-        assert "item 0" in message
-        assert re.search(said, message)
+    assert "workload Recorder, item 0" in message
+    assert re.search(said, message)
 
 
 def test_a_wrong_number_of_rows_fails_the_whole_batch_and_hides_in_no_smaller_one():
     workload = Recorder(lambda items: [{"x": 1.0}])
     computed = compute(workload, n=8)
     assert workload.batches == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert computed.common_way().message == "workload Recorder returned 1 rows for 4 items"
+    assert computed.common_way().message == "workload Recorder returned 1 row for 4 items"
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        ({"x": [1.0] * 4}, "a dict"),
+        (dict.fromkeys("abcd", 1.0), "a dict"),  # as many keys as there are items
+        ("text", "a str"),
+        (None, "None"),
+        (4.0, "a float"),
+    ],
+)
+def test_what_is_no_list_of_rows_is_called_what_it_is(returned, said):
+    workload = Recorder(lambda items: returned)
+    computed = compute(workload)
+    assert workload.batches == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    expected = "expected a list with a row, or an ItemError, for each of them"
+    assert computed.common_way().message == f"workload Recorder returned {said} for 4 items; {expected}"
+    assert compute(Recorder(lambda items: ({"x": 1.0} for _ in items))).common_way() is None
 
 
 def test_items_that_cannot_be_read_are_input_errors_in_their_place():

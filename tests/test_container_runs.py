@@ -13,7 +13,6 @@ import pytest
 
 from tests.cluster import Cluster, missing
 from tests.cluster.fixture import leave_out
-from tests.images import NOBODY
 from tests.runs import (
     check_rows,
     datasets,
@@ -27,6 +26,7 @@ from tests.runs import (
     wait_until_held,
     workers,
 )
+from tests.somebody import USER
 
 SCRIPTS = Path(__file__).parent.parent / "sbatch"
 LOCAL = ("submit", "--executor", "local", "--gpus", "0")
@@ -351,7 +351,7 @@ def a_project_of(somebody):
         f"\n[container]\n{container}"
     )
     for path in (folder, *folder.iterdir()):
-        os.chown(path, NOBODY, NOBODY)
+        os.chown(path, USER.pw_uid, USER.pw_gid)
     return folder
 
 
@@ -361,12 +361,12 @@ def test_a_normal_user_runs_in_an_image_on_one_machine(somebody):
     somebody.slurmgpu("submit", "--executor", "local", "--gpus", "0", cwd=folder, expect=0)
     check_rows(folder, 40)
     wait_until_gone(folder, before)
-    assert {path.stat().st_uid for path in (folder / "run" / "shards").iterdir()} == {NOBODY}
+    assert {path.stat().st_uid for path in (folder / "run" / "shards").iterdir()} == {USER.pw_uid}
 
 
 @pytest.mark.slurm
 def test_a_normal_user_runs_in_an_image_on_slurm(cluster, somebody):
-    cluster.run("sacctmgr", "-i", "add", "user", "nobody", "account=test")
+    cluster.run("sacctmgr", "-i", "add", "user", USER.pw_name, "account=test")
     folder = a_project_of(somebody)
     somebody.slurmgpu("submit", "--gpus", "2", "--device", "cpu", "--array", "--wait", cwd=folder, expect=0)
     check_rows(folder, 40)

@@ -17,6 +17,7 @@ import typer
 
 from slurmgpu import api, surroundings, workloads
 from slurmgpu.claims import Claim
+from slurmgpu.cli import templates
 from slurmgpu.cli.app import app
 from slurmgpu.config import ContainerTable, Resources, RunFile, WorkloadTable
 from slurmgpu.executors.queue import QueuedJob
@@ -50,6 +51,9 @@ BLURRED = [
     (r"it has \d+ bytes, and had \d+", "it has 1 bytes, and had 2"),
 ]
 
+
+STANDS_FOR = {"NNNNN": r"\d{5}", "ATTEMPT": r"[a-z]+\d+_\d+\.\d+", "DIGEST": "[0-9a-f]{16}", "NAME": ".+"}
+"""Of the names of a run directory's files: what is in the place of these words."""
 
 # What pages consist of
 
@@ -285,6 +289,7 @@ KEYS = {
     "files.md: takeovers": lambda written: written["takeover"],
     "report.md: report.json": lambda written: written["report"],
     "report.md: missing": lambda written: written["report"]["missing"][0],
+    "report.md: code": lambda written: written["report"]["code"][0],
     "report.md: errors": lambda written: written["report"]["errors"][0],
     "report.md: attempts": lambda written: written["report"]["attempts"][0],
     "report.md: ledger": lambda written: written["report"]["ledger"],
@@ -305,10 +310,18 @@ def test_the_reference_lists_every_key_that_is_written_and_no_other(place, writt
     assert listed(page, heading) == set(KEYS[place](written))
 
 
+def test_init_and_its_reference_list_every_workload(tmp_path):
+    done = subprocess.run([sys.executable, "-m", "slurmgpu", "init", "--help"], capture_output=True, text=True)
+    [listed_there] = re.findall(r"The built-in workloads:\n\n((?: {4}\w.*\n)+)", done.stdout)
+    assert {line.split()[0] for line in listed_there.splitlines()} == set(workloads.BUILT_IN) == set(templates.SETTINGS)
+    [sentence] = re.findall(r"for the built-in workload `WORKLOAD` \((.*?)\)", section("cli.md", "slurmgpu init"))
+    assert set(re.findall(r"`(\w+)`", sentence)) == set(workloads.BUILT_IN)
+
+
 def test_the_reference_lists_every_file_of_a_run_directory(written):
     run = written["run"]
     patterns = [
-        re.compile(re.escape(name).replace("NNNNN", r"\d{5}").replace("ATTEMPT", r"[a-z]+\d+_\d+\.\d+") + "$")
+        re.compile(re.sub("|".join(STANDS_FOR), lambda word: STANDS_FOR[word[0]], re.escape(name)) + "$")
         for name in listed("files.md", "The directory")
     ]
     found = [str(path.relative_to(run)) for path in run.rglob("*") if path.is_file() and path.parent.name != "logs"]

@@ -2,6 +2,7 @@
 
 import csv
 import errno
+import io
 import json
 import os
 import subprocess
@@ -14,8 +15,17 @@ import pytest
 import slurmgpu.export
 from slurmgpu.columns import Array, Json, Ragged, Text, convert_row
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.export import FORMATS, export
-from tests.shard_files import COLUMNS, FINGERPRINT, join_parts, plain_row, write, write_parts
+from slurmgpu.export import FORMATS, export, export_to
+from tests.shard_files import (
+    COLUMNS,
+    FINGERPRINT,
+    changed,
+    join_parts,
+    one_bit_everywhere,
+    plain_row,
+    write,
+    write_parts,
+)
 
 FAILED = {2, 7, 8}
 N_ROWS = 12
@@ -206,6 +216,28 @@ except OSError as error:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.stdout.strip(), done.stderr) == (str(errno.EFBIG), "")
     assert output.read_bytes() == b"old"
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_no_turned_bit_is_exported_and_nothing_is_left(merged, tmp_path):
+    stream = io.BytesIO()
+    (tmp_path / "a.jsonl").write_bytes(b"old")
+    before = sorted(os.listdir(tmp_path))
+    for name, at, _ in one_bit_everywhere(merged):
+        with pytest.raises(SlurmGPUError, match=r"`slurmgpu merge RUN` writes merged\.h5 anew"):
+            export(merged, "jsonl", tmp_path / "a.jsonl")
+        with pytest.raises(SlurmGPUError):
+            export_to(merged, "csv", stream)
+        assert (tmp_path / "a.jsonl").read_bytes() == b"old", (name, at)
+    assert sorted(os.listdir(tmp_path)) == before
+    assert stream.getvalue() == b""
+
+
+@pytest.mark.parametrize("file_format", FORMATS)
+def test_no_format_exports_a_turned_bit(merged, tmp_path, file_format):
+    before = sorted(os.listdir(tmp_path))
+    with changed(merged, merged.stat().st_size - 1, b"\xa5"), pytest.raises(SlurmGPUError, match="has changed since"):
+        export(merged, file_format, tmp_path / f"a.{file_format}")
     assert sorted(os.listdir(tmp_path)) == before
 
 

@@ -1,5 +1,6 @@
 """Leader and followers of a task of several nodes, as two processes without Slurm: what is found before any work."""
 
+import contextlib
 import json
 import os
 import socket
@@ -9,10 +10,12 @@ import sys
 
 import pytest
 
+from slurmgpu import meetings
 from slurmgpu.meetings import Meeting, join_meeting
 from slurmgpu.planning import draft_run
 from slurmgpu.runs import create_run
-from tests.runs import records
+from tests.images import NOBODY
+from tests.runs import records, wait_until
 
 NODE = """
 import sys
@@ -78,15 +81,46 @@ def test_only_who_read_the_secret_is_let_in(tmp_path):
     line = join_meeting(path, {"rank": 1})
     assert line.hear() == {"ok": True}
     line.close()
-    for words in (b'{"rank": 2, "secret": "guessed"}\n', b"GET / HTTP/1.1\r\n\r\n"):
-        with socket.create_connection(("localhost", told["port"])) as stranger:
+    # What comes from a stranger is read up to the length of a greeting, and nothing of it is believed.
+    for words in (b'{"rank": 2, "secret": "guessed"}\n'.ljust(64), b"GET / HTTP/1.1\r\n\r\n".ljust(64), bytes(1 << 24)):
+        with socket.create_connection(("localhost", told["port"])) as stranger, contextlib.suppress(ConnectionError):
             stranger.sendall(words)
-            assert stranger.recv(100) == b""
+            heard = b""
+            while chunk := stranger.recv(100):
+                heard += chunk
+            assert len(heard) == meetings.NONCE_BYTES  # which says nothing of the secret
     # Where something else listens, it is not taken for the leader.
-    (tmp_path / "other").write_text(json.dumps({**told, "answer": "another"}))
+    (tmp_path / "other").write_text(json.dumps({**told, "secret": "another"}))
+    (tmp_path / "other").chmod(0o600)
     assert join_meeting(tmp_path / "other", {"rank": 3}) is None
     meeting.close()
     assert not path.exists()
     assert join_meeting(path, {"rank": 4}) is None
     assert came[0] == 1
     assert 2 not in came
+
+
+def test_strangers_who_say_nothing_keep_nobody_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(meetings, "MOST_GREETINGS", 4)
+    path = tmp_path / "meeting"
+    meeting = Meeting(path, ["localhost"], lambda line, hello: line.tell({"ok": True}))
+    told = json.loads(path.read_text())
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(socket.create_connection(("localhost", told["port"]))) for _ in range(5)]
+        # All but four are sent away at once, unread.
+        assert min(len(stranger.recv(100)) for stranger in strangers) == 0
+        monkeypatch.setattr(meetings, "GREETING_S", 0.05)
+        strangers[0].close()
+        wait_until(lambda: join_meeting(path, {"rank": 1}), "a place")
+    meeting.close()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
+def test_a_meeting_that_another_user_has_written_is_none(tmp_path):
+    path = tmp_path / "meeting"
+    meeting = Meeting(path, ["localhost"], lambda line, hello: line.tell({"ok": True}))
+    os.chown(path, NOBODY, NOBODY)
+    assert join_meeting(path, {"rank": 1}) is None
+    os.chown(path, 0, 0)
+    assert join_meeting(path, {"rank": 1}) is not None
+    meeting.close()

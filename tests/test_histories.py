@@ -1,4 +1,12 @@
-from slurmgpu.histories import History, read_history, write_history
+import errno
+import json
+import os
+from dataclasses import asdict
+
+import pytest
+
+from slurmgpu.histories import History, history_path, read_history, write_history
+from tests.failing import Failing
 
 OWN_DOING, FROM_OUTSIDE = 1.0, 0.5
 BATCH = [8, 9, 10, 11]
@@ -59,3 +67,43 @@ def test_progress_makes_the_deaths_of_items_in_flight_forgotten_and_no_others():
     assert history.forget([4])
     assert history == History({8: 1.0}, {9: 0.5})
     assert not history.forget([4])
+
+
+DAMAGED = {
+    "empty": b"",
+    "torn": json.dumps(asdict(History({8: 1.0}))).encode()[:20],
+    "of another kind": b"[]",
+    "lacking a key": b'{"batch_weights": {}}',
+    "with nonsense": b'{"batch_weights": {"a": 1}, "item_weights": {}, "quarantined": {}, "parked_by": null}',
+    "with a text for a weight": b'{"batch_weights": {"1": "x"}, "item_weights": {}, "quarantined": {}}',
+    "no UTF-8": bytes(range(128, 256)),
+    "too deep": b"[" * 60_000,
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_a_damaged_history_is_named_and_taken_for_empty_and_written_anew(tmp_path, caplog, kind):
+    path = history_path(tmp_path, 7)
+    path.write_bytes(DAMAGED[kind])
+    assert read_history(tmp_path, 7) == History()
+    assert f"{path} is damaged, and taken for empty" in caplog.text
+    write_history(tmp_path, 7, History({8: 1.0}))
+    assert read_history(tmp_path, 7) == History({8: 1.0})
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_file_where_a_history_should_be_ends_nothing(tmp_path, caplog, make):
+    make(history_path(tmp_path, 7))
+    assert read_history(tmp_path, 7) == History()
+    assert "is damaged, and taken for empty" in caplog.text
+    write_history(tmp_path, 7, History({8: 1.0}))  # over the folder it cannot be written: then that is said
+    assert read_history(tmp_path, 7) == History({8: 1.0}) or "cannot be written" in caplog.text
+
+
+def test_a_history_is_read_and_written_though_the_file_system_fails_for_a_moment(tmp_path, monkeypatch):
+    failing = Failing(monkeypatch)
+    failing("replace", errno.EIO, lost=True)
+    write_history(tmp_path, 7, History({8: 1.0}))
+    failing("open", errno.ESTALE, of="00007", times=2)
+    assert read_history(tmp_path, 7) == History({8: 1.0})
+    assert failing.n_failed == 3

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slurmgpu import shards
 from slurmgpu.columns import Array, Text
 from slurmgpu.joins import verify_joined
 from slurmgpu.shards import shard_name
@@ -22,6 +23,7 @@ from tests.shard_files import (
     datasets,
     flips,
     join_parts,
+    rows_of,
     small_disk,  # noqa: F401
     write,
     write_parts,
@@ -44,6 +46,33 @@ def test_the_merged_datasets_do_not_depend_on_how_the_shards_were_cut(tmp_path, 
     assert (joined.n_rows, joined.n_errors, joined.damaged) == (30, 3, ())
     assert joined.errors == [(index, f"item {index} is schlecht ⚠") for index in sorted(FAILED)]
     assert verify_joined(target) == []
+
+
+def test_rows_with_nan_and_infinities_are_counted_for_each_column(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "_BLOCK_BYTES", 64)  # values are written in several blocks
+    rows = rows_of(0, 30, failed=FAILED)
+    for index, value in ((3, np.nan), (4, np.inf), (5, -np.inf), (29, np.nan)):
+        rows[index]["score"][...] = value
+    rows[11]["logits"][:] = np.nan
+    rows[11]["logits"][0, 0] = np.inf
+    rows[17]["phases"] = np.array([1, complex(0, np.nan), np.inf], "<c16")
+    parts = [(n, write(tmp_path / shard_name(n), 10 * n, 10 * n + 10, rows=rows[10 * n :][:10])) for n in range(3)]
+    parts = [(n, path, 10 * n, 10 * n + 10) for n, path in parts]
+    assert [shards.read_directory(path).notes["not_finite"] for _, path, _, _ in parts] == [
+        {"score": [1, 2]},
+        {"logits": [1, 1], "phases": [1, 1]},
+        {"score": [1, 0]},
+    ]
+    assert join_parts(parts, tmp_path / "merged.h5").not_finite == {
+        "logits": {"nan": 1, "infinite": 1},
+        "phases": {"nan": 1, "infinite": 1},
+        "score": {"nan": 2, "infinite": 2},
+    }
+    # Of a shard that does not tell, nothing is believed.
+    with monkeypatch.context() as older:
+        older.setattr(shards, "_count_not_finite", lambda odd, rows: None)
+        write(parts[0][1], rows=rows[:10])
+    assert join_parts(parts, tmp_path / "merged.h5").not_finite is None
 
 
 @settings(max_examples=25, deadline=None)
@@ -326,12 +355,12 @@ def test_a_join_replaces_an_old_file_and_what_a_killed_join_left(tmp_path, old):
     assert sorted(os.listdir(tmp_path)) == ["00000.h5", "merged.h5"]
 
 
-def test_a_shard_that_vanishes_is_an_error_of_its_own(tmp_path):
+def test_a_shard_that_vanishes_is_missing(tmp_path):
     parts = write_parts(tmp_path, [0, 10, 20])
     parts[1][1].unlink()
-    with pytest.raises(FileNotFoundError, match="00001"):
-        join_parts(parts, tmp_path / "merged.h5")
-    assert os.listdir(tmp_path) == ["00000.h5"]
+    joined = join_parts(parts, tmp_path / "merged.h5")
+    assert (joined.n_rows, joined.shards, joined.damaged) == (10, {0}, ())
+    assert sorted(os.listdir(tmp_path)) == ["00000.h5", "merged.h5"]
 
 
 def test_memory_stays_bounded_however_large_the_shards_are(tmp_path):

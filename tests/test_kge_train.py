@@ -54,7 +54,7 @@ def test_each_model_learns_with_each_loss(model, loss):
 
 
 def test_conve_learns_a_circle_by_heart():
-    trainer = train(CIRCLE, N_ENTITIES, 2, small(epochs=40, learning_rate=0.01))
+    trainer = train(CIRCLE, N_ENTITIES, 2, small(epochs=80, learning_rate=0.01))
     for ranks in trainer.ranks(torch.from_numpy(CIRCLE), torch.from_numpy(CIRCLE)).values():
         assert summary(ranks)["hits@1"] > 0.9
 

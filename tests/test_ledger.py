@@ -7,11 +7,10 @@ from dataclasses import asdict
 import pytest
 
 from slurmgpu.attempts import Life, attempts_of
-from slurmgpu.ledger import KINDS, counting, in_words, ledger, spent, spent_unrecorded
+from slurmgpu.ledger import KINDS, counting, in_words, kind_of, ledger, spent, spent_unrecorded
 from slurmgpu.records import Record, read_record
-from slurmgpu.report import build_report
 from slurmgpu.status import read_status
-from tests.pretend_runs import BEGIN, pretend_run
+from tests.pretend_runs import BEGIN, pretend_run, reported
 
 LOADED = [[0.0, "starting"], [2.0, "loading"], [12.0, "running"]]
 
@@ -59,7 +58,17 @@ def test_of_a_shard_that_was_published_again_the_last_submission_counts():
     first = record([[0, 500.0, 10.0, True], [1, 510.0, 10.0, True]], attempt="7_0.0", submission=1)
     late = record([[0, 900.0, 10.0, False]], attempt="7_1.0", submission=1)
     second = record([[0, 40.0, 10.0, True]], attempt="8_0.0", submission=2)  # on a node whose clock is behind
-    assert counting([first, late, second], {0, 1}) == {0: ("8_0.0", 40.0), 1: ("7_0.0", 510.0)}
+    assert counting([first, late, second], {0, 1}) == {0: {("8_0.0", 40.0)}, 1: {("7_0.0", 510.0)}}
+
+
+def test_a_revision_that_computes_some_items_again_leaves_what_computed_the_others_useful():
+    first = record([[0, 500.0, 10.0, True]], attempt="7_0.0", submission=1)
+    again = record([[0, 900.0, 1.0, True, 1]], attempt="8_0.0", submission=2)
+    late = record([[0, 890.0, 1.0, False, 1]], attempt="8_1.0", submission=2)
+    counts = counting([first, again, late], {0})
+    assert counts == {0: {("7_0.0", 500.0), ("8_0.0", 900.0)}}
+    kinds = [kind_of(0, name, at, counts) for name, at in [("7_0.0", 500.0), ("8_0.0", 900.0), ("8_1.0", 890.0)]]
+    assert kinds == ["useful", "useful", "repeated"]
 
 
 def row(seconds, n_gpus=1, n_nodes=1, energy=None, **parts):
@@ -119,7 +128,7 @@ def test_the_ledger_of_a_long_run_with_faults_adds_up_to_its_hours(tmp_path, n_g
         for r in run.attempts()
         if r["restart"] == 0
     }
-    report = build_report(run, errors=(), merged_rows=None, lives=lives)
+    report = reported(run, errors=(), lives=lives)
     told = report["ledger"]
     assert sum(told[kind] for kind in KINDS) == pytest.approx(told["allocated"], rel=1e-12)
     task_hours = sum(a["seconds"] for a in report["attempts"]) / 3600
@@ -212,7 +221,7 @@ def test_whatever_is_written_into_a_record_costs_its_row_at_most(run, caplog):
             assert damaged in ([], [names[1]])
             n_refused += bool(damaged)
             if not damaged or dice.random() < 0.05:  # what passes must be of use
-                report = build_report(run, errors=(), merged_rows=None, lives={"4711_2": []})
+                report = reported(run, errors=(), lives={"4711_2": []})
                 assert report["damaged_records"] == damaged
                 assert len(report["attempts"]) == len(names) - len(damaged)
                 json.dumps(report, allow_nan=False)
@@ -226,7 +235,7 @@ def test_a_damaged_record_is_named_and_its_hours_are_slurms(run):
     (run.tasks / f"{first}.json").write_bytes(b"\0" * 500)
     (run.tasks / "4711_99.0.json").mkdir()
     lives = {"4711_0": [Life("COMPLETED", None, True, 700, 1, "gpu000")]}
-    report = build_report(run, errors=(), merged_rows=None, lives=lives)
+    report = reported(run, errors=(), lives=lives)
     assert report["damaged_records"] == sorted([first, "4711_99.0"])
     assert {a["attempt"] for a in report["attempts"]} == {first, *others}
     [row] = [a for a in report["attempts"] if a["attempt"] == first]

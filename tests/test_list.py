@@ -11,9 +11,8 @@ import pytest
 from rich.console import Console
 
 from slurmgpu.cli import listing
-from slurmgpu.report import build_report
 from tests import pretend_runs
-from tests.pretend_runs import pretend_run
+from tests.pretend_runs import pretend_run, reported, write_merged_head
 
 
 @pytest.fixture
@@ -25,8 +24,10 @@ def ended(folder, complete=True, **what):
     """A run whose merge has ended, as far as `list` looks."""
     run = pretend_run(folder, 100_000, n_tasks=2, n_shards=8, executor="local", **what)
     run.record_submission({"submission": 1, "state": "ended"})
-    report = build_report(run, errors=[(item, "item_error: no") for item in range(3)], merged_rows=None)
+    report = reported(run, errors=[(item, "item_error: no") for item in range(3)])
     (run.folder / "report.json").write_text(json.dumps({**report, "complete": complete, "gpu_hours": 1.25}))
+    if complete:
+        write_merged_head(run, run.plan.n_items)
     return run
 
 
@@ -86,12 +87,13 @@ def test_a_narrow_terminal_shows_names_first_and_cuts_no_number(folder, monkeypa
         assert ("There is no room for: " in told.err) == (width < 200)
 
 
-def test_a_run_that_lacks_something_is_incomplete_also_if_its_report_is_older(folder):
+def test_a_run_is_what_its_merged_file_holds_whatever_its_report_says(folder):
     ended(folder / "holes", complete=False)
-    stale = ended(folder / "stale")
-    stale.shard_path(3).unlink()
+    stale, swept = ended(folder / "stale"), ended(folder / "swept")
+    write_merged_head(stale, stale.plan.n_items - 1)
+    swept.shard_path(3).unlink()
     states = {name: row["state"] for name, row in rows(folder).items()}
-    assert states == {"holes": "incomplete", "stale": "incomplete"}
+    assert states == {"holes": "incomplete", "stale": "incomplete", "swept": "complete"}
 
 
 def test_neither_run_directories_nor_what_is_no_place_for_runs_is_searched(folder):
@@ -148,7 +150,7 @@ def test_a_damaged_report_does_not_hide_how_far_the_run_is(folder, text):
     hurt = ended(folder / "hurt")
     (hurt.folder / "report.json").write_text(text)
     row = rows(folder)["hurt"]
-    assert (row["state"], row["n_items_done"], row["gpu_hours"]) == ("incomplete", hurt.plan.n_items, None)
+    assert (row["state"], row["n_items_done"], row["gpu_hours"]) == ("complete", hurt.plan.n_items, None)
     assert "report.json is damaged" in row["problem"]
 
 
@@ -193,7 +195,7 @@ def test_many_runs_cost_one_squeue(folder, slurmgpu, tmp_path):
         pretend_run(folder / f"run{number}", 60, n_tasks=2, n_shards=8, executor="slurm", job=str(100 + number))
     squeue = tmp_path / "bin" / "squeue"
     squeue.parent.mkdir()
-    fields = "\\037".join(["103_[2-5]", "PENDING", "Resources", "slurmgpu:run3", "/", "x", "N/A"])
+    fields = "\\037".join(["103_[2-5]", "PENDING", "Resources", "slurmgpu:run3", "N/A", "", "/", "x"])
     squeue.write_text(f"#!/bin/sh\necho asked >> {tmp_path}/asked\nprintf '{fields}\\036\\n'\n")
     squeue.chmod(0o755)
     done = slurmgpu("list", folder, "--json", PATH=f"{squeue.parent}:{os.environ['PATH']}", expect=0)

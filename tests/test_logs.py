@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from slurmgpu import merge
 from slurmgpu.claims import Claim
 from slurmgpu.cli import log_index
 from slurmgpu.cli.following import Following
@@ -569,7 +568,47 @@ def test_the_traceback_of_another_item_is_not_shown_above_the_line_of_one(tmp_pa
         excerpt = excerpt_around(file, file.path.read_text().index(own), N_LINES)
         texts[printed] = [line.text for line in excerpt.lines][: excerpt.mark]
         assert excerpt.lines[excerpt.mark].text == own
-    assert texts == {0: [lines[1], *trace], 1: ["thinking"], BEFORE: ["thinking"] * BEFORE, 9: ["thinking"] * BEFORE}
+    assert texts == {0: [lines[1], *trace], 1: ["thinking"], BEFORE: ["thinking"] * BEFORE, 9: ["thinking"] * 9}
+
+
+CHILD = """
+import subprocess
+import sys
+
+from slurmgpu import Array
+
+ENGINE = (
+    "import sys; print('the engine of', sys.argv[1], 'begins', flush=True)\\n"
+    "def start(n):\\n    if n:\\n        start(n - 1)\\n    raise KeyError('no such kernel')\\n"
+    "start(5)"
+)
+
+class Parent:
+    columns = {"x": Array("float64")}
+    batch_size = 4
+
+    def load(self, task):
+        pass
+
+    def __call__(self, items):
+        for item in items:
+            if item.index in (2, 5):
+                subprocess.run([sys.executable, "-c", ENGINE, f"child-{item.index}"])
+                raise RuntimeError("the engine did not start; the root cause is above")
+        return [{"x": 1.0} for _ in items]
+"""
+
+
+def test_what_a_child_process_wrote_before_an_item_failed_is_shown(project, slurmgpu):
+    folder = project(8, workload="Parent")
+    (folder / "workloads.py").write_text(CHILD)
+    slurmgpu("submit", "--executor", "local", "--gpus", "0", cwd=folder, expect=0)
+    for index, other in ((2, 5), (5, 2)):
+        shown = slurmgpu("logs", "run", "--item", index, cwd=folder, expect=0).stdout
+        before = shown.partition(f": item {index}: item_error: RuntimeError")[0]
+        assert f"the engine of child-{index} begins\nTraceback (most recent call last):\n" in before
+        assert "KeyError: 'no such kernel'\n" in before
+        assert f"child-{other}" not in before
 
 
 def test_of_a_failed_item_nothing_is_shown_of_the_shard_before_its_own(run, tmp_path):
@@ -671,7 +710,8 @@ def test_a_line_of_any_length_is_never_in_memory_as_a_whole(tmp_path):
     begin, path = time.time() - 100, tmp_path / "log"
     with open(path, "w") as file:
         file.write(f"{stamp(begin)} one\n")
-        file.seek(150_000_000)  # a file with a hole takes no room on a disk
+        for _ in range(80):
+            file.write("x" * 1_000_000)
         file.write(f"\n{stamp(begin + 50)} two\n")
     file = LogFile(path, "worker")
     tracemalloc.start()
@@ -728,17 +768,11 @@ def test_of_a_shard_that_was_set_aside_the_logs_still_say_who_had_computed_it(ru
     before = story_of_item(run, index)
     copy_run(run.folder, tmp_path / "run")
     copy = Run.open(tmp_path / "run")
-    merge.set_failed_aside(copy, [index // 8])
-    copy.record_submission({"submission": 2, "state": "ended", "executor": "local", "cancelled": True})
-    story = story_of_item(copy, index)
     name = before.sentence.partition("attempt ")[2].partition(",")[0]
-    assert f"`resubmit --failed` has set it aside, to be computed anew; attempt {name} had computed" in story.sentence
-    assert "died" not in story.sentence
-    assert (story.ended, story.failure) == ("missing", before.failure)
-    assert any(f"item {index}" in line.text for line in story.excerpt.lines)
-    copy.shard_path(index // 8).with_suffix(".failed").rename(copy.shard_path(index // 8).with_suffix(".damaged"))
+    copy.shard_path(index // 8).rename(copy.shard_path(index // 8).with_suffix(".damaged"))
     copy.shard_path(index // 8).with_suffix(".damaged.txt").write_text("it has 9 bytes\n")
     story = story_of_item(copy, index)
+    assert (story.ended, story.failure) == ("missing", before.failure)
     assert f"set it aside: it has 9 bytes; attempt {name} had computed it" in story.sentence
     assert any(f"item {index}" in line.text for line in story.excerpt.lines)
 

@@ -137,9 +137,12 @@ def test_at_the_walltimes_end_the_item_in_hand_is_left_and_goes_on_later(project
     assert late.run_worker() == 0
     assert late.record.message == "it took no more shards: too little was left of the walltime"
     assert caplog.messages[-1] == f"timeout: {late.record.message}"
-    # While item 1 is counted the walltime ends, by the clock of its worker, and no item after it is begun.
+    # While item 1 is counted the walltime ends, by the clock of its worker that nobody sets; the other one is set by
+    # half a day before, which ends nothing.
     text, end = (folder / "workloads.py").read_text(), time.time() + 86400
-    leap = f"            if item.index == 1 and count == 3:\n                time.time = lambda: {end}\n"
+    leap = f"            if item.index == 1 and count == 1:\n                time.time = lambda: {end - 43200}\n"
+    leap += "            if item.index == 1 and count == 3:\n                real = time.monotonic\n"
+    leap += "                time.monotonic = lambda: real() + 86400\n"
     change(folder, LOOP, LOOP + leap)
     timed = Task(run, Attempt("job", 1, end_time=end))
     assert timed.run_worker() == 0

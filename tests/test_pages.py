@@ -21,10 +21,10 @@ from slurmgpu.pages.pictures import rates
 from slurmgpu.pages.provenance import gpus_of
 from slurmgpu.pages.spans import lives_of, makers_of
 from slurmgpu.pages.words import duration, moment
-from slurmgpu.report import build_report, read_report, report_path
+from slurmgpu.report import read_report, report_path
 from slurmgpu.runs import Run
 from tests.browser import browser  # noqa: F401
-from tests.pretend_runs import BEGIN, pretend_run
+from tests.pretend_runs import BEGIN, pretend_run, reported
 from tests.runs import make_project, report
 
 NASTY = '<script>alert("x")</script><img src=x onerror=alert(1)> \u202eback\x07\x1b[31m'
@@ -58,6 +58,7 @@ def faulty(tmp_path_factory, slurmgpu):
     slurmgpu("submit", "--executor", "local", "--gpus", "0", "--tasks", "2", cwd=folder, expect=0)
     run = Run.open(folder / "run")
     run.shard_path(3).unlink()
+    run.merged.unlink()  # which has the rows of the shard, too
     merging.merge(run)
     return folder
 
@@ -73,7 +74,7 @@ def draw(run, value, folder):
 
 def pretended(folder, now_s=2000, errors=(), **what):
     run = pretend_run(folder / "judge", now_s, **what)
-    return run, build_report(run, errors=list(errors), merged_rows=sum(1 for _ in run.published()) * 16)
+    return run, reported(run, errors=list(errors))
 
 
 def numbers(text):
@@ -357,7 +358,7 @@ def test_damage_costs_a_row_and_not_the_page(tmp_path):
     (run.tasks / f"{names[0]}.json").write_text('{"started": "x"')
     (run.folder / "telemetry" / f"{names[1]}.jsonl").write_bytes(b"\xff\x00{]\n" * 50)
     (run.folder / "telemetry" / f"{names[2]}.jsonl").unlink()
-    value = build_report(run, errors=[], merged_rows=16)
+    value = reported(run, errors=[])
     value["attempts"][3]["phases"] = [["x", None]]
     text = draw(run, value, tmp_path)
     assert f"tasks/{names[0]}.json cannot be read" in text
@@ -404,7 +405,7 @@ def test_a_run_of_which_nothing_is_there_has_a_page(tmp_path):
     run, _ = pretended(tmp_path, 0)
     for path in run.tasks.iterdir():
         path.unlink()
-    text = draw(run, build_report(run, errors=[], merged_rows=None), tmp_path)
+    text = draw(run, reported(run, errors=[]), tmp_path)
     assert "<h2>Missing</h2>" in text
 
 

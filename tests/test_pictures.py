@@ -14,8 +14,7 @@ from slurmgpu.pages.pictures import LABELLED_ROWS, PARTS, left_of, rates, throug
 from slurmgpu.pages.spans import Life, begin_of, lives_of
 from slurmgpu.pages.svg import NARROW, WIDE, style
 from slurmgpu.pages.usage import draw_usage, read_usage
-from slurmgpu.report import build_report
-from tests.pretend_runs import pretend_run
+from tests.pretend_runs import pretend_run, reported
 
 SEEN_WITH = {
     "all cones": np.eye(3),
@@ -146,7 +145,7 @@ def test_throughput_is_told_in_the_unit_of_what_is_drawn_without_exponents(tmp_p
 
 def test_no_line_of_telemetry_lies_on_the_edge_and_the_gpus_memory_is_drawn_as_a_limit(tmp_path):
     run = pretend_run(tmp_path / "judge", 600, n_tasks=2)
-    report = build_report(run, errors=[], merged_rows=0)
+    report = reported(run, errors=[])
     lives = lives_of(report)
     clock = make_clock(begin_of(report, lives), [(life.start, life.stop) for life in lives])
     usage = read_usage(run.folder, lives, {}, clock, 5.0)
@@ -162,7 +161,7 @@ def test_no_line_of_telemetry_lies_on_the_edge_and_the_gpus_memory_is_drawn_as_a
 def test_a_pause_that_is_left_out_says_how_long_it_was(tmp_path):
     assert make_clock(0.0, [(0.0, 100.0), (1000.0, 1100.0)]).pauses == pytest.approx([900.0])
     run = pretend_run(tmp_path / "judge", 600, n_tasks=2, n_shards=12)
-    report = build_report(run, errors=[], merged_rows=0)
+    report = reported(run, errors=[])
     later = report["attempts"][1]
     for key in ("started", "updated", "ended"):
         later[key] += 100_000
@@ -174,7 +173,7 @@ def test_a_pause_that_is_left_out_says_how_long_it_was(tmp_path):
 
 def test_the_median_is_that_of_all_tasks_also_where_few_have_a_sample(tmp_path):
     run = pretend_run(tmp_path / "judge", 1500, n_tasks=60, n_shards=4000, sample_s=60.0, faulty=True)
-    report = build_report(run, errors=[], merged_rows=0)
+    report = reported(run, errors=[])
     lives = lives_of(report)
     clock = make_clock(begin_of(report, lives), [(life.start, life.stop) for life in lives])
     usage = read_usage(run.folder, lives, {}, clock, 60.0)
@@ -189,7 +188,7 @@ def test_what_takes_less_than_a_gigabyte_is_drawn_in_megabytes(tmp_path):
     run = pretend_run(tmp_path / "judge", 300, n_tasks=1, n_gpus=0)
     path = next((run.folder / "telemetry").iterdir())
     path.write_text(path.read_text().replace("12000000000", "48000000"))
-    report = build_report(run, errors=[], merged_rows=0)
+    report = reported(run, errors=[])
     lives = lives_of(report)
     usage = read_usage(run.folder, lives, {}, make_clock(lives[0].start, [(lives[0].start, lives[0].stop)]), 5.0)
     [memory] = usage.known()

@@ -327,3 +327,29 @@ def test_an_image_that_is_named_but_would_not_be_used_is_refused(project):
     assert said.startswith(
         '--image names an image, and [container] runtime = "none" in slurmgpu.toml runs without one.'
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "executor", "sentence"),
+    [
+        ("at %j", "local", "has a %, of which Slurm makes numbers"),
+        ("100%", "slurm", "has a %, of which Slurm makes numbers"),
+        ("a\n#SBATCH --wrap=id", "local", r"has the control character '\\n'"),
+        ("it's", "slurm", "has ', which Slurm may read"),
+        ('a "b" \\ c', "slurm", r'has " and \\, which Slurm may read'),
+    ],
+)
+def test_a_path_that_slurm_would_not_take_as_it_is_is_refused_before_anything_is_written(
+    name, executor, sentence, project
+):
+    folder = project(4, resources={"executor": executor})
+    with pytest.raises(SlurmGPUError, match=sentence), draft_run(folder / "slurmgpu.toml", run_dir=folder / name):
+        pass
+    assert not (folder / name).exists()
+
+
+def test_spaces_and_quotes_in_a_path_do_what_they_say_on_this_machine(project, slurmgpu):
+    folder = project(4)
+    name = 'it\'s a "run" of $HOME & ünïcode'
+    slurmgpu("submit", "--executor", "local", "--device", "cpu", "--run-dir", name, cwd=folder, expect=0)
+    assert (folder / name / "merged.h5").exists()

@@ -176,6 +176,16 @@ def test_what_will_not_work_is_noted(seen, asked, said):
     assert any(said in note for note in foretold(seen, **asked)["notes"])
 
 
+@pytest.mark.parametrize(
+    ("mem", "advised"),
+    [("500M", False), ("500", False), ("1G", False), ("1025M", True), ("2g", True), ("1048577K", True), ("0", False)],
+)
+def test_less_memory_is_advised_only_if_it_is_less_than_was_asked_for(mem, advised):
+    # A node may give more than was asked for.
+    notes = foretold(observed(host_peak_bytes=10**7, host_total_bytes=10**10), mem=mem)["notes"]
+    assert any("hardly used" in note and 'mem = "1G"' in note for note in notes) == advised
+
+
 def test_an_item_that_goes_on_in_another_task_need_not_fit_the_walltime():
     seen = observed(batch_s=[500.0, 500.0, 500.0])
     found = foretold(seen, n_tasks=10, n_concurrent=1, n_shards=2, time="00:04:00", resumes=True)

@@ -14,6 +14,8 @@ from tests.pretend_runs import pretend_run
 from tests.runs import check_ledger, check_rows, let_go, records, report, start, wait_until, workers
 
 LOCAL = ("submit", "--executor", "local", "--gpus", "0")
+NEARLY = 0.9
+"""Of the time that a workload slept: records have milliseconds, and a sleep is not by the clock that they are by."""
 
 
 @pytest.fixture
@@ -192,15 +194,15 @@ def test_the_ledger_of_a_run_whose_workers_and_task_were_killed_is_what_happened
     ]
     assert survivor["spent"]["lost"] == record["lost_s"] > 0
     assert record["lost_s"] <= death["at"] - record["started"]
-    assert survivor["spent"]["loading"] >= 2 * 0.2
-    assert survivor["spent"]["useful"] >= 0.05 * survivor["n_items"] > 0
+    assert survivor["spent"]["loading"] >= NEARLY * 2 * 0.2
+    assert survivor["spent"]["useful"] >= NEARLY * 0.05 * survivor["n_items"] > 0
     assert survivor["spent"]["repeated"] == 0
 
     assert dead["failure"] == "lost"
     last = records(folder)[1]
     in_hand_s = last["updated"] - last["shard_started"]
     assert dead["spent"]["lost"] == pytest.approx(in_hand_s, abs=0.002)
-    assert dead["spent"]["loading"] >= 0.2
+    assert dead["spent"]["loading"] >= NEARLY * 0.2
     assert report(folder)["ledger"]["lost"] == pytest.approx((record["lost_s"] + in_hand_s) / 3600, abs=1e-6)
 
 
@@ -232,12 +234,12 @@ def test_an_item_left_for_later_is_time_well_spent(project, slurmgpu):
     os.kill(records(folder)[0]["pid"], signal.SIGTERM)
     process.communicate()
     [record] = records(folder)
-    assert record["kept_s"] >= 9 * 0.05
+    assert record["kept_s"] >= NEARLY * 9 * 0.05
     assert record["lost_s"] == 0
     slurmgpu("resubmit", "run", cwd=folder, expect=0)
     check_rows(folder, 2)
     check_ledger(report(folder))
     [first, second] = report(folder)["attempts"]
     assert first["spent"]["useful"] == record["kept_s"]
-    assert second["spent"]["useful"] >= (40 - 10) * 0.05
+    assert second["spent"]["useful"] >= NEARLY * (40 - 10) * 0.05
     assert first["spent"]["lost"] == second["spent"]["lost"] == 0

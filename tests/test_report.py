@@ -1,25 +1,135 @@
 """The report: what became of attempts; and of what use a damaged one is, or one of a run that was moved."""
 
 import json
+import platform
 import shutil
+from datetime import datetime
 
+import h5py
+import numpy as np
 import pytest
 
-from slurmgpu import api
-from slurmgpu.attempts import TOO_LARGE, Life, attempts_of
+from slurmgpu import api, pages
+from slurmgpu.attempts import TOO_LARGE, Life, attempts_of, computed_with, versions_in_words
 from slurmgpu.columns import columns_from_json, convert_row
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.ledger import KINDS
-from slurmgpu.report import build_report, judged_attempts, last_report, read_report, report_path
+from slurmgpu.naming import name_of
+from slurmgpu.report import judged_attempts, last_report, read_report, report_path
 from slurmgpu.runs import Run
 from slurmgpu.shards import write_shard
 from slurmgpu.status import read_status
-from tests.pretend_runs import BEGIN, pretend_run
+from tests.pretend_runs import BEGIN, pretend_run, reported
 
 
 @pytest.fixture
 def run(tmp_path):
     return pretend_run(tmp_path / "run", 600, n_tasks=4, n_shards=40, sample_s=0)
+
+
+ODD = """
+from slurmgpu import Array, ItemError
+
+class Odd:
+    columns = {"score": Array("float64"), "pair": Array("float32", (2,)), "n": Array("int64")}
+    batch_size = 4
+
+    def load(self, task):
+        pass
+
+    def __call__(self, items):
+        scores = {3: float("nan"), 9: float("inf"), 10: float("nan")}
+        return [
+            ItemError("no") if item.index == 5 else {"score": scores.get(item.index, 1.0), "pair": [0, 1], "n": 1}
+            for item in items
+        ]
+"""
+
+
+def test_the_report_says_which_columns_have_nan_and_infinities(project, slurmgpu):
+    folder = project(16, workload="Odd")
+    (folder / "workloads.py").write_text(ODD)
+    shown = slurmgpu("submit", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0).stdout
+    assert "not finite: score (NaN in 2 rows, infinity in 1 row)\n" in shown
+    run = Run.open(folder / "run")
+    assert read_report(run)["not_finite"] == {"score": {"nan": 2, "infinite": 1}}
+    pytest.importorskip("matplotlib")
+    pages.write_page(run, read_report(run), folder / "page.html")
+    page = (folder / "page.html").read_text()
+    assert '<tr><th scope="row">score<td class="n"><data data-key="not_finite.score.nan" value="2">2</data>' in page
+
+
+IMPORTING = """
+import sys
+import types
+
+from slurmgpu import Array
+
+class Importing:
+    columns = {"x": Array("float64")}
+    batch_size = 4
+
+    def load(self, task):
+        sys.modules["torch"] = types.SimpleNamespace(__version__="2.13.0+cpu", cuda=None)
+
+    def __call__(self, items):
+        sys.modules["vllm"] = types.SimpleNamespace(__version__="0.32.0")  # only when it is needed
+        return [{"x": 1.0} for _ in items]
+"""
+
+
+def test_the_report_says_which_versions_computed(project, slurmgpu):
+    folder = project(16, workload="Importing")
+    (folder / "workloads.py").write_text(IMPORTING)
+    shown = slurmgpu("submit", "--executor", "local", "--gpus", "0", cwd=folder, expect=0).stdout
+    assert "computed with: torch 2.13.0+cpu, vllm 0.32.0\n" in shown
+    run = Run.open(folder / "run")
+    found = read_report(run)["computed_with"]
+    assert found == {
+        "python": {platform.python_version(): 1},
+        "numpy": {np.__version__: 1},
+        "h5py": {h5py.__version__: 1},
+        "torch": {"2.13.0+cpu": 1},
+        "vllm": {"0.32.0": 1},
+    }
+    pytest.importorskip("matplotlib")
+    pages.write_page(run, read_report(run), folder / "page.html")
+    assert "torch 2.13.0+cpu, vllm 0.32.0</dd>" in (folder / "page.html").read_text()
+
+
+def test_attempts_with_other_versions_are_told_apart():
+    used = [("3.11.7", {"torch": "2.11.0"}), ("3.11.7", {"torch": "2.13.0"}), ("3.11.7", {"torch": "2.11.0"})]
+    records = [{"published": [[0, 0, 0]], "surroundings": {"python": python, "used": each}} for python, each in used]
+    idle = {"published": [], "surroundings": {"used": {"torch": "1.0"}}}
+    damaged = {"published": [[0, 0, 0]], "surroundings": {"python": 3, "used": [{}]}}
+    found = computed_with([*records, idle, damaged])
+    assert found == {"python": {"3.11.7": 3}, "torch": {"2.11.0": 2, "2.13.0": 1}}
+    assert versions_in_words(found, leaving_out=["python"]) == "torch 2.11.0 (2 attempts), torch 2.13.0 (1 attempt)"
+
+
+def test_failed_items_are_told_by_their_first_fields_and_configurations_by_their_settings(project, slurmgpu):
+    lines = [{"text": "of\x1b[2J many" * 20, "x": [i], "id": None, "more": 1} for i in range(8)]
+    folder = project(workload="Rows", items=lines, settings={"faults": {"3": "item_error"}})
+    shown = slurmgpu("submit", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0).stdout
+    [error] = read_report(Run.open(folder / "run"))["errors"]
+    assert error["name"].startswith('text = "of\\u001b[2J many')
+    assert error["name"].endswith("…, x = [3], id = null")
+    assert f"  item 3 ({error['name']}): item_error: not this one\n" in shown
+    # A later merge without the input says as much as it can.
+    (folder / "items.jsonl").unlink()
+    assert "  item 3: item_error: not this one\n" in slurmgpu("merge", "run", cwd=folder, expect=0).stdout
+    (folder / "slurmgpu.toml").write_text(
+        'run_dir = "sweep"\nhtml = false\n[workload]\nuse = "workloads.py:Rows"\n[settings.faults]\n3 = "item_error"\n'
+        "[sweep]\nlr = [0.1, 0.01]\nwidth = [32, 64]\ntext = 'a b'\n"
+    )
+    shown = slurmgpu("submit", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0).stdout
+    assert '  item 3 (lr = 0.01, width = 64, text = "a b"): item_error: not this one\n' in shown
+
+
+def test_an_item_has_a_name_of_one_line():
+    assert name_of({"a": "x\ny", "b": datetime(2026, 1, 2), "c": 3}, 2) == 'a = "x\\ny", b = "2026-01-02 00:00:00"'
+    assert name_of({}) is None
+    assert len(name_of({str(n): "long " * 9 for n in range(9)})) == 160
 
 
 def change(run, name, **fields):
@@ -29,7 +139,7 @@ def change(run, name, **fields):
 
 def write_report(run, **verdicts):
     """A report as the merge writes it, but that it gives these failures to the attempts of tasks."""
-    report = build_report(run, errors=(), merged_rows=1)
+    report = reported(run, errors=())
     for row in report["attempts"]:
         if (task := f"task{row['attempt'].partition('_')[2][0]}") in verdicts:
             row.update(failure=verdicts[task], message="so accounting says")
@@ -70,7 +180,7 @@ def test_whoever_stopped_an_attempt_is_not_told_by_when_that_was(run, own, reaso
 
 
 def test_what_a_task_published_between_its_last_word_and_its_death_is_its_own(run):
-    before = build_report(run, errors=(), merged_rows=None)
+    before = reported(run, errors=())
     [dead] = [record for record in run.attempts() if record["attempt"] == "4711_1.0"]
     shard, plan = dead["shard"], run.plan
     start, stop = plan.bounds(shard)
@@ -84,7 +194,7 @@ def test_what_a_task_published_between_its_last_word_and_its_death_is_its_own(ru
         notes={},
         made_by={"attempt": "4711_1.0", "started": dead["shard_started"], "seconds": 58.0},
     )
-    report = build_report(run, errors=(), merged_rows=None)
+    report = reported(run, errors=())
     [was], [row] = ([a for a in told["attempts"] if a["attempt"] == "4711_1.0"] for told in (before, report))
     assert (row["n_items"], row["n_shards"]) == (was["n_items"] + stop - start, was["n_shards"] + 1)
     assert row["shards"][-1] == [shard, round(dead["shard_started"], 3), 58.0, True]

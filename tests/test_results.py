@@ -5,6 +5,7 @@ import multiprocessing
 import re
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,16 @@ from hypothesis import strategies as st
 from slurmgpu import results
 from slurmgpu.columns import Array
 from slurmgpu.errors import SlurmGPUError
-from tests.shard_files import COLUMNS, FINGERPRINT, changed, join_parts, plain_row, write, write_parts
+from tests.shard_files import (
+    COLUMNS,
+    FINGERPRINT,
+    changed,
+    join_parts,
+    one_bit_everywhere,
+    plain_row,
+    write,
+    write_parts,
+)
 
 FAILED = {2, 7, 8}
 N_ROWS = 12
@@ -260,7 +270,7 @@ def test_a_file_that_is_not_ours_is_refused(tmp_path, content):
 
 
 def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(SlurmGPUError, match=r"a\.h5 cannot be opened: No such file"):
+    with pytest.raises(SlurmGPUError, match=r"a\.h5 cannot be read: No such file"):
         results.open(tmp_path / "a.h5")
 
 
@@ -268,6 +278,58 @@ def test_a_file_with_a_damaged_directory_is_refused(tmp_path):
     path = write(tmp_path / "a.h5")
     with changed(path, 100, b"\xff"), pytest.raises(SlurmGPUError, match="checksum of its user block"):
         results.open(path)
+
+
+@pytest.mark.parametrize("kind", ["merged", "shard"])
+def test_a_turned_bit_anywhere_is_found_when_verification_is_asked_for(tmp_path, kind):
+    parts = write_parts(tmp_path, [0, 4, 5, N_ROWS], FAILED)
+    join_parts(parts, tmp_path / "merged.h5")
+    path = tmp_path / "merged.h5" if kind == "merged" else parts[2][1]
+    seen = set()
+    for name, at, is_in_userblock in one_bit_everywhere(path):
+        seen.add(name.split(" of shard")[0])
+        with pytest.raises(SlurmGPUError) as raised:
+            results.open(path, verify=True)
+        if is_in_userblock:
+            assert "is not a whole file of slurmgpu's: " in str(raised.value), (name, at)
+        else:
+            assert (
+                f"has changed since it was written: the checksum of {'the HDF5 ' if name == 'metadata' else ''}"
+                f"{name} differs. `slurmgpu merge" in str(raised.value)
+            ), (name, at)
+            results.open(path).close()  # which says in its docstring that it does not look
+    lists = ["shout", "lengths", "phases", "told", "error"]
+    stored = {f"{name}/{part}" for name in lists for part in ("offsets", "values")} | {"silence/offsets"}
+    arrays = {"index", *COLUMNS} - {*lists, "silence", "nothing"}
+    assert seen == stored | arrays | {"magic", "sizes", "directory", "end of the user block", "metadata"}
+    with results.open(path, verify=True) as opened:
+        assert opened["shout"][3] == results.open(path)["shout"][3]
+
+
+def test_what_differs_is_named_in_few_words_and_what_to_do(path, tmp_path):
+    copy = tmp_path / "merged.h5"
+    copy.write_bytes(path.read_bytes())
+    with results.open(copy) as opened:
+        first = opened["score"].values
+        start = int(first.ctypes.data) - np.frombuffer(opened._data["index"].base, "u1").ctypes.data
+    with changed(copy, start, b"\xff" * (copy.stat().st_size - start)):
+        with pytest.raises(SlurmGPUError, match=r"score of shard 0 differs; .*; and \d+ more\. `slurmgpu merge RUN`"):
+            results.open(copy, verify=True)
+        (tmp_path / "run.json").write_text("{}")
+        with pytest.raises(SlurmGPUError, match=rf"`slurmgpu merge {tmp_path}` writes merged\.h5 anew"):
+            results.open(copy, verify=True)
+
+
+def test_verification_needs_little_memory(tmp_path):
+    columns = {"x": Array("uint8", (1 << 20,))}
+    path = write(tmp_path / "a.h5", columns=columns, rows=[{"x": np.ones(1 << 20, "u1")}] * 64)
+    tracemalloc.start()
+    try:
+        results.open(path, verify=True).close()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 << 20
 
 
 def test_pandas_has_every_column(merged):

@@ -1,22 +1,19 @@
 """The scripts in sbatch/, submitted by hand on a real Slurm: the same runs, seen and treated like any other."""
 
-import contextlib
 import json
 import os
 import re
+import shutil
 import signal
-import socket
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
 
-from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors import joining, queue, turns
+from slurmgpu.executors import joining, queue
 from slurmgpu.executors.byhand import lines_to_type
+from slurmgpu.pids import own_id
 from slurmgpu.runs import Run
 from slurmgpu.submissions import Submission
 from tests.runs import check_rows, datasets, holders, let_go, published, records, report, toml, wait_until
@@ -85,7 +82,8 @@ def test_the_two_lines_of_plan_make_the_file_that_submit_makes(project, slurmgpu
     assert "run  queued" in slurmgpu("status", "run", cwd=folder, expect=0).stdout
     assert "still at work" in slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
     # A submission that was killed has left its lock; the tasks do not wait for a dead one.
-    (folder / "run" / ".submitting").write_text(f"{socket.gethostname()}, process 4194304, at 2026-01-01 00:00:00")
+    lock = {"token": "t", "beat": 3, "doing": "submitting", "user": "ada", "since": 0.0, **own_id(), "pid": 4194304}
+    (folder / "run" / ".submitting").write_text(json.dumps(lock))
     subprocess.run(["scontrol", "release", array], check=True)
     wait_until(lambda: (folder / "run" / "report.json").exists(), "the merge", 300)
 
@@ -325,8 +323,11 @@ def test_a_line_has_the_script_that_fits_and_its_options(tmp_path, monkeypatch, 
     usual = {"n_tasks": 1, "n_concurrent": 1, "gpus_per_task": 1}
     submission = Submission(submission=1, executor="slurm", device="auto", **{**usual, **asked})
     tasks, merge = lines_to_type(run, submission)
+    comment = f"'--comment=slurmgpu:{tmp_path}/runs/x y'"
+    shown = shown if "--comment" in shown else f"{comment} {shown}"
     assert tasks == f"J=$(sbatch --parsable {shown.format(SCRIPTS)} 'runs/x y')"
-    assert merge == f"sbatch --dependency=afterany:$J --kill-on-invalid-dep=yes {SCRIPTS}/merge.sbatch 'runs/x y'"
+    options = f"{comment} --kill-on-invalid-dep=yes"
+    assert merge == f"sbatch --dependency=afterany:$J {options} {SCRIPTS}/merge.sbatch 'runs/x y'"
 
 
 def test_a_copy_of_the_scripts_in_the_working_directory_is_the_one_to_submit(project, slurmgpu):
@@ -335,7 +336,8 @@ def test_a_copy_of_the_scripts_in_the_working_directory_is_the_one_to_submit(pro
     done = slurmgpu("plan", "--json", cwd=folder, expect=0, PATH="/nowhere")
     shown = json.loads(done.stdout)
     assert shown["run_dir"] == str(folder / "run")
-    assert shown["lines"][0] == "J=$(sbatch --parsable --gpus-per-node=1 --array=0 sbatch/array.sbatch run)"
+    options = f"--comment=slurmgpu:{folder}/run --gpus-per-node=1 --array=0"
+    assert shown["lines"][0] == f"J=$(sbatch --parsable {options} sbatch/array.sbatch run)"
     assert shown["lines"][1].endswith("sbatch/merge.sbatch run")
     assert "write it into them: module load apptainer" in done.stderr
     assert "holds a run already" in slurmgpu("plan", cwd=folder, expect=2).stderr
@@ -351,7 +353,8 @@ def test_the_scripts_ask_for_what_the_task_and_slurm_need():
         if path.name != "merge.sbatch":
             assert re.search(r"^#SBATCH --requeue$", text, re.M), path
             assert re.search(r"^#SBATCH --signal=USR2@\d+$", text, re.M), path
-            assert text.endswith('srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" slurmgpu task "$RUN"\n'), path
+            step = """sh -c 'trap "" USR2; exec "$0" "$@"' slurmgpu task "$RUN"\n"""
+            assert text.endswith(f'srun --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" {step}'), path
 
 
 # What a task is told of its job
@@ -416,100 +419,48 @@ def test_a_job_is_of_a_run_by_its_script_or_its_name_and_arguments(name, folder,
     )
 
 
-# Turns at a run
-
-
-@pytest.fixture
-def run(tmp_path):
-    return Run(tmp_path, None)
-
-
-def test_who_is_patient_waits_for_a_turn_and_who_is_not_is_refused(run):
-    entered = threading.Event()
-
-    def wait():
-        with turns.turn(run, patient=True):
-            entered.set()
-
-    thread = threading.Thread(target=wait)
-    with turns.turn(run):
-        thread.start()
-        with pytest.raises(SlurmGPUError, match="Somebody is submitting"), turns.turn(run):
-            pass
-        assert not entered.is_set()
-    thread.join()
-    assert entered.is_set()
-    assert list(run.folder.iterdir()) == []
-
-
 @pytest.mark.parametrize(
-    ("holder", "patience"),
-    [(f"{socket.gethostname()}, process 4194304, at now", 3600.0), ("elsewhere, process 1, at now", 0.2), ("", 0.2)],
-    ids=["a dead process of this machine", "a silent one elsewhere", "one that died before it wrote"],
+    ("comment", "is_of"),
+    [("slurmgpu:/home/ada/runs/x", True), ("slurmgpu:/home/ada/runs/../runs/x", True), ("slurmgpu:/home/ada/x", False)],
 )
-def test_the_lock_of_a_dead_one_is_taken_away(run, monkeypatch, holder, patience):
-    monkeypatch.setattr(turns, "PATIENCE_S", patience)
-    (run.folder / ".submitting").write_text(holder)
-    with turns.turn(run, patient=True):
-        pass
-    assert list(run.folder.iterdir()) == []
+def test_a_job_is_of_the_run_that_its_comment_names(comment, is_of):
+    run = Run(Path("/home/ada/runs/x"), None)
+    job = queue.QueuedJob("7", "PENDING", "None", "any", "/", "array.sbatch", comment=comment)
+    assert job.is_of(run) is is_of
 
 
-class Observer:
-    """Time as one sees it who waits for his turn: most of his patience passes between two signs of life."""
-
-    def __init__(self, lock):
-        self.lock, self.now, self.n_pauses = lock, 0.0, 0
-        self.has_waited = threading.Event()
-
-    def monotonic(self):
-        return self.now
-
-    def sleep(self, seconds):
-        with contextlib.suppress(FileNotFoundError):  # the turn is over
-            seen = self.lock.stat().st_mtime_ns
-            while self.lock.stat().st_mtime_ns == seen:
-                time.sleep(0.01)
-        self.now += 0.8 * turns.PATIENCE_S
-        self.n_pauses += 1
-        if self.n_pauses == 5:
-            self.has_waited.set()
+NEWER_SQUEUE = r"""#!{python}
+import os, subprocess, sys
+done = subprocess.run([{squeue!r}, *sys.argv[1:]], stdout=subprocess.PIPE)
+records = done.stdout.split(b"\x1e\n")
+for number, record in enumerate(records):
+    *fields, command = record.split(b"\x1f")
+    records[number] = b"\x1f".join([*fields, command.split(b" ")[0]])
+sys.stdout.buffer.write(b"\x1e\n".join(records))
+sys.exit(done.returncode)
+"""
 
 
-def test_a_long_turn_is_not_taken_away(run, monkeypatch):
-    monkeypatch.setattr(turns, "RENEW_S", 0.05)
-    order = []
-
-    def wait():
-        with turns.turn(run, patient=True):
-            order.append("second")
-
-    thread = threading.Thread(target=wait)
-    with turns.turn(run):
-        observer = Observer(run.folder / ".submitting")
-        monkeypatch.setattr(turns, "time", observer)
-        thread.start()
-        assert observer.has_waited.wait(250)
-        order.append("first")
-    thread.join()
-    assert order == ["first", "second"]
-
-
-def test_of_many_who_come_at_once_one_has_the_turn(run):
-    inside, most = [], []
-
-    def work():
-        with turns.turn(run, patient=True):
-            inside.append(1)
-            most.append(len(inside))
-            inside.pop()
-
-    threads = [threading.Thread(target=work) for _ in range(10)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert most == [1] * 10
+@pytest.mark.slurm
+def test_jobs_by_hand_are_known_where_squeue_shows_no_arguments(project, slurmgpu, sbatch, tmp_path, monkeypatch):
+    """As in Slurm 24.11 and later; the real squeue here is 22.05's."""
+    folder = project(24, resources={"device": "cpu"})
+    tasks, _ = slurmgpu("plan", cwd=folder, expect=0).stdout.splitlines()
+    newer = tmp_path / "newer" / "squeue"
+    newer.parent.mkdir()
+    newer.write_text(NEWER_SQUEUE.format(python=sys.executable, squeue=shutil.which("squeue")))
+    newer.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{newer.parent}:{os.environ['PATH']}")
+    short = "J=$(sbatch --parsable --hold --array=0-1 array.sbatch run)"
+    shutil.copy(SCRIPTS / "array.sbatch", folder)
+    for line in (tasks.replace("--parsable", "--parsable --hold"), short):
+        subprocess.run(["bash", "-ec", f"{line}\necho $J > array_job"], cwd=folder, check=True)
+        array = (folder / "array_job").read_text().strip()
+        wait_until(lambda: "run  queued" in slurmgpu("status", "run", cwd=folder, expect=0).stdout, "accounting")
+        assert array in slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
+        assert array in slurmgpu("cancel", "run", cwd=folder, expect=0).stdout
+        wait_for_end(array)
+        assert "run  planned" in slurmgpu("status", "run", cwd=folder, expect=0).stdout
 
 
 @pytest.mark.slurm

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from slurmgpu import shards
 from slurmgpu.columns import Array, Ragged, Text, columns_from_json, convert_row
 from slurmgpu.errors import ItemError
 from slurmgpu.shards import (
@@ -28,6 +29,7 @@ from slurmgpu.shards import (
     verify_shard,
     write_shard,
 )
+from tests.failing import Failing
 from tests.shard_files import (
     COLUMNS,
     FINGERPRINT,
@@ -186,7 +188,7 @@ def test_the_directory_says_what_the_shard_holds(tmp_path):
     directory = verify_shard(path, fingerprint=FINGERPRINT, start=20, stop=30)
     assert directory == read_directory(path)
     assert (directory.start, directory.stop, directory.n_rows, directory.n_errors) == (20, 30, 10, 1)
-    assert directory.notes == {"why": "größer"}
+    assert directory.notes == {"why": "größer", "not_finite": {}}
     assert directory.made_by == MADE_BY
     assert directory.file_size == path.stat().st_size
     assert asdict(directory)["fingerprint"] == FINGERPRINT
@@ -284,8 +286,8 @@ def test_what_is_no_shard_is_damaged(tmp_path, content):
         read_directory(tmp_path / "a.h5")
 
 
-def test_what_cannot_be_read_is_damaged(tmp_path):
-    with pytest.raises(DamagedShardError, match="cannot be read"):
+def test_what_is_no_file_is_damaged(tmp_path):
+    with pytest.raises(DamagedShardError, match="it is a folder, not a file"):
         read_directory(tmp_path)
 
 
@@ -348,6 +350,42 @@ def test_publication_works_on_a_file_system_without_hard_links(tmp_path, monkeyp
 
     monkeypatch.setattr(os, "link", refuse)
     test_the_first_shard_published_wins(tmp_path)
+
+
+@pytest.mark.parametrize("function", ["link", "stat"])
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_shard_is_published_though_linking_fails_or_its_reply_is_lost(tmp_path, monkeypatch, function, lost):
+    partial, target = write(tmp_path / "1.partial"), tmp_path / "00000.h5"
+    failing = Failing(monkeypatch)
+    if function == "stat":  # how it is known whose link it is that exists
+        os.link(partial, target)
+    failing(function, errno.EIO, lost=lost and function == "link", times=2)
+    assert publish(partial, target)
+    assert failing.n_failed >= 1
+    assert os.listdir(tmp_path) == ["00000.h5"]
+
+
+def test_a_shard_is_published_without_hard_links_though_the_reply_to_its_rename_is_lost(tmp_path, monkeypatch):
+    partial, target = write(tmp_path / "1.partial"), tmp_path / "00000.h5"
+    failing = Failing(monkeypatch)
+    failing("link", errno.EPERM, times=2)
+    failing("replace", errno.ETIMEDOUT, lost=True)
+    assert publish(partial, target)
+    assert failing.n_failed == 2
+    assert os.listdir(tmp_path) == ["00000.h5"]
+
+
+def test_nothing_that_follows_the_link_fails_a_task(tmp_path, monkeypatch, caplog):
+    partial, target = write(tmp_path / "1.partial"), tmp_path / "00000.h5"
+    monkeypatch.setattr(shards, "FINISHING_PATIENCE_S", 0.0)
+    failing = Failing(monkeypatch)
+    failing("unlink", errno.EACCES)
+    failing("open", errno.EACCES, of=tmp_path.name)  # the folder's, to sync it
+    assert publish(partial, target)
+    verify_shard(target)
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "00000.h5 is published, and what follows failed"
+    ] * 2
 
 
 def test_an_error_that_linking_has_not_foreseen_is_raised(tmp_path):

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+import stat
 import subprocess
 from pathlib import Path
 
@@ -208,7 +209,7 @@ def test_a_preempted_task_is_requeued_and_the_run_completes(project, slurmgpu, c
     lost = {record["attempt"]: record["lost_s"] for record in records(folder)}
     first = next(a for a in outcome["attempts"] if a["failure"] == "preempted" and a["n_shards"])
     assert first["spent"]["lost"] == lost[first["attempt"]] > 0
-    assert first["spent"]["useful"] >= 0.15 * first["n_items"]
+    assert first["spent"]["useful"] >= 0.9 * 0.15 * first["n_items"]  # records have milliseconds
     assert sum(a["spent"]["loading"] > 0 for a in outcome["attempts"]) > 2  # also of the restart
 
 
@@ -382,6 +383,12 @@ def test_a_run_waits_for_another_runs_merge_also_across_its_resubmissions(projec
     assert [row["text"] for row in rows] == [f"ITEM {i} OF MANY" for i in range(48)]
 
 
+def test_a_task_that_lost_the_file_system_is_known_by_its_exit_code(cluster):
+    job = cluster.run("sbatch", "--parsable", "--array=0", "--output=/dev/null", "--wrap", "exit 74").strip()
+    wait_until(lambda: [life for life in commands.accounting([job]).get(f"{job}_0", ()) if life.ended], "its end")
+    assert [life.failure for life in commands.accounting([job])[f"{job}_0"]] == ["file_system"]
+
+
 def test_without_accounting_nothing_is_lost_but_detail(project, slurmgpu, cluster):
     folder = project(80, settings={"item_s": 0.02})
     cluster.break_accounting()
@@ -441,9 +448,14 @@ def test_the_embed_example_runs_on_the_cluster_as_it_does_here(slurmgpu, tmp_pat
         assert (there["embedding"][:] == here["embedding"][:]).all()
 
 
-def test_the_notice_of_the_walltimes_end_kills_no_task_that_has_just_started():
-    code = "import os, signal; os.kill(os.getpid(), signal.SIGUSR2); print('lives')"
-    done = subprocess.run(["sh", "-c", f'{slurm.PYTHON} -u -c "$0"', code], capture_output=True, text=True)
+def test_the_notice_of_the_walltimes_end_kills_no_task_that_has_just_started(tmp_path):
+    # As Submitit does it, whose `_submit` this stands for; python itself starts with the signal ignored.
+    module = tmp_path / "sent.py"
+    module.write_text("import os, signal; os.kill(os.getpid(), signal.SIGUSR2); print('lives')")
+    command = f"{slurm.PYTHON} -u -m sent"
+    done = subprocess.run(
+        ["sh", "-c", command], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)}
+    )
     assert (done.returncode, done.stdout) == (0, "lives\n")
 
 
@@ -555,3 +567,29 @@ def test_a_refusal_names_the_nodes_that_failures_have_excluded(project, slurmgpu
         assert "refuses" not in done.stderr
         assert done.returncode == 3
     assert submissions(folder)[-1]["exclude"] == []
+
+
+def test_only_the_owner_reads_what_jobs_are_started_with(project, slurmgpu):
+    token = "a1b2c3d4e5"  # which nothing tells by its looks
+    umask = os.umask(0o022)
+    os.umask(umask)
+    folder = project(40, slurm={"setup": [f"export KEY={token}"]}, on_end=f"test {token} && touch told")
+    slurmgpu(*WAIT, "--gpus", "2", cwd=folder, expect=0)
+    check_rows(folder, 40)
+    assert (folder / "told").exists()
+    seen = [path for path in (folder / "run").rglob("*") if path.is_file() and token.encode() in path.read_bytes()]
+    assert {path.name.partition("_")[2] or path.name for path in seen if not path.is_symlink()} == {
+        "private.json",
+        "submission.sh",
+    }
+    seen += (folder / "run" / "logs").glob("*_submitted.pkl")
+    assert {stat.S_IMODE(path.stat().st_mode) for path in seen} == {0o600}
+    assert stat.S_IMODE((folder / "run" / "shards" / "00000.h5").stat().st_mode) == 0o666 & ~umask
+    # What is resubmitted has it, too.
+    (folder / "told").unlink()
+    (folder / "run" / "shards" / "00000.h5").unlink()
+    slurmgpu("resubmit", "run", cwd=folder, expect=0)
+    wait_for_end(folder)
+    assert (folder / "told").exists()
+    scripts = (folder / "run" / "logs").glob("*_submission.sh")
+    assert sum(token in script.read_text() for script in scripts) == 2  # the arrays, and not the merges

@@ -16,13 +16,13 @@ from slurmgpu.cli.tables import show_status
 from slurmgpu.cli.words import failure_words, merge_words, parting_words, queue_words
 from slurmgpu.executors import queue as slurms_queue
 from slurmgpu.files import write_json
-from slurmgpu.report import build_report, judged_attempts, read_report
+from slurmgpu.report import judged_attempts, read_report
 from slurmgpu.runs import Run
 from slurmgpu.signs import processes_here
 from slurmgpu.states import is_told
 from slurmgpu.status import StatusReader, read_status
 from tests import pretend_runs
-from tests.pretend_runs import BEGIN, pretend_run
+from tests.pretend_runs import BEGIN, pretend_run, reported, write_merged_head
 
 NOW = BEGIN + 300
 MERGE = {"job_id": "4712", "state": "PENDING", "reason": "Dependency", "start": None, "n_tasks": 0}
@@ -46,7 +46,7 @@ def submit_again(run, **values):
 
 def report_of(run, **what):
     """The report that a merge writes now, as the run has it from then on."""
-    report = build_report(run, errors=(), merged_rows=1, **what)
+    report = reported(run, errors=(), **what)
     (run.folder / "report.json").write_text(json.dumps(report))
     return report
 
@@ -189,7 +189,7 @@ def test_the_report_knows_better_why_attempts_ended(ended_run):
     before = read_status(ended_run, None, now=NOW + 500)
     assert before["failures"] == {"preempted": 2}
     verdicts = [("4711_0.0", "cancelled"), ("4711_1.0", None), ("4711_2.0", "node_fail")]
-    report = build_report(ended_run, errors=(), merged_rows=None)
+    report = reported(ended_run, errors=())
     for row, (name, failure) in zip(report["attempts"], verdicts, strict=True):
         row.update(attempt=name, failure=failure, message="so it was")
     (ended_run.folder / "report.json").write_text(json.dumps(report))
@@ -269,8 +269,9 @@ def test_a_run_whose_rows_are_all_merged_is_complete_though_its_report_is_damage
     run.record_submission({"submission": 1, "state": "ended"})
     (run.folder / "report.json").write_text("torn")
     assert read_status(run, [], now=NOW + 60)["state"] == "incomplete"  # there is no merged file
-    run.merged.touch()
-    assert read_status(run, [], now=NOW + 60)["state"] == "complete"
+    for n_rows, state in [(run.plan.n_items - 1, "incomplete"), (run.plan.n_items, "complete")]:
+        write_merged_head(run, n_rows)
+        assert read_status(run, [], now=NOW + 60)["state"] == state
     assert "`slurmgpu merge" in caplog.text
 
 
@@ -322,7 +323,7 @@ def test_of_records_that_only_count_failed_items_none_is_forgotten(failing_run):
 
 def test_of_a_run_that_has_ended_the_report_tells_what_failed_and_what_it_cost(failing_run):
     lives = {"4711_3": [Life("NODE_FAIL", "node_fail", True, 7200, 2, "gpu9")]}  # it left no record
-    report = build_report(failing_run, errors=[(3, "cuda_oom: too long")], merged_rows=16, lives=lives)
+    report = reported(failing_run, errors=[(3, "cuda_oom: too long")], lives=lives)
     failing_run.record_submission({"submission": 1, "state": "ended"})
     (failing_run.folder / "report.json").write_text(json.dumps(report))
     status = read_status(failing_run, [], now=NOW + 500)

@@ -1,23 +1,73 @@
 """What the tables of `report` and `status` show on a terminal of 80 columns: no number is cut, no message is lost."""
 
 import functools
+import io
 import json
 import operator
 import os
 import pty
+import re
 import subprocess
 import sys
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
-from slurmgpu.cli.columns import used_by
+from slurmgpu.cli.columns import FOLDING, WORDS, show_table, used_by
 from slurmgpu.cli.tables import show_report, show_status
+from slurmgpu.cli.words import plain
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.report import build_report, judged_attempts, last_report, report_path
+from slurmgpu.report import judged_attempts, last_report, report_path
 from slurmgpu.status import read_status
-from tests.pretend_runs import BEGIN, pretend_run
+from tests.pretend_runs import BEGIN, pretend_run, reported
 
 LONG = "The image /images/judge.sif is not on gpu-a100-07: there is no such file. Put it there, or set stage. " * 2
+
+
+NAMES = ["attempt", "node", "state", "shard", "progress", "items", "last heard"]
+
+
+def draw(width, show, **options):
+    """What `show(console)` prints on a console of this width."""
+    console = Console(file=io.StringIO(), width=width, highlight=False, emoji=False, **options)
+    show(console)
+    return console.file.getvalue()
+
+
+def drawn_by_rich(columns, gap):
+    """The table as Rich lays it out."""
+    table = Table(box=None, header_style="bold", padding=(0, gap, 0, 0), pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="left" if name in WORDS else "right", no_wrap=name not in FOLDING)
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*map(escape, row))
+    return table
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_a_table_that_has_room_has_the_lines_of_richs_table(data):
+    names = data.draw(st.lists(st.sampled_from(NAMES), min_size=1, unique=True))
+    letters = st.text(st.sampled_from("ab1 größe⚠日本[]:/bold"), max_size=9).map(plain)
+    n = data.draw(st.integers(1, 4))
+    columns = {name: data.draw(st.lists(letters, min_size=n, max_size=n)) for name in names}
+    shown = draw(120, lambda console: show_table(console, {}, columns, {}))
+    assert shown == draw(120, lambda console: console.print(drawn_by_rich(columns, 2)))
+    width = max(map(cell_len, shown.splitlines())) - 1
+    if len(names) > 1 and width >= 1:  # with less room between the columns, or folded
+        gap_1 = draw(500, lambda console: console.print(drawn_by_rich(columns, 1)))
+        if max(map(cell_len, gap_1.splitlines())) <= width:
+            assert draw(width, lambda console: show_table(console, {}, columns, {})) == gap_1
+
+
+def test_the_header_is_bold_on_a_terminal():
+    shown = draw(80, lambda c: show_table(c, {}, {"node": ["n1"], "items": ["5"]}, {}), force_terminal=True)
+    assert shown in ("\x1b[1mnode  items\x1b[0m\nn1        5\n",)
 
 
 @pytest.fixture
@@ -103,7 +153,7 @@ def test_missing_shards_that_lie_side_by_side_are_one_line_and_a_damaged_one_has
 def test_what_items_and_nodes_write_does_nothing_to_the_terminal(tmp_path, capsys):
     nasty = "\x1b[2J\x1b]0;pwned\x07[/b]\u202e\r"
     run = pretend_run(tmp_path / "run", 300.0, n_tasks=2)
-    report = build_report(run, errors=[(3, f"item_error: {nasty}")], merged_rows=16)
+    report = reported(run, errors=[(3, f"item_error: {nasty}")])
     report |= {"missing": [{**report["missing"][0], "damaged": nasty}], "summary": {nasty: nasty, "of": {nasty: 1}}}
     report["attempts"][0] |= {"failure": "crash", "message": nasty, "traceback": f"{nasty}\n  more", "node": nasty}
     report["submissions"][0]["inject"] = [nasty]
@@ -120,7 +170,7 @@ def test_what_items_and_nodes_write_does_nothing_to_the_terminal(tmp_path, capsy
 
 def test_attempts_and_the_names_behind_a_failure_are_in_the_order_of_the_tasks(tmp_path, capsys):
     run = pretend_run(tmp_path / "run", 300.0, n_tasks=12)
-    report = build_report(run, errors=[], merged_rows=16)
+    report = reported(run, errors=[])
     for attempt in report["attempts"]:
         attempt |= {"failure": "crash", "message": "gone"}
     show_report({**report, "attempts": sorted(report["attempts"], key=lambda a: a["attempt"])})
@@ -133,7 +183,7 @@ def test_attempts_and_the_names_behind_a_failure_are_in_the_order_of_the_tasks(t
 
 def test_a_report_ends_with_the_command_that_computes_the_rest_or_the_failed_items(tmp_path, capsys):
     run = pretend_run(tmp_path / "a run", 300.0)
-    report = build_report(run, errors=[(3, "item_error: no")], merged_rows=16)
+    report = reported(run, errors=[(3, "item_error: no")])
     show_report(report)
     assert capsys.readouterr().out.endswith(f"\nto compute the rest: slurmgpu resubmit {run.typed}\n")
     complete = {**report, "complete": True, "missing": [], "resubmit": None}
@@ -143,7 +193,15 @@ def test_a_report_ends_with_the_command_that_computes_the_rest_or_the_failed_ite
     assert "resubmit" not in capsys.readouterr().out
 
 
-OF_LATER_REPORTS = ("summary", "damaged_records", "ledger", "image")
+def test_gpus_of_a_tasks_other_nodes_count(tmp_path, capsys):
+    run = pretend_run(tmp_path / "run", 300.0, n_tasks=1)
+    record = run.tasks / "4711_0.0.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"n_gpus": 4, "n_nodes": 3}))
+    show_report(reported(run, errors=[]))
+    assert re.search(r"^4711_0\.0 +gpu000 \+2 +12 ", capsys.readouterr().out, re.MULTILINE)
+
+
+OF_LATER_REPORTS = ("summary", "damaged_records", "ledger", "image", "not_finite", "computed_with")
 OF_LATER_ATTEMPTS = (
     *("state", "updated", "shard", "progress", "n_nodes", "usage", "idle_gpu", "bad_node", "phases", "shards"),
     *("spent",),
@@ -152,7 +210,7 @@ OF_LATER_ATTEMPTS = (
 
 def test_the_report_of_the_first_slurmgpu_is_shown(tmp_path, capsys):
     run = pretend_run(tmp_path / "run", 300.0, n_tasks=2)
-    report = build_report(run, errors=[(3, "item_error: no")], merged_rows=16)
+    report = reported(run, errors=[(3, "item_error: no")])
     older = {key: value for key, value in report.items() if key not in OF_LATER_REPORTS}
     older["attempts"] = [
         {key: value for key, value in attempt.items() if key not in OF_LATER_ATTEMPTS} for attempt in report["attempts"]
@@ -180,8 +238,9 @@ def test_whatever_is_wrong_with_a_report_it_is_shown_or_refused_in_a_sentence(tm
     record.write_text(
         json.dumps(json.loads(record.read_text()) | {"deaths": [death], "usage": usage, "failure": "crash"})
     )
-    report = build_report(run, errors=[(3, "item_error: no")], merged_rows=16, summary={"mean": 1.0})
+    report = reported(run, errors=[(3, "item_error: no")], summary={"mean": 1.0})
     report |= {"image": {"path": "a.sif", "sha256": "0" * 64}, "provenance": {}}
+    report |= {"not_finite": {"score": {"nan": 3, "infinite": 0}}, "computed_with": {"torch": {"2.11.0": 1}}}
     run.record_submission({"submission": 1, "state": "ended"})
     n_refused = 0
     for place in places_in(report):

@@ -14,10 +14,10 @@ import pytest
 from slurmgpu import surroundings, telemetry
 from slurmgpu.cli.tables import show_report
 from slurmgpu.nvml import open_cards
-from slurmgpu.report import build_report
 from slurmgpu.runs import Run
 from slurmgpu.telemetry import Sampler
 from slurmgpu.trees import TreeWatch
+from tests import pretend_runs
 from tests.runs import copy_run, make_project, wait_until
 
 GB = 10**9
@@ -437,7 +437,7 @@ def run(folder, tmp_path):
 def reported(run, **changes):
     [path] = run.tasks.glob("*.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-    return build_report(run, errors=[], merged_rows=4)
+    return pretend_runs.reported(run)
 
 
 USED = {

@@ -427,7 +427,10 @@ def test_a_real_run_is_watched_to_its_end_and_left_alone_by_who_looks_away(proje
 def test_json_lines_are_whole_statuses_and_an_incomplete_end_is_code_3(project, slurmgpu):
     folder = project(40)
     slurmgpu("submit", "--executor", "debug", "--gpus", "0", cwd=folder)
-    (folder / "run" / "shards" / "00001.h5").unlink(missing_ok=True)
+    (folder / "run" / "shards" / "00001.h5").unlink()
+    [status] = map(json.loads, slurmgpu("status", "run", "--watch", "--json", cwd=folder, expect=0).stdout.splitlines())
+    assert (status["state"], status["n_items_done"]) == ("complete", 40)  # merged.h5 has the rows
+    (folder / "run" / "merged.h5").unlink()
     done = slurmgpu("status", "run", "--watch", "--json", cwd=folder, expect=3)
     [status] = map(json.loads, done.stdout.splitlines())
     assert (status["format"], status["state"]) == ("slurmgpu status", "incomplete")

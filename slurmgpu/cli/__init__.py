@@ -8,6 +8,8 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from slurmgpu import early_signals
+
 ANOTHER, ROOM = "Name a path that can be read, or written, here.", "Make room there, or name a path elsewhere."
 TO_DO = {
     **dict.fromkeys(
@@ -27,10 +29,13 @@ WATCHING = {"--watch", "-w"}
 
 def main() -> None:
     """The console script: exit codes as docs/reference/cli.md promises them."""
+    if sys.argv[1:2] == ["task"]:
+        early_signals.remember()
     from slurmgpu.cli.app import app
     from slurmgpu.cli.output import complain
     from slurmgpu.cli.streams import prepare_streams
     from slurmgpu.errors import SlurmGPUError
+    from slurmgpu.shared_files import UnusableFileError
 
     prepare_streams(unread=_unread(sys.argv[1:]))
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
@@ -50,6 +55,9 @@ def main() -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except UnusableFileError as error:
+        complain(f"{error.filename}: {error.strerror}. Remove it, or restore the file that was there.")
+        sys.exit(2)
     except OSError as error:
         where = error.filename or ("A file that it writes" if TO_DO.get(error.errno or 0) == ROOM else None)
         if where is None or error.errno not in TO_DO:

@@ -10,12 +10,14 @@ import typer
 
 from slurmgpu import __version__
 from slurmgpu.cli import completing, options, plain, seeing
+from slurmgpu.cli.commands import App, Commands
 from slurmgpu.cli.image import image_app
 from slurmgpu.cli.options import (
     DEFAULT_RUN_FILE,
     ArrayOption,
     DeviceOption,
     ExecutorOption,
+    ForceOption,
     GpusOption,
     ImageOption,
     InjectOption,
@@ -35,7 +37,8 @@ from slurmgpu.cli.options import (
 )
 from slurmgpu.errors import SlurmGPUError
 
-app = typer.Typer(
+app = App(
+    cls=Commands,
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
@@ -83,7 +86,18 @@ def init(
     For a built-in workload, or without WORKLOAD for a class of your own. With --site, write the site file: what holds
     for all of your runs on this cluster. With --from-args, write the run file of tracin that the arguments of a script
     for TracIn mean, and say of each what became of it.
-    """
+
+    The built-in workloads:
+
+    \b
+      embed      a vector for each text
+      generate   a language model's answers to each prompt
+      classify   one of your labels for each text
+      judge      a language model's verdict on each answer
+      collect    a language model's solutions of each question, and a value for each step
+      tracin     the training examples that a prediction rests on
+      train      a training for each configuration
+    """  # noqa: D301  \b is the character that keeps the lines as they are
     from slurmgpu.cli import templates
     from slurmgpu.cli.output import result
 
@@ -180,23 +194,30 @@ def resubmit(
     device: DeviceOption = None,
     slurm: SlurmOption = None,
     mail_user: MailOption = None,
-    failed: Annotated[bool, typer.Option("--failed", help="Compute the shards of failed items anew as well.")] = False,
+    failed: Annotated[bool, typer.Option("--failed", help="Compute failed items again as well.")] = False,
+    force: ForceOption = False,
+    code: Annotated[
+        str | None,
+        typer.Option(metavar="WHICH", help="Not the code as it is now: 'former', or the digest of a snapshot."),
+    ] = None,
+    other_code: Annotated[
+        bool, typer.Option("--other-code", help="Compute the rows that other code has computed again as well.")
+    ] = False,
     wait: WaitOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Compute what a run lacks, on any number of GPUs.
 
     What is published stays as it is. After memory ran out it asks for 1.5 times as much;
-    nodes that failed are excluded.
+    nodes that failed are excluded. What has changed in the code is said.
     """
     from slurmgpu.cli import submitting
 
     run = options.open_run(folder)
     resources, sbatch_options = options.resources(context.params), options.slurm_options(slurm)
     merging = options.merge_options(mail_user)
-    raise typer.Exit(
-        submitting.resubmit(run, resources, sbatch_options, merging, failed=failed, wait=wait, as_json=as_json)
-    )
+    ways = {"failed": failed, "force": force, "other_code": other_code, "wait": wait, "as_json": as_json}
+    raise typer.Exit(submitting.resubmit(run, resources, sbatch_options, merging, code=code, **ways))
 
 
 app.command()(plain.task)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from rich.cells import cell_len
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from rich.segment import Segment, Segments
+from rich.style import Style
 
 from slurmgpu.cli.words import plain, rate_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 Columns = Mapping[str, Sequence[str]]
 """By its name, the cells of each column."""
@@ -22,13 +26,14 @@ FOLDING = {"node", "progress", "end"}
 
 def show_table(console: Console, names: Columns, columns: Columns, more: Columns, end: Columns | None = None) -> None:
     """A table with more columns in it before its end; where the terminal is narrow, they are a table of their own."""
-    whole = _table(console, {**columns, **more, **(end or {})})
-    if not more or _width(console, whole) <= console.width:
-        console.print(whole)
+    names, columns, more, end = map(_plain, (names, columns, more, end or {}))
+    whole = {**columns, **more, **end}
+    if not more or _width(whole, 1) <= console.width:
+        _print(console, whole)
         return
-    console.print(_table(console, {**columns, **(end or {})}))
+    _print(console, {**columns, **end})
     console.print()
-    console.print(_table(console, {**names, **more}))
+    _print(console, {**names, **more})
 
 
 def counts_of(attempts: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
@@ -70,24 +75,54 @@ def _known(*columns: tuple[str, Sequence[Any], Callable[[Sequence[Any]], list[st
     return found
 
 
-def _table(console: Console, columns: Columns) -> Table:
+def _print(console: Console, columns: Columns) -> None:
     """A table in which nothing is cut: numbers keep to one line, and where it is narrow, words fold."""
     for gap in (2, 1):
-        table = Table(box=None, header_style="bold", padding=(0, gap, 0, 0), pad_edge=False)
-        for name in columns:
-            words = name in WORDS
-            folds = name in FOLDING
-            table.add_column(name, justify="left" if words else "right", no_wrap=not folds, overflow="fold")
-        for row in zip(*columns.values(), strict=True):
-            table.add_row(*(escape(plain(cell)) for cell in row))
-        if _width(console, table) <= console.width:
-            break
+        if _width(columns, gap) <= console.width:
+            console.print(_unfolded(columns, gap))
+            return
+    console.print(_folded(columns))
+
+
+def _plain(columns: Columns) -> Columns:
+    return {name: list(map(plain, cells)) for name, cells in columns.items()}
+
+
+def _unfolded(columns: Columns, gap: int) -> Segments:
+    """The table where it has room: the lines of Rich's Table, which takes as long for them as all else of a status."""
+    padded = [_padded(name, [name, *cells]) for name, cells in columns.items()]
+    header, *lines = map((" " * gap).join, zip(*padded, strict=True))
+    return Segments([Segment(header, Style(bold=True)), Segment("".join(f"\n{line}" for line in (*lines, "")))])
+
+
+def _folded(columns: Columns) -> Table:
+    """The table where its words have to take several lines."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False)
+    for name in columns:
+        folds = name in FOLDING
+        justify: Literal["left", "right"] = "left" if name in WORDS else "right"
+        table.add_column(name, justify=justify, no_wrap=not folds, overflow="fold")
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*map(escape, row))
     return table
 
 
-def _width(console: Console, table: Table) -> int:
+def _padded(name: str, cells: Sequence[str]) -> list[str]:
+    """Cells that are equally wide in a terminal."""
+    sizes = list(map(cell_len, cells))
+    blanks = [" " * (max(sizes) - size) for size in sizes]
+    if name in WORDS:
+        return [cell + blank for cell, blank in zip(cells, blanks, strict=True)]
+    return [blank + cell for cell, blank in zip(cells, blanks, strict=True)]
+
+
+def _width(columns: Columns, gap: int) -> int:
     """The columns of a terminal that a table would like to have."""
-    return console.measure(table, options=console.options.update(width=10_000)).maximum
+    widest = [max(map(cell_len, (name, *cells))) for name, cells in columns.items()]
+    return sum(widest) + gap * (len(widest) - 1)
 
 
 def _gigabytes(sizes: Sequence[int]) -> list[str]:

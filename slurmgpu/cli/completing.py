@@ -103,8 +103,10 @@ def _is_probe(run: Path) -> bool:
     """Whether it is the probe of a run: such a run takes ranges of an input."""
     if not run.name.endswith(PROBE):
         return False
+    from slurmgpu.shared_files import read_bytes
+
     try:
-        return '"ranges": [' in (run / RUN).read_text("utf-8", "replace")
+        return '"ranges": [' in read_bytes(run / RUN, patience_s=0.0).decode("utf-8", "replace")
     except OSError:
         return False
 

@@ -20,7 +20,7 @@ from slurmgpu.cli.output import say, share_of, wide_console
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import commands, queue
 from slurmgpu.plurals import count_of
-from slurmgpu.report import read_report
+from slurmgpu.report import is_complete, read_report
 from slurmgpu.runs import Run
 from slurmgpu.states import is_told
 from slurmgpu.status import read_status
@@ -195,14 +195,14 @@ def _standing(run: Run, queued: Sequence[Any] | None) -> dict[str, Any]:
     except SlurmGPUError as error:
         report, problem = None, str(error)
     lines = run.submissions()
-    n_done = sum(stop - start for start, stop in map(run.plan.bounds, run.published()))
+    merged = is_complete(run)
+    n_done = run.plan.n_items if merged else sum(b - a for a, b in map(run.plan.bounds, run.published()))
     standing: dict[str, Any] = {"n_items": run.plan.n_items, "n_items_done": n_done, "problem": problem}
     if report is None or not is_told(lines, report["submissions"], queued):
         status = read_status(run, queued)
         standing |= {key: status[key] for key in ("state", "n_errors")}
     else:
-        complete = report["complete"] and n_done == run.plan.n_items
-        standing |= {"state": "complete" if complete else "incomplete", "n_errors": report["n_errors"]}
+        standing |= {"state": "complete" if merged else "incomplete", "n_errors": report["n_errors"]}
     return {**standing, "gpu_hours": report["gpu_hours"] if report else None}
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from slurmgpu.cli.words import GRACE_S, plain
 from slurmgpu.executors.queue import may_be_queued, queued_jobs
 from slurmgpu.runs import Run
+from slurmgpu.shared_files import open_file
 from slurmgpu.status import StatusReader
 from slurmgpu.waiting import Queue
 
@@ -80,7 +81,7 @@ def last_line(path: Path, computes: bool = False) -> str:
     That is the workload's, or a warning, of the worker that lives: which shard it has, the record knows better. Of one
     that `computes`, what was said before it did is the past.
     """
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
         file.seek(start)
         text = file.read().decode(errors="replace")

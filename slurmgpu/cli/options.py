@@ -67,6 +67,7 @@ ExecutorOption = Annotated[
 ImageOption = Annotated[Path | None, typer.Option("--image", help="The container image.", show_default=False)]
 RunDirOption = Annotated[Path | None, typer.Option("--run-dir", help="The run directory to make.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of the workload.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Even while something of the run may be alive.")]
 WaitOption = Annotated[bool, typer.Option("--wait", help="Follow the run to its end; exit with 3 if it is incomplete.")]
 DEFAULT_RUN_FILE = Path("slurmgpu.toml")
 

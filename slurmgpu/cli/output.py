@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from slurmgpu.escapes import harmless
 from slurmgpu.hiding import hidden, hide_in
@@ -51,6 +50,8 @@ def show_plan(
     items: Sequence[str] = (),
 ) -> None:
     """The plan of `submit --dry-run`, without its scripts and secrets; `items` are lines on those of no input."""
+    from rich.table import Table
+
     console = wide_console()
     table = Table.grid(padding=(0, 2))
     files = plan["input"]["files"]

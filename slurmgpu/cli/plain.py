@@ -11,6 +11,7 @@ from slurmgpu.cli.options import (
     DEFAULT_RUN_FILE,
     ArrayOption,
     DeviceOption,
+    ForceOption,
     GpusOption,
     ImageOption,
     JsonOption,
@@ -75,6 +76,7 @@ def merge(
     folder: RunArgument,
     verify: Annotated[bool, typer.Option("--verify", help="Only check every byte of merged.h5 again.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until no task is queued or alive.")] = False,
+    force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Join what is published into merged.h5, and report.
@@ -91,6 +93,8 @@ def merge(
     run = options.open_run(folder)
     if verify and wait:
         raise SlurmGPUError("--verify only reads merged.h5, and has nothing to wait for. Give one of the two.")
+    if force and (verify or wait):
+        raise SlurmGPUError("--force merges at once, and goes neither with --verify nor with --wait. Give one of them.")
     if verify:
         problems = verify_merged(run)
         for problem in problems:
@@ -100,7 +104,7 @@ def merge(
         raise typer.Exit(1 if problems else 0)
     if wait:
         log_to_stderr(force=True)
-    value = submitting.merge_when_over(run) if wait else submitting.merge_by_hand(run)
+    value = submitting.merge_when_over(run) if wait else submitting.merge_by_hand(run, force=force)
     if as_json:
         result_json(value)
     else:

@@ -107,12 +107,16 @@ def resubmit(
     merging: Mapping[str, Any],
     *,
     failed: bool,
+    force: bool,
+    code: str | None,
+    other_code: bool,
     wait: bool,
     as_json: bool,
 ) -> int:
     """Submit what is missing; the exit code."""
     with _following(run.folder, run.plan.n_items) as follow:
-        outcome = api.resubmit(run, resources, slurm, follow.run, failed=failed, merging=merging)
+        which: Any = {"failed": failed, "force": force, "code": code, "other_code": other_code}
+        outcome = api.resubmit(run, resources, slurm, follow.run, merging=merging, tell=say, **which)
     return _conclude(run, outcome, wait=wait, as_json=as_json)
 
 

@@ -10,10 +10,9 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from slurmgpu.attempts import IDLE_PERCENT, in_task_order
+from slurmgpu.attempts import IDLE_PERCENT, in_task_order, node_of, versions_in_words
 from slurmgpu.cli.columns import counts_of, doing_now, show_table, used_by
 from slurmgpu.cli.output import result, say, share_of, wide_console
-from slurmgpu.cli.summaries import show_summary
 from slurmgpu.cli.words import (
     if_words,
     merge_words,
@@ -28,11 +27,16 @@ from slurmgpu.cli.words import (
 from slurmgpu.ledger import KINDS, energy_in_words, in_words
 from slurmgpu.plurals import count_of
 from slurmgpu.report import last_death
+from slurmgpu.stretches import in_words as in_words_of
 
 MAX_LISTED = 20
 """Failed items, holes and messages that are listed; the JSON has all."""
 MAX_ATTEMPTS = 200
 MAX_NAMES = 3
+EVERYWHERE = ("python", "numpy", "h5py")
+"""What every run computes with: the page and the JSON have their versions."""
+MAX_ODD = 8
+"""Columns with NaN or infinities that are named."""
 MIN_HOURS = 0.05
 """Of fewer hours it is not told where they went: that of some minutes says nothing of those of a day."""
 
@@ -55,6 +59,8 @@ def show_status(status: Mapping[str, Any], max_rows: int | None = None) -> None:
     going = [pace_words(status), if_words(status)] if knows_pace else []
     if told := [part for part in (*going, merge_words(status), unknown_words(status)) if part]:
         result("; ".join(told))
+    if len(versions := status.get("code") or ()) > 1:
+        result(f"code: {in_words_of(versions)}")
     if status["n_errors"]:
         result(f"failed items: {', '.join(f'{n:,} {name}' for name, n in status['errors_by_class'].items())}")
     attempts = in_task_order(status["attempts"])
@@ -111,6 +117,8 @@ def _next(status: Mapping[str, Any]) -> str | None:
 
 def show_report(report: Mapping[str, Any]) -> None:
     """The report: what is complete, every hole, failed items, attempts and the command that computes the rest."""
+    from slurmgpu.cli.summaries import show_summary
+
     console = wide_console()
     word = "[bold green]complete[/]" if report["complete"] else "[bold red]incomplete[/]"
     name = escape(plain(report["run"]))
@@ -124,6 +132,12 @@ def show_report(report: Mapping[str, Any]) -> None:
         result(f"rehearsal: faults were injected: {', '.join(faults)}")
     if image := report.get("image"):
         result(f"image: {image['path']} (sha256 {image['sha256'][:12]})")
+    if versions := versions_in_words(report.get("computed_with") or {}, leaving_out=EVERYWHERE):
+        result(f"computed with: {plain(versions)}")
+    if odd := report.get("not_finite"):
+        result(f"not finite: {_not_finite(odd)}")
+    if len(code := report.get("code") or ()) > 1:
+        result(f"code: {in_words_of(code)}")
     _show_ledger(report.get("ledger"))
     show_summary(console, report.get("summary"))
     _show_holes(console, report)
@@ -138,6 +152,16 @@ def show_report(report: Mapping[str, Any]) -> None:
     elif report["n_errors"]:
         command = f"slurmgpu resubmit {shlex.quote(report['run_dir'])} --failed"
         result(f"\nto compute failed items anew, once what made them fail is mended: {command}")
+
+
+def _not_finite(columns: Mapping[str, Mapping[str, int]]) -> str:
+    """In how many rows each column has what is no finite number."""
+    words, told = (("nan", "NaN"), ("infinite", "infinity")), []
+    for name, counts in list(columns.items())[:MAX_ODD]:
+        parts = [f"{word} in {count_of(counts[key], 'row')}" for key, word in words if counts[key]]
+        told.append(f"{plain(name)} ({', '.join(parts)})")
+    more = f" and {count_of(len(columns) - MAX_ODD, 'more column')}" if len(columns) > MAX_ODD else ""
+    return ", ".join(told) + more
 
 
 def _show_ledger(ledger: Mapping[str, Any] | None) -> None:
@@ -182,7 +206,8 @@ def _show_errors(console: Console, report: Mapping[str, Any]) -> None:
     console.print(f"\n[bold]failed items[/]  {classes}")
     for item in report["errors"][:MAX_LISTED]:
         first_line = plain(item["message"].partition("\n")[0])
-        result(f"  item {item['index']}: {item['class']}: {first_line}")
+        name = f" ({plain(item['name'])})" if item.get("name") else ""
+        result(f"  item {item['index']}{name}: {item['class']}: {first_line}")
     _more(len(report["errors"]), "report --json lists them")
 
 
@@ -194,8 +219,8 @@ def _show_attempts(console: Console, report: Mapping[str, Any]) -> None:
     names = {"attempt": [a["attempt"] for a in shown]}
     columns = {
         **names,
-        "node": [a["node"] for a in shown],
-        "GPUs": [str(a["n_gpus"]) for a in shown],
+        "node": list(map(node_of, shown)),
+        "GPUs": [str(a["n_gpus"] * a.get("n_nodes", 1)) for a in shown],
         "time": [_seconds(a["seconds"]) for a in shown],
         **counts_of([{**a, "n_deaths": len(a["deaths"]), "last_death": last_death(a)} for a in shown]),
     }

@@ -65,7 +65,7 @@ def next_submission(
         return replace(
             first, slurm={**run.plan.slurm, **(slurm or {})}, merge={**run.plan.merge, **(merging or {})}
         ), []
-    last, given = run.last_submission(), slurm or {}
+    last, given = run.as_submitted(run.last_submission()), slurm or {}
     wanted = parse_resources(merge_tables(last["resources"], resources or {}))
     n_missing = run.plan.n_shards - len(run.published()) + n_again
     options: Mapping[str, Any] = {**last["slurm"], **given}
@@ -86,6 +86,7 @@ def next_submission(
         exclude=tuple(exclude),
         round=round,
         container=last.get("container"),
+        code=last.get("code"),
         # What is computed anew because it failed shall not fail again.
         inject=() if n_again or wanted.executor != last["executor"] else tuple(last.get("inject") or ()),
     )

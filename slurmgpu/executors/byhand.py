@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slurmgpu.executors import commands
+from slurmgpu.executors import commands, queue
 from slurmgpu.runs import Run
 from slurmgpu.submissions import Submission
 
@@ -36,8 +36,11 @@ def asked_by_hand(submission: Submission) -> tuple[Submission, list[str]]:
 def lines_to_type(run: Run, submission: Submission) -> list[str]:
     """The two lines that submit a run by hand from the working directory: its tasks, and the merge behind them."""
     folder = _as_typed(run.folder)
-    tasks = [*_flags(_task_options(submission)), _script(_fitting(submission)), folder]
-    merge = [*_flags({**submission.merge_options, "kill_on_invalid_dep": "yes"}), _script("merge"), folder]
+    # By it the jobs are known while they wait: from Slurm 24.11 on squeue does not show a script's arguments.
+    comment = {"comment": f"{queue.COMMENT}{run.folder}"}
+    merge_options = {**comment, **submission.merge_options, "kill_on_invalid_dep": "yes"}
+    tasks = [*_flags({**comment, **_task_options(submission)}), _script(_fitting(submission)), folder]
+    merge = [*_flags(merge_options), _script("merge"), folder]
     return [
         f"J=$(sbatch --parsable {shlex.join(tasks)})",
         # afterany: a failed task must not keep the others from being merged.

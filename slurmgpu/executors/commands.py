@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from slurmgpu.attempts import Life
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.failures import EXIT_FILE_SYSTEM
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,20 @@ def run(*command: str) -> str:
     return done.stdout
 
 
+def submit_lines(job_ids: Sequence[str]) -> dict[str, str]:
+    """The command line by which each job was submitted, as accounting has it; without those that it does not know."""
+    asked = ("--allocations", "--format", "JobID,SubmitLine", "--jobs", ",".join(job_ids))
+    found: dict[str, str] = {}
+    current = ""
+    for line in run("sacct", "--noheader", "--parsable2", *asked).splitlines():
+        if match := re.match(r"(\d+)(?:_[^|]*|\+\d+)?\|", line):
+            current = match[1]
+            found[current] = line[match.end() :]
+        elif current:
+            found[current] += f"\n{line}"  # an argument may hold a newline
+    return found
+
+
 def try_script(path: str) -> tuple[bool, str]:
     """Whether sbatch would take the script at `path`, and what it says of it; nothing is queued."""
     command = ["sbatch", "--test-only", path]
@@ -107,7 +122,7 @@ def outside_job() -> Iterator[None]:
 
 def accounting(job_ids: Sequence[str]) -> dict[str, list[Life]]:
     """What sacct knows: for each array task ("1234_7") its lives in order, one for each restart."""
-    fields = "JobID,State,ElapsedRaw,AllocTRES,NodeList"
+    fields = "JobID,State,ElapsedRaw,AllocTRES,NodeList,ExitCode"
     command = [
         "sacct",
         "--noheader",
@@ -120,14 +135,17 @@ def accounting(job_ids: Sequence[str]) -> dict[str, list[Life]]:
     ]
     lives: dict[str, list[Life]] = {}
     for line in run(*command).splitlines():
-        job_id, state, elapsed, tres, node = line.split("|")
+        job_id, state, elapsed, tres, node, exit_code = line.split("|")
         state = state.split(" ")[0].rstrip("+")  # "CANCELLED by 1000"
         task, is_step, _ = job_id.partition(".")
         task = task if "_" in task else f"{task}_0"  # Submitit submits an array of one as a plain job
         if not is_step:
             gpus = re.search(r"gres/gpu=(\d+)", tres)
             n_gpus = int(gpus[1]) if gpus else 0
-            life = Life(state, ENDED_STATES.get(state), state in ENDED_STATES, int(elapsed or 0), n_gpus, node)
+            failure = ENDED_STATES.get(state)
+            if state == "FAILED" and exit_code == f"{EXIT_FILE_SYSTEM}:0":
+                failure = "file_system"  # of which the task could write nothing down
+            life = Life(state, failure, state in ENDED_STATES, int(elapsed or 0), n_gpus, node)
             lives.setdefault(task, []).append(life)
         elif state == "OUT_OF_MEMORY" and task in lives and lives[task][-1].state != "COMPLETED":
             # The job itself may only say FAILED.

@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from slurmgpu.hiding import HIDDEN
 from slurmgpu.report import report_path
 from slurmgpu.runs import Run
+from slurmgpu.shared_files import open_file
 
 log = logging.getLogger(__name__)
 
@@ -41,12 +43,15 @@ def run_on_end(run: Run, report: Mapping[str, Any], timeout_s: float = TIMEOUT_S
     command = run.plan.on_end
     if not command:
         return
+    if command == HIDDEN:
+        log.warning("on_end is not run: only the owner of the run may read it")
+        return
     log.info("on_end starts")  # the command may hold a token
     environ = {**os.environ, **environment(run, report)}
     environ.pop("PYTHONSAFEPATH", None)  # meant for this process: a script of the user's may import what lies beside it
     folder = Path(run.plan.search_path)
     try:
-        with open(report_path(run), "rb") as stdin:
+        with open_file(report_path(run)) as stdin:
             started = subprocess.Popen(
                 command,
                 shell=True,

@@ -7,21 +7,50 @@ import logging
 import os
 import signal
 import sys
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from slurmgpu import gpus
+from slurmgpu import early_signals, gpus
 from slurmgpu.executors import commands
 from slurmgpu.executors.own_job import OwnJob, own_job
 from slurmgpu.following import follow
+from slurmgpu.heartbeats import beating
 from slurmgpu.logs import log_to_stderr
 from slurmgpu.nodes import node_rank
 from slurmgpu.records import Attempt, node_name
 from slurmgpu.runs import Run
-from slurmgpu.task import Task
+from slurmgpu.task import EXIT_STOPPED, Task
 
 log = logging.getLogger(__name__)
+
+BEGIN = "-u -m slurmgpu.executors.begin"
+"""What Submitit gives its own arguments to, instead of to Python: signals are remembered from there on."""
+
+
+@contextlib.contextmanager
+def owners_files(executor: type, starts: str) -> Iterator[None]:
+    """Have nobody but the owner read or write what Submitit writes, up to the moment at which `starts` is called.
+
+    Jobs unpickle it, or run it, and `setup` may hold tokens. `starts` is the method of its executor that comes last
+    before sbatch, or the process: these get the umask of the user, which counts for all that a run writes.
+    """
+    former, own = os.umask(0o077), executor.__dict__.get(starts)
+    method = getattr(executor, starts)
+
+    def start(*args: Any, **kwargs: Any) -> Any:
+        os.umask(former)
+        return method(*args, **kwargs)
+
+    setattr(executor, starts, start)
+    try:
+        yield
+    finally:
+        os.umask(former)
+        if own is None:
+            delattr(executor, starts)
+        else:
+            setattr(executor, starts, own)
 
 
 @contextlib.contextmanager
@@ -54,14 +83,25 @@ def _log_like_ours() -> None:
 
 def run_task(folder: Path, submission: int) -> None:
     """An array task of Submitit's; exits with the task's code, for Slurm's accounting."""
+    early_signals.remember()
     _log_like_ours()
-    run = Run.open(folder)
-    given = next(line for line in run.submissions() if line["submission"] == submission)
-    nodes = given.get("nodes_per_task", 1)
-    n_gpus, own = given["gpus_per_task"] // nodes, own_job()
-    code = work(run, attempt_here(own, submission, n_gpus, given["device"], nodes))
+    run, own = Run.open(folder), own_job(by_hand=False)
+    with _beating(folder, own):
+        code = _work_as_submitted(run, own, submission)
     if code:
         sys.exit(code)
+
+
+def _work_as_submitted(run: Run, own: OwnJob, submission: int) -> int:
+    given = next(line for line in run.submissions() if line["submission"] == submission)
+    nodes = given.get("nodes_per_task", 1)
+    n_gpus = given["gpus_per_task"] // nodes
+    return work(run, attempt_here(own, submission, n_gpus, given["device"], nodes), own.end_time)
+
+
+def _beating(folder: Path, own: OwnJob) -> contextlib.AbstractContextManager[None]:
+    """Show that this process lives, from before it knows what it is to do."""
+    return beating(folder, f"{own.array_job}_{own.task}.{own.restart}", own.array_job, node_rank())
 
 
 def run_task_by_hand(folder: Path, device: str | None = None) -> int:
@@ -71,23 +111,34 @@ def run_task_by_hand(folder: Path, device: str | None = None) -> int:
     """
     from slurmgpu.executors import joining
 
+    early_signals.remember()
     joining.check_job()
     log_to_stderr(force=True)
     run = Run.open(folder)
-    own = own_job()
-    with joining.log_beside(run, f"{own.array_job}_{own.task}"):
-        given = joining.join(run, own, device)
+    own = own_job(by_hand=True)
+    with _beating(run.folder, own), joining.log_beside(run, f"{own.array_job}_{own.task}"):
+        given = joining.join(run, own, device, _end_if_asked)
         n_gpus, n_nodes = joining.gpus_here(), joining.nodes_here()
         attempt = attempt_here(own, given["submission"], n_gpus, device or given["device"], n_nodes)
-        return work(run, attempt)
+        return work(run, attempt, own.end_time)
 
 
-def work(run: Run, attempt: Attempt) -> int:
-    """Work as this attempt until no shard is left for it; the exit code. Submitit's way and the scripts' meet here."""
+def _end_if_asked() -> None:
+    """End a task that has claimed nothing yet, if a signal has asked for it."""
+    if early_signals.is_asked_to_end():
+        log.warning("a signal has asked this task to end before it began")
+        raise SystemExit(EXIT_STOPPED)
+
+
+def work(run: Run, attempt: Attempt, end_time: Callable[[], float | None] = lambda: None) -> int:
+    """Work as this attempt until no shard is left for it; the exit code. Submitit's way and the scripts' meet here.
+
+    `end_time` tells when the walltime ends, once that is known.
+    """
     _log_beginning(run, attempt)
     if attempt.n_nodes > 1 and (rank := node_rank()):
         return follow(run, attempt, rank, node_name())
-    task = Task(run, attempt)
+    task = Task(run, attempt, end_time)
     code = task.run_worker()
     if task.record.reason == "complete":
         try:
@@ -105,7 +156,7 @@ def _log_beginning(run: Run, attempt: Attempt) -> None:
 
 def attempt_here(own: OwnJob, submission: int, n_gpus: int, device: str, n_nodes: int = 1) -> Attempt:
     """The attempt that runs here, from the environment that Slurm gave it; `n_gpus` are those of this node."""
-    environ, left = os.environ, own.seconds_left
+    environ = os.environ
     return Attempt(
         job=own.array_job,
         task=own.task,
@@ -114,7 +165,7 @@ def attempt_here(own: OwnJob, submission: int, n_gpus: int, device: str, n_nodes
         executor="slurm",
         n_gpus=n_gpus,
         device=device,
-        end_time=None if left is None else time.time() + left,
+        end_time=own.end_time(),
         memory_mb=_memory_mb(environ, n_gpus),
         n_nodes=n_nodes,
         nodes=commands.hostnames(environ["SLURM_STEP_NODELIST"]) if n_nodes > 1 else (),
@@ -145,6 +196,7 @@ def run_local_task(
     folder: Path, job: str, slot: int, submission: int, gpu_ids: list[str], device: str, n_threads: int
 ) -> None:
     """A slot of the local executor, with GPUs and a share of the cores of its own; exits with the task's code."""
+    early_signals.remember()
     _log_like_ours()
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)
     run = Run.open(folder)
@@ -152,6 +204,7 @@ def run_local_task(
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, n_threads // max(1, n_processes))))
     attempt = Attempt(job, slot, submission=submission, executor="local", n_gpus=len(gpu_ids), device=device)
     _log_beginning(run, attempt)
-    code = Task(run, attempt).run_worker()
+    with beating(folder, attempt.name, job):
+        code = Task(run, attempt).run_worker()
     if code:
         sys.exit(code)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from slurmgpu import gpus
+from slurmgpu import gpus, snapshots
 from slurmgpu.config import merge_tables
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import commands, queue
 from slurmgpu.executors.adjusting import first_submission
 from slurmgpu.executors.own_job import OwnJob
-from slurmgpu.executors.turns import turn
+from slurmgpu.locks import run_lock
 from slurmgpu.logs import LogFormatter
 from slurmgpu.runs import Run
 from slurmgpu.submissions import Submission
@@ -52,19 +52,21 @@ def gpus_here() -> int:
     return int(os.environ.get("SLURM_GPUS_ON_NODE", len(ids or [])))
 
 
-def join(run: Run, own: OwnJob, device: str | None) -> dict[str, Any]:
+def join(run: Run, own: OwnJob, device: str | None, on_wait: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """The submission that `own`, this job, is: the first of its tasks writes it, the others and the requeued find it.
 
-    It has no merge job of its own: the one that waits for it was submitted by hand as well.
+    It has no merge job of its own: the one that waits for it was submitted by hand as well. `on_wait` is called while
+    another task writes.
     """
     array_job = own.array_job
     if given := _written(run, array_job):
         return given
-    with turn(run, patient=True):
+    with run_lock(run.folder, "joining", patient=True, on_wait=on_wait) as lock:
         if given := _written(run, array_job):
             return given
         _refuse_another(run)
         asked = _as_submission(run, own.n_tasks, device)
+        lock.check()
         run.record_submission({**asked.to_json(), "state": "queued", "by_hand": True, "array_job": array_job})
     return next(line for line in run.submissions() if line["submission"] == asked.submission)
 
@@ -90,7 +92,9 @@ def _refuse_another(run: Run) -> None:
 def _as_submission(run: Run, n_tasks: int, device: str | None) -> Submission:
     """What was asked for, as far as it matters to later submissions, and what was given."""
     lines = run.submissions()
-    last: Mapping[str, Any] = lines[-1] if lines else {"slurm": run.plan.slurm, "merge": run.plan.merge}
+    last: Mapping[str, Any] = (
+        run.as_submitted(lines[-1]) if lines else {"slurm": run.plan.slurm, "merge": run.plan.merge}
+    )
     asked = last.get("resources", run.plan.resources)
     wanted = merge_tables(asked, {"executor": "slurm", "device": device})
     n_nodes = nodes_here()
@@ -104,7 +108,14 @@ def _as_submission(run: Run, n_tasks: int, device: str | None) -> Submission:
         slurm=last["slurm"],
         merge=last["merge"],
         exclude=tuple(last.get("exclude", ())),
+        code=last.get("code") or _planned_code(run),
     )
+
+
+def _planned_code(run: Run) -> dict[str, Any] | None:
+    """What names the snapshot that was taken when the run was planned; None for a run of an older slurmgpu."""
+    digests = snapshots.digests_in(run.folder)
+    return snapshots.read(run.folder, digests[0], with_sources=False).line() if digests else None
 
 
 @contextlib.contextmanager

@@ -3,45 +3,64 @@
 from __future__ import annotations
 
 import logging
-import platform
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from slurmgpu.claims import Watch
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import commands, queue
+from slurmgpu.heartbeats import Observer, Sign
 from slurmgpu.runs import Run
-from slurmgpu.signs import processes_here
+from slurmgpu.signs import are_seen_here, patience, processes_here
 from slurmgpu.submissions import JOB_KEYS, slots_of
 
 log = logging.getLogger(__name__)
+
+MERGE_PAUSE_S = 5.0
 
 
 def alive(run: Run, waiting_merge: str | None = None) -> str | None:
     """What of this run is alive or queued, in words; None when nothing is. Raises when Slurm does not tell.
 
     `waiting_merge` is the job of who asks, to merge when the others have ended; others that wait like it do not count.
+    Of tasks of which Slurm here knows nothing, another user's or another cluster's, the heartbeats are watched: that
+    may take as long as a lease, and half a minute at least.
     """
-    if jobs := _queued(run, waiting_merge):
+    queued = _queue_of(run)
+    if jobs := _queued(run, waiting_merge, queued):
         return f"Slurm has {len(jobs)} of its jobs, such as {jobs[0].job_id} ({jobs[0].state})"
+    is_hidden = False
     for line in reversed(run.submissions()):
-        if line["state"] != "ended" and "pids" in line and (here := _alive_here(run, line)):
-            return here
-    return None
+        if line["state"] != "ended" and "pids" in line:
+            if (here := processes_here(line)) is None:
+                is_hidden = True
+            elif here:
+                return f"process {here[0]} works on it"
+    return _heard(run, queued, is_hidden)
 
 
-def _queued(run: Run, waiting_merge: str | None) -> list[queue.QueuedJob]:
+def _queue_of(run: Run) -> list[queue.QueuedJob] | None:
+    """The jobs in the queue of all users that the run knows of; None where there is no Slurm, and need not be."""
     if not queue.may_be_queued(run):
-        return []
+        return None
+    lines = run.submissions()
     try:
-        # By the run directory, too: a submission that died between sbatch and its record has left no job ids, and one
-        # that was refused may have left an array that could not be cancelled.
-        jobs = queue.jobs_of(run)
-    except commands.SlurmUnavailableError:
-        if all(line["state"] == "ended" or line["executor"] != "slurm" for line in run.submissions()):
-            return []  # where there is no Slurm, nothing was submitted by hand
-        raise
+        return queue.own_jobs(line["uid"] for line in lines if line["state"] != "ended" and "uid" in line)
+    except commands.SlurmUnavailableError as error:
+        if all(line["state"] == "ended" or line["executor"] != "slurm" for line in lines):
+            return None  # where there is no Slurm, nothing was submitted by hand
+        raise commands.SlurmUnavailableError(f"It cannot be known what the run has in the queue. {error}") from error
+
+
+def _queued(run: Run, waiting_merge: str | None, queued: Sequence[queue.QueuedJob] | None) -> list[queue.QueuedJob]:
+    if queued is None:
+        return []
+    # By the run directory, too: a submission that died between sbatch and its record has left no job ids, and one
+    # that was refused may have left an array that could not be cancelled.
+    jobs = queue.jobs_of(run, queued)
     if waiting_merge is None:
         return jobs
     waiting = {waiting_merge, *(line.get("merge_job") for line in run.submissions() if line.get("by_hand"))}
@@ -49,31 +68,94 @@ def _queued(run: Run, waiting_merge: str | None) -> list[queue.QueuedJob]:
     return [job for job in jobs if job.array_job not in waiting]
 
 
-def _alive_here(run: Run, line: Mapping[str, Any]) -> str | None:
-    if (here := processes_here(line)) is not None:
-        return f"process {here[0]} works on it" if here else None
-    log.warning("this run was started on %s; watching its leases for %.0f s", line["host"], run.plan.lease_s)
-    return f"tasks on {line['host']} renew their leases" if _renews(run) else None
+def _heard(run: Run, queued: Sequence[queue.QueuedJob] | None, is_hidden: bool) -> str | None:
+    """Which task shows that it lives; None once all others have been silent for long enough.
 
-
-def _renews(run: Run) -> bool:
-    """Whether any claim is renewed within a lease's time."""
-    watch = Watch(run.plan.lease_s)
+    `is_hidden` is whether processes of this run may work where they cannot be seen from here.
+    """
+    patience_s, cluster = patience(run.plan.lease_s), None if queued is None else queue.own_cluster()
+    observer = _OBSERVERS.setdefault(run.folder, Observer(run.folder, patience_s))
+    foreign = [line["cluster"] for line in run.submissions() if _waits_elsewhere(line, cluster)]
+    leases, begun, is_told = Watch(run.plan.lease_s), time.monotonic(), False
     while True:
-        states = [watch.look(shard, claim) for shard, claim in run.claims.held() if not claim.parked]
-        open_states = [state for state in states if state != "stale"]
-        if "alive" in states or not open_states:
-            return "alive" in states
-        time.sleep(min(1.0, run.plan.lease_s / 20))
+        signs = [sign for sign in observer.look() if not _is_over(sign, cluster, queued)]
+        if living := [sign for sign in signs if sign.lives]:
+            return f"{living[0].in_words} is alive"
+        doubts = [sign.in_words for sign in signs if sign.lives is None]
+        if foreign and time.monotonic() - begun <= patience_s:
+            doubts.append(f"a task of a job on the cluster {foreign[0]}")
+        if is_hidden:
+            states = [leases.look(shard, claim) for shard, claim in run.claims.held() if not claim.parked]
+            if "alive" in states:
+                return "tasks renew their leases"
+            doubts += ["a task that holds a claim"] * ("unknown" in states)
+        if not doubts:
+            return None
+        if not is_told:
+            log.warning("waiting up to %.0f s to see whether %s lives", patience_s, doubts[0])
+            is_told = True
+        time.sleep(min(1.0, patience_s / 20))
 
 
-def refuse_alive(run: Run, to_do: str) -> None:
-    """Raise a sentence when something of the run is alive."""
-    if what := alive(run):
+_OBSERVERS: dict[Path, Observer] = {}
+"""What this process has seen of heartbeats: a second look does not watch again who was silent for long."""
+
+
+def _is_over(sign: Sign, cluster: str | None, queued: Sequence[queue.QueuedJob] | None) -> bool:
+    """Whether a task is known to have ended, however: its job, of this user and cluster, is not in the queue."""
+    told = sign.told
+    if queued is None or told.get("cluster") is None or told["cluster"] != cluster or told.get("uid") != os.getuid():
+        return False
+    # The queue knows nothing of tasks of the local executor, in an allocation of another job's say.
+    return str(told.get("job")).isdecimal() and all(job.array_job != told.get("job") for job in queued)
+
+
+def _waits_elsewhere(line: Mapping[str, Any], cluster: str | None) -> bool:
+    """Whether a submission may have tasks in a queue that is not seen here."""
+    return line["state"] == "queued" and line.get("cluster") is not None and line["cluster"] != cluster
+
+
+def wait_for_others(run: Run, own_array: str | None) -> None:
+    """Wait until no task lives but those of an array whose merge job this is, and which is over."""
+    while what := _others(run, own_array):
+        log.info("waiting: %s", what)
+        time.sleep(MERGE_PAUSE_S)
+
+
+def _others(run: Run, own_array: str | None) -> str | None:
+    cluster = os.environ.get("SLURM_CLUSTER_NAME")
+    observer = _OBSERVERS.setdefault(run.folder, Observer(run.folder, patience(run.plan.lease_s)))
+    while True:
+        signs = observer.look()
+        others = [s for s in signs if s.told.get("cluster") != cluster or s.told.get("job") != own_array]
+        if living := [sign for sign in others if sign.lives]:
+            return f"{living[0].in_words} is alive"
+        if not any(sign.lives is None for sign in others):
+            return None
+        time.sleep(1.0)
+
+
+def forget_the_dead(run: Run) -> None:
+    """Remove the heartbeats of tasks that were killed, after a merge: who asks next need not watch them again."""
+    observer = _OBSERVERS.get(run.folder) or Observer(run.folder, patience(run.plan.lease_s))
+    observer.forget([sign for sign in observer.look() if not sign.lives])
+
+
+def refuse_alive(run: Run, to_do: str, *, force: bool = False) -> None:
+    """Raise a sentence when something of the run is alive, or may be; with `force` only say so."""
+    try:
+        what = alive(run)
+    except commands.SlurmUnavailableError as error:
+        if not force:
+            raise SlurmGPUError(f"{error} Where you know that nothing of {run.folder} is at work: --force.") from error
+        what = str(error)
+    if what and not force:
         raise SlurmGPUError(
             f"{run.folder} is still at work: {what}. `slurmgpu status {run.typed}` shows it; wait for its end, "
-            f"or `slurmgpu cancel {run.typed}`, before you {to_do}."
+            f"or `slurmgpu cancel {run.typed}`, before you {to_do}. Where you know better: --force."
         )
+    if what:
+        log.warning("--force: %s", what)
 
 
 def cancel(run: Run) -> str:
@@ -81,7 +163,7 @@ def cancel(run: Run) -> str:
     from slurmgpu.executors import local
 
     stopped = []
-    if jobs := sorted({job.array_job for job in _queued(run, None)}, key=int):
+    if jobs := sorted({job.array_job for job in _queued(run, None, _queue_of(run))}, key=int):
         for line in run.submissions():
             ids = {line[key] for key in JOB_KEYS if key in line} or set(jobs)  # it may not have written them
             if line["state"] != "ended" and line["executor"] == "slurm" and ids & set(jobs):
@@ -91,8 +173,8 @@ def cancel(run: Run) -> str:
     for line in run.submissions():
         if line["state"] == "ended" or line["executor"] == "slurm":
             continue
-        if line["host"] != platform.node():
-            raise SlurmGPUError(f"This run works on {line['host']}; cancel it there.")
+        if not are_seen_here(line):
+            raise SlurmGPUError(f"This run works on {line['host']}; cancel it there, outside a container.")
         if pids := sorted({*(processes_here(line) or ())} & {*slots_of(line)}):
             run.record_submission({"submission": line["submission"], "cancelled": True})
             local.stop(pids)

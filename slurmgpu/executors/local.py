@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import shlex
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -66,16 +68,18 @@ def lives_of(submission: Submission) -> dict[str, list[Life]]:
 def start(run: Run, submission: Submission) -> list[Any]:
     """Start the slots; Submitit's jobs."""
     job = job_name(submission.submission)
-    executor = submitit.LocalExecutor(run.logs)
+    executor = submitit.LocalExecutor(run.logs, python=f"{shlex.quote(sys.executable)} {entry.BEGIN}")
     executor.update_parameters(timeout_min=NEVER_MIN)
     slots = gpu_ids(submission)
     n_threads = max(1, len(os.sched_getaffinity(0)) // len(slots))
     number, device = submission.submission, submission.device
     with entry.safe_path(), _deaf_to_ctrl_c():
-        return [
-            executor.submit(entry.run_local_task, run.folder, job, slot, number, ids, device, n_threads)
-            for slot, ids in enumerate(slots)
-        ]
+        jobs = []
+        for slot, ids in enumerate(slots):
+            with entry.owners_files(submitit.LocalExecutor, "_submit_command"):
+                given = (run.folder, job, slot, number, ids, device, n_threads)
+                jobs.append(executor.submit(entry.run_local_task, *given))
+        return jobs
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.living import refuse_alive
 from slurmgpu.inputs import InputSpec
 from slurmgpu.inputs.promising import PROMISED
+from slurmgpu.locks import run_lock
 from slurmgpu.planning import Draft, allocate
 from slurmgpu.runs import Run
 
@@ -108,8 +109,10 @@ def make_room(folder: Path) -> None:
         raise SlurmGPUError(
             f"{folder}, where the probe would go, exists and is no probe. Move it away, or name another --run-dir."
         )
-    refuse_alive(run, "probe again")
-    shutil.rmtree(folder)
+    with run_lock(folder, "removing") as lock:
+        refuse_alive(run, "probe again")
+        lock.check()
+        shutil.rmtree(folder)
 
 
 def why_failed(run: Run, report: Mapping[str, Any]) -> Failed | None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import getpass
 import logging
+import os
 import re
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ log = logging.getLogger(__name__)
 JOB_NAME = "slurmgpu"
 MERGE_NAME = "slurmgpu-merge"
 """What names of jobs begin with: Submitit's, and those of sbatch/*.sbatch."""
+COMMENT = "slurmgpu:"
+"""What comments of jobs begin with that were submitted by the lines of `slurmgpu plan`; the run directory follows."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class QueuedJob:
     folder: str
     command: str
     start: float | None = None
+    comment: str = ""
 
     def to_json(self, is_merge: bool) -> dict[str, Any]:
         """The job in the JSON of status."""
@@ -63,13 +67,24 @@ class QueuedJob:
         """Whether Submitit wrote its script, into the run directory."""
         return Path(self.command).parent == run.logs
 
+    @property
+    def lacks_arguments(self) -> bool:
+        """Whether it may be of a run, and nothing but its script is known of it."""
+        if not self.name.startswith(JOB_NAME) or self.comment.startswith(COMMENT) or not self.command:
+            return False
+        is_submitits = "submission_file" in Path(self.command).name
+        return not is_submitits and (" " not in self.command or Path(self.command).is_file())
+
     def is_of(self, run: Run) -> bool:
         """Whether it belongs to a run by its script: Submitit's lies in the run directory.
 
-        One that was submitted by hand bears a name that begins with "slurmgpu", and the run among its arguments.
+        One that was submitted by hand says the run in its comment; or it bears a name that begins with "slurmgpu", and
+        has the run among its arguments.
         """
         if self.is_submitits(run):
             return True
+        if self.comment.startswith(COMMENT):
+            return Path(self.comment.removeprefix(COMMENT)).resolve() == run.folder.resolve()
         if not self.name.startswith(JOB_NAME) or run.folder.name not in self.command:
             return False
         # squeue shows the arguments joined by blanks, which a path may hold as well.
@@ -96,19 +111,41 @@ def find_jobs(
     ]
 
 
-def own_jobs() -> list[QueuedJob]:
-    """All of the user's jobs in the queue, by one call of squeue; not the ended ones."""
+def own_jobs(and_of: Iterable[int] = ()) -> list[QueuedJob]:
+    """All of the user's jobs in the queue, by one call of squeue; not the ended ones. Those of other users by uid."""
+    users = ",".join([getpass.getuser(), *sorted({str(uid) for uid in and_of} - {str(os.getuid())})])
     # Named with --jobs, one job that Slurm has forgotten makes squeue fail for all; so all of the user's are asked for.
     # Arguments hold any character, also newlines. A job whose name or arguments hold these two is no run's.
     # The arguments come last: of those that do hold them a part is left, and the job is known.
-    fields = "\x1f".join(("%i", "%T", "%r", "%j", "%S", "%Z", "%o")) + "\x1e"
-    text = commands.run("squeue", "--noheader", "--all", "--user", getpass.getuser(), "--format", fields)
+    fields = "\x1f".join(("%i", "%T", "%r", "%j", "%S", "%k", "%Z", "%o")) + "\x1e"
+    text = commands.run("squeue", "--noheader", "--all", "--user", users, "--format", fields)
     records = [[part.strip() for part in record.split("\x1f")] for record in text.split("\x1e\n")]
     jobs = [
-        QueuedJob(job_id, state, reason, name, folder, command, _epoch(start))
-        for job_id, state, reason, name, start, folder, command in (record for record in records if len(record) == 7)
+        QueuedJob(job_id, state, reason, name, folder, command, _epoch(start), comment)
+        for job_id, state, reason, name, start, comment, folder, command in (
+            record for record in records if len(record) == 8
+        )
     ]
-    return [job for job in jobs if job.state not in commands.ENDED_STATES]
+    return _with_arguments([job for job in jobs if job.state not in commands.ENDED_STATES])
+
+
+def _with_arguments(jobs: list[QueuedJob]) -> list[QueuedJob]:
+    """The jobs, with the line that submitted them in place of a script whose arguments squeue does not show.
+
+    Slurm 24.11 and later show none. Accounting has the line since 21.08; without it such jobs stay as they are.
+    """
+    doubtful = {job.array_job for job in jobs if job.lacks_arguments}
+    if unknown := sorted(doubtful - _SUBMITTED_BY.keys()):
+        try:
+            _SUBMITTED_BY.update(commands.submit_lines(unknown))
+        except commands.SlurmUnavailableError as error:
+            log.debug("the arguments of jobs %s are not known: %s", ", ".join(unknown), error)
+    lines = {job_id: line for job_id in doubtful if (line := _SUBMITTED_BY.get(job_id))}
+    return [replace(job, command=lines.get(job.array_job, job.command)) for job in jobs]
+
+
+_SUBMITTED_BY: dict[str, str] = {}
+"""The lines that accounting has told: those who watch a run ask for the queue again and again."""
 
 
 def jobs_of(run: Run, among: Sequence[QueuedJob] | None = None) -> list[QueuedJob]:
@@ -159,6 +196,14 @@ def _are_here(lines: Sequence[Mapping[str, Any]]) -> bool:
     """Whether all that is queued was submitted on the cluster that is asked here, as far as is known."""
     clusters = {line["cluster"] for line in lines if line["state"] == "queued" and "cluster" in line}
     return not clusters or clusters == {commands.cluster_name()}
+
+
+def own_cluster() -> str | None:
+    """The name of the cluster that is asked here; None if it does not say."""
+    try:
+        return os.environ.get("SLURM_CLUSTER_NAME") or commands.cluster_name() or None
+    except commands.SlurmUnavailableError:
+        return None
 
 
 def in_short(error: commands.SlurmUnavailableError) -> str:

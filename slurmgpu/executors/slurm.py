@@ -20,12 +20,13 @@ from slurmgpu.config import RunFile
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import commands, entry
 from slurmgpu.executors.adjusting import first_submission
+from slurmgpu.planning import refuse_odd_path
 from slurmgpu.runs import Run
 from slurmgpu.submissions import Submission
 
 SIGNAL_BEFORE_END_S = 30
 """A task stops taking shards by itself; the signal is for a shard that takes longer than any before it."""
-PYTHON = f"""sh -c 'trap "" USR2; exec "$0" "$@"' {shlex.quote(sys.executable)}"""
+PYTHON = f"""sh -c 'trap "" USR2; exec "$0" "$@"' {shlex.quote(sys.executable)} {entry.BEGIN}"""
 """Slurm may send it a minute early, and so while Python starts, which would die of it before it can be told."""
 
 ARRAY_JOB = "ARRAY_JOB"
@@ -85,6 +86,7 @@ def scripts(folder: Path, name: str, submission: Submission) -> dict[str, str]:
 
 def submit(run: Run, submission: Submission) -> dict[str, Any]:
     """Queue the array and its merge; their job ids. Nothing stays queued when the merge job is refused."""
+    refuse_odd_path(run.folder, "slurm")  # it may have been planned for this machine, or moved
     array = _array_executor(run.logs, run.plan.name, submission)
     with commands.outside_job(), entry.safe_path():
         tasks = [run.folder] * submission.n_tasks
@@ -130,7 +132,11 @@ def check_command(config: RunFile, command: list[str]) -> list[str]:
 
 def _queue(submit_jobs: Any, excluded: Sequence[str] = ()) -> Any:
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # Submitit prints there what it raises as well
+        # Submitit prints to stderr what it raises as well.
+        with (
+            contextlib.redirect_stderr(io.StringIO()),
+            entry.owners_files(submitit.SlurmExecutor, "_make_submission_command"),
+        ):
             return submit_jobs()
     except (FailedSubmissionError, FailedJobError) as error:
         lines = [line.strip() for line in str(error).splitlines()]
@@ -184,6 +190,10 @@ def _executor(logs: Path, name: str, options: Mapping[str, Any], parallelism: in
     cpus = options.get("cpus_per_task")
     plain = {key.replace("_", "-"): value for key, value in options.items() if value is not False}
     setup = plain.pop("setup", None)
+    if broken := [key for key, value in plain.items() if len(str(value).splitlines()) > 1]:
+        raise SlurmGPUError(
+            f"{broken[0]} has a line break, which ends the line of sbatch's script. Write it in one line."
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         executor.update_parameters(

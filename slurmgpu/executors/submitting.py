@@ -12,19 +12,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slurmgpu import merge
+from slurmgpu import merge, private
 from slurmgpu.attempts import Lives
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import commands, ending, joining, queue
 from slurmgpu.executors.accounts import lives_of, settled_lives_of
 from slurmgpu.executors.adjusting import next_submission
-from slurmgpu.executors.living import alive, refuse_alive
-from slurmgpu.executors.turns import turn
+from slurmgpu.executors.living import alive, forget_the_dead, refuse_alive, wait_for_others
+from slurmgpu.heartbeats import beating
 from slurmgpu.injecting import parse_faults
 from slurmgpu.injecting.striking import damage_shards
+from slurmgpu.locks import Lock, run_lock
+from slurmgpu.pids import numbering
 from slurmgpu.records import Attempt
 from slurmgpu.report import is_complete, retriable
-from slurmgpu.runs import Run
+from slurmgpu.runs import Run, protect
 from slurmgpu.submissions import Submission
 from slurmgpu.task import Task
 
@@ -44,28 +46,36 @@ class Outcome:
     report: Mapping[str, Any] | None = None
 
 
-Prepare = Callable[[], tuple[Submission, list[str]]]
-"""Makes a submission, and a sentence for each thing that was adjusted; checks whether there may be one at all."""
+Prepare = Callable[[Lock], tuple[Submission, list[str]]]
+"""Makes a submission, and a sentence for each thing that was adjusted; checks whether there may be one at all.
+
+It asks the run's lock, which is held meanwhile, before it changes what cannot be changed back.
+"""
 
 
-def start(run: Run, prepare: Prepare, on_tick: Callable[[], None] = lambda: None) -> Outcome:
+def start(run: Run, prepare: Prepare, on_tick: Callable[[], None] = lambda: None, *, patient: bool = False) -> Outcome:
     """Queue a submission on Slurm, or run it here to the end of its merge.
 
-    `prepare` is called while no other shell can submit, so that what it has checked stays true.
+    `prepare` is called while no other shell can submit, so that what it has checked stays true. The `patient` wait for
+    another that submits or merges, instead of being refused.
     """
-    with turn(run):
-        submission, notes = prepare()
+    protect(run.folder)  # one of an older slurmgpu, or that somebody has opened to others since
+    with run_lock(run.folder, "submitting", patient=patient) as lock:
+        submission, notes = prepare(lock)
+        lock.check()
         if submission.executor == "slurm":
-            return _queue(run, submission, notes)
+            return _queue(run, submission, notes, lock)
         wait = _launch(run, submission)
     try:
         lives = wait(on_tick)
         if submission.inject:
             damage_shards(run, parse_faults(submission.inject))
-        report = merge.merge(run, lives)
+        with run_lock(run.folder, "merging", patient=True) as lock:
+            report = merge.merge(run, lives, lock.check)
+            forget_the_dead(run)
         if _goes_on(run, report, submission.round):
             log.warning("incomplete; resubmitting, %d of %d times", submission.round + 1, run.plan.auto_resubmit)
-            return start(run, lambda: next_submission(run, round=submission.round + 1), on_tick)
+            return start(run, lambda _: next_submission(run, round=submission.round + 1), on_tick, patient=True)
     finally:
         # Not before the next submission is there: a second shell would take the run for ended.
         run.record_submission({"submission": submission.submission, "state": "ended"})
@@ -73,13 +83,17 @@ def start(run: Run, prepare: Prepare, on_tick: Callable[[], None] = lambda: None
     return Outcome(submission, {}, tuple(notes), report)
 
 
-def _queue(run: Run, asked: Submission, notes: list[str]) -> Outcome:
+def _queue(run: Run, asked: Submission, notes: list[str], lock: Lock) -> Outcome:
     from slurmgpu.executors import slurm
 
+    for options in (asked.slurm, asked.merge):
+        private.refuse_hidden(run.folder, options)
     submission, limited = slurm.respect_limits(asked)
     limited += slurm.hazards(run.plan.container)
     # Before sbatch: if this process dies in between, it is known that there may be jobs.
-    run.record_submission({**submission.to_json(), "cluster": commands.cluster_name()})
+    cluster = commands.cluster_name()
+    lock.check()
+    run.record_submission({**submission.to_json(), "cluster": cluster})
     try:
         jobs = slurm.submit(run, submission)
     except SlurmGPUError as error:
@@ -92,11 +106,11 @@ def _queue(run: Run, asked: Submission, notes: list[str]) -> Outcome:
 def _launch(run: Run, submission: Submission) -> Callable[[Callable[[], None]], Lives]:
     """Start the tasks of this machine; a function that waits for their end, and tells which there were."""
     number = submission.submission
-    here = {"host": platform.node(), "pids": [os.getpid()]}
+    here = {"host": platform.node(), **numbering(), "pids": [os.getpid()]}
     run.record_submission({**submission.to_json(), **here})
     if submission.executor == "debug":
         attempt = Attempt(f"debug{number}", 0, 0, number, "debug", submission.gpus_per_task, submission.device)
-        return lambda on_tick: _until_cancelled(run, number, lambda: Task(run, attempt).run_in_process(), {})
+        return lambda on_tick: _until_cancelled(run, number, lambda: _work_here(run, attempt), {})
     from slurmgpu.executors import local
 
     slots = local.start(run, submission)
@@ -104,6 +118,11 @@ def _launch(run: Run, submission: Submission) -> Callable[[Callable[[], None]], 
     run.record_submission({"submission": number, "state": "running", **here, "pids": pids})
     lives = local.lives_of(submission)
     return lambda on_tick: _until_cancelled(run, number, lambda: local.wait(slots, on_tick), lives)
+
+
+def _work_here(run: Run, attempt: Attempt) -> int:
+    with beating(run.folder, attempt.name, attempt.job):
+        return Task(run, attempt).run_in_process()
 
 
 def _until_cancelled(run: Run, submission: int, work: Callable[[], object], lives: Lives) -> Lives:
@@ -115,11 +134,11 @@ def _until_cancelled(run: Run, submission: int, work: Callable[[], object], live
         raise
 
 
-def merge_by_hand(run: Run) -> dict[str, Any]:
-    """Merge now, when nothing of the run is alive; the report."""
-    with turn(run):
-        refuse_alive(run, "merge")
-        report, has_ended = _merge_and_end(run, lives_of(run))
+def merge_by_hand(run: Run, *, force: bool = False) -> dict[str, Any]:
+    """Merge now, when nothing of the run is alive, or with `force` even then; the report."""
+    with run_lock(run.folder, "merging") as lock:
+        refuse_alive(run, "merge", force=force)
+        report, has_ended = _merge_and_end(run, lives_of(run), lock)
     if has_ended:
         ending.run_on_end(run, report)
     return report
@@ -144,9 +163,9 @@ def _merge_when_over(run: Run, own_job: str) -> dict[str, Any]:
     report, has_ended = None, False
     while report is None:
         _wait_for_end(run, own_job)
-        with turn(run, patient=True):
-            if alive(run, own_job) is None:  # since the last look another array may have started
-                report, has_ended = _merge_and_end(run, settled_lives_of(run))
+        with run_lock(run.folder, "merging", patient=True) as lock:
+            if _alive_as_far_as_known(run, own_job) is None:  # since the last look another array may have started
+                report, has_ended = _merge_and_end(run, settled_lives_of(run), lock)
     if has_ended:
         ending.run_on_end(run, report)
     return report
@@ -178,9 +197,11 @@ def _alive_as_far_as_known(run: Run, own_job: str) -> str | None:
         return f"Slurm does not tell what is alive; {error}"
 
 
-def _merge_and_end(run: Run, lives: Lives | None) -> tuple[dict[str, Any], bool]:
+def _merge_and_end(run: Run, lives: Lives | None, lock: Lock) -> tuple[dict[str, Any], bool]:
     """The report, and whether it is the end of a submission that had not ended."""
-    report = merge.merge(run, lives)
+    report = merge.merge(run, lives, lock.check)
+    lock.check()
+    forget_the_dead(run)
     open_ones = [line for line in run.submissions() if line["state"] != "ended"]
     for line in open_ones:
         run.record_submission({"submission": line["submission"], "state": "ended"})
@@ -190,11 +211,15 @@ def _merge_and_end(run: Run, lives: Lives | None) -> tuple[dict[str, Any], bool]
 def merge_on_slurm(run: Run, own_job: str) -> int:
     """What the merge job does; 0 when the run is complete, else 3. Resubmits as often as `auto_resubmit` says."""
     last, over = run.submissions()[-1], True
-    report = merge.merge(run, settled_lives_of(run))
+    lives = settled_lives_of(run)
+    wait_for_others(run, last.get("array_job"))
+    with run_lock(run.folder, "merging", patient=True) as lock:
+        report = merge.merge(run, lives, lock.check)
+        forget_the_dead(run)
     log.info("%s", _in_words(report))
     try:
         if _goes_on(run, report, last["round"]):
-            outcome = start(run, lambda: next_submission(run, round=last["round"] + 1))
+            outcome = start(run, lambda _: next_submission(run, round=last["round"] + 1), patient=True)
             over = False
             jobs = f"array job {outcome.jobs['array_job']}, merge job {outcome.jobs['merge_job']}"
             log.warning("resubmitted as %s. %s", jobs, " ".join(outcome.notes))

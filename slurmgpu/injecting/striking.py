@@ -20,6 +20,7 @@ from slurmgpu.injecting import KINDS, Fault
 from slurmgpu.pipes import Report
 from slurmgpu.runs import Run
 from slurmgpu.shards import read_directory
+from slurmgpu.shared_files import read_bytes
 from slurmgpu.workloads import Item, Row, Workload
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class Marks:
     def read(self, fault: Fault) -> list[dict[str, Any]]:
         """When a fault struck, in which attempt, and which items were in the call."""
         try:
-            return [json.loads(line) for line in (self.folder / str(fault)).read_bytes().splitlines()]
+            return [json.loads(line) for line in read_bytes(self.folder / str(fault)).splitlines()]
         except FileNotFoundError:
             return []
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from slurmgpu.attempts import makings_of
 from slurmgpu.injecting import KINDS, Fault, faults_of, parse_faults
 from slurmgpu.injecting.striking import Marks
 from slurmgpu.regions import DamagedShardError
 from slurmgpu.runs import Run
-from slurmgpu.shards import Directory, read_directory
+from slurmgpu.shards import Directory, read_directory, verify_shard
 
 ROW_CLASSES = {"crash": "crash", "cuda_oom": "cuda_oom", "error": "item_error"}
 """The class that a fault gives to the item's row; of other faults the item has its row all the same."""
@@ -58,7 +59,7 @@ def _unseen(found: _Found, fault: Fault) -> Verdict:
     if not found.report["complete"]:
         return Verdict(f"{fault}: it has not happened so far")
     if KINDS[fault.kind].takes == "item" and found.is_lifted(fault):
-        return Verdict(f"{fault}: it did not happen before {found.maker(found.shard(fault))} computed the item")
+        return Verdict(f"{fault}: it did not happen before {found.maker_of(fault)} computed the item")
     reasons = {
         "item": "the workload was never called with it in such a way, or tells no progress",
         "shard": "it was not published where the fault was injected",
@@ -97,13 +98,19 @@ class _Found:
         except (OSError, DamagedShardError) as error:
             raise BrokenPromiseError(f"shard {shard} cannot be read: {error}") from error
 
-    def maker(self, shard: int) -> str:
-        """The attempt that published a shard."""
+    def maker(self, shard: int, item: int | None = None) -> str:
+        """The attempt that published a shard, or the row of an item in it."""
+        for making in makings_of(self.run, [shard], item):
+            return making.attempt
         return str(self.directory(shard).made_by["attempt"])
+
+    def maker_of(self, fault: Fault) -> str:
+        """The attempt that made the row of the fault's item, or published the fault's shard."""
+        return self.maker(self.shard(fault), None if KINDS[fault.kind].takes == "shard" else fault.at)
 
     def is_lifted(self, fault: Fault) -> bool:
         """Whether the shard was computed by a later submission, into which the fault was not injected."""
-        attempt = self.attempts.get(self.maker(self.shard(fault)), {})
+        attempt = self.attempts.get(self.maker_of(fault), {})
         return str(fault) not in self.injected.get(attempt.get("submission", 0), set())
 
     def deaths(self, fault: Fault) -> int:
@@ -125,7 +132,7 @@ def _row(found: _Found, fault: Fault) -> str:
     if found.shard(fault) in found.missing:
         return f"item {fault.at} has no row yet"
     if found.is_lifted(fault) and fault.at not in found.errors:
-        return f"item {fault.at} has its row from {found.maker(found.shard(fault))}, into which nothing was injected"
+        return f"item {fault.at} has its row from {found.maker_of(fault)}, into which nothing was injected"
     expected, error = ROW_CLASSES.get(fault.kind), found.errors.get(fault.at or 0)
     if error is None and expected is not None:
         raise BrokenPromiseError(f"item {fault.at} has its row, and {expected} was expected")
@@ -217,8 +224,10 @@ def _tell_damage(found: _Found, fault: Fault) -> str:
         if not hole["damaged"]:
             raise BrokenPromiseError(f"{said}; the shard is missing, and the report does not say that it is damaged")
         return f"{said}; the merge has found it, and set the shard aside"
-    if not found.run.shard_path(shard).with_suffix(".damaged").exists():
-        raise BrokenPromiseError(f"{said}, and the merge has not found it")
+    try:
+        verify_shard(found.run.shard_path(shard))
+    except (OSError, DamagedShardError) as error:
+        raise BrokenPromiseError(f"{said}, and the merge has not found it: {error}") from error
     return f"{said}; the merge has found it, and {found.maker(shard)} computed the shard anew"
 
 

@@ -6,6 +6,7 @@ import os
 import struct
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.files import fsync_dir
 from slurmgpu.inputs.spec import InputSpec
+from slurmgpu.shared_files import open_file, retried
 
 MAGIC = b"slgpuidx"
 VERSION = 1
@@ -68,18 +70,26 @@ class IndexWriter:
         fsync_dir(self._path.parent)
 
 
+def _opened(path: Path) -> tuple[BinaryIO, bytes, int]:
+    """An index's file, its header and its size."""
+    file = open_file(path)
+    try:
+        return file, file.read(_HEADER.size), os.fstat(file.fileno()).st_size
+    except BaseException:
+        file.close()
+        raise
+
+
 class Index:
     """Finds the bytes of a range of items; reads two offsets for each range and keeps nothing in memory."""
 
     def __init__(self, path: Path, spec: InputSpec) -> None:
         try:
-            self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by close
+            self._file, header, size = retried(lambda: _opened(path))
         except OSError as error:
             raise SlurmGPUError(
                 f"The input's index {path} cannot be read: {error.strerror}. Plan the run again."
             ) from error
-        header = self._file.read(_HEADER.size)
-        size = os.fstat(self._file.fileno()).st_size
         try:
             _check_header(header, size, spec)
         except ValueError as error:

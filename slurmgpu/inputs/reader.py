@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_right
 from collections.abc import Mapping
 from datetime import datetime
@@ -17,6 +18,7 @@ from slurmgpu.inputs.lines import Layout, LineRows
 from slurmgpu.inputs.promising import PROMISED
 from slurmgpu.inputs.spec import InputFile, InputSpec
 from slurmgpu.inputs.tables import MergedRows, Table, open_table
+from slurmgpu.shared_files import retried
 
 _ADVICE = "Put the file back as it was, or plan a new run."
 
@@ -47,6 +49,11 @@ class Reader:
         """Close what is open; the reader is of no use afterwards."""
         self._close_file()
         self._index.close()
+
+    def reopen(self) -> None:
+        """Open the file anew at the next reading: a descriptor that is stale stays so."""
+        with contextlib.suppress(OSError):
+            self._close_file()
 
     def read(self, start: int, stop: int) -> list[Mapping[str, Any] | ItemError]:
         """The data of items start..stop-1, in order; an ItemError in the place of a malformed one.
@@ -91,13 +98,13 @@ class Reader:
 
     def _close_file(self) -> None:
         if self._open is not None:
-            self._open[1].close()
-            self._open = None
+            table, self._open = self._open[1], None
+            table.close()
 
 
 def _check_unchanged(file: InputFile) -> None:
     try:
-        status = Path(file.path).stat()
+        status = retried(Path(file.path).stat)
     except OSError as error:
         raise SlurmGPUError(
             f"The input changed since the run was planned: {file.path} cannot be read ({error.strerror}). {_ADVICE}"

@@ -12,8 +12,9 @@ from typing import BinaryIO, NamedTuple
 
 from slurmgpu.escapes import ESCAPES
 from slurmgpu.logs.files import LogFile
-from slurmgpu.logs.places import DAY_S, LINE_BYTES
+from slurmgpu.logs.places import DAY_S, LINE_BYTES, behind_hole
 from slurmgpu.logs.times import BLOCK_BYTES, Clock, zone_of
+from slurmgpu.shared_files import open_file
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ def read_lines(
     `zone` is the offset from UTC, in seconds, of times that do not say it; None for that of this process.
     """
     try:
-        with open(file.path, "rb") as stream:
+        with open_file(file.path) as stream:
             latest = os.fstat(stream.fileno()).st_mtime + DAY_S
             clock = Clock(zone, since - DAY_S, latest)
             time = since
@@ -83,7 +84,9 @@ def read_lines(
                 time = time if told is None else told
                 yield Line(time, text_of(raw), file, start, start + len(raw), told is not None)
                 is_new = raw.endswith(b"\n")
-                start += len(raw)
+                begin, start = start + len(raw), behind_hole(stream, raw, start + len(raw))
+                if start != begin:
+                    stream.seek(start)
     except OSError as error:
         log.debug("%s cannot be read: %s", file.path, error)
 

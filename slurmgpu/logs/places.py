@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import errno
 import os
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from slurmgpu.logs.times import BLOCK_BYTES, Clock, zone_of
+from slurmgpu.shared_files import open_file
 
 LINE_BYTES = 1 << 16
 """A longer line is cut: a progress bar may write megabytes without an end of line."""
@@ -53,7 +55,7 @@ def _is_late() -> bool:
 
 def tail_start(path: Path, n_lines: int, stop: int | None = None) -> int:
     """Where the last `n_lines` lines of a file begin, or of its part before `stop`; from its end alone."""
-    with contextlib.suppress(OSError), open(path, "rb") as file:
+    with contextlib.suppress(OSError), open_file(path) as file:
         end = file.seek(0, os.SEEK_END)
         begin = end = end if stop is None else min(stop, end)
         left = n_lines + 1  # the last line's own end is one more
@@ -80,7 +82,7 @@ def last_end(path: Path, stop: int | None = None) -> int:
 
     A line that is too long to wait for counts as whole.
     """
-    with contextlib.suppress(OSError), open(path, "rb") as file:
+    with contextlib.suppress(OSError), open_file(path) as file:
         size = file.seek(0, os.SEEK_END)
         size = size if stop is None else min(stop, size)
         begin = max(0, size - LINE_BYTES)
@@ -95,7 +97,7 @@ def line_number(path: Path, offset: int) -> int:
 
     What was counted is kept in mind: a file only grows.
     """
-    with contextlib.suppress(OSError), open(path, "rb") as file:
+    with contextlib.suppress(OSError), open_file(path) as file:
         inode, known = _counted.get(path, (0, []))
         about = os.fstat(file.fileno())
         if inode != about.st_ino or known[-1][0] > about.st_size:
@@ -126,7 +128,7 @@ def time_start(path: Path, when: float, zone: float | None = None, *, since: flo
     than a day before are part of the text.
     """
     clock = Clock(zone_of(path) if zone is None else zone, since - DAY_S)
-    with contextlib.suppress(OSError), open(path, "rb") as file:
+    with contextlib.suppress(OSError), open_file(path) as file:
         end = file.seek(0, os.SEEK_END)
         return _time_start(file, when, clock, min(start, end), end)
     return 0
@@ -204,7 +206,7 @@ def _first_dated(
 def places_of(path: Path, words: bytes, start: int, stop: int, *, backwards: bool = False) -> Iterator[int]:
     """Where in a part of a file these bytes are, the first or the last first; none any more when it is late."""
     more = len(words) - 1
-    with contextlib.suppress(OSError), open(path, "rb") as file:
+    with contextlib.suppress(OSError), open_file(path) as file:
         begins = range(start, stop, SEARCH_BYTES)
         for begin in reversed(begins) if backwards else begins:
             if _is_late():
@@ -217,9 +219,23 @@ def places_of(path: Path, words: bytes, start: int, stop: int, *, backwards: boo
                 at = block.rfind(words, 0, at + more) if backwards else block.find(words, at + 1)
 
 
+def behind_hole(stream: BinaryIO, raw: bytes, offset: int) -> int:
+    """Where to go on behind `raw`, which was read up to `offset`: after zeros, where the next byte was written.
+
+    A file that was cut longer, by accident or by somebody else, would be read for hours.
+    """
+    if len(raw) < LINE_BYTES or raw.strip(b"\0"):
+        return offset
+    try:
+        return max(offset, os.lseek(stream.fileno(), offset, os.SEEK_DATA))
+    except OSError as error:
+        # No more data; or a file system that cannot tell.
+        return os.fstat(stream.fileno()).st_size if error.errno == errno.ENXIO else offset
+
+
 def line_around(path: Path, offset: int) -> tuple[int, bytes]:
     """The line that an offset is in, and where it begins; of a long one, or one written over, the part around it."""
-    with contextlib.suppress(OSError), open(path, "rb") as file:
+    with contextlib.suppress(OSError), open_file(path) as file:
         begin = max(0, offset - LINE_BYTES)
         file.seek(begin)
         before = file.read(offset - begin)

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
+from slurmgpu.shared_files import open_file
+
 BLOCK_BYTES = 1 << 16
 
 _STAMP = rb"(\d{4})-(\d\d)-(\d\d)[T ](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,6}))?(?: ?(Z|[+-]\d\d:?\d\d))?"
@@ -59,7 +61,7 @@ def zone_of(path: Path) -> float | None:
     """The offset from UTC, in seconds, that a file's first lines say; None if they do not."""
     clock = Clock(None)
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             for _ in clock.read_all(b"\n" + file.read(BLOCK_BYTES)):
                 if clock.zone is not None:
                     break

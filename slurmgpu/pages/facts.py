@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from slurmgpu.attempts import node_of
 from slurmgpu.failures import POLICIES
 from slurmgpu.ledger import KINDS, energy_in_words, in_words, unit_of
 from slurmgpu.pages.spans import Life, begin_of, makers_of
@@ -162,6 +163,7 @@ def failed_items(
     return [
         {
             "index": item["index"],
+            "name": cut(item.get("name") or "", MESSAGE_CHARACTERS),
             "class": item["class"],
             "message": cut(item["message"].partition("\n")[0], MESSAGE_CHARACTERS),
             "attempt": makers.get(item["index"] // shard_items, ""),
@@ -213,7 +215,7 @@ def attempts_table(report: Mapping[str, Any]) -> tuple[list[Column], list[list[s
     unit, size = ("GB", 1e9) if max(hosts, default=0) >= 1e9 else ("MB", 1e6)
     shown = [
         (Column("attempt"), lambda a, u: a["attempt"]),
-        (Column("node"), lambda a, u: a["node"] or ""),
+        (Column("node"), lambda a, u: node_of(a)),
         (Column(f"started, {zone}"), lambda a, u: moment(a["started"]).removesuffix(f" {zone}")),
         (Column("time", True), lambda a, u: duration(a["seconds"])),
         (Column("GPUs", True), lambda a, u: f"{a['n_gpus'] * a['n_nodes']}"),

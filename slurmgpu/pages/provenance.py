@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from slurmgpu.attempts import versions_in_words
 from slurmgpu.hiding import hidden
 from slurmgpu.pages.words import cut, moment, plain
 from slurmgpu.plurals import count_of
+from slurmgpu.private import public
 from slurmgpu.runs import Run
+from slurmgpu.stretches import in_words
 from slurmgpu.submissions import JOB_KEYS
 
 OF_PLANNING = ("planned",)
@@ -28,8 +31,10 @@ def provenance_of(run: Run, report: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{git['commit']}{' and uncommitted changes' if git['dirty'] else ''}" if git else "no repository",
         ),
         ("workload", plan.workload),
+        ("code", _code(report.get("code") or ())),
         ("image", f"{image['path']} (sha256 {image.get('sha256', '–')})" if image else "none"),
-        ("versions", ", ".join(f"{name} {version}" for name, version in (made_by.get("versions") or {}).items())),
+        ("planned with", ", ".join(f"{name} {version}" for name, version in (made_by.get("versions") or {}).items())),
+        ("computed with", versions_in_words(report.get("computed_with") or {}) or "–"),
         ("input", f"{count_of(plan.n_items, 'item')}, digest {plan.input_digest}"),
         ("shards", f"{plan.n_shards:,} of {count_of(plan.shard_items, 'item')}, in batches of {plan.batch_size:,}"),
         ("seed", str(plan.seed)),
@@ -38,6 +43,14 @@ def provenance_of(run: Run, report: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("report written", moment(report["written"])),
     ]
     return [(name, plain(text)) for name, text in entries]
+
+
+def _code(versions: Sequence[Mapping[str, Any]]) -> str:
+    """Which code computed how many rows, and when it was submitted."""
+    if not versions:
+        return "no row"
+    digests = ", ".join(str(version["digest"]) for version in versions if version["digest"])
+    return in_words(versions) + (f" ({digests})" if digests else "")
 
 
 def gpus_of(report: Mapping[str, Any]) -> str:
@@ -63,7 +76,7 @@ def gpus_of(report: Mapping[str, Any]) -> str:
 def settings_of(run: Run) -> str:
     """The workload's settings and the resources that the run first asked for, as JSON."""
     settings = {name: value for name, value in run.plan.settings.items() if name not in OF_PLANNING}
-    value = {"settings": settings, "resources": run.plan.resources, "slurm": run.plan.slurm}
+    value = {"settings": settings, "resources": run.plan.resources, "slurm": public({"slurm": run.plan.slurm})["slurm"]}
     return cut(json.dumps(_without_values(hidden(value)), indent=2, ensure_ascii=False), 20_000)
 
 

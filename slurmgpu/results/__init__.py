@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,20 +19,34 @@ import numpy.typing as npt
 
 from slurmgpu.columns import Array, Column, Json, Ragged, Text, columns_from_json, stored_columns
 from slurmgpu.errors import SlurmGPUError, did_you_mean
-from slurmgpu.regions import DamagedShardError, Reader, read_userblock
+from slurmgpu.pieces import pieces_of
+from slurmgpu.regions import SHARD, DamagedShardError, Reader, read_userblock
+from slurmgpu.regions import verify as differences
 from slurmgpu.results.views import ArrayData, ColumnData, JsonData, RaggedData, TextData
+from slurmgpu.stretches import Stretch, stretches_of
 
 if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
 
 
-def open(path: str | os.PathLike[str]) -> Merged:  # noqa: A001 - slurmgpu.open, as h5py and gzip do it
+_MOST_PROBLEMS = 3
+
+
+def open(  # noqa: A001 - slurmgpu.open, as h5py and gzip do it
+    path: str | os.PathLike[str], *, verify: bool = False
+) -> Merged:
     """A merged file or a shard, to be read by column and row; SlurmGPUError when it is neither, or damaged.
 
-    What is checked is the user block; `slurmgpu merge --verify` checks every byte.
+    With `verify` every byte is read first, in little memory, and compared with its checksum: the error names the
+    dataset and the shard that differ. Without, only the user block and the file's length are checked: a bit of the
+    rows that has turned since they were written is not noticed, and read as another value.
+
+    Neither looks at the bytes again: what changes in the file while it is open is not noticed, and where it is cut
+    short or its disk fails meanwhile, reading ends the process with SIGBUS. Neither says that every item has a row:
+    `complete` does.
     """
-    return Merged(path)
+    return Merged(path, verify=verify)
 
 
 class Merged:
@@ -39,13 +55,14 @@ class Merged:
     A failed item has a row, too: its columns are blank, and what went wrong is in `errors`.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, verify: bool = False) -> None:
         self.path = Path(path)
-        directory, self._data = _open(self.path)
+        directory, self._data = _open(self.path, verify)
         self.attributes: dict[str, str | int | bool] = directory["attributes"]
         self.columns: dict[str, Column] = columns_from_json(json.loads(directory["attributes"]["columns"]))
         self._columns = stored_columns(self.columns)
         self._n_rows: int = directory["n_rows"]
+        self._code = _code(directory)
 
     def __enter__(self) -> Merged:
         return self
@@ -84,6 +101,15 @@ class Merged:
         """The index in the input of each row's item."""
         index: npt.NDArray[np.int64] = self["index"][:]
         return index
+
+    @cached_property
+    def code(self) -> npt.NDArray[np.object_]:
+        """The digest of the code that computed each row, as under `code` in the report; None where it is not known."""
+        found = np.full(len(self), None, object)
+        for start, stop, digest in self._code:
+            first, end = np.searchsorted(self.index, (start, stop))
+            found[first:end] = digest
+        return found
 
     @cached_property
     def failed(self) -> npt.NDArray[np.bool_]:
@@ -140,19 +166,46 @@ class Merged:
         return self._data[path]
 
 
-def _open(path: Path) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+def _code(directory: Mapping[str, Any]) -> list[Stretch]:
+    """Which code has computed which rows, from a file's directory."""
+    attributes = directory["attributes"]
+    if attributes["format"] == SHARD:
+        return stretches_of(directory["made_by"], attributes["start"], attributes["stop"])
+    return [Stretch(*each) for each in directory.get("code", ())]
+
+
+def _open(path: Path, verify: bool) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
     """The directory of a file, and each dataset as a read-only array over the file's bytes."""
     try:
         with Reader(path) as reader:
-            directory, _, _ = read_userblock(reader)
+            directory, table, size = read_userblock(reader)
+            if verify:
+                pieces = pieces_of(directory, table)
+                problems = list(differences(reader, pieces, start=size, rest_crc32=directory["rest_crc32"]))
+                if problems:
+                    raise SlurmGPUError(_damaged(path, directory["attributes"]["format"], problems))
             content = reader.map()
     except DamagedShardError as error:
-        raise SlurmGPUError(
-            f"{path} is not a whole file of slurmgpu's: {error}. `slurmgpu merge` writes a run's merged.h5 anew."
-        ) from error
+        raise SlurmGPUError(f"{path} is not a whole file of slurmgpu's: {error}. {_how_to_go_on(path)}") from error
     except OSError as error:
-        raise SlurmGPUError(f"{path} cannot be opened: {error.strerror}.") from error
+        raise SlurmGPUError(f"{path} cannot be read: {error.strerror}.") from error
     return directory, {
         name: np.ndarray(shape, dtype, content, offset) if n_bytes else np.empty(shape, dtype)
         for name, dtype, shape, offset, n_bytes, _ in directory["datasets"]
     }
+
+
+def _damaged(path: Path, kind: str, problems: list[str]) -> str:
+    """Which bytes are not those that were written, and how to go on."""
+    n_more = len(problems) - _MOST_PROBLEMS
+    named = "; ".join(problems[:_MOST_PROBLEMS]) + (f"; and {n_more} more" if n_more > 0 else "")
+    if kind == SHARD:
+        how = "`slurmgpu merge` leaves it out of the merged file, and `slurmgpu resubmit` computes it again."
+    else:
+        how = _how_to_go_on(path)
+    return f"{path} has changed since it was written: {named}. {how}"
+
+
+def _how_to_go_on(path: Path) -> str:
+    run = shlex.quote(str(path.parent)) if path.with_name("run.json").exists() else "RUN"
+    return f"`slurmgpu merge {run}` writes merged.h5 anew from the run's shards."

@@ -12,7 +12,7 @@ from pathlib import Path
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.failures import POLICIES
 from slurmgpu.logs import LogFile, files_of
-from slurmgpu.logs.places import LINE_BYTES
+from slurmgpu.logs.places import LINE_BYTES, behind_hole
 from slurmgpu.report import read_report
 from slurmgpu.runs import Run
 from slurmgpu.searching.excerpts import (
@@ -24,6 +24,7 @@ from slurmgpu.searching.excerpts import (
     excerpt_of_death,
 )
 from slurmgpu.searching.remembering import remembering
+from slurmgpu.shared_files import open_file
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ def _scan(file: LogFile, attempt: str, name: str) -> Iterator[Event]:
     word = b"out of memory" if name == "cuda_oom" else name.encode()
     offset, number = 0, 1
     try:
-        with open(file.path, "rb") as stream:
+        with open_file(file.path) as stream:
             while raw := stream.readline(LINE_BYTES):
                 if word in raw or name.encode() in raw:
                     for pattern, what in patterns.items():
@@ -126,7 +127,10 @@ def _scan(file: LogFile, attempt: str, name: str) -> Iterator[Event]:
                             message = re.sub(TRACEBACK_ELSEWHERE, "", match[2].decode(errors="replace").strip())
                             yield Event(what.format(item), attempt, message, file, offset, number, item)
                             break
-                offset, number = offset + len(raw), number + raw.endswith(b"\n")
+                end, number = offset + len(raw), number + raw.endswith(b"\n")
+                offset = behind_hole(stream, raw, end)
+                if offset != end:
+                    stream.seek(offset)
     except OSError as error:
         log.debug("%s cannot be read: %s", file.path, error)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from slurmgpu.failures import POLICIES
 from slurmgpu.logs import (
+    LINE_BYTES,
     Line,
     LogFile,
     files_of,
@@ -25,7 +26,7 @@ from slurmgpu.logs import (
     without_colours,
 )
 from slurmgpu.runs import Run
-from slurmgpu.searching.picking import LOOK_LINES, first_whole, pick, with_traceback
+from slurmgpu.searching.picking import LOOK_LINES, TRACEBACK_BEGINS, first_whole, pick, with_traceback
 from slurmgpu.searching.remembering import remembering
 
 N_LINES = 40
@@ -39,6 +40,7 @@ STACK_BEGINS, CRASHED = "Fatal Python error", "Current thread "
 N_VERDICTS = 3
 N_FRAMES = 10
 """So many lines of the stack at fault come before what else there is to show."""
+_OF_ITEM = re.compile(rf"\bitem \d+: (?:{'|'.join(POLICIES)}): ")
 TRACEBACK_ELSEWHERE = r" \[traceback: item (\d+)\]$"
 _OF_SUBMITIT = re.compile(
     r"^submitit INFO \(| INFO submitit: |^(?:submitit WARNING |.* WARNING submitit: ).*Bypassing signal"
@@ -173,16 +175,43 @@ def excerpt_around(file: LogFile, offset: int, max_lines: int, begun: int = 0) -
         told = trace[-1].end if trace else 0
         before = [line for line in before if line.offset >= told]
     mark = len(trace) + len(before)
-    first = [*range(mark, mark + end + 1)[:0:-1], *range(len(trace))[::-1]]
+    # What comes after it is of other items: it has what room is left.
+    first = [*range(mark, mark + end + 1)[:0:-1], *range(len(trace))[::-1], *range(len(trace), mark)[::-1]]
     return Excerpt(*pick([*trace, *before, *after], mark, first, max_lines))
 
 
 def _lines_before(file: LogFile, offset: int, n_lines: int, begun: int) -> list[Line]:
-    """The last lines before an offset, without the end of a traceback: it would be taken for that of what follows."""
+    """The last lines before an offset, and all that the workload and its children have printed just before it.
+
+    Without the end of a traceback of something else: it would be taken for that of what follows.
+    """
     start = max(begun, tail_start(file.path, n_lines + LOOK_LINES, offset))
     lines = list(read_lines(file, start, offset))
     # The parts of a line that is too long are more than were asked for.
-    return lines[first_whole(lines, max(0, len(lines) - n_lines)) :]
+    return lines[min(first_whole(lines, max(0, len(lines) - n_lines)), _printed_from(lines)) :]
+
+
+def _printed_from(lines: Sequence[Line]) -> int:
+    """From which of some lines on they are what was printed since the last one that slurmgpu logged.
+
+    It may end with the traceback of a child process, which says more than the error of its parent does. The traceback
+    of what was logged is none of them.
+    """
+    # Nor are the parts of a line that is too long.
+    ends = (place for place, line in enumerate(lines) if line.is_dated or line.end - line.offset >= LINE_BYTES)
+    last = max(ends, default=-1)
+    head = "" if last < 0 else lines[last].text
+    if _OF_ITEM.search(head) and last + 1 < len(lines) and TRACEBACK_BEGINS in lines[last + 1].text:
+        last, head = last + 1, lines[last + 1].text
+    if TRACEBACK_BEGINS not in head:
+        return last + 1
+    below = range(last + 1, len(lines))
+    return next((place for place in below if _is_exception(lines[place].text)), len(lines) - 1) + 1
+
+
+def _is_exception(text: str) -> bool:
+    """Whether a line below the head of a traceback is its last."""
+    return bool(text.strip()) and not text[0].isspace()
 
 
 def _trace_of(file: LogFile, item: int, stop: int) -> list[Line]:

@@ -135,12 +135,12 @@ class _Search:
 
     def _winner(self) -> tuple[dict[str, Any] | None, list[Any]]:
         """The attempt whose copy of the shard is the one that counts, and when it computed that."""
-        for making in makings_of(self.run, [self.shard]):
+        for making in makings_of(self.run, [self.shard], self.index):
             if (record := self.run.logged.get(making.attempt)) is not None:
                 self.maker = making.attempt
                 return record, [self.shard, making.started, making.seconds, True]
-        name, started = counting(self.records, {self.shard}).get(self.shard, (None, 0.0))
-        found = [(record, entry) for record, entry in self.computed if (record["attempt"], entry[1]) == (name, started)]
+        counts = counting(self.records, {self.shard}).get(self.shard, ())
+        found = [(record, entry) for record, entry in self.computed if (record["attempt"], entry[1]) in counts]
         return next(iter(found), (None, []))
 
     def _failure(self, told: Line | None) -> tuple[str, str] | None:
@@ -211,11 +211,7 @@ class _Search:
         said = f"Item {self.index} has no row: {self.which} is not published"
         if (damage := self.run.damaged().get(self.shard)) is not None:
             return self._set_aside(f"{said}; a merge found it damaged, and set it aside: {damage}")
-        since, deaths = 0, self.deaths
-        if is_aside := self.run.shard_path(self.shard).with_suffix(".failed").exists():
-            said += "; `resubmit --failed` has set it aside, to be computed anew"
-            since = (self._winner()[0] or {"submission": 0})["submission"]
-            deaths = [(death, record) for death, record in deaths if record["submission"] > since]
+        deaths = self.deaths
         claim, history = self.run.claims.read(self.shard), read_history(self.run.claims.folder, self.shard)
         holder = next((record for record in self.records if claim and record["attempt"] == claim.attempt), None)
         if holder is not None and claim is not None and not claim.parked and holder["state"] != "ended":
@@ -232,10 +228,8 @@ class _Search:
             said += f": a worker of attempt {record['attempt']} died with it{why}: {death['class']}: {death['message']}"
             excerpt = excerpt_of_death(self.run, record, death, self.max_lines)
             return self._tell("missing", said, death["class"], death["message"], excerpt)
-        if (left := self._left(said, since)) is not None:
+        if (left := self._left(said)) is not None:
             return left
-        if is_aside:
-            return self._set_aside(said)
         return self._tell("missing", f"{said}, and no attempt is known to have had it in hand", None, "", None)
 
     def _set_aside(self, said: str) -> Story:
@@ -249,13 +243,12 @@ class _Search:
     def _around(self, place: Line | None) -> Excerpt | None:
         return None if place is None else excerpt_around(place.file, place.offset, self.max_lines, self.begun)
 
-    def _left(self, said: str, since: int) -> Story | None:
-        """Of a shard that an attempt of a submission after `since` had in hand when it ended, as its log says."""
+    def _left(self, said: str) -> Story | None:
+        """Of a shard that an attempt had in hand when it ended, as its log says."""
         for name, record in reversed(self.run.logged.items()):
             about = self.run.judged.get(name, {"failure": None, "message": ""})
             is_unknown = record["state"] == "unknown"
-            is_older = (record.get("submission") or 0) <= since
-            if is_older or not (about["failure"] or is_unknown) or self.run.last_begun(record) != self.shard:
+            if not (about["failure"] or is_unknown) or self.run.last_begun(record) != self.shard:
                 continue
             self.maker, kind, message = name, about["failure"], about["message"]
             said += f": attempt {name} had it in hand "

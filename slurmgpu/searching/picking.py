@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from slurmgpu.logs import Line, LogFile, read_lines, without_colours
 
 TRACEBACK_BEGINS = "Traceback (most recent call last)"
+CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
+"""How the line begins that is between the tracebacks of one error."""
 LOOK_LINES = 440
 """So many lines are looked through for the one to mark, and no excerpt is longer: its place depends on nothing else."""
 
@@ -37,16 +39,18 @@ def first_whole(lines: Sequence[Line], start: int) -> int:
 def with_traceback(file: LogFile, offset: int, n_more: int) -> tuple[list[Line], int]:
     """The line at an offset with the traceback under it, and more lines; where the traceback ends, or 0."""
     lines: list[Line] = []
-    end, is_open, is_own = 0, False, True
+    end, is_open, is_own, may_follow = 0, False, True, True
     for line in read_lines(file, offset):
         text = without_colours(line.text)
         if TRACEBACK_BEGINS in text and lines:
-            is_open = is_own
+            is_open = is_own and may_follow  # any other is of what was printed later
+        elif text.startswith(CHAINED):
+            may_follow = True
         elif line.is_dated and lines:
             # What comes with a time of its own tells of something else.
             end, is_open, is_own = (len(lines) - 1 if is_open else end), False, False
         elif is_open and text.strip() and not text[0].isspace():
-            end, is_open = len(lines), False  # the exception itself
+            end, is_open, may_follow = len(lines), False, False  # the exception itself
         lines.append(line)
         if len(lines) >= LOOK_LINES or (not is_open and len(lines) - 1 - end >= n_more):
             break

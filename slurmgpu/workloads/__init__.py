@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from slurmgpu import importing
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 
 if TYPE_CHECKING:
@@ -210,16 +212,34 @@ def texts_of_files(cls: type, settings: Mapping[str, Any]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def at_planning(full_name: str) -> Iterator[None]:
-    """Say of a module that the workload lacks where it is planned that it may be one that only the image has."""
+    """Say where the workload cannot be imported: what it lacks here, only the image may have."""
     try:
         yield
-    except ModuleNotFoundError as error:
-        if error.name is None:
-            raise
+    except SyntaxError as error:
+        raise SlurmGPUError(
+            f"Workload {full_name}: {error.filename}, line {error.lineno}, is not Python: {error.msg}. "
+            f"Correct it there, and submit again."
+        ) from error
+    except ImportError as error:
+        if not isinstance(error, ModuleNotFoundError) or error.name is None:
+            raise SlurmGPUError(
+                f"Workload {full_name}: {_users_line(error)}, has {type(error).__name__}: {error}. "
+                f"Correct it there, and submit again."
+            ) from error
         raise SlurmGPUError(
             f"Workload {full_name} needs the module {error.name!r}, which is not installed here. Planning imports the "
-            f"workload on this machine, outside of any image: import it in `load`, or install it here as well."
+            f"workload on this machine, outside of any image: import it in `load`, or install it here as well. "
+            f"It is imported at {_users_line(error)}."
         ) from error
+
+
+def _users_line(error: BaseException) -> str:
+    """Where an import failed: the last file and line that are neither Python's own nor an installed package's."""
+    others = tuple(str(Path(module.__file__ or "").parent) for module in (contextlib, sys.modules["slurmgpu"]))
+    frames = traceback.extract_tb(error.__traceback__)
+    mine = [frame for frame in frames if not frame.filename.startswith(("<", *others))]
+    last = (mine or frames)[-1]
+    return f"{last.filename}, line {last.lineno}"
 
 
 def _import_module(name: str) -> ModuleType:
@@ -235,13 +255,12 @@ def _import_module(name: str) -> ModuleType:
 
 def import_file(path: Path) -> ModuleType:
     """The module in a Python file."""
-    # One name per file, so that pickles and repeated builds within a process see one class.
-    name = f"slurmgpu_workload_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
+    name = importing.name_of_file(path)
     if name in sys.modules:
         return sys.modules[name]
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=importing.loader_of(name, path))
     if spec is None or spec.loader is None:
         raise SlurmGPUError(f"{path} cannot be imported as Python.")
     module = importlib.util.module_from_spec(spec)

@@ -17,9 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slurmgpu.pages import page_path, write_page
-from slurmgpu.report import build_report
 from slurmgpu.runs import Run
-from tests.pretend_runs import pretend_run
+from tests.pretend_runs import pretend_run, reported
 
 TARGET_BYTES = 2_000_000
 
@@ -34,7 +33,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             run = pretend_run(Path(folder, "judge"), 2700, n_tasks=n_tasks, n_shards=40 * n_tasks, faulty=True)
             errors = [(item, f"item_error: no answer in item {item}") for item in range(0, 40 * n_tasks, 7)]
-            report = build_report(run, errors=errors, merged_rows=run.plan.n_items)
+            report = reported(run, errors=errors)
             write_page(run, report, page_path(run))  # the first one loads matplotlib and its fonts
             drawing = seconds(lambda run=run, report=report: sizes.append(write_page(run, report, page_path(run))))
             reading = seconds(lambda run=run: parse(run))

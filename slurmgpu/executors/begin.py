@@ -1,0 +1,27 @@
+"""`python -m slurmgpu.executors.begin -u -m submitit.core._submit FOLDER`: Submitit's job, deaf to no signal.
+
+Submitit takes a job's signals for itself before it calls the job's function: SIGUSR2 ends it with a TypeError where the
+job has no walltime of Submitit's, SIGTERM is passed over. Here they are remembered instead, for the task to heed.
+"""
+
+from slurmgpu.early_signals import remember
+
+remember()  # before anything that takes time is imported
+
+import runpy  # noqa: E402
+import sys  # noqa: E402
+
+
+def main() -> None:
+    """Run the module that the arguments name, as Python would."""
+    from submitit.core import job_environment
+
+    # A Submitit that calls it otherwise takes the signals until the task's function begins, which takes them back.
+    setattr(job_environment.JobEnvironment, "_handle_signals", lambda *ignored: None)  # noqa: B010
+    place = sys.argv.index("-m")
+    module, sys.argv = sys.argv[place + 1], sys.argv[place + 1 :]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

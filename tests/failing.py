@@ -1,0 +1,65 @@
+"""Operations on files that fail as a network file system's do: not at all, or after they have happened."""
+
+import errno
+import os
+from pathlib import Path
+
+TRANSIENT = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.EAGAIN)
+
+SITE = """
+import builtins, errno, os, random, sys
+
+PLACES = ("/run/claims/", "/run/shards/")
+ERRORS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR)
+CHANCE = float(os.environ.get("CHANCE", "0.08"))
+chance = random.Random(os.getpid())
+
+def failing(real, can_lose_replies):
+    def call(path, *args, **kwargs):
+        if not isinstance(path, (str, os.PathLike)) or not any(place in os.fspath(path) for place in PLACES):
+            return real(path, *args, **kwargs)
+        if chance.random() < CHANCE:
+            number = chance.choice(ERRORS)
+            if can_lose_replies and chance.random() < 0.5:
+                real(path, *args, **kwargs)
+            os.write(2, f"injected: {real.__name__} of {path}\\n".encode())
+            raise OSError(number, "injected", os.fspath(path))
+        return real(path, *args, **kwargs)
+    return call
+
+IS_TASK = any("submitit" in word or "slurmgpu.worker" in word for word in sys.orig_argv)
+for name in IS_TASK * ("link", "rename", "replace", "unlink", "mkdir"):
+    setattr(os, name, failing(getattr(os, name), True))
+for name in IS_TASK * ("open", "stat", "lstat"):
+    setattr(os, name, failing(getattr(os, name), False))
+if IS_TASK:
+    builtins.open = failing(builtins.open, False)
+"""
+"""A sitecustomize.py, by which the tasks and workers of a run have its claims and shards on such a file system."""
+
+
+class Failing:
+    """Makes functions of `os` fail, for a test: `failing("rename", errno.EIO, of="00003")`.
+
+    Calls with a path whose name contains `of` fail, `times` of them; with `lost` after they have happened.
+    """
+
+    def __init__(self, monkeypatch):
+        self._monkeypatch = monkeypatch
+        self.n_failed = 0
+
+    def __call__(self, function, number, *, of="", times=1, lost=False):
+        real, left = getattr(os, function), [times]
+
+        def call(path, *args, **kwargs):
+            if left[0] and isinstance(path, str | os.PathLike) and of in Path(path).name:
+                left[0] -= 1
+                self.n_failed += 1
+                if lost:
+                    result = real(path, *args, **kwargs)
+                    if isinstance(result, int):
+                        os.close(result)
+                raise OSError(number, os.strerror(number), os.fspath(path))
+            return real(path, *args, **kwargs)
+
+        self._monkeypatch.setattr(os, function, call)

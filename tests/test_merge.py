@@ -1,0 +1,583 @@
+"""The merge: one truth about completeness, reads that fail, and good rows that nothing takes away."""
+
+import errno
+import itertools
+import json
+import os
+
+import numpy as np
+import pytest
+
+from slurmgpu import joins, results
+from slurmgpu import merge as merging
+from slurmgpu.columns import Array, Text, columns_to_json
+from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.merge import failed_again, merge
+from slurmgpu.merged_head import read_merged_head
+from slurmgpu.recompute import Again, Recompute, read_recompute, recompute_path, write_recompute
+from slurmgpu.report import is_complete, read_report
+from slurmgpu.revisions import former_rows, made_again, publish_rows, put_over
+from slurmgpu.runs import Plan, Run, create_run
+from slurmgpu.shards import read_directory, write_shard
+from slurmgpu.status import read_status
+
+COLUMNS = {"twice": Array("int64"), "word": Text()}
+N_ITEMS, SHARD_ITEMS = 23, 5
+
+
+def row(index, sign=1):
+    return {"twice": np.array(2 * index * sign, "<i8"), "word": b"w" * (index % 4)}
+
+
+@pytest.fixture
+def run(tmp_path):
+    plan = Plan(
+        name="judge",
+        input={"format": "jsonl", "files": [], "columns": None, "n_items": N_ITEMS, "stride": 1},
+        input_digest="0" * 8,
+        n_items=N_ITEMS,
+        workload="workloads:Twice",
+        search_path=str(tmp_path),
+        settings={},
+        columns=columns_to_json(COLUMNS),
+        batch_size=2,
+        shard_items=SHARD_ITEMS,
+        seed=7,
+        lease_s=4.0,
+        margin_s=1.0,
+        auto_resubmit=0,
+        resources={},
+        slurm={},
+        merge={},
+        provenance={},
+        html=False,
+    )
+    made = create_run(tmp_path / "run", plan, [])
+    made.record_submission({"submission": 1, "executor": "local", "state": "ended", "time": 0.0})
+    return made
+
+
+def publish(run, shard, *, failed=(), path=None, sign=1):
+    start, stop = run.plan.bounds(shard)
+    rows = [ItemError(f"item {i} is bad") if i in failed else row(i, sign) for i in range(start, stop)]
+    path = path or run.shard_path(shard)
+    made_by = {"attempt": "local1_0.0", "started": 1.0, "seconds": 1.0}
+    identity = {"start": start, "fingerprint": run.plan.fingerprint}
+    write_shard(path, COLUMNS, rows=rows, notes={}, made_by=made_by, **identity)
+    return path
+
+
+def publish_all(run, **what):
+    return [publish(run, shard, **what) for shard in range(run.plan.n_shards)]
+
+
+def publish_again(run, submission, sign=1, failing=()):
+    """What a task of `resubmit --failed` publishes."""
+    again = run.computing(submission)
+    for shard, what in again.recompute.shards.items():
+        former = former_rows(run, shard, what.revision, COLUMNS)
+        found = {i: ItemError("again") if i in failing else row(i, sign) for span in what.items for i in range(*span)}
+        start, _ = run.plan.bounds(shard)
+        by = made_again(former.made_by, {"attempt": "local2_0.0", "started": 2.0, "seconds": 1.0}, sorted(found))
+        publish_rows(run, shard, what.revision, COLUMNS, put_over(former.rows, found, start), former.notes, by)
+
+
+def merged_rows(run):
+    """What merged.h5 holds: by index the value, None for a failed item."""
+    with results.open(run.merged) as merged:
+        indices, values, failed = merged.index[:], merged["twice"][:], merged.failed
+        return {int(i): None if f else int(v) for i, v, f in zip(indices, values, failed, strict=True)}
+
+
+ALL_GOOD = {index: 2 * index for index in range(N_ITEMS)}
+
+
+def check_one_truth(run):
+    """Report, status, resubmit and --after say of the run what merged.h5 holds."""
+    head, report = read_merged_head(run.merged), read_report(run)
+    n_rows = 0 if head is None else head.n_rows
+    assert report["n_rows"] == n_rows == (len(merged_rows(run)) if head else 0)
+    assert report["n_missing_items"] == N_ITEMS - n_rows
+    whole = n_rows == N_ITEMS
+    assert (report["complete"], read_status(run)["complete"], is_complete(run)) == (whole,) * 3
+    assert merging.verify(run) == [] or head is None
+
+
+# One truth about completeness
+
+
+def test_what_is_published_while_the_merge_works_is_joined_as_well(run, monkeypatch):
+    paths = publish_all(run)
+    (late := paths[2]).rename(run.folder / "late")
+    real = merging.join
+
+    def join(parts, columns, *, review, **more):
+        def reviewed(copied):
+            if not late.exists() and 2 not in copied:
+                (run.folder / "late").rename(late)
+            return review(copied)
+
+        return real(parts, columns, review=reviewed, **more)
+
+    monkeypatch.setattr(merging, "join", join)
+    assert merge(run)["complete"]
+    assert merged_rows(run) == ALL_GOOD
+    check_one_truth(run)
+
+
+def test_what_is_published_too_late_is_named_as_missing(run, monkeypatch):
+    paths = publish_all(run)
+    paths[2].rename(run.folder / "late")
+    real = merging.build_report
+
+    def build(*given, **more):
+        (run.folder / "late").rename(paths[2])
+        return real(*given, **more)
+
+    monkeypatch.setattr(merging, "build_report", build)
+    report = merge(run)
+    assert [hole["shard"] for hole in report["missing"]] == [2]
+    assert not report["complete"]
+    check_one_truth(run)
+    monkeypatch.undo()
+    assert merge(run)["complete"]
+    check_one_truth(run)
+
+
+def test_a_listing_that_lacks_a_shard_is_not_believed(run, monkeypatch):
+    """As an NFS client has it: the folder's old listing, until one asks for the file by its name."""
+    publish_all(run)
+    real = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda *at: [name for name in real(*at) if not name.startswith("00003")])
+    assert run.published() == {0, 1, 2, 4}
+    assert run.published(anew=True) == {0, 1, 2, 3, 4}
+    assert merge(run)["complete"]
+    assert merged_rows(run) == ALL_GOOD
+
+
+def test_files_that_a_listing_still_shows_are_no_error(run, monkeypatch):
+    publish_all(run)
+    real = os.listdir
+    gone = {"shards": ["00004.x.1.partial", "00003.damaged", "00007.h5"], "run": [".merged.h5.9.partial"]}
+    monkeypatch.setattr(os, "listdir", lambda at: [*real(at), *gone.get(os.path.basename(at), ())])  # noqa: PTH119
+    assert merge(run)["complete"]
+
+
+@pytest.mark.parametrize("name", ["000003.h5", "3.h5", "00003.h5.h5", "00003.r0.h5", "00003.r01.h5", "+0003.h5"])
+def test_only_the_exact_name_of_a_shard_counts(run, name):
+    publish(run, 3, path=run.shards / name)
+    assert run.published() == set()
+
+
+def test_a_shard_with_other_rows_than_planned_moves_no_other_row(run):
+    """Row counts and offsets are the plan's, whatever a file's checksums say."""
+    publish_all(run)
+    start, stop = run.plan.bounds(1)
+    path, made_by = run.shard_path(1), {"attempt": "x", "started": 0.0, "seconds": 0.0}
+    identity = {"start": start, "fingerprint": run.plan.fingerprint, "notes": {}, "made_by": made_by}
+    write_shard(path, COLUMNS, rows=[row(i) for i in range(start, stop + 2)], **identity)
+    crafted = path.read_bytes()
+    from slurmgpu.regions import Reader, pack_userblock, read_userblock
+
+    with Reader(path) as reader:
+        directory, _, size = read_userblock(reader)
+    directory["attributes"]["stop"] = stop
+    path.write_bytes(pack_userblock(directory, size) + crafted[size:])
+    report = merge(run)
+    assert [(hole["shard"], "rows" in hole["damaged"]) for hole in report["missing"]] == [(1, True)]
+    assert merged_rows(run) == {i: v for i, v in ALL_GOOD.items() if not start <= i < stop}
+    check_one_truth(run)
+
+
+# A failed read is not damage
+
+
+@pytest.fixture
+def failing_reads(monkeypatch):
+    """Makes reads of a file fail: `failing_reads("00001.h5", errno.EIO, times=2)`."""
+
+    def fail(name, number, times):
+        real, left = os.preadv, iter(range(times))
+
+        def preadv(fd, buffers, offset):
+            if os.readlink(f"/proc/self/fd/{fd}").endswith(name) and next(left, None) is not None:  # noqa: PTH115
+                raise OSError(number, os.strerror(number))
+            return real(fd, buffers, offset)
+
+        monkeypatch.setattr(os, "preadv", preadv)
+
+    return fail
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.EAGAIN])
+def test_a_read_that_fails_for_a_moment_costs_no_row(run, failing_reads, number):
+    publish_all(run)
+    failing_reads("00001.h5", number, times=3)
+    assert merge(run)["complete"]
+    assert merged_rows(run) == ALL_GOOD
+
+
+def test_a_read_that_fails_for_good_ends_the_merge_and_changes_nothing(run, failing_reads, monkeypatch):
+    publish_all(run)
+    publish(run, 1, failed={7})
+    merge(run)
+    before = {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()}
+    monkeypatch.setattr(merging, "PATIENCE_S", 0.0)  # that of a lease is left
+    failing_reads("00001.h5", errno.EIO, times=10**9)
+    with pytest.raises(OSError, match=r"Input/output error: .*00001.h5"):
+        merge(run)
+    assert {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()} == before
+
+
+def test_bytes_that_were_wrong_once_are_read_again(run, monkeypatch):
+    publish_all(run)
+    real, wrong = os.preadv, ["00001.h5"]
+
+    def preadv(fd, buffers, offset):
+        n_read = real(fd, buffers, offset)
+        if wrong and os.readlink(f"/proc/self/fd/{fd}").endswith(wrong[0]):  # noqa: PTH115
+            wrong.pop()
+            buffers[0][n_read // 2] ^= 1
+        return n_read
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert merge(run)["complete"]
+    assert not wrong
+    assert merged_rows(run) == ALL_GOOD
+
+
+def test_a_shard_that_was_set_aside_and_is_whole_is_taken_back(run):
+    publish_all(run)
+    path = run.shard_path(2)
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    report = merge(run)
+    assert [hole["shard"] for hole in report["missing"]] == [2]
+    aside = path.with_suffix(".damaged")
+    assert merge(run)["n_rows"] == N_ITEMS - SHARD_ITEMS  # it still is not
+    aside.write_bytes(content)
+    assert merge(run)["complete"]
+    assert not aside.exists()
+    assert run.damaged() == {}
+    check_one_truth(run)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link", "folder", "huge", "empty"])
+def test_what_is_no_shard_at_all_is_set_aside_without_waiting(run, kind, tmp_path):
+    publish_all(run)
+    path = run.shard_path(2)
+    path.rename(tmp_path / "whole.h5")
+    match kind:
+        case "fifo":
+            os.mkfifo(path)
+        case "link":
+            path.symlink_to(tmp_path / "whole.h5")
+        case "folder":
+            path.mkdir()
+        case "huge":
+            path.touch()
+            os.truncate(path, 1 << 40)
+        case "empty":
+            path.touch()
+    report = merge(run)
+    assert [hole["shard"] for hole in report["missing"]] == [2]
+    assert report["missing"][0]["damaged"]
+    publish(run, 2)
+    assert merge(run)["complete"]
+
+
+# Good rows stay
+
+
+def test_failed_items_are_computed_again_and_no_others(run):
+    publish_all(run)
+    publish(run, 1, failed={6, 8})
+    publish(run, 3, failed={15})
+    merge(run)
+    again = failed_again(run, 2)
+    assert again == Recompute(2, {1: Again(1, [(6, 7), (8, 9)]), 3: Again(1, [(15, 16)])})
+    write_recompute(run.folder, again)
+    work = run.computing(2)
+    assert work.published() == {0, 2, 4}
+    assert run.published() == {0, 1, 2, 3, 4}
+    assert (work.items_of(1), work.items_of(2)) == (((6, 7), (8, 9)), [(10, 15)])
+    publish_again(run, 2)
+    assert work.published() == {0, 1, 2, 3, 4}
+    assert merge(run)["n_errors"] == 0
+    assert merged_rows(run) == ALL_GOOD
+    assert run.computing(3).recompute is None
+    by = read_directory(run.revision_path(1, 1)).made_by
+    assert (by["attempt"], by["revisions"][0]["items"]) == ("local1_0.0", [[6, 7], [8, 9]])
+
+
+def test_a_revision_that_is_damaged_leaves_the_former_rows(run):
+    publish_all(run)
+    publish(run, 1, failed={6})
+    write_recompute(run.folder, failed_again(run, 2))
+    publish_again(run, 2)
+    path = run.revision_path(1, 1)
+    path.write_bytes(path.read_bytes()[:-1])
+    report = merge(run)
+    assert (report["complete"], report["n_errors"]) == (True, 1)
+    assert not path.exists()
+    assert merged_rows(run) == {**ALL_GOOD, 6: None}
+    assert failed_again(run, 3).shards == {1: Again(1, [(6, 7)])}
+
+
+def test_a_second_publication_of_a_revision_changes_nothing(run):
+    publish(run, 1, failed={6, 7})
+    write_recompute(run.folder, failed_again(run, 2))
+    publish_again(run, 2)
+    content = run.revision_path(1, 1).read_bytes()
+    publish_again(run, 2, sign=-1, failing={6, 7})  # of a task that was stopped, and goes on
+    assert run.revision_path(1, 1).read_bytes() == content
+
+
+def test_no_error_takes_the_place_of_a_good_row(run):
+    """A shard that was lost and computed again, by code that fails now: merged.h5 keeps what it had."""
+    publish_all(run)
+    merge(run)
+    run.shard_path(1).unlink()
+    publish(run, 1, failed={6, 7, 8, 9, 5})
+    run.shard_path(3).unlink()
+    publish(run, 3, sign=-1)
+    assert merge(run)["n_errors"] == 0
+    assert merged_rows(run) == {**ALL_GOOD, **{i: -2 * i for i in range(15, 20)}}
+
+
+def test_shards_that_are_gone_are_taken_from_the_former_merged_file(run):
+    publish_all(run)
+    publish(run, 2, failed={11})
+    merge(run)
+    before = run.merged.read_bytes()
+    for shard in (0, 2, 4):
+        run.shard_path(shard).unlink()
+    report = merge(run)
+    assert (report["complete"], report["n_errors"]) == (True, 1)
+    assert run.merged.read_bytes() == before
+    check_one_truth(run)
+
+
+def test_rows_of_shards_that_are_gone_from_a_damaged_merged_file_are_named(run):
+    publish_all(run)
+    merge(run)
+    with open(run.merged, "r+b") as file:
+        content = bytearray(file.read())
+        place = content.index(np.arange(10, 15, dtype="<i8").tobytes())  # the index of shard 2
+        file.seek(place)
+        file.write(b"\xff")
+    run.shard_path(2).unlink()
+    run.shard_path(3).unlink()
+    report = merge(run)
+    assert [hole["shard"] for hole in report["missing"]] == [2]
+    check_one_truth(run)
+
+
+def test_a_damaged_list_of_what_is_computed_again_is_told_in_a_sentence(run):
+    publish(run, 1, failed={6})
+    write_recompute(run.folder, failed_again(run, 2))
+    recompute_path(run.folder).write_text('{"format": "slurmgpu recompute", "version": 1, "submission": 2}')
+    with pytest.raises(SlurmGPUError, match=r"recompute.json is damaged .* no row is lost"):
+        read_recompute(run.folder, 2)
+
+
+# Interrupted at any moment
+
+STEPS = ("fsync", "replace", "rename", "link", "unlink")
+
+
+def killed_at(number, work):
+    """Do `work` in a process that is killed at its step of this number; whether it got so far."""
+    if not (pid := os.fork()):
+        count = itertools.count()
+
+        def step(real):
+            def call(*given, **more):
+                if next(count) == number:
+                    os._exit(9)
+                return real(*given, **more)
+
+            return call
+
+        try:
+            for name in STEPS:
+                setattr(os, name, step(getattr(os, name)))
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code in (0, 9)
+    return code == 9
+
+
+def good(run):
+    return {index for index, value in merged_rows(run).items() if value is not None} if run.merged.exists() else set()
+
+
+def test_a_merge_that_is_killed_at_any_step_loses_no_row(run):
+    publish_all(run)
+    publish(run, 1, failed={6, 8})
+    merge(run)
+    content = run.shard_path(4).read_bytes()
+    for number in itertools.count():
+        run.shard_path(4).write_bytes(content)
+        write_recompute(run.folder, failed_again(run, 2))
+        run.shard_path(4).write_bytes(content[:-1])  # it is set aside
+        (run.shards / "00000.x.partial").write_bytes(b"half")
+        former = good(run)
+        was_killed = killed_at(number, lambda: merge(Run.open(run.folder)))
+        assert merging.verify(run) == []
+        assert good(run) >= former - set(range(20, 23))
+        assert read_report(run)
+        (run.shards / "00004.damaged").unlink(missing_ok=True)
+        run.shard_path(4).write_bytes(content)
+        assert merge(run)["complete"]
+        check_one_truth(run)
+        if not was_killed:
+            break
+    assert number > 10
+
+
+def test_failed_items_that_are_computed_again_cost_no_row_wherever_that_is_killed(run):
+    """From the first step of `resubmit --failed` to the last of the merge that ends it."""
+
+    def mend():
+        at = Run.open(run.folder)
+        write_recompute(at.folder, failed_again(at, 2))
+        merging.forget_deaths(at, [1, 3])
+        at.record_submission({"submission": 2, "executor": "local", "state": "submitting", "time": 0.0})
+        publish_again(at, 2, failing={15})
+        at.record_submission({"submission": 2, "state": "ended"})
+        merge(at)
+
+    expected = {i: v for i, v in ALL_GOOD.items() if i not in (6, 8, 15)}
+    for number in itertools.count():
+        for path in run.shards.iterdir():
+            path.unlink()
+        run.merged.unlink(missing_ok=True)
+        publish_all(run)
+        publish(run, 1, failed={6, 8})
+        publish(run, 3, failed={15})
+        merge(run)
+        was_killed = killed_at(number, mend)
+        for _ in range(2):  # as it was left, and after a merge
+            rows = merged_rows(run)
+            assert {i: v for i, v in rows.items() if i in expected} == expected
+            assert merging.verify(run) == []
+            assert merge(run)["complete"]
+            run.record_submission({"submission": 2, "executor": "local", "state": "ended", "time": 0.0})
+            check_one_truth(run)
+        if not was_killed:
+            assert merged_rows(run) == {**ALL_GOOD, 15: None}
+            break
+    assert number > 10
+
+
+def test_recompute_json_says_what_it_says(run):
+    publish(run, 1, failed={6, 7, 9})
+    write_recompute(run.folder, failed_again(run, 2))
+    assert json.loads(recompute_path(run.folder).read_text()) == {
+        "format": "slurmgpu recompute",
+        "version": 1,
+        "submission": 2,
+        "shards": {"1": [1, [[6, 8], [9, 10]]]},
+    }
+
+
+# What a review found
+
+
+def test_a_revision_that_rots_after_it_was_merged_costs_no_row(run):
+    publish_all(run)
+    publish(run, 1, failed={6})
+    write_recompute(run.folder, failed_again(run, 2))
+    publish_again(run, 2)
+    assert merge(run)["n_errors"] == 0
+    path = run.revision_path(1, 1)
+    path.write_bytes(path.read_bytes()[:-1])
+    for _ in range(2):
+        assert merge(run)["n_errors"] == 0
+        assert merged_rows(run) == ALL_GOOD
+
+
+def test_what_was_set_aside_once_is_gone_when_its_rows_are_there_again(run):
+    publish_all(run)
+    path = run.shard_path(1)
+    path.write_bytes(path.read_bytes()[:-1])
+    merge(run)
+    publish(run, 1)
+    assert merge(run)["complete"]
+    assert sorted(os.listdir(run.shards)) == [f"{shard:05d}.h5" for shard in range(5)]
+    for shard in range(5):
+        run.shard_path(shard).unlink()
+    assert merge(run)["complete"]
+    assert merged_rows(run) == ALL_GOOD
+
+
+def test_a_damaged_shard_is_copied_past_once_and_not_again_and_again(run, monkeypatch):
+    publish_all(run)
+    path = run.shard_path(1)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    n_copies, real = [], joins._Merged.copy_all
+    monkeypatch.setattr(joins._Merged, "copy_all", lambda *given: n_copies.append(1) or real(*given))
+    assert [hole["shard"] for hole in merge(run)["missing"]] == [1]
+    assert len(n_copies) == 2
+
+
+def test_failed_items_alone_are_computed_again_where_a_listing_lacks_their_shard(run, monkeypatch):
+    publish(run, 1, failed={6})
+    real = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda *at: [name for name in real(*at) if not name.startswith("00001")])
+    former = former_rows(run, 1, 1, COLUMNS)
+    assert [isinstance(row, ItemError) for row in former.rows] == [False, True, False, False, False]
+
+
+def test_a_merged_file_that_cannot_be_read_is_left_beside_its_successor(run):
+    publish_all(run)
+    merge(run)
+    content = bytearray(run.merged.read_bytes())
+    content[60] ^= 1
+    run.merged.write_bytes(content)
+    for shard in range(1, 5):
+        run.shard_path(shard).unlink()
+    assert merge(run)["n_rows"] == SHARD_ITEMS
+    assert run.merged.with_suffix(".damaged.h5").read_bytes() == content
+    check_one_truth(run)
+    run.merged.write_bytes(content)
+    run.shard_path(0).unlink()
+    assert merge(run)["n_rows"] == 0
+    assert not run.merged.exists()
+    check_one_truth(run)
+
+
+@pytest.mark.parametrize("made_by", [{"revisions": 5}, {"revisions": [{"items": [[0, 1 << 60]]}]}])
+def test_makers_that_make_no_sense_cost_their_shard_at_most(run, made_by):
+    publish_all(run)
+    start, stop = run.plan.bounds(1)
+    identity = {"start": start, "fingerprint": run.plan.fingerprint, "notes": {}, "made_by": made_by}
+    write_shard(run.shard_path(1), COLUMNS, rows=[row(i) for i in range(start, stop)], **identity)
+    assert merge(run)["n_rows"] in (N_ITEMS, N_ITEMS - SHARD_ITEMS)
+    check_one_truth(run)
+
+
+def test_a_copy_that_fails_leaves_no_thread_at_work_on_a_closed_file(run, monkeypatch):
+    publish_all(run)
+    monkeypatch.setattr(joins, "_KEPT_BYTES", 0)
+    after, real = [], joins._Merged._copy_chunk
+
+    def copy_chunk(self, parts):
+        if parts[0].source.shard == 0:
+            raise OSError(errno.ENOSPC, "full")
+        try:
+            os.fstat(self._fd)
+        except OSError:
+            after.append(parts)
+        return real(self, parts)
+
+    monkeypatch.setattr(joins._Merged, "_copy_chunk", copy_chunk)
+    with pytest.raises(OSError, match="full"):
+        merge(run)
+    assert after == []
