@@ -17,6 +17,9 @@ from slurmgpu.columns import Array, Ragged, Text
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs import Reader, find, scan
 from slurmgpu.joins import join
+from slurmgpu.pieces import pieces_of
+from slurmgpu.regions import Reader as BytesReader
+from slurmgpu.regions import read_userblock
 from slurmgpu.shards import write_shard
 
 ROWS: list[dict[str, Any]] = [
@@ -149,3 +152,40 @@ def test_an_h5_file_of_someone_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.h5").write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(5000))
     with pytest.raises(SlurmGPUError, match=r"a\.h5"):
         scan(find("*", tmp_path), tmp_path / "index", stride=1)
+
+
+def turn(path: Path, piece: str) -> None:
+    """Turn a bit of a merged file in the bytes of one piece, and leave its time as it was."""
+    with BytesReader(path) as reader:
+        directory, table, _ = read_userblock(reader)
+    [offset] = [found.offset for found in pieces_of(directory, table) if found.name == piece]
+    status, content = path.stat(), bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def test_an_earlier_runs_file_is_verified_at_planning_and_as_it_is_read(tmp_path: Path) -> None:
+    path, columns = tmp_path / "merged.h5", {"score": Array("float32")}
+    parts = []
+    for shard in range(3):
+        rows = [{"score": np.float32(i)} for i in range(4 * shard, 4 * shard + 4)]
+        parts.append((shard, tmp_path / f"{shard}.h5", 4 * shard, 4 * shard + 4))
+        write_shard(parts[-1][1], columns, start=4 * shard, rows=rows, fingerprint="f", notes={}, made_by={})
+    join(parts, columns, fingerprint="f", n_items=12, target=path, attributes={})
+    (tmp_path / "run.json").write_text("{}")
+    spec = scan([path], tmp_path / "index", stride=4)
+    turn(path, "score of shard 1")
+    said = "the checksum of score of shard 1 differs"
+    merged_anew = f"`slurmgpu merge {tmp_path}` writes merged.h5 anew from the run's shards"
+    with Reader(spec, tmp_path / "index") as reader:
+        assert [item["score"] for item in reader.read(0, 4)] == [0, 1, 2, 3]
+        assert [item["score"] for item in reader.read(8, 12)] == [8, 9, 10, 11]
+        for _ in range(2):
+            with pytest.raises(SlurmGPUError, match=said) as raised:
+                reader.read(3, 5)
+            assert merged_anew in str(raised.value)
+            assert "Then plan this run anew" in str(raised.value)
+    with pytest.raises(SlurmGPUError, match=said) as raised:
+        scan([path], tmp_path / "index", stride=4)
+    assert merged_anew in str(raised.value)

@@ -6,9 +6,11 @@ import pytest
 
 from slurmgpu.columns import Json, Text, convert_row
 from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.pieces import pieces_of
+from slurmgpu.regions import Reader, read_userblock
 from slurmgpu.workloads import Item
 from slurmgpu.workloads.opponents import Opponent
-from tests.shard_files import join_parts, write
+from tests.shard_files import flips, join_parts, write
 
 COLUMNS = {"text": Text(), "question": Json(), "id": Json(), "finish_reason": Json()}
 KEPT = {"question": {"sum": [1, 1]}, "id": 7}
@@ -81,3 +83,18 @@ def test_a_run_that_keeps_nothing_is_joined_by_index_alone(tmp_path):
     opponent = Opponent.find(str(made(tmp_path / "two", keep=())))
     opponent.open()
     assert opponent.row(Item(0, {"id": 8}), ["text"])["id"] == 7
+
+
+def test_an_opponents_bytes_are_verified_at_planning_and_at_each_item(tmp_path):
+    folder = made(tmp_path / "two", 3)
+    path, opponent = folder / "merged.h5", Opponent.find(str(folder))
+    opponent.open()
+    with Reader(path) as reader:
+        directory, table, _ = read_userblock(reader)
+    [piece] = [piece for piece in pieces_of(directory, table) if piece.name == "text/values of shard 0"]
+    for _ in flips(path, [piece.offset]):
+        with pytest.raises(ItemError, match=r"text/values of shard 0 differs.*slurmgpu merge.*resubmit --failed"):
+            opponent.row(Item(0, dict(KEPT), 0), ["text"])
+        with pytest.raises(SlurmGPUError, match=r"text/values of shard 0 differs.*slurmgpu merge"):
+            Opponent.find(str(folder))
+    assert opponent.row(Item(0, dict(KEPT), 0), ["text"])["text"] == "2"

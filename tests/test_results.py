@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 from slurmgpu import results
 from slurmgpu.columns import Array
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.regions import Reader, read_userblock
 from tests.shard_files import (
     COLUMNS,
     FINGERPRINT,
     changed,
+    flips,
     join_parts,
     one_bit_everywhere,
     plain_row,
@@ -398,3 +400,47 @@ def test_the_examples_of_the_reference_read_a_merged_file(path, tmp_path):
         subprocess.run(
             [sys.executable, "-c", example], cwd=tmp_path, check=True, env={"PYTHONPATH": str(DOCS.parents[2])}
         )
+
+
+def test_rows_are_compared_with_their_checksums_as_they_are_read(tmp_path):
+    bounds = [0, 3, 7, 8, 12]
+    path = tmp_path / "merged.h5"
+    join_parts(write_parts(tmp_path, bounds, failed=(5,)), path)
+    with results.open(path) as file:
+        whole = [repr(row) for row in file.rows()]
+        file.check_rows(0, 12)
+        file.check_rows(4, 4)
+    n_refused = 0
+    for name, _, in_block in one_bit_everywhere(path):
+        if in_block or name == "metadata":
+            continue
+        hit = set()
+        for row in range(12):
+            with results.open(path) as file:
+                try:
+                    file.check_rows(row, row + 1)
+                except SlurmGPUError:
+                    hit.add(row)
+                    for _ in range(2):  # also when they are asked for again
+                        with pytest.raises(SlurmGPUError, match=f"the checksum of {name} differs.*slurmgpu merge"):
+                            file.check_rows(row, row + 1)
+                else:
+                    assert repr(file.row(row)) == whole[row]
+        shard = int(name.rpartition(" ")[2])
+        own = set(range(bounds[shard], bounds[shard + 1]))
+        assert hit >= own
+        if not name.startswith(("index", "error")):
+            # The first value of the next shard begins where the last offset says.
+            assert hit == own or "/offsets" in name
+        n_refused += len(hit)
+    assert n_refused > 100
+    with Reader(path) as reader:
+        directory, _, _ = read_userblock(reader)
+    for name, _, _, offset, _, _ in directory["datasets"]:
+        if name.endswith("/offsets"):  # the 0 before all pieces
+            for _ in flips(path, [offset]):
+                with (
+                    results.open(path) as file,
+                    pytest.raises(SlurmGPUError, match=f"the first entry of {name} differs"),
+                ):
+                    file.check_rows(9, 10)

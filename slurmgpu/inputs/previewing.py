@@ -119,7 +119,7 @@ def _first_records(file: BinaryIO, begin: int, end: int, layout: Layout) -> list
 
 
 def _preview_table(found: Preview) -> Preview:
-    with closing(open_table(found.layout.path, found.layout.format)) as table:
+    with closing(open_table(found.layout.path, found.layout.format, verify=True)) as table:
         columns, n_items = table.columns, len(table)
     doubled = sorted({name for name in columns if columns.count(name) > 1})
     if doubled:

@@ -9,6 +9,12 @@ from typing import Any
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 
+AFTERWARDS = (
+    "Then plan this run anew, as its input was written anew; one that was submitted with --after goes on by "
+    "`slurmgpu resubmit`."
+)
+"""How a run goes on whose input was damaged and is mended."""
+
 
 class ParquetRows:
     """The rows of a .parquet file; the row group that was read last stays in memory."""
@@ -63,12 +69,16 @@ class ParquetRows:
 
 
 class MergedRows:
-    """The rows of an earlier run's merged.h5: `index`, its columns, and `error` where the item failed."""
+    """The rows of an earlier run's merged.h5: `index`, its columns, and `error` where the item failed.
 
-    def __init__(self, path: str) -> None:
+    Their bytes are compared with their checksums: all of them at once if `verify`, else each shard's with its first
+    row that is read.
+    """
+
+    def __init__(self, path: str, *, verify: bool = False) -> None:
         from slurmgpu import results
 
-        self._merged = results.open(path)
+        self._merged = results.open(path, verify=verify)
         if not self._merged.complete:
             self._merged.close()
             raise SlurmGPUError(
@@ -85,7 +95,11 @@ class MergedRows:
         self._merged.close()
 
     def read(self, start: int, stop: int) -> list[Mapping[str, Any] | ItemError]:
-        """Rows start..stop-1 of this file."""
+        """Rows start..stop-1 of this file; SlurmGPUError if their bytes have changed."""
+        try:
+            self._merged.check_rows(start, stop)
+        except SlurmGPUError as error:
+            raise SlurmGPUError(f"{error} {AFTERWARDS}") from error
         errors, rows = self._merged.errors, self._merged.rows(start, stop)
         return [row | {"error": errors[row["index"]]} if row["index"] in errors else row for row in rows]
 
@@ -93,9 +107,12 @@ class MergedRows:
 Table = ParquetRows | MergedRows
 
 
-def open_table(path: str, format_name: str) -> Table:
-    """The rows of a .parquet or .h5 file; SlurmGPUError if it is not one."""
-    return ParquetRows(path) if format_name == "parquet" else MergedRows(path)
+def open_table(path: str, format_name: str, *, verify: bool = False) -> Table:
+    """The rows of a .parquet or .h5 file; SlurmGPUError if it is not one.
+
+    With `verify` every byte of an .h5 file is compared with its checksum first.
+    """
+    return ParquetRows(path) if format_name == "parquet" else MergedRows(path, verify=verify)
 
 
 def _raise_if_disk_failed(error: BaseException) -> None:

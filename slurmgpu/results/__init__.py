@@ -20,8 +20,9 @@ import numpy.typing as npt
 from slurmgpu.columns import Array, Column, Json, Ragged, Text, columns_from_json, stored_columns
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.pieces import pieces_of
-from slurmgpu.regions import SHARD, DamagedShardError, Reader, read_userblock
+from slurmgpu.regions import MERGED, SHARD, DamagedShardError, Reader, read_userblock
 from slurmgpu.regions import verify as differences
+from slurmgpu.results.checking import Checking
 from slurmgpu.results.views import ArrayData, ColumnData, JsonData, RaggedData, TextData
 from slurmgpu.stretches import Stretch, stretches_of
 
@@ -57,7 +58,7 @@ class Merged:
 
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = False) -> None:
         self.path = Path(path)
-        directory, self._data = _open(self.path, verify)
+        directory, self._data, self._checking = _open(self.path, verify)
         self.attributes: dict[str, str | int | bool] = directory["attributes"]
         self.columns: dict[str, Column] = columns_from_json(json.loads(directory["attributes"]["columns"]))
         self._columns = stored_columns(self.columns)
@@ -72,7 +73,7 @@ class Merged:
 
     def close(self) -> None:
         """Let go of the file; what was read from it remains."""
-        self._data = {}
+        self._data, self._checking = {}, None
 
     def __len__(self) -> int:
         return self._n_rows
@@ -122,6 +123,15 @@ class Merged:
         """What went wrong with each failed item, by its index in the input."""
         rows = np.flatnonzero(self.failed)
         return dict(zip(self.index[rows].tolist(), self["error"][rows], strict=True))
+
+    def check_rows(self, start: int, stop: int) -> None:
+        """Compare the bytes of the rows from `start` to `stop` - 1 with their checksums, which a merged file has.
+
+        Read for it are the shards that these rows are of, and the index and error of all rows, each once.
+        SlurmGPUError names the dataset and the shard that differ.
+        """
+        if self._checking is not None and (problems := self._checking.problems(start, stop)):
+            raise SlurmGPUError(_damaged(self.path, MERGED, problems))
 
     def row(self, number: int) -> dict[str, Any]:
         """One row: `index` and the value of each column; numbers, strings and lists' arrays as Python has them."""
@@ -174,8 +184,8 @@ def _code(directory: Mapping[str, Any]) -> list[Stretch]:
     return [Stretch(*each) for each in directory.get("code", ())]
 
 
-def _open(path: Path, verify: bool) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-    """The directory of a file, and each dataset as a read-only array over the file's bytes."""
+def _open(path: Path, verify: bool) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]], Checking | None]:
+    """The directory of a file, each dataset as a read-only array over the file's bytes, and what compares these."""
     try:
         with Reader(path) as reader:
             directory, table, size = read_userblock(reader)
@@ -189,10 +199,12 @@ def _open(path: Path, verify: bool) -> tuple[dict[str, Any], dict[str, npt.NDArr
         raise SlurmGPUError(f"{path} is not a whole file of slurmgpu's: {error}. {_how_to_go_on(path)}") from error
     except OSError as error:
         raise SlurmGPUError(f"{path} cannot be read: {error.strerror}.") from error
-    return directory, {
+    data = {
         name: np.ndarray(shape, dtype, content, offset) if n_bytes else np.empty(shape, dtype)
         for name, dtype, shape, offset, n_bytes, _ in directory["datasets"]
     }
+    is_merged = not verify and directory["attributes"]["format"] == MERGED
+    return directory, data, Checking(directory, table, content) if is_merged else None
 
 
 def _damaged(path: Path, kind: str, problems: list[str]) -> str:

@@ -29,12 +29,15 @@ class Opponent:
 
     @classmethod
     def find(cls, against: str | Mapping[str, Any]) -> Opponent:
-        """The run of that merged file or directory, or as `to_json` gave it; SlurmGPUError unless it is complete."""
+        """The run of that merged file or directory, or as `to_json` gave it.
+
+        SlurmGPUError unless the file is complete and its bytes are those that were written.
+        """
         if not isinstance(against, str):
             return cls(Path(against["path"]), against["fingerprint"], against.get("keep", ()))
         path = Path(against).expanduser().absolute()
         opponent = cls(path / "merged.h5" if path.is_dir() else path, "")
-        with opponent._read() as merged:
+        with opponent._read(verify=True) as merged:
             opponent.fingerprint = str(merged.attributes["fingerprint"])
             found = plan_beside(opponent.path).get("settings", {}).get("keep", ())
             opponent.keep = tuple(name for name in found if name in merged.columns)
@@ -71,12 +74,17 @@ class Opponent:
     def row(self, item: Item, compared: Sequence[str]) -> Mapping[str, Any]:
         """The second run's row for an item; ItemError if it failed there, if there is none, or it is of another item.
 
+        ItemError as well if the bytes of its shard have changed since they were written.
         Whether it is the same item the fields tell that both have kept, those aside that are `compared`.
         """
         assert self._merged is not None, "open() comes first"
         index = item.index
         if index >= len(self._merged):
             raise ItemError(f"{self.path} has no item {index}: it has {len(self._merged)}")
+        try:
+            self._merged.check_rows(index, index + 1)
+        except SlurmGPUError as error:
+            raise ItemError(f"{error} Then `slurmgpu resubmit --failed` of this run computes the item.") from error
         row = self._merged.row(index)
         if index in self._merged.errors:
             raise ItemError(f"the item failed in {self.path}: {self._merged.errors[index]}")
@@ -88,10 +96,10 @@ class Opponent:
                 )
         return row
 
-    def _read(self) -> Merged:
+    def _read(self, *, verify: bool = False) -> Merged:
         from slurmgpu import results
 
-        merged = results.open(self.path)
+        merged = results.open(self.path, verify=verify)
         if not merged.complete:
             merged.close()
             raise SlurmGPUError(f"{self.path} lacks rows: its run is incomplete. `slurmgpu resubmit` completes it.")
