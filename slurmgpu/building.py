@@ -13,7 +13,8 @@ from pathlib import Path
 
 import slurmgpu
 from slurmgpu.checking import NodeCheck, hear
-from slurmgpu.containers.command import INSIDE, exec_command, mount, package_binds
+from slurmgpu.containers import INSIDE
+from slurmgpu.containers.command import exec_command, mount, package_binds
 from slurmgpu.containers.folders import leave_task_folders
 from slurmgpu.containers.node import prepare
 from slurmgpu.containers.settings import Bind, Container, ContainerError

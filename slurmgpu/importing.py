@@ -13,17 +13,22 @@ import linecache
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
 from slurmgpu import snapshots
+from slurmgpu.containers import INSIDE
 from slurmgpu.snapshots import Snapshot, SourceFile
+from slurmgpu.surroundings import image_name
 from slurmgpu.syntax import tree_digest
 
 BY_PATH = "slurmgpu_workload_"
 """What the names of modules begin with that run files name by their path."""
+INSTALLED = frozenset({"site-packages", "dist-packages"})
+"""The names of folders in which distributions are installed."""
 ENVIRON = "SLURMGPU_CODE"
 """The variable by which processes that a worker spawns know its snapshot."""
 
@@ -47,10 +52,11 @@ class Finder(MetaPathFinder):
     """Finds the modules of a snapshot, where Python would have found the files that they were."""
 
     def __init__(self, snapshot: Snapshot) -> None:
-        self.by_path = {file.path: file for file in snapshot.files}
-        self._by_name = {name: file for file in snapshot.files for name in file.modules}
+        files = [_as_seen_here(file) for file in snapshot.files]
+        self.by_path = {file.path: file for file in files}
+        self._by_name = {name: file for file in files for name in file.modules}
         # Also where a process unpickles what another one had of a file's module.
-        self._by_name |= {name_of_file(Path(file.path)): file for file in snapshot.files}
+        self._by_name |= {name_of_file(Path(file.path)): file for file in files}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -60,6 +66,12 @@ class Finder(MetaPathFinder):
         if file is None:
             return None
         return importlib.util.spec_from_file_location(fullname, file.path, loader=_Loader(fullname, file))
+
+
+def _as_seen_here(file: SourceFile) -> SourceFile:
+    """The file with the path that it has in the run's image, if this process is in there."""
+    is_inside = file.inside is not None and image_name() is not None and __file__.startswith(f"{INSIDE}/")
+    return replace(file, path=file.inside) if is_inside and file.inside else file
 
 
 class _Loader(SourceFileLoader):
@@ -138,11 +150,18 @@ def note_imported(names: Iterable[str]) -> list[str]:
 
 
 def outside(folder: Path) -> list[str]:
-    """The files below a folder from which modules are imported that the snapshot in use does not have."""
+    """The user's files from which modules are imported that the snapshot in use does not have.
+
+    They lie below `folder`, or anywhere but where Python and distributions are installed; an image's own are its own.
+    """
     finder = _in_use()
     known = finder.by_path if finder else {}
     mine = {path for path in _files_of_modules().values() if path.startswith(f"{folder}{os.sep}")}
-    return sorted(path for path in mine - known.keys() if path.endswith(".py") and "site-packages" not in path)
+    if image_name() is None:
+        others = tuple(f"{Path(each).parent}{os.sep}" for each in (os.__file__, __file__))
+        mine |= {path for path in _files_of_modules().values() if not path.startswith(others)}
+    mine = {path for path in mine - known.keys() if path.endswith(".py")}
+    return sorted(path for path in mine if not INSTALLED.intersection(Path(path).parts))
 
 
 def forget_changed() -> None:

@@ -24,10 +24,11 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.files import working_folder
 from slurmgpu.gpus import number_of
 from slurmgpu.items import Items, items_of
+from slurmgpu.locating import own_modules
 from slurmgpu.runs import Plan, Run, refuse_existing
 from slurmgpu.site import read_run_file
 from slurmgpu.snapshots import Snapshot
-from slurmgpu.tracing import git_state, own_modules, snapshot_of
+from slurmgpu.tracing import git_state, snapshot_of
 
 TARGET_SHARDS = 2048
 """At most so many shards by default: enough for balance over hundreds of GPUs, few enough for one directory."""

@@ -28,8 +28,7 @@ def code_now(run: Run, container: Mapping[str, Any] | None) -> tuple[dict[str, A
         except SlurmGPUError as error:
             notes = [f"What has changed in the code is not known. {error}"]
     # What was imported by a name that is made up as the code runs is in the former one as well.
-    names = sorted({name for file in former.files for name in file.modules}) if former else []
-    now = snapshot_of(run.plan, container, git_state(Path(run.plan.search_path)), also=names)
+    now = snapshot_of(run.plan, container, git_state(Path(run.plan.search_path)), former=former.files if former else ())
     snapshots.write(run.folder, now)
     return now.line(), [*now.left_out, *notes, *(_changed(run, former, now) if former else ())]
 

@@ -73,7 +73,13 @@ DEATH: Mapping[str, Kinds] = {"class": TEXT, "message": TEXT}
 USED: Mapping[str, Kinds] = dict.fromkeys(
     ("gpu_utilisation", "gpu_memory_peak_bytes", "host_memory_peak_bytes"), NUMBER | NONE | LACKING
 )
-CODE: Mapping[str, Kinds] = {"digest": TEXT | NONE, "items": COUNT, "files": OBJECT | NONE, "git": OBJECT | NONE}
+CODE: Mapping[str, Kinds] = {
+    "digest": TEXT | NONE,
+    "items": COUNT,
+    "files": OBJECT | NONE,
+    "git": OBJECT | NONE,
+    "left_out": LIST | LACKING,
+}
 IMAGE: Mapping[str, Kinds] = {"path": TEXT, "sha256": TEXT}
 NOT_FINITE: Mapping[str, Kinds] = {"nan": COUNT, "infinite": COUNT}
 LEDGER: Mapping[str, Kinds] = {**dict.fromkeys(("allocated", *KINDS), NUMBER), "energy_kwh": NUMBER | NONE}
@@ -293,6 +299,7 @@ def _version(run: Run, lines: Sequence[Mapping[str, Any]], digest: str | None) -
     used = [line for line in lines if digest is not None and code_digest([line]) == digest]
     about = dict.fromkeys(("python", "distributions", "image", "git"))
     about |= {key: used[-1]["code"].get(key) for key in about} if used else {}
+    about["left_out"] = used[-1]["code"].get("left_out") or [] if used else []
     files = None
     if digest is not None:
         try:

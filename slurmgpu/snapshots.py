@@ -25,6 +25,7 @@ from slurmgpu.shared_files import read_bytes, replace, retried
 SNAPSHOT_FORMAT = "slurmgpu code"
 SNAPSHOT_VERSION = 1
 FOLDER = "code"
+_OF_THE_FILE = frozenset({"format", "version", "digest", "files", "left_out"})
 SHOWN_DIGITS = 4
 """A digest is told by so many of its digits, or by more where others of the run begin alike."""
 
@@ -34,7 +35,7 @@ class SourceFile:
     """A file of the user's: `path` is where it lay, `name` what it is called in the snapshot.
 
     `modules` are the names under which it is imported, none for a file that the run file names by its path; `digest` is
-    that of its syntax tree.
+    that of its syntax tree. `inside` is where the run's image has it, if not at `path`.
     """
 
     name: str
@@ -42,6 +43,7 @@ class SourceFile:
     modules: tuple[str, ...]
     digest: str
     source: bytes
+    inside: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The file without its source, which lies beside."""
@@ -49,6 +51,7 @@ class SourceFile:
         return {
             "name": self.name,
             "path": self.path,
+            "inside": self.inside,
             "modules": list(self.modules),
             "digest": self.digest,
             "sha256": sha256,
@@ -74,7 +77,7 @@ class Snapshot:
 
     def line(self) -> dict[str, Any]:
         """What the submission's line has of it."""
-        return {"digest": self.digest, **self.about}
+        return {"digest": self.digest, **self.about, "left_out": list(self.left_out)}
 
 
 def write(run: Path, snapshot: Snapshot) -> None:
@@ -82,9 +85,11 @@ def write(run: Path, snapshot: Snapshot) -> None:
     folder = run / FOLDER
     about = folder / f"{snapshot.digest}.json"
     if (former := _former(run, snapshot.digest)) is not None:
-        places = {file.name: file.path for file in snapshot.files}
-        moved = [replace_fields(file, path=places[file.name]) for file in former.files]
-        if any(file.path != before.path for file, before in zip(moved, former.files, strict=True)):
+        places = {file.name: file for file in snapshot.files}
+        moved = [
+            replace_fields(file, path=places[file.name].path, inside=places[file.name].inside) for file in former.files
+        ]
+        if moved != list(former.files):
             _write_about(about, replace_fields(former, files=tuple(moved)))  # an editable install, say, lies elsewhere
         return
     # What is imported from here runs as whoever computes: it is for nobody else to write, whatever the umask.
@@ -107,7 +112,8 @@ def _former(run: Path, digest: str) -> Snapshot | None:
 
 def _write_about(path: Path, snapshot: Snapshot) -> None:
     head = {"format": SNAPSHOT_FORMAT, "version": SNAPSHOT_VERSION, "digest": snapshot.digest}
-    told = {**head, **snapshot.about, "files": [file.to_json() for file in snapshot.files]}
+    left_out, files = list(snapshot.left_out), [file.to_json() for file in snapshot.files]
+    told = {**head, **snapshot.about, "left_out": left_out, "files": files}
     text = json.dumps(told, indent=2, ensure_ascii=False) + "\n"
     # Where the umask lets a group write, it may not choose what is imported.
     write_bytes(path, text.encode("utf-8", "backslashreplace"), mode=0o644)
@@ -135,8 +141,8 @@ def read(run: Path, digest: str, *, with_sources: bool = True) -> Snapshot:
         if value["format"] != SNAPSHOT_FORMAT or value["version"] != SNAPSHOT_VERSION:
             raise ValueError(f"it is a {value['format']!r} of version {value['version']!r}")
         files = tuple(_read_file(path.with_suffix(""), file, with_sources=with_sources) for file in value["files"])
-        about = {key: value[key] for key in value if key not in ("format", "version", "digest", "files")}
-        snapshot = Snapshot(files, about)
+        about = {key: value[key] for key in value if key not in _OF_THE_FILE}
+        snapshot = Snapshot(files, about, tuple(map(str, value.get("left_out", ()))))
         if snapshot.digest != digest:
             raise ValueError(f"its files are those of {snapshot.digest}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -164,7 +170,8 @@ def _read_file(folder: Path, value: Mapping[str, Any], *, with_sources: bool) ->
     source = read_bytes(folder / name) if with_sources else b""
     if with_sources and hashlib.sha256(source).hexdigest() != value["sha256"]:
         raise ValueError(f"{folder / name} was changed")
-    return SourceFile(name, str(value["path"]), tuple(map(str, value["modules"])), str(value["digest"]), source)
+    modules, inside = tuple(map(str, value["modules"])), value.get("inside")
+    return SourceFile(name, str(value["path"]), modules, str(value["digest"]), source, inside and str(inside))
 
 
 def digests_in(run: Path) -> list[str]:

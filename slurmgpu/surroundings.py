@@ -26,10 +26,15 @@ def describe() -> dict[str, Any]:
         "used": used(),
         "shm_bytes": shm[0],
         "shm_free_bytes": shm[1],
-        "image": os.environ.get("APPTAINER_NAME") or os.environ.get("SINGULARITY_NAME"),
+        "image": image_name(),
         "kernel": os.uname().release,
         "libc": _libc(),
     }
+
+
+def image_name() -> str | None:
+    """The name of the image that this process is in; None outside of any."""
+    return os.environ.get("APPTAINER_NAME") or os.environ.get("SINGULARITY_NAME")
 
 
 def used() -> dict[str, str]:

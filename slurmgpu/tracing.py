@@ -7,48 +7,32 @@ may have imported an older version, and a login node may lack what a module need
 from __future__ import annotations
 
 import ast
-import contextlib
-import functools
 import hashlib
 import importlib.metadata
-import importlib.util
-import os
 import platform
 import re
-import site
 import subprocess
-import sys
-import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.machinery import EXTENSION_SUFFIXES, BuiltinImporter, FrozenImporter
 from pathlib import Path
 from typing import Any
 
 from slurmgpu import __version__
 from slurmgpu.digests import DIGITS
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.importing import Finder
+from slurmgpu.locating import Locator
 from slurmgpu.runs import Plan
 from slurmgpu.snapshots import Snapshot, SourceFile
 from slurmgpu.surroundings import PACKAGES
 from slurmgpu.syntax import tree_digest
 
-INSTALLED = frozenset({"site-packages", "dist-packages"})
 MANY_FILES = 2000
 """So many files of one installed package are no user's own code, wherever they lie: PyTorch built from its source."""
+MANY_NAMED = 5
 LONG_TEXT = 4096
 NAMED = re.compile(r"([^\s:][^:]*):[A-Za-z_]\w*")
 """What names a class or a function in a module or a file, among the settings: "digits.py:Digits"."""
 _GIT_PATIENCE_S = 20
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a module is: its file, none for a namespace, and the folders of its submodules."""
-
-    path: str | None
-    folders: tuple[str, ...]
 
 
 @dataclass
@@ -63,27 +47,35 @@ class _Found:
 
 
 def snapshot_of(
-    plan: Plan, container: Mapping[str, Any] | None, git: Mapping[str, Any] | None, *, also: Iterable[str] = ()
+    plan: Plan,
+    container: Mapping[str, Any] | None,
+    git: Mapping[str, Any] | None,
+    *,
+    also: Iterable[str] = (),
+    former: Iterable[SourceFile] = (),
 ) -> Snapshot:
     """The user's modules of a run as they are now; a sentence with file and line where one that it needs is no Python.
 
-    `git` is the state of their repository, `also` are modules that were seen to be imported, however they were named.
+    `git` is the state of their repository, `also` are modules that were seen to be imported, however they were named,
+    and `former` the files of an earlier snapshot: what was imported from them is looked for there as well.
     """
-    tracer = _Tracer(Path(plan.search_path), in_image=container is not None)
+    packages = None if container is None else [(str(name), str(path)) for name, path in container["packages"]]
+    former = list(former)
+    tracer = _Tracer(Path(plan.search_path), packages, former)
     tracer.add_named(plan.workload.rpartition(":")[0], needed=True)
     for text in _texts(plan.settings):
         if found := NAMED.fullmatch(text):
             tracer.add_named(found[1], needed=False)
-    for name in also:
+    for name in sorted({*also, *(name for file in former for name in file.modules)}):
         tracer.add_module(name, needed=False)
     files = tracer.follow()
     about: dict[str, Any] = {
         "python": platform.python_version(),
-        "distributions": {} if container else _versions(tracer.foreign),
+        "distributions": _versions(tracer.where.bound_in if container else {*tracer.where.foreign, *PACKAGES}),
         "image": dict(container["identity"]).get("sha256") if container else None,
         "git": git,
     }
-    return Snapshot(files, about, tuple(tracer.left_out))
+    return Snapshot(files, about, tuple(tracer.sentences()))
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
@@ -104,34 +96,30 @@ def _git_output(folder: Path, *arguments: str) -> str:
 
 
 class _Tracer:
-    """Follows imports from file to file; `foreign` are the packages met that are not the user's own."""
+    """Follows imports from file to file; `where` finds them, and knows of packages that are not the user's own."""
 
-    def __init__(self, folder: Path, *, in_image: bool) -> None:
-        self.foreign: set[str] = set()
-        self.left_out: list[str] = []
+    def __init__(self, folder: Path, packages: Sequence[tuple[str, str]] | None, former: Iterable[SourceFile]) -> None:
+        self.where = Locator(folder, packages, former)
         self._base = folder
-        self._in_image = in_image
-        self._folders = [str(folder)]
-        self._places: dict[str, _Place | None] = {}
-        self._tops: dict[str, str] = {}
+        self._left_out: list[str] = []
+        self._compiled: set[str] = set()
         self._files: dict[str, _Found] = {}
         self._todo: list[_Found] = []
         self._dropped: set[str] = set()
-        importlib.invalidate_caches()
 
     def add_named(self, module: str, *, needed: bool) -> None:
         """Take a module, or a file, that the run file names."""
         if not module.endswith(".py"):
-            known = set(self.foreign)
+            known = set(self.where.foreign)
             if all(part.isidentifier() for part in module.split(".")):
                 self.add_module(module, needed=needed)
             if not needed:
-                self.foreign = known  # a text with a colon in it may be anything
+                self.where.foreign = known  # a text with a colon in it may be anything
             return
         path = (self._base / Path(module).expanduser()).resolve()
         if path.is_file():
-            if str(path.parent) not in self._folders:
-                self._folders.insert(0, str(path.parent))
+            if str(path.parent) not in self.where.folders:
+                self.where.folders.insert(0, str(path.parent))
             self._take(str(path), None, needed=needed)
         elif needed:
             raise SlurmGPUError(
@@ -144,11 +132,26 @@ class _Tracer:
         parts = name.split(".")
         for n_parts in range(1, len(parts) + 1):
             whole = ".".join(parts[:n_parts])
-            place = self._locate(whole)
+            place = self.where.locate(whole)
             if place is None:
                 return
             if place.path is not None:
                 self._take(place.path, whole, needed=needed)
+
+    def sentences(self) -> list[str]:
+        """What is not in the snapshot although the user's code imports it, a sentence for each reason."""
+        found = list(self._left_out)
+        if self._compiled:
+            found.append(
+                f"Compiled modules are not in the snapshot of the code, and are imported as they are then: "
+                f"{_some(self._compiled)}."
+            )
+        if elsewhere := [f"{name} ({path})" for name, path in self.where.elsewhere.items()]:
+            found.append(
+                f"What the code imports from folders that are not bound into the image is imported as the image has "
+                f"it, if it does: {_some(elsewhere)}. Put it beside the run file, or install it in the image."
+            )
+        return found
 
     def follow(self) -> tuple[SourceFile, ...]:
         """The files, when all that they import has been taken as well."""
@@ -168,18 +171,31 @@ class _Tracer:
                 sources[found.path] = source, hashlib.sha256(source).hexdigest()[:DIGITS]
                 continue
             except OSError as error:
-                raise SlurmGPUError(f"{found.path}, which the workload imports, cannot be read: {error}.") from error
+                if found.needed:
+                    raise SlurmGPUError(
+                        f"{found.path}, which the workload imports, cannot be read: {error.strerror}. "
+                        f"Put it right there, and submit again."
+                    ) from error
+                self._left_out.append(f"{found.path} cannot be read, and is imported as it is then: {error.strerror}.")
+                continue
             sources[found.path] = source, tree_digest(source, found.path)
             try:
                 self._follow_imports(found, tree)
             except RecursionError:  # an expression of a thousand operators
-                self.left_out.append(f"What {found.path} imports is not known: it is nested too deeply.")
+                self._left_out.append(f"What {found.path} imports is not known: it is nested too deeply.")
         taken = [found for path, found in sorted(self._files.items()) if path in sources]
         kept = [found for found in taken if found.top not in self._dropped]
         return tuple(
-            SourceFile(found.name, found.path, tuple(sorted(found.modules)), sources[found.path][1], source)
+            SourceFile(
+                found.name,
+                found.path,
+                tuple(sorted(found.modules)),
+                digest,
+                source,
+                self.where.inside(found.path, found.top),
+            )
             for found in kept
-            for source in [sources[found.path][0]]
+            for source, digest in [sources[found.path]]
         )
 
     def _follow_imports(self, found: _Found, tree: ast.Module) -> None:
@@ -190,22 +206,33 @@ class _Tracer:
         imports.visit(tree)
         for name, always in imports.names:
             self.add_module(name, needed=found.needed and always)
-        if imports.is_dynamic and package:
+        below = set(imports.below)
+        if imports.made_up and package:
             # Which of its modules it imports is known only when it runs.
-            for name in self._modules_below(package.partition(".")[0]):
-                self.add_module(name, needed=False)
+            below.add(package.partition(".")[0])
+        elif imports.made_up:
+            self._left_out.append(
+                f"{found.path}, line {imports.made_up}, imports by a name that is made up as it runs: what it imports "
+                f"there alone is not in the snapshot of the code, and is imported as it is then."
+            )
+        for name in sorted(name for each in below for name in self._modules_below(each)):
+            self.add_module(name, needed=False)
 
     def _take(self, path: str, module: str | None, *, needed: bool) -> None:
+        if not path.endswith(".py"):
+            self._compiled.add(path)
+            return
         found = self._files.get(path)
         if found is None:
-            top = None if module is None else self._tops.get(module.partition(".")[0])
+            top = None if module is None else self.where.top_of(module)
             found = self._files[path] = _Found(path, self._name(path, top, module), [], needed, top)
             self._todo.append(found)
             if top and sum(each.top == top for each in self._files.values()) > MANY_FILES:
                 self._dropped.add(top)
-                self.foreign.add(top)
-                self._places[top] = None
-                self.left_out.append(f"{top} has more than {MANY_FILES:,} modules: they are imported as they are then.")
+                self.where.give_up(top)
+                self._left_out.append(
+                    f"{top} has more than {MANY_FILES:,} modules: they are imported as they are then."
+                )
         found.needed |= needed
         if module is not None and module not in found.modules:
             found.modules.append(module)
@@ -226,35 +253,9 @@ class _Tracer:
             name, number = f"{number}/{name}", number + 1
         return name
 
-    def _locate(self, name: str) -> _Place | None:
-        """Where a module of the user's is; None for all others."""
-        if name not in self._places:
-            parent, _, tail = name.rpartition(".")
-            above = self._places.get(parent) if parent else None
-            if not parent:
-                self._places[name] = self._locate_top(name)
-            else:
-                self._places[name] = _search(above.folders, tail) if above else None
-        return self._places[name]
-
-    def _locate_top(self, name: str) -> _Place | None:
-        if name == "slurmgpu":
-            return None
-        here = _search(tuple(self._folders), name)
-        if here is not None and here.path is not None:
-            return here
-        there = None if self._in_image else _installed(name)
-        if isinstance(there, _Place):
-            self._tops[name] = name
-            return there
-        if there is None and here is not None:  # a namespace: a folder without __init__.py
-            return here
-        if name not in sys.stdlib_module_names:
-            self.foreign.add(name)
-        return None
-
     def _modules_below(self, top: str) -> Iterator[str]:
-        place = self._locate(top)
+        self.add_module(top, needed=False)
+        place = self.where.locate(top)
         for folder in place.folders if place else ():
             for path in sorted(Path(folder).rglob("*.py")):
                 parts = path.relative_to(folder).with_suffix("").parts
@@ -268,7 +269,10 @@ class _Imports(ast.NodeVisitor):
 
     def __init__(self, package: str | None) -> None:
         self.names: list[tuple[str, bool]] = []
-        self.is_dynamic = False
+        self.below: set[str] = set()
+        """Packages of which it imports modules by names that are made up as it runs."""
+        self.made_up = 0
+        """The line where it imports by a name of which nothing can be told."""
         self._package = package
         self._depth = 0
 
@@ -308,82 +312,46 @@ class _Imports(ast.NodeVisitor):
                 self._add(f"{base}.{alias.name}")
 
     def visit_Call(self, node: ast.Call) -> None:
-        """`importlib.import_module("a.b")`."""
+        """`importlib.import_module("a.b")`, `importlib.import_module(f"plugins.{name}")`."""
         function = node.func
         name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-        if name in ("import_module", "__import__") and node.args:
-            first = node.args[0]
-            if isinstance(first, ast.Constant) and isinstance(first.value, str) and not first.value.startswith("."):
-                self.names.append((first.value, False))
+        if name in ("import_module", "__import__", "run_module") and node.args:
+            begin, is_whole = _beginning(node.args[0])
+            package, dot, _ = begin.rpartition(".")
+            if is_whole and not begin.startswith("."):
+                self.names.append((begin, False))
+            elif dot and not begin.startswith("."):
+                self.below.add(package)
             else:
-                self.is_dynamic = True
+                self.made_up = node.lineno
         self.generic_visit(node)
 
     def _add(self, name: str) -> None:
         self.names.append((name, self._depth == 0))
 
 
-def _search(folders: Sequence[str], name: str) -> _Place | None:
-    """A module in these folders, as Python looks for it there."""
-    spaces = []
-    for folder in folders:
-        inner = os.path.join(folder, name)  # noqa: PTH118  (quick: each import is looked for)
-        init = os.path.join(inner, "__init__.py")  # noqa: PTH118
-        if os.path.isfile(init):  # noqa: PTH113
-            return _Place(init, (inner,))
-        if any(os.path.isfile(f"{inner}{suffix}") for suffix in EXTENSION_SUFFIXES):  # noqa: PTH113
-            return None  # compiled: it cannot be imported from elsewhere
-        if os.path.isfile(f"{inner}.py"):  # noqa: PTH113
-            return _Place(f"{inner}.py", ())
-        if os.path.isdir(inner):  # noqa: PTH112
-            spaces.append(inner)
-    return _Place(None, tuple(spaces)) if spaces else None
+def _beginning(node: ast.expr) -> tuple[str, bool]:
+    """What the text of an expression is known to begin with, and whether that is all of it."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text, True
+        case (
+            ast.JoinedStr(values=[ast.Constant(value=str(text)), *_])
+            | ast.BinOp(left=ast.Constant(value=str(text)), op=ast.Add())
+        ):
+            return text, False
+        case ast.BinOp(left=ast.Constant(value=str(text)), op=ast.Mod()):
+            return text.partition("%")[0], False
+        case ast.Call(func=ast.Attribute(value=ast.Constant(value=str(text)), attr="format")):
+            return text.partition("{")[0], False
+    return "", False
 
 
-def _installed(name: str) -> _Place | bool | None:
-    """Where a module is that is no installed distribution's copy, as of an editable install, or on PYTHONPATH.
-
-    False for others' modules, None where there is none.
-    """
-    others = (finder for finder in sys.meta_path if finder not in (BuiltinImporter, FrozenImporter))
-    for finder in others:
-        if isinstance(finder, Finder) or not hasattr(finder, "find_spec"):
-            continue
-        spec = None
-        with contextlib.suppress(Exception):  # a finder of somebody else's
-            spec = finder.find_spec(name, None)
-        if spec is not None:
-            break
-    else:
-        return None if name not in sys.builtin_module_names else False
-    folders = tuple(spec.submodule_search_locations or ())
-    path = spec.origin if spec.origin and spec.has_location else None
-    if path is None and not folders:
-        return False
-    if any(_is_others(each) for each in ((path,) if path else folders)):
-        return False
-    if path is not None and not path.endswith(".py"):
-        return False
-    return _Place(path, folders)
-
-
-def _is_others(path: str) -> bool:
-    """Whether a file is of the standard library, or was copied where distributions are installed."""
-    return bool(INSTALLED.intersection(Path(path).parts)) or path.startswith(_folders_of_others())
-
-
-@functools.cache
-def _folders_of_others() -> tuple[str, ...]:
-    kinds = ("stdlib", "platstdlib", "purelib", "platlib")
-    own_package = str(Path(__file__).parent)
-    folders = {sysconfig.get_path(kind) for kind in kinds} | {site.getusersitepackages(), own_package}
-    return tuple(f"{folder}{os.sep}" for folder in folders if folder)
-
-
-def own_modules(names: Iterable[str]) -> list[str]:
-    """Those of these modules, which are imported, that are the user's own files."""
-    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
-    return sorted(name for name, file in files.items() if isinstance(file, str) and not _is_others(file))
+def _some(names: Iterable[str]) -> str:
+    """Some of these names, and how many more there are."""
+    names = sorted(names)
+    more = f" and {len(names) - MANY_NAMED} more" if len(names) > MANY_NAMED else ""
+    return ", ".join(names[:MANY_NAMED]) + more
 
 
 def _not_python(path: str, error: Exception) -> SlurmGPUError:
@@ -404,10 +372,10 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _versions(names: Iterable[str]) -> dict[str, str]:
-    """The versions of the distributions that these packages come from, and of those that built-in workloads use."""
+    """The versions of the distributions that these packages come from, and of slurmgpu."""
     found = {"slurmgpu": __version__}
     unknown = set()
-    for name in {*names, *PACKAGES}:
+    for name in names:
         try:
             found[name.replace("_", "-").lower()] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

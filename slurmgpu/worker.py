@@ -160,8 +160,7 @@ class Worker:
             workload = self._load()
             if self.assignment.inject:
                 workload = self._inject(workload)
-            if self.assignment.code is not None and (files := importing.outside(Path(plan.search_path))):
-                log.warning("not in the snapshot of the code, and imported as it is now: %s", ", ".join(files))
+            outside = self._tell_outside()
             self._resumes = bool(getattr(workload, "resumes", False))
             if self._resumes:
                 self.on_resumable()
@@ -172,6 +171,16 @@ class Worker:
             calls, told = (self._tell_batch, self._agree), (self._noted, plan.search_path)
             computer = Computer(workload, name, self._columns, plan.batch_size, *calls, leads, *told)
             self._take_and_compute(computer, reader)
+            self._tell_outside(outside)
+
+    def _tell_outside(self, told: Sequence[str] = ()) -> list[str]:
+        """Log which of the user's files were imported that the snapshot lacks, as of names made up as the code runs."""
+        if self.assignment.code is None:
+            return []
+        files = importing.outside(Path(self.run.plan.search_path))
+        if new := [file for file in files if file not in told]:
+            log.warning("not in the snapshot of the code, and imported as it is now: %s", ", ".join(new))
+        return files
 
     def _take_and_compute(self, computer: Computer, reader: Reader) -> None:
         waiting: list[Waiting] = []

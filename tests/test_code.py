@@ -1,15 +1,20 @@
 """The snapshot of the user's modules: what is in it, that tasks import nothing else, what is told of changes."""
 
+import errno
 import json
 import os
 import sys
 import textwrap
+import zipfile
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
 
 import h5py
 import pytest
 
 from slurmgpu import importing, snapshots
 from slurmgpu import open as slurmgpu_open
+from slurmgpu.errors import SlurmGPUError
 from slurmgpu.planning import draft_run
 from slurmgpu.runs import Run
 from slurmgpu.stretches import in_words, makers_of, rows_by_code, stretches_of, within
@@ -392,3 +397,95 @@ def test_the_digest_is_that_of_the_syntax_tree(one, other, same):
 def test_digests_are_told_by_as_many_digits_as_tell_them_apart():
     assert snapshots.short("9f2c1111", ["77ab0000"]) == "9f2c"
     assert snapshots.short("9f2c1111", ["9f2c1000"]) == "9f2c11"
+
+
+def names_in(folder, **more):
+    with draft_run(folder / "slurmgpu.toml") as draft:
+        importing.forget_changed()
+        code = snapshot_of(draft.plan, None, None, **more)
+    return [file.name for file in code.files], list(code.left_out)
+
+
+def test_plugins_whose_names_are_made_up_behind_a_package_are_in_it(signed):
+    folder = signed()
+    for package in ("reds", "blues", "greens", "greys"):
+        (folder / package).mkdir()
+        (folder / package / "one.py").touch()
+    (folder / "signed.py").write_text(
+        "from importlib import import_module\n"
+        "def plug(name):\n"
+        "    import_module(f'reds.{name}'), import_module('blues.' + name), import_module('greens.%s' % name)\n"
+        "    return import_module('greys.{}'.format(name))\n" + WORKLOAD
+    )
+    names, left_out = names_in(folder)
+    assert {"reds/one.py", "blues/one.py", "greens/one.py", "greys/one.py"} < set(names)
+    assert left_out == []
+    with open(folder / "signed.py", "a") as file:
+        file.write("\n\ndef other(name):\n    return __import__(name)\n")
+    _, [said] = names_in(folder)
+    line = len((folder / "signed.py").read_text().splitlines())
+    assert f"{folder / 'signed.py'}, line {line}, imports by a name that is made up as it runs" in said
+
+
+def test_what_cannot_be_taken_is_told_at_submit_and_in_the_report(signed, slurmgpu):
+    folder = signed()
+    (folder / f"fast{EXTENSION_SUFFIXES[0]}").write_bytes(b"no library at all")
+    text = "try:\n    import fast\nexcept ImportError:\n    fast = None\n" + WORKLOAD
+    (folder / "signed.py").write_text(text)
+    said = slurmgpu("submit", cwd=folder, expect=0).stderr
+    [sentence] = report(folder)["code"][0]["left_out"]
+    assert "Compiled modules are not in the snapshot" in sentence
+    assert str(folder / f"fast{EXTENSION_SUFFIXES[0]}") in sentence
+    assert sentence in said
+    [digest] = codes(folder)
+    assert json.loads((folder / "run" / "code" / f"{digest}.json").read_text())["left_out"] == [sentence]
+
+
+def test_a_folder_that_code_puts_on_the_path_is_known_to_a_resubmission(signed, slurmgpu, tmp_path):
+    folder, shared = signed(), tmp_path / "shared"
+    shared.mkdir()
+    (shared / "outside.py").write_text("import beyond\nTIMES = beyond.TIMES\n")
+    (shared / "beyond.py").write_text("TIMES = 10\n")
+    begin = f"import sys\nsys.path.append({str(shared)!r})\nfrom outside import TIMES\n"
+    (folder / "signed.py").write_text(begin + WORKLOAD.replace("SIGN * (", "TIMES * SIGN * ("))
+    slurmgpu("submit", cwd=folder, expect=0)
+    lack(folder, 0)
+    (shared / "beyond.py").write_text("TIMES = 100\n")
+    said = slurmgpu("resubmit", "run", cwd=folder, expect=0).stderr
+    assert "beyond.py differs" in said
+    assert "not imported any more" not in said
+    assert set(report(folder)["code"][0]["files"]) == {*NAMES, "outside.py", "beyond.py"}
+
+
+def test_a_module_in_an_archive_on_the_path_is_no_error(signed, tmp_path, monkeypatch):
+    with zipfile.ZipFile(tmp_path / "zipped.zip", "w") as archive:
+        archive.writestr("zipped.py", "x = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "zipped.zip"))
+    folder = signed()
+    (folder / "signed.py").write_text("import zipped\n" + WORKLOAD)
+    names, left_out = names_in(folder)
+    assert (names, left_out) == (NAMES, [])
+
+
+def test_a_file_that_may_be_imported_and_cannot_be_read_is_told(signed, monkeypatch):
+    folder = signed()
+    (folder / "secret.py").touch()
+    (folder / "signed.py").write_text("try:\n    import secret\nexcept OSError:\n    pass\n" + WORKLOAD)
+    read = Path.read_bytes
+
+    def refuse(path):
+        if path.name == "secret.py":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return read(path)
+
+    with draft_run(folder / "slurmgpu.toml") as draft:
+        importing.forget_changed()
+        monkeypatch.setattr(Path, "read_bytes", refuse)
+        code = snapshot_of(draft.plan, None, None)
+        assert [file.name for file in code.files] == NAMES
+        assert code.left_out == (
+            f"{folder / 'secret.py'} cannot be read, and is imported as it is then: Permission denied.",
+        )
+        (folder / "signed.py").write_text("import secret\n" + WORKLOAD)
+        with pytest.raises(SlurmGPUError, match=r"secret\.py, which the workload imports, cannot be read: Permission"):
+            snapshot_of(draft.plan, None, None)

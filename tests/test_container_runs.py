@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from slurmgpu import open as slurmgpu_open
 from tests.cluster import Cluster, missing
 from tests.cluster.fixture import leave_out
 from tests.runs import (
@@ -211,6 +212,45 @@ def test_modules_beside_the_run_file_and_packages_from_elsewhere_are_found_insid
 
     with package.open(folder / "run" / "merged.h5") as merged:
         assert merged["where"][0] == "/opt/slurmgpu/sheep/__init__.py and beside"
+
+
+def test_a_package_that_is_bound_into_the_image_is_imported_from_the_snapshot(project, apptainer, tmp_path):
+    elsewhere = tmp_path / "elsewhere" / "sheep"
+    elsewhere.mkdir(parents=True)
+    (elsewhere / "__init__.py").write_text("from .wool import Wool\n")
+    (elsewhere / "wool.py").write_text(
+        "import time\nfrom pathlib import Path\nfrom slurmgpu import Text\n"
+        "try:\n    import flock\nexcept ImportError:\n    flock = None\n\n"
+        "class Wool:\n    columns = {'said': Text()}\n    batch_size = 4\n"
+        "    def load(self, task): pass\n"
+        "    def __call__(self, items):\n"
+        "        while Path('held').exists(): time.sleep(0.05)\n"
+        "        from sheep import late\n"
+        "        return [{'said': f'{late.WORD} {late.__file__} {flock}'} for item in items]\n"
+    )
+    (elsewhere / "late.py").write_text("WORD = 'submitted'\n")
+    (tmp_path / "elsewhere" / "flock.py").touch()
+    folder = project(8, container=apptainer.table())
+    (folder / "held").touch()
+    run_file = folder / "slurmgpu.toml"
+    run_file.write_text(run_file.read_text().replace("workloads.py:Rows", "sheep:Wool"))
+    path = os.pathsep.join([str(tmp_path / "elsewhere"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    process = start(*LOCAL, cwd=folder, PYTHONPATH=path)
+    wait_until_held(folder, 0)
+    (elsewhere / "late.py").write_text("WORD = 'edited'\n")
+    (elsewhere / "__init__.py").write_text("not Python at all\n")
+    kill_workers(folder / "run")
+    (folder / "held").unlink()
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    with slurmgpu_open(folder / "run" / "merged.h5") as merged:
+        assert set(merged["said"][:]) == {"submitted /opt/slurmgpu/sheep/late.py None"}
+    [version] = report(folder)["code"]
+    assert set(version["files"]) == {"sheep/__init__.py", "sheep/wool.py", "sheep/late.py"}
+    # What is not in the image is told, where it was submitted and in the report.
+    [sentence] = version["left_out"]
+    assert f"flock ({tmp_path / 'elsewhere' / 'flock.py'})" in sentence
+    assert sentence in " ".join(output.split())
 
 
 @pytest.mark.slurm

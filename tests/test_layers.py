@@ -76,6 +76,7 @@ LAYERS = {
     3: [
         "planning",
         "tracing",
+        "locating",
         "renewing",
         "items",
         "placing",

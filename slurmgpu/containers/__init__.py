@@ -1,1 +1,4 @@
 """Apptainer: images, the command that runs a worker in one, and its complaints in words. Nothing else knows it."""
+
+INSIDE = "/opt/slurmgpu"
+"""Where slurmgpu, and what the workload is imported from, lie in the container: its PYTHONPATH."""

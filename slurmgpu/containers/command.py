@@ -6,13 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import slurmgpu
+from slurmgpu.containers import INSIDE
 from slurmgpu.containers.environment import inner_environment, outer_environment
 from slurmgpu.containers.folders import task_folder
 from slurmgpu.containers.links import Known, names, upwards
 from slurmgpu.containers.settings import Bind, Container, home_folder
-
-INSIDE = "/opt/slurmgpu"
-"""Where slurmgpu, and what the workload is imported from, lie in the container: its PYTHONPATH."""
 
 SHARED = ("/tmp", "/var/tmp")
 """What a container shares with its node unless it is strict."""
