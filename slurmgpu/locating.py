@@ -53,7 +53,7 @@ class Locator:
         self.bound_in: set[str] = set()
         self.elsewhere: dict[str, str] = {}
         self._packages = packages
-        self._formerly = {name: file.path for file in former for name in file.modules if "." not in name}
+        self._formerly = {name: file.path for file in former for name in file.modules}
         self._places: dict[str, Place | None] = {}
         self._tops: set[str] = set()
         importlib.invalidate_caches()
@@ -62,6 +62,17 @@ class Locator:
         """The package of a module, if it lies elsewhere than beside the run file."""
         top = module.partition(".")[0]
         return top if top in self._tops else None
+
+    def vanished(self, module: str) -> str | None:
+        """The path of a module's file that a former snapshot has, if it is not there any more, nor another by its name.
+
+        None for what an image may have of itself.
+        """
+        path = self._formerly.get(module)
+        if path is None or Path(path).exists() or self.locate(module) is not None:
+            return None
+        is_unknown = "." not in module and (self._packages is not None or _installed(module) is not None)
+        return None if is_unknown else path
 
     def give_up(self, top: str) -> None:
         """Take a package for another's."""

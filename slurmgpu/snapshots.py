@@ -210,7 +210,9 @@ def changes(before: Snapshot, now: Snapshot) -> list[str]:
     then, today = ({file.name: file.digest for file in each.files} for each in (before, now))
     found = [f"{name} differs" for name in sorted(then.keys() & today.keys()) if then[name] != today[name]]
     found += [f"{name} is new" for name in sorted(today.keys() - then.keys())]
-    found += [f"{name} is not imported any more" for name in sorted(then.keys() - today.keys())]
+    gone = {file.name for file in before.files if not Path(file.path).exists()}
+    for name in sorted(then.keys() - today.keys()):
+        found.append(f"{name} is {'gone' if name in gone else 'not imported any more'}")
     return found + changed_versions(before.about, now.about)
 
 

@@ -206,6 +206,11 @@ class _Tracer:
         imports.visit(tree)
         for name, always in imports.names:
             self.add_module(name, needed=found.needed and always)
+            if found.needed and always and name in imports.modules and (path := self.where.vanished(name)):
+                raise SlurmGPUError(
+                    f"{found.path} imports {name}, and its file {path} is not there any more. Put it back, or compute "
+                    f"with the snapshot of the last submission: --code former."
+                )
         below = set(imports.below)
         if imports.made_up and package:
             # Which of its modules it imports is known only when it runs.
@@ -269,6 +274,8 @@ class _Imports(ast.NodeVisitor):
 
     def __init__(self, package: str | None) -> None:
         self.names: list[tuple[str, bool]] = []
+        self.modules: set[str] = set()
+        """Those of the names that can be nothing but modules."""
         self.below: set[str] = set()
         """Packages of which it imports modules by names that are made up as it runs."""
         self.made_up = 0
@@ -295,6 +302,7 @@ class _Imports(ast.NodeVisitor):
         """`import a.b`."""
         for alias in node.names:
             self._add(alias.name)
+            self.modules.add(alias.name)
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         """`from a import b`, where b may be a module."""
@@ -307,6 +315,7 @@ class _Imports(ast.NodeVisitor):
                 return
             base = ".".join([*above[: len(above) - node.level + 1], *([base] if base else [])])
         self._add(base)
+        self.modules.add(base)
         for alias in node.names:
             if alias.name != "*":
                 self._add(f"{base}.{alias.name}")

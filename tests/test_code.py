@@ -489,3 +489,33 @@ def test_a_file_that_may_be_imported_and_cannot_be_read_is_told(signed, monkeypa
         (folder / "signed.py").write_text("import secret\n" + WORKLOAD)
         with pytest.raises(SlurmGPUError, match=r"secret\.py, which the workload imports, cannot be read: Permission"):
             snapshot_of(draft.plan, None, None)
+
+
+def test_what_is_gone_is_told_apart_from_what_is_not_imported_any_more(tmp_path):
+    (tmp_path / "kept.py").touch()
+    files = [snapshots.SourceFile(name, str(tmp_path / name), (), "d", b"") for name in ("gone.py", "kept.py")]
+    before, now = snapshots.Snapshot(tuple(files), {}), snapshots.Snapshot((), {})
+    assert snapshots.changes(before, now) == ["gone.py is gone", "kept.py is not imported any more"]
+
+
+def test_a_module_that_has_vanished_is_missed_before_anything_is_queued(signed, monkeypatch):
+    folder = signed()
+    for name in ("vanishing", "helpers/vanishing"):
+        (folder / f"{name}.py").touch()
+    (folder / "signed.py").write_text("import vanishing\nfrom helpers import vanishing\n" + WORKLOAD)
+    with draft_run(folder / "slurmgpu.toml") as draft:
+        importing.forget_changed()
+        before = draft.code.files
+        (folder / "helpers" / "vanishing.py").unlink()
+        snapshot_of(draft.plan, None, None, former=before)  # helpers/__init__.py may have that name
+        (folder / "vanishing.py").unlink()
+        with pytest.raises(SlurmGPUError, match=r"imports vanishing, and its file \S+ is not there.*--code former"):
+            snapshot_of(draft.plan, None, None, former=before)
+        installed = folder / "installed" / "site-packages"
+        installed.mkdir(parents=True)
+        (installed / "vanishing.py").touch()
+        monkeypatch.syspath_prepend(str(installed))
+        assert [file.name for file in snapshot_of(draft.plan, None, None, former=before).files] == NAMES
+        (installed / "vanishing.py").unlink()
+        (folder / "signed.py").write_text("try:\n    import vanishing\nexcept ImportError:\n    pass\n" + WORKLOAD)
+        assert [file.name for file in snapshot_of(draft.plan, None, None, former=before).files] == NAMES
