@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
 import logging
 import os
+import pwd
 import re
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -167,6 +167,19 @@ def cancel_pending(array_job: str) -> None:
     cancel("--state=PENDING", array_job)
 
 
+def name_of(uid: int) -> str | None:
+    """The name of a user on this machine; None where it has none, as in some containers."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return None
+
+
+def own_name() -> str:
+    """The user that Slurm takes this process for. LOGNAME and USER may be another's: `su` and `sudo -E` leave them."""
+    return name_of(os.getuid()) or str(os.getuid())
+
+
 def hostnames(expression: str) -> tuple[str, ...]:
     """The nodes of a list such as `gpu[1-2]`; none when Slurm does not answer."""
     try:
@@ -200,7 +213,7 @@ def max_submit_jobs() -> int | None:
             "--parsable2",
             "show",
             "assoc",
-            f"user={getpass.getuser()}",
+            f"user={own_name()}",
             "format=MaxSubmitJobs,GrpSubmitJobs",
         )
     except SlurmUnavailableError as error:
