@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from slurmgpu.executors import commands, queue
+from slurmgpu.executors import commands, queue, slurm
 
 PREFERRED = {
     "SQUEUE_STATES": "RUNNING",
@@ -85,6 +85,28 @@ def test_what_will_run_again_is_in_the_queue_and_what_has_ended_is_not(pretendin
     ]
     pretending("squeue", f"printf '{''.join(records)}'")
     assert tuple(job.state for job in queue.own_jobs()) == STATES
+
+
+@pytest.mark.parametrize(
+    ("line", "is_hazard"),
+    [
+        ("SignalChildrenProcesses=yes", True),
+        (" signalchildrenprocesses = YES # so", True),
+        ("#SignalChildrenProcesses=yes", False),
+        ("SignalChildrenProcesses=no", False),
+        ("ConstrainRAMSpace=yes", False),
+    ],
+)
+def test_that_slurm_signals_every_process_is_read_from_cgroup_conf(pretending, tmp_path, monkeypatch, line, is_hazard):
+    """`scontrol show config` says nothing of it, from 23.11, where it came, to 26.05."""
+    (tmp_path / "cgroup.conf").write_text(f"CgroupPlugin=autodetect\n{line}\n")
+    pretending("scontrol", f"echo 'ProctrackType = proctrack/cgroup'; echo 'SLURM_CONF = {tmp_path}/slurm.conf'")
+    container = {"stage": "copy", "identity": {"kind": "sif"}}
+    for name in (None, f"{tmp_path}/slurm.conf"):
+        monkeypatch.delenv("SLURM_CONF", raising=False)
+        if name:
+            monkeypatch.setenv("SLURM_CONF", name)
+        assert ["SignalChildrenProcesses = yes" in text for text in slurm.hazards(container)] == [True] * is_hazard
 
 
 @pytest.mark.slurm

@@ -8,8 +8,9 @@ import os
 import pwd
 import re
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from slurmgpu.attempts import Life
 from slurmgpu.errors import SlurmGPUError
@@ -192,6 +193,21 @@ def hostnames(expression: str) -> tuple[str, ...]:
 def configuration() -> dict[str, str]:
     """The cluster's slurm.conf and cgroup.conf, as `scontrol show config` gives them."""
     return dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", run("scontrol", "show", "config"), re.MULTILINE))
+
+
+def signals_children(config: Mapping[str, str]) -> bool:
+    """Whether cgroup.conf has Slurm signal every process of a step; False where this machine cannot read it.
+
+    It lies beside slurm.conf, or where a configless node keeps both. `scontrol show config` leaves this line out, as
+    of Slurm 26.05.
+    """
+    beside = Path(os.environ.get("SLURM_CONF") or config.get("SLURM_CONF", "/etc/slurm/slurm.conf")).parent
+    for folder in (beside, Path("/run/slurm/conf")):
+        with contextlib.suppress(OSError):
+            text = (folder / "cgroup.conf").read_text(errors="replace")
+            found = re.findall(r"^\s*SignalChildrenProcesses\s*=\s*(\w+)", text, re.MULTILINE | re.IGNORECASE)
+            return bool(found) and found[-1].lower() in ("yes", "up", "true", "1")
+    return False
 
 
 def cluster_name() -> str:
