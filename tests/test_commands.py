@@ -1,8 +1,10 @@
 """What Slurm's commands are asked, and told: what we mean, whatever the user prefers, and whatever they answer."""
 
+import os
+
 import pytest
 
-from slurmgpu.executors import commands
+from slurmgpu.executors import commands, queue, slurm
 
 PREFERRED = {
     "SQUEUE_STATES": "RUNNING",
@@ -42,3 +44,80 @@ def test_what_a_user_prefers_to_see_does_not_change_what_is_asked(pretending, mo
 def test_what_sbatch_says_of_a_script_may_be_any_bytes(pretending):
     pretending("sbatch", r"printf 'sbatch: error: no account \351tude\n' >&2; exit 1")
     assert commands.try_script("x.sbatch")[1] == "error: no account \N{REPLACEMENT CHARACTER}tude"
+
+
+# Before Slurm 25.05 squeue answers so, with exit code 0, where a uid has no name.
+NAMES_ONLY = r"""
+case "$*" in *--user*) echo 'squeue: error: Invalid user: 54321' >&2; exit 0;; esac
+echo "$*" | grep -q PENDING || {
+    printf '54321\0377\037PENDING\037None\037slurmgpu\037N/A\037\037/\037x\036\n'
+    printf '1000\0378\037PENDING\037None\037slurmgpu\037N/A\037\037/\037x\036\n'; exit; }
+printf '54321|9|afterany:7(unfulfilled)\n1000|10|afterany:7(unfulfilled)\n'
+"""
+
+
+def test_the_jobs_of_a_user_without_a_name_here_are_known_all_the_same(pretending, monkeypatch):
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    pretending("squeue", NAMES_ONLY)
+    assert [job.job_id for job in queue.own_jobs()] == ["7"]
+    assert [job.job_id for job in queue.own_jobs([1000])] == ["7", "8"]
+    assert queue.dependents("7") == [("9", "afterany:7")]
+    assert commands.own_name() == "54321"
+
+
+STATES = (
+    "PENDING",
+    "REQUEUED",
+    "REQUEUE_HOLD",
+    "SPECIAL_EXIT",
+    "EXPEDITING",
+    "RESV_DEL_HOLD",
+    "COMPLETING",
+    "NEVER_HEARD",
+)
+
+
+def test_what_will_run_again_is_in_the_queue_and_what_has_ended_is_not(pretending):
+    ended = ("COMPLETED", "CANCELLED", "DEADLINE", "NODE_FAIL", "REVOKED")
+    records = [
+        "\\037".join([str(os.getuid()), str(number), state, "None", "slurmgpu", "N/A", "", "/", "x"]) + "\\036\\n"
+        for number, state in enumerate((*STATES, *ended))
+    ]
+    pretending("squeue", f"printf '{''.join(records)}'")
+    assert tuple(job.state for job in queue.own_jobs()) == STATES
+
+
+@pytest.mark.parametrize(
+    ("line", "is_hazard"),
+    [
+        ("SignalChildrenProcesses=yes", True),
+        (" signalchildrenprocesses = YES # so", True),
+        ("#SignalChildrenProcesses=yes", False),
+        ("SignalChildrenProcesses=no", False),
+        ("ConstrainRAMSpace=yes", False),
+    ],
+)
+def test_that_slurm_signals_every_process_is_read_from_cgroup_conf(pretending, tmp_path, monkeypatch, line, is_hazard):
+    """`scontrol show config` says nothing of it, from 23.11, where it came, to 26.05."""
+    (tmp_path / "cgroup.conf").write_text(f"CgroupPlugin=autodetect\n{line}\n")
+    pretending("scontrol", f"echo 'ProctrackType = proctrack/cgroup'; echo 'SLURM_CONF = {tmp_path}/slurm.conf'")
+    container = {"stage": "copy", "identity": {"kind": "sif"}}
+    for name in (None, f"{tmp_path}/slurm.conf"):
+        monkeypatch.delenv("SLURM_CONF", raising=False)
+        if name:
+            monkeypatch.setenv("SLURM_CONF", name)
+        assert ["SignalChildrenProcesses = yes" in text for text in slurm.hazards(container)] == [True] * is_hazard
+
+
+@pytest.mark.slurm
+def test_the_jobs_are_those_of_the_process_whatever_logname_says(cluster, monkeypatch):
+    """`su` and `sudo -E` may leave it as it was."""
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.setenv(name, "munge")
+    job = cluster.run("sbatch", "--parsable", "--hold", "--wrap", "true").strip()
+    behind = cluster.run("sbatch", "--parsable", f"--dependency=afterany:{job}", "--wrap", "true").strip()
+    try:
+        assert {job, behind} <= {found.job_id for found in queue.own_jobs()}
+        assert [waiting for waiting, _ in queue.dependents(job)] == [behind]
+    finally:
+        commands.cancel(job, behind)

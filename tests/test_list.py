@@ -195,7 +195,7 @@ def test_many_runs_cost_one_squeue(folder, slurmgpu, tmp_path):
         pretend_run(folder / f"run{number}", 60, n_tasks=2, n_shards=8, executor="slurm", job=str(100 + number))
     squeue = tmp_path / "bin" / "squeue"
     squeue.parent.mkdir()
-    fields = "\\037".join(["103_[2-5]", "PENDING", "Resources", "slurmgpu:run3", "N/A", "", "/", "x"])
+    fields = "\\037".join([str(os.getuid()), "103_[2-5]", "PENDING", "Resources", "slurmgpu:run3", "N/A", "", "/", "x"])
     squeue.write_text(f"#!/bin/sh\necho asked >> {tmp_path}/asked\nprintf '{fields}\\036\\n'\n")
     squeue.chmod(0o755)
     done = slurmgpu("list", folder, "--json", PATH=f"{squeue.parent}:{os.environ['PATH']}", expect=0)

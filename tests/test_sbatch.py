@@ -443,7 +443,7 @@ sys.exit(done.returncode)
 
 @pytest.mark.slurm
 def test_jobs_by_hand_are_known_where_squeue_shows_no_arguments(project, slurmgpu, sbatch, tmp_path, monkeypatch):
-    """As in Slurm 24.11 and later; the real squeue here is 22.05's."""
+    """As in Slurm 24.11 and later, whichever squeue is here."""
     folder = project(24, resources={"device": "cpu"})
     tasks, _ = slurmgpu("plan", cwd=folder, expect=0).stdout.splitlines()
     newer = tmp_path / "newer" / "squeue"

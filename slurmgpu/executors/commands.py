@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
 import logging
 import os
+import pwd
 import re
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from slurmgpu.attempts import Life
 from slurmgpu.errors import SlurmGPUError
@@ -167,6 +168,19 @@ def cancel_pending(array_job: str) -> None:
     cancel("--state=PENDING", array_job)
 
 
+def name_of(uid: int) -> str | None:
+    """The name of a user on this machine; None where it has none, as in some containers."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return None
+
+
+def own_name() -> str:
+    """The user that Slurm takes this process for. LOGNAME and USER may be another's: `su` and `sudo -E` leave them."""
+    return name_of(os.getuid()) or str(os.getuid())
+
+
 def hostnames(expression: str) -> tuple[str, ...]:
     """The nodes of a list such as `gpu[1-2]`; none when Slurm does not answer."""
     try:
@@ -179,6 +193,21 @@ def hostnames(expression: str) -> tuple[str, ...]:
 def configuration() -> dict[str, str]:
     """The cluster's slurm.conf and cgroup.conf, as `scontrol show config` gives them."""
     return dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", run("scontrol", "show", "config"), re.MULTILINE))
+
+
+def signals_children(config: Mapping[str, str]) -> bool:
+    """Whether cgroup.conf has Slurm signal every process of a step; False where this machine cannot read it.
+
+    It lies beside slurm.conf, or where a configless node keeps both. `scontrol show config` leaves this line out, as
+    of Slurm 26.05.
+    """
+    beside = Path(os.environ.get("SLURM_CONF") or config.get("SLURM_CONF", "/etc/slurm/slurm.conf")).parent
+    for folder in (beside, Path("/run/slurm/conf")):
+        with contextlib.suppress(OSError):
+            text = (folder / "cgroup.conf").read_text(errors="replace")
+            found = re.findall(r"^\s*SignalChildrenProcesses\s*=\s*(\w+)", text, re.MULTILINE | re.IGNORECASE)
+            return bool(found) and found[-1].lower() in ("yes", "up", "true", "1")
+    return False
 
 
 def cluster_name() -> str:
@@ -200,7 +229,7 @@ def max_submit_jobs() -> int | None:
             "--parsable2",
             "show",
             "assoc",
-            f"user={getpass.getuser()}",
+            f"user={own_name()}",
             "format=MaxSubmitJobs,GrpSubmitJobs",
         )
     except SlurmUnavailableError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +40,7 @@ class Facts:
     they are empty where they are not enforced.
     """
 
-    user: str = field(default_factory=getpass.getuser)
+    user: str = field(default_factory=commands.own_name)
     config: Mapping[str, str] = field(default_factory=dict)
     partitions: Mapping[str, Row] = field(default_factory=dict)
     gpus: Mapping[str, Sequence[Mapping[str, int]]] = field(default_factory=dict)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import logging
 import os
 import re
@@ -113,20 +112,32 @@ def find_jobs(
 
 def own_jobs(and_of: Iterable[int] = ()) -> list[QueuedJob]:
     """All of the user's jobs in the queue, by one call of squeue; not the ended ones. Those of other users by uid."""
-    users = ",".join([getpass.getuser(), *sorted({str(uid) for uid in and_of} - {str(os.getuid())})])
+    uids = {os.getuid(), *and_of}
     # Named with --jobs, one job that Slurm has forgotten makes squeue fail for all; so all of the user's are asked for.
     # Arguments hold any character, also newlines. A job whose name or arguments hold these two is no run's.
     # The arguments come last: of those that do hold them a part is left, and the job is known.
-    fields = "\x1f".join(("%i", "%T", "%r", "%j", "%S", "%k", "%Z", "%o")) + "\x1e"
-    text = commands.run("squeue", "--noheader", "--all", "--user", users, "--format", fields)
+    fields = "\x1f".join(("%U", "%i", "%T", "%r", "%j", "%S", "%k", "%Z", "%o")) + "\x1e"
+    text = commands.run("squeue", "--noheader", "--all", *_of_users(uids), "--format", fields)
     records = [[part.strip() for part in record.split("\x1f")] for record in text.split("\x1e\n")]
+    wanted = {str(uid) for uid in uids}
     jobs = [
         QueuedJob(job_id, state, reason, name, folder, command, _epoch(start), comment)
-        for job_id, state, reason, name, start, comment, folder, command in (
-            record for record in records if len(record) == 8
+        for uid, job_id, state, reason, name, start, comment, folder, command in (
+            record for record in records if len(record) == 9
         )
+        if uid in wanted
     ]
-    return _with_arguments([job for job in jobs if job.state not in commands.ENDED_STATES])
+    # REQUEUED is how a life ended, in accounting; in the queue it is a job that is about to be pending again.
+    return _with_arguments([job for job in jobs if job.state == "REQUEUED" or job.state not in commands.ENDED_STATES])
+
+
+def _of_users(uids: Iterable[int]) -> tuple[str, ...]:
+    """The option of squeue by which it tells of the jobs of these users; none where it would pass over one of them.
+
+    Before Slurm 25.05 it knows no uid that has no name here: its answer is empty, with exit code 0.
+    """
+    names = [commands.name_of(uid) for uid in uids]
+    return () if None in names else ("--user", ",".join(sorted(map(str, uids))))
 
 
 def _with_arguments(jobs: list[QueuedJob]) -> list[QueuedJob]:
@@ -214,10 +225,12 @@ def in_short(error: commands.SlurmUnavailableError) -> str:
 def dependents(job_id: str) -> list[tuple[str, str]]:
     """Jobs of this user that wait for `job_id`, with their dependency as `scontrol update` takes it."""
     found = []
-    for line in commands.run(
-        "squeue", "--noheader", "--all", "--user", getpass.getuser(), "--states", "PENDING", "--format", "%i|%E"
-    ).splitlines():
-        waiting, _, dependency = line.strip().partition("|")
+    own = _of_users([os.getuid()])
+    asked = ("--noheader", "--all", *own, "--states", "PENDING", "--format", "%U|%i|%E")
+    for line in commands.run("squeue", *asked).splitlines():
+        uid, waiting, dependency = line.strip().split("|", 2)
+        if uid != str(os.getuid()):
+            continue
         plain = re.sub(r"\([^)]*\)", "", dependency)  # afterok:12(unfulfilled)
         if re.search(rf"(?<!\d){job_id}(?!\d)", plain):
             found.append((array_of(waiting), plain))

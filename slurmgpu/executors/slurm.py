@@ -62,7 +62,7 @@ def hazards(container: Mapping[str, Any] | None) -> list[str]:
     tracking = config.get("ProctrackType", "")
     if tracking != "proctrack/cgroup":
         cause = f"ProctrackType = {tracking}"
-    elif config.get("SignalChildrenProcesses", "no") == "yes":
+    elif commands.signals_children(config):
         cause = "SignalChildrenProcesses = yes"
     else:
         return []

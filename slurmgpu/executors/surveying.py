@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import re
 import shutil
 from dataclasses import dataclass, field
@@ -80,7 +79,7 @@ def _partitions(text: str) -> list[Partition]:
 
 def _accounts() -> tuple[list[str], list[str]]:
     """Accounts of this user, the default one first, and QOSes."""
-    user = getpass.getuser()
+    user = commands.own_name()
     ask = ("sacctmgr", "--noheader", "--parsable2", "show")
     try:
         default = commands.run(*ask, "user", user, "format=DefaultAccount").split()

@@ -217,6 +217,7 @@ class Cluster:
         self._start(
             "mariadbd", "mariadbd", "--no-defaults", data, "--user=root", socket_option, "--skip-networking",
             *own, "--innodb-flush-log-at-trx-commit=0",
+            "--loose-innodb-snapshot-isolation=OFF",  # slurmdbd refuses ON, MariaDB's default from 11.6 on
             "--innodb-buffer-pool-size=64M", "--innodb-lock-wait-timeout=900",  # slurmdbd complains about less
         )  # fmt: skip
         self._wait_for(
