@@ -13,7 +13,7 @@ import functools
 import io
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -21,7 +21,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from slurmgpu import importing, results, workloads
+from slurmgpu import importing, owners, results, workloads
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.files import beside, fsync_dir, working_folder, write_json
 from slurmgpu.results import Merged
@@ -123,20 +123,20 @@ def _write_pt(merged: Merged, file: IO[bytes]) -> None:
 
 def _writer(merged: Merged, format: str) -> Writer:  # noqa: A002 - the word of the command line
     """What writes a format: the workload of the merged file's run where it does so itself."""
-    run = _beside(merged, "run.json")
-    if format in run.get("exports", ()):
+    if format in _beside(merged, "run.json").get("exports", ()):
+        run = Run.open(merged.path.parent)
+        owners.refuse_foreign(run, f"export it as {format}, which its workload writes,")
         return functools.partial(_write_by_workload, run, format)
     if format not in FORMATS:
         raise SlurmGPUError(f"There is no export to {format!r}.{did_you_mean(format, FORMATS)}")
     return FORMATS[format]
 
 
-def _write_by_workload(run: Mapping[str, Any], format: str, merged: Merged, file: IO[bytes]) -> str | None:  # noqa: A002
+def _write_by_workload(run: Run, format: str, merged: Merged, file: IO[bytes]) -> str | None:  # noqa: A002
     # As the merge does for a summary: in the run file's folder, to which relative settings are relative.
-    folder = merged.path.parent
-    code = code_digest(Run.open(folder).submissions())
-    with working_folder(Path(run["search_path"])), importing.using(folder, code):
-        workload: Any = workloads.build(run["workload"], run["settings"], Path(run["search_path"]))
+    plan, base = run.plan, Path(run.plan.search_path)
+    with working_folder(base), importing.using(run.folder, code_digest(run.submissions())):
+        workload: Any = workloads.build(plan.workload, plan.settings, base)
         said = workload.exports[format](merged, file)
     return said if isinstance(said, str) else None
 

@@ -15,6 +15,7 @@ import logging
 import os
 import random
 import secrets
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.owners import name_of
 from slurmgpu.pids import lives, own_id
 from slurmgpu.shared_files import UnusableFileError, read_bytes, remove, replace, retried
 
@@ -223,11 +225,38 @@ def _take_away(path: Path, holder: Mapping[str, Any], by: str | None = None) -> 
         content = _parse(read_bytes(mine))
     except FileNotFoundError:
         return False  # somebody was quicker
+    except PermissionError as error:
+        if by is not None:
+            raise
+        raise SlurmGPUError(
+            f"{path} is the lock of a process that is dead, {_in_words(holder)}, and you may not remove it: "
+            f"{error.strerror}. Have {_remover(path)} remove it: rm {shlex.quote(str(path))}"
+        ) from error
     taken = content == holder if by is None else content.get(by) == holder[by]
     if not taken:
-        _link(mine, path, content)  # it changed hands, or was renewed, since it was looked at
+        _put_back(mine, path, content)  # it changed hands, or was renewed, since it was looked at
     remove(mine)
     return taken
+
+
+def _put_back(mine: Path, path: Path, content: Mapping[str, Any]) -> None:
+    """Give a lock its name again, as the file that it is: another user's could not renew a copy of it."""
+    try:
+        retried(lambda: os.link(mine, path, follow_symlinks=False))
+    except FileExistsError:
+        pass  # somebody has taken it since, or the reply was lost
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        # No hard links, or none to the files of others (protected_hardlinks). Who takes it in between is fenced off.
+        if _look(path) is None:
+            replace(mine, path)
+
+
+def _remover(path: Path) -> str:
+    """Who may remove a lock that is another's: its owner, and in a folder with the sticky bit that of the folder."""
+    owners = dict.fromkeys(name_of(each.stat().st_uid) for each in (path, path.parent))
+    return " or ".join(owners)
 
 
 def _look(path: Path) -> bytes | None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slurmgpu import importing, pages, results, workloads
+from slurmgpu import importing, owners, pages, results, workloads
 from slurmgpu.attempts import Lives
 from slurmgpu.columns import Column, columns_from_json
 from slurmgpu.errors import SlurmGPUError
@@ -307,6 +307,9 @@ def verify(run: Run) -> list[str]:
 def _summary(run: Run) -> dict[str, Any]:
     """What the workload says of all rows; {"error": why} where it fails, for the report is more than this."""
     plan = run.plan
+    if why := owners.why_foreign(run):
+        log.warning("there is no summary by the workload: %s. To have it: slurmgpu merge --trust %s", why, run.typed)
+        return {"error": f"the workload was not asked, as {why}"}
     try:
         with (
             working_folder(Path(plan.search_path)),

@@ -25,9 +25,19 @@ from slurmgpu.claims import Claims
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.files import beside, fsync_dir, write_bytes
 from slurmgpu.locks import hold
+from slurmgpu.owners import name_of
 from slurmgpu.recompute import Recompute, read_recompute
 from slurmgpu.records import read_record
-from slurmgpu.shared_files import UnusableFileError, exists, list_anew, list_names, read_bytes, retried
+from slurmgpu.shared_files import (
+    OTHERS_WRITE,
+    UnusableFileError,
+    exists,
+    list_anew,
+    list_names,
+    read_bytes,
+    read_with_status,
+    retried,
+)
 from slurmgpu.submissions import ENDS, as_seen_at, place_of
 
 log = logging.getLogger(__name__)
@@ -40,7 +50,6 @@ N_APPENDED = 3
 SMALL_BYTES = 1 << 20
 MOST_RECORD_BYTES = 64 << 20
 """More than the record of an attempt that published every shard of the largest run."""
-OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 FOLDERS = ("claims", "shards", "tasks", "logs", "telemetry")
 _SHARD_NAME = re.compile(r"(\d{5}|[1-9]\d{5,})(?:\.r([1-9]\d{0,8}))?\.h5")
 
@@ -113,19 +122,22 @@ class Plan:
 class Run:
     """A run directory and the plan in it.
 
-    `recompute` is None, but in what `computing` returns.
+    `recompute` is None, but in what `computing` returns. `status` is that of run.json as it was read; None where this
+    process has made it.
     """
 
     folder: Path
     plan: Plan
     recompute: Recompute | None = None
+    status: os.stat_result | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def open(cls, folder: Path) -> Run:
         """The run in `folder`; a sentence when there is none, or one of a newer slurmgpu."""
         folder = folder.expanduser().absolute()
         try:
-            value = json.loads(read_bytes(folder / "run.json"))
+            content, status = read_with_status(folder / "run.json")
+            value = json.loads(content)
         except (FileNotFoundError, NotADirectoryError):
             raise SlurmGPUError(
                 f"{folder} is no run directory: it has no run.json. `slurmgpu submit` makes one."
@@ -141,7 +153,7 @@ class Run:
                 f"{folder / 'run.json'} is of format {value.get('format')!r} version {value.get('version')}; "
                 f"this slurmgpu reads {RUN_FORMAT!r} version {RUN_VERSION}. Use the slurmgpu that made the run."
             )
-        return cls(folder, Plan.from_json(private.reveal(folder, private.PLAN, value)))
+        return cls(folder, Plan.from_json(private.reveal(folder, private.PLAN, value)), status=status)
 
     @property
     def name(self) -> str:
@@ -324,7 +336,8 @@ class Run:
         path = self.folder / "submissions.jsonl"
         if path.exists() and not os.access(path, os.W_OK):
             if "executor" in value:
-                raise SlurmGPUError(f"{path} is {path.owner()}'s alone to write: have {path.owner()} submit this run.")
+                owner = name_of(path.stat().st_uid)
+                raise SlurmGPUError(f"{path} is {owner}'s alone to write: have {owner} submit this run.")
             log.warning("%s is not one's own; it is not told: %s", path, value)
             return
         with hold(self.folder / ".recording", "recording", patient=True, patience_s=RECORDING_S):
@@ -364,20 +377,23 @@ def create_run(folder: Path, plan: Plan, files: Sequence[Path]) -> Run:
     return Run(folder, plan)
 
 
-def protect(folder: Path) -> None:
+def protect(folder: Path) -> bool:
     """Keep what is executed the owner's, if that is who asks, where others may write in a run directory.
 
     They may add files, shards and records; those of the owner's in the directory itself they cannot remove or rename,
-    and in logs/, where the jobs find Submitit's scripts and pickles, they can do nothing. For run.json says what code
-    is run.
+    and in logs/, where the jobs find Submitit's scripts and pickles, they can do nothing. For run.json and
+    submissions.jsonl say what is run. False for who is not the owner, and can change nothing.
     """
     if folder.stat().st_uid != os.geteuid():
-        return
-    logs = folder / "logs"
-    logs.chmod(stat.S_IMODE(logs.stat().st_mode) & ~OTHERS_WRITE)
+        return False
+    for name in ("logs", "run.json", "submissions.jsonl"):
+        path = folder / name
+        if path.exists() and path.stat().st_uid == os.geteuid():
+            path.chmod(stat.S_IMODE(path.stat().st_mode) & ~OTHERS_WRITE)
     mode = stat.S_IMODE(folder.stat().st_mode)
     if mode & OTHERS_WRITE:
         folder.chmod(mode | stat.S_ISVTX)
+    return True
 
 
 def refuse_existing(folder: Path) -> None:

@@ -44,6 +44,7 @@ TRANSIENT = frozenset(
 """What a file system answers that may answer otherwise a moment later."""
 PATIENCE_S = 60.0
 """So long an operation is tried again, where the caller names no other time: NFS clients believe a cache no longer."""
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 5.0
 MANY_BYTES = 256 << 20
 """More than any file that slurmgpu reads whole."""
@@ -134,19 +135,25 @@ def _open_to_append(path: str, flags: int) -> int:
 
 def read_bytes(path: os.PathLike[str] | str, *, max_bytes: int = MANY_BYTES, patience_s: float = PATIENCE_S) -> bytes:
     """The content of a regular file; UnusableFileError for anything else, and for one of more than `max_bytes`."""
-    return retried(lambda: _read(path, max_bytes), patience_s)
+    return retried(lambda: _read(path, max_bytes), patience_s)[0]
+
+
+def read_with_status(path: os.PathLike[str] | str) -> tuple[bytes, os.stat_result]:
+    """The content of a regular file as by `read_bytes`, and who can have written it."""
+    return retried(lambda: _read(path, MANY_BYTES))
 
 
 def read_own(path: os.PathLike[str] | str, *, max_bytes: int = MANY_BYTES, patience_s: float = PATIENCE_S) -> bytes:
     """The content of a regular file that nobody but this user, or root, could have written; else UnusableFileError."""
-    return retried(lambda: _read(path, max_bytes, own=True), patience_s)
+    return retried(lambda: _read(path, max_bytes, own=True), patience_s)[0]
 
 
-def _read(path: os.PathLike[str] | str, max_bytes: int, own: bool = False) -> bytes:
+def _read(path: os.PathLike[str] | str, max_bytes: int, own: bool = False) -> tuple[bytes, os.stat_result]:
     with os.fdopen(open_regular(path), "rb", buffering=0) as file:
-        if own and (why_not := why_not_own(os.fstat(file.fileno()), Path(path).parent)):
+        status = os.fstat(file.fileno())
+        if own and (why_not := why_not_own(status, Path(path).parent)):
             raise UnusableFileError(path, why_not)
-        size = os.fstat(file.fileno()).st_size
+        size = status.st_size
         if size > max_bytes:
             raise UnusableFileError(path, f"it has {size:,} bytes, more than the {max_bytes:,} that make sense")
         content = b""
@@ -154,17 +161,22 @@ def _read(path: os.PathLike[str] | str, max_bytes: int, own: bool = False) -> by
             content += chunk
             if len(content) > max_bytes:
                 raise UnusableFileError(path, f"it grows beyond the {max_bytes:,} bytes that make sense")
-        return content
+        return content, status
 
 
 def why_not_own(status: os.stat_result, folder: Path) -> str | None:
     """Why what lies in a folder may be another user's work; None if only this user or root can have written it."""
-    if status.st_uid not in (os.geteuid(), 0) and status.st_uid != _uid_in(folder):
+    if not is_own(status.st_uid, folder):
         return f"it is owned by the user with the number {status.st_uid}, not by you"
     # Of the mode of a link nothing follows. With an ACL the group's bits are the mask, and so the most that it grants.
-    if status.st_mode & 0o022 and not stat.S_ISLNK(status.st_mode):
+    if status.st_mode & OTHERS_WRITE and not stat.S_ISLNK(status.st_mode):
         return f"others than its owner may write it (mode {stat.S_IMODE(status.st_mode):04o})"
     return None
+
+
+def is_own(uid: int, folder: Path) -> bool:
+    """Whether what a user owns in a folder is this user's work, or root's."""
+    return uid in (os.geteuid(), 0) or uid == _uid_in(folder)
 
 
 def _uid_in(folder: Path) -> int | None:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
@@ -20,7 +21,8 @@ from typing import Any
 from slurmgpu.digests import DIGITS
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.files import beside, fsync_dir, write_bytes
-from slurmgpu.shared_files import read_bytes, replace, retried
+from slurmgpu.owners import is_trusted, name_of
+from slurmgpu.shared_files import OTHERS_WRITE, read_bytes, replace, retried
 
 SNAPSHOT_FORMAT = "slurmgpu code"
 SNAPSHOT_VERSION = 1
@@ -157,10 +159,11 @@ def _expect_ours(run: Path, *paths: Path) -> None:
     """Raise for what neither this user, nor the run's owner, nor root has made: it is imported as this user."""
     owners = {os.geteuid(), 0, (run / "run.json").lstat().st_uid}
     for path in (run / FOLDER, *paths):
-        if (owner := path.lstat().st_uid) not in owners:
-            raise ValueError(
-                f"{path} belongs to the user with the number {owner}, neither to you nor to the run's owner"
-            )
+        status = path.lstat()
+        if status.st_uid not in owners:
+            raise ValueError(f"{path} belongs to {name_of(status.st_uid)}, neither to you nor to the run's owner")
+        if status.st_mode & OTHERS_WRITE and not is_trusted(run):
+            raise ValueError(f"others may write {path} (mode {stat.S_IMODE(status.st_mode):04o})")
 
 
 def _read_file(folder: Path, value: Mapping[str, Any], *, with_sources: bool) -> SourceFile:

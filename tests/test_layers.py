@@ -46,6 +46,7 @@ LAYERS = {
         "meetings",
         "tunnels",
         "private",
+        "owners",
         "records",
         "heartbeats",
         "locks",

@@ -32,6 +32,7 @@ from slurmgpu.cli.options import (
     SetOption,
     SlurmOption,
     TasksOption,
+    TrustOption,
     TypeOption,
     WaitOption,
 )
@@ -196,6 +197,7 @@ def resubmit(
     mail_user: MailOption = None,
     failed: Annotated[bool, typer.Option("--failed", help="Compute failed items again as well.")] = False,
     force: ForceOption = False,
+    trust: TrustOption = False,
     code: Annotated[
         str | None,
         typer.Option(metavar="WHICH", help="Not the code as it is now: 'former', or the digest of a snapshot."),
@@ -213,7 +215,7 @@ def resubmit(
     """
     from slurmgpu.cli import submitting
 
-    run = options.open_run(folder)
+    run = options.open_run(folder, trust=trust)
     resources, sbatch_options = options.resources(context.params), options.slurm_options(slurm)
     merging = options.merge_options(mail_user)
     ways = {"failed": failed, "force": force, "other_code": other_code, "wait": wait, "as_json": as_json}
@@ -258,6 +260,7 @@ def export(
             autocompletion=completing.words(*completing.FORMATS),
         ),
     ] = None,
+    trust: TrustOption = False,
 ) -> None:
     """Write the merged rows as JSONL, CSV, Parquet, or tensors of PyTorch."""
     from slurmgpu.cli.output import result, say
@@ -265,7 +268,7 @@ def export(
     from slurmgpu.export import export as write
     from slurmgpu.plurals import count_of
 
-    run = options.open_run(folder)
+    run = options.open_run(folder, trust=trust)
     if not run.merged.exists():
         raise SlurmGPUError(
             f"There is no {run.merged} yet. `slurmgpu merge {run.typed}` makes it once no task is alive."

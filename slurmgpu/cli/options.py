@@ -68,6 +68,9 @@ ImageOption = Annotated[Path | None, typer.Option("--image", help="The container
 RunDirOption = Annotated[Path | None, typer.Option("--run-dir", help="The run directory to make.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of the workload.")]
 ForceOption = Annotated[bool, typer.Option("--force", help="Even while something of the run may be alive.")]
+TrustOption = Annotated[
+    bool, typer.Option("--trust", help="Run, as you, what whoever can write in the run directory has put there.")
+]
 WaitOption = Annotated[bool, typer.Option("--wait", help="Follow the run to its end; exit with 3 if it is incomplete.")]
 DEFAULT_RUN_FILE = Path("slurmgpu.toml")
 
@@ -136,8 +139,11 @@ def metrics_file(path: Path | None) -> Path | None:
     return path
 
 
-def open_run(folder: Path) -> Run:
-    """The run in a run directory."""
+def open_run(folder: Path, *, trust: bool = False) -> Run:
+    """The run in a run directory; with `trust` what it says is run, whoever may have written it."""
+    from slurmgpu import owners
     from slurmgpu.runs import Run
 
+    if trust:
+        owners.trust(folder)
     return Run.open(folder)

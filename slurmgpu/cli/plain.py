@@ -25,6 +25,7 @@ from slurmgpu.cli.options import (
     SetOption,
     SlurmOption,
     TasksOption,
+    TrustOption,
     TypeOption,
 )
 from slurmgpu.errors import SlurmGPUError
@@ -59,7 +60,7 @@ def plan(
     submitting.plan(run_file, overrides, run_dir, as_json=as_json)
 
 
-def task(folder: RunArgument, device: DeviceOption = None) -> None:
+def task(folder: RunArgument, device: DeviceOption = None, trust: TrustOption = False) -> None:
     """Work as one task of a job of Slurm's.
 
     The scripts in sbatch/ run it; submit needs no help of yours. Exits with 75 if it was stopped
@@ -69,7 +70,7 @@ def task(folder: RunArgument, device: DeviceOption = None) -> None:
 
     if device not in (None, "auto", "cpu"):
         raise SlurmGPUError(f"--device {device!r} is neither auto nor cpu.")
-    raise typer.Exit(run_task_by_hand(folder, device))
+    raise typer.Exit(run_task_by_hand(folder, device, trust=trust))
 
 
 def merge(
@@ -77,6 +78,7 @@ def merge(
     verify: Annotated[bool, typer.Option("--verify", help="Only check every byte of merged.h5 again.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until no task is queued or alive.")] = False,
     force: ForceOption = False,
+    trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Join what is published into merged.h5, and report.
@@ -90,7 +92,7 @@ def merge(
     from slurmgpu.logs import log_to_stderr
     from slurmgpu.merge import verify as verify_merged
 
-    run = options.open_run(folder)
+    run = options.open_run(folder, trust=trust)
     if verify and wait:
         raise SlurmGPUError("--verify only reads merged.h5, and has nothing to wait for. Give one of the two.")
     if force and (verify or wait):

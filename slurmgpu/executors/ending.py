@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from slurmgpu import owners
 from slurmgpu.hiding import HIDDEN
 from slurmgpu.report import report_path
 from slurmgpu.runs import Run
@@ -45,6 +46,9 @@ def run_on_end(run: Run, report: Mapping[str, Any], timeout_s: float = TIMEOUT_S
         return
     if command == HIDDEN:
         log.warning("on_end is not run: only the owner of the run may read it")
+        return
+    if why := owners.why_foreign(run):
+        log.warning("on_end is not run: %s", why)
         return
     log.info("on_end starts")  # the command may hold a token
     environ = {**os.environ, **environment(run, report)}

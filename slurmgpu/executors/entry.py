@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from slurmgpu import early_signals, gpus
+from slurmgpu import early_signals, gpus, owners
 from slurmgpu.executors import commands
 from slurmgpu.executors.own_job import OwnJob, own_job
 from slurmgpu.following import follow
@@ -104,17 +104,22 @@ def _beating(folder: Path, own: OwnJob) -> contextlib.AbstractContextManager[Non
     return beating(folder, f"{own.array_job}_{own.task}.{own.restart}", own.array_job, node_rank())
 
 
-def run_task_by_hand(folder: Path, device: str | None = None) -> int:
+def run_task_by_hand(folder: Path, device: str | None = None, *, trust: bool = False) -> int:
     """A task of a job that was submitted by hand, sbatch/array.sbatch say; its exit code.
 
-    The allocation is what Slurm's environment says, not what the plan asked for.
+    The allocation is what Slurm's environment says, not what the plan asked for. With `trust` what the run says is run,
+    whoever may have written it.
     """
     from slurmgpu.executors import joining
 
     early_signals.remember()
     joining.check_job()
     log_to_stderr(force=True)
+    if trust:
+        owners.trust(folder)
     run = Run.open(folder)
+    owners.refuse_unwritable(run, "compute it", computes=True)
+    owners.refuse_foreign(run, "compute it", [run.folder / "submissions.jsonl"])
     own = own_job(by_hand=True)
     with _beating(run.folder, own), joining.log_beside(run, f"{own.array_job}_{own.task}"):
         given = joining.join(run, own, device, _end_if_asked)

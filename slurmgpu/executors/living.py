@@ -13,6 +13,7 @@ from slurmgpu.claims import Watch
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import commands, queue
 from slurmgpu.heartbeats import Observer, Sign
+from slurmgpu.owners import name_of
 from slurmgpu.runs import Run
 from slurmgpu.signs import are_seen_here, patience, processes_here
 from slurmgpu.submissions import JOB_KEYS, slots_of
@@ -164,10 +165,13 @@ def cancel(run: Run) -> str:
 
     stopped = []
     if jobs := sorted({job.array_job for job in _queued(run, None, _queue_of(run))}, key=int):
-        for line in run.submissions():
-            ids = {line[key] for key in JOB_KEYS if key in line} or set(jobs)  # it may not have written them
-            if line["state"] != "ended" and line["executor"] == "slurm" and ids & set(jobs):
-                run.record_submission({"submission": line["submission"], "cancelled": True})
+        lines = [line for line in run.submissions() if line["state"] != "ended" and line["executor"] == "slurm"]
+        # One that has no ids may not have written them.
+        lines = [line for line in lines if ({line[key] for key in JOB_KEYS if key in line} or set(jobs)) & set(jobs)]
+        for line in lines:
+            _refuse_anothers(run, line)
+        for line in lines:
+            run.record_submission({"submission": line["submission"], "cancelled": True})
         commands.cancel(*jobs)
         stopped.append(f"Slurm jobs {', '.join(jobs)}")
     for line in run.submissions():
@@ -176,7 +180,18 @@ def cancel(run: Run) -> str:
         if not are_seen_here(line):
             raise SlurmGPUError(f"This run works on {line['host']}; cancel it there, outside a container.")
         if pids := sorted({*(processes_here(line) or ())} & {*slots_of(line)}):
+            _refuse_anothers(run, line)
             run.record_submission({"submission": line["submission"], "cancelled": True})
             local.stop(pids)
             stopped.append(f"processes {', '.join(map(str, pids))}")
     return "; ".join(stopped)
+
+
+def _refuse_anothers(run: Run, line: Mapping[str, Any]) -> None:
+    """Raise a sentence where what a submission has at work is another user's, whom alone the system lets stop it."""
+    if (uid := line.get("uid", os.getuid())) != os.getuid() != 0:
+        name = name_of(uid)
+        raise SlurmGPUError(
+            f"Submission {line['submission']} of {run.folder} is {name}'s, and so is what it has at work: "
+            f"have {name} type `slurmgpu cancel {run.typed}`."
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from slurmgpu.executors.living import refuse_alive
 from slurmgpu.inputs import InputSpec
 from slurmgpu.inputs.promising import PROMISED
 from slurmgpu.locks import run_lock
+from slurmgpu.owners import name_of
 from slurmgpu.planning import Draft, allocate
 from slurmgpu.runs import Run
 
@@ -104,6 +106,9 @@ def make_room(folder: Path) -> None:
     """Remove an earlier probe at `folder`; SlurmGPUError for anything else, and for one that is at work."""
     if not folder.exists():
         return
+    if folder.stat().st_uid != os.geteuid() != 0:
+        owner = name_of(folder.stat().st_uid)
+        raise SlurmGPUError(f"{folder}, where the probe would go, is {owner}'s. Name another --run-dir.")
     run = Run.open(folder) if (folder / "run.json").exists() else None
     if run is None or run.plan.input.get("ranges") is None:
         raise SlurmGPUError(

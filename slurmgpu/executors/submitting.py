@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slurmgpu import merge, private
+from slurmgpu import merge, owners, private
 from slurmgpu.attempts import Lives
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import commands, ending, joining, queue
@@ -59,7 +59,10 @@ def start(run: Run, prepare: Prepare, on_tick: Callable[[], None] = lambda: None
     `prepare` is called while no other shell can submit, so that what it has checked stays true. The `patient` wait for
     another that submits or merges, instead of being refused.
     """
-    protect(run.folder)  # one of an older slurmgpu, or that somebody has opened to others since
+    owners.refuse_unwritable(run, "submit it", computes=True, merges=True)
+    owners.refuse_foreign(run, "submit it", [run.folder / "submissions.jsonl"])
+    if not protect(run.folder):  # one of an older slurmgpu, or that somebody has opened to others since
+        owners.refuse_foreign(run, "submit it", [run.logs])  # which has what the jobs unpickle
     with run_lock(run.folder, "submitting", patient=patient) as lock:
         submission, notes = prepare(lock)
         lock.check()
@@ -136,6 +139,7 @@ def _until_cancelled(run: Run, submission: int, work: Callable[[], object], live
 
 def merge_by_hand(run: Run, *, force: bool = False) -> dict[str, Any]:
     """Merge now, when nothing of the run is alive, or with `force` even then; the report."""
+    owners.refuse_unwritable(run, "merge it", merges=True)
     with run_lock(run.folder, "merging") as lock:
         refuse_alive(run, "merge", force=force)
         report, has_ended = _merge_and_end(run, lives_of(run), lock)
@@ -149,6 +153,7 @@ def merge_when_over(run: Run) -> dict[str, Any]:
 
     The run file's `auto_resubmit` is not honoured: who submits by hand decides what comes next.
     """
+    owners.refuse_unwritable(run, "merge it", merges=True)
     own_job = os.environ.get("SLURM_JOB_ID", "")
     if not own_job:
         return _merge_when_over(run, own_job)
