@@ -30,6 +30,7 @@ from slurmgpu.digests import DIGITS
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.importing import Finder
 from slurmgpu.runs import Plan
+from slurmgpu.shared_files import BRIEF_PATIENCE_S, is_file, is_folder, retried
 from slurmgpu.snapshots import Snapshot, SourceFile
 from slurmgpu.surroundings import PACKAGES
 from slurmgpu.syntax import tree_digest
@@ -129,7 +130,7 @@ class _Tracer:
                 self.foreign = known  # a text with a colon in it may be anything
             return
         path = (self._base / Path(module).expanduser()).resolve()
-        if path.is_file():
+        if is_file(path, BRIEF_PATIENCE_S):
             if str(path.parent) not in self._folders:
                 self._folders.insert(0, str(path.parent))
             self._take(str(path), None, needed=needed)
@@ -159,7 +160,7 @@ class _Tracer:
             if found.path in sources or found.top in self._dropped:
                 continue
             try:
-                source = Path(found.path).read_bytes()
+                source = retried(Path(found.path).read_bytes, BRIEF_PATIENCE_S)
                 tree = ast.parse(source, found.path)
             except (SyntaxError, ValueError, RecursionError) as error:
                 if found.needed and not isinstance(error, RecursionError):
@@ -329,13 +330,13 @@ def _search(folders: Sequence[str], name: str) -> _Place | None:
     for folder in folders:
         inner = os.path.join(folder, name)  # noqa: PTH118  (quick: each import is looked for)
         init = os.path.join(inner, "__init__.py")  # noqa: PTH118
-        if os.path.isfile(init):  # noqa: PTH113
+        if is_file(init, BRIEF_PATIENCE_S):
             return _Place(init, (inner,))
-        if any(os.path.isfile(f"{inner}{suffix}") for suffix in EXTENSION_SUFFIXES):  # noqa: PTH113
+        if any(is_file(f"{inner}{suffix}", BRIEF_PATIENCE_S) for suffix in EXTENSION_SUFFIXES):
             return None  # compiled: it cannot be imported from elsewhere
-        if os.path.isfile(f"{inner}.py"):  # noqa: PTH113
+        if is_file(f"{inner}.py", BRIEF_PATIENCE_S):
             return _Place(f"{inner}.py", ())
-        if os.path.isdir(inner):  # noqa: PTH112
+        if is_folder(inner, BRIEF_PATIENCE_S):
             spaces.append(inner)
     return _Place(None, tuple(spaces)) if spaces else None
 

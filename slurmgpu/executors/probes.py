@@ -16,6 +16,7 @@ from slurmgpu.inputs.promising import PROMISED
 from slurmgpu.locks import run_lock
 from slurmgpu.planning import Draft, allocate
 from slurmgpu.runs import Run
+from slurmgpu.shared_files import exists
 
 SUFFIX = "-probe"
 SHOWN_ERRORS = 3
@@ -102,9 +103,9 @@ def spread(n_items: int, batch_size: int, n_wanted: int) -> list[tuple[int, int]
 
 def make_room(folder: Path) -> None:
     """Remove an earlier probe at `folder`; SlurmGPUError for anything else, and for one that is at work."""
-    if not folder.exists():
+    if not exists(folder):
         return
-    run = Run.open(folder) if (folder / "run.json").exists() else None
+    run = Run.open(folder) if exists(folder / "run.json") else None
     if run is None or run.plan.input.get("ranges") is None:
         raise SlurmGPUError(
             f"{folder}, where the probe would go, exists and is no probe. Move it away, or name another --run-dir."
