@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.shared_files import BRIEF_PATIENCE_S, retried
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -162,7 +163,7 @@ class RunFile(Table):
 def read_toml(path: Path) -> dict[str, Any]:
     """The content of a TOML file; FileNotFoundError where there is none, SlurmGPUError where it is none."""
     try:
-        value: dict[str, Any] = tomllib.loads(path.read_text("utf-8"))
+        value: dict[str, Any] = tomllib.loads(retried(lambda: path.read_text("utf-8"), BRIEF_PATIENCE_S))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SlurmGPUError(f"{path} is not TOML: {error}.") from error
     return value

@@ -27,7 +27,7 @@ from slurmgpu.files import beside, fsync_dir, working_folder, write_json
 from slurmgpu.results import Merged
 from slurmgpu.results.views import ArrayData, ColumnData, JsonData, RaggedData, TextData
 from slurmgpu.runs import Run
-from slurmgpu.shared_files import read_bytes
+from slurmgpu.shared_files import BRIEF_PATIENCE_S, cause_raised, read_bytes, replace, retried
 from slurmgpu.snapshots import code_digest
 
 Writer = Callable[[Merged, IO[bytes]], str | None]
@@ -46,7 +46,14 @@ class Exported:
 
 
 def export(path: Path, format: str, output: Path) -> Exported:  # noqa: A002 - the word of the command line
-    """Write the rows of a merged file to `output` in one of its formats; SlurmGPUError if a byte of it is wrong."""
+    """Write the rows of a merged file to `output` in one of its formats; SlurmGPUError if a byte of it is wrong.
+
+    It begins anew where a file system fails for a moment.
+    """
+    return retried(lambda: cause_raised(lambda: _export(path, format, output)), BRIEF_PATIENCE_S)
+
+
+def _export(path: Path, format: str, output: Path) -> Exported:  # noqa: A002
     with results.open(path, verify=True) as merged, beside(output) as partial:
         write = _writer(merged, format)
         with open(partial, "wb") as file:
@@ -55,7 +62,7 @@ def export(path: Path, format: str, output: Path) -> Exported:  # noqa: A002 - t
             os.fsync(file.fileno())
         if write is _write_pt:
             write_json(output.with_name(f"{output.name}.json"), _about(merged))
-        partial.replace(output)
+        replace(partial, output)
     fsync_dir(output.parent)
     return Exported(len(merged), said)
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import logging
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slurmgpu.files import FULL
 from slurmgpu.shared_files import is_transient
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,21 @@ def failure_of(error: OSError) -> str:
     if error.errno in (*FULL, errno.EFBIG):
         return "disk_full"
     return "file_system" if is_transient(error) else "crash"
+
+
+@contextlib.contextmanager
+def blaming(node: str) -> Iterator[None]:
+    """Have a process end with EXIT_FILE_SYSTEM, and say that `node` is at fault, for a file system that is lost.
+
+    For what a task does while it has no record in which to tell of it: accounting has the exit code.
+    """
+    try:
+        yield
+    except OSError as error:
+        if failure_of(error) != "file_system":
+            raise
+        log.error("file_system: %s has lost a file system: %s", node, error)
+        raise SystemExit(EXIT_FILE_SYSTEM) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -21,6 +21,7 @@ from types import ModuleType
 
 from slurmgpu import snapshots
 from slurmgpu.containers import INSIDE
+from slurmgpu.shared_files import BRIEF_PATIENCE_S, retried
 from slurmgpu.snapshots import Snapshot, SourceFile
 from slurmgpu.surroundings import image_name
 from slurmgpu.syntax import tree_digest
@@ -42,10 +43,22 @@ def name_of_file(path: Path) -> str:
 
 
 def loader_of(name: str, path: Path) -> SourceFileLoader | None:
-    """What loads a file from the snapshot in use; None if that does not have it."""
+    """What loads a file of Python: from the snapshot in use, or as it lies there, if that does not have it.
+
+    None for a file of another suffix.
+    """
     finder = _in_use()
     file = finder.by_path.get(str(path)) if finder else None
-    return _Loader(name, file) if file else None
+    if file is not None:
+        return _Loader(name, file)
+    return _PatientLoader(name, str(path)) if path.suffix == ".py" else None
+
+
+class _PatientLoader(SourceFileLoader):
+    """Reads a file again that cannot be read for a moment."""
+
+    def get_data(self, path: str) -> bytes:
+        return retried(lambda: super(_PatientLoader, self).get_data(path), BRIEF_PATIENCE_S)
 
 
 class Finder(MetaPathFinder):
@@ -145,7 +158,7 @@ def note_imported(names: Iterable[str]) -> list[str]:
         if path is not None and path.endswith(".py"):
             noted.append(name)
             with contextlib.suppress(OSError, SyntaxError, ValueError):
-                _imported[path] = tree_digest(Path(path).read_bytes(), path)
+                _imported[path] = tree_digest(retried(Path(path).read_bytes, BRIEF_PATIENCE_S), path)
     return noted
 
 
@@ -174,7 +187,7 @@ def forget_changed() -> None:
 
 def _has_changed(path: str, digest: str) -> bool:
     try:
-        return tree_digest(Path(path).read_bytes(), path) != digest
+        return tree_digest(retried(Path(path).read_bytes, BRIEF_PATIENCE_S), path) != digest
     except (OSError, SyntaxError, ValueError):
         return True
 

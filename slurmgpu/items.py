@@ -13,6 +13,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.files import working_folder
 from slurmgpu.report import is_complete
 from slurmgpu.runs import Run
+from slurmgpu.shared_files import BRIEF_PATIENCE_S, cause_raised, retried
 
 Configurations = Sequence[Mapping[str, Any]]
 
@@ -49,7 +50,7 @@ def items_of(
     index, configurations = folder / "input.idx", _configurations(config, path)
     if config.input is not None:
         spec = _promised(config.input, path.parent, after, index, stride)
-        spec = spec or inputs.scan(inputs.find(config.input, path.parent), index, stride=stride, progress=progress)
+        spec = spec or _scan(config.input, path.parent, index, stride, progress)
         lines = _check(spec, index, workload, full_name, path)
         return Items(spec, [index], lines=lines)
     own, made = configurations or _default_items(workload, path), folder / sweeps.FILE
@@ -79,6 +80,17 @@ def _check(
             said: Sequence[str] | None = check_input([Path(file.path) for file in spec.files], spec.n_items)
         return said or ()
     return ()
+
+
+def _scan(
+    named: str | list[str], base: Path, index: Path, stride: int, progress: Callable[[int, int], None] | None
+) -> inputs.InputSpec:
+    """The input that the run file names, looked for and read again where its file system fails for a moment."""
+
+    def scan() -> inputs.InputSpec:
+        return inputs.scan(inputs.find(named, base), index, stride=stride, progress=progress)
+
+    return retried(lambda: cause_raised(scan), BRIEF_PATIENCE_S)
 
 
 def _configurations(config: RunFile, path: Path) -> Configurations | None:

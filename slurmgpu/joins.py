@@ -34,7 +34,7 @@ from slurmgpu.regions import (
     write_at,
 )
 from slurmgpu.shards import Directory, Shapes, errors_in, examine, read_errors
-from slurmgpu.shared_files import PATIENCE_S, is_transient, list_names, remove, replace
+from slurmgpu.shared_files import PATIENCE_S, is_transient, list_names, remove, replace, retried
 from slurmgpu.skeletons import Attributes, Skeleton, draw, file_attributes, unplaced_regions
 from slurmgpu.stretches import Stretch, compact, stretches_of
 
@@ -134,7 +134,7 @@ def join(
             while True:
                 n_rows = sum(part.source.stop - part.source.start for part in left)
                 identity: Attributes = {"fingerprint": fingerprint, "n_items": n_items, "complete": n_rows == n_items}
-                with open(beside, "wb", buffering=0) as file:
+                with retried(lambda: open(beside, "wb", buffering=0), patience_s) as file:
                     merged = _Merged(file.fileno(), source, left, {**identity, **attributes})
                     copied = merged.copy_all(pool, left, bad)
                     again = [

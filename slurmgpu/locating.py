@@ -20,6 +20,7 @@ from pathlib import Path
 
 from slurmgpu.containers import INSIDE
 from slurmgpu.importing import INSTALLED, Finder
+from slurmgpu.shared_files import BRIEF_PATIENCE_S, is_file, is_folder
 from slurmgpu.snapshots import SourceFile
 
 
@@ -69,7 +70,7 @@ class Locator:
         None for what an image may have of itself.
         """
         path = self._formerly.get(module)
-        if path is None or Path(path).exists() or self.locate(module) is not None:
+        if path is None or is_file(path, BRIEF_PATIENCE_S) or self.locate(module) is not None:
             return None
         is_unknown = "." not in module and (self._packages is not None or _installed(module) is not None)
         return None if is_unknown else path
@@ -113,7 +114,7 @@ class Locator:
     def _where_it_was(self, name: str) -> Place | None:
         """Where a former snapshot had a module that Python does not find here, as of a folder that code has added."""
         path = Path(self._formerly.get(name, ""))
-        if not path.is_file():
+        if not is_file(path, BRIEF_PATIENCE_S):
             return None
         return Place(str(path), (str(path.parent),) if path.name == "__init__.py" else ())
 
@@ -125,9 +126,9 @@ class Locator:
                 if is_others(path):
                     self.bound_in.add(name)
                     return None
-                if not Path(path).is_dir():
+                if not is_folder(path, BRIEF_PATIENCE_S):
                     return Place(path, ())
-                if (init := Path(path, "__init__.py")).is_file():
+                if is_file(init := Path(path, "__init__.py"), BRIEF_PATIENCE_S):
                     return Place(str(init), (path,))
                 folders.append(path)
         if folders:
@@ -152,14 +153,14 @@ def search(folders: Sequence[str], name: str) -> Place | None:
     for folder in folders:
         inner = os.path.join(folder, name)  # noqa: PTH118  (quick: each import is looked for)
         init = os.path.join(inner, "__init__.py")  # noqa: PTH118
-        if os.path.isfile(init):  # noqa: PTH113
+        if is_file(init, BRIEF_PATIENCE_S):
             return Place(init, (inner,))
         for suffix in EXTENSION_SUFFIXES:
-            if os.path.isfile(f"{inner}{suffix}"):  # noqa: PTH113
+            if is_file(f"{inner}{suffix}", BRIEF_PATIENCE_S):
                 return Place(f"{inner}{suffix}", ())
-        if os.path.isfile(f"{inner}.py"):  # noqa: PTH113
+        if is_file(f"{inner}.py", BRIEF_PATIENCE_S):
             return Place(f"{inner}.py", ())
-        if os.path.isdir(inner):  # noqa: PTH112
+        if is_folder(inner, BRIEF_PATIENCE_S):
             spaces.append(inner)
     return Place(None, tuple(spaces)) if spaces else None
 
@@ -186,7 +187,7 @@ def _installed(name: str) -> Place | bool | None:
         return False
     if any(is_others(each) for each in ((path,) if path else folders)):
         return False
-    if path is not None and not (path.endswith((".py", *EXTENSION_SUFFIXES)) and Path(path).is_file()):
+    if path is not None and not (path.endswith((".py", *EXTENSION_SUFFIXES)) and is_file(path, BRIEF_PATIENCE_S)):
         return False  # in a zip archive, say
     return Place(path, folders)
 

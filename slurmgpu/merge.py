@@ -18,6 +18,7 @@ from typing import Any
 from slurmgpu import importing, owners, pages, results, workloads
 from slurmgpu.attempts import Lives
 from slurmgpu.columns import Column, columns_from_json
+from slurmgpu.computing import check_debugger_left
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.files import working_folder, write_bytes, write_json
 from slurmgpu.former_rows import FormerRows
@@ -31,7 +32,7 @@ from slurmgpu.report import build_report, read_report, report_path
 from slurmgpu.revisions import former_rows, made_again, publish_rows, put_over
 from slurmgpu.runs import Run
 from slurmgpu.shards import examine, read_errors, verify_shard
-from slurmgpu.shared_files import PATIENCE_S, exists, list_anew, list_names, remove, replace
+from slurmgpu.shared_files import PATIENCE_S, exists, list_anew, list_names, remove, replace, retried
 from slurmgpu.snapshots import code_digest
 from slurmgpu.stretches import Stretch, makers_of
 
@@ -202,7 +203,7 @@ def _partials(run: Run) -> dict[str, tuple[int, int]]:
     for name in list_anew(run.shards):
         if name.endswith(".partial"):
             with contextlib.suppress(FileNotFoundError):
-                stat = (run.shards / name).lstat()
+                stat = retried((run.shards / name).lstat)
                 found[name] = stat.st_size, stat.st_mtime_ns
     return found
 
@@ -272,7 +273,7 @@ def _draw(run: Run, report: dict[str, Any]) -> None:
 def _remove_former(page: Path) -> None:
     """Remove the page of an earlier merge, which knew less."""
     try:
-        page.unlink(missing_ok=True)
+        remove(page)
     except OSError as error:
         log.warning("%s is not of this merge, and cannot be removed: %s", page, error.strerror)
 
@@ -299,7 +300,7 @@ def forget_deaths(run: Run, shards: Sequence[int]) -> None:
 
 def verify(run: Run) -> list[str]:
     """What is wrong with merged.h5, a sentence for each problem; none when every byte of it is as it was written."""
-    if not run.merged.exists():
+    if not exists(run.merged):
         return [f"there is no {run.merged}"]
     return verify_joined(run.merged)
 
@@ -319,6 +320,7 @@ def _summary(run: Run) -> dict[str, Any]:
             workload: Any = workloads.build(plan.workload, plan.settings, Path(plan.search_path))
             summary: dict[str, Any] = json.loads(json.dumps(dict(workload.summarize(merged)), allow_nan=False))
     except (Exception, SystemExit) as error:
+        check_debugger_left(error)
         log.warning("the workload cannot summarize the merged file", exc_info=True)
         return {"error": f"{type(error).__name__}: {error}"}
     return summary

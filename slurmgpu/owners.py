@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.shared_files import OTHERS_WRITE, is_own
+from slurmgpu.shared_files import OTHERS_WRITE, exists, is_own, may, retried
 
 if TYPE_CHECKING:
     from slurmgpu.runs import Run
@@ -51,8 +51,8 @@ def why_foreign(run: Run, others: Iterable[Path] = ()) -> str | None:
     """
     if is_trusted(run.folder):
         return None
-    found = [(run.folder / "run.json", run.status or (run.folder / "run.json").lstat())]
-    found += [(path, path.lstat()) for path in others if path.exists()]
+    found = [(run.folder / "run.json", run.status or retried((run.folder / "run.json").lstat))]
+    found += [(path, retried(path.lstat)) for path in others if exists(path)]
     for path, status in found:
         if not is_own(status.st_uid, path.parent):
             return (
@@ -81,7 +81,7 @@ def refuse_unwritable(run: Run, to_do: str, *, computes: bool = False, merges: b
 
     Its owner is not asked: what fails then is the file system's, or a thing to be mended by chmod.
     """
-    owner = run.folder.stat().st_uid
+    owner = retried(run.folder.stat).st_uid
     if os.geteuid() == owner or (obstacle := _obstacle(run, computes=computes, merges=merges)) is None:
         return
     name, copy = name_of(owner), shlex.quote(f"MY-{run.name}")
@@ -96,24 +96,24 @@ def _obstacle(run: Run, *, computes: bool, merges: bool) -> str | None:
     changed = [run.folder, run.claims.folder, run.shards, run.tasks]
     added = [run.logs, run.folder / "telemetry"] if computes else []
     for folder in (*changed, *added):
-        if not os.access(folder, os.W_OK | os.X_OK):
+        if not may(folder, os.W_OK | os.X_OK):
             return f"you may not write in {folder}"
     if merges and _keeps_others(run.folder):
         for name in ("merged.h5", "report.json", "report.html", "recompute.json"):
             path = run.folder / name
-            if os.path.lexists(path) and path.lstat().st_uid != os.geteuid():
-                return f"{path} is {name_of(path.lstat().st_uid)}'s to replace, as its folder has the sticky bit"
+            if exists(path) and (owner := retried(path.lstat).st_uid) != os.geteuid():
+                return f"{path} is {name_of(owner)}'s to replace, as its folder has the sticky bit"
     for folder in changed[1:]:
         if _keeps_others(folder):
             return f"you cannot remove what others have put into {folder}, as it has the sticky bit"
     path = run.folder / "submissions.jsonl"
     told = computes or any(line["state"] != "ended" for line in run.submissions())
-    if told and path.exists() and not os.access(path, os.W_OK):
+    if told and exists(path) and not may(path, os.W_OK):
         return f"you may not write {path}"
     return None
 
 
 def _keeps_others(folder: Path) -> bool:
     """Whether what others have put into a folder is theirs to remove or replace, and not this user's."""
-    status = folder.stat()
+    status = retried(folder.stat)
     return bool(status.st_mode & stat.S_ISVTX) and os.geteuid() not in (0, status.st_uid)

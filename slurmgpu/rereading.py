@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from slurmgpu.shared_files import open_file
+from slurmgpu.shared_files import BRIEF_PATIENCE_S, open_file, retried
 
 RELOOK_S = 10.0
 """What seems unchanged is looked at more closely after this time."""
@@ -35,7 +35,7 @@ class UpToDate:
 def mark_of(path: Path | os.DirEntry[str]) -> object:
     """What is another when a file was written anew; None where there is none."""
     try:
-        return _mark(path.stat())
+        return _mark(retried(path.stat, BRIEF_PATIENCE_S))
     except FileNotFoundError:
         return None
 

@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import shlex
-import shutil
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,15 +28,22 @@ from slurmgpu.owners import name_of
 from slurmgpu.recompute import Recompute, read_recompute
 from slurmgpu.records import read_record
 from slurmgpu.shared_files import (
+    BRIEF_PATIENCE_S,
     OTHERS_WRITE,
     UnusableFileError,
     exists,
+    is_folder,
     list_anew,
     list_names,
+    make_folder,
+    may,
+    move,
     read_bytes,
     read_with_status,
     retried,
+    status_of,
 )
+from slurmgpu.shared_files import replace as move_over
 from slurmgpu.submissions import ENDS, as_seen_at, place_of
 
 log = logging.getLogger(__name__)
@@ -266,7 +272,7 @@ class Run:
             if name.endswith(".damaged.txt") and numbers is not None and not numbers[1]:
                 number, _ = numbers
                 with contextlib.suppress(OSError):  # one that cannot be read, or is gone, says nothing
-                    if not self.revision_path(number, 0).exists():
+                    if not exists(self.revision_path(number, 0)):
                         found[number] = read_bytes(self.shards / name, max_bytes=1 << 20, patience_s=1.0)
         return {number: why.decode("utf-8", "replace").strip() for number, why in found.items()}
 
@@ -334,7 +340,7 @@ class Run:
         """
         place = place_of(self.folder) if "executor" in value else {}
         path = self.folder / "submissions.jsonl"
-        if path.exists() and not os.access(path, os.W_OK):
+        if exists(path) and not may(path, os.W_OK):
             if "executor" in value:
                 owner = name_of(path.stat().st_uid)
                 raise SlurmGPUError(f"{path} is {owner}'s alone to write: have {owner} submit this run.")
@@ -357,19 +363,17 @@ def create_run(folder: Path, plan: Plan, files: Sequence[Path]) -> Run:
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with beside(folder) as partial:
-        partial.mkdir()
+        make_folder(partial)
         for name in FOLDERS:
-            (partial / name).mkdir()
+            make_folder(partial / name)
         for file in files:
-            shutil.move(file, partial / file.name)
-            with open(partial / file.name, "rb") as moved:  # a copy, if it comes from another file system
-                os.fsync(moved.fileno())
+            move(file, partial / file.name)
         text = json.dumps(private.keep(partial, private.PLAN, plan.to_json()), indent=2, ensure_ascii=False) + "\n"
-        mode = stat.S_IMODE((partial / "logs").stat().st_mode) & 0o644
+        mode = stat.S_IMODE(retried((partial / "logs").stat).st_mode) & 0o644
         write_bytes(partial / "run.json", text.encode("utf-8", "backslashreplace"), mode=mode)
         protect(partial)
         try:
-            partial.rename(folder)  # fails on a directory that is not empty
+            move_over(partial, folder)  # fails on a directory that is not empty
         except OSError:
             refuse_existing(folder)
             raise
@@ -384,27 +388,28 @@ def protect(folder: Path) -> bool:
     and in logs/, where the jobs find Submitit's scripts and pickles, they can do nothing. For run.json and
     submissions.jsonl say what is run. False for who is not the owner, and can change nothing.
     """
-    if folder.stat().st_uid != os.geteuid():
+    found = retried(folder.stat)
+    if found.st_uid != os.geteuid():
         return False
     for name in ("logs", "run.json", "submissions.jsonl"):
         path = folder / name
-        if path.exists() and path.stat().st_uid == os.geteuid():
-            path.chmod(stat.S_IMODE(path.stat().st_mode) & ~OTHERS_WRITE)
-    mode = stat.S_IMODE(folder.stat().st_mode)
-    if mode & OTHERS_WRITE:
-        folder.chmod(mode | stat.S_ISVTX)
+        if exists(path) and (status := retried(path.stat)).st_uid == os.geteuid():
+            mode = stat.S_IMODE(status.st_mode) & ~OTHERS_WRITE
+            retried(partial(path.chmod, mode))
+    if (mode := stat.S_IMODE(found.st_mode)) & OTHERS_WRITE:
+        retried(lambda: folder.chmod(mode | stat.S_ISVTX))
     return True
 
 
 def refuse_existing(folder: Path) -> None:
     """Raise a sentence when `folder` holds a run, or anything else."""
-    if (folder / "run.json").exists():
+    if status_of(folder / "run.json") is not None:
         typed = shlex.quote(str(folder))
         raise SlurmGPUError(
             f"{folder} holds a run already. `slurmgpu resubmit {typed}` computes what it lacks, "
             f"`slurmgpu status {typed}` shows it; for another run of this file name another directory with --run-dir."
         )
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    if status_of(folder) is not None and not (is_folder(folder) and not list_names(folder)):
         raise SlurmGPUError(f"{folder} exists and is no run directory; name another with --run-dir.")
 
 
@@ -422,7 +427,9 @@ def _append(path: Path, line: bytes) -> None:
 def _read_record(path: Path) -> dict[str, Any] | None:
     """An attempt's record; None for one that makes no sense: progress is not fsynced, and nodes die."""
     try:
-        record = read_record(read_bytes(path, max_bytes=MOST_RECORD_BYTES, patience_s=0.0))
+        # One that could not be read before is not waited for again: it costs itself, and not all that looks.
+        patience_s = 0.0 if path in _told_of else BRIEF_PATIENCE_S
+        record = read_record(read_bytes(path, max_bytes=MOST_RECORD_BYTES, patience_s=patience_s))
         if record["attempt"] != path.stem:
             raise ValueError(f"it is that of {record['attempt']!r:.80}")
     except (ValueError, OSError) as error:

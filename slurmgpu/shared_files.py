@@ -14,12 +14,15 @@ import logging
 import os
 import random
 import secrets
+import shutil
 import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
+
+from slurmgpu.errors import SlurmGPUError
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +48,8 @@ TRANSIENT = frozenset(
 PATIENCE_S = 60.0
 """So long an operation is tried again, where the caller names no other time: NFS clients believe a cache no longer."""
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+BRIEF_PATIENCE_S = 5.0
+"""So long where somebody waits at a terminal and can type it again, or where what cannot be read costs itself alone."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 5.0
 MANY_BYTES = 256 << 20
 """More than any file that slurmgpu reads whole."""
@@ -84,6 +89,19 @@ def retried(operation: Callable[[], _T], patience_s: float = PATIENCE_S) -> _T:
                 raise
         time.sleep(pause * random.uniform(0.5, 1.0))
         pause = min(2 * pause, LONGEST_PAUSE_S)
+
+
+def cause_raised(operation: Callable[[], _T]) -> _T:
+    """What `operation` returns; where a sentence of ours stands for an error of a file system's moment, that is raised.
+
+    So that `retried` knows it.
+    """
+    try:
+        return operation()
+    except SlurmGPUError as error:
+        if error.__cause__ is not None and is_transient(error.__cause__):
+            raise error.__cause__ from error
+        raise
 
 
 def open_regular(path: os.PathLike[str] | str) -> int:
@@ -193,6 +211,71 @@ def _uid_in(folder: Path) -> int | None:
             os.unlink(path)  # noqa: PTH108
 
 
+def status_of(path: os.PathLike[str] | str, patience_s: float = PATIENCE_S) -> os.stat_result | None:
+    """What `stat` says of a file or a folder, through links; None if there is none, an error that remains is raised."""
+    try:
+        return retried(lambda: os.stat(path), patience_s)  # noqa: PTH116
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def is_file(path: os.PathLike[str] | str, patience_s: float = PATIENCE_S) -> bool:
+    """Whether there is a regular file of that name, unlike os.path's also while the file system fails for a moment."""
+    return stat.S_ISREG(_mode_of(path, patience_s))
+
+
+def is_folder(path: os.PathLike[str] | str, patience_s: float = PATIENCE_S) -> bool:
+    """The same for a folder."""
+    return stat.S_ISDIR(_mode_of(path, patience_s))
+
+
+def _mode_of(path: os.PathLike[str] | str, patience_s: float) -> int:
+    """The mode of what is there, 0 where nothing can be seen to be there."""
+    try:
+        found = status_of(path, patience_s)
+    except (OSError, ValueError) as error:
+        if is_transient(error):
+            raise
+        return 0
+    return 0 if found is None else found.st_mode
+
+
+def may(path: os.PathLike[str] | str, mode: int, patience_s: float = PATIENCE_S) -> bool:
+    """Whether this user may read (os.R_OK) or write (os.W_OK) what is there, unlike os.access, which hides errors."""
+
+    def look() -> bool:
+        if os.access(path, mode):
+            return True
+        # It says no to an error as well: what is there answers twice.
+        os.stat(path)  # noqa: PTH116
+        return os.access(path, mode)
+
+    return retried(look, patience_s)
+
+
+def make_folder(path: Path, mode: int = 0o777, patience_s: float = PATIENCE_S) -> None:
+    """Make a folder, if there is none; its parents are there."""
+
+    def make() -> None:
+        try:
+            path.mkdir(mode)
+        except FileExistsError:  # or the reply was lost
+            if not path.is_dir():
+                raise
+
+    retried(make, patience_s)
+
+
+def list_entries(folder: Path, patience_s: float = PATIENCE_S) -> list[os.DirEntry[str]]:
+    """What is in a folder, as this machine sees it, in no order; a transient error is tried again."""
+
+    def scan() -> list[os.DirEntry[str]]:
+        with os.scandir(folder) as entries:
+            return list(entries)
+
+    return retried(scan, patience_s)
+
+
 def list_anew(folder: Path, patience_s: float = PATIENCE_S) -> list[str]:
     """The names in a folder, as the file server has them now.
 
@@ -245,6 +328,21 @@ def replace(source: Path, target: Path, patience_s: float = PATIENCE_S) -> None:
                 raise
 
     retried(rename, patience_s)
+
+
+def move(source: Path, target: Path, patience_s: float = PATIENCE_S) -> None:
+    """Put a file at `target`, also on another file system, and fsync it; the reply to its renaming may be lost."""
+
+    def put() -> None:
+        try:
+            shutil.move(source, target)
+        except FileNotFoundError:
+            if not exists(target, 0.0):
+                raise
+        with open(target, "rb") as moved:  # a copy, if it comes from another file system
+            os.fsync(moved.fileno())
+
+    retried(put, patience_s)
 
 
 def _identity(path: Path) -> tuple[int, int]:

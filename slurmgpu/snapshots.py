@@ -22,7 +22,7 @@ from slurmgpu.digests import DIGITS
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.files import beside, fsync_dir, write_bytes
 from slurmgpu.owners import is_trusted, name_of
-from slurmgpu.shared_files import OTHERS_WRITE, read_bytes, replace, retried
+from slurmgpu.shared_files import OTHERS_WRITE, exists, list_entries, make_folder, read_bytes, replace, retried
 
 SNAPSHOT_FORMAT = "slurmgpu code"
 SNAPSHOT_VERSION = 1
@@ -95,9 +95,9 @@ def write(run: Path, snapshot: Snapshot) -> None:
             _write_about(about, replace_fields(former, files=tuple(moved)))  # an editable install, say, lies elsewhere
         return
     # What is imported from here runs as whoever computes: it is for nobody else to write, whatever the umask.
-    folder.mkdir(mode=0o755, exist_ok=True)
+    make_folder(folder, 0o755)
     target = folder / snapshot.digest
-    if target.exists():  # whoever began it died before its JSON was there
+    if exists(target):  # whoever began it died before its JSON was there
         shutil.rmtree(target)
     retried(lambda: _write_sources(target, snapshot))
     fsync_dir(folder)
@@ -157,9 +157,9 @@ def read(run: Path, digest: str, *, with_sources: bool = True) -> Snapshot:
 
 def _expect_ours(run: Path, *paths: Path) -> None:
     """Raise for what neither this user, nor the run's owner, nor root has made: it is imported as this user."""
-    owners = {os.geteuid(), 0, (run / "run.json").lstat().st_uid}
+    owners = {os.geteuid(), 0, retried((run / "run.json").lstat).st_uid}
     for path in (run / FOLDER, *paths):
-        status = path.lstat()
+        status = retried(path.lstat)
         if status.st_uid not in owners:
             raise ValueError(f"{path} belongs to {name_of(status.st_uid)}, neither to you nor to the run's owner")
         if status.st_mode & OTHERS_WRITE and not is_trusted(run):
@@ -180,10 +180,10 @@ def _read_file(folder: Path, value: Mapping[str, Any], *, with_sources: bool) ->
 def digests_in(run: Path) -> list[str]:
     """The digests of the snapshots in a run directory, the oldest first."""
     try:
-        found = [entry for entry in os.scandir(run / FOLDER) if entry.name.endswith(".json")]
+        found = [entry for entry in list_entries(run / FOLDER) if entry.name.endswith(".json")]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    names = [entry.name for entry in sorted(found, key=lambda entry: entry.stat().st_mtime)]
+    names = [entry.name for entry in sorted(found, key=lambda entry: retried(entry.stat).st_mtime)]
     return [name.removesuffix(".json") for name in names if not name.startswith(".")]
 
 

@@ -21,6 +21,7 @@ from slurmgpu.report import last_death, read_report, report_path
 from slurmgpu.rereading import UpToDate, mark_of
 from slurmgpu.runs import Run
 from slurmgpu.samples import last_sample, telemetry_path
+from slurmgpu.shared_files import BRIEF_PATIENCE_S, exists, list_entries, retried
 from slurmgpu.signs import heard_at, is_alive, last_heard, own_time, patience
 from slurmgpu.states import Lines, is_somebody_at_work, is_told, state_of
 from slurmgpu.submissions import ENDS, is_over
@@ -67,7 +68,7 @@ class StatusReader:
         self._queued: Queue | None = None
         self._asked = 0.0
         self._asked_of: set[int] = set()
-        self._owner = run.folder.stat().st_uid
+        self._owner = retried(run.folder.stat).st_uid
 
     def read(
         self, queued: Queue | None = None, *, now: float | None = None, gpus_of: Collection[str] | None = None
@@ -130,7 +131,7 @@ class StatusReader:
             "failures": dict(sorted(failures.items())),
             "worker_deaths": dict(sorted(deaths.items())),
             "queue": queue,
-            "merged": str(run.merged) if run.merged.exists() else None,
+            "merged": str(run.merged) if exists(run.merged, BRIEF_PATIENCE_S) else None,
             "complete": is_complete,
         }
 
@@ -162,13 +163,12 @@ class StatusReader:
         """The attempts' records by start, and the names of those that are damaged."""
         known, self._records = self._records, {}
         looked, self._looked = self._looked, now
-        with os.scandir(self.run.tasks) as entries:
-            for entry in entries:
-                if entry.name.endswith(".json") and not entry.name.startswith("."):
-                    mark, record = self._read_record(entry, known.get(entry.name))
-                    if record is not None and "heard" not in record:
-                        record["heard"] = heard_at(record["updated"], now, looked if entry.name in known else None)
-                    self._records[entry.name] = mark, record
+        for entry in list_entries(self.run.tasks):
+            if entry.name.endswith(".json") and not entry.name.startswith("."):
+                mark, record = self._read_record(entry, known.get(entry.name))
+                if record is not None and "heard" not in record:
+                    record["heard"] = heard_at(record["updated"], now, looked if entry.name in known else None)
+                self._records[entry.name] = mark, record
         records = [record for _, record in self._records.values() if record is not None]
         damaged = sorted(name.removesuffix(".json") for name, (_, record) in self._records.items() if record is None)
         return sorted(records, key=lambda record: (record["started"], record["attempt"])), damaged

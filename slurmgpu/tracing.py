@@ -22,6 +22,7 @@ from slurmgpu.digests import DIGITS
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.locating import Locator
 from slurmgpu.runs import Plan
+from slurmgpu.shared_files import BRIEF_PATIENCE_S, is_file, retried
 from slurmgpu.snapshots import Snapshot, SourceFile
 from slurmgpu.surroundings import PACKAGES
 from slurmgpu.syntax import tree_digest
@@ -117,7 +118,7 @@ class _Tracer:
                 self.where.foreign = known  # a text with a colon in it may be anything
             return
         path = (self._base / Path(module).expanduser()).resolve()
-        if path.is_file():
+        if is_file(path, BRIEF_PATIENCE_S):
             if str(path.parent) not in self.where.folders:
                 self.where.folders.insert(0, str(path.parent))
             self._take(str(path), None, needed=needed)
@@ -162,7 +163,7 @@ class _Tracer:
             if found.path in sources or found.top in self._dropped:
                 continue
             try:
-                source = Path(found.path).read_bytes()
+                source = retried(Path(found.path).read_bytes, BRIEF_PATIENCE_S)
                 tree = ast.parse(source, found.path)
             except (SyntaxError, ValueError, RecursionError) as error:
                 if found.needed and not isinstance(error, RecursionError):

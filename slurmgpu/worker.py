@@ -54,7 +54,7 @@ from slurmgpu.revisions import Former, Row, former_rows, made_again, put_over
 from slurmgpu.runs import Run
 from slurmgpu.scouting import Scout, Tenure
 from slurmgpu.shards import DamagedShardError, partial_name, publish, write_shard
-from slurmgpu.shared_files import is_transient, retried
+from slurmgpu.shared_files import cause_raised, is_transient, retried
 from slurmgpu.surroundings import describe, used
 from slurmgpu.workloads import Item, TaskContext
 
@@ -290,7 +290,7 @@ class Worker:
     def _open_input(self) -> Reader:
         spec = InputSpec.from_json(self.run.input)
         try:
-            return retried(lambda: _cause_raised(lambda: Reader(spec, self.run.index)), self.run.plan.lease_s)
+            return retried(lambda: cause_raised(lambda: Reader(spec, self.run.index)), self.run.plan.lease_s)
         except (OSError, SlurmGPUError) as error:
             raise WorkerFailedError(_reading_class(error), str(error)) from error
 
@@ -312,7 +312,7 @@ class Worker:
     def _read_span(self, reader: Reader, start: int, stop: int) -> list[Mapping[str, Any] | ItemError]:
         def read() -> list[Mapping[str, Any] | ItemError]:
             try:
-                return _cause_raised(lambda: reader.read(start, stop))
+                return cause_raised(lambda: reader.read(start, stop))
             except OSError:
                 reader.reopen()
                 raise
@@ -442,16 +442,6 @@ def _once_more_if_full(operation: Callable[[], _T]) -> _T:
         log.warning("tried again in a second: %s", error)
     time.sleep(1.0)
     return operation()
-
-
-def _cause_raised(read: Callable[[], _T]) -> _T:
-    """What `read` returns; where a sentence of ours stands for an error that a file system has for a moment, that."""
-    try:
-        return read()
-    except SlurmGPUError as error:
-        if isinstance(error.__cause__, OSError) and is_transient(error.__cause__):
-            raise error.__cause__ from error
-        raise
 
 
 def _reading_class(error: BaseException) -> str:

@@ -283,6 +283,17 @@ def test_leaving_the_debugger_ends_the_run(project, where, quitting):
     assert not list((folder / "run" / "claims").iterdir())
 
 
+@pytest.mark.parametrize("typed", ["q\n", ""])
+def test_leaving_the_debugger_in_the_summary_is_no_error_of_the_workload(project, typed):
+    folder = project(20)
+    summary = "\n\ndef _look(self, merged):\n    breakpoint()\n    return {}\n\n\nRows.summarize = _look\n"
+    (folder / "workloads.py").write_text((folder / "workloads.py").read_text() + summary)
+    process = start("submit", "--executor", "debug", "--gpus", "0", cwd=folder, stdin=typed)
+    output, _ = process.communicate(typed, timeout=60)
+    assert process.returncode == 130, output
+    assert "cannot summarize" not in output
+
+
 def test_two_shells_that_resubmit_at_once_start_one_submission(project, slurmgpu):
     folder = project(80, workload="Unloadable")
     slurmgpu(*LOCAL, cwd=folder, expect=3)

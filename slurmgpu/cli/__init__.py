@@ -18,9 +18,9 @@ TO_DO = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), ROOM),
     **dict.fromkeys((errno.EACCES, errno.EPERM), "Name a path that you may read, or write, or ask its owner."),
     errno.EROFS: "Do this on a machine that can write there, or name another path.",
-    errno.ESTALE: "The file system has lost sight of it; try again.",
 }
 """What the user can do about an error of a file, by its number; any other one is a bug."""
+AGAIN = "Its file system fails at the moment, and was asked again. Type it again later, or on another machine."
 
 SHOWING = {"status", "logs", "export"}
 """Commands that print much, or without end, and do nothing else."""
@@ -35,7 +35,7 @@ def main() -> None:
     from slurmgpu.cli.output import complain
     from slurmgpu.cli.streams import prepare_streams
     from slurmgpu.errors import SlurmGPUError
-    from slurmgpu.shared_files import UnusableFileError
+    from slurmgpu.shared_files import TRANSIENT, UnusableFileError
 
     prepare_streams(unread=_unread(sys.argv[1:]))
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
@@ -59,10 +59,11 @@ def main() -> None:
         complain(f"{error.filename}: {error.strerror}. Remove it, or restore the file that was there.")
         sys.exit(2)
     except OSError as error:
-        where = error.filename or ("A file that it writes" if TO_DO.get(error.errno or 0) == ROOM else None)
-        if where is None or error.errno not in TO_DO:
+        to_do = {**dict.fromkeys(TRANSIENT, AGAIN), **TO_DO}.get(error.errno or 0)
+        where = error.filename or {ROOM: "A file that it writes", AGAIN: "A file"}.get(to_do or "")
+        if where is None or to_do is None:
             raise
-        complain(f"{where}: {error.strerror}. {TO_DO[error.errno]}")
+        complain(f"{where}: {error.strerror}. {to_do}")
         sys.exit(2)
 
 

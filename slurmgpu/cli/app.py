@@ -267,16 +267,17 @@ def export(
     from slurmgpu.export import FORMATS, export_to
     from slurmgpu.export import export as write
     from slurmgpu.plurals import count_of
+    from slurmgpu.shared_files import exists, is_file, status_of
 
     run = options.open_run(folder, trust=trust)
-    if not run.merged.exists():
+    if not exists(run.merged):
         raise SlurmGPUError(
             f"There is no {run.merged} yet. `slurmgpu merge {run.typed}` makes it once no task is alive."
         )
     chosen = file_format or output.suffix.removeprefix(".")
     if chosen not in (known := {**FORMATS, **dict.fromkeys(run.plan.exports)}):
         raise SlurmGPUError(f"Format {chosen!r} is none of {', '.join(known)}; name one with --format.")
-    if output.exists() and not output.is_file():
+    if status_of(output) is not None and not is_file(output):
         raise SlurmGPUError(f"{output} is no regular file; name the file to write with -o.")
     if str(output) == "-":
         n_rows = export_to(run.merged, chosen, sys.stdout.buffer)

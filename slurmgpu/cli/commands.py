@@ -17,6 +17,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from slurmgpu.shared_files import BRIEF_PATIENCE_S, is_transient, may
+
 
 class App(typer.Typer):
     """An app that makes, of its commands, only the one that is called: Typer makes all that it is given."""
@@ -76,8 +78,8 @@ class _Reader:
             return None
         kind = param.type_descriptor.annotation
         # What is no UTF-8 is refused in Typer's words.
-        if is_one and isinstance(value, str) and value.isascii():
-            if kind is str:
+        if is_one and isinstance(value, str) and _is_utf8(value):
+            if kind is str and value.isascii():
                 return value
             if kind is Path and _may_be_read(value):
                 return Path(value)
@@ -86,6 +88,20 @@ class _Reader:
         return self._theirs().coerce(value, param=param, ctx=ctx)
 
 
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _may_be_read(path: str) -> bool:
-    """Whether Typer, too, would take a path: whatever is not there, or can be read."""
-    return os.access(path, os.R_OK) or not os.path.lexists(path)
+    """Whether Typer, too, would take a path: whatever is not there, or can be read.
+
+    And what a file system fails to tell of: Typer would say that it is not readable, the command says why.
+    """
+    try:
+        return may(path, os.R_OK, BRIEF_PATIENCE_S)
+    except OSError as error:
+        return is_transient(error) or not os.path.lexists(path)

@@ -22,6 +22,7 @@ from slurmgpu.executors import commands, queue
 from slurmgpu.plurals import count_of
 from slurmgpu.report import is_complete, read_report
 from slurmgpu.runs import Run
+from slurmgpu.shared_files import BRIEF_PATIENCE_S, status_of
 from slurmgpu.states import is_told
 from slurmgpu.status import read_status
 
@@ -69,7 +70,7 @@ def find_runs(folder: Path, notes: Counter[str], through_links: bool = True) -> 
     neither in circles nor through a whole file system.
     """
     try:
-        if (folder / "run.json").exists():
+        if status_of(folder / "run.json", BRIEF_PATIENCE_S) is not None:
             yield folder
             return
         names = _folders(folder, notes)
@@ -104,7 +105,7 @@ def _behind_link(folder: Path, notes: Counter[str]) -> Iterator[Path]:
 
 def _is_run(folder: Path) -> bool:
     with contextlib.suppress(OSError):  # nobody may look into it
-        return (folder / "run.json").exists()
+        return status_of(folder / "run.json", BRIEF_PATIENCE_S) is not None
     return False
 
 

@@ -16,6 +16,9 @@ def main() -> None:
     """Run the module that the arguments name, as Python would."""
     from submitit.core import job_environment
 
+    from slurmgpu.executors.steady import make_steady
+
+    make_steady()
     # A Submitit that calls it otherwise takes the signals until the task's function begins, which takes them back.
     setattr(job_environment.JobEnvironment, "_handle_signals", lambda *ignored: None)  # noqa: B010
     place = sys.argv.index("-m")

@@ -14,6 +14,7 @@ from typing import Any
 from slurmgpu import early_signals, gpus, owners
 from slurmgpu.executors import commands
 from slurmgpu.executors.own_job import OwnJob, own_job
+from slurmgpu.failures import blaming
 from slurmgpu.following import follow
 from slurmgpu.heartbeats import beating
 from slurmgpu.logs import log_to_stderr
@@ -85,9 +86,10 @@ def run_task(folder: Path, submission: int) -> None:
     """An array task of Submitit's; exits with the task's code, for Slurm's accounting."""
     early_signals.remember()
     _log_like_ours()
-    run, own = Run.open(folder), own_job(by_hand=False)
-    with _beating(folder, own):
-        code = _work_as_submitted(run, own, submission)
+    with blaming(node_name()):
+        run, own = Run.open(folder), own_job(by_hand=False)
+        with _beating(folder, own):
+            code = _work_as_submitted(run, own, submission)
     if code:
         sys.exit(code)
 
@@ -115,6 +117,13 @@ def run_task_by_hand(folder: Path, device: str | None = None, *, trust: bool = F
     early_signals.remember()
     joining.check_job()
     log_to_stderr(force=True)
+    with blaming(node_name()):
+        return _work_by_hand(folder, device, trust=trust)
+
+
+def _work_by_hand(folder: Path, device: str | None, *, trust: bool) -> int:
+    from slurmgpu.executors import joining
+
     if trust:
         owners.trust(folder)
     run = Run.open(folder)
@@ -204,12 +213,19 @@ def run_local_task(
     early_signals.remember()
     _log_like_ours()
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)
+    with blaming(node_name()):
+        code = _work_in_slot(folder, job, slot, submission, gpu_ids, device, n_threads)
+    if code:
+        sys.exit(code)
+
+
+def _work_in_slot(
+    folder: Path, job: str, slot: int, submission: int, gpu_ids: list[str], device: str, n_threads: int
+) -> int:
     run = Run.open(folder)
     n_processes = len(gpu_ids) if run.plan.processes == "per-gpu" else 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, n_threads // max(1, n_processes))))
     attempt = Attempt(job, slot, submission=submission, executor="local", n_gpus=len(gpu_ids), device=device)
     _log_beginning(run, attempt)
     with beating(folder, attempt.name, job):
-        code = Task(run, attempt).run_worker()
-    if code:
-        sys.exit(code)
+        return Task(run, attempt).run_worker()

@@ -19,7 +19,9 @@ from slurmgpu import gpus
 from slurmgpu.attempts import Life
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import entry
+from slurmgpu.executors.steady import make_steady
 from slurmgpu.runs import Run
+from slurmgpu.shared_files import retried
 from slurmgpu.submissions import Submission
 
 NEVER_MIN = 10 * 365 * 24 * 60
@@ -68,6 +70,7 @@ def lives_of(submission: Submission) -> dict[str, list[Life]]:
 def start(run: Run, submission: Submission) -> list[Any]:
     """Start the slots; Submitit's jobs."""
     job = job_name(submission.submission)
+    make_steady()
     executor = submitit.LocalExecutor(run.logs, python=f"{shlex.quote(sys.executable)} {entry.BEGIN}")
     executor.update_parameters(timeout_min=NEVER_MIN)
     slots = gpu_ids(submission)
@@ -78,7 +81,7 @@ def start(run: Run, submission: Submission) -> list[Any]:
         for slot, ids in enumerate(slots):
             with entry.owners_files(submitit.LocalExecutor, "_submit_command"):
                 given = (run.folder, job, slot, number, ids, device, n_threads)
-                jobs.append(executor.submit(entry.run_local_task, *given))
+                jobs.append(retried(lambda: executor.submit(entry.run_local_task, *given)))  # noqa: B023
         return jobs
 
 

@@ -18,6 +18,7 @@ from slurmgpu.locks import run_lock
 from slurmgpu.owners import name_of
 from slurmgpu.planning import Draft, allocate
 from slurmgpu.runs import Run
+from slurmgpu.shared_files import exists, retried
 
 SUFFIX = "-probe"
 SHOWN_ERRORS = 3
@@ -104,12 +105,11 @@ def spread(n_items: int, batch_size: int, n_wanted: int) -> list[tuple[int, int]
 
 def make_room(folder: Path) -> None:
     """Remove an earlier probe at `folder`; SlurmGPUError for anything else, and for one that is at work."""
-    if not folder.exists():
+    if not exists(folder):
         return
-    if folder.stat().st_uid != os.geteuid() != 0:
-        owner = name_of(folder.stat().st_uid)
-        raise SlurmGPUError(f"{folder}, where the probe would go, is {owner}'s. Name another --run-dir.")
-    run = Run.open(folder) if (folder / "run.json").exists() else None
+    if (owner := retried(folder.stat).st_uid) != os.geteuid() != 0:
+        raise SlurmGPUError(f"{folder}, where the probe would go, is {name_of(owner)}'s. Name another --run-dir.")
+    run = Run.open(folder) if exists(folder / "run.json") else None
     if run is None or run.plan.input.get("ranges") is None:
         raise SlurmGPUError(
             f"{folder}, where the probe would go, exists and is no probe. Move it away, or name another --run-dir."

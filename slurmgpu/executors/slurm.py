@@ -20,6 +20,7 @@ from slurmgpu.config import RunFile
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import commands, entry
 from slurmgpu.executors.adjusting import first_submission
+from slurmgpu.executors.steady import make_steady
 from slurmgpu.planning import refuse_odd_path
 from slurmgpu.runs import Run
 from slurmgpu.submissions import Submission
@@ -182,6 +183,7 @@ def _merge_executor(logs: Path, name: str, submission: Submission, dependency: s
 
 def _executor(logs: Path, name: str, options: Mapping[str, Any], parallelism: int) -> submitit.SlurmExecutor:
     try:
+        make_steady()
         executor = submitit.SlurmExecutor(logs, python=PYTHON)
     except RuntimeError as error:  # it looks for srun
         raise commands.SlurmUnavailableError(commands.NOT_HERE.format("srun")) from error

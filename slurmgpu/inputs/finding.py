@@ -12,6 +12,7 @@ from slurmgpu.errors import SlurmGPUError, did_you_mean
 
 LINE_FORMATS = ("csv", "jsonl", "txt")
 FORMATS = (*LINE_FORMATS, "h5", "parquet")
+_MOST_LOOKS = 5
 
 
 def find(patterns: str | Sequence[str], base: Path) -> list[Path]:
@@ -53,14 +54,24 @@ def _expand(pattern: str, base: Path) -> list[Path]:
     pattern = os.path.expanduser(pattern)  # noqa: PTH111 - Path.expanduser raises where there is no home
     if not glob.has_magic(pattern) or os.path.lexists(base / pattern):
         return [base / pattern]
-    # Not Path.glob, which takes no absolute pattern; a set, as `**` may find a file on two ways.
-    matches = set(glob.glob(pattern, root_dir=base, recursive=True))  # noqa: PTH207
+    matches = _globbed(pattern, base)
     # A directory on the way (`data/**`) is passed over; one named like data (`parts.csv/`) is refused later.
     found = sorted(base / match for match in matches)
     paths = [path for path in found if not path.is_dir() or path.suffix.lower().removeprefix(".") in FORMATS]
     if not paths:
         raise SlurmGPUError(f"Input {pattern!r} matches no file. Relative patterns start at {base}.")
     return paths
+
+
+def _globbed(pattern: str, base: Path) -> set[str]:
+    """What a glob matches, by two answers that agree: it passes over a folder that cannot be listed at the moment."""
+    # Not Path.glob, which takes no absolute pattern; a set, as `**` may find a file on two ways.
+    found = set(glob.glob(pattern, root_dir=base, recursive=True))  # noqa: PTH207
+    for _ in range(_MOST_LOOKS):
+        before, found = found, set(glob.glob(pattern, root_dir=base, recursive=True))  # noqa: PTH207
+        if found == before:
+            break
+    return found
 
 
 def _check_files(paths: Sequence[Path], base: Path) -> None:

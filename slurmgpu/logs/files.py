@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.runs import Run
+from slurmgpu.shared_files import exists, list_names
 from slurmgpu.submissions import slots_of
 
 
@@ -40,7 +40,7 @@ def attempts_with_logs(run: Run) -> list[dict[str, Any]]:
     for name in damaged:
         task, _, number = name.rpartition(".")
         restarts.setdefault(task, []).extend([int(number)] if number.isdecimal() else [])
-    names = os.listdir(run.logs)
+    names = list_names(run.logs)
     for line in run.submissions():
         for job, index in _logged_tasks(line, names):
             for restart in restarts.get(f"{job}_{index}", [0]):
@@ -80,7 +80,7 @@ def files_of(
     ]
     for rank in range(n_nodes):
         found.append(LogFile(run.logs / f"{record['attempt']}{_of_node(rank)}.log", f"worker{_of_node(rank)}"))
-    return [file for file in found if file.path.exists()]
+    return [file for file in found if exists(file.path)]
 
 
 def _of_node(rank: int) -> str:
@@ -92,4 +92,4 @@ def merge_files(run: Run) -> list[LogFile]:
     # One that was submitted by hand may wait for several submissions.
     jobs = dict.fromkeys(line["merge_job"] for line in run.submissions() if line.get("merge_job"))
     names = [(f"{job}_0_log.{end}", "merge.out" if end == "out" else "merge") for job in jobs for end in ("out", "err")]
-    return [LogFile(run.logs / name, source) for name, source in names if (run.logs / name).exists()]
+    return [LogFile(run.logs / name, source) for name, source in names if exists(run.logs / name)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,6 +20,7 @@ from slurmgpu.searching import (
     story_of_item,
 )
 from slurmgpu.searching.remembering import Remembering, remembering
+from slurmgpu.shared_files import list_names
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def add_excerpts(run: Run, items: Sequence[Reason], attempts: Sequence[Reason], 
     What it returns is a sentence on why there is nothing of the logs, where there are none.
     """
     try:
-        os.listdir(run.logs)
+        list_names(run.logs)
     except OSError as error:
         return f"There are no lines of logs, as logs/ of the run directory cannot be read: {error.strerror}."
     run = remembering(run)

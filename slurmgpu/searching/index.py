@@ -7,6 +7,7 @@ from typing import Any
 from slurmgpu.logs import LogFile, files_of, merge_files
 from slurmgpu.runs import Run
 from slurmgpu.searching.remembering import remembering
+from slurmgpu.shared_files import retried
 
 INDEX_FORMAT = "slurmgpu logs"
 INDEX_VERSION = 1
@@ -32,5 +33,5 @@ def read_index(run: Run) -> dict[str, Any]:
 
 
 def _described(file: LogFile) -> dict[str, Any]:
-    about = file.path.stat()
+    about = retried(file.path.stat)
     return {"path": str(file.path), "source": file.source, "size_bytes": about.st_size, "modified": about.st_mtime}

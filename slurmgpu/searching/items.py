@@ -37,6 +37,7 @@ from slurmgpu.searching.excerpts import (
 from slurmgpu.searching.picking import pick
 from slurmgpu.searching.remembering import remembering
 from slurmgpu.searching.reported import told_of
+from slurmgpu.shared_files import exists
 from slurmgpu.states import is_told
 from slurmgpu.submissions import is_over
 
@@ -103,7 +104,7 @@ class _Search:
         )
 
     def story(self) -> Story:
-        if not self.run.shard_path(self.shard).exists():
+        if not exists(self.run.shard_path(self.shard)):
             return self._missing()
         record, entry = self._winner()
         told, marks = (None, []) if record is None else self._lines_of(record, entry)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.report import read_report, report_path
 from slurmgpu.runs import Run
+from slurmgpu.shared_files import retried
 from slurmgpu.states import Lines
 
 
@@ -26,7 +27,7 @@ def told_of(run: Run) -> Told | None:
     """What the report says of items; None if there is none, or it is damaged. It is read once for many items."""
     path = report_path(run)
     try:
-        about = path.stat()
+        about = retried(path.stat)
         mark = (about.st_ino, about.st_mtime_ns, about.st_size)
         known = _read.get(str(path))
         if known is None or known[0] != mark:

@@ -42,7 +42,8 @@ class Behaviour:
 
     Attributes are believed for `ac_min_s` at first and `ac_max_s` at most. `names` and `listings` say whether those are
     kept; `contents` the same of small files. `close_to_open`: attributes are asked for whenever a file is opened.
-    `tick_s` is the resolution of the server's times, which are `skew_s` ahead of this machine's.
+    `tick_s` is the resolution of the server's times, which are `skew_s` ahead of this machine's. `maps`: the kernel
+    keeps the pages of a file until that is opened again, so that it can be mapped into memory.
     """
 
     ac_min_s: float = 0.5
@@ -53,6 +54,7 @@ class Behaviour:
     close_to_open: bool = True
     tick_s: float = 0.01
     skew_s: float = 0.0
+    maps: bool = False
 
     to_json = asdict
 
@@ -450,7 +452,7 @@ class Client:
     def _handle(self, node: Node, fd: int) -> bytes:
         self._opened[fd] = Opened(node, fd)
         node.n_open += 1
-        return protocol.OPENED.pack(fd, protocol.DIRECT_IO, 0)
+        return protocol.OPENED.pack(fd, 0 if self.behaviour.maps else protocol.DIRECT_IO, 0)
 
     def _create(self, folder: Node, body: bytes, who: Caller) -> bytes:
         flags, mode, umask = struct.unpack_from("<III", body)

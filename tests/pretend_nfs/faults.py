@@ -6,7 +6,9 @@ import errno
 import json
 import os
 import random
+import re
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,7 +53,9 @@ class Faults:
     """Draws faults for the requests of one client.
 
     `rates` gives each kind's share of the requests that it can happen to. `orders` is a file: while it is there, it
-    says what happens to every request, "EIO" say; "silent" for no answer as long as it stays so.
+    says what happens to every request, "EIO" say; "silent" for no answer as long as it stays so. "EIO@17" is for the
+    17th request from then on alone, "EIO*2" for the second of each kind that has to do with each file. What follows a
+    "#" tells one order from the next.
     """
 
     node: str
@@ -63,15 +67,16 @@ class Faults:
     def __post_init__(self) -> None:
         self._random = random.Random(f"{self.seed}/{self.node}")
         self._repeat: tuple[Op, int, Fault] | None = None
+        self._order, self._since = "", Counter()
         self._file = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666) if self.log else None
 
     def draw(self, op: Op, node: int, path: str, *, is_exclusive: bool = True) -> Fault | None:
         """What shall happen to a request; None if nothing does. It has waited where the server was slow."""
-        if ordered := self._ordered():
-            return ordered
         if self._repeat is not None and self._repeat[:2] == (op, node):
             repeated, self._repeat = self._repeat[2], None
             return repeated
+        if ordered := self._ordered(op, node, path, is_exclusive):
+            return ordered
         for kind, rate in self.rates.items():
             if op not in KINDS[kind] or self._random.random() >= rate:
                 continue
@@ -81,14 +86,7 @@ class Faults:
             if kind == "slow":
                 time.sleep(SLOW_S)
                 continue
-            if kind == "lost":
-                # A hard mount sends the request again; a soft one gives up.
-                number = AGAIN[op] if self._random.random() < 0.7 else errno.ETIMEDOUT
-                return Fault(kind, number, is_done=True)
-            fault = Fault(kind, getattr(errno, kind))
-            if kind == "ESTALE":
-                self._repeat = (op, node, fault)  # the kernel asks a second time by itself
-            return fault
+            return self._fault(kind, op, node)
         return None
 
     def note(self, op: Op | str, path: str, kind: str) -> None:
@@ -99,7 +97,17 @@ class Faults:
         line = {"time": round(time.time(), 3), "node": self.node, "op": name, "path": path, "fault": kind}
         os.write(self._file, json.dumps(line).encode() + b"\n")
 
-    def _ordered(self) -> Fault | None:
+    def _fault(self, kind: str, op: Op, node: int) -> Fault:
+        if kind == "lost":
+            # A hard mount sends the request again; a soft one gives up.
+            number = AGAIN[op] if self._random.random() < 0.7 else errno.ETIMEDOUT
+            return Fault(kind, number, is_done=True)
+        fault = Fault(kind, getattr(errno, kind))
+        if kind == "ESTALE":
+            self._repeat = (op, node, fault)  # the kernel asks a second time by itself
+        return fault
+
+    def _ordered(self, op: Op, node: int, path: str, is_exclusive: bool) -> Fault | None:
         if self.orders is None:
             return None
         while True:
@@ -108,5 +116,19 @@ class Faults:
             except FileNotFoundError:
                 return None
             if order != "silent":
-                return Fault(order, getattr(errno, order))
+                break
             time.sleep(0.05)
+        if order != self._order:
+            self._order, self._since = order, Counter()
+        kind, how, number = re.fullmatch(r"(\w+)(?:([@*])(\d+))?(?:#.*)?", order).groups()
+        if how is None:
+            return Fault(kind, getattr(errno, kind))
+        # Names that are drawn at random are one name.
+        which = (op, re.sub(r"[0-9a-f]{12,}|\d+", "9", path)) if how == "*" else None
+        self._since[which] += 1
+        if self._since[which] != int(number) or op not in KINDS[kind]:
+            return None
+        if kind == "lost" and op is Op.CREATE and not is_exclusive:
+            return None
+        self.note(op, path, kind)
+        return self._fault(kind, op, node)

@@ -1,0 +1,73 @@
+"""Submitit's own files on a file system that fails for a moment: what it reads, writes and renames is tried again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from submitit.core import utils
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.shared_files import exists, replace, retried, status_of
+
+
+class _SteadyPath(type(Path())):  # type: ignore[misc]  # the class of paths, by its name, cannot be subclassed before 3.12
+    """A path that is not taken for missing, nor ends a job, while the file system fails for a moment."""
+
+    def exists(self, **given: Any) -> bool:
+        """Whether there is a file."""
+        return status_of(self) is not None
+
+
+def make_steady() -> None:
+    """Have what Submitit does in a run's logs/ be tried again, in this process; a second call changes nothing."""
+    paths: Any = utils.JobPaths
+    if paths.move_temporary_file is _move:
+        return
+    paths.move_temporary_file = _move
+    for name in ("submitted_pickle", "result_pickle"):
+        setattr(paths, name, _steady(getattr(paths, name).fget))
+    changed: Any = utils
+    changed.pickle_load, changed.cloudpickle_dump = _retrying(utils.pickle_load), _retrying(utils.cloudpickle_dump)
+    changed.temporary_save_path = _saving
+
+
+def _steady(path_of: Callable[[Any], Path]) -> property:
+    return property(lambda paths: _SteadyPath(path_of(paths)))
+
+
+def _retrying(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *given: retried(lambda: function(*given))
+
+
+@contextlib.contextmanager
+def _saving(filepath: Path | str) -> Iterator[Path]:
+    """As Submitit's: a name to write under, which is renamed."""
+    path = Path(filepath)
+    partial = path.with_suffix(f"{path.suffix}.save_tmp")
+    yield partial
+    replace(partial, path)
+
+
+def _move(paths: utils.JobPaths, tmp_path: Path | str, name: str, keep_as_symlink: bool = False) -> None:
+    """As Submitit's. It comes after sbatch, or the start of the process: to begin anew would do that twice."""
+    source, target = Path(tmp_path), Path(getattr(paths, name))
+    try:
+        replace(source, target)
+        if keep_as_symlink and not exists(source):
+            retried(lambda: _link(source, target))
+    except OSError as error:
+        raise SlurmGPUError(
+            f"{error.filename or target}, without which a job that was started does nothing: {error.strerror}. "
+            f"Resubmit the run once its file system works."
+        ) from error
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        source.symlink_to(target)
+    except FileExistsError:
+        if not source.is_symlink():
+            raise
