@@ -115,9 +115,12 @@ class Observer:
         return [sign for sign in signs if sign is not None and _is_at(place, sign.told)]
 
     def forget(self, signs: Sequence[Sign]) -> None:
-        """Remove the files of tasks that died; one that lives after all makes its own anew."""
+        """Remove the files of dead tasks, unless they have changed; one that lives after all makes its own anew."""
         for sign in signs:
-            remove(self._tasks / f"{sign.name}{SUFFIX}")
+            path = self._tasks / f"{sign.name}{SUFFIX}"
+            with contextlib.suppress(OSError):
+                if read_bytes(path, max_bytes=4 * SIZE) == self._seen[path.name][0]:
+                    remove(path)
 
     @property
     def _tasks(self) -> Path:

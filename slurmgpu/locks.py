@@ -12,15 +12,16 @@ import errno
 import getpass
 import json
 import logging
+import math
 import os
 import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.pids import lives, own_id
@@ -34,8 +35,12 @@ PATIENCE_S = 120.0
 """A lock that has not changed for so long, by the observer's clock, is a dead one's; NFS may show it 60 s late."""
 LONGEST_GAP_S = 10.0
 """An observer that has not looked for so long was stopped itself, and its clock says nothing of others."""
+CHECKED_S = 1.0
 SIZE = 1024
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+
+_T = TypeVar("_T")
 
 
 class LockLostError(SlurmGPUError):
@@ -68,10 +73,11 @@ class Lock:
                 if _parse(retried(lambda: os.pread(fd, SIZE, 0))).get("token") != self.token:
                     return False
                 self.content["beat"] += 1
+                begun = time.monotonic()  # before: who is stopped behind the writing was silent since
                 retried(lambda: os.pwrite(fd, _encode(self.content), 0))
             finally:
                 os.close(fd)
-            self._beaten = time.monotonic()
+            self._beaten = begun
             return True
 
     def check(self) -> None:
@@ -104,6 +110,20 @@ class Lock:
         seen = None if content is None else _parse(content)
         if seen is not None and seen.get("token") == self.token:
             _take_away(self.path, seen, by="token")
+
+
+def checked(values: Iterable[_T], check: Callable[[], None]) -> Iterator[_T]:
+    """Each of `values`, for a loop that removes what they name: `check` comes before the first, and every second.
+
+    So a holder that is stopped in the middle asks for its lock before it goes on.
+    """
+    last = -math.inf
+    for value in values:
+        now = time.monotonic()
+        if now - last > CHECKED_S:
+            check()
+            last = now
+        yield value
 
 
 @contextlib.contextmanager

@@ -138,7 +138,7 @@ def _others(run: Run, own_array: str | None) -> str | None:
 def forget_the_dead(run: Run) -> None:
     """Remove the heartbeats of tasks that were killed, after a merge: who asks next need not watch them again."""
     observer = _OBSERVERS.get(run.folder) or Observer(run.folder, patience(run.plan.lease_s))
-    observer.forget([sign for sign in observer.look() if not sign.lives])
+    observer.forget([sign for sign in observer.look() if sign.lives is False])
 
 
 def refuse_alive(run: Run, to_do: str, *, force: bool = False) -> None:
