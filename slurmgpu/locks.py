@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from slurmgpu.early_signals import deferred, heed
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.pids import lives, own_id
 from slurmgpu.shared_files import UnusableFileError, read_bytes, remove, replace, retried
@@ -149,14 +150,16 @@ def hold(
     patience_s: float | None = None,
 ) -> Iterator[Lock]:
     """Hold the lock at `path` for a moment: it is not renewed while the block lasts."""
-    lock = _acquire(path, doing, patient, on_wait, PATIENCE_S if patience_s is None else patience_s)
-    try:
-        yield lock
-    finally:
+    with deferred() as allowed:  # a signal comes while it waits, or while it holds the lock, and never in between
+        lock = _acquire(path, doing, patient, on_wait, PATIENCE_S if patience_s is None else patience_s)
         try:
-            lock.release()
-        except OSError as error:
-            log.warning("%s cannot be removed: %s", path, error)
+            with allowed():
+                yield lock
+        finally:
+            try:
+                lock.release()
+            except OSError as error:
+                log.warning("%s cannot be removed: %s", path, error)
 
 
 def _acquire(path: Path, doing: str, patient: bool, on_wait: Callable[[], None], patience_s: float) -> Lock:
@@ -182,10 +185,13 @@ def _acquire(path: Path, doing: str, patient: bool, on_wait: Callable[[], None],
             if _take_away(path, holder):
                 log.warning("removed the lock of one who is dead: %s", _in_words(holder))
             continue
-        if not is_told and not patient and life is None:
+        if not is_told and patient:
+            log.info("waiting for %s", _in_words(holder))
+        elif not is_told and life is None:
             log.warning("waiting up to %.0f s to see whether %s lives", patience_s, _in_words(holder))
-            is_told = True
+        is_told = True
         looked = now
+        heed()
         on_wait()
         time.sleep(random.uniform(0.05, 0.5) if life is not False else 0.01)
 

@@ -18,6 +18,7 @@ from typing import Any
 from slurmgpu import importing, pages, results, workloads
 from slurmgpu.attempts import Lives
 from slurmgpu.columns import Column, columns_from_json
+from slurmgpu.early_signals import EndedBySignalError
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.files import working_folder, write_bytes, write_json
 from slurmgpu.former_rows import FormerRows
@@ -313,6 +314,8 @@ def _summary(run: Run) -> dict[str, Any]:
         ):
             workload: Any = workloads.build(plan.workload, plan.settings, Path(plan.search_path))
             summary: dict[str, Any] = json.loads(json.dumps(dict(workload.summarize(merged)), allow_nan=False))
+    except EndedBySignalError:
+        raise
     except (Exception, SystemExit) as error:
         log.warning("the workload cannot summarize the merged file", exc_info=True)
         return {"error": f"{type(error).__name__}: {error}"}

@@ -24,6 +24,7 @@ from slurmgpu.task import EXIT_STOPPED, Task
 
 log = logging.getLogger(__name__)
 
+EXIT_INTERRUPTED = 130
 BEGIN = "-u -m slurmgpu.executors.begin"
 """What Submitit gives its own arguments to, instead of to Python: signals are remembered from there on."""
 
@@ -183,11 +184,18 @@ def _memory_mb(environ: Mapping[str, str], n_gpus: int) -> int | None:
 
 
 def run_merge(folder: Path) -> None:
-    """The merge job: joins, reports, resubmits if the run file says so; exits with 3 while the run is incomplete."""
+    """The merge job: joins, reports, resubmits if the run file says so; exits with 3 while the run is incomplete.
+
+    A signal ends it at once, with the run as it was, and with exit code 143 for SIGTERM; the notice SIGUSR2 does not.
+    """
     from slurmgpu.executors import submitting  # it imports this module's functions for Submitit to pickle
 
     _log_like_ours()
-    code = submitting.merge_on_slurm(Run.open(folder), os.environ["SLURM_JOB_ID"])
+    try:
+        with early_signals.heeded():
+            code = submitting.merge_on_slurm(Run.open(folder), os.environ["SLURM_JOB_ID"])
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
     if code:
         sys.exit(code)
 

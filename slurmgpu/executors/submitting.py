@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import platform
@@ -14,6 +15,7 @@ from typing import Any
 
 from slurmgpu import merge, private
 from slurmgpu.attempts import Lives
+from slurmgpu.early_signals import heeded
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import commands, ending, joining, queue
 from slurmgpu.executors.accounts import lives_of, settled_lives_of
@@ -60,7 +62,7 @@ def start(run: Run, prepare: Prepare, on_tick: Callable[[], None] = lambda: None
     another that submits or merges, instead of being refused.
     """
     protect(run.folder)  # one of an older slurmgpu, or that somebody has opened to others since
-    with run_lock(run.folder, "submitting", patient=patient) as lock:
+    with heeded(), run_lock(run.folder, "submitting", patient=patient) as lock:
         submission, notes = prepare(lock)
         lock.check()
         if submission.executor == "slurm":
@@ -70,7 +72,7 @@ def start(run: Run, prepare: Prepare, on_tick: Callable[[], None] = lambda: None
         lives = wait(on_tick)
         if submission.inject:
             damage_shards(run, parse_faults(submission.inject))
-        with run_lock(run.folder, "merging", patient=True) as lock:
+        with heeded(), run_lock(run.folder, "merging", patient=True) as lock:
             report = merge.merge(run, lives, lock.check)
             forget_the_dead(run)
         if _goes_on(run, report, submission.round):
@@ -136,7 +138,7 @@ def _until_cancelled(run: Run, submission: int, work: Callable[[], object], live
 
 def merge_by_hand(run: Run, *, force: bool = False) -> dict[str, Any]:
     """Merge now, when nothing of the run is alive, or with `force` even then; the report."""
-    with run_lock(run.folder, "merging") as lock:
+    with heeded(), run_lock(run.folder, "merging") as lock:
         refuse_alive(run, "merge", force=force)
         report, has_ended = _merge_and_end(run, lives_of(run), lock)
     if has_ended:
@@ -150,9 +152,9 @@ def merge_when_over(run: Run) -> dict[str, Any]:
     The run file's `auto_resubmit` is not honoured: who submits by hand decides what comes next.
     """
     own_job = os.environ.get("SLURM_JOB_ID", "")
-    if not own_job:
-        return _merge_when_over(run, own_job)
-    with joining.log_beside(run, own_job):
+    with heeded(), joining.log_beside(run, own_job) if own_job else contextlib.nullcontext():
+        if not own_job:
+            return _merge_when_over(run, own_job)
         _say_who_merges(run, own_job)
         report = _merge_when_over(run, own_job)
         log.info("%s", _in_words(report))
