@@ -20,7 +20,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import commands, ending, joining, queue
 from slurmgpu.executors.accounts import lives_of, settled_lives_of
 from slurmgpu.executors.adjusting import next_submission
-from slurmgpu.executors.living import alive, forget_the_dead, refuse_alive, wait_for_others
+from slurmgpu.executors.living import alive, forget_the_dead, others_alive, refuse_alive, wait_for_others
 from slurmgpu.heartbeats import beating
 from slurmgpu.injecting import parse_faults
 from slurmgpu.injecting.striking import damage_shards
@@ -212,12 +212,14 @@ def _merge_and_end(run: Run, lives: Lives | None, lock: Lock) -> tuple[dict[str,
 
 def merge_on_slurm(run: Run, own_job: str) -> int:
     """What the merge job does; 0 when the run is complete, else 3. Resubmits as often as `auto_resubmit` says."""
-    last, over = run.submissions()[-1], True
-    lives = settled_lives_of(run)
-    wait_for_others(run, last.get("array_job"))
-    with run_lock(run.folder, "merging", patient=True) as lock:
-        report = merge.merge(run, lives, lock.check)
-        forget_the_dead(run)
+    last, over = _submission_of(run, own_job), True
+    lives, report = settled_lives_of(run), None
+    while report is None:
+        wait_for_others(run, last.get("array_job"))
+        with run_lock(run.folder, "merging", patient=True) as lock:
+            if others_alive(run, last.get("array_job")) is None:  # a task by hand may have joined since
+                report = merge.merge(run, lives, lock.check)
+                forget_the_dead(run)
     log.info("%s", _in_words(report))
     try:
         if _goes_on(run, report, last["round"]):
@@ -231,10 +233,21 @@ def merge_on_slurm(run: Run, own_job: str) -> int:
             log.error("incomplete; %s", report["resubmit"])
     finally:
         # Not before the next submission is there: who waits for the run would take it for ended.
-        run.record_submission({"submission": last["submission"], "state": "ended"})
+        for line in run.submissions():
+            # Others than its own are those of jobs by hand, which have helped.
+            if line["submission"] == last["submission"] or (report["complete"] and line["state"] == "queued"):
+                run.record_submission({"submission": line["submission"], "state": "ended"})
         if over:  # also if Slurm has refused the next one
             ending.run_on_end(run, report)
     return 0 if report["complete"] else 3
+
+
+def _submission_of(run: Run, merge_job: str) -> dict[str, Any]:
+    """The submission that a merge job of Submitit's is of: one by hand may have joined the run behind it."""
+    lines = [line for line in run.submissions() if not line.get("by_hand")]
+    here = os.environ.get("SLURM_CLUSTER_NAME")
+    own = [line for line in lines if line.get("merge_job") == merge_job and line.get("cluster", here) == here]
+    return (own or lines)[-1]
 
 
 def _in_words(report: Mapping[str, Any]) -> str:
