@@ -299,8 +299,8 @@ def resubmit(
         else:
             for note in changed:
                 tell(note)
+        run.claims.clear(lock.check)
         lock.check()
-        run.claims.clear()
         remove(recompute_path(run.folder))  # of a submission that came to nothing, and had this number
         if again.shards:
             write_recompute(run.folder, again)

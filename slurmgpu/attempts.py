@@ -44,7 +44,7 @@ TOO_LARGE = "did not fit in the walltime; if none ever does, ask for more time, 
 _ADVICE = re.compile(rf"\. Shard \d+ {TOO_LARGE}$")
 
 Lives = Mapping[str, Sequence[Life]]
-"""By array task ("1234_7"), its lives in order, one for each restart."""
+"""By array task ("1234_7", "1234_7@other" on another cluster than the run's first), its lives in order, by restart."""
 
 
 Rows = Mapping[str, Mapping[str, Any]]
@@ -77,7 +77,9 @@ def rows_of(
     lost_leases = leases_lost(records)
     rows = []
     for record in records:
-        name, life = record["attempt"], _life(lives, f"{record['job']}_{record['task']}", record["restart"])
+        name = record["attempt"]
+        _, at, cluster = name.partition("@")
+        life = _life(lives, f"{record['job']}_{record['task']}{at}{cluster}", record["restart"])
         verdict = verdict_of(
             record,
             cancelled=record["submission"] in cancelled,
@@ -90,7 +92,8 @@ def rows_of(
     recorded = {record["attempt"] for record in records}
     for task, its_lives in sorted((lives or {}).items()):
         for restart, life in enumerate(its_lives):
-            name = f"{task}.{restart}"
+            job_task, at, cluster = task.partition("@")
+            name = f"{job_task}.{restart}{at}{cluster}"
             # The last one out cancels what is pending: a task that never ran and was cancelled is no failure.
             failed = life.failure not in (None, "cancelled")
             if name not in recorded and life.ended and (failed or name in damaged):

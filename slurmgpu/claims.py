@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from slurmgpu.files import own_name
+from slurmgpu.locks import checked
 from slurmgpu.shared_files import PATIENCE_S, UnusableFileError, exists, read_bytes, remove, retried
 
 log = logging.getLogger(__name__)
@@ -176,10 +177,13 @@ class Claims:
                 dropped.append(shard)
         return dropped
 
-    def clear(self) -> list[int]:
-        """Remove every claim: for `resubmit` and `merge`, which know that no task is alive."""
+    def clear(self, check: Callable[[], None] = lambda: None) -> list[int]:
+        """Remove every claim: for `resubmit` and `merge`, which know that no task is alive.
+
+        `check` raises unless who calls this may still do so.
+        """
         names = retried(lambda: os.listdir(self.folder), self.patience_s)
-        for name in names:
+        for name in checked(names, check):
             if not name.endswith(".history"):
                 self._remove(self.folder / name)
         return sorted(_numbers(names))

@@ -1,4 +1,4 @@
-"""Heartbeats: `tasks/ATTEMPT.alive` holds a counter that goes up from a task's first second until its process ends.
+"""Heartbeats: the counter in `tasks/ATTEMPT@CLUSTER.alive` goes up from a task's first second until its process ends.
 
 It is there before a record is, while images are staged and models loaded, and goes on while the task itself waits for
 something. Whoever wants to know whether the task lives watches the counter by a clock of its own, whatever the user,
@@ -21,7 +21,7 @@ from typing import Any
 
 from slurmgpu.pids import lives, own_id
 from slurmgpu.shared_files import list_anew, read_bytes, remove
-from slurmgpu.submissions import place_of
+from slurmgpu.submissions import cluster_in_names, place_of
 
 BEAT_S = 3.0
 """How often a task counts up."""
@@ -37,7 +37,10 @@ def beating(folder: Path, attempt: str, job: str, node: int = 0) -> Iterator[Non
 
     `folder` is the run directory. A file that cannot be written costs the sign, not the task.
     """
-    path = folder / "tasks" / f"{attempt}{f'.node{node}' if node else ''}{SUFFIX}"
+    cluster = os.environ.get("SLURM_CLUSTER_NAME")
+    # Two clusters that share the disk may give the same job id. A local executor's jobs have none.
+    where = f"@{cluster_in_names(cluster)}" if cluster and job.isdecimal() else ""
+    path = folder / "tasks" / f"{attempt}{where}{f'.node{node}' if node else ''}{SUFFIX}"
     value: dict[str, Any] = {
         "token": secrets.token_hex(16),
         "beat": 0,
@@ -45,7 +48,7 @@ def beating(folder: Path, attempt: str, job: str, node: int = 0) -> Iterator[Non
         "job": job,
         "uid": os.getuid(),
     }
-    value |= {"user": _user(), "cluster": os.environ.get("SLURM_CLUSTER_NAME"), **own_id()}
+    value |= {"user": _user(), "cluster": cluster, **own_id()}
     with contextlib.suppress(OSError):
         value |= place_of(folder)
     over = threading.Event()
@@ -115,9 +118,12 @@ class Observer:
         return [sign for sign in signs if sign is not None and _is_at(place, sign.told)]
 
     def forget(self, signs: Sequence[Sign]) -> None:
-        """Remove the files of tasks that died; one that lives after all makes its own anew."""
+        """Remove the files of dead tasks, unless they have changed; one that lives after all makes its own anew."""
         for sign in signs:
-            remove(self._tasks / f"{sign.name}{SUFFIX}")
+            path = self._tasks / f"{sign.name}{SUFFIX}"
+            with contextlib.suppress(OSError):
+                if read_bytes(path, max_bytes=4 * SIZE) == self._seen[path.name][0]:
+                    remove(path)
 
     @property
     def _tasks(self) -> Path:

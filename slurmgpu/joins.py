@@ -7,6 +7,8 @@ import errno
 import functools
 import logging
 import os
+import secrets
+import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +20,9 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from slurmgpu.columns import Column
-from slurmgpu.files import fsync_dir, own_name
+from slurmgpu.files import fsync_dir
 from slurmgpu.joined import Errors, Joined
+from slurmgpu.locks import checked
 from slurmgpu.pieces import Gathered, OffsetsPlace, Place, Table, lead_bytes, new_table, pieces_of
 from slurmgpu.regions import (
     MERGED,
@@ -34,7 +37,7 @@ from slurmgpu.regions import (
     write_at,
 )
 from slurmgpu.shards import Directory, Shapes, errors_in, examine, read_errors
-from slurmgpu.shared_files import PATIENCE_S, is_transient, list_names, remove, replace, retried
+from slurmgpu.shared_files import PATIENCE_S, exists, is_transient, list_anew, remove, replace, retried
 from slurmgpu.skeletons import Attributes, Skeleton, draw, file_attributes, unplaced_regions
 from slurmgpu.stretches import Stretch, compact, stretches_of
 
@@ -120,42 +123,46 @@ def join(
 
     A shard that was read twice and is damaged, or of another plan, is left out and named; one that is gone is left
     out. A read that fails is tried again for `patience_s`; then, as on a full disk or any other error, the OSError is
-    raised and an older `target` stays as it was. `review` may add what has appeared; `check` is called right before
-    the file takes the target's place.
+    raised and an older `target` stays as it was. A file that somebody removes while it is written is written anew.
+    `review` may add what has appeared; `check` is called right before the file takes the target's place.
     """
-    check()
-    _remove_stale(target, patience_s)
-    beside = own_name(target)
+    _remove_stale(target, patience_s, check)
+    # No join has this name again, on whatever machine: who removes those of dead ones removes no successor's.
+    beside = target.with_name(f".{target.name}.{secrets.token_hex(16)}.partial")
     source, bad = _Columns(columns, fingerprint, patience_s), _Bad()
-    n_rounds = 0
+    n_rounds = n_vanished = 0
     try:
         with ThreadPoolExecutor(_N_THREADS) as pool:
             left = source.measure_all(pool, [Source(*part) for part in parts], bad)
             while True:
                 n_rows = sum(part.source.stop - part.source.start for part in left)
                 identity: Attributes = {"fingerprint": fingerprint, "n_items": n_items, "complete": n_rows == n_items}
-                with retried(lambda: open(beside, "wb", buffering=0), patience_s) as file:
-                    merged = _Merged(file.fileno(), source, left, {**identity, **attributes})
-                    copied = merged.copy_all(pool, left, bad)
-                    again = [
-                        older
-                        for part, errors in zip(left, copied, strict=True)
-                        if errors is None
-                        for older in bad.older(part.source)
-                    ]
-                    if None not in copied:
-                        whole = [each for each in copied if each is not None]
-                        found = {part.source.shard: each.errors for part, each in zip(left, whole, strict=True)}
-                        n_rounds += 1
-                        offered = review(found) if n_rounds < _MAX_ROUNDS else ()
-                        again = [source for source in offered if source.path not in bad.reasons]
-                        if not again and merged.finish(whole):
-                            break
+                try:
+                    with retried(lambda: open(beside, "wb", buffering=0), patience_s) as file:
+                        merged = _Merged(file.fileno(), source, left, {**identity, **attributes})
+                        copied = merged.copy_all(pool, left, bad)
+                        again, is_whole = _older_ones(left, copied, bad), False
+                        if None not in copied:
+                            whole = [each for each in copied if each is not None]
+                            found = {part.source.shard: each.errors for part, each in zip(left, whole, strict=True)}
+                            n_rounds += 1
+                            offered = review(found) if n_rounds < _MAX_ROUNDS else ()
+                            again = [source for source in offered if source.path not in bad.reasons]
+                            is_whole = not again and merged.finish(whole)
+                    if is_whole:
+                        check()
+                        replace(beside, target)
+                        break
+                except OSError as error:
+                    if n_vanished == _MAX_ROUNDS or exists(beside):
+                        raise
+                    n_vanished += 1
+                    check()  # a successor has removed it, if there is one
+                    log.warning("%s was removed while it was written, and is written anew: %s", beside, error)
+                    continue
                 kept = {part.source.shard: part for part, each in zip(left, copied, strict=True) if each is not None}
                 kept |= {part.source.shard: part for part in source.measure_all(pool, again, bad)}
                 left = [part for _, part in sorted(kept.items())]
-        check()
-        replace(beside, target)
     except BaseException:
         remove(beside)
         raise
@@ -169,14 +176,24 @@ def join(
     return Joined(n_rows, len(errors), shards, damaged, aside, errors, not_finite, merged.code)
 
 
-def _remove_stale(target: Path, patience_s: float) -> None:
-    """Remove what joins that were killed have left beside the target; one that cannot be removed does no harm."""
-    for name in list_names(target.parent, patience_s):
-        if name.startswith(f".{target.name}.") and name.endswith(".partial"):
-            try:
-                remove(target.parent / name, _STALE_PATIENCE_S)
-            except OSError as error:
-                log.warning("%s is of a merge that was killed, and cannot be removed: %s", name, error.strerror)
+def _older_ones(parts: Sequence[_Part], copied: Sequence[_Copied | None], bad: _Bad) -> list[Source]:
+    """What is to be joined instead of the parts that were not copied."""
+    left_out = (part for part, each in zip(parts, copied, strict=True) if each is None)
+    return [older for part in left_out for older in bad.older(part.source)]
+
+
+def _remove_stale(target: Path, patience_s: float, check: Callable[[], None]) -> None:
+    """Remove what joins that were killed have left beside the target; one that cannot be removed does no harm.
+
+    What was listed before `check` has passed is of no successor.
+    """
+    names = sorted(list_anew(target.parent, patience_s))
+    stale = [name for name in names if name.startswith(f".{target.name}.") and name.endswith(".partial")]
+    for name in checked(stale, check):
+        try:
+            remove(target.parent / name, _STALE_PATIENCE_S)
+        except OSError as error:
+            log.warning("%s is of a merge that was killed, and cannot be removed: %s", name, error.strerror)
 
 
 def verify_joined(path: Path) -> list[str]:
@@ -290,11 +307,16 @@ def _tried_twice(read: Callable[[bool], _T]) -> _T | str | None:
         return None
 
 
+class _StoppedError(Exception):
+    """The join has ended meanwhile, by an error or a signal."""
+
+
 class _Merged:
     """A merged file being written: every piece has its place from the beginning, whichever comes first."""
 
     def __init__(self, fd: int, source: _Columns, parts: Sequence[_Part], attributes: Attributes) -> None:
         self._fd, self._source = fd, source
+        self._stopped = threading.Event()
         self._table = _fill_table(source, parts)
         n_bytes = self._table["n_bytes"]
         n_values = dict(zip(source.paths, (n_bytes.sum(axis=0) // source.itemsizes).tolist(), strict=True))
@@ -330,6 +352,7 @@ class _Merged:
                 [found[shard]] = future.result()
         except BaseException:
             # The file is closed then: none of them may write to its descriptor, which may be another's by now.
+            self._stopped.set()
             wait([future for future in futures.values() if not future.cancel()])
             raise
         copied: list[_Copied | None] = []
@@ -367,12 +390,17 @@ class _Merged:
                     found.pieces,
                     start=found.userblock_size,
                     rest_crc32=found.rest_crc32,
-                    sink=lambda path, content: places[path].write(content),
+                    sink=lambda path, content: self._put(places[path], content),
                 )
             )
             if problems:
                 raise DamagedShardError("; ".join(problems))
             return _Copied(_checksums(places), read_errors(reader, found), found.notes.get("not_finite"))
+
+    def _put(self, place: Place, content: memoryview) -> None:
+        if self._stopped.is_set():
+            raise _StoppedError
+        place.write(content)
 
     def _copy_held(self, part: _Part, content: memoryview, found: Directory, gathered: Gathered) -> _Copied:
         pieces, problems = verify_content(

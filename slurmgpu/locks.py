@@ -12,17 +12,19 @@ import errno
 import getpass
 import json
 import logging
+import math
 import os
 import random
 import secrets
 import shlex
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from slurmgpu.early_signals import deferred, heed
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.owners import name_of
 from slurmgpu.pids import lives, own_id
@@ -36,8 +38,12 @@ PATIENCE_S = 120.0
 """A lock that has not changed for so long, by the observer's clock, is a dead one's; NFS may show it 60 s late."""
 LONGEST_GAP_S = 10.0
 """An observer that has not looked for so long was stopped itself, and its clock says nothing of others."""
+CHECKED_S = 1.0
 SIZE = 1024
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+
+_T = TypeVar("_T")
 
 
 class LockLostError(SlurmGPUError):
@@ -70,10 +76,11 @@ class Lock:
                 if _parse(retried(lambda: os.pread(fd, SIZE, 0))).get("token") != self.token:
                     return False
                 self.content["beat"] += 1
+                begun = time.monotonic()  # before: who is stopped behind the writing was silent since
                 retried(lambda: os.pwrite(fd, _encode(self.content), 0))
             finally:
                 os.close(fd)
-            self._beaten = time.monotonic()
+            self._beaten = begun
             return True
 
     def check(self) -> None:
@@ -108,6 +115,20 @@ class Lock:
             _take_away(self.path, seen, by="token")
 
 
+def checked(values: Iterable[_T], check: Callable[[], None]) -> Iterator[_T]:
+    """Each of `values`, for a loop that removes what they name: `check` comes before the first, and every second.
+
+    So a holder that is stopped in the middle asks for its lock before it goes on.
+    """
+    last = -math.inf
+    for value in values:
+        now = time.monotonic()
+        if now - last > CHECKED_S:
+            check()
+            last = now
+        yield value
+
+
 @contextlib.contextmanager
 def run_lock(
     folder: Path, doing: str, *, patient: bool = False, on_wait: Callable[[], None] = lambda: None
@@ -131,14 +152,16 @@ def hold(
     patience_s: float | None = None,
 ) -> Iterator[Lock]:
     """Hold the lock at `path` for a moment: it is not renewed while the block lasts."""
-    lock = _acquire(path, doing, patient, on_wait, PATIENCE_S if patience_s is None else patience_s)
-    try:
-        yield lock
-    finally:
+    with deferred() as allowed:  # a signal comes while it waits, or while it holds the lock, and never in between
+        lock = _acquire(path, doing, patient, on_wait, PATIENCE_S if patience_s is None else patience_s)
         try:
-            lock.release()
-        except OSError as error:
-            log.warning("%s cannot be removed: %s", path, error)
+            with allowed():
+                yield lock
+        finally:
+            try:
+                lock.release()
+            except OSError as error:
+                log.warning("%s cannot be removed: %s", path, error)
 
 
 def _acquire(path: Path, doing: str, patient: bool, on_wait: Callable[[], None], patience_s: float) -> Lock:
@@ -164,10 +187,13 @@ def _acquire(path: Path, doing: str, patient: bool, on_wait: Callable[[], None],
             if _take_away(path, holder):
                 log.warning("removed the lock of one who is dead: %s", _in_words(holder))
             continue
-        if not is_told and not patient and life is None:
+        if not is_told and patient:
+            log.info("waiting for %s", _in_words(holder))
+        elif not is_told and life is None:
             log.warning("waiting up to %.0f s to see whether %s lives", patience_s, _in_words(holder))
-            is_told = True
+        is_told = True
         looked = now
+        heed()
         on_wait()
         time.sleep(random.uniform(0.05, 0.5) if life is not False else 0.01)
 

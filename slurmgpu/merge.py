@@ -19,12 +19,14 @@ from slurmgpu import importing, owners, pages, results, workloads
 from slurmgpu.attempts import Lives
 from slurmgpu.columns import Column, columns_from_json
 from slurmgpu.computing import check_debugger_left
+from slurmgpu.early_signals import EndedBySignalError
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.files import working_folder, write_bytes, write_json
 from slurmgpu.former_rows import FormerRows
 from slurmgpu.histories import history_path
 from slurmgpu.joined import Errors, Joined
 from slurmgpu.joins import Source, join, verify_joined
+from slurmgpu.locks import checked
 from slurmgpu.naming import name_items
 from slurmgpu.recompute import Again, Recompute, spans_of
 from slurmgpu.regions import DamagedShardError, Reader
@@ -51,8 +53,7 @@ def merge(run: Run, lives: Lives | None = None, check: Check = lambda: None) -> 
     cannot be taken back.
     """
     leftovers = _partials(run)
-    check()
-    _take_back(run)
+    _take_back(run, check)
     plan, joining = run.plan, _Joining(run)
     joined: Joined | None = None
 
@@ -72,9 +73,7 @@ def merge(run: Run, lives: Lives | None = None, check: Check = lambda: None) -> 
             review=joining.review,
             check=about_to_replace,
         )
-        if joined.aside:
-            check()
-        for path, reason in joined.aside:
+        for path, reason in checked(joined.aside, check):
             _set_aside(path, reason)
     else:
         about_to_replace()
@@ -85,9 +84,8 @@ def merge(run: Run, lives: Lives | None = None, check: Check = lambda: None) -> 
         report["summary"] = _former_summary(run, report) or summary
     check()
     write_json(report_path(run), report)
-    check()
-    run.claims.clear()
-    _clear_away(run, leftovers, joined)
+    run.claims.clear(check)
+    _clear_away(run, leftovers, joined, check)
     if plan.html:
         _draw(run, report)
     return report
@@ -208,27 +206,27 @@ def _partials(run: Run) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _clear_away(run: Run, leftovers: Mapping[str, tuple[int, int]], joined: Joined | None) -> None:
+def _clear_away(run: Run, leftovers: Mapping[str, tuple[int, int]], joined: Joined | None, check: Check) -> None:
     """Remove unfinished shards that have not changed while the merge worked, and damaged ones that were replaced."""
     aside = set() if joined is None else {path.stem for path, _ in joined.aside}
-    for name in list_names(run.shards):
+    for name in checked(list_names(run.shards), check):
         stem = name.removesuffix(".txt").removesuffix(".damaged")
         which = run.revision_of(f"{stem}.h5") if ".damaged" in name else None
         if joined and which and which[0] in joined.shards and stem not in aside:
             with contextlib.suppress(IsADirectoryError, PermissionError):  # no file of ours
                 remove(run.shards / name)
     unchanged = _partials(run)
-    for name, mark in leftovers.items():
+    for name, mark in checked(leftovers.items(), check):
         if unchanged.get(name) == mark:
             remove(run.shards / name)
 
 
-def _take_back(run: Run) -> None:
+def _take_back(run: Run, check: Check) -> None:
     """Publish shards again that an earlier merge set aside, and that are whole now; the reading had been at fault.
 
     And those that a `resubmit --failed` of an older slurmgpu set aside, as NNNNN.failed.
     """
-    for name in list_names(run.shards):
+    for name in checked(list_names(run.shards), check):
         stem, dot, kind = name.rpartition(".")
         target = run.shards / f"{stem}.h5"
         if not dot or kind not in ("damaged", "failed") or (revision := run.revision_of(target.name)) is None:
@@ -242,6 +240,7 @@ def _take_back(run: Run) -> None:
             verify_shard(run.shards / name, fingerprint=run.plan.fingerprint, start=start, stop=stop)
         except (DamagedShardError, FileNotFoundError):
             continue
+        check()  # to read it may have taken long
         log.warning("%s is whole, and is taken back", name)
         replace(run.shards / name, target)
         remove(run.shards / f"{stem}.damaged.txt")
@@ -319,6 +318,8 @@ def _summary(run: Run) -> dict[str, Any]:
         ):
             workload: Any = workloads.build(plan.workload, plan.settings, Path(plan.search_path))
             summary: dict[str, Any] = json.loads(json.dumps(dict(workload.summarize(merged)), allow_nan=False))
+    except EndedBySignalError:
+        raise
     except (Exception, SystemExit) as error:
         check_debugger_left(error)
         log.warning("the workload cannot summarize the merged file", exc_info=True)

@@ -19,7 +19,8 @@ class Attempt:
     `job` is the array job's id, `task` its index in the array, `restart` how often Slurm has requeued it. `end_time` is
     when the allocation ends, in seconds since the epoch by this node's clock; `memory_mb` the job's host memory on this
     node, if it is known. `n_gpus` are those of one node, of which the task has `n_nodes`; `nodes` are their names, if
-    it has several and they are known. `cluster` is the name of the cluster that gave the job its id, "" where none did.
+    it has several and they are known. `cluster` is the name of the cluster that gave the job its id, "" where none did;
+    `abroad` is that name where the run was queued on another one first, which may give the same id.
     """
 
     job: str
@@ -34,6 +35,7 @@ class Attempt:
     n_nodes: int = 1
     nodes: tuple[str, ...] = ()
     cluster: str = field(default_factory=lambda: os.environ.get("SLURM_CLUSTER_NAME", ""))
+    abroad: str = ""
 
     @property
     def uses_gpus(self) -> bool:
@@ -47,8 +49,8 @@ class Attempt:
 
     @property
     def name(self) -> str:
-        """The attempt: "1234_7.0"."""
-        return f"{self.task_name}.{self.restart}"
+        """The attempt: "1234_7.0"; "1234_7.0@other" on another cluster than the run's first."""
+        return f"{self.task_name}.{self.restart}{self.abroad and '@'}{self.abroad}"
 
 
 def node_name() -> str:

@@ -96,6 +96,20 @@ def as_seen_at(line: Mapping[str, Any], place: Mapping[str, Any]) -> dict[str, A
     return {**line, "state": "ended", "copied": True}
 
 
+def abroad(lines: Sequence[Mapping[str, Any]], cluster: str) -> str:
+    """What tells names of this cluster from equal ones of another: "" on the first that the run was queued on.
+
+    Also "" where there is none. Old names stay as they are.
+    """
+    first = next((line["cluster"] for line in lines if line.get("cluster")), cluster)
+    return "" if first == cluster else cluster_in_names(cluster)
+
+
+def cluster_in_names(cluster: str) -> str:
+    """A cluster's name, as names of files have it."""
+    return re.sub(r"[^\w-]", "-", cluster)
+
+
 def slots_of(line: Mapping[str, Any]) -> list[int]:
     """The processes of a local submission's slots; the first of all its processes is that which merges."""
     return list(line.get("pids", ()))[1:]

@@ -72,7 +72,7 @@ def write_parts(folder, bounds, failed=()):
     ]
 
 
-def join_parts(parts, target, *, columns=COLUMNS, n_items=None, fingerprint=FINGERPRINT, attributes=None):
+def join_parts(parts, target, *, columns=COLUMNS, n_items=None, fingerprint=FINGERPRINT, attributes=None, **others):
     return join(
         parts,
         columns,
@@ -80,6 +80,7 @@ def join_parts(parts, target, *, columns=COLUMNS, n_items=None, fingerprint=FING
         n_items=sum(stop - start for *_, start, stop in parts) if n_items is None else n_items,
         target=target,
         attributes=attributes or {},
+        **others,
     )
 
 

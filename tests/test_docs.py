@@ -127,7 +127,7 @@ def test_the_reference_lists_the_options_of_slurmgpu_itself():
 
 
 def test_the_reference_lists_every_exit_code():
-    codes = {value for name, value in vars(api).items() if name.startswith("EXIT_")} | {130}
+    codes = {value for name, value in vars(api).items() if name.startswith("EXIT_")} | {130, 143}
     assert {int(code) for code in listed("cli.md", "Exit codes")} == codes
 
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 from submitit.core.utils import DelayedSubmission
 
+from slurmgpu.attempts import Life, attempts_of
 from slurmgpu.executors import entry
 from slurmgpu.executors.adjusting import first_submission
 from slurmgpu.executors.own_job import own_job
@@ -33,7 +34,7 @@ MOMENTS = [
     "open 1_submitted.pkl",
     "import slurmgpu.executors.entry",  # the job's function is unpickled, before Submitit takes the signals
     "open run.json",  # and behind that
-    "open 7_0.0.alive",
+    "open 7_0.0@here.alive",
     "open submissions.jsonl",
     "open telemetry",
 ]
@@ -110,6 +111,29 @@ def test_what_came_before_is_told_to_whoever_listens():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == f"{int(signal.SIGTERM)}\n"
+
+
+# Job ids of two clusters
+
+
+def test_a_job_of_another_cluster_with_the_same_id_is_a_submission_of_its_own(run, tmp_path):
+    first = run.submissions()[0]
+    run.record_submission({"submission": 1, "cluster": "here"})
+    for cluster in ("there", "there", "here"):
+        command = [sys.executable, "-m", "slurmgpu", "task", str(run.folder)]
+        env = environment(tmp_path) | {"SLURM_CLUSTER_NAME": cluster}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stderr
+    assert first["array_job"] == "7"
+    lines = run.submissions()
+    assert [(line["array_job"], line["cluster"]) for line in lines] == [("7", "here"), ("7", "there")]
+    assert {(record["attempt"], record["submission"]) for record in records(run.folder.parent)} == {
+        ("7_0.0@there", 2),
+        ("7_0.0", 1),
+    }
+    lives = {"7_0": [Life("FAILED", "crash", True, 5, 1, "n1")] * 2}
+    rows = {row["attempt"]: row["slurm_state"] for row in attempts_of(run, lives)}
+    assert rows == {"7_0.0": "FAILED", "7_0.0@there": None, "7_0.1": "FAILED"}
 
 
 # When its walltime ends

@@ -57,6 +57,16 @@ def test_a_heartbeat_is_there_from_the_first_second_goes_on_and_ends_with_its_pr
     assert not path.exists()
 
 
+def test_two_clusters_that_give_the_same_id_have_a_heartbeat_each(tmp_path, monkeypatch):
+    (tmp_path / "tasks").mkdir()
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", "here")
+    with beating(tmp_path, "7_0.0", "7"):
+        monkeypatch.setenv("SLURM_CLUSTER_NAME", "the/re")
+        with beating(tmp_path, "7_0.0", "7"):
+            assert [sign.name for sign in Observer(tmp_path, 30.0).look()] == ["7_0.0@here", "7_0.0@the-re"]
+        assert [sign.name for sign in Observer(tmp_path, 30.0).look()] == ["7_0.0@here"]
+
+
 def test_what_cannot_be_written_costs_the_sign_alone(tmp_path):
     with beating(tmp_path / "gone", "7_0.0", "7"):
         pass
@@ -128,6 +138,42 @@ def test_of_ones_own_cluster_the_queue_tells_and_nothing_is_watched(run, monkeyp
     assert living.alive(run) is None
 
 
+def queued_on(run, monkeypatch, **line):
+    """A submission of Slurm's of which the queue here has nothing."""
+    first = {key: value for key, value in run.submissions()[0].items() if key not in ("uid", "pids")}
+    changes = {"submission": 2, "executor": "slurm", "state": "queued", "array_job": "7"}
+    run.record_submission({**first, **changes, **line})
+    monkeypatch.setattr(queue, "own_cluster", lambda: "here")
+    monkeypatch.setattr(queue, "own_jobs", lambda and_of: [])
+
+
+def test_a_queue_that_is_not_seen_here_is_no_silence_but_a_merge_that_waits_goes_on(run, monkeypatch):
+    queued_on(run, monkeypatch, cluster="there", uid=os.getuid())
+    with pytest.raises(SlurmGPUError, match=r"may wait in the queue of the cluster there, .* --force"):
+        living.refuse_alive(run, "resubmit")
+    living.refuse_alive(run, "resubmit", force=True)
+    assert living.alive(run, "8") is None
+    run.record_submission({"submission": 2, "cancelled": True})
+    living.refuse_alive(run, "resubmit")
+
+
+def test_of_a_submission_that_names_no_user_or_cluster_records_are_watched(run, monkeypatch):
+    queued_on(run, monkeypatch, cluster="here")
+    begun = time.monotonic()
+    assert living.alive(run) is None
+    assert time.monotonic() - begun > 0.4
+    path = next(run.tasks.glob("*.json"))
+    record = {**json.loads(path.read_text()), "state": "loading", "updated": 1.0}
+    path.write_text(json.dumps(record))
+    writes = iter(range(2, 10**6))
+
+    def pause(seconds):
+        path.write_text(json.dumps({**record, "updated": float(next(writes))}))
+
+    monkeypatch.setattr(living.time, "sleep", pause)
+    assert living.alive(run) == f"task {record['attempt']} writes of itself"
+
+
 def test_a_merge_job_waits_for_tasks_elsewhere_and_not_for_its_own_array(run, monkeypatch):
     monkeypatch.setenv("SLURM_CLUSTER_NAME", "here")
     monkeypatch.setattr(living, "MERGE_PAUSE_S", 0.01)
@@ -136,10 +182,10 @@ def test_a_merge_job_waits_for_tasks_elsewhere_and_not_for_its_own_array(run, mo
     # The same number on another cluster is another job.
     beat(run, 1, cluster="there")
     with subprocess.Popen([sys.executable, "-c", BEATS, str(run.tasks / "7_0.0.alive")]) as process:
-        assert living._others(run, "7").startswith("task 7_0.0 of bob on ")
+        assert living.others_alive(run, "7").startswith("task 7_0.0 of bob on ")
         process.kill()
     living.wait_for_others(run, "7")
-    assert living._others(run, "7") is None
+    assert living.others_alive(run, "7") is None
 
 
 def test_where_squeue_does_not_answer_it_is_refused_and_force_goes_on(run, monkeypatch):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from slurmgpu import shards
 from slurmgpu.columns import Array, Text
 from slurmgpu.joins import verify_joined
+from slurmgpu.locks import LockLostError
 from slurmgpu.shards import shard_name
 from tests.shard_files import (
     FINGERPRINT,
@@ -353,6 +354,36 @@ def test_a_join_replaces_an_old_file_and_what_a_killed_join_left(tmp_path, old):
     join_parts(parts, target)
     assert verify_joined(target) == []
     assert sorted(os.listdir(tmp_path)) == ["00000.h5", "merged.h5"]
+
+
+def test_a_join_whose_own_file_is_removed_writes_it_anew(tmp_path):
+    parts, removed = write_parts(tmp_path, [0, 10, 20]), []
+
+    def check():
+        for path in () if removed else tmp_path.glob(".*.partial"):
+            removed.append(path)
+            path.unlink()
+
+    joined = join_parts(parts, tmp_path / "merged.h5", check=check)
+    assert removed
+    assert (joined.n_rows, joined.damaged) == (20, ())
+    assert verify_joined(tmp_path / "merged.h5") == []
+    assert sorted(os.listdir(tmp_path)) == ["00000.h5", "00001.h5", "merged.h5"]
+
+
+def test_a_join_that_has_lost_its_file_with_its_lock_ends_as_who_lost_that(tmp_path):
+    parts, removed = write_parts(tmp_path, [0, 10]), []
+
+    def check():
+        if removed:
+            raise LockLostError("lost")
+        for path in tmp_path.glob(".*.partial"):
+            removed.append(path)
+            path.unlink()
+
+    with pytest.raises(LockLostError):
+        join_parts(parts, tmp_path / "merged.h5", check=check)
+    assert os.listdir(tmp_path) == ["00000.h5"]
 
 
 def test_a_shard_that_vanishes_is_missing(tmp_path):

@@ -12,8 +12,9 @@ import time
 
 import pytest
 
-from slurmgpu import locks, merge, pids
+from slurmgpu import claims, joins, locks, merge, pids
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.heartbeats import Observer
 from slurmgpu.locks import LockLostError, hold, run_lock
 from slurmgpu.runs import Run
 from tests.cluster.fixture import leave_out
@@ -290,6 +291,65 @@ def test_a_merge_that_has_lost_its_lock_replaces_and_clears_nothing(tmp_path):
         merge.merge(run, None, lost)
     assert (run.claims.folder / "00001").exists()
     assert not (run.folder / "report.json").exists()
+
+
+class Sleeper:
+    """A holder that is stopped when a file is removed, and has lost its lock when it wakes."""
+
+    def __init__(self, monkeypatch, module):
+        self.slept = 0.0
+        real = module.remove
+        monkeypatch.setattr(module, "remove", lambda *given: (self.sleep(), real(*given))[1])
+        monkeypatch.setattr(locks, "time", self)
+
+    def sleep(self, seconds=200.0):
+        self.slept += seconds
+
+    def monotonic(self):
+        return time.monotonic() + self.slept
+
+    def check(self):
+        if self.slept:
+            raise LockLostError("lost")
+
+
+def test_a_holder_that_is_stopped_while_it_clears_claims_leaves_its_successors(tmp_path, monkeypatch):
+    run = pretend_run(tmp_path / "run", 300, n_tasks=1)
+    run.claims.clear()
+    for shard in range(3):
+        (run.claims.folder / f"{shard:05d}").touch()
+    holder = Sleeper(monkeypatch, claims)
+    with pytest.raises(LockLostError):
+        run.claims.clear(holder.check)
+    assert len(list(run.claims.folder.iterdir())) == 2
+
+
+def test_a_merge_that_is_stopped_before_it_removes_what_dead_ones_left_leaves_its_successors(tmp_path, monkeypatch):
+    target, listed = tmp_path / "merged.h5", joins.list_anew
+
+    def look(*given):
+        (tmp_path / ".merged.h5.successor.partial").touch()
+        holder.sleep()
+        return listed(*given)
+
+    holder = Sleeper(monkeypatch, joins)
+    monkeypatch.setattr(joins, "list_anew", look)
+    with pytest.raises(LockLostError):
+        joins._remove_stale(target, 1.0, holder.check)
+    assert os.listdir(tmp_path) == [".merged.h5.successor.partial"]
+
+
+def test_a_heartbeat_that_has_gone_on_since_it_was_looked_at_is_not_removed(tmp_path):
+    path = tmp_path / "tasks" / "7_0.0.alive"
+    path.parent.mkdir()
+    path.write_text(json.dumps({"token": "t", "beat": 1, **pids.own_id(), "pid": 4194304}))
+    observer = Observer(tmp_path, 1.0)
+    dead = observer.look()
+    path.write_text(path.read_text().replace('"beat": 1', '"beat": 2'))
+    observer.forget(dead)
+    assert path.exists()
+    observer.forget(observer.look())
+    assert not path.exists()
 
 
 def test_lines_that_many_append_at_once_are_all_there(tmp_path):

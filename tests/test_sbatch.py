@@ -199,22 +199,28 @@ def test_an_incomplete_run_ends_its_merge_job_with_exit_code_3(project, slurmgpu
 
 
 @pytest.mark.slurm
-def test_a_script_by_hand_keeps_away_from_a_run_that_submit_has_at_work(project, slurmgpu, sbatch):
-    folder = project(80, held_from=8)
+def test_a_script_by_hand_helps_a_run_that_submit_has_at_work_and_its_merge_waits_for_it(project, slurmgpu, sbatch):
+    folder = project(80, held_from=16)
     slurmgpu("submit", "--gpus", "1", "--device", "cpu", cwd=folder, expect=0)
+    [first] = submissions(folder)
     job = sbatch(folder, SCRIPTS / "array.sbatch", "run")
     nothing = sbatch(folder, SCRIPTS / "array.sbatch")
-    wait_for_end(job)
-    wait_for_end(nothing)
-    wait_until(lambda: accounted(job) == {("FAILED", "2:0")}, "the accounting of the task")
-    said = "is at work already: Slurm has its job"
-    assert said in next(folder.glob(f"slurmgpu-{job}_*.out")).read_text()
-    assert said in (folder / "run" / "logs" / f"{job}_0_0_log.err").read_text()
-    assert "the run directory is missing: sbatch" in next(folder.glob(f"slurmgpu-{nothing}_*.out")).read_text()
+    wait_for_holders(folder, first["array_job"], job)
+    subprocess.run(["scancel", first["array_job"]], check=True)
+    log = folder / "run" / "logs" / f"{first['merge_job']}_0_log.err"
+    wait_until(lambda: log.exists() and f"waiting: task {job}_0.0" in log.read_text(), "a merge that waits", 300)
+    assert not (folder / "run" / "report.json").exists()
     let_go(folder)
-    wait_for_end(submissions(folder)[0]["merge_job"])
+    wait_for_end(first["merge_job"])
     check_rows(folder, 80)
-    assert len(submissions(folder)) == 1
+    assert [(line["state"], line.get("by_hand", False)) for line in submissions(folder)] == [
+        ("ended", False),
+        ("ended", True),
+    ]
+    assert "run  complete" in slurmgpu("status", "run", cwd=folder, expect=0).stdout
+    assert submissions(folder)[1]["cluster"] == first["cluster"]
+    wait_for_end(nothing)
+    assert "the run directory is missing: sbatch" in next(folder.glob(f"slurmgpu-{nothing}_*.out")).read_text()
 
 
 @pytest.mark.slurm

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from slurmgpu.attempts import Lives, attempts_of
-from slurmgpu.executors import commands
+from slurmgpu.executors import commands, queue
 from slurmgpu.runs import Run
+from slurmgpu.submissions import abroad
 
 log = logging.getLogger(__name__)
 
@@ -19,11 +20,14 @@ PATIENCE_S = 20.0
 
 def lives_of(run: Run) -> Lives | None:
     """What accounting knows of the run's tasks; None when it cannot be asked, which costs detail only."""
-    ids = [line["array_job"] for line in run.submissions() if "array_job" in line and not line.get("copied")]
+    lines = [line for line in run.submissions() if "array_job" in line and not line.get("copied")]
+    here = queue.own_cluster() if any(line.get("cluster") for line in lines) else None
+    ids = [line["array_job"] for line in lines if here is None or line.get("cluster", here) == here]
     if not ids:
         return None
+    suffix = f"@{name}" if (name := abroad(lines, here or "")) else ""
     try:
-        return commands.accounting(ids)
+        return {f"{task}{suffix}": told for task, told in commands.accounting(ids).items()}
     except commands.SlurmUnavailableError as error:
         log.warning("the report does without Slurm's accounting: %s", error)
         return None

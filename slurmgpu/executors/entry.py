@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,12 @@ from slurmgpu.logs import log_to_stderr
 from slurmgpu.nodes import node_rank
 from slurmgpu.records import Attempt, node_name
 from slurmgpu.runs import Run
+from slurmgpu.submissions import abroad
 from slurmgpu.task import EXIT_STOPPED, Task
 
 log = logging.getLogger(__name__)
 
+EXIT_INTERRUPTED = 130
 BEGIN = "-u -m slurmgpu.executors.begin"
 """What Submitit gives its own arguments to, instead of to Python: signals are remembered from there on."""
 
@@ -98,7 +100,8 @@ def _work_as_submitted(run: Run, own: OwnJob, submission: int) -> int:
     given = next(line for line in run.submissions() if line["submission"] == submission)
     nodes = given.get("nodes_per_task", 1)
     n_gpus = given["gpus_per_task"] // nodes
-    return work(run, attempt_here(own, submission, n_gpus, given["device"], nodes), own.end_time)
+    attempt = attempt_here(own, submission, n_gpus, given["device"], nodes, run.submissions())
+    return work(run, attempt, own.end_time)
 
 
 def _beating(folder: Path, own: OwnJob) -> contextlib.AbstractContextManager[None]:
@@ -133,7 +136,8 @@ def _work_by_hand(folder: Path, device: str | None, *, trust: bool) -> int:
     with _beating(run.folder, own), joining.log_beside(run, f"{own.array_job}_{own.task}"):
         given = joining.join(run, own, device, _end_if_asked)
         n_gpus, n_nodes = joining.gpus_here(), joining.nodes_here()
-        attempt = attempt_here(own, given["submission"], n_gpus, device or given["device"], n_nodes)
+        asked, lines = device or given["device"], run.submissions()
+        attempt = attempt_here(own, given["submission"], n_gpus, asked, n_nodes, lines)
         return work(run, attempt, own.end_time)
 
 
@@ -168,8 +172,18 @@ def _log_beginning(run: Run, attempt: Attempt) -> None:
     log.info("attempt %s of %s: %s, device %s", attempt.name, run.folder, held, attempt.device)
 
 
-def attempt_here(own: OwnJob, submission: int, n_gpus: int, device: str, n_nodes: int = 1) -> Attempt:
-    """The attempt that runs here, from the environment that Slurm gave it; `n_gpus` are those of this node."""
+def attempt_here(
+    own: OwnJob,
+    submission: int,
+    n_gpus: int,
+    device: str,
+    n_nodes: int = 1,
+    lines: Sequence[Mapping[str, Any]] = (),
+) -> Attempt:
+    """The attempt that runs here, from the environment that Slurm gave it; `n_gpus` are those of this node.
+
+    `lines` are the run's submissions.
+    """
     environ = os.environ
     return Attempt(
         job=own.array_job,
@@ -183,6 +197,7 @@ def attempt_here(own: OwnJob, submission: int, n_gpus: int, device: str, n_nodes
         memory_mb=_memory_mb(environ, n_gpus),
         n_nodes=n_nodes,
         nodes=commands.hostnames(environ["SLURM_STEP_NODELIST"]) if n_nodes > 1 else (),
+        abroad=abroad(lines, environ.get("SLURM_CLUSTER_NAME", "")),
     )
 
 
@@ -197,11 +212,18 @@ def _memory_mb(environ: Mapping[str, str], n_gpus: int) -> int | None:
 
 
 def run_merge(folder: Path) -> None:
-    """The merge job: joins, reports, resubmits if the run file says so; exits with 3 while the run is incomplete."""
+    """The merge job: joins, reports, resubmits if the run file says so; exits with 3 while the run is incomplete.
+
+    A signal ends it at once, with the run as it was, and with exit code 143 for SIGTERM; the notice SIGUSR2 does not.
+    """
     from slurmgpu.executors import submitting  # it imports this module's functions for Submitit to pickle
 
     _log_like_ours()
-    code = submitting.merge_on_slurm(Run.open(folder), os.environ["SLURM_JOB_ID"])
+    try:
+        with early_signals.heeded():
+            code = submitting.merge_on_slurm(Run.open(folder), os.environ["SLURM_JOB_ID"])
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
     if code:
         sys.exit(code)
 

@@ -12,7 +12,6 @@ from typing import Any
 from slurmgpu import gpus, snapshots
 from slurmgpu.config import merge_tables
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors import commands, queue
 from slurmgpu.executors.adjusting import first_submission
 from slurmgpu.executors.own_job import OwnJob
 from slurmgpu.locks import run_lock
@@ -59,34 +58,23 @@ def join(run: Run, own: OwnJob, device: str | None, on_wait: Callable[[], None] 
     another task writes.
     """
     array_job = own.array_job
-    if given := _written(run, array_job):
+    cluster = os.environ.get("SLURM_CLUSTER_NAME")
+    if given := _written(run, array_job, cluster):
         return given
     with run_lock(run.folder, "joining", patient=True, on_wait=on_wait) as lock:
-        if given := _written(run, array_job):
+        if given := _written(run, array_job, cluster):
             return given
-        _refuse_another(run)
         asked = _as_submission(run, own.n_tasks, device)
         lock.check()
-        run.record_submission({**asked.to_json(), "state": "queued", "by_hand": True, "array_job": array_job})
+        line = {**asked.to_json(), "state": "queued", "by_hand": True, "array_job": array_job}
+        run.record_submission(line if cluster is None else {**line, "cluster": cluster})
     return next(line for line in run.submissions() if line["submission"] == asked.submission)
 
 
-def _written(run: Run, array_job: str) -> dict[str, Any] | None:
-    return next((line for line in reversed(run.submissions()) if line.get("array_job") == array_job), None)
-
-
-def _refuse_another(run: Run) -> None:
-    """Raise while a submission with a merge job of its own is at work: that merge would not wait for this job."""
-    try:
-        jobs = [job for job in queue.jobs_of(run) if job.is_submitits(run)]
-    except commands.SlurmUnavailableError as error:
-        log.warning("%s", error)
-        return
-    if jobs:
-        raise SlurmGPUError(
-            f"{run.folder} is at work already: Slurm has its job {jobs[0].job_id} ({jobs[0].state}), and the merge "
-            f"would not wait for this one. Wait for its end, or `slurmgpu cancel {run.typed}`, and submit this again."
-        )
+def _written(run: Run, array_job: str, cluster: str | None) -> dict[str, Any] | None:
+    """The submission with this job; two clusters that share the disk may give the same id."""
+    lines = [line for line in reversed(run.submissions()) if line.get("array_job") == array_job]
+    return next((line for line in lines if cluster is None or line.get("cluster", cluster) == cluster), None)
 
 
 def _as_submission(run: Run, n_tasks: int, device: str | None) -> Submission:

@@ -40,7 +40,7 @@ def alive(run: Run, waiting_merge: str | None = None) -> str | None:
                 is_hidden = True
             elif here:
                 return f"process {here[0]} works on it"
-    return _heard(run, queued, is_hidden)
+    return _heard(run, queued, is_hidden, waiting_merge)
 
 
 def _queue_of(run: Run) -> list[queue.QueuedJob] | None:
@@ -69,22 +69,33 @@ def _queued(run: Run, waiting_merge: str | None, queued: Sequence[queue.QueuedJo
     return [job for job in jobs if job.array_job not in waiting]
 
 
-def _heard(run: Run, queued: Sequence[queue.QueuedJob] | None, is_hidden: bool) -> str | None:
+def _heard(
+    run: Run, queued: Sequence[queue.QueuedJob] | None, is_hidden: bool, waiting_merge: str | None
+) -> str | None:
     """Which task shows that it lives; None once all others have been silent for long enough.
 
-    `is_hidden` is whether processes of this run may work where they cannot be seen from here.
+    `is_hidden` is whether processes of this run may work where they cannot be seen from here. Of the queue of another
+    cluster nothing is heard: who has jobs there is told so, but not a merge that waits, as one there waits for it.
     """
     patience_s, cluster = patience(run.plan.lease_s), None if queued is None else queue.own_cluster()
     observer = _OBSERVERS.setdefault(run.folder, Observer(run.folder, patience_s))
     foreign = [line["cluster"] for line in run.submissions() if _waits_elsewhere(line, cluster)]
+    is_unclear = queued is not None and any(map(_is_unclear, run.submissions()))
+    is_hidden, written = is_hidden or is_unclear, _written_by_living(run) if is_unclear else {}
     leases, begun, is_told = Watch(run.plan.lease_s), time.monotonic(), False
     while True:
         signs = [sign for sign in observer.look() if not _is_over(sign, cluster, queued)]
         if living := [sign for sign in signs if sign.lives]:
             return f"{living[0].in_words} is alive"
         doubts = [sign.in_words for sign in signs if sign.lives is None]
-        if foreign and time.monotonic() - begun <= patience_s:
-            doubts.append(f"a task of a job on the cluster {foreign[0]}")
+        if foreign and waiting_merge is None and not doubts:
+            return f"jobs of it may wait in the queue of the cluster {foreign[0]}, which is not seen here"
+        if time.monotonic() - begun <= patience_s:
+            doubts += [f"a task of a job on the cluster {name}" for name in foreign[:1]]
+            doubts += ["a task of a submission by an older slurmgpu"] * is_unclear
+        changed = _written_by_living(run).items() - written.items() if is_unclear else ()
+        if changed:
+            return f"task {min(changed)[0]} writes of itself"
         if is_hidden:
             states = [leases.look(shard, claim) for shard, claim in run.claims.held() if not claim.parked]
             if "alive" in states:
@@ -113,17 +124,31 @@ def _is_over(sign: Sign, cluster: str | None, queued: Sequence[queue.QueuedJob] 
 
 def _waits_elsewhere(line: Mapping[str, Any], cluster: str | None) -> bool:
     """Whether a submission may have tasks in a queue that is not seen here."""
-    return line["state"] == "queued" and line.get("cluster") is not None and line["cluster"] != cluster
+    if line["state"] not in ("submitting", "queued") or line.get("cancelled"):
+        return False
+    return line.get("cluster") is not None and line["cluster"] != cluster
+
+
+def _is_unclear(line: Mapping[str, Any]) -> bool:
+    """Whether a submission of an older slurmgpu may be another user's or another cluster's, which it does not say."""
+    is_open = line["executor"] == "slurm" and line["state"] in ("submitting", "queued")
+    return is_open and not (line.keys() >= {"uid", "cluster"})
+
+
+def _written_by_living(run: Run) -> dict[str, float]:
+    """When each attempt that has not ended wrote of itself, by its own clock: older ones have no heartbeats."""
+    return {record["attempt"]: record["updated"] for record in run.attempts() if record["state"] != "ended"}
 
 
 def wait_for_others(run: Run, own_array: str | None) -> None:
     """Wait until no task lives but those of an array whose merge job this is, and which is over."""
-    while what := _others(run, own_array):
+    while what := others_alive(run, own_array):
         log.info("waiting: %s", what)
         time.sleep(MERGE_PAUSE_S)
 
 
-def _others(run: Run, own_array: str | None) -> str | None:
+def others_alive(run: Run, own_array: str | None) -> str | None:
+    """Which task lives that is of another array than this one of this cluster; None once all are silent."""
     cluster = os.environ.get("SLURM_CLUSTER_NAME")
     observer = _OBSERVERS.setdefault(run.folder, Observer(run.folder, patience(run.plan.lease_s)))
     while True:
@@ -139,7 +164,7 @@ def _others(run: Run, own_array: str | None) -> str | None:
 def forget_the_dead(run: Run) -> None:
     """Remove the heartbeats of tasks that were killed, after a merge: who asks next need not watch them again."""
     observer = _OBSERVERS.get(run.folder) or Observer(run.folder, patience(run.plan.lease_s))
-    observer.forget([sign for sign in observer.look() if not sign.lives])
+    observer.forget([sign for sign in observer.look() if sign.lives is False])
 
 
 def refuse_alive(run: Run, to_do: str, *, force: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import platform
@@ -14,11 +15,12 @@ from typing import Any
 
 from slurmgpu import merge, owners, private
 from slurmgpu.attempts import Lives
+from slurmgpu.early_signals import heeded
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import commands, ending, joining, queue
 from slurmgpu.executors.accounts import lives_of, settled_lives_of
 from slurmgpu.executors.adjusting import next_submission
-from slurmgpu.executors.living import alive, forget_the_dead, refuse_alive, wait_for_others
+from slurmgpu.executors.living import alive, forget_the_dead, others_alive, refuse_alive, wait_for_others
 from slurmgpu.heartbeats import beating
 from slurmgpu.injecting import parse_faults
 from slurmgpu.injecting.striking import damage_shards
@@ -63,7 +65,7 @@ def start(run: Run, prepare: Prepare, on_tick: Callable[[], None] = lambda: None
     owners.refuse_foreign(run, "submit it", [run.folder / "submissions.jsonl"])
     if not protect(run.folder):  # one of an older slurmgpu, or that somebody has opened to others since
         owners.refuse_foreign(run, "submit it", [run.logs])  # which has what the jobs unpickle
-    with run_lock(run.folder, "submitting", patient=patient) as lock:
+    with heeded(), run_lock(run.folder, "submitting", patient=patient) as lock:
         submission, notes = prepare(lock)
         lock.check()
         if submission.executor == "slurm":
@@ -73,7 +75,7 @@ def start(run: Run, prepare: Prepare, on_tick: Callable[[], None] = lambda: None
         lives = wait(on_tick)
         if submission.inject:
             damage_shards(run, parse_faults(submission.inject))
-        with run_lock(run.folder, "merging", patient=True) as lock:
+        with heeded(), run_lock(run.folder, "merging", patient=True) as lock:
             report = merge.merge(run, lives, lock.check)
             forget_the_dead(run)
         if _goes_on(run, report, submission.round):
@@ -140,7 +142,7 @@ def _until_cancelled(run: Run, submission: int, work: Callable[[], object], live
 def merge_by_hand(run: Run, *, force: bool = False) -> dict[str, Any]:
     """Merge now, when nothing of the run is alive, or with `force` even then; the report."""
     owners.refuse_unwritable(run, "merge it", merges=True)
-    with run_lock(run.folder, "merging") as lock:
+    with heeded(), run_lock(run.folder, "merging") as lock:
         refuse_alive(run, "merge", force=force)
         report, has_ended = _merge_and_end(run, lives_of(run), lock)
     if has_ended:
@@ -155,9 +157,9 @@ def merge_when_over(run: Run) -> dict[str, Any]:
     """
     owners.refuse_unwritable(run, "merge it", merges=True)
     own_job = os.environ.get("SLURM_JOB_ID", "")
-    if not own_job:
-        return _merge_when_over(run, own_job)
-    with joining.log_beside(run, own_job):
+    with heeded(), joining.log_beside(run, own_job) if own_job else contextlib.nullcontext():
+        if not own_job:
+            return _merge_when_over(run, own_job)
         _say_who_merges(run, own_job)
         report = _merge_when_over(run, own_job)
         log.info("%s", _in_words(report))
@@ -215,12 +217,14 @@ def _merge_and_end(run: Run, lives: Lives | None, lock: Lock) -> tuple[dict[str,
 
 def merge_on_slurm(run: Run, own_job: str) -> int:
     """What the merge job does; 0 when the run is complete, else 3. Resubmits as often as `auto_resubmit` says."""
-    last, over = run.submissions()[-1], True
-    lives = settled_lives_of(run)
-    wait_for_others(run, last.get("array_job"))
-    with run_lock(run.folder, "merging", patient=True) as lock:
-        report = merge.merge(run, lives, lock.check)
-        forget_the_dead(run)
+    last, over = _submission_of(run, own_job), True
+    lives, report = settled_lives_of(run), None
+    while report is None:
+        wait_for_others(run, last.get("array_job"))
+        with run_lock(run.folder, "merging", patient=True) as lock:
+            if others_alive(run, last.get("array_job")) is None:  # a task by hand may have joined since
+                report = merge.merge(run, lives, lock.check)
+                forget_the_dead(run)
     log.info("%s", _in_words(report))
     try:
         if _goes_on(run, report, last["round"]):
@@ -234,10 +238,21 @@ def merge_on_slurm(run: Run, own_job: str) -> int:
             log.error("incomplete; %s", report["resubmit"])
     finally:
         # Not before the next submission is there: who waits for the run would take it for ended.
-        run.record_submission({"submission": last["submission"], "state": "ended"})
+        for line in run.submissions():
+            # Others than its own are those of jobs by hand, which have helped.
+            if line["submission"] == last["submission"] or (report["complete"] and line["state"] == "queued"):
+                run.record_submission({"submission": line["submission"], "state": "ended"})
         if over:  # also if Slurm has refused the next one
             ending.run_on_end(run, report)
     return 0 if report["complete"] else 3
+
+
+def _submission_of(run: Run, merge_job: str) -> dict[str, Any]:
+    """The submission that a merge job of Submitit's is of: one by hand may have joined the run behind it."""
+    lines = [line for line in run.submissions() if not line.get("by_hand")]
+    here = os.environ.get("SLURM_CLUSTER_NAME")
+    own = [line for line in lines if line.get("merge_job") == merge_job and line.get("cluster", here) == here]
+    return (own or lines)[-1]
 
 
 def _in_words(report: Mapping[str, Any]) -> str:
