@@ -204,7 +204,7 @@ def signals_children(config: Mapping[str, str]) -> bool:
     beside = Path(os.environ.get("SLURM_CONF") or config.get("SLURM_CONF", "/etc/slurm/slurm.conf")).parent
     for folder in (beside, Path("/run/slurm/conf")):
         with contextlib.suppress(OSError):
-            text = (folder / "cgroup.conf").read_text("utf-8", "replace")
+            text = (folder / "cgroup.conf").read_text(encoding="utf-8", errors="replace")
             found = re.findall(r"^\s*SignalChildrenProcesses\s*=\s*(\w+)", text, re.MULTILINE | re.IGNORECASE)
             return bool(found) and found[-1].lower() in ("yes", "up", "true", "1")
     return False
