@@ -7,7 +7,7 @@ MAKEFLAGS += --jobs
 # The tests start thousands of processes that import the package: none but the first is to compile it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-tracin demo-train test packages lint types bench chaos docs clean
+.PHONY: demo demo-tracin demo-train test packages lint types bench chaos docs dist clean
 
 demo: $(VENV)/demo
 	$(BIN)/python docs/examples/embed/demo.py
@@ -42,10 +42,14 @@ docs: $(VENV)/docs
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -c docs -d build/doctrees . build/site
 	@echo "the site is in build/site/index.html"
 
-$(VENV)/demo $(VENV)/test $(VENV)/docs: $(VENV)/%: pyproject.toml tests/constraints.txt
+dist: $(VENV)/release
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+
+$(VENV)/demo $(VENV)/test $(VENV)/docs $(VENV)/release: $(VENV)/%: pyproject.toml tests/constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint tests/constraints.txt --editable '.[$*]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache docs/examples/*/runs
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache docs/examples/*/runs
