@@ -2,12 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := slurmgpu tests docs/examples
+SOURCES := slurmgpu tests docs/conf.py docs/examples
 MAKEFLAGS += --jobs
 # The tests start thousands of processes that import the package: none but the first is to compile it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-tracin demo-train test packages lint types bench chaos clean
+.PHONY: demo demo-tracin demo-train test packages lint types bench chaos docs dist clean
 
 demo: $(VENV)/demo
 	$(BIN)/python docs/examples/embed/demo.py
@@ -38,10 +38,18 @@ bench: $(VENV)/test
 chaos: $(VENV)/test
 	$(BIN)/python -m tests.chaos --write
 
-$(VENV)/demo $(VENV)/test: $(VENV)/%: pyproject.toml tests/constraints.txt
+docs: $(VENV)/docs
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -c docs -d build/doctrees . build/site
+	@echo "the site is in build/site/index.html"
+
+dist: $(VENV)/release
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+
+$(VENV)/demo $(VENV)/test $(VENV)/docs $(VENV)/release: $(VENV)/%: pyproject.toml tests/constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint tests/constraints.txt --editable '.[$*]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache docs/examples/*/runs
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache docs/examples/*/runs
