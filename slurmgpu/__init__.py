@@ -31,13 +31,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Array": "slurmgpu.columns",
-    "Json": "slurmgpu.columns",
-    "Ragged": "slurmgpu.columns",
-    "Text": "slurmgpu.columns",
-    "Item": "slurmgpu.workloads",
-    "TaskContext": "slurmgpu.workloads",
-    "Workload": "slurmgpu.workloads",
+    "Array": "slurmgpu.shards.columns",
+    "Json": "slurmgpu.shards.columns",
+    "Ragged": "slurmgpu.shards.columns",
+    "Text": "slurmgpu.shards.columns",
+    "Item": "slurmgpu.workload",
+    "TaskContext": "slurmgpu.workload",
+    "Workload": "slurmgpu.workload",
     "Interrupted": "slurmgpu.errors",
     "ItemError": "slurmgpu.errors",
     "SlurmGPUError": "slurmgpu.errors",
@@ -51,12 +51,12 @@ _HOMES = {
 
 if TYPE_CHECKING:
     from slurmgpu.api import probe, submit
-    from slurmgpu.columns import Array, Json, Ragged, Text
     from slurmgpu.errors import Interrupted, ItemError, SlurmGPUError
     from slurmgpu.results import Merged, open  # noqa: A004
+    from slurmgpu.shards.columns import Array, Json, Ragged, Text
     from slurmgpu.training.fitting import find_batch_size
     from slurmgpu.training.throughput import throughput
-    from slurmgpu.workloads import Item, TaskContext, Workload
+    from slurmgpu.workload import Item, TaskContext, Workload
 
 
 def __getattr__(name: str) -> Any:

@@ -10,25 +10,29 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from slurmgpu import merge, renewing, snapshots
+from slurmgpu.code import former, snapshots
 from slurmgpu.containers.images import same_image
 from slurmgpu.containers.settings import ContainerError
-from slurmgpu.containing import contain_anew
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors import adjusting, commands, living, probes, queue, submitting
-from slurmgpu.executors.submitting import Outcome
-from slurmgpu.forecast import FORECAST_FORMAT, FORECAST_VERSION, forecast, observe
-from slurmgpu.injecting import check_faults, parse_faults
-from slurmgpu.injecting.telling import Verdict, judge
-from slurmgpu.locks import Lock
-from slurmgpu.planning import Draft, draft_run
-from slurmgpu.recompute import Recompute, recompute_path, write_recompute
-from slurmgpu.report import is_complete, last_report
-from slurmgpu.runs import Run, create_run
-from slurmgpu.shared_files import remove
-from slurmgpu.status import StatusReader, read_status
-from slurmgpu.submissions import Submission, is_over
-from slurmgpu.workloads import load_class
+from slurmgpu.executors import liveness, resubmission
+from slurmgpu.executors import probe as probes
+from slurmgpu.executors import submission as submitting
+from slurmgpu.executors.submission import Outcome
+from slurmgpu.faults import check_faults, parse_faults
+from slurmgpu.faults.verdicts import Verdict, judge
+from slurmgpu.merge import merge
+from slurmgpu.plan.container_spec import contain_anew
+from slurmgpu.plan.planner import Draft, draft_run
+from slurmgpu.report.build import is_complete, last_report
+from slurmgpu.report.forecast import FORECAST_FORMAT, FORECAST_VERSION, forecast, observe
+from slurmgpu.report.status import StatusReader, read_status
+from slurmgpu.run.directory import Run, create_run
+from slurmgpu.run.lock import Lock
+from slurmgpu.run.recompute import Recompute, recompute_path, write_recompute
+from slurmgpu.run.submissions import Submission, is_over
+from slurmgpu.slurm import commands, queue
+from slurmgpu.util.shared_files import remove
+from slurmgpu.workload import load_class
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +90,7 @@ class RunHandle:
 
     def cancel(self) -> str:
         """Stop what is alive of the run; what was done, in words."""
-        return living.cancel(self.run)
+        return liveness.cancel(self.run)
 
 
 def submit(
@@ -157,7 +161,7 @@ def probe_draft(
         if isinstance(error, KeyboardInterrupt) and small.run_dir.exists():
             run = Run.open(small.run_dir)  # it may be queued, and not told yet
         if run is not None and submission.executor == "slurm":
-            living.cancel(run)
+            liveness.cancel(run)
         raise
     head = {"run_dir": str(draft.run_dir), "probe_dir": str(run.folder)}
     failed, seen = probes.why_failed(run, report), observe(run.attempts())
@@ -171,12 +175,12 @@ def probe_draft(
 
 def plan_draft(draft: Draft) -> tuple[Run, list[str], list[str]]:
     """Make the run directory of a draft, and queue nothing; the two lines that submit it by hand, and notes on them."""
-    from slurmgpu.executors import byhand
+    from slurmgpu.executors import manual
 
-    submission, notes = byhand.asked_by_hand(submission_of(draft))
+    submission, notes = manual.asked_by_hand(submission_of(draft))
     run = create_run(draft.run_dir, draft.plan, draft.items.files)
     snapshots.write(run.folder, draft.code)
-    return run, byhand.lines_to_type(run, submission), notes
+    return run, manual.lines_to_type(run, submission), notes
 
 
 def submit_draft(
@@ -191,7 +195,7 @@ def submit_draft(
     run = create_run(draft.run_dir, draft.plan, draft.items.files)
     try:
         snapshots.write(run.folder, draft.code)
-        notes = [*draft.code.left_out, *adjusting.fewer_tasks(submission, draft.plan.n_shards)]
+        notes = [*draft.code.left_out, *resubmission.fewer_tasks(submission, draft.plan.n_shards)]
         return RunHandle(run, submitting.start(run, lambda _: (submission, notes), lambda: on_tick(run)))
     except BaseException:
         remove_unused(run)
@@ -201,7 +205,7 @@ def submit_draft(
 def submission_of(draft: Draft, after: Run | None = None, inject: Sequence[str] = ()) -> Submission:
     """The first submission of a draft."""
     waits_for = submitting.after_jobs(after) if after is not None else ()
-    submission = adjusting.first_submission(draft.plan.resources, draft.plan.n_shards)
+    submission = resubmission.first_submission(draft.plan.resources, draft.plan.n_shards)
     if waits_for and submission.executor != "slurm":
         raise SlurmGPUError(
             f"{after.folder if after else ''} is not complete yet; only the slurm executor can wait for it (--after)."
@@ -275,18 +279,18 @@ def resubmit(
     """
 
     def prepare(lock: Lock) -> tuple[Submission, list[str]]:
-        living.refuse_alive(run, "resubmit", force=force)
+        liveness.refuse_alive(run, "resubmit", force=force)
         number = max((line["submission"] for line in run.submissions()), default=0) + 1
         again = merge.failed_again(run, number) if failed else Recompute(number, {})
         n_missing = run.plan.n_shards - len(run.published(anew=True))
         if not n_missing and not again.shards and not other_code:
             raise SlurmGPUError(_nothing_to_compute(run, failed))
-        taken, changed = renewing.former_code(run, code) if code else renewing.code_now(run, run.plan.container)
+        taken, changed = former.former_code(run, code) if code else former.code_now(run, run.plan.container)
         if other_code:
-            again = renewing.with_rows_of_others(run, again, taken["digest"])
+            again = former.with_rows_of_others(run, again, taken["digest"])
             if not n_missing and not again.shards:
                 raise SlurmGPUError(f"{run.folder} lacks no shard, and all its rows are by this code.")
-        submission, notes = adjusting.next_submission(run, resources, slurm, merging, n_again=len(again.shards))
+        submission, notes = resubmission.next_submission(run, resources, slurm, merging, n_again=len(again.shards))
         if container := submission.container or run.plan.container:
             container, changes = contain_anew(container, Path(run.plan.provenance["run_file"]))
             check_image(container)
@@ -333,7 +337,7 @@ def wait_for(run: Run, on_tick: Callable[[dict[str, Any]], None] = lambda status
         if is_over(run.submissions()) or time.monotonic() - asked > 5:
             asked = time.monotonic()
             try:
-                alive = living.alive(run) is not None
+                alive = liveness.alive(run) is not None
             except commands.SlurmUnavailableError as error:
                 log.warning("%s", error)
         if alive:

@@ -27,7 +27,7 @@ def failing(real, can_lose_replies):
         return real(path, *args, **kwargs)
     return call
 
-IS_TASK = any("submitit" in word or "slurmgpu.worker" in word for word in sys.orig_argv)
+IS_TASK = any("submitit" in word or "slurmgpu.worker.main" in word for word in sys.orig_argv)
 for name in IS_TASK * ("link", "rename", "replace", "unlink", "mkdir"):
     setattr(os, name, failing(getattr(os, name), True))
 for name in IS_TASK * ("open", "stat", "lstat"):

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from slurmgpu.llm.engine import EngineOptions, Place, Prompt, Question, Request, Sampling, open_engine
+from slurmgpu.llm.engine import EngineOptions, Place, Prompt, Question, Request, Sampling
+from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.models import find_model
 
 

@@ -11,13 +11,13 @@ import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from slurmgpu.files import write_json_text
-from slurmgpu.joined import Joined
-from slurmgpu.records import Record
-from slurmgpu.report import build_report
-from slurmgpu.runs import Plan, Run, create_run
-from slurmgpu.submissions import Submission
-from slurmgpu.telemetry import GPU_VALUES, HOST_VALUES, TELEMETRY_FORMAT, TELEMETRY_VERSION
+from slurmgpu.report.build import build_report
+from slurmgpu.report.joined import Joined
+from slurmgpu.run.directory import Plan, Run, create_run
+from slurmgpu.run.records import Record
+from slurmgpu.run.submissions import Submission
+from slurmgpu.task.telemetry import GPU_VALUES, HOST_VALUES, TELEMETRY_FORMAT, TELEMETRY_VERSION
+from slurmgpu.util.atomic_files import write_json_text
 
 BEGIN = 1_750_000_000.0
 """When pretended runs are submitted, in seconds since the epoch."""

@@ -14,9 +14,9 @@ from pathlib import Path
 import h5py
 
 import slurmgpu
-from slurmgpu.claims import Claims
-from slurmgpu.executors import queue
-from slurmgpu.runs import Plan, create_run
+from slurmgpu.run.claims import Claims
+from slurmgpu.run.directory import Plan, create_run
+from slurmgpu.slurm import queue
 
 
 def make_project(folder, n_items=100, workload="Rows", items=None, batch_size=4, held_from=None, **tables):
@@ -163,7 +163,7 @@ def shard_times(folder):
     return {path.name: path.stat().st_mtime_ns for path in (Path(folder) / "run" / "shards").glob("*.h5")}
 
 
-def workers(folder, module="slurmgpu.worker"):
+def workers(folder, module="slurmgpu.worker.main"):
     """The living worker processes of the runs in a folder, with their command lines."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):

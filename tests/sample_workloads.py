@@ -108,7 +108,7 @@ class Ranks(Rows):
     def load(self, task) -> None:
         import torch.distributed
 
-        from slurmgpu import groups
+        from slurmgpu.worker import groups
 
         super().load(task)
         self.torch = torch

@@ -9,12 +9,12 @@ import h5py
 import numpy as np
 import pytest
 
-from slurmgpu.columns import Array, Json, Ragged, Text, convert_row
 from slurmgpu.errors import ItemError
-from slurmgpu.joins import join
-from slurmgpu.pieces import pieces_of
-from slurmgpu.regions import Reader, read_userblock
-from slurmgpu.shards import shard_name, write_shard
+from slurmgpu.merge.join import join
+from slurmgpu.shards.columns import Array, Json, Ragged, Text, convert_row
+from slurmgpu.shards.piece_table import pieces_of
+from slurmgpu.shards.shard_file import shard_name, write_shard
+from slurmgpu.shards.userblock import Reader, read_userblock
 
 FINGERPRINT = "5f" * 32
 MADE_BY = {"host": "node17", "task": "1234_5"}

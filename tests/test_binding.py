@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 import slurmgpu as package
-from slurmgpu.binding import MANY_FOLDERS, MOST_BYTES, container_binds
-from slurmgpu.config import ContainerTable
 from slurmgpu.containers.command import needed_binds
 from slurmgpu.containers.links import names
 from slurmgpu.containers.settings import Bind, ContainerError
-from slurmgpu.containing import contain, packages_of
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.runs import Plan, Run
+from slurmgpu.plan.binds import MANY_FOLDERS, MOST_BYTES, container_binds
+from slurmgpu.plan.container_spec import contain, packages_of
+from slurmgpu.plan.run_file import ContainerTable
+from slurmgpu.run.directory import Plan, Run
 from tests.runs import report
 
 LOCAL = ("submit", "--executor", "local", "--gpus", "0")

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from slurmgpu.cli import checks
-from slurmgpu.planning import draft_run
+from slurmgpu.cli.commands import check
+from slurmgpu.plan.planner import draft_run
 
 LINES = ["versions", "run file", "image", "plan", "resources", "executor"]
 
@@ -48,8 +48,8 @@ def test_a_check_plans_once(project, apptainer, monkeypatch, capfd):
         drafted.append(arguments)
         return draft_run(*arguments, **options)
 
-    monkeypatch.setattr(checks, "draft_run", counted)
-    assert checks.run_checks(folder / "slurmgpu.toml", node=False) == 0
+    monkeypatch.setattr(check, "draft_run", counted)
+    assert check.run_checks(folder / "slurmgpu.toml", node=False) == 0
     assert [line[2:12].strip() for line in capfd.readouterr().out.splitlines()] == LINES
     assert len(drafted) == 1
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from slurmgpu.claims import NOBODYS, UNREADABLE, Claim, Claims, Watch
+from slurmgpu.run.claims import NOBODYS, UNREADABLE, Claim, Claims, Watch
 from tests.failing import TRANSIENT, Failing
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slurmgpu.columns import convert_row
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm import parsing
 from slurmgpu.llm.engine import Output, Scores
-from slurmgpu.workloads import Item, TaskContext
-from slurmgpu.workloads.classify import Classify
+from slurmgpu.shards.columns import convert_row
+from slurmgpu.workload import Item, TaskContext
+from slurmgpu.workloads.classify.workload import Classify
 from tests.runs import report
 from tests.tiny_models import make_llama, sentence
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from slurmgpu.status import StatusReader
+from slurmgpu.report.status import StatusReader
 from tests.pretend_runs import BEGIN, Pretended, pretend_run, update
 
 LEASE_S = 120.0

@@ -12,14 +12,14 @@ from pathlib import Path
 import h5py
 import pytest
 
-from slurmgpu import importing, snapshots
 from slurmgpu import open as slurmgpu_open
+from slurmgpu.code import importer, snapshots
+from slurmgpu.code.ast_digest import tree_digest
+from slurmgpu.code.tracer import snapshot_of
+from slurmgpu.code.versions import in_words, makers_of, rows_by_code, stretches_of, within
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.planning import draft_run
-from slurmgpu.runs import Run
-from slurmgpu.stretches import in_words, makers_of, rows_by_code, stretches_of, within
-from slurmgpu.syntax import tree_digest
-from slurmgpu.tracing import snapshot_of
+from slurmgpu.plan.planner import draft_run
+from slurmgpu.run.directory import Run
 from tests.runs import kill_workers, let_go, report, start, wait_until_held
 
 WORKLOAD = """
@@ -107,7 +107,7 @@ def codes(folder):
 
 
 def makers(folder):
-    from slurmgpu.shards import read_directory
+    from slurmgpu.shards.shard_file import read_directory
 
     run = Run.open(folder / "run")
     return {shard: read_directory(run.shard_path(shard)).made_by["code"] for shard in run.published()}
@@ -275,7 +275,7 @@ def test_what_the_process_imported_before_is_not_taken_for_what_is_on_disk(signe
             [file] = [file for file in draft.code.files if file.name == "helpers/signs.py"]
             assert file.source.decode() == f"SIGN = {sign}\n"
             assert sign == sys.modules["helpers.signs"].SIGN
-    importing.forget_changed()
+    importer.forget_changed()
 
 
 def test_the_debug_executor_computes_with_the_snapshot_that_its_shards_name(signed, slurmgpu):
@@ -371,7 +371,7 @@ def test_a_module_named_by_a_setting_or_imported_by_a_made_up_name_is_in_it(sign
         assert {"rules.py", "kinds/red.py", "kinds/blue.py"} < names
         again = snapshot_of(draft.plan, None, None)
     assert again.digest == draft.code.digest
-    importing.forget_changed()
+    importer.forget_changed()
 
 
 @pytest.mark.parametrize(
@@ -401,7 +401,7 @@ def test_digests_are_told_by_as_many_digits_as_tell_them_apart():
 
 def names_in(folder, **more):
     with draft_run(folder / "slurmgpu.toml") as draft:
-        importing.forget_changed()
+        importer.forget_changed()
         code = snapshot_of(draft.plan, None, None, **more)
     return [file.name for file in code.files], list(code.left_out)
 
@@ -479,7 +479,7 @@ def test_a_file_that_may_be_imported_and_cannot_be_read_is_told(signed, monkeypa
         return read(path)
 
     with draft_run(folder / "slurmgpu.toml") as draft:
-        importing.forget_changed()
+        importer.forget_changed()
         monkeypatch.setattr(Path, "read_bytes", refuse)
         code = snapshot_of(draft.plan, None, None)
         assert [file.name for file in code.files] == NAMES
@@ -504,7 +504,7 @@ def test_a_module_that_has_vanished_is_missed_before_anything_is_queued(signed, 
         (folder / f"{name}.py").touch()
     (folder / "signed.py").write_text("import vanishing\nfrom helpers import vanishing\n" + WORKLOAD)
     with draft_run(folder / "slurmgpu.toml") as draft:
-        importing.forget_changed()
+        importer.forget_changed()
         before = draft.code.files
         (folder / "helpers" / "vanishing.py").unlink()
         snapshot_of(draft.plan, None, None, former=before)  # helpers/__init__.py may have that name

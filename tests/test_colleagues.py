@@ -18,9 +18,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from slurmgpu import locks, owners, pids
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.runs import Run
+from slurmgpu.run import lock as locks
+from slurmgpu.run import owners
+from slurmgpu.run.directory import Run
+from slurmgpu.util import pids
 from tests.cluster.fixture import leave_out
 from tests.images import fork
 from tests.runs import check_rows, make_project, planned_run, published, report, submissions
@@ -35,7 +37,7 @@ LAYOUTS = {"read": (0o755, 0o022), "group": (0o2770, 0o002), "world": (0o1777, 0
 
 EACH = """
 import json, os, sys, tempfile
-import slurmgpu.api, slurmgpu.cli.app, slurmgpu.cli.output
+import slurmgpu.api, slurmgpu.cli.app, slurmgpu.cli.console
 from slurmgpu.cli import main
 
 found = []

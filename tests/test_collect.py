@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import slurmgpu as library
-from slurmgpu.columns import convert_row
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.engine import Output
-from slurmgpu.workloads import Item, TaskContext
-from slurmgpu.workloads.collect import Collect
+from slurmgpu.shards.columns import convert_row
+from slurmgpu.workload import Item, TaskContext
+from slurmgpu.workloads.collect.workload import Collect
 from tests.runs import datasets, make_project, report
 from tests.shard_files import join_parts, write
 from tests.tiny_models import sum_steps

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmgpu.columns import Array, Ragged, Text, check_columns, columns_from_json, columns_to_json, convert_row
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.shards.columns import Array, Ragged, Text, check_columns, columns_from_json, columns_to_json, convert_row
 
 NUMBERS = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
 NUMBERS += ["float16", "float32", "float64", "complex64", "complex128"]

@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from slurmgpu.executors import commands, queue, slurm
+from slurmgpu.executors import slurm
+from slurmgpu.slurm import commands, queue
 
 PREFERRED = {
     "SQUEUE_STATES": "RUNNING",

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from slurmgpu.cli import completing
+from slurmgpu.cli import completion
 from slurmgpu.cli.templates import SETTINGS
-from slurmgpu.executors.probes import SUFFIX
-from slurmgpu.export import FORMATS
-from slurmgpu.failures import POLICIES
-from slurmgpu.injecting import KINDS
-from slurmgpu.workloads import BUILT_IN
+from slurmgpu.executors.probe import SUFFIX
+from slurmgpu.faults import KINDS
+from slurmgpu.merge.export import FORMATS
+from slurmgpu.run.failures import POLICIES
+from slurmgpu.workload import BUILT_IN
 from tests.pretend_runs import pretend_run
 
 ENVIRON = {
@@ -125,13 +125,14 @@ def test_what_tab_inserts_at_a_real_prompt_is_the_run_though_its_path_holds_blan
 
 def test_the_words_are_those_that_there_are():
     assert BUILT_IN.keys() == SETTINGS.keys()
-    assert tuple(FORMATS) == completing.FORMATS
-    assert tuple(f"{name}{'@' if kind.takes else ''}" for name, kind in KINDS.items()) == completing.FAULTS
-    assert completing.PROBE == SUFFIX
+    assert tuple(FORMATS) == completion.FORMATS
+    assert tuple(f"{name}{'@' if kind.takes else ''}" for name, kind in KINDS.items()) == completion.FAULTS
+    assert completion.PROBE == SUFFIX
 
 
 def test_completion_imports_nothing_heavy(folder):
-    code = "import sys; from slurmgpu.cli import completing as c; c.complete_workload(''); c.complete_class('')\n"
+    code = "import sys; from slurmgpu.cli import completion as c; c.complete_workload('')\n"
+    code += "c.complete_class('')\n"
     code += "from slurmgpu.cli import app; import json; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
     assert not {"numpy", "h5py", "torch", "submitit", "pydantic"} & set(json.loads(done.stdout))

@@ -2,12 +2,12 @@ import re
 
 import pytest
 
-from slurmgpu.columns import Array
-from slurmgpu.computing import Computer, Failure, WorkerBrokenError
 from slurmgpu.errors import ItemError
-from slurmgpu.histories import History
-from slurmgpu.shards import read_directory
-from slurmgpu.workloads import Item
+from slurmgpu.run.crash_history import History
+from slurmgpu.shards.columns import Array
+from slurmgpu.shards.shard_file import read_directory
+from slurmgpu.worker.computer import Computer, Failure, WorkerBrokenError
+from slurmgpu.workload import Item
 
 COLUMNS = {"x": Array("float64")}
 

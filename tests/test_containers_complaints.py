@@ -15,7 +15,7 @@ from slurmgpu.containers.command import exec_command, package_binds
 from slurmgpu.containers.complaints import explain
 from slurmgpu.containers.settings import Bind, Container
 from slurmgpu.containers.sif import DESCRIPTOR, HEADER, read_sif
-from slurmgpu.launching import START
+from slurmgpu.task.launcher import START
 from tests.cluster.fixture import leave_out
 
 SH = "/bin/sh"
@@ -223,7 +223,7 @@ def test_a_bus_error(blame):
 
 def test_a_python_that_is_too_old_for_slurmgpu(blame, apptainer):
     code = "import sys; sys.version_info = (3, 8, 1)\n" + START
-    error = blame(("-c", code, "slurmgpu.worker"), python=apptainer.python)
+    error = blame(("-c", code, "slurmgpu.worker.main"), python=apptainer.python)
     check(error, "slurmgpu needs Python 3.10 or newer, and this is 3.8", node_at_fault=False)
 
 
@@ -237,7 +237,10 @@ def test_an_image_without_a_library_that_the_worker_needs(apptainer, blame, tmp_
     code = f"import sys; sys.path[:] = [p for p in sys.path if 'site-packages' not in p] + [{str(site)!r}]\n" + START
     binds = [Bind(str(tmp_path), str(tmp_path)), *package_binds(())]
     error = blame(
-        ("-c", code, "slurmgpu.worker", "/run", "{}"), python=apptainer.python, binds=binds, PYTHONPATH="/opt/slurmgpu"
+        ("-c", code, "slurmgpu.worker.main", "/run", "{}"),
+        python=apptainer.python,
+        binds=binds,
+        PYTHONPATH="/opt/slurmgpu",
     )
     check(error, f"the image has no {library}", node_at_fault=False)
 

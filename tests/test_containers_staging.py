@@ -14,7 +14,7 @@ from slurmgpu.containers import staging, unpacking
 from slurmgpu.containers.images import identify
 from slurmgpu.containers.settings import ContainerError
 from slurmgpu.containers.staging import stage
-from slurmgpu.processes import StoppedError, StopSignals
+from slurmgpu.task.worker_process import StoppedError, StopSignals
 from tests.images import fork
 from tests.shard_files import small_disk  # noqa: F401
 

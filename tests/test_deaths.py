@@ -2,9 +2,9 @@ import signal
 
 import pytest
 
-from slurmgpu.claims import Claim
-from slurmgpu.deaths import MAX_DEATHS, MAX_DEATHS_LOADING, Deaths
-from slurmgpu.histories import History, read_history
+from slurmgpu.run.claims import Claim
+from slurmgpu.run.crash_history import History, read_history
+from slurmgpu.task.crash_tracking import MAX_DEATHS, MAX_DEATHS_LOADING, Deaths
 from tests.runs import planned_run
 
 ME = Claim("1_0", "1_0.0", "here", 1)

@@ -15,25 +15,28 @@ from typing import get_type_hints
 import pytest
 import typer
 
-from slurmgpu import api, surroundings, workloads
-from slurmgpu.claims import Claim
+from slurmgpu import api, workload
 from slurmgpu.cli import templates
 from slurmgpu.cli.app import app
-from slurmgpu.config import ContainerTable, Resources, RunFile, WorkloadTable
-from slurmgpu.executors.queue import QueuedJob
-from slurmgpu.failures import POLICIES
-from slurmgpu.histories import History
 from slurmgpu.llm import settings
 from slurmgpu.llm.engine import Sampling
-from slurmgpu.records import Attempt
-from slurmgpu.runs import Run
-from slurmgpu.task import Task
-from slurmgpu.telemetry import GPU_VALUES, HOST_VALUES, Sampler
+from slurmgpu.plan.run_file import ContainerTable, Resources, RunFile, WorkloadTable
+from slurmgpu.run.claims import Claim
+from slurmgpu.run.crash_history import History
+from slurmgpu.run.directory import Run
+from slurmgpu.run.failures import POLICIES
+from slurmgpu.run.records import Attempt
+from slurmgpu.slurm.queue import QueuedJob
+from slurmgpu.task.supervisor import Task
+from slurmgpu.task.telemetry import GPU_VALUES, HOST_VALUES, Sampler
 from slurmgpu.training.settings import TrainingSettings
-from slurmgpu.workloads import tracin_summary, train_rows, train_summary
-from slurmgpu.workloads.tracin import Tracin
-from slurmgpu.workloads.tracin_plan import Planned
-from tests.test_layers import LAYERS
+from slurmgpu.util import env_info
+from slurmgpu.workloads.tracin import summary as tracin_summary
+from slurmgpu.workloads.tracin.planning import Planned
+from slurmgpu.workloads.tracin.workload import Tracin
+from slurmgpu.workloads.train import rows as train_rows
+from slurmgpu.workloads.train import summary as train_summary
+from tests.test_layers import FLOORS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -172,7 +175,7 @@ LANGUAGE_MODELS = "language-models.md"
 
 @pytest.mark.parametrize("name", ["generate", "classify", "judge", "collect"])
 def test_the_reference_lists_every_setting_of_a_workload_with_its_default(name):
-    module, _, class_name = workloads.BUILT_IN[name].partition(":")
+    module, _, class_name = workload.BUILT_IN[name].partition(":")
     parameters = inspect.signature(getattr(importlib.import_module(module), class_name)).parameters
     own = {key: parameter for key, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY}
     assert listed(LANGUAGE_MODELS, name) == own.keys()
@@ -283,7 +286,7 @@ KEYS = {
     "files.md: Histories": lambda written: {field.name for field in fields(History)},
     "files.md: tasks/": lambda written: written["record"],
     "files.md: deaths": lambda written: written["record"]["deaths"][0],
-    "files.md: surroundings": lambda written: surroundings.describe(),
+    "files.md: surroundings": lambda written: env_info.describe(),
     "files.md: GPU values": lambda written: GPU_VALUES,
     "files.md: Host values": lambda written: HOST_VALUES,
     "files.md: takeovers": lambda written: written["takeover"],
@@ -313,9 +316,9 @@ def test_the_reference_lists_every_key_that_is_written_and_no_other(place, writt
 def test_init_and_its_reference_list_every_workload(tmp_path):
     done = subprocess.run([sys.executable, "-m", "slurmgpu", "init", "--help"], capture_output=True, text=True)
     [listed_there] = re.findall(r"The built-in workloads:\n\n((?: {4}\w.*\n)+)", done.stdout)
-    assert {line.split()[0] for line in listed_there.splitlines()} == set(workloads.BUILT_IN) == set(templates.SETTINGS)
+    assert {line.split()[0] for line in listed_there.splitlines()} == set(workload.BUILT_IN) == set(templates.SETTINGS)
     [sentence] = re.findall(r"for the built-in workload `WORKLOAD` \((.*?)\)", section("cli.md", "slurmgpu init"))
-    assert set(re.findall(r"`(\w+)`", sentence)) == set(workloads.BUILT_IN)
+    assert set(re.findall(r"`(\w+)`", sentence)) == set(workload.BUILT_IN)
 
 
 def test_the_reference_lists_every_file_of_a_run_directory(written):
@@ -330,9 +333,9 @@ def test_the_reference_lists_every_file_of_a_run_directory(written):
 
 
 def test_the_architecture_page_has_the_layers_that_the_imports_keep_to():
-    lines = re.findall(r"^\| (\d) \| ([^|]+) \|", (DOCS / "explanation" / "architecture.md").read_text(), re.M)
+    lines = re.findall(r"^\| (\d+) \| ([^|]+) \|", (DOCS / "explanation" / "architecture.md").read_text(), re.M)
     assert {int(layer): set(re.findall(r"`(\w+)`", names)) for layer, names in lines} == {
-        layer: set(names) for layer, names in LAYERS.items()
+        layer: set(names) for layer, names in FLOORS.items()
     }
 
 

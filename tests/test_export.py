@@ -12,10 +12,10 @@ import tracemalloc
 import numpy as np
 import pytest
 
-import slurmgpu.export
-from slurmgpu.columns import Array, Json, Ragged, Text, convert_row
+import slurmgpu.merge.export
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.export import FORMATS, export, export_to
+from slurmgpu.merge.export import FORMATS, export, export_to
+from slurmgpu.shards.columns import Array, Json, Ragged, Text, convert_row
 from tests.shard_files import (
     COLUMNS,
     FINGERPRINT,
@@ -40,8 +40,8 @@ def merged(tmp_path):
 @pytest.fixture(params=["in one block", "row by row"])
 def _blocks(request, monkeypatch):
     if request.param == "row by row":
-        monkeypatch.setattr(slurmgpu.export, "_BLOCK_BYTES", 1)
-        monkeypatch.setattr(slurmgpu.export, "_ROW_GROUP_BYTES", 1)
+        monkeypatch.setattr(slurmgpu.merge.export, "_BLOCK_BYTES", 1)
+        monkeypatch.setattr(slurmgpu.merge.export, "_ROW_GROUP_BYTES", 1)
 
 
 def plain(value):
@@ -206,7 +206,7 @@ def test_an_export_that_fails_leaves_the_old_file_alone(merged, tmp_path, file_f
 import resource, sys
 from pathlib import Path
 sys.path[:0] = {sys.path!r}
-from slurmgpu.export import export
+from slurmgpu.merge.export import export
 resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700))
 try:
     export(Path({str(merged)!r}), {file_format!r}, Path({str(output)!r}))

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from slurmgpu.files import FULL, beside, write_bytes
+from slurmgpu.util.atomic_files import FULL, beside, write_bytes
 
 
 def half_of_it(path):

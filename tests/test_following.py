@@ -10,20 +10,20 @@ import sys
 
 import pytest
 
-from slurmgpu import meetings
-from slurmgpu.meetings import Meeting, join_meeting
-from slurmgpu.planning import draft_run
-from slurmgpu.runs import create_run
+from slurmgpu.plan.planner import draft_run
+from slurmgpu.run import rendezvous
+from slurmgpu.run.directory import create_run
+from slurmgpu.run.rendezvous import Meeting, join_meeting
 from tests.images import NOBODY
 from tests.runs import records, wait_until
 
 NODE = """
 import sys
 from pathlib import Path
-from slurmgpu import following, meetings, nodes
-from slurmgpu.executors import entry
-from slurmgpu.records import Attempt
-from slurmgpu.runs import Run
+from slurmgpu.task import node_agent as following, nodes; from slurmgpu.run import rendezvous as meetings
+from slurmgpu.executors import job_entry as entry
+from slurmgpu.run.records import Attempt
+from slurmgpu.run.directory import Run
 nodes.MEETING_S = following.MEETING_S = float(sys.argv[1])
 nodes.FAREWELL_S = meetings.GREETING_S = 120.0  # nobody is late on a busy machine
 attempt = Attempt("7", 0, n_gpus=1, device=sys.argv[2], n_nodes=2, nodes=("first", "second"))
@@ -88,7 +88,7 @@ def test_only_who_read_the_secret_is_let_in(tmp_path):
             heard = b""
             while chunk := stranger.recv(100):
                 heard += chunk
-            assert len(heard) == meetings.NONCE_BYTES  # which says nothing of the secret
+            assert len(heard) == rendezvous.NONCE_BYTES  # which says nothing of the secret
     # Where something else listens, it is not taken for the leader.
     (tmp_path / "other").write_text(json.dumps({**told, "secret": "another"}))
     (tmp_path / "other").chmod(0o600)
@@ -101,7 +101,7 @@ def test_only_who_read_the_secret_is_let_in(tmp_path):
 
 
 def test_strangers_who_say_nothing_keep_nobody_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(meetings, "MOST_GREETINGS", 4)
+    monkeypatch.setattr(rendezvous, "MOST_GREETINGS", 4)
     path = tmp_path / "meeting"
     meeting = Meeting(path, ["localhost"], lambda line, hello: line.tell({"ok": True}))
     told = json.loads(path.read_text())
@@ -109,7 +109,7 @@ def test_strangers_who_say_nothing_keep_nobody_out(tmp_path, monkeypatch):
         strangers = [stack.enter_context(socket.create_connection(("localhost", told["port"]))) for _ in range(5)]
         # All but four are sent away at once, unread.
         assert min(len(stranger.recv(100)) for stranger in strangers) == 0
-        monkeypatch.setattr(meetings, "GREETING_S", 0.05)
+        monkeypatch.setattr(rendezvous, "GREETING_S", 0.05)
         strangers[0].close()
         wait_until(lambda: join_meeting(path, {"rank": 1}), "a place")
     meeting.close()

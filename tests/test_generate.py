@@ -12,12 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slurmgpu.columns import convert_row
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.engine import Output
-from slurmgpu.workloads import Item, Share, TaskContext, telling
-from slurmgpu.workloads.generate import Generate
-from slurmgpu.workloads.telling import ToldEngine
+from slurmgpu.shards.columns import convert_row
+from slurmgpu.workload import Item, Share, TaskContext
+from slurmgpu.workloads import progress
+from slurmgpu.workloads.generate.workload import Generate
+from slurmgpu.workloads.progress import ToldEngine
 from tests.runs import datasets, report
 from tests.tiny_models import make_llama, sum_steps
 
@@ -82,7 +83,7 @@ def test_planning_refuses_in_a_sentence_and_imports_no_torch(nothing, tmp_path):
     code = """
 import json, sys
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.planning import Path, draft_run
+from slurmgpu.plan.planner import Path, draft_run
 found = []
 for path in sys.argv[1:]:
     try:
@@ -184,14 +185,14 @@ def test_rows_have_exactly_the_columns_whatever_was_asked_for(nothing):
 
 def test_who_watches_is_told_how_many_answers_there_are_also_in_the_middle_of_a_batch(nothing, monkeypatch):
     told = []
-    monkeypatch.setattr(telling, "TELL_S", math.inf)
+    monkeypatch.setattr(progress, "TELL_S", math.inf)
     workload = Generate(model=nothing, prompt="{a}", n=2, temperature=1.0)
     workload.engine = ToldEngine(Parrot(missing=[0]), told.append)
     workload([Item(i, {"a": i}) for i in range(3)])
     assert told == ["5 answers"]
     workload([Item(9, {"b": 1})])
     assert told == ["5 answers"]
-    monkeypatch.setattr(telling, "TELL_S", 0.0)
+    monkeypatch.setattr(progress, "TELL_S", 0.0)
     workload([Item(i, {"a": i}) for i in range(2)])
     assert told[1:] == ["6 answers", "7 answers", "8 answers"]
 

@@ -6,8 +6,8 @@ import uuid
 
 import pytest
 
-from slurmgpu import gpus
-from slurmgpu.gpus import GPUFaultError, probe
+from slurmgpu.util import gpus
+from slurmgpu.util.gpus import GPUFaultError, probe
 
 GB = 10**9
 IDS = [uuid.UUID(int=n) for n in range(4)]

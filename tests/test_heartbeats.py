@@ -11,12 +11,13 @@ import time
 
 import pytest
 
-from slurmgpu import heartbeats
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors import commands, living, queue
-from slurmgpu.heartbeats import Observer, beating
-from slurmgpu.pids import own_id
-from slurmgpu.submissions import place_of
+from slurmgpu.executors import liveness
+from slurmgpu.run import heartbeats
+from slurmgpu.run.heartbeats import Observer, beating
+from slurmgpu.run.submissions import place_of
+from slurmgpu.slurm import commands, queue
+from slurmgpu.util.pids import own_id
 from tests.cluster.fixture import leave_out
 from tests.images import NOBODY
 from tests.pretend_runs import pretend_run
@@ -30,8 +31,8 @@ def run(tmp_path, monkeypatch):
     """A run whose last submission has ended, as far as is written."""
     run = pretend_run(tmp_path / "run", 0, n_tasks=1, executor="local")
     run.record_submission({"submission": 1, "state": "ended"})
-    monkeypatch.setattr(living, "patience", lambda lease_s: 0.4)
-    living._OBSERVERS.clear()
+    monkeypatch.setattr(liveness, "patience", lambda lease_s: 0.4)
+    liveness._OBSERVERS.clear()
     return run
 
 
@@ -76,16 +77,16 @@ def test_a_task_elsewhere_that_beats_is_alive_and_one_that_is_silent_is_not(run)
     beat(run, 1)
     with subprocess.Popen([sys.executable, "-c", BEATS, str(run.tasks / "7_0.0.alive")]) as process:
         try:
-            what = living.alive(run)
+            what = liveness.alive(run)
         finally:
             process.kill()
     assert what.startswith("task 7_0.0 of bob on ")
     assert what.endswith(" is alive")
-    wait_until(lambda: living.alive(run) is None, "its silence")
+    wait_until(lambda: liveness.alive(run) is None, "its silence")
     begun = time.monotonic()
-    assert living.alive(run) is None  # who was silent for long is not watched again
+    assert liveness.alive(run) is None  # who was silent for long is not watched again
     assert time.monotonic() - begun < 0.4
-    living.forget_the_dead(run)
+    liveness.forget_the_dead(run)
     assert not (run.tasks / "7_0.0.alive").exists()
 
 
@@ -114,28 +115,28 @@ def test_a_heartbeat_that_is_empty_for_a_moment_is_still_its_tasks(run):
 
 
 def test_what_a_dead_process_of_this_machine_left_and_a_copys_files_are_not_watched(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(living, "patience", lambda lease_s: 3600.0)
+    monkeypatch.setattr(liveness, "patience", lambda lease_s: 3600.0)
     beat(run, 1, **{**own_id(), "pid": 4194304})
-    assert living.alive(run) is None
+    assert liveness.alive(run) is None
     beat(run, 1, **own_id())
-    assert "is alive" in living.alive(run)  # also if it is stopped
-    living._OBSERVERS.clear()
+    assert "is alive" in liveness.alive(run)  # also if it is stopped
+    liveness._OBSERVERS.clear()
     beat(run, 1, folder="/elsewhere", inode=1)
-    assert living.alive(run) is None
+    assert liveness.alive(run) is None
 
 
 def test_of_ones_own_cluster_the_queue_tells_and_nothing_is_watched(run, monkeypatch):
-    monkeypatch.setattr(living, "patience", lambda lease_s: 3600.0)
+    monkeypatch.setattr(liveness, "patience", lambda lease_s: 3600.0)
     first = run.submissions()[0]
     run.record_submission({**first, "executor": "slurm", "state": "queued", "array_job": "7", "cluster": "here"})
     monkeypatch.setattr(queue, "own_cluster", lambda: "here")
     monkeypatch.setattr(queue, "own_jobs", lambda and_of: [])
     beat(run, 1, cluster="here", uid=os.getuid())
-    assert living.alive(run) is None
-    monkeypatch.setattr(living, "patience", lambda lease_s: 0.4)
-    living._OBSERVERS.clear()
+    assert liveness.alive(run) is None
+    monkeypatch.setattr(liveness, "patience", lambda lease_s: 0.4)
+    liveness._OBSERVERS.clear()
     beat(run, 1, cluster="there", uid=os.getuid())
-    assert living.alive(run) is None
+    assert liveness.alive(run) is None
 
 
 def queued_on(run, monkeypatch, **line):
@@ -150,17 +151,17 @@ def queued_on(run, monkeypatch, **line):
 def test_a_queue_that_is_not_seen_here_is_no_silence_but_a_merge_that_waits_goes_on(run, monkeypatch):
     queued_on(run, monkeypatch, cluster="there", uid=os.getuid())
     with pytest.raises(SlurmGPUError, match=r"may wait in the queue of the cluster there, .* --force"):
-        living.refuse_alive(run, "resubmit")
-    living.refuse_alive(run, "resubmit", force=True)
-    assert living.alive(run, "8") is None
+        liveness.refuse_alive(run, "resubmit")
+    liveness.refuse_alive(run, "resubmit", force=True)
+    assert liveness.alive(run, "8") is None
     run.record_submission({"submission": 2, "cancelled": True})
-    living.refuse_alive(run, "resubmit")
+    liveness.refuse_alive(run, "resubmit")
 
 
 def test_of_a_submission_that_names_no_user_or_cluster_records_are_watched(run, monkeypatch):
     queued_on(run, monkeypatch, cluster="here")
     begun = time.monotonic()
-    assert living.alive(run) is None
+    assert liveness.alive(run) is None
     assert time.monotonic() - begun > 0.4
     path = next(run.tasks.glob("*.json"))
     record = {**json.loads(path.read_text()), "state": "loading", "updated": 1.0}
@@ -170,22 +171,22 @@ def test_of_a_submission_that_names_no_user_or_cluster_records_are_watched(run, 
     def pause(seconds):
         path.write_text(json.dumps({**record, "updated": float(next(writes))}))
 
-    monkeypatch.setattr(living.time, "sleep", pause)
-    assert living.alive(run) == f"task {record['attempt']} writes of itself"
+    monkeypatch.setattr(liveness.time, "sleep", pause)
+    assert liveness.alive(run) == f"task {record['attempt']} writes of itself"
 
 
 def test_a_merge_job_waits_for_tasks_elsewhere_and_not_for_its_own_array(run, monkeypatch):
     monkeypatch.setenv("SLURM_CLUSTER_NAME", "here")
-    monkeypatch.setattr(living, "MERGE_PAUSE_S", 0.01)
+    monkeypatch.setattr(liveness, "MERGE_PAUSE_S", 0.01)
     beat(run, 1, cluster="here", **own_id())  # of its own array, which is over: Slurm has started the merge
-    living.wait_for_others(run, "7")
+    liveness.wait_for_others(run, "7")
     # The same number on another cluster is another job.
     beat(run, 1, cluster="there")
     with subprocess.Popen([sys.executable, "-c", BEATS, str(run.tasks / "7_0.0.alive")]) as process:
-        assert living.others_alive(run, "7").startswith("task 7_0.0 of bob on ")
+        assert liveness.others_alive(run, "7").startswith("task 7_0.0 of bob on ")
         process.kill()
-    living.wait_for_others(run, "7")
-    assert living.others_alive(run, "7") is None
+    liveness.wait_for_others(run, "7")
+    assert liveness.others_alive(run, "7") is None
 
 
 def test_where_squeue_does_not_answer_it_is_refused_and_force_goes_on(run, monkeypatch):
@@ -196,8 +197,8 @@ def test_where_squeue_does_not_answer_it_is_refused_and_force_goes_on(run, monke
     run.record_submission({**first, "executor": "slurm", "state": "queued", "array_job": "7", "cluster": "here"})
     monkeypatch.setattr(queue, "own_jobs", silent)
     with pytest.raises(SlurmGPUError, match=r"cannot be known .* --force"):
-        living.refuse_alive(run, "merge")
-    living.refuse_alive(run, "merge", force=True)
+        liveness.refuse_alive(run, "merge")
+    liveness.refuse_alive(run, "merge", force=True)
 
 
 def test_force_merges_under_a_task_that_beats(run, slurmgpu):

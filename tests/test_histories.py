@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 import pytest
 
-from slurmgpu.histories import History, history_path, read_history, write_history
+from slurmgpu.run.crash_history import History, history_path, read_history, write_history
 from tests.failing import Failing
 
 OWN_DOING, FROM_OUTSIDE = 1.0, 0.5

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from slurmgpu import building
-from slurmgpu.building import build_command, definition, find_runtime
 from slurmgpu.containers.images import identify
 from slurmgpu.containers.settings import Bind
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.task import image_build
+from slurmgpu.task.image_build import build_command, definition, find_runtime
 from tests.cluster.fixture import leave_out
 from tests.images import NOBODY
 
@@ -40,7 +40,7 @@ def workshop(apptainer):
         tempfile.TemporaryDirectory(prefix="slurmgpu-test-build-", dir="/tmp") as name,
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setenv("APPTAINER_MKSQUASHFS_ARGS", f"{building.SQUASHFS} -Xcompression-level 1")  # quick
+        patch.setenv("APPTAINER_MKSQUASHFS_ARGS", f"{image_build.SQUASHFS} -Xcompression-level 1")  # quick
         folder = Path(name)
         folder.chmod(0o755)
         shutil.copytree(apptainer.sandbox, folder / "base", symlinks=True)
@@ -194,7 +194,7 @@ def test_a_bind_that_is_not_there_is_refused_before_a_build(slurmgpu, tmp_path, 
 
 
 PROGRESS = """
-from slurmgpu.cli.image import _Progress
+from slurmgpu.cli.commands.image import _Progress
 with _Progress() as show:
     for line in ("INFO:    To see mksquashfs output with progress bar enable verbose logging", "[b] " + 100 * "long "):
         show(line)
@@ -258,7 +258,7 @@ WRAPPER = "FATAL:   While performing build: while running engine: while running 
     ],
 )
 def test_what_a_build_complains_of_is_said_in_words(said, meaning):
-    why = building._why(said)
+    why = image_build._why(said)
     assert why is None if meaning is None else meaning in why
 
 

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.injecting import KINDS, parse_faults
-from slurmgpu.injecting.telling import judge
-from slurmgpu.runs import Run
-from slurmgpu.shards import read_directory
+from slurmgpu.faults import KINDS, parse_faults
+from slurmgpu.faults.verdicts import judge
+from slurmgpu.run.directory import Run
+from slurmgpu.shards.shard_file import read_directory
 from tests.runs import check_rows, datasets, let_go, make_project, records, report, start, submissions, wait_until
 from tests.test_long_items import LONG, check_counts
 

@@ -13,14 +13,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from slurmgpu.columns import Array, Ragged, Text
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs import Reader, find, scan
-from slurmgpu.joins import join
-from slurmgpu.pieces import pieces_of
-from slurmgpu.regions import Reader as BytesReader
-from slurmgpu.regions import read_userblock
-from slurmgpu.shards import write_shard
+from slurmgpu.merge.join import join
+from slurmgpu.shards.columns import Array, Ragged, Text
+from slurmgpu.shards.piece_table import pieces_of
+from slurmgpu.shards.shard_file import write_shard
+from slurmgpu.shards.userblock import Reader as BytesReader
+from slurmgpu.shards.userblock import read_userblock
 
 ROWS: list[dict[str, Any]] = [
     {

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmgpu import shards
-from slurmgpu.columns import Array, Text
-from slurmgpu.joins import verify_joined
-from slurmgpu.locks import LockLostError
-from slurmgpu.shards import shard_name
+from slurmgpu.merge.join import verify_joined
+from slurmgpu.run.lock import LockLostError
+from slurmgpu.shards import shard_file as shards
+from slurmgpu.shards.columns import Array, Text
+from slurmgpu.shards.shard_file import shard_name
 from tests.shard_files import (
     FINGERPRINT,
     assert_same_datasets,
@@ -410,8 +410,8 @@ def test_memory_stays_bounded_however_large_the_shards_are(tmp_path):
 import sys
 from pathlib import Path, PosixPath
 sys.path[:0] = {sys.path!r}
-from slurmgpu.columns import Array
-from slurmgpu.joins import join
+from slurmgpu.shards.columns import Array
+from slurmgpu.merge.join import join
 from tests.shard_files import peak_memory_bytes
 target = Path({str(tmp_path / "merged.h5")!r})
 columns = {{"x": Array("float16", (16 << 20,))}}

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import slurmgpu
-from slurmgpu.columns import Json, columns_from_json, columns_to_json, convert_row
 from slurmgpu.errors import ItemError
-from slurmgpu.export import export
 from slurmgpu.inputs import tables
+from slurmgpu.merge.export import export
+from slurmgpu.shards.columns import Json, columns_from_json, columns_to_json, convert_row
 from tests.shard_files import join_parts, write
 
 COLUMNS = {"told": Json()}

@@ -10,14 +10,14 @@ import pytest
 
 import slurmgpu as library
 from slurmgpu.cli.templates import run_file_template
-from slurmgpu.columns import convert_row
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.engine import Output, Scores
 from slurmgpu.llm.metrics import wilson_interval
-from slurmgpu.workloads import Item, TaskContext, settings_hints
-from slurmgpu.workloads.collect import Collect
-from slurmgpu.workloads.judge import Judge
-from slurmgpu.workloads.rubrics import read_rubric, shipped
+from slurmgpu.shards.columns import convert_row
+from slurmgpu.workload import Item, TaskContext, settings_hints
+from slurmgpu.workloads.collect.workload import Collect
+from slurmgpu.workloads.judge.rubrics import read_rubric, shipped
+from slurmgpu.workloads.judge.workload import Judge
 from tests.runs import report, wait_until
 from tests.tiny_models import claim, make_unloadable
 

@@ -5,13 +5,13 @@ import json
 import pytest
 
 from slurmgpu import results
-from slurmgpu.columns import Array, Json, Text, columns_to_json, convert_row
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.planning import draft_run
-from slurmgpu.workloads import Item
-from slurmgpu.workloads.judge import Judge
-from slurmgpu.workloads.rubrics import read_rubric
-from slurmgpu.workloads.verdicts import summarize
+from slurmgpu.plan.planner import draft_run
+from slurmgpu.shards.columns import Array, Json, Text, columns_to_json, convert_row
+from slurmgpu.workload import Item
+from slurmgpu.workloads.judge.rubrics import read_rubric
+from slurmgpu.workloads.judge.verdicts import summarize
+from slurmgpu.workloads.judge.workload import Judge
 from tests.shard_files import join_parts, write
 from tests.tiny_models import make_unloadable
 

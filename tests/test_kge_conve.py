@@ -8,12 +8,12 @@ from torch.nn import functional
 
 pykeen_models = pytest.importorskip("pykeen.models")
 
-from slurmgpu.workloads.kge import conve_gradients  # noqa: E402
-from slurmgpu.workloads.kge.checkpoints import load_checkpoint, read_layout  # noqa: E402
-from slurmgpu.workloads.kge.conve import ConvE  # noqa: E402
-from slurmgpu.workloads.kge.differentiable import TriplesModel  # noqa: E402
-from slurmgpu.workloads.kge.losses import Loss, Positive, find_loss  # noqa: E402
-from slurmgpu.workloads.kge.queries import Known  # noqa: E402
+from slurmgpu.workloads.tracin.kge import conve_gradients  # noqa: E402
+from slurmgpu.workloads.tracin.kge.checkpoints import load_checkpoint, read_layout  # noqa: E402
+from slurmgpu.workloads.tracin.kge.conve import ConvE  # noqa: E402
+from slurmgpu.workloads.tracin.kge.differentiable import TriplesModel  # noqa: E402
+from slurmgpu.workloads.tracin.kge.losses import Loss, Positive, find_loss  # noqa: E402
+from slurmgpu.workloads.tracin.kge.queries import Known  # noqa: E402
 
 N_ENTITIES, N_RELATIONS, DIM = 30, 4, 12
 LOSSES = ["bce-pos", "score", "ns:3", "bce-1n", "kvsall", "ce"]

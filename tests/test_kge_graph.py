@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.workloads.kge import graph
+from slurmgpu.workloads.tracin.kge import graph
 
 ENTITIES = {"CHEBI:1": 4, "CHEBI:22": 0, "MONDO:7": 9}
 RELATIONS = {"predicate:0": 1, "predicate:27": 0}

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from slurmgpu.influence.tables import Rows, Spread
-from slurmgpu.workloads.kge.losses import find_loss
-from slurmgpu.workloads.kge.queries import Known, Queries
+from slurmgpu.workloads.tracin.kge.losses import find_loss
+from slurmgpu.workloads.tracin.kge.queries import Known, Queries
 
 N_ENTITIES, N_RELATIONS = 11, 3
 LOSSES = ["bce-pos", "score", "ns:4", "bce-1n", "kvsall", "ce"]

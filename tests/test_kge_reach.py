@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.workloads.kge.reach import Reach, ReachOptions
+from slurmgpu.workloads.tracin.kge.reach import Reach, ReachOptions
 
 N = 14
 

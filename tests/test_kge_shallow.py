@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from slurmgpu.workloads.kge.complex import ComplEx
-from slurmgpu.workloads.kge.distmult import DistMult
-from slurmgpu.workloads.kge.layouts import Layout
-from slurmgpu.workloads.kge.losses import find_loss
-from slurmgpu.workloads.kge.transe import TransE
+from slurmgpu.workloads.tracin.kge.complex import ComplEx
+from slurmgpu.workloads.tracin.kge.distmult import DistMult
+from slurmgpu.workloads.tracin.kge.layouts import Layout
+from slurmgpu.workloads.tracin.kge.losses import find_loss
+from slurmgpu.workloads.tracin.kge.transe import TransE
 from tests.tiny_graphs import (
     LOSSES,
     N_ENTITIES,

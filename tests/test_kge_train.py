@@ -7,19 +7,19 @@ import numpy as np
 import pytest
 import torch
 
-from slurmgpu.digests import digest_of
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.workloads.kge.checkpoints import adam_weights, check, load_checkpoint, read_layout
-from slurmgpu.workloads.kge.complex import ComplEx
-from slurmgpu.workloads.kge.conve import ConvE
-from slurmgpu.workloads.kge.distmult import DistMult
-from slurmgpu.workloads.kge.graph import read_dictionary
-from slurmgpu.workloads.kge.peeking import peek
-from slurmgpu.workloads.kge.queries import Known
-from slurmgpu.workloads.kge.ranking import filtered_ranks, summary
-from slurmgpu.workloads.kge.train import main, train
-from slurmgpu.workloads.kge.training import Recipe, Trainer
-from slurmgpu.workloads.kge.transe import TransE
+from slurmgpu.util.hashing import digest_of
+from slurmgpu.workloads.tracin.kge.checkpoints import adam_weights, check, load_checkpoint, read_layout
+from slurmgpu.workloads.tracin.kge.complex import ComplEx
+from slurmgpu.workloads.tracin.kge.conve import ConvE
+from slurmgpu.workloads.tracin.kge.distmult import DistMult
+from slurmgpu.workloads.tracin.kge.graph import read_dictionary
+from slurmgpu.workloads.tracin.kge.peeking import peek
+from slurmgpu.workloads.tracin.kge.queries import Known
+from slurmgpu.workloads.tracin.kge.ranking import filtered_ranks, summary
+from slurmgpu.workloads.tracin.kge.train import main, train
+from slurmgpu.workloads.tracin.kge.training import Recipe, Trainer
+from slurmgpu.workloads.tracin.kge.transe import TransE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -127,7 +127,16 @@ def test_a_model_that_knows_nothing_ranks_by_chance_or_last():
 
 
 def test_the_command_leaves_checkpoints_and_dictionaries_and_says_how_it_ranks(files):
-    command = [sys.executable, "-m", "slurmgpu.workloads.kge.train", "train.txt", "--test", "test.txt", "-o", "out"]
+    command = [
+        sys.executable,
+        "-m",
+        "slurmgpu.workloads.tracin.kge.train",
+        "train.txt",
+        "--test",
+        "test.txt",
+        "-o",
+        "out",
+    ]
     options = ["--model", "distmult", "--dim", "4", "--epochs", "3", "--every", "2", "--device", "cpu"]
     done = subprocess.run([*command, *options], cwd=files, capture_output=True, text=True, timeout=200, check=True)
     assert sorted(path.name for path in (files / "out").iterdir()) == [

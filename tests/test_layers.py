@@ -1,6 +1,7 @@
 """The walls of docs/explanation/architecture.md: imports point down, and each outside library has its rooms."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -11,128 +12,74 @@ from tests.pretend_runs import pretend_run
 
 PACKAGE = Path(__file__).parent.parent / "slurmgpu"
 
-LAYERS = {
-    0: [
-        "errors",
-        "files",
-        "shared_files",
-        "digests",
-        "failures",
-        "cgroups",
-        "gpus",
-        "nvml",
-        "trees",
-        "surroundings",
-        "probing",
-        "columns",
-        "containers",
-        "pipes",
-        "escapes",
-        "hiding",
-        "early_signals",
-        "pids",
-        "arrays",
-        "summaries",
-        "plurals",
-        "__init__",
-    ],
-    1: [
-        "snapshots",
-        "syntax",
-        "stretches",
-        "importing",
-        "claims",
-        "histories",
-        "meetings",
-        "tunnels",
-        "private",
-        "owners",
-        "records",
-        "heartbeats",
-        "locks",
-        "runs",
-        "submissions",
-        "signs",
-        "waiting",
-        "rereading",
-        "telemetry",
-        "samples",
-        "logs",
-        "regions",
-        "skeletons",
-        "pieces",
-        "shards",
-        "results",
-        "joins",
-        "joined",
-        "former_rows",
-        "merged_head",
-        "recompute",
-        "revisions",
-        "llm",
-        "influence",
-        "training",
-    ],
-    2: ["export", "inputs", "sweeps", "workloads", "config", "site"],
-    3: [
-        "planning",
-        "tracing",
-        "locating",
-        "renewing",
-        "items",
-        "placing",
-        "containing",
-        "binding",
-        "attempts",
-        "report",
-        "naming",
-        "ledger",
-        "pace",
-        "states",
-        "status",
-        "metrics",
-        "searching",
-        "computing",
-        "scouting",
-        "groups",
-    ],
-    4: ["worker", "injecting", "merge", "pages", "forecast"],
-    5: ["processes", "nodes", "following", "launching", "checking", "recording", "deaths", "task"],
-    6: ["building", "executors"],
-    7: ["api"],
-    8: ["cli", "__main__"],
+FLOORS = {
+    0: ["__init__", "errors"],
+    1: ["util"],
+    2: ["shards", "containers", "influence", "training"],
+    3: ["run"],
+    4: ["code", "logs"],
+    5: ["report", "results", "workload", "llm"],
+    6: ["slurm", "search", "inputs", "faults"],
+    7: ["plan", "worker", "page", "workloads"],
+    8: ["task", "merge"],
+    9: ["executors"],
+    10: ["api"],
+    11: ["cli"],
+    12: ["__main__"],
 }
-LAYER = {name: number for number, names in LAYERS.items() for name in names}
+FLOOR = {name: number for number, names in FLOORS.items() for name in names}
 
-ROOMS = {
+LIBRARIES = {"influence", "training", "llm"}
+"""What workloads are built on: they know no run."""
+
+FOREIGN = {
     "submitit": {"executors"},
     "typer": {"cli"},
     "rich": {"cli"},
-    "pydantic": {"config", "planning", "site"},
-    "torch": {"workloads", "groups", "llm", "influence", "training", "export"},
+    "pydantic": {"plan"},
+    "torch": {"workloads", "llm", "influence", "training", "merge.export", "worker.groups"},
     "transformers": {"workloads", "llm"},
     "huggingface_hub": {"llm"},
     "vllm": {"llm"},
-    "pyarrow": {"inputs", "results", "export"},
+    "pyarrow": {"inputs", "results", "merge.export"},
     "pandas": {"results"},
-    "pynvml": {"nvml"},
-    "matplotlib": {"pages"},
-    "jinja2": {"pages"},
-    "h5py": {"skeletons", "pieces", "shards", "joins", "results"},
+    "pynvml": {"util.nvml"},
+    "matplotlib": {"page"},
+    "jinja2": {"page"},
+    "h5py": {"shards", "results", "merge.join"},
 }
+"""Each outside library, and the folders or modules that may import it."""
+
+
+CIRCLES = {f"executors.{name}" for name in ("job_entry", "liveness", "local", "slurm", "submission")}
+"""Known circles: what Submitit pickles, `job_entry`, merges, and so submits again."""
 
 
 def modules():
     return sorted(PACKAGE.rglob("*.py"))
 
 
+def dotted(path):
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+@functools.cache
+def is_module(name):
+    path = PACKAGE.parent / name.replace(".", "/")
+    return path.with_suffix(".py").is_file() or path.is_dir()
+
+
 def room(path):
-    relative = path.relative_to(PACKAGE)
-    return relative.parts[0].removesuffix(".py")
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+@functools.cache
 def imports(path):
     """Every module that a file imports, also within functions; not those for type checkers alone."""
+    return list(_imports(path))
+
+
+def _imports(path):
     tree = ast.parse(path.read_text())
     skipped = {
         id(node)
@@ -147,9 +94,11 @@ def imports(path):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            yield node.module
-            if node.module == "slurmgpu":
-                yield from (f"slurmgpu.{alias.name}" for alias in node.names)
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            found = [name for name in inner if is_module(name)]
+            yield from found
+            if len(found) < len(inner):
+                yield node.module
 
 
 def opened_as_the_locale_has_it(path):
@@ -173,28 +122,44 @@ def test_no_text_is_read_or_written_as_the_locale_has_it():
     assert [found for path in modules() for found in opened_as_the_locale_has_it(path)] == []
 
 
-def test_every_module_has_a_layer():
-    assert {room(path) for path in modules()} == set(LAYER)
+def test_every_room_has_a_floor_and_the_root_has_five_modules():
+    assert {room(path) for path in modules()} == set(FLOOR)
+    assert {path.stem for path in PACKAGE.glob("*.py")} == {"__init__", "__main__", "api", "errors", "workload"}
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+@pytest.mark.parametrize("path", modules(), ids=dotted)
 def test_imports_point_down_and_libraries_stay_in_their_rooms(path):
     here = room(path)
     for name in imports(path):
         top, _, rest = name.partition(".")
-        if top == "slurmgpu" and rest and (there := rest.split(".")[0]) in LAYER and there != here:
-            assert LAYER[there] <= LAYER[here], f"{here} (layer {LAYER[here]}) imports {there} (layer {LAYER[there]})"
-        elif top in ROOMS:
-            assert here in ROOMS[top], f"{here} imports {top}"
+        if top == "slurmgpu" and rest and (there := rest.split(".")[0]) in FLOOR and there != here:
+            assert FLOOR[there] < FLOOR[here], f"{here} (floor {FLOOR[here]}) imports {there} (floor {FLOOR[there]})"
+        elif top in FOREIGN:
+            assert {here, dotted(path)} & FOREIGN[top], f"{dotted(path)} imports {top}"
 
 
-def test_no_two_modules_import_each_other():
-    graph = {}
+def test_the_core_imports_no_built_in_workload_and_their_libraries_no_run():
+    beside = {"workloads", *LIBRARIES}
     for path in modules():
-        graph.setdefault(room(path), set()).update(
-            name.split(".")[1] for name in imports(path) if name.startswith("slurmgpu.")
-        )
-    for start in graph:
+        for name in imports(path):
+            there = name.removeprefix("slurmgpu.").split(".")[0] if name.startswith("slurmgpu.") else ""
+            if room(path) not in beside:
+                assert there not in {"workloads", "llm", "influence"}, f"{dotted(path)} imports {name}"
+            if room(path) in LIBRARIES:
+                assert there in {"", "__init__", "errors", "util", "code", *LIBRARIES}, f"{dotted(path)} imports {name}"
+
+
+def test_each_folder_says_what_lives_there_and_what_it_may_import():
+    for path in PACKAGE.glob("*/__init__.py"):
+        said = ast.get_docstring(ast.parse(path.read_text()))
+        assert said.splitlines()[0].endswith("."), path
+        assert "May import" in said, path
+
+
+def test_no_two_modules_of_a_room_import_each_other():
+    names = {dotted(path) for path in modules()}
+    graph = {dotted(path): {each.removeprefix("slurmgpu.") for each in imports(path)} & names for path in modules()}
+    for start in graph.keys() - CIRCLES:
         seen, todo = set(), list(graph[start] - {start})
         while todo:
             name = todo.pop()
@@ -213,7 +178,7 @@ def loaded_after(code):
 
 
 def test_the_worker_needs_the_standard_library_numpy_and_h5py_alone():
-    foreign = loaded_after("import slurmgpu.worker") & {*ROOMS, "pandas", "cloudpickle"}
+    foreign = loaded_after("import slurmgpu.worker.main") & {*FOREIGN, "pandas", "cloudpickle"}
     assert foreign == {"h5py"}
 
 

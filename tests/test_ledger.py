@@ -6,10 +6,10 @@ from dataclasses import asdict
 
 import pytest
 
-from slurmgpu.attempts import Life, attempts_of
-from slurmgpu.ledger import KINDS, counting, in_words, kind_of, ledger, spent, spent_unrecorded
-from slurmgpu.records import Record, read_record
-from slurmgpu.status import read_status
+from slurmgpu.report.attempts import Life, attempts_of
+from slurmgpu.report.ledger import KINDS, counting, in_words, kind_of, ledger, spent, spent_unrecorded
+from slurmgpu.report.status import read_status
+from slurmgpu.run.records import Record, read_record
 from tests.pretend_runs import BEGIN, pretend_run, reported
 
 LOADED = [[0.0, "starting"], [2.0, "loading"], [12.0, "running"]]

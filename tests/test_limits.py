@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from slurmgpu.executors import commands, facts, queue
-from slurmgpu.executors.facts import Facts
-from slurmgpu.executors.limits import bound_gpu_hours, limits_of
-from slurmgpu.submissions import Submission, seconds_of
+from slurmgpu.run.submissions import Submission, seconds_of
+from slurmgpu.slurm import commands, facts, queue
+from slurmgpu.slurm.facts import Facts
+from slurmgpu.slurm.limits import bound_gpu_hours, limits_of
 
 PARTITION = {"PartitionName": "gpu", "Default": "YES", "MaxTime": "02:00:00", "DefaultTime": "NONE", "QoS": "N/A"}
 USERS = {"User": "ada", "Account": "lab", "Partition": "", "DefaultQOS": "normal"}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from slurmgpu.cli import listing
+from slurmgpu.cli.views import run_list
 from tests import pretend_runs
 from tests.pretend_runs import pretend_run, reported, write_merged_head
 
@@ -32,7 +32,7 @@ def ended(folder, complete=True, **what):
 
 
 def rows(folder):
-    return {Path(row["run_dir"]).relative_to(folder).as_posix(): row for row in listing.list_runs(folder)["runs"]}
+    return {Path(row["run_dir"]).relative_to(folder).as_posix(): row for row in run_list.list_runs(folder)["runs"]}
 
 
 def test_runs_are_listed_with_how_they_stand_the_last_active_first(folder, slurmgpu, monkeypatch):
@@ -75,11 +75,11 @@ def test_a_narrow_terminal_shows_names_first_and_cuts_no_number(folder, monkeypa
     probe = folder / "judge-probe" / "run.json"
     plan = json.loads(probe.read_text())
     probe.write_text(json.dumps(plan | {"input": {**plan["input"], "ranges": [[0, plan["n_items"]]]}}))
-    value = listing.list_runs(folder)
-    whole = [cell for row in value["runs"] for cell in listing._cells(row, folder).values()]
+    value = run_list.list_runs(folder)
+    whole = [cell for row in value["runs"] for cell in run_list._cells(row, folder).values()]
     for width in (200, 80, 50, 30):
-        monkeypatch.setattr(listing, "wide_console", lambda width=width: Console(width=width))
-        listing.show_list(value)
+        monkeypatch.setattr(run_list, "wide_console", lambda width=width: Console(width=width))
+        run_list.show_list(value)
         told = capsys.readouterr()
         lines = [line.split("  ") for line in told.out.splitlines()[1:]]
         assert [line[0].rstrip() for line in lines] == [row["run"] for row in value["runs"]]
@@ -162,7 +162,7 @@ def test_what_cannot_be_read_is_passed_over_with_a_note():
         for closed in ("a", "b"):
             (folder / closed).mkdir(mode=0)
         with as_a_normal_user():
-            value = listing.list_runs(folder)
+            value = run_list.list_runs(folder)
     assert [row["state"] for row in value["runs"]] == ["complete"]
     assert value["notes"] == ["2 folders could not be read: Permission denied"]
 
@@ -180,12 +180,12 @@ def as_a_normal_user():
 
 
 def test_a_folder_of_many_files_is_not_looked_through_to_the_end(folder, monkeypatch):
-    monkeypatch.setattr(listing, "MAX_ENTRIES", 5)
+    monkeypatch.setattr(run_list, "MAX_ENTRIES", 5)
     (folder / "data").mkdir(parents=True)
     for number in range(9):
         (folder / "data" / f"{number}.txt").touch()
     ended(folder / "run")
-    value = listing.list_runs(folder)
+    value = run_list.list_runs(folder)
     assert [row["run"] for row in value["runs"]] == ["run"]
     assert value["notes"] == ["1 folder with more than 5 entries, not looked through to the end"]
 

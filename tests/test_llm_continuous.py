@@ -18,7 +18,8 @@ import torch
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm import attention, continuous, continuous_sampling, continuous_settings, selfcheck
 from slurmgpu.llm.continuous_settings import Needs
-from slurmgpu.llm.engine import EngineOptions, Place, Prompt, Question, Request, Sampling, open_engine
+from slurmgpu.llm.engine import EngineOptions, Place, Prompt, Question, Request, Sampling
+from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.models import find_model
 from tests.tiny_models import make_gpt_oss, make_llama, make_qwen3
 

@@ -11,7 +11,8 @@ import torch
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.batching import Budget, Load, common_prefix, n_that_fit
-from slurmgpu.llm.engine import EngineOptions, Place, Prompt, Question, Request, Sampling, open_engine
+from slurmgpu.llm.engine import EngineOptions, Place, Prompt, Question, Request, Sampling
+from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.models import find_model
 from slurmgpu.llm.scoring import ROUNDING, exclusive
 from tests.tiny_models import (

@@ -16,7 +16,7 @@ from slurmgpu.llm.decoders import ENCODERS, GENERATES, check_decoder, check_toke
 from slurmgpu.llm.digests import check_unchanged, digests_of
 from slurmgpu.llm.models import cache_of, fetch, files_of, find_model
 from slurmgpu.llm.reading import read_ahead
-from slurmgpu.planning import draft_run
+from slurmgpu.plan.planner import draft_run
 from tests.hubs import COMMIT, serving
 from tests.tiny_models import make_llama
 
@@ -46,7 +46,7 @@ def in_cache(tmp_path, name, commit=COMMIT, **config):
 
 
 def test_a_folder_whose_files_changed_is_not_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr("slurmgpu.digests.WHOLE_BYTES", 100_000)
+    monkeypatch.setattr("slurmgpu.util.hashing.WHOLE_BYTES", 100_000)
     folder = make(tmp_path / "m")
     for name in ("tokenizer.json", "model-1.safetensors", "notes.txt"):
         (folder / name).write_text("{}")

@@ -14,8 +14,8 @@ pytest.importorskip("transformers")
 
 import slurmgpu as library
 from slurmgpu.llm.engine import Place
-from slurmgpu.workloads import Item, TaskContext
-from slurmgpu.workloads.generate import Generate
+from slurmgpu.workload import Item, TaskContext
+from slurmgpu.workloads.generate.workload import Generate
 from tests.llm_ranks import compute
 from tests.runs import records
 from tests.tiny_models import make_gpt_oss, make_llama, make_qwen3
@@ -102,8 +102,8 @@ def test_eight_bits_are_split_as_well(ranks):
 
 
 FAULTY = """
-from slurmgpu import groups
-from slurmgpu.workloads.generate import Generate
+from slurmgpu.worker import groups
+from slurmgpu.workloads.generate.workload import Generate
 
 class Faulty(Generate):
     "Of the first worker, rank 1's batches fail."

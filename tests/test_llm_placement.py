@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from slurmgpu.config import parse_resources, size_bytes
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.batching import CPU_TOKENS
 from slurmgpu.llm.defaults import DEFAULTS, NAMES, with_defaults
@@ -18,9 +17,10 @@ from slurmgpu.llm.needs import look_at
 from slurmgpu.llm.placement import check_fits, place
 from slurmgpu.llm.sizes import cache_sizes, heads_of, weights_of
 from slurmgpu.llm.splitting import EXPERT_PARALLEL, TENSOR_PARALLEL, obstacle_to
-from slurmgpu.placing import GPU_MEMORY_GB, gpu_memory_of
-from slurmgpu.planning import draft_run
-from slurmgpu.workloads import Share
+from slurmgpu.plan.placement import GPU_MEMORY_GB, gpu_memory_of
+from slurmgpu.plan.planner import draft_run
+from slurmgpu.plan.run_file import parse_resources, size_bytes
+from slurmgpu.workload import Share
 from tests.big_models import LLAMA_70B, llama_tensors, write_model
 
 PARAMETERS_70B = 70_553_706_496

@@ -234,6 +234,6 @@ def test_cohens_kappa_is_agreement_beyond_chance():
 
 
 def test_none_of_it_imports_torch():
-    code = "import sys, slurmgpu.workloads.generate, slurmgpu.workloads.classify; print(*sys.modules)"
+    code = "import sys, slurmgpu.workloads.generate.workload, slurmgpu.workloads.classify.workload; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "transformers", "tokenizers", "huggingface_hub"} & set(done.stdout.split())

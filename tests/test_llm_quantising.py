@@ -10,7 +10,8 @@ pytest.importorskip("transformers")
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm import quantising
-from slurmgpu.llm.engine import EngineOptions, Place, Prompt, Question, open_engine
+from slurmgpu.llm.engine import EngineOptions, Place, Prompt, Question
+from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.models import find_model
 from slurmgpu.llm.quantising import package_for, quantization_config
 from tests.tiny_models import make_llama

@@ -19,7 +19,8 @@ import torch
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm import vllm_engine
-from slurmgpu.llm.engine import EngineOptions, Place, Prompt, Question, Request, Sampling, open_engine
+from slurmgpu.llm.engine import EngineOptions, Place, Prompt, Question, Request, Sampling
+from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.models import find_model
 from tests.tiny_models import make_llama
 

@@ -9,13 +9,13 @@ import sys
 
 import pytest
 
-from slurmgpu.claims import Claim
-from slurmgpu.cli import output
-from slurmgpu.recording import Recording
-from slurmgpu.records import Attempt
-from slurmgpu.runs import Run
-from slurmgpu.status import read_status
-from slurmgpu.task import Task
+from slurmgpu.cli import console as output
+from slurmgpu.report.status import read_status
+from slurmgpu.run.claims import Claim
+from slurmgpu.run.directory import Run
+from slurmgpu.run.records import Attempt
+from slurmgpu.task.attempt_writer import Recording
+from slurmgpu.task.supervisor import Task
 from tests import failing
 from tests.runs import (
     check_rows,
@@ -318,7 +318,7 @@ def test_a_fault_of_slurmgpus_own_is_blamed_on_no_item(project, slurmgpu):
     folder = project(20, workload="Unloadable")
     slurmgpu(*LOCAL, cwd=folder, expect=3)
     source = (folder / "workloads.py").read_text()
-    fault = "import slurmgpu.scouting; slurmgpu.scouting.Scout.next = None"
+    fault = "import slurmgpu.worker.shard_claimer; slurmgpu.worker.shard_claimer.Scout.next = None"
     (folder / "workloads.py").write_text(source.replace("raise ImportError(\"No module named 'torch'\")", fault))
     done = slurmgpu("resubmit", "run", cwd=folder, expect=3)
     assert records(folder)[1]["failure"] == "crash"

@@ -12,11 +12,14 @@ import time
 
 import pytest
 
-from slurmgpu import claims, joins, locks, merge, pids
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.heartbeats import Observer
-from slurmgpu.locks import LockLostError, hold, run_lock
-from slurmgpu.runs import Run
+from slurmgpu.merge import join, merge
+from slurmgpu.run import claims
+from slurmgpu.run import lock as locks
+from slurmgpu.run.directory import Run
+from slurmgpu.run.heartbeats import Observer
+from slurmgpu.run.lock import LockLostError, hold, run_lock
+from slurmgpu.util import pids
 from tests.cluster.fixture import leave_out
 from tests.pretend_runs import pretend_run
 from tests.runs import wait_until
@@ -325,17 +328,17 @@ def test_a_holder_that_is_stopped_while_it_clears_claims_leaves_its_successors(t
 
 
 def test_a_merge_that_is_stopped_before_it_removes_what_dead_ones_left_leaves_its_successors(tmp_path, monkeypatch):
-    target, listed = tmp_path / "merged.h5", joins.list_anew
+    target, listed = tmp_path / "merged.h5", join.list_anew
 
     def look(*given):
         (tmp_path / ".merged.h5.successor.partial").touch()
         holder.sleep()
         return listed(*given)
 
-    holder = Sleeper(monkeypatch, joins)
-    monkeypatch.setattr(joins, "list_anew", look)
+    holder = Sleeper(monkeypatch, join)
+    monkeypatch.setattr(join, "list_anew", look)
     with pytest.raises(LockLostError):
-        joins._remove_stale(target, 1.0, holder.check)
+        join._remove_stale(target, 1.0, holder.check)
     assert os.listdir(tmp_path) == [".merged.h5.successor.partial"]
 
 
@@ -355,7 +358,7 @@ def test_a_heartbeat_that_has_gone_on_since_it_was_looked_at_is_not_removed(tmp_
 def test_lines_that_many_append_at_once_are_all_there(tmp_path):
     run = Run(tmp_path, None)
     code = (
-        "import sys; from pathlib import Path; from slurmgpu.runs import Run\n"
+        "import sys; from pathlib import Path; from slurmgpu.run.directory import Run\n"
         "for i in range(20): Run(Path(sys.argv[1]), None).record_submission({'submission': int(sys.argv[2]) + i})"
     )
     processes = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(100 * n)]) for n in range(4)]

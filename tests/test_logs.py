@@ -11,20 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from slurmgpu.claims import Claim
-from slurmgpu.cli import log_index
-from slurmgpu.cli.following import Following
-from slurmgpu.cli.logs import Printer, print_files, show_logs
-from slurmgpu.cli.output import size_of
-from slurmgpu.cli.unstarted import refuse_unstarted
+from slurmgpu.cli.commands.logs import show_logs
+from slurmgpu.cli.console import size_of
+from slurmgpu.cli.views import log_index
+from slurmgpu.cli.views.follow import Following
+from slurmgpu.cli.views.log_lines import Printer, print_files
+from slurmgpu.cli.views.unstarted import refuse_unstarted
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.files import write_json
 from slurmgpu.logs import LogFile, last_end, merged, read_lines, tail_start, time_start, without_colours
 from slurmgpu.logs.places import line_number
-from slurmgpu.planning import draft_run
-from slurmgpu.report import read_report
-from slurmgpu.runs import Run, create_run
-from slurmgpu.searching import (
+from slurmgpu.plan.planner import draft_run
+from slurmgpu.report.build import read_report
+from slurmgpu.run.claims import Claim
+from slurmgpu.run.directory import Run, create_run
+from slurmgpu.search import (
     events_of_class,
     excerpt_of_attempt,
     excerpts_until,
@@ -33,7 +33,8 @@ from slurmgpu.searching import (
     reported,
     story_of_item,
 )
-from slurmgpu.searching.excerpts import BEFORE, N_LINES, excerpt_around
+from slurmgpu.search.excerpts import BEFORE, N_LINES, excerpt_around
+from slurmgpu.util.atomic_files import write_json
 from tests.pretend_runs import BEGIN, pretend_run
 from tests.runs import (
     copy_run,
@@ -184,9 +185,9 @@ def test_a_tasks_log_has_what_all_its_processes_wrote_in_the_order_of_time(run, 
         return next(number for number, (_, line) in enumerate(lines) if text in line)
 
     order = ["Loading pickle", "this worker is process", "shard 1: items", "Fatal Python error"]
-    order += ["ERROR slurmgpu.deaths", "item 9 is quarantined"]
+    order += ["ERROR slurmgpu.task.crash_tracking", "item 9 is quarantined"]
     # The last words of the worker and of its task may have the same millisecond.
-    for last in ("shard 1: published", "slurmgpu.task: this task takes no more shards"):
+    for last in ("shard 1: published", "slurmgpu.task.supervisor: this task takes no more shards"):
         assert [place(text) for text in (*order, last)] == sorted(place(text) for text in (*order, last))
     assert any("+09:00 INFO slurmgpu.worker: shard 1: published" in line for _, line in lines)
     assert "thinking of 9" in said
@@ -200,7 +201,7 @@ def test_the_last_word_of_a_task_is_why_it_takes_no_more_shards_and_nothing_is_l
     for record in run.attempts():
         [words] = [text for text in told if f" attempt {record['attempt']} of " in text]
         assert words.splitlines()[-1].endswith(
-            f" INFO slurmgpu.task: this task takes no more shards: {why[record['reason']]}"
+            f" INFO slurmgpu.task.supervisor: this task takes no more shards: {why[record['reason']]}"
         )
         assert "submitit" not in words
 
@@ -252,7 +253,7 @@ def test_the_place_of_an_attempts_end_is_its_verdict_however_few_lines_are_shown
     change_record(copy, record["attempt"], failure="crash")
     excerpts = [excerpt_of_attempt(copy, record["attempt"], n_lines) for n_lines in (1, 2, 5, 40)]
     assert len({excerpt.where for excerpt in excerpts}) == 1
-    assert "slurmgpu.deaths: crash: the worker died by SIGSEGV; item 9" in excerpts[0].texts()[0]
+    assert "slurmgpu.task.crash_tracking: crash: the worker died by SIGSEGV; item 9" in excerpts[0].texts()[0]
 
 
 @pytest.mark.parametrize("index", [2, 10, 17, 34])
@@ -345,7 +346,7 @@ def test_the_records_of_a_run_are_read_once_for_all_its_failures(tmp_path, monke
 
 def test_what_submitit_says_of_itself_is_never_why_an_attempt_ended(tmp_path):
     run = pretend_run(tmp_path / "run", 600, n_tasks=2, n_shards=40, sample_s=0)
-    for task, verdict in enumerate((["ERROR slurmgpu.task: timeout: it took no more shards"], [])):
+    for task, verdict in enumerate((["ERROR slurmgpu.task.supervisor: timeout: it took no more shards"], [])):
         change_record(run, f"4711_{task}.0", state="ended", ended=BEGIN + 600, failure="timeout", message="m")
         write_lines(run.logs / f"4711_{task}.0.log", [f"{STAMP} INFO slurmgpu.worker: shard 3: published after 9 s"])
         lines = [*verdict, "WARNING submitit: Bypassing signal SIGCONT", "INFO submitit: Job completed successfully"]
@@ -353,7 +354,7 @@ def test_what_submitit_says_of_itself_is_never_why_an_attempt_ended(tmp_path):
         lines += ["submitit INFO (2025-06-15 15:10:00,000) - Exiting after successful completion"]
         write_lines(run.logs / f"4711_{task}_0_log.err", lines)
     told, silent = events_of_class(run, "timeout")
-    assert told.excerpt(1).texts() == [f"{STAMP} ERROR slurmgpu.task: timeout: it took no more shards"]
+    assert told.excerpt(1).texts() == [f"{STAMP} ERROR slurmgpu.task.supervisor: timeout: it took no more shards"]
     assert silent.excerpt(3).texts() == [f"{STAMP} INFO slurmgpu.worker: shard 3: published after 9 s"]
 
 
@@ -542,7 +543,7 @@ def test_a_shard_that_was_left_by_a_killed_task_is_missing_and_its_log_is_found(
     story = story_of_item(Run.open(folder / "run"), 2)
     assert (story.ended, story.failure) == ("missing", "cancelled")
     assert "attempt local1_0.0 had it in hand when it ended" in story.sentence
-    assert "slurmgpu.task" in story.excerpt.lines[story.excerpt.mark].text
+    assert "slurmgpu.task.supervisor" in story.excerpt.lines[story.excerpt.mark].text
     assert not any("SIGCONT" in path.read_text() for path in (folder / "run" / "logs").glob("*.[eo][ru][rt]"))
     never = story_of_item(Run.open(folder / "run"), N_ITEMS - 1)
     assert never.sentence.endswith("no attempt is known to have had it in hand.")
@@ -821,7 +822,7 @@ def test_a_followed_log_may_grow_while_it_is_printed_be_truncated_and_be_removed
 
 
 def test_what_was_added_in_one_go_is_printed_in_parts(run, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("slurmgpu.cli.following.PART_BYTES", 64)
+    monkeypatch.setattr("slurmgpu.cli.views.follow.PART_BYTES", 64)
     file = write_lines(tmp_path / "log", [f"line {number}" for number in range(50)])
     following = Following(run, Printer({file.path: "x"}), {}, None)
     following._files, following._zones = [file], {file.path: None}

@@ -9,16 +9,16 @@ import time
 import pytest
 
 from slurmgpu import open as open_merged
-from slurmgpu.computing import INTERRUPTED, NOT_ASKED, Computer, Failure, settle
-from slurmgpu.config import Resources
 from slurmgpu.errors import Interrupted
-from slurmgpu.histories import History
-from slurmgpu.placing import place
-from slurmgpu.records import Attempt
-from slurmgpu.runs import Run
-from slurmgpu.status import read_status
-from slurmgpu.task import Task
-from slurmgpu.workloads import Item, Placement
+from slurmgpu.plan.placement import place
+from slurmgpu.plan.run_file import Resources
+from slurmgpu.report.status import read_status
+from slurmgpu.run.crash_history import History
+from slurmgpu.run.directory import Run
+from slurmgpu.run.records import Attempt
+from slurmgpu.task.supervisor import Task
+from slurmgpu.worker.computer import INTERRUPTED, NOT_ASKED, Computer, Failure, settle
+from slurmgpu.workload import Item, Placement
 from tests.runs import check_rows, let_go, published, records, report, start, wait_until, workers
 
 LOCAL = ("submit", "--executor", "local", "--device", "cpu")
@@ -279,7 +279,7 @@ def check_left(folder, failure, signame):
     assert record["message"] == f"stopped by {signame}; {left}"
     assert counts(folder) == {0: [1, 2, 3]}
     assert (folder / "run" / "counts" / "0.kept").exists()
-    assert not workers(folder) + workers(folder, "slurmgpu.groups")
+    assert not workers(folder) + workers(folder, "slurmgpu.worker.groups")
     assert not list((folder / "run" / "claims").glob("[0-9]*[0-9]"))
 
 
@@ -301,7 +301,7 @@ def test_a_group_leaves_its_item_however_many_of_it_sigterm_reaches(holding, to_
     folder = holding(1, {"keeping_s": 0.5}, resources={"processes": "per-gpu"})
     process = start(*LOCAL, "--gpus", "2", cwd=folder)
     wait_for_items(folder, 0)
-    group = workers(folder) + workers(folder, "slurmgpu.groups")
+    group = workers(folder) + workers(folder, "slurmgpu.worker.groups")
     assert len(group) == 3
     for pid in (*(pid for pid, _ in group if to_all), records(folder)[0]["pid"]):
         os.kill(pid, signal.SIGTERM)
@@ -330,7 +330,7 @@ def test_a_local_run_whose_command_is_ended_ends_with_its_progress_kept(holding,
 
 @pytest.mark.parametrize("again", [False, True])
 def test_a_worker_that_keeps_its_progress_for_too_long_is_killed(project, slurmgpu, monkeypatch, caplog, again):
-    monkeypatch.setattr("slurmgpu.task.PARTING_S", 600.0 if again else 0.5)
+    monkeypatch.setattr("slurmgpu.task.supervisor.PARTING_S", 600.0 if again else 0.5)
     folder = project(1, settings={"n": 2, "step_s": 600, "keeping_s": 600}, **LONG)
     slurmgpu("plan", "--gpus", "1", "--device", "cpu", cwd=folder, expect=0)
     run = Run.open(folder / "run")

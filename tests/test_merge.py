@@ -8,18 +8,19 @@ import os
 import numpy as np
 import pytest
 
-from slurmgpu import joins, results
-from slurmgpu import merge as merging
-from slurmgpu.columns import Array, Text, columns_to_json
+from slurmgpu import results
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.merge import failed_again, merge
-from slurmgpu.merged_head import read_merged_head
-from slurmgpu.recompute import Again, Recompute, read_recompute, recompute_path, write_recompute
-from slurmgpu.report import is_complete, read_report
-from slurmgpu.revisions import former_rows, made_again, publish_rows, put_over
-from slurmgpu.runs import Plan, Run, create_run
-from slurmgpu.shards import read_directory, write_shard
-from slurmgpu.status import read_status
+from slurmgpu.merge import join as joins
+from slurmgpu.merge import merge as merging
+from slurmgpu.merge.merge import failed_again, merge
+from slurmgpu.report.build import is_complete, read_report
+from slurmgpu.report.status import read_status
+from slurmgpu.run.directory import Plan, Run, create_run
+from slurmgpu.run.recompute import Again, Recompute, read_recompute, recompute_path, write_recompute
+from slurmgpu.run.revisions import former_rows, made_again, publish_rows, put_over
+from slurmgpu.shards.columns import Array, Text, columns_to_json
+from slurmgpu.shards.merged_head import read_merged_head
+from slurmgpu.shards.shard_file import read_directory, write_shard
 
 COLUMNS = {"twice": Array("int64"), "word": Text()}
 N_ITEMS, SHARD_ITEMS = 23, 5
@@ -177,7 +178,7 @@ def test_a_shard_with_other_rows_than_planned_moves_no_other_row(run):
     identity = {"start": start, "fingerprint": run.plan.fingerprint, "notes": {}, "made_by": made_by}
     write_shard(path, COLUMNS, rows=[row(i) for i in range(start, stop + 2)], **identity)
     crafted = path.read_bytes()
-    from slurmgpu.regions import Reader, pack_userblock, read_userblock
+    from slurmgpu.shards.userblock import Reader, pack_userblock, read_userblock
 
     with Reader(path) as reader:
         directory, _, size = read_userblock(reader)

@@ -8,12 +8,12 @@ import sys
 import pytest
 from submitit.core.utils import DelayedSubmission
 
-from slurmgpu import early_signals
-from slurmgpu.early_signals import EndedBySignalError, deferred, heeded
-from slurmgpu.executors import entry
-from slurmgpu.heartbeats import beating
-from slurmgpu.locks import run_lock
-from slurmgpu.merge import merge
+from slurmgpu.executors import job_entry
+from slurmgpu.merge.merge import merge
+from slurmgpu.run.heartbeats import beating
+from slurmgpu.run.lock import run_lock
+from slurmgpu.util import early_signals
+from slurmgpu.util.early_signals import EndedBySignalError, deferred, heeded
 from tests import test_merge
 from tests.runs import wait_until
 from tests.test_early_signals import JOB, environment
@@ -59,7 +59,7 @@ def test_a_signal_in_the_middle_of_a_merge_ends_it_with_all_as_it_was(run, tmp_p
     assert merged_rows(run)[3] == 6
 
 
-SUBMITIT = [sys.executable, *entry.BEGIN.split(), "-u", "-m", "submitit.core._submit"]
+SUBMITIT = [sys.executable, *job_entry.BEGIN.split(), "-u", "-m", "submitit.core._submit"]
 
 
 @pytest.mark.parametrize("moment", ["import numpy", "open run.json", "open 00002.h5"])
@@ -69,7 +69,7 @@ SUBMITIT = [sys.executable, *entry.BEGIN.split(), "-u", "-m", "submitit.core._su
 def test_a_merge_job_heeds_what_ends_it_and_passes_the_notice_over(run, tmp_path, moment, signum, code):
     publish_all(run)
     run.record_submission({"submission": 1, "round": 0})
-    DelayedSubmission(entry.run_merge, run.folder).dump(run.logs / "1_submitted.pkl")
+    DelayedSubmission(job_entry.run_merge, run.folder).dump(run.logs / "1_submitted.pkl")
     env = environment(tmp_path, signum, moment, **JOB)
     done = subprocess.run([*SUBMITIT, str(run.logs)], env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == code, done.stderr

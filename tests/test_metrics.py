@@ -9,8 +9,8 @@ import prometheus_client.openmetrics.parser
 import prometheus_client.parser
 import pytest
 
-from slurmgpu.metrics import METRICS, metrics_text, write_metrics
-from slurmgpu.status import read_status
+from slurmgpu.report.metrics import METRICS, metrics_text, write_metrics
+from slurmgpu.report.status import read_status
 from tests.pretend_runs import BEGIN, pretend_run
 from tests.test_docs import DOCS
 

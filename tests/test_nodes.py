@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmgpu.executors import queue
+from slurmgpu.slurm import queue
 from tests.held_ranks import hold
 from tests.runs import check_rows, datasets, published, records, report, start, wait_until, wait_until_held, workers
 
@@ -20,12 +20,12 @@ RESOURCES = {"processes": "per-gpu", "nodes_per_task": 2}
 
 
 def living(folder):
-    return workers(folder, "slurmgpu.groups") + workers(folder)
+    return workers(folder, "slurmgpu.worker.groups") + workers(folder)
 
 
 def on_second_node(folder):
     """The launcher of the group's processes there; None while there is none."""
-    found = [pid for pid, line in workers(folder, "slurmgpu.groups") if "--node-rank 1" in line]
+    found = [pid for pid, line in workers(folder, "slurmgpu.worker.groups") if "--node-rank 1" in line]
     # One that is about to become a rank is called as its launcher for a moment.
     return next((pid for pid in found if parent(pid) not in found), None)
 
@@ -39,7 +39,7 @@ def parent(pid):
 
 
 def children(pid):
-    return [worker for worker, _ in workers("slurmgpu.worker") if parent(worker) == pid]
+    return [worker for worker, _ in workers("slurmgpu.worker.main") if parent(worker) == pid]
 
 
 def test_two_nodes_compute_what_one_process_does(project, slurmgpu):

@@ -14,11 +14,11 @@ import pytest
 
 import slurmgpu.api
 import slurmgpu.cli.app
-import slurmgpu.cli.logs
-import slurmgpu.cli.watch
-import slurmgpu.executors.submitting
-import slurmgpu.export
-import slurmgpu.pages.page  # noqa: F401  (imported once, and not in each fork)
+import slurmgpu.cli.commands.logs
+import slurmgpu.cli.views.watch
+import slurmgpu.executors.submission
+import slurmgpu.merge.export
+import slurmgpu.page.page  # noqa: F401  (imported once, and not in each fork)
 from slurmgpu.cli import main
 from tests.runs import make_project
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from slurmgpu.executors import ending, submitting
-from slurmgpu.files import write_json
-from slurmgpu.report import report_path
-from slurmgpu.runs import Run
+from slurmgpu.executors import on_end, submission
+from slurmgpu.report.build import report_path
+from slurmgpu.run.directory import Run
+from slurmgpu.util.atomic_files import write_json
 from tests.cluster.fixture import leave_out
 from tests.pretend_runs import pretend_run
 from tests.runs import report, submissions, wait_for_end, wait_until
@@ -114,10 +114,10 @@ def test_a_run_that_is_submitted_again_automatically_is_told_of_once_at_its_end(
 
     # A merge by hand of a run that has ended tells nobody again; one that ends a submission does.
     run = Run.open(folder / "run")
-    submitting.merge_by_hand(run)
+    submission.merge_by_hand(run)
     assert (folder / "told.txt").read_text() == "complete\n"
     run.record_submission({**run.last_submission(), "submission": 3, "state": "running", "pids": []})
-    submitting.merge_by_hand(run)
+    submission.merge_by_hand(run)
     assert (folder / "told.txt").read_text() == "complete\n" * 2
 
 
@@ -133,7 +133,7 @@ def test_a_command_that_hangs_is_killed_with_its_children(tmp_path, caplog, monk
 
     monkeypatch.setattr(subprocess, "Popen", Popen)
     run = with_command(run, "sleep 600 & echo $! > child; wait")
-    ending.run_on_end(run, value, timeout_s=1.0)
+    on_end.run_on_end(run, value, timeout_s=1.0)
     assert "on_end took longer than 1 s" in caplog.text
     wait_until(lambda: not _lives(int(told.read_text())), "the end of the child")
 
@@ -151,7 +151,7 @@ def test_a_command_that_hangs_is_killed_with_its_children(tmp_path, caplog, monk
 def test_whatever_the_command_does_the_merge_goes_on(tmp_path, caplog, command, said):
     run, value = ended(tmp_path, {"complete": False, "padding": "x" * 1_000_000})
     with caplog.at_level(logging.WARNING):
-        ending.run_on_end(with_command(run, command), value)
+        on_end.run_on_end(with_command(run, command), value)
     assert said in caplog.text
     assert said or not caplog.text
 
@@ -159,7 +159,7 @@ def test_whatever_the_command_does_the_merge_goes_on(tmp_path, caplog, command, 
 def test_the_log_does_not_tell_the_command_which_may_hold_a_token(tmp_path, caplog):
     run, value = ended(tmp_path)
     with caplog.at_level(logging.DEBUG):
-        ending.run_on_end(with_command(run, "echo s3cret > told"), value)
+        on_end.run_on_end(with_command(run, "echo s3cret > told"), value)
     assert (tmp_path / "told").exists()
     assert "on_end starts" in caplog.text
     assert "s3cret" not in caplog.text
@@ -173,7 +173,7 @@ def test_a_script_of_the_users_finds_what_lies_beside_it(tmp_path, monkeypatch):
         "import os, pathlib, words\n"
         "pathlib.Path('told').write_text(words.WORD + os.environ['SLURMGPU_RUN'] + os.environ['SLURMGPU_STATE'])\n"
     )
-    ending.run_on_end(with_command(run, "python3 tell.py"), value)
+    on_end.run_on_end(with_command(run, "python3 tell.py"), value)
     assert (tmp_path / "told").read_text() == f"mine{run.folder}incomplete"
 
 
@@ -193,7 +193,7 @@ def test_the_lines_of_the_docs_say_what_they_promise(tmp_path, line, monkeypatch
     (tmp_path / ".slack-webhook").write_text(f"{HOOK}\n")
     run, value = ended(tmp_path, {"n_errors": 3})
     (tmp_path / "tell.py").write_text("open('curled', 'w').write('tell.py')")
-    ending.run_on_end(with_command(run, tomllib.loads(line)["on_end"]), value)
+    on_end.run_on_end(with_command(run, tomllib.loads(line)["on_end"]), value)
     assert (tmp_path / "curled").read_text().splitlines() in (
         ["-s", "-d", "run is complete, 3 items failed", "https://ntfy.sh/my-runs"],
         ["-s", "-H", "Content-Type: application/json", "-d", '{"text": "run: complete"}', HOOK],

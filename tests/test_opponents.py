@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from slurmgpu.columns import Json, Text, convert_row
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.pieces import pieces_of
-from slurmgpu.regions import Reader, read_userblock
-from slurmgpu.workloads import Item
-from slurmgpu.workloads.opponents import Opponent
+from slurmgpu.shards.columns import Json, Text, convert_row
+from slurmgpu.shards.piece_table import pieces_of
+from slurmgpu.shards.userblock import Reader, read_userblock
+from slurmgpu.workload import Item
+from slurmgpu.workloads.judge.opponents import Opponent
 from tests.shard_files import flips, join_parts, write
 
 COLUMNS = {"text": Text(), "question": Json(), "id": Json(), "finish_reason": Json()}

@@ -4,8 +4,8 @@ from dataclasses import asdict
 
 import pytest
 
-from slurmgpu.pace import pace_of
-from slurmgpu.waiting import still_waiting
+from slurmgpu.report.pace import pace_of
+from slurmgpu.report.queued import still_waiting
 from tests.pretend_runs import BEGIN, Pretended
 
 SHAPES = {

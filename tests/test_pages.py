@@ -12,17 +12,18 @@ import numpy as np
 import pytest
 from selenium.webdriver.support.ui import WebDriverWait
 
-from slurmgpu import hiding, pages
-from slurmgpu import merge as merging
-from slurmgpu.files import write_json
-from slurmgpu.pages import page
-from slurmgpu.pages.clock import make_clock
-from slurmgpu.pages.pictures import rates
-from slurmgpu.pages.provenance import gpus_of
-from slurmgpu.pages.spans import lives_of, makers_of
-from slurmgpu.pages.words import duration, moment
-from slurmgpu.report import read_report, report_path
-from slurmgpu.runs import Run
+from slurmgpu import page as pages
+from slurmgpu.merge import merge as merging
+from slurmgpu.page import page
+from slurmgpu.page.clock import make_clock
+from slurmgpu.page.pictures import rates
+from slurmgpu.page.provenance import gpus_of
+from slurmgpu.page.spans import lives_of, makers_of
+from slurmgpu.page.words import duration, moment
+from slurmgpu.report.build import read_report, report_path
+from slurmgpu.run.directory import Run
+from slurmgpu.util import redact
+from slurmgpu.util.atomic_files import write_json
 from tests.browser import browser  # noqa: F401
 from tests.pretend_runs import BEGIN, pretend_run, reported
 from tests.runs import make_project, report
@@ -290,9 +291,9 @@ def test_html_false_leaves_the_page_out(project, slurmgpu):
 
 def test_a_matplotlib_that_the_shell_configures_wrongly_draws_all_the_same(faulty, tmp_path):
     code = (
-        "import sys; from pathlib import Path; from slurmgpu import pages; from slurmgpu.runs import Run;"
-        "from slurmgpu.report import last_report; run = Run.open(Path(sys.argv[1]));"
-        "print(pages.write_page(run, last_report(run), Path(sys.argv[2])))"
+        "import sys; from pathlib import Path; from slurmgpu import page; from slurmgpu.run.directory import Run;"
+        "from slurmgpu.report.build import last_report; run = Run.open(Path(sys.argv[1]));"
+        "print(page.write_page(run, last_report(run), Path(sys.argv[2])))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, faulty / "run", tmp_path / "x.html"],
@@ -349,7 +350,7 @@ def test_no_secret_is_on_the_page(tmp_path):
     ],
 )
 def test_ordinary_words_are_not_taken_for_secrets(text):
-    assert hiding.hide_in(text) == text
+    assert redact.hide_in(text) == text
 
 
 def test_damage_costs_a_row_and_not_the_page(tmp_path):

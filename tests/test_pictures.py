@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slurmgpu import pages
-from slurmgpu.pages import page
-from slurmgpu.pages.clock import make_clock
-from slurmgpu.pages.pictures import LABELLED_ROWS, PARTS, left_of, rates, throughput, timeline
-from slurmgpu.pages.spans import Life, begin_of, lives_of
-from slurmgpu.pages.svg import NARROW, WIDE, style
-from slurmgpu.pages.usage import draw_usage, read_usage
+from slurmgpu import page as pages
+from slurmgpu.page import page
+from slurmgpu.page.clock import make_clock
+from slurmgpu.page.pictures import LABELLED_ROWS, PARTS, left_of, rates, throughput, timeline
+from slurmgpu.page.spans import Life, begin_of, lives_of
+from slurmgpu.page.svg import NARROW, WIDE, style
+from slurmgpu.page.usage import draw_usage, read_usage
 from tests.pretend_runs import pretend_run, reported
 
 SEEN_WITH = {

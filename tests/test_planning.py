@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from slurmgpu.config import Resources
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.planning import Allocation, allocate, default_shard_items, draft_run
+from slurmgpu.plan.planner import Allocation, allocate, default_shard_items, draft_run
+from slurmgpu.plan.run_file import Resources
 
 
 def plan(folder, **overrides):

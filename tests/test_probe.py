@@ -9,11 +9,11 @@ import pytest
 import slurmgpu as package
 from slurmgpu import api
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors.probes import draft_probe, spread
-from slurmgpu.forecast import Observed, about, forecast, mean_within, observe, time_words
+from slurmgpu.executors.probe import draft_probe, spread
 from slurmgpu.inputs import InputSpec, Reader, scan
-from slurmgpu.planning import draft_run
-from slurmgpu.submissions import Submission
+from slurmgpu.plan.planner import draft_run
+from slurmgpu.report.forecast import Observed, about, forecast, mean_within, observe, time_words
+from slurmgpu.run.submissions import Submission
 from tests.pretend_runs import Pretended
 from tests.runs import check_rows, records, start
 from tests.terminals import Terminal

@@ -7,29 +7,57 @@ PACKAGE = Path(__file__).parent.parent / "slurmgpu"
 OF_PATHS = {"read_text", "read_bytes", "iterdir", "glob", "rglob", "exists", "is_file", "is_dir", "stat", "lstat"}
 OF_OS = {"listdir", "scandir", "walk", "open", "stat", "lstat", "access"}
 OF_OS_PATH = {"exists", "isfile", "isdir", "lexists", "getsize", "getmtime"}
-OTHER_ROOMS = {"containers", "influence", "inputs", "injecting", "llm", "training", "workloads"}
+OTHER_ROOMS = {"containers", "influence", "inputs", "faults", "llm", "training", "workloads"}
 """They read images, models and the user's own files; the worker tries again where it reads items."""
 
 NOT_OF_A_RUN = "it is no file of a run directory"
 WITHIN = "who calls it tries it again"
 COSTS_NOTHING = "what cannot be seen is looked at again soon, or left out of what is offered"
 EXCEPTIONS = {
-    **dict.fromkeys(("binding.py", "building.py", "containing.py", "digests.py", "surroundings.py"), NOT_OF_A_RUN),
-    **dict.fromkeys(("cgroups.py", "groups.py", "pids.py", "pipes.py", "signs.py", "trees.py"), NOT_OF_A_RUN),
-    **dict.fromkeys(("cli/from_args.py", "cli/options.py", "cli/paging.py", "cli/streams.py"), NOT_OF_A_RUN),
     **dict.fromkeys(
-        ("cli/templates.py", "pages/page.py", "tracing.py", "executors/commands.py", "executors/queue.py"), NOT_OF_A_RUN
+        ("plan/binds.py", "task/image_build.py", "plan/container_spec.py", "util/hashing.py", "util/env_info.py"),
+        NOT_OF_A_RUN,
     ),
-    **dict.fromkeys(("claims.py", "locks.py", "shards.py", "snapshots.py", "files.py", "runs.py", "export.py"), WITHIN),
-    **dict.fromkeys(("cli/completing.py", "cli/following.py", "cli/looking.py", "cli/listing.py"), COSTS_NOTHING),
-    "shared_files.py": "it is what tries again",
-    "heartbeats.py": "a beat that fails is followed by the next one",
-    "meetings.py": "a node that does not find its leader looks again",
-    "cli/commands.py": "after an error of the file system: the command itself says what is wrong",
-    "cli/submitting.py": "after Ctrl-C: it decides which sentence is said",
+    **dict.fromkeys(
+        (
+            "util/cgroups.py",
+            "worker/groups.py",
+            "util/pids.py",
+            "util/pipes.py",
+            "run/liveness.py",
+            "util/process_tree.py",
+        ),
+        NOT_OF_A_RUN,
+    ),
+    **dict.fromkeys(
+        ("workloads/tracin/from_args.py", "cli/options.py", "cli/views/page_file.py", "cli/streams.py"), NOT_OF_A_RUN
+    ),
+    **dict.fromkeys(
+        ("cli/templates.py", "page/page.py", "code/tracer.py", "slurm/commands.py", "slurm/queue.py"), NOT_OF_A_RUN
+    ),
+    **dict.fromkeys(
+        (
+            "run/claims.py",
+            "run/lock.py",
+            "shards/shard_file.py",
+            "code/snapshots.py",
+            "util/atomic_files.py",
+            "run/directory.py",
+            "merge/export.py",
+        ),
+        WITHIN,
+    ),
+    **dict.fromkeys(
+        ("cli/completion.py", "cli/views/follow.py", "cli/views/polling.py", "cli/views/run_list.py"), COSTS_NOTHING
+    ),
+    "util/shared_files.py": "it is what tries again",
+    "run/heartbeats.py": "a beat that fails is followed by the next one",
+    "run/rendezvous.py": "a node that does not find its leader looks again",
+    "cli/lazy_commands.py": "after an error of the file system: the command itself says what is wrong",
+    "cli/commands/submit.py": "after Ctrl-C: it decides which sentence is said",
     "api.py": "after Ctrl-C: it decides whether there is a probe to cancel",
-    "executors/byhand.py": "which of two scripts is named in what is printed",
-    "executors/ending.py": "where on_end is started, the run directory or the folder of the run file",
+    "executors/manual.py": "which of two scripts is named in what is printed",
+    "executors/on_end.py": "where on_end is started, the run directory or the folder of the run file",
     "results/__init__.py": "which command a sentence names",
 }
 """The modules that ask the file system themselves, and why one failed answer does no harm there."""
@@ -65,5 +93,5 @@ def test_a_run_directory_is_read_where_a_failed_read_is_tried_again():
         if path.relative_to(PACKAGE).parts[0] not in OTHER_ROOMS and (calls := list(asked_directly(path))):
             found[str(path.relative_to(PACKAGE))] = calls
     unexpected = {name: calls for name, calls in found.items() if name not in EXCEPTIONS}
-    assert not unexpected, "read through slurmgpu.shared_files, or say here why a failed answer does no harm"
+    assert not unexpected, "read through slurmgpu.util.shared_files, or say here why a failed answer does no harm"
     assert not EXCEPTIONS.keys() - found.keys(), "these need no exception any more"

@@ -6,10 +6,10 @@ import signal
 import pytest
 
 from slurmgpu.containers.settings import ContainerError
-from slurmgpu.launching import Launcher
-from slurmgpu.recording import Recording, until_next
-from slurmgpu.records import Attempt, read_record
-from slurmgpu.task import Task
+from slurmgpu.run.records import Attempt, read_record
+from slurmgpu.task.attempt_writer import Recording, until_next
+from slurmgpu.task.launcher import Launcher
+from slurmgpu.task.supervisor import Task
 from tests.pretend_runs import pretend_run
 from tests.runs import check_ledger, check_rows, let_go, records, report, start, wait_until, workers
 

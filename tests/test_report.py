@@ -9,16 +9,17 @@ import h5py
 import numpy as np
 import pytest
 
-from slurmgpu import api, pages
-from slurmgpu.attempts import TOO_LARGE, Life, attempts_of, computed_with, versions_in_words
-from slurmgpu.columns import columns_from_json, convert_row
+from slurmgpu import api
+from slurmgpu import page as pages
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.ledger import KINDS
-from slurmgpu.naming import name_of
-from slurmgpu.report import judged_attempts, last_report, read_report, report_path
-from slurmgpu.runs import Run
-from slurmgpu.shards import write_shard
-from slurmgpu.status import read_status
+from slurmgpu.merge.item_names import name_of
+from slurmgpu.report.attempts import TOO_LARGE, Life, attempts_of, computed_with, versions_in_words
+from slurmgpu.report.build import judged_attempts, last_report, read_report, report_path
+from slurmgpu.report.ledger import KINDS
+from slurmgpu.report.status import read_status
+from slurmgpu.run.directory import Run
+from slurmgpu.shards.columns import columns_from_json, convert_row
+from slurmgpu.shards.shard_file import write_shard
 from tests.pretend_runs import BEGIN, pretend_run, reported
 
 

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurmgpu import results
-from slurmgpu.columns import Array
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.regions import Reader, read_userblock
+from slurmgpu.shards.columns import Array
+from slurmgpu.shards.userblock import Reader, read_userblock
 from tests.shard_files import (
     COLUMNS,
     FINGERPRINT,

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from slurmgpu.executors import joining, queue
-from slurmgpu.executors.byhand import lines_to_type
-from slurmgpu.pids import own_id
-from slurmgpu.runs import Run
-from slurmgpu.submissions import Submission
+from slurmgpu.executors import manual_jobs
+from slurmgpu.executors.manual import lines_to_type
+from slurmgpu.run.directory import Run
+from slurmgpu.run.submissions import Submission
+from slurmgpu.slurm import queue
+from slurmgpu.util.pids import own_id
 from tests.runs import check_rows, datasets, holders, let_go, published, records, report, toml, wait_until
 
 SCRIPTS = Path(__file__).parent.parent / "sbatch"
@@ -397,7 +398,7 @@ def test_the_gpus_of_a_task_are_those_that_slurm_gave(monkeypatch, environment, 
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert joining.gpus_here() == n_gpus
+    assert manual_jobs.gpus_here() == n_gpus
 
 
 # Jobs of a run, by their names and arguments

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from slurmgpu import scouting
-from slurmgpu.claims import UNREADABLE, Claim, Claims, Watch
-from slurmgpu.scouting import OBSERVED, Scout, Tenure
+from slurmgpu.run.claims import UNREADABLE, Claim, Claims, Watch
+from slurmgpu.worker import shard_claimer
+from slurmgpu.worker.shard_claimer import OBSERVED, Scout, Tenure
 from tests.failing import TRANSIENT, Failing
 from tests.runs import planned_run
 
@@ -39,7 +39,7 @@ class Clock:
 def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(time, "monotonic", clock)
-    monkeypatch.setattr(scouting, "Watch", functools.partial(Watch, clock=clock))
+    monkeypatch.setattr(shard_claimer, "Watch", functools.partial(Watch, clock=clock))
     return clock
 
 

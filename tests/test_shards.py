@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from slurmgpu import shards
-from slurmgpu.columns import Array, Ragged, Text, columns_from_json, convert_row
 from slurmgpu.errors import ItemError
-from slurmgpu.shards import (
+from slurmgpu.shards import shard_file
+from slurmgpu.shards.columns import Array, Ragged, Text, columns_from_json, convert_row
+from slurmgpu.shards.shard_file import (
     DamagedShardError,
     ForeignShardError,
     publish,
@@ -377,7 +377,7 @@ def test_a_shard_is_published_without_hard_links_though_the_reply_to_its_rename_
 
 def test_nothing_that_follows_the_link_fails_a_task(tmp_path, monkeypatch, caplog):
     partial, target = write(tmp_path / "1.partial"), tmp_path / "00000.h5"
-    monkeypatch.setattr(shards, "FINISHING_PATIENCE_S", 0.0)
+    monkeypatch.setattr(shard_file, "FINISHING_PATIENCE_S", 0.0)
     failing = Failing(monkeypatch)
     failing("unlink", errno.EACCES)
     failing("open", errno.EACCES, of=tmp_path.name)  # the folder's, to sync it

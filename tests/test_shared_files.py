@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from slurmgpu import shared_files
-from slurmgpu.files import write_bytes
-from slurmgpu.shared_files import UnusableFileError, exists, list_anew, open_regular, read_bytes, remove, retried
+from slurmgpu.util import shared_files
+from slurmgpu.util.atomic_files import write_bytes
+from slurmgpu.util.shared_files import UnusableFileError, exists, list_anew, open_regular, read_bytes, remove, retried
 from tests.failing import Failing
 
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from slurmgpu.executors import entry
+from slurmgpu.executors import job_entry
 from tests.chaos.singly import WHOLE
 from tests.cluster.fixture import leave_out
 from tests.pretend_nfs.client import Behaviour
@@ -91,11 +91,11 @@ def test_a_task_that_cannot_open_its_run_says_which_node_has_lost_the_file_syste
     def fail(folder):
         raise OSError(errno.EIO, "Input/output error", str(folder / "run.json"))
 
-    monkeypatch.setattr(entry.Run, "open", fail)
-    monkeypatch.setattr(entry, "_log_like_ours", lambda: None)
-    monkeypatch.setattr(entry.early_signals, "remember", lambda: None)
+    monkeypatch.setattr(job_entry.Run, "open", fail)
+    monkeypatch.setattr(job_entry, "_log_like_ours", lambda: None)
+    monkeypatch.setattr(job_entry.early_signals, "remember", lambda: None)
     with caplog.at_level(logging.ERROR), pytest.raises(SystemExit) as ended:
-        entry.run_local_task(tmp_path, "local1", 0, 1, [], "cpu", 1)
+        job_entry.run_local_task(tmp_path, "local1", 0, 1, [], "cpu", 1)
     assert ended.value.code == 74
     assert f"file_system: {platform.node()} has lost a file system" in caplog.text
     assert str(tmp_path / "run.json") in caplog.text

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from slurmgpu.config import parse_slurm_options, parse_table
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.site import SiteFile, origins, read_run_file, read_site
+from slurmgpu.plan.run_file import parse_slurm_options, parse_table
+from slurmgpu.plan.site_file import SiteFile, origins, read_run_file, read_site
 from tests.runs import published
 
 

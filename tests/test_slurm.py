@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from slurmgpu import open as open_merged
-from slurmgpu.executors import commands, queue, slurm
+from slurmgpu.executors import slurm
+from slurmgpu.slurm import commands, queue
 from tests.runs import (
     check_ledger,
     check_rows,
@@ -182,7 +183,7 @@ def test_a_shard_that_outlasts_the_walltime_is_given_back_as_a_timeout(project, 
     assert "timeout" in shown
     assert "Shard 1 did not fit in the walltime" in shown
     said = slurmgpu("logs", "run", "--class", "timeout", "-n", "1", cwd=folder, expect=0).stdout
-    assert " WARNING slurmgpu.task: timeout: stopped by SIGTERM" in said
+    assert " WARNING slurmgpu.task.supervisor: timeout: stopped by SIGTERM" in said
     assert not any("Bypassing" in log.read_text() for log in (folder / "run" / "logs").glob("*_log.*"))
 
 

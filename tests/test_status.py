@@ -10,17 +10,17 @@ import time
 
 import pytest
 
-from slurmgpu.attempts import Life
-from slurmgpu.cli.looking import Look
-from slurmgpu.cli.tables import show_status
-from slurmgpu.cli.words import failure_words, merge_words, parting_words, queue_words
-from slurmgpu.executors import queue as slurms_queue
-from slurmgpu.files import write_json
-from slurmgpu.report import judged_attempts, read_report
-from slurmgpu.runs import Run
-from slurmgpu.signs import processes_here
-from slurmgpu.states import is_told
-from slurmgpu.status import StatusReader, read_status
+from slurmgpu.cli.views.polling import Look
+from slurmgpu.cli.views.state_words import failure_words, merge_words, parting_words, queue_words
+from slurmgpu.cli.views.tables import show_status
+from slurmgpu.report.attempts import Life
+from slurmgpu.report.build import judged_attempts, read_report
+from slurmgpu.report.states import is_told
+from slurmgpu.report.status import StatusReader, read_status
+from slurmgpu.run.directory import Run
+from slurmgpu.run.liveness import processes_here
+from slurmgpu.slurm import queue as slurms_queue
+from slurmgpu.util.atomic_files import write_json
 from tests import pretend_runs
 from tests.pretend_runs import BEGIN, pretend_run, reported, write_merged_head
 
@@ -231,7 +231,7 @@ def test_status_and_logs_say_the_same_of_every_attempt(ended_run):
 
 def test_a_report_is_read_once_and_again_when_it_is_another(ended_run, monkeypatch):
     times = []
-    monkeypatch.setattr("slurmgpu.status.read_report", lambda run: times.append(run) or read_report(run))
+    monkeypatch.setattr("slurmgpu.report.status.read_report", lambda run: times.append(run) or read_report(run))
     report_of(ended_run)
     reader = StatusReader(ended_run)
     for now_s in (0, 1, 12, 24, 100):

@@ -12,12 +12,12 @@ import sys
 import pytest
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors.ending import run_on_end
-from slurmgpu.groups import Group
-from slurmgpu.meetings import free_port
-from slurmgpu.private import refuse_hidden
-from slurmgpu.runs import Run
-from slurmgpu.tunnels import Entrance, Exit
+from slurmgpu.executors.on_end import run_on_end
+from slurmgpu.run.directory import Run
+from slurmgpu.run.private import refuse_hidden
+from slurmgpu.run.rendezvous import free_port
+from slurmgpu.worker.groups import Group
+from slurmgpu.worker.tunnels import Entrance, Exit
 from tests.held_ranks import hold
 from tests.images import NOBODY
 from tests.listeners import listeners
@@ -65,7 +65,7 @@ def test_another_user_of_the_node_runs_no_code_as_the_runs_user(project):
     folder = hold(project, 40, {8: "held"}, resources={"processes": "per-gpu"})
     process = start(*LOCAL, "--gpus", "2", cwd=folder)
     wait_until_held(folder, 1)
-    group = [pid for module in ("slurmgpu.groups", "slurmgpu.worker") for pid, _ in workers(folder, module)]
+    group = [pid for module in ("slurmgpu.worker.groups", "slurmgpu.worker.main") for pid, _ in workers(folder, module)]
     found = listeners(group)
     assert found  # or the attack shows nothing
     marker = folder / "owned"

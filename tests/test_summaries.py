@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from slurmgpu.cli.output import wide_console
-from slurmgpu.cli.summaries import show_summary
-from slurmgpu.plurals import count_of
+from slurmgpu.cli.console import wide_console
+from slurmgpu.cli.views.summaries import show_summary
+from slurmgpu.util.plurals import count_of
 from tests.runs import report
 
 WORKLOAD = """

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import slurmgpu
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.planning import draft_run
-from slurmgpu.runs import Run
-from slurmgpu.sweeps import describe, expand, headline, place_of, write
+from slurmgpu.inputs.sweeps import describe, expand, headline, place_of, write
+from slurmgpu.plan.planner import draft_run
+from slurmgpu.run.directory import Run
 
 GRID = {"lr": [0.1, 0.01], "width": [16, 32, 64], "name": "a"}
 

@@ -18,12 +18,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from slurmgpu.cli.columns import FOLDING, WORDS, show_table, used_by
-from slurmgpu.cli.tables import show_report, show_status
-from slurmgpu.cli.words import plain
+from slurmgpu.cli.views.columns import FOLDING, WORDS, show_table, used_by
+from slurmgpu.cli.views.state_words import plain
+from slurmgpu.cli.views.tables import show_report, show_status
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.report import judged_attempts, last_report, report_path
-from slurmgpu.status import read_status
+from slurmgpu.report.build import judged_attempts, last_report, report_path
+from slurmgpu.report.status import read_status
 from tests.pretend_runs import BEGIN, pretend_run, reported
 
 LONG = "The image /images/judge.sif is not on gpu-a100-07: there is no such file. Put it there, or set stage. " * 2

@@ -11,12 +11,13 @@ import types
 
 import pytest
 
-from slurmgpu import surroundings, telemetry
-from slurmgpu.cli.tables import show_report
-from slurmgpu.nvml import open_cards
-from slurmgpu.runs import Run
-from slurmgpu.telemetry import Sampler
-from slurmgpu.trees import TreeWatch
+from slurmgpu.cli.views.tables import show_report
+from slurmgpu.run.directory import Run
+from slurmgpu.task import telemetry
+from slurmgpu.task.telemetry import Sampler
+from slurmgpu.util import env_info
+from slurmgpu.util.nvml import open_cards
+from slurmgpu.util.process_tree import TreeWatch
 from tests import pretend_runs
 from tests.runs import copy_run, make_project, wait_until
 
@@ -404,7 +405,7 @@ def test_surroundings_are_told_without_importing_what_they_tell_of():
 
 def test_the_image_is_named_by_its_runtime(monkeypatch):
     monkeypatch.setenv("SINGULARITY_NAME", "judge.sif")
-    assert surroundings.describe()["image"] == "judge.sif"
+    assert env_info.describe()["image"] == "judge.sif"
 
 
 @pytest.mark.parametrize(
@@ -414,7 +415,7 @@ def test_the_image_is_named_by_its_runtime(monkeypatch):
 def test_versions_are_read_off_the_names_of_metadata_folders(entry, version, monkeypatch, tmp_path):
     (tmp_path / entry).mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path), str(tmp_path / "missing")])
-    assert surroundings.installed(["numpy", "flash-attn"]) == ({"numpy": version} if version else {"flash-attn": "2.5"})
+    assert env_info.installed(["numpy", "flash-attn"]) == ({"numpy": version} if version else {"flash-attn": "2.5"})
 
 
 # The report

@@ -9,11 +9,11 @@ import pytest
 
 import slurmgpu
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.workloads import Item, Share, TaskContext
-from slurmgpu.workloads.tracin import Tracin
-from slurmgpu.workloads.tracin_plan import group_of
-from slurmgpu.workloads.tracin_settings import LOSSES
-from slurmgpu.workloads.tracin_summary import KEYS
+from slurmgpu.workload import Item, Share, TaskContext
+from slurmgpu.workloads.tracin.planning import group_of
+from slurmgpu.workloads.tracin.settings import LOSSES
+from slurmgpu.workloads.tracin.summary import KEYS
+from slurmgpu.workloads.tracin.workload import Tracin
 from tests.runs import datasets, report
 from tests.tracin_projects import (
     ENTITIES,
@@ -67,7 +67,7 @@ def rows_of(tell=lambda text: None, **settings):
 def test_every_influence_is_the_dot_product_of_two_gradients(whole):
     import torch
 
-    from slurmgpu.workloads.kge.conve import ConvE
+    from slurmgpu.workloads.tracin.kge.conve import ConvE
     from tests.tracin_projects import MODEL
 
     model = ConvE(len(ENTITIES), len(RELATIONS), 12, **MODEL).eval().double()
@@ -297,7 +297,7 @@ def test_an_optimizer_tells_its_learning_rate(files):
 def test_preconditioning_weighs_each_number_by_adams_second_moment(files):
     import torch
 
-    from slurmgpu.workloads.kge.conve import ConvE
+    from slurmgpu.workloads.tracin.kge.conve import ConvE
     from tests.tracin_projects import MODEL
 
     torch.manual_seed(0)
@@ -674,7 +674,7 @@ def test_checkpoints_of_two_trainings_are_not_summed(files, one, other, what, is
 
 
 def test_dictionaries_that_are_not_those_of_training_are_refused(files):
-    from slurmgpu.digests import digest_of
+    from slurmgpu.util.hashing import digest_of
 
     digests = {"entities": digest_of(files / "node_dict.txt"), "relations": digest_of(files / "rel_dict.txt")}
     write_model(files / "model.pt", model_config={"image": [3, 4], "stack": "height", "dictionaries": digests})
@@ -730,7 +730,7 @@ def test_planning_needs_no_torch(files, slurmgpu):
 
 
 def test_the_groups_of_planning_are_those_of_the_models():
-    from slurmgpu.workloads.tracin_models import MODELS
+    from slurmgpu.workloads.tracin.models import MODELS
 
     sizes = {"conve": {"image": (3, 4), "channels": 2}}
     for name, cls in MODELS.items():

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from slurmgpu.cli.from_args import FLAGS, translate
 from slurmgpu.cli.templates import SETTINGS, run_file_template
-from slurmgpu.config import read_toml
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.workloads.tracin import Tracin
+from slurmgpu.plan.run_file import read_toml
+from slurmgpu.workloads.tracin.from_args import FLAGS, translate
+from slurmgpu.workloads.tracin.workload import Tracin
 from tests.tracin_projects import N_TRAIN, make_project
 
 NEEDED = "--model-path model.pt --train train.txt --entity-to-id node_dict.txt --relation-to-id rel_dict.txt"

@@ -11,9 +11,12 @@ import pytest
 from slurmgpu import results
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.training.settings import TrainingSettings
-from slurmgpu.workloads import Share, train_class, train_rows, train_settings, train_summary
-from slurmgpu.workloads.train import Train
-from slurmgpu.workloads.train_items import Configuration, check_items
+from slurmgpu.workload import Share
+from slurmgpu.workloads.train import rows, training_class
+from slurmgpu.workloads.train import settings as train_settings
+from slurmgpu.workloads.train import summary as train_summary
+from slurmgpu.workloads.train.items import Configuration, check_items
+from slurmgpu.workloads.train.workload import Train
 from tests.runs import report
 
 CLASS = """
@@ -91,7 +94,7 @@ METHODS = "def model(self): ...\n    def data(self, split): ...\n    def loss(se
 )
 def test_a_class_is_known_by_its_source_as_it_is_by_itself(tmp_path, text, arguments, required, takes_any):
     name, annotated = source_of(tmp_path, text), []
-    for found in (train_class.read_class(name), train_class.class_of(train_class.load_class(name))):
+    for found in (training_class.read_class(name), training_class.class_of(training_class.load_class(name))):
         assert (dict(found.arguments), set(found.required), found.takes_any) == (arguments, required, takes_any)
         annotated.append(found.annotated)
     assert annotated[0] == annotated[1]
@@ -108,13 +111,13 @@ def test_a_class_is_known_by_its_source_as_it_is_by_itself(tmp_path, text, argum
 )
 def test_what_a_source_lacks_is_a_sentence(tmp_path, text, sentence):
     with pytest.raises(SlurmGPUError, match=r"mine\.py") as caught:
-        train_class.read_class(source_of(tmp_path, text))
+        training_class.read_class(source_of(tmp_path, text))
     assert sentence in str(caught.value)
 
 
 def test_a_class_with_a_base_from_elsewhere_may_inherit_anything(tmp_path):
     for text in ("from x import Base\nclass C(Base): ...", "from x import C", "from x import *"):
-        found = train_class.read_class(source_of(tmp_path, text))
+        found = training_class.read_class(source_of(tmp_path, text))
         assert found.takes_any
         assert not found.is_whole
 
@@ -124,15 +127,15 @@ def test_the_source_of_a_module_is_read_without_importing_its_package(tmp_path, 
     (tmp_path / "pack" / "__init__.py").write_text("raise RuntimeError('imported')")
     (tmp_path / "pack" / "inner" / "mine.py").write_text(f"class C:\n    {METHODS}")
     monkeypatch.syspath_prepend(tmp_path)
-    assert train_class.read_class("pack.inner.mine:C").methods >= {"model", "data", "loss"}
-    assert train_class.read_class("pack.other:C") is None
-    assert train_class.read_class("no_such_package.mine:C") is None
+    assert training_class.read_class("pack.inner.mine:C").methods >= {"model", "data", "loss"}
+    assert training_class.read_class("pack.other:C") is None
+    assert training_class.read_class("no_such_package.mine:C") is None
 
 
 def test_an_import_that_fails_is_a_sentence_with_the_line(tmp_path):
     name = source_of(tmp_path, "import math\nmath.no_such_thing")
     with pytest.raises(SlurmGPUError, match=r"mine\.py, line 2: the import of .* has AttributeError"):
-        train_class.load_class(name)
+        training_class.load_class(name)
 
 
 GOOD = {"epochs": 1}
@@ -220,7 +223,7 @@ def test_every_setting_has_a_type_that_can_be_checked_and_a_default_of_it():
 
 def over(tmp_path, name, text, **settings):
     """What the items of a file of that name are checked as."""
-    cls = train_class.read_class(source_of(tmp_path, CLASS, "Lines"))
+    cls = training_class.read_class(source_of(tmp_path, CLASS, "Lines"))
     path = tmp_path / name
     if isinstance(text, str):
         path.write_text(text)
@@ -273,7 +276,7 @@ def test_an_item_that_is_no_configuration_is_named(tmp_path, name, text, sentenc
 
 
 def test_a_class_is_given_the_settings_that_it_takes_and_its_arguments(tmp_path):
-    cls = train_class.read_class(source_of(tmp_path, CLASS, "Lines"))
+    cls = training_class.read_class(source_of(tmp_path, CLASS, "Lines"))
     found = Configuration({"epochs": 1}, {"width": 2}).over({"width": "8", "lr": 0.25, "clip": ""}, cls)
     settings = found.check(cls)
     assert found.for_class(cls, settings) == {"width": 8, "lr": 0.25}
@@ -290,7 +293,7 @@ def test_a_class_is_given_the_settings_that_it_takes_and_its_arguments(tmp_path)
 
 def test_a_setting_that_nobody_gave_does_not_go_over_a_default_of_the_class(tmp_path):
     source = f"class C:\n    def __init__(self, clip, lr=0.1, weight_decay=0.05, seed=0): ...\n    {METHODS}"
-    cls = train_class.read_class(source_of(tmp_path, source))
+    cls = training_class.read_class(source_of(tmp_path, source))
     found = Configuration({"epochs": 1, "weight_decay": 0.2}, {})
     assert found.for_class(cls, TrainingSettings(epochs=1, weight_decay=0.2, seed=3)) == {
         "clip": None,
@@ -300,7 +303,7 @@ def test_a_setting_that_nobody_gave_does_not_go_over_a_default_of_the_class(tmp_
 
 
 def test_a_class_that_needs_an_argument_says_so(tmp_path):
-    cls = train_class.read_class(source_of(tmp_path, f"class C:\n    def __init__(self, a, lr): ...\n    {METHODS}"))
+    cls = training_class.read_class(source_of(tmp_path, f"class C:\n    def __init__(self, a, lr): ...\n    {METHODS}"))
     with pytest.raises(SlurmGPUError, match=r"needs the argument 'a': put it under \[settings.arguments\]"):
         Configuration({"epochs": 1}, {}).check(cls)
     assert Configuration({"epochs": 1}, {}).over({"a": 1}, cls).check(cls).epochs == 1
@@ -310,7 +313,7 @@ def test_a_setting_that_a_method_of_the_class_takes_over_is_not_swept(tmp_path, 
     monkeypatch.chdir(tmp_path)
     own = "def optimizer(self, model): ...\n    def scheduler(self, optimizer, n_steps): ..."
     takes = "def __init__(self, momentum=0.9): ..."
-    cls = train_class.read_class(source_of(tmp_path, f"class C:\n    {takes}\n    {own}\n    {METHODS}"))
+    cls = training_class.read_class(source_of(tmp_path, f"class C:\n    {takes}\n    {own}\n    {METHODS}"))
     base = Configuration({"epochs": 1}, {})
     assert base.over({"momentum": 0.5, "clip": 1.0, "lr": ""}, cls).settings["momentum"] == 0.5
     for name, value, method in (("lr", 0.1, "optimizer"), ("schedule", "cosine", "scheduler")):
@@ -392,14 +395,14 @@ def test_one_process_for_several_gpus_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_finished_row_comes_back_from_its_file_as_it_was(tmp_path):
-    row = {name: math.nan if column == train_rows.NUMBER else 1 for name, column in train_rows.COLUMNS.items()}
+    row = {name: math.nan if column == rows.NUMBER else 1 for name, column in rows.COLUMNS.items()}
     row |= {"config": {"lr": 0.1}, "final": {"x": None}, "best": {}, "curve": [0.5, math.nan]}
     row |= {"curve_steps": [1, 2], "eval_steps": [], "eval_curve": []}
-    train_rows.write_result(tmp_path, row)
+    rows.write_result(tmp_path, row)
     assert "NaN" not in (tmp_path / "result.json").read_text()
-    assert repr(train_rows.read_result(tmp_path)) == repr(row)
+    assert repr(rows.read_result(tmp_path)) == repr(row)
     (tmp_path / "result.json").write_text("{}")
-    assert train_rows.read_result(tmp_path) is None
+    assert rows.read_result(tmp_path) is None
 
 
 RUN_FILE = """

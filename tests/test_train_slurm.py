@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from slurmgpu import open as open_merged
-from slurmgpu.executors import queue
-from slurmgpu.workloads.train_rows import COLUMNS, MEASURED
+from slurmgpu.slurm import queue
+from slurmgpu.workloads.train.rows import COLUMNS, MEASURED
 from tests.runs import records, report, start, submissions, wait_for_end, wait_until
 
 torch = pytest.importorskip("torch")

@@ -16,8 +16,8 @@ pytest.importorskip("torch")
 import torch
 
 from slurmgpu import find_batch_size
-from slurmgpu.failures import is_out_of_memory
 from slurmgpu.training import fitting
+from slurmgpu.util.out_of_memory import is_out_of_memory
 
 
 @pytest.fixture(autouse=True)

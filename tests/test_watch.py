@@ -15,16 +15,16 @@ import tracemalloc
 import pytest
 from rich.console import Console
 
-from slurmgpu.cli import looking
-from slurmgpu.cli import watch as watching
-from slurmgpu.cli.keys import Keyboard
-from slurmgpu.cli.looking import Look, Lookout, last_line
-from slurmgpu.cli.screens import Screen
-from slurmgpu.cli.watch import line_of
-from slurmgpu.cli.words import last_message, plain, state_of, tasks_of
-from slurmgpu.executors import queue
-from slurmgpu.files import write_json
-from slurmgpu.status import StatusReader
+from slurmgpu.cli.views import polling
+from slurmgpu.cli.views import watch as watching
+from slurmgpu.cli.views.keys import Keyboard
+from slurmgpu.cli.views.polling import Look, Lookout, last_line
+from slurmgpu.cli.views.screens import Screen
+from slurmgpu.cli.views.state_words import last_message, plain, state_of, tasks_of
+from slurmgpu.cli.views.watch import line_of
+from slurmgpu.report.status import StatusReader
+from slurmgpu.slurm import queue
+from slurmgpu.util.atomic_files import write_json
 from tests import pretend_runs
 from tests.pretend_runs import BEGIN, Pretended, pretend_run, update
 from tests.runs import holders, let_go, start, wait_until
@@ -160,7 +160,7 @@ WORKER = f"{AT} INFO slurmgpu.worker:"
     [
         ("", ""),
         ("one\ntwo\n\n", "two"),
-        (f"{AT} WARNING slurmgpu.computing: item 4: no\n{WORKER} shard 7: published after 1.2 s\n", "item 4: no"),
+        (f"{AT} WARNING slurmgpu.worker.computer: item 4: no\n{WORKER} shard 7: published after 1.2 s\n", "item 4: no"),
         (f"10%\r20%\r{WORKER} shard 8: items 64..71\n", "20%"),
         (f"20% of it {WORKER} shard 8: items 64..71\n", "20% of it"),
         (f"Extension modules: numpy\n{WORKER} this worker is process 3 of attempt 1_0.0\n", ""),
@@ -446,9 +446,9 @@ def test_squeue_is_asked_once_in_half_a_minute_and_not_for_what_it_has_not(tmp_p
     squeue.write_text(f"#!/bin/sh\necho called >> {calls}\n")
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", f"{squeue.parent}:{os.environ['PATH']}")
-    assert looking.QUEUE_S == 30
+    assert polling.QUEUE_S == 30
     for name, seconds in {"LOOK_S": 0.01, "QUEUE_S": 600.0, "PATIENCE_S": 60.0}.items():  # also if all of it is slow
-        monkeypatch.setattr(looking, name, seconds)
+        monkeypatch.setattr(polling, name, seconds)
     for executor, n_calls in (("slurm", 1), ("local", 0)):
         calls.write_text("")
         run = pretend_run(tmp_path / executor, 300, n_tasks=4, executor=executor)
@@ -472,8 +472,8 @@ def test_what_squeue_said_last_holds_while_it_does_not_answer(tmp_path, monkeypa
 
     calls, looks = [], []
     monkeypatch.setattr(queue, "own_jobs", own_jobs)
-    monkeypatch.setattr("slurmgpu.cli.looking.LOOK_S", 0.01)
-    monkeypatch.setattr("slurmgpu.cli.looking.QUEUE_S", 0.01)
+    monkeypatch.setattr("slurmgpu.cli.views.polling.LOOK_S", 0.01)
+    monkeypatch.setattr("slurmgpu.cli.views.polling.QUEUE_S", 0.01)
     lookout = Lookout(run, lambda: looks.append(len(calls)))
     lookout.start()
     wait_until(lambda: looks and looks[-1] > 3, "a look after some failures")

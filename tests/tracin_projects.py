@@ -37,7 +37,7 @@ def write_model(path: Path, seed: int = 0, n_relations: int = len(RELATIONS), **
     """A checkpoint of a random ConvE, with values in its norms, too."""
     import torch
 
-    from slurmgpu.workloads.kge.conve import ConvE
+    from slurmgpu.workloads.tracin.kge.conve import ConvE
 
     torch.manual_seed(seed)
     model = ConvE(len(ENTITIES), n_relations, 12, **MODEL)

@@ -1,4 +1,7 @@
-"""The command line: the only place that prints. Results go to stdout, everything else to stderr."""
+"""The command line: the only place that prints. Results go to stdout, everything else to stderr.
+
+May import: all. Nothing but `__main__` imports it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from slurmgpu import early_signals
+from slurmgpu.util import early_signals
 
 ANOTHER, ROOM = "Name a path that can be read, or written, here.", "Make room there, or name a path elsewhere."
 TO_DO = {
@@ -32,10 +35,10 @@ def main() -> None:
     if sys.argv[1:2] == ["task"]:
         early_signals.remember()
     from slurmgpu.cli.app import app
-    from slurmgpu.cli.output import complain
+    from slurmgpu.cli.console import complain
     from slurmgpu.cli.streams import prepare_streams
     from slurmgpu.errors import SlurmGPUError
-    from slurmgpu.shared_files import TRANSIENT, UnusableFileError
+    from slurmgpu.util.shared_files import TRANSIENT, UnusableFileError
 
     prepare_streams(unread=_unread(sys.argv[1:]))
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)

@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 from slurmgpu import __version__
-from slurmgpu.cli import completing, options, plain, seeing
-from slurmgpu.cli.commands import App, Commands
-from slurmgpu.cli.image import image_app
+from slurmgpu.cli import completion, options
+from slurmgpu.cli.commands import manual, show
+from slurmgpu.cli.commands.image import image_app
+from slurmgpu.cli.lazy_commands import App, Commands
 from slurmgpu.cli.options import (
     DEFAULT_RUN_FILE,
     ArrayOption,
@@ -63,7 +64,7 @@ app.add_typer(image_app, name="image")
 
 @app.callback(invoke_without_command=True)
 def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
-    from slurmgpu.cli.output import result
+    from slurmgpu.cli.console import result
 
     if version:
         result(__version__)
@@ -74,7 +75,7 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
 def init(
     workload: Annotated[
         str | None,
-        typer.Argument(help="A built-in workload, such as embed.", autocompletion=completing.complete_workload),
+        typer.Argument(help="A built-in workload, such as embed.", autocompletion=completion.complete_workload),
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write it.")] = None,
     site: Annotated[bool, typer.Option("--site", help="Write the site file, from what Slurm says.")] = False,
@@ -100,7 +101,7 @@ def init(
       train      a training for each configuration
     """  # noqa: D301  \b is the character that keeps the lines as they are
     from slurmgpu.cli import templates
-    from slurmgpu.cli.output import result
+    from slurmgpu.cli.console import result
 
     if from_args is not None:
         if workload != "tracin":
@@ -138,7 +139,7 @@ def submit(
             "--after",
             metavar="RUN",
             help="Start when that run is complete.",
-            autocompletion=completing.complete_run,
+            autocompletion=completion.complete_run,
         ),
     ] = None,
     dry_run: Annotated[
@@ -162,7 +163,7 @@ def submit(
       slurmgpu submit --gpus 64 --array --probe 256            what it will take, then ask
       slurmgpu submit --executor local --inject crash@17       a rehearsal: item 17 kills workers
     """  # noqa: D301 - \b keeps the lines of a paragraph apart
-    from slurmgpu.cli import submitting
+    from slurmgpu.cli.commands import submit as submitting
 
     overrides = options.overrides(context.params, settings, slurm, image)
     raise typer.Exit(
@@ -178,7 +179,7 @@ def submit(
     )
 
 
-app.command()(plain.plan)
+app.command()(manual.plan)
 
 
 @app.command()
@@ -213,7 +214,7 @@ def resubmit(
     What is published stays as it is. After memory ran out it asks for 1.5 times as much;
     nodes that failed are excluded. What has changed in the code is said.
     """
-    from slurmgpu.cli import submitting
+    from slurmgpu.cli.commands import submit as submitting
 
     run = options.open_run(folder, trust=trust)
     resources, sbatch_options = options.resources(context.params), options.slurm_options(slurm)
@@ -222,13 +223,13 @@ def resubmit(
     raise typer.Exit(submitting.resubmit(run, resources, sbatch_options, merging, code=code, **ways))
 
 
-app.command()(plain.task)
+app.command()(manual.task)
 
 
-app.command()(seeing.status)
-app.command("list")(seeing.list_runs)
-app.command()(seeing.report)
-app.command()(seeing.logs)
+app.command()(show.status)
+app.command("list")(show.list_runs)
+app.command()(show.report)
+app.command()(show.logs)
 
 
 @app.command()
@@ -237,15 +238,15 @@ def cancel(folder: RunArgument) -> None:
 
     What is published stays; resubmit goes on from there.
     """
-    from slurmgpu.cli.output import result
-    from slurmgpu.executors import living
+    from slurmgpu.cli.console import result
+    from slurmgpu.executors import liveness
 
     run = options.open_run(folder)
-    done = living.cancel(run)
+    done = liveness.cancel(run)
     result(f"cancelled: {done}. To go on: slurmgpu resubmit {run.typed}" if done else "nothing of this run is alive.")
 
 
-app.command()(plain.merge)
+app.command()(manual.merge)
 
 
 @app.command()
@@ -257,17 +258,17 @@ def export(
         typer.Option(
             "--format",
             help="jsonl, csv, parquet, pt, or one of the workload's own; default from the file's suffix.",
-            autocompletion=completing.words(*completing.FORMATS),
+            autocompletion=completion.words(*completion.FORMATS),
         ),
     ] = None,
     trust: TrustOption = False,
 ) -> None:
     """Write the merged rows as JSONL, CSV, Parquet, or tensors of PyTorch."""
-    from slurmgpu.cli.output import result, say
-    from slurmgpu.export import FORMATS, export_to
-    from slurmgpu.export import export as write
-    from slurmgpu.plurals import count_of
-    from slurmgpu.shared_files import exists, is_file, status_of
+    from slurmgpu.cli.console import result, say
+    from slurmgpu.merge.export import FORMATS, export_to
+    from slurmgpu.merge.export import export as write
+    from slurmgpu.util.plurals import count_of
+    from slurmgpu.util.shared_files import exists, is_file, status_of
 
     run = options.open_run(folder, trust=trust)
     if not exists(run.merged):
@@ -301,6 +302,6 @@ def check(
     Versions, run file, image, plan, resources, Slurm. With --node or --here the image is started,
     and tells its Python and the GPUs that CUDA can use. Exits with 2 if one fails.
     """
-    from slurmgpu.cli import checks
+    from slurmgpu.cli.commands import check as checks
 
     raise typer.Exit(checks.run_checks_here(run_file) if here else checks.run_checks(run_file, node=node, fetch=fetch))

@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slurmgpu.cli import completing
+from slurmgpu.cli import completion
 from slurmgpu.errors import SlurmGPUError
 
 if TYPE_CHECKING:
-    from slurmgpu.runs import Run
+    from slurmgpu.run.directory import Run
 
 RunFileArgument = Annotated[
     Path,
     typer.Argument(
-        metavar="RUNFILE", help="The run file.", show_default=False, autocompletion=completing.complete_run_file
+        metavar="RUNFILE", help="The run file.", show_default=False, autocompletion=completion.complete_run_file
     ),
 ]
 RunArgument = Annotated[
     Path,
     typer.Argument(
-        metavar="RUN", help="The run directory.", show_default=False, autocompletion=completing.complete_run
+        metavar="RUN", help="The run directory.", show_default=False, autocompletion=completion.complete_run
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
@@ -37,13 +37,13 @@ ProcessesOption = Annotated[
     typer.Option(
         "--processes",
         help="one process for all GPUs of a task, or one per-gpu.",
-        autocompletion=completing.words("one", "per-gpu"),
+        autocompletion=completion.words("one", "per-gpu"),
     ),
 ]
 TasksOption = Annotated[int | None, typer.Option("--tasks", help="Tasks to queue, if not as many as run at once.")]
 DeviceOption = Annotated[
     str | None,
-    typer.Option("--device", help="auto (the allocated GPUs) or cpu.", autocompletion=completing.words("auto", "cpu")),
+    typer.Option("--device", help="auto (the allocated GPUs) or cpu.", autocompletion=completion.words("auto", "cpu")),
 ]
 SlurmOption = Annotated[list[str] | None, typer.Option("--slurm", metavar="KEY=VALUE", help="An sbatch option.")]
 MailOption = Annotated[
@@ -55,13 +55,13 @@ InjectOption = Annotated[
         "--inject",
         metavar="FAULTS",
         help="Make it fail on purpose: crash@17,oom@40,kill@60,timeout.",
-        autocompletion=completing.complete_fault,
+        autocompletion=completion.complete_fault,
     ),
 ]
 ExecutorOption = Annotated[
     str | None,
     typer.Option(
-        "--executor", help="slurm, local or debug.", autocompletion=completing.words("slurm", "local", "debug")
+        "--executor", help="slurm, local or debug.", autocompletion=completion.words("slurm", "local", "debug")
     ),
 ]
 ImageOption = Annotated[Path | None, typer.Option("--image", help="The container image.", show_default=False)]
@@ -77,7 +77,7 @@ DEFAULT_RUN_FILE = Path("slurmgpu.toml")
 
 def resources(given: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of [resources] among a command's options; None stands for those that were not given."""
-    from slurmgpu.config import Resources
+    from slurmgpu.plan.run_file import Resources
 
     return {key: given.get(key) for key in Resources.model_fields}
 
@@ -91,7 +91,7 @@ def settings(texts: list[str] | None) -> dict[str, Any]:
     """The settings in KEY=VALUE of --set."""
     if not texts:
         return {}
-    from slurmgpu.config import parse_setting
+    from slurmgpu.plan.run_file import parse_setting
 
     return dict(parse_setting(text) for text in texts)
 
@@ -100,7 +100,7 @@ def slurm_options(texts: list[str] | None) -> dict[str, Any]:
     """The options of sbatch in KEY=VALUE of --slurm."""
     if not texts:
         return {}
-    from slurmgpu.config import parse_slurm_options
+    from slurmgpu.plan.run_file import parse_slurm_options
 
     return dict(parse_slurm_options(texts))
 
@@ -127,7 +127,7 @@ def metrics_file(path: Path | None) -> Path | None:
     """The file of --metrics; a folder that is not there is refused, and a name that nobody collects is remarked."""
     if path is None:
         return None
-    from slurmgpu.cli.output import say
+    from slurmgpu.cli.console import say
 
     path = path.expanduser()
     if not path.absolute().parent.is_dir():
@@ -141,8 +141,8 @@ def metrics_file(path: Path | None) -> Path | None:
 
 def open_run(folder: Path, *, trust: bool = False) -> Run:
     """The run in a run directory; with `trust` what it says is run, whoever may have written it."""
-    from slurmgpu import owners
-    from slurmgpu.runs import Run
+    from slurmgpu.run import owners
+    from slurmgpu.run.directory import Run
 
     if trust:
         owners.trust(folder)

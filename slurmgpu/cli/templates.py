@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slurmgpu.cli.from_args import Translated, translate
-from slurmgpu.cli.output import result
+from slurmgpu.cli.console import result
 from slurmgpu.errors import SlurmGPUError, did_you_mean
-from slurmgpu.executors.surveying import Survey, survey
-from slurmgpu.site import site_path
+from slurmgpu.plan.site_file import site_path
+from slurmgpu.slurm.survey import Survey, survey
+from slurmgpu.workload import Translated, load_class, resolve_use
 
 _NAME = """model = "meta-llama/Llama-3.1-8B-Instruct"       # a folder, or a name on the hub, and -8bit, -4bit or -fp8
 """
@@ -211,7 +211,8 @@ def write_translated(found: Translated, path: Path) -> list[Path]:
 
 def say_translated(arguments: str, path: Path) -> None:
     """Write the run file that the arguments of a replaced script mean, and say of each what became of it."""
-    found = translate(arguments, path.parent, path.stem)
+    replaced: Any = load_class(resolve_use("tracin", path.parent), path.parent)
+    found: Translated = replaced.from_args(arguments, path.parent, path.stem)
     written = write_translated(found, path)
     width = max(len(flag) for flag, _ in found.lines)
     for flag, said in found.lines:

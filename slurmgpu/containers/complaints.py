@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from slurmgpu.containers.settings import ContainerError
-from slurmgpu.escapes import without_escapes
+from slurmgpu.util.ansi import without_escapes
 
 RUNTIME_LINE = re.compile(r"^(FATAL|ERROR|Error for command)\b")
 LAST_WORD = re.compile(r"^(?:FATAL|ERROR)\s*:\s*(.+)$", re.MULTILINE)

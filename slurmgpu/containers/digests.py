@@ -8,7 +8,7 @@ import json
 import os
 from pathlib import Path
 
-from slurmgpu.files import write_json
+from slurmgpu.util.atomic_files import write_json
 
 CHUNK = 1 << 20
 MAX_REMEMBERED = 256

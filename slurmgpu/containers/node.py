@@ -20,7 +20,7 @@ from slurmgpu.containers.settings import Bind, Container, ContainerError, expand
 from slurmgpu.containers.staging import stage
 from slurmgpu.containers.unpacking import Pause
 from slurmgpu.containers.versions import runtime_version
-from slurmgpu.files import FULL
+from slurmgpu.util.atomic_files import FULL
 
 INFINIBAND = "/dev/infiniband"
 

@@ -17,7 +17,7 @@ from slurmgpu.containers.settings import ContainerError
 from slurmgpu.containers.sif import read_sif
 from slurmgpu.containers.unpacking import Pause, describe, is_whole, record_of, remember, unpack
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.files import FULL
+from slurmgpu.util.atomic_files import FULL
 
 CHUNK = 1 << 22
 SYNC_BYTES = 1 << 28

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from slurmgpu.containers.settings import ContainerError
 from slurmgpu.containers.sif import read_sif
-from slurmgpu.files import write_json
+from slurmgpu.util.atomic_files import write_json
 
 UPPER_LEVELS = 4
 """So deep a folder is looked at before each task, down to the libraries of a system, which takes some milliseconds."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slurmgpu.containers.settings import ContainerError
-from slurmgpu.files import write_json
+from slurmgpu.util.atomic_files import write_json
 
 OLDEST = {"apptainer": (1, 1), "singularity": (3, 10)}
 """The first versions with --no-eval, without which a value `$(…)` in the environment is run by a shell."""

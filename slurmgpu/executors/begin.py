@@ -4,7 +4,7 @@ Submitit takes a job's signals for itself before it calls the job's function: SI
 job has no walltime of Submitit's, SIGTERM is passed over. Here they are remembered instead, for the task to heed.
 """
 
-from slurmgpu.early_signals import remember
+from slurmgpu.util.early_signals import remember
 
 remember()  # before anything that takes time is imported
 

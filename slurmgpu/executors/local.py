@@ -15,14 +15,14 @@ from typing import Any
 
 import submitit
 
-from slurmgpu import gpus
-from slurmgpu.attempts import Life
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors import entry
+from slurmgpu.executors import job_entry
 from slurmgpu.executors.steady import make_steady
-from slurmgpu.runs import Run
-from slurmgpu.shared_files import retried
-from slurmgpu.submissions import Submission
+from slurmgpu.report.attempts import Life
+from slurmgpu.run.directory import Run
+from slurmgpu.run.submissions import Submission
+from slurmgpu.util import gpus
+from slurmgpu.util.shared_files import retried
 
 NEVER_MIN = 10 * 365 * 24 * 60
 """Submitit's local executor has a walltime of two minutes by default; this machine has none."""
@@ -71,17 +71,17 @@ def start(run: Run, submission: Submission) -> list[Any]:
     """Start the slots; Submitit's jobs."""
     job = job_name(submission.submission)
     make_steady()
-    executor = submitit.LocalExecutor(run.logs, python=f"{shlex.quote(sys.executable)} {entry.BEGIN}")
+    executor = submitit.LocalExecutor(run.logs, python=f"{shlex.quote(sys.executable)} {job_entry.BEGIN}")
     executor.update_parameters(timeout_min=NEVER_MIN)
     slots = gpu_ids(submission)
     n_threads = max(1, len(os.sched_getaffinity(0)) // len(slots))
     number, device = submission.submission, submission.device
-    with entry.safe_path(), _deaf_to_ctrl_c():
+    with job_entry.safe_path(), _deaf_to_ctrl_c():
         jobs = []
         for slot, ids in enumerate(slots):
-            with entry.owners_files(submitit.LocalExecutor, "_submit_command"):
+            with job_entry.owners_files(submitit.LocalExecutor, "_submit_command"):
                 given = (run.folder, job, slot, number, ids, device, n_threads)
-                jobs.append(retried(lambda: executor.submit(entry.run_local_task, *given)))  # noqa: B023
+                jobs.append(retried(lambda: executor.submit(job_entry.run_local_task, *given)))  # noqa: B023
         return jobs
 
 

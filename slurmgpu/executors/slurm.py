@@ -15,23 +15,22 @@ from typing import Any
 import submitit
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-from slurmgpu.arrays import array_of
-from slurmgpu.config import RunFile
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors import commands, entry
-from slurmgpu.executors.adjusting import first_submission
+from slurmgpu.executors import job_entry
+from slurmgpu.executors.resubmission import first_submission
 from slurmgpu.executors.steady import make_steady
-from slurmgpu.planning import refuse_odd_path
-from slurmgpu.runs import Run
-from slurmgpu.submissions import Submission
+from slurmgpu.plan.planner import refuse_odd_path
+from slurmgpu.plan.run_file import RunFile
+from slurmgpu.run.directory import Run
+from slurmgpu.run.submissions import Submission
+from slurmgpu.slurm import commands
+from slurmgpu.slurm.commands import ARRAY_JOB
+from slurmgpu.util.array_ids import array_of
 
 SIGNAL_BEFORE_END_S = 30
 """A task stops taking shards by itself; the signal is for a shard that takes longer than any before it."""
-PYTHON = f"""sh -c 'trap "" USR2; exec "$0" "$@"' {shlex.quote(sys.executable)} {entry.BEGIN}"""
+PYTHON = f"""sh -c 'trap "" USR2; exec "$0" "$@"' {shlex.quote(sys.executable)} {job_entry.BEGIN}"""
 """Slurm may send it a minute early, and so while Python starts, which would die of it before it can be told."""
-
-ARRAY_JOB = "ARRAY_JOB"
-"""What stands for the array's id in the script of a merge that is only shown."""
 
 
 def respect_limits(asked: Submission) -> tuple[Submission, list[str]]:
@@ -89,14 +88,14 @@ def submit(run: Run, submission: Submission) -> dict[str, Any]:
     """Queue the array and its merge; their job ids. Nothing stays queued when the merge job is refused."""
     refuse_odd_path(run.folder, "slurm")  # it may have been planned for this machine, or moved
     array = _array_executor(run.logs, run.plan.name, submission)
-    with commands.outside_job(), entry.safe_path():
+    with commands.outside_job(), job_entry.safe_path():
         tasks = [run.folder] * submission.n_tasks
         numbers = [submission.submission] * len(tasks)
-        jobs = _queue(lambda: array.map_array(entry.run_task, tasks, numbers), submission.exclude)
+        jobs = _queue(lambda: array.map_array(job_entry.run_task, tasks, numbers), submission.exclude)
         array_job = array_of(jobs[0].job_id)
         merge = _merge_executor(run.logs, run.plan.name, submission, f"afterany:{array_job}")
         try:
-            merge_job = _queue(lambda: [merge.submit(entry.run_merge, run.folder)])[0].job_id
+            merge_job = _queue(lambda: [merge.submit(job_entry.run_merge, run.folder)])[0].job_id
         except BaseException:
             commands.cancel(array_job)
             raise
@@ -136,7 +135,7 @@ def _queue(submit_jobs: Any, excluded: Sequence[str] = ()) -> Any:
         # Submitit prints to stderr what it raises as well.
         with (
             contextlib.redirect_stderr(io.StringIO()),
-            entry.owners_files(submitit.SlurmExecutor, "_make_submission_command"),
+            job_entry.owners_files(submitit.SlurmExecutor, "_make_submission_command"),
         ):
             return submit_jobs()
     except (FailedSubmissionError, FailedJobError) as error:

@@ -10,7 +10,7 @@ from typing import Any
 from submitit.core import utils
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.shared_files import exists, replace, retried, status_of
+from slurmgpu.util.shared_files import exists, replace, retried, status_of
 
 
 class _SteadyPath(type(Path())):  # type: ignore[misc]  # the class of paths, by its name, cannot be subclassed before 3.12

@@ -3,11 +3,13 @@
 `find` turns what the run file says into paths, `scan` reads these once, at planning, `Reader` reads items later;
 `promise` describes the file that another run has yet to make. The formats, and what an item is in each, are in
 docs/reference/inputs.md.
+
+May import: results, util.
 """
 
 from slurmgpu.inputs.fields import check_fields
 from slurmgpu.inputs.finding import find
-from slurmgpu.inputs.promising import promise
+from slurmgpu.inputs.pending import promise
 from slurmgpu.inputs.reader import Reader
 from slurmgpu.inputs.scanning import scan
 from slurmgpu.inputs.spec import InputFile, InputSpec

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.files import fsync_dir
 from slurmgpu.inputs.spec import InputSpec
-from slurmgpu.shared_files import open_file, retried
+from slurmgpu.util.atomic_files import fsync_dir
+from slurmgpu.util.shared_files import open_file, retried
 
 MAGIC = b"slgpuidx"
 VERSION = 1

@@ -15,10 +15,10 @@ from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs.finding import LINE_FORMATS
 from slurmgpu.inputs.index import Index
 from slurmgpu.inputs.lines import Layout, LineRows
-from slurmgpu.inputs.promising import PROMISED
+from slurmgpu.inputs.pending import PROMISED
 from slurmgpu.inputs.spec import InputFile, InputSpec
 from slurmgpu.inputs.tables import MergedRows, Table, open_table
-from slurmgpu.shared_files import retried
+from slurmgpu.util.shared_files import retried
 
 _ADVICE = "Put the file back as it was, or plan a new run."
 

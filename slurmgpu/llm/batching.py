@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from typing import Any, TypeVar
 
-from slurmgpu.failures import is_out_of_memory
 from slurmgpu.llm.engine import Place
+from slurmgpu.util.out_of_memory import is_out_of_memory
 
 log = logging.getLogger(__name__)
 

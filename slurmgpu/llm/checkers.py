@@ -12,7 +12,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Protocol
 
-from slurmgpu import importing
+from slurmgpu.code import importer
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.llm.final_answers import Number, marked, number_in, reference_number
 from slurmgpu.llm.parsing import Pattern, compile_pattern, search_last
@@ -233,7 +233,7 @@ def _import_file(path: Path) -> Any:
     if not path.is_file():
         raise SlurmGPUError(f"checker: there is no file {path}.")
     name = f"slurmgpu_checker_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path, loader=importing.loader_of(name, path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=importer.loader_of(name, path))
     if spec is None or spec.loader is None:
         raise SlurmGPUError(f"checker: {path} cannot be imported as Python.")
     module = importlib.util.module_from_spec(spec)

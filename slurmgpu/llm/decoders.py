@@ -6,7 +6,7 @@ import re
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm import hub
-from slurmgpu.llm.models import ModelSource, read_json
+from slurmgpu.llm.models import VOCABULARIES, ModelSource, read_json
 
 GENERATES = re.compile(r"CausalLM|LMHead|ConditionalGeneration|Decoder")
 """What is in the names of the classes that generate text."""
@@ -23,9 +23,6 @@ ENCODERS = (
     *("xlm-roberta-xl", "xmod", "yoso"),
 )
 """Values of model_type that are encoders, unless a class that generates is named. From transformers 5.23."""
-
-VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "tekken.json", "*.tiktoken", "tokenization_*.py")
-"""Files, one of which any tokenizer has; of some of its own code."""
 
 WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer")
 """Tokenizers of bytes and code points."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from slurmgpu.digests import digest_of
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.models import PACKAGE, ModelSource
+from slurmgpu.util.hashing import digest_of
 
 MATTERS = (
     *("config.json", "generation_config.json", "tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken"),

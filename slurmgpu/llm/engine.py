@@ -172,14 +172,3 @@ class Place:
     world_size: int = 1
     local_rank: int = 0
     note: Callable[[str, int], None] = lambda name, value: None
-
-
-def open_engine(options: EngineOptions, place: Place) -> Engine:
-    """The engine that the options name, its model loaded."""
-    if options.engine == "vllm":
-        from slurmgpu.llm.vllm_engine import VllmEngine
-
-        return VllmEngine(options, place)
-    from slurmgpu.llm.transformers_engine import TransformersEngine
-
-    return TransformersEngine(options, place)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.files import FULL
+from slurmgpu.util.atomic_files import FULL
 
 SMALL_FILES = [
     *("config.json", "generation_config.json", "tokenizer_config.json", "*.index.json"),

@@ -17,6 +17,9 @@ QUANTIZATIONS = ("8bit", "4bit", "fp8")
 
 PACKAGE = "package:"
 
+VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "tekken.json", "*.tiktoken", "tokenization_*.py")
+"""Files, one of which any tokenizer has; of some of its own code."""
+
 
 @dataclass(frozen=True)
 class ModelSource:
@@ -184,8 +187,6 @@ def _at(repository: str, folder: Path, revision: str | None) -> str:
 
 def _is_whole(folder: Path) -> bool:
     """Whether a snapshot has weights and a tokenizer: its files appear once they are complete."""
-    from slurmgpu.llm.decoders import VOCABULARIES
-
     indices = [folder / f"{name}.index.json" for name in ("model.safetensors", "pytorch_model.bin")]
     listed = next((set(read_json(path).get("weight_map", {}).values()) for path in indices if path.is_file()), set())
     single = [path for pattern in ("*.safetensors", "pytorch_model*.bin") for path in folder.glob(pattern)]

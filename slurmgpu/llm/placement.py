@@ -16,7 +16,7 @@ from slurmgpu.llm.splitting import stored_method
 
 if TYPE_CHECKING:
     from slurmgpu.llm.engine import EngineOptions
-    from slurmgpu.workloads import Share
+    from slurmgpu.workload import Share
 
 
 def place(options: EngineOptions, share: Share) -> tuple[str, tuple[str, ...]]:

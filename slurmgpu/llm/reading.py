@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from slurmgpu.cgroups import memory_left
+from slurmgpu.util.cgroups import memory_left
 
 log = logging.getLogger(__name__)
 

@@ -26,6 +26,9 @@ EXPERT_PARALLEL = frozenset({"gpt_oss"})
 SPLIT_AS_STORED = frozenset({"fp8"})
 """Methods of quantised checkpoints whose weights are known to split; the others are spread by layers."""
 
+QUANTIZATIONS = {"fp8": "fp8", "8bit": "int8_per_channel_weight_only"}
+"""What vLLM quantises to while it loads; it has no 4-bit variant that every GPU can compute with."""
+
 
 def obstacle_to(options: EngineOptions, n_gpus: int, *, is_asked: bool = False) -> str | None:
     """Why a model cannot be split over so many processes, one for each GPU; None if it can.
@@ -55,8 +58,6 @@ def obstacle_to(options: EngineOptions, n_gpus: int, *, is_asked: bool = False) 
 
 def check_vllm(options: EngineOptions, n_gpus: int, *, is_asked: bool) -> None:
     """Refuse what vLLM would refuse in the task: a variant that it cannot make, heads that do not divide."""
-    from slurmgpu.llm.vllm_engine import QUANTIZATIONS
-
     source = options.model
     if source.quantization is not None and source.quantization not in QUANTIZATIONS:
         raise SlurmGPUError(

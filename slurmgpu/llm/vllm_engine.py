@@ -17,12 +17,11 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.answers import Codec, Encoded, Finished, PromptError
 from slurmgpu.llm.engine import EngineOptions, Output, Place, Question, Request, Scores
 from slurmgpu.llm.scoring import Asked, ask, scores_of
+from slurmgpu.llm.splitting import QUANTIZATIONS
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-QUANTIZATIONS = {"fp8": "fp8", "8bit": "int8_per_channel_weight_only"}
-"""What vLLM quantises to while it loads; it has no 4-bit variant that every GPU can compute with."""
 GREATEST_TEMPERATURE = 2.0
 MOST_LOGPROB_TOKENS = 128
 """vLLM's own limits: `SamplingParams.temperature`, and the length of its `logprob_token_ids`."""

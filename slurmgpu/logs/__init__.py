@@ -1,7 +1,9 @@
-"""Log files: how they are written, which belong to an attempt, and their lines in the order of their times."""
+"""Log files: how they are written, which belong to an attempt, and their lines in the order of their times.
+
+May import: run, util.
+"""
 
 from slurmgpu.logs.files import LogFile, attempts_with_logs, files_of, merge_files
-from slurmgpu.logs.formatting import LogFormatter, log_to_stderr
 from slurmgpu.logs.lines import Line, merged, read_lines, text_of, without_colours
 from slurmgpu.logs.places import (
     LINE_BYTES,
@@ -15,6 +17,7 @@ from slurmgpu.logs.places import (
     time_start,
 )
 from slurmgpu.logs.times import zone_of
+from slurmgpu.util.logging import LogFormatter, log_to_stderr
 
 __all__ = [
     "LINE_BYTES",

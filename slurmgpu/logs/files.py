@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurmgpu.runs import Run
-from slurmgpu.shared_files import exists, list_names
-from slurmgpu.submissions import slots_of
+from slurmgpu.run.directory import Run
+from slurmgpu.run.submissions import slots_of
+from slurmgpu.util.shared_files import exists, list_names
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from slurmgpu.escapes import ESCAPES
 from slurmgpu.logs.files import LogFile
 from slurmgpu.logs.places import DAY_S, LINE_BYTES, behind_hole
 from slurmgpu.logs.times import BLOCK_BYTES, Clock, zone_of
-from slurmgpu.shared_files import open_file
+from slurmgpu.util.ansi import ESCAPES
+from slurmgpu.util.shared_files import open_file
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from slurmgpu.logs.times import BLOCK_BYTES, Clock, zone_of
-from slurmgpu.shared_files import open_file
+from slurmgpu.util.shared_files import open_file
 
 LINE_BYTES = 1 << 16
 """A longer line is cut: a progress bar may write megabytes without an end of line."""

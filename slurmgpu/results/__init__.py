@@ -2,6 +2,8 @@
 
 The bytes are mapped into memory where the file's user block says that they lie, without libhdf5. So indexing is
 NumPy's own, reading needs no lock, and an open file survives a fork, as into the workers of a torch DataLoader.
+
+May import: code, shards.
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from slurmgpu.columns import Array, Column, Json, Ragged, Text, columns_from_json, stored_columns
+from slurmgpu.code.versions import Stretch, stretches_of
 from slurmgpu.errors import SlurmGPUError, did_you_mean
-from slurmgpu.pieces import pieces_of
-from slurmgpu.regions import MERGED, SHARD, DamagedShardError, Reader, read_userblock
-from slurmgpu.regions import verify as differences
 from slurmgpu.results.checking import Checking
 from slurmgpu.results.views import ArrayData, ColumnData, JsonData, RaggedData, TextData
-from slurmgpu.stretches import Stretch, stretches_of
+from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text, columns_from_json, stored_columns
+from slurmgpu.shards.piece_table import pieces_of
+from slurmgpu.shards.userblock import MERGED, SHARD, DamagedShardError, Reader, read_userblock
+from slurmgpu.shards.userblock import verify as differences
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from slurmgpu.regions import OFFSET_DTYPE
 from slurmgpu.results.views import ArrayData, ColumnData, TextData
+from slurmgpu.shards.userblock import OFFSET_DTYPE
 
 
 def to_arrow(

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from slurmgpu.pieces import lead_bytes, read_table
-from slurmgpu.regions import Region
+from slurmgpu.shards.piece_table import lead_bytes, read_table
+from slurmgpu.shards.userblock import Region
 
 _CHUNK_BYTES = 1 << 20
 

@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 
-from slurmgpu.files import fsync_dir, write_json
 from slurmgpu.training.folders import REPLACED, make_way, remove, set_aside, take_back
 from slurmgpu.training.places import Place
 from slurmgpu.training.ranks import led, together
 from slurmgpu.training.written import Written, read_state, save_weights, sum_file, unique_partial, write_state
+from slurmgpu.util.atomic_files import fsync_dir, write_json
 
 __all__ = ["Checkpoint", "Checkpoints", "save_weights"]
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from slurmgpu.cgroups import memory_left
-from slurmgpu.failures import is_out_of_memory
 from slurmgpu.training.states import random_state, set_random_state
+from slurmgpu.util.cgroups import memory_left
+from slurmgpu.util.out_of_memory import is_out_of_memory
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as distributed
 from torch.distributed.checkpoint.api import CheckpointException
 
-from slurmgpu.files import fsync_dir
 from slurmgpu.training.written import Written, other_model, probe, sum_file
+from slurmgpu.util.atomic_files import fsync_dir
 
 
 def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.escapes import without_escapes
-from slurmgpu.files import fsync_dir
+from slurmgpu.util.ansi import without_escapes
+from slurmgpu.util.atomic_files import fsync_dir
 
 log = logging.getLogger(__name__)
 

@@ -8,13 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slurmgpu.columns import Column, Json
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.llm.engine import Engine, EngineOptions, Place, open_engine
+from slurmgpu.llm.engine import Engine, EngineOptions, Place
+from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.prompts import take
 from slurmgpu.llm.settings import check_engine, check_max_tokens, engine_options
-from slurmgpu.workloads import Item, Placement, Share, TaskContext
-from slurmgpu.workloads.telling import ToldEngine
+from slurmgpu.shards.columns import Column, Json
+from slurmgpu.workload import Item, Placement, Share, TaskContext
+from slurmgpu.workloads.progress import ToldEngine
 
 BLOCK_ROWS = 1 << 16
 """Rows of a merged file that a summary looks at together."""

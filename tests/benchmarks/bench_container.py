@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
-from slurmgpu.planning import draft_run
-from slurmgpu.runs import Run, create_run
+from slurmgpu.plan.planner import draft_run
+from slurmgpu.run.directory import Run, create_run
 from tests.benchmarks import judge, print_table, private_slurm, write_project
 from tests.benchmarks.bench_overhead import SMALL_ROWS, check, wall
 from tests.images import Apptainer, make_images
@@ -75,8 +75,8 @@ def task(project: Path, tables: dict[str, object]) -> float:
     """Seconds of a task that computes a run of one shard."""
     run = planned(project, 32, {"sample_s": 0.0, "shard_items": 32, **tables})
     code = (
-        "from pathlib import Path; from slurmgpu.records import Attempt; from slurmgpu.runs import Run; "
-        "from slurmgpu.task import Task; import sys; "
+        "from pathlib import Path; from slurmgpu.run.records import Attempt; from slurmgpu.run.directory import Run; "
+        "from slurmgpu.task.supervisor import Task; import sys; "
         "sys.exit(Task(Run.open(Path(sys.argv[1])), Attempt('bench', 0, device='cpu')).run_worker())"
     )
     seconds = wall([sys.executable, "-c", code, str(run.folder)])

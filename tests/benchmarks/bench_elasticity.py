@@ -26,8 +26,8 @@ from unittest import mock
 
 import submitit
 
-from slurmgpu.report import read_report
-from slurmgpu.runs import Run
+from slurmgpu.report.build import read_report
+from slurmgpu.run.directory import Run
 from tests.benchmarks import judge, print_table, private_slurm, write_project
 from tests.benchmarks.sleeping import BATCH, sleep_share
 from tests.cluster import Cluster

@@ -13,8 +13,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from slurmgpu.workloads import Item, TaskContext
-from slurmgpu.workloads.embed import Embed
+from slurmgpu.workload import Item, TaskContext
+from slurmgpu.workloads.embed.workload import Embed
 
 GLOSSES = Path(__file__).parents[2] / "docs/examples/embed/glosses.jsonl"
 N_ITEMS = 640  # two shards of the example

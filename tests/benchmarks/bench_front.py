@@ -22,12 +22,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from unittest import mock
 
-from slurmgpu.files import write_json
-from slurmgpu.planning import draft_run
-from slurmgpu.records import Attempt
-from slurmgpu.runs import Run, create_run
-from slurmgpu.submissions import Submission
-from slurmgpu.task import Task
+from slurmgpu.plan.planner import draft_run
+from slurmgpu.run.directory import Run, create_run
+from slurmgpu.run.records import Attempt
+from slurmgpu.run.submissions import Submission
+from slurmgpu.task.supervisor import Task
+from slurmgpu.util.atomic_files import write_json
 from tests.benchmarks import judge, print_table, private_slurm, write_project
 from tests.benchmarks.small_rows import BATCH
 from tests.cluster import Cluster

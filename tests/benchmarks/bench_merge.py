@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import h5py
 import numpy as np
 
-from slurmgpu.columns import Array, Column, Text, convert_row
-from slurmgpu.joins import join, verify_joined
-from slurmgpu.shards import shard_name, write_shard
+from slurmgpu.merge.join import join, verify_joined
+from slurmgpu.shards.columns import Array, Column, Text, convert_row
+from slurmgpu.shards.shard_file import shard_name, write_shard
 from tests.benchmarks import judge, print_table
 from tests.shard_files import peak_memory_bytes
 

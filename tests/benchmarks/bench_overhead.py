@@ -23,9 +23,9 @@ from pathlib import Path
 import numpy as np
 from submitit.core.utils import DelayedSubmission
 
-from slurmgpu.executors import entry
-from slurmgpu.planning import draft_run
-from slurmgpu.runs import Run, create_run
+from slurmgpu.executors import job_entry
+from slurmgpu.plan.planner import draft_run
+from slurmgpu.run.directory import Run, create_run
 from tests.benchmarks import judge, print_table, private_slurm, write_project
 
 HOME = str(Path(__file__).parents[2])
@@ -73,7 +73,7 @@ def array_task(run_file: Path) -> float:
     with draft_run(run_file) as draft:
         run = create_run(draft.run_dir, draft.plan, draft.items.files)
     slot = {"job": "bench", "slot": 0, "submission": 1, "gpu_ids": [], "device": "cpu", "n_threads": 1}
-    DelayedSubmission(entry.run_local_task, run.folder, **slot).dump(run.logs / "1_submitted.pkl")
+    DelayedSubmission(job_entry.run_local_task, run.folder, **slot).dump(run.logs / "1_submitted.pkl")
     seconds = wall([sys.executable, "-u", "-m", "submitit.core._submit", str(run.logs)], **JOB)
     check(run)
     return seconds

@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from slurmgpu.pages import page_path, write_page
-from slurmgpu.runs import Run
+from slurmgpu.page import page_path, write_page
+from slurmgpu.run.directory import Run
 from tests.pretend_runs import pretend_run, reported
 
 TARGET_BYTES = 2_000_000

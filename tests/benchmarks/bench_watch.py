@@ -18,11 +18,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from slurmgpu.cli.looking import Look
-from slurmgpu.cli.screens import Screen
-from slurmgpu.cli.words import tasks_of
-from slurmgpu.pace import pace_of
-from slurmgpu.status import read_status
+from slurmgpu.cli.views.polling import Look
+from slurmgpu.cli.views.screens import Screen
+from slurmgpu.cli.views.state_words import tasks_of
+from slurmgpu.report.pace import pace_of
+from slurmgpu.report.status import read_status
 from tests.pretend_runs import BEGIN, Pretended, pretend_run, update
 from tests.test_pace import SHAPES, end_of, queue_at, records_at
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 
-from slurmgpu.workloads import Item, TaskContext
+from slurmgpu.workload import Item, TaskContext
 from tests.benchmarks import tracin_graphs
 
 LEARNING_RATE = 1e-3  # the replaced system's, and ours for a checkpoint that tells none
@@ -240,8 +240,8 @@ def captum_fast(case: Case) -> Callable[[], Computed]:
 
 def ours(case: Case) -> Callable[[], Computed]:
     """The workload, as a worker calls it; loading and its probe do not count, as the others' loading does not."""
-    from slurmgpu.workloads import tracin_models  # noqa: F401  (what it imports is not its memory)
-    from slurmgpu.workloads.tracin import Tracin
+    from slurmgpu.workloads.tracin import models  # noqa: F401  (what it imports is not its memory)
+    from slurmgpu.workloads.tracin.workload import Tracin
 
     train = "train.txt"
     if (n_rows := len(case.train)) < tracin_graphs.n_lines(case.folder / train):

@@ -8,7 +8,7 @@ import signal
 from .trial import LEASE_S, Disturbance, Trial
 
 STEP = "tests.chaos.steps"
-WORKER = "slurmgpu.worker"
+WORKER = "slurmgpu.worker.main"
 
 
 def _some_node(trial: Trial) -> int | None:

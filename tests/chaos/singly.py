@@ -19,7 +19,7 @@ from typing import Any
 
 import h5py
 
-from slurmgpu import shared_files
+from slurmgpu.util import shared_files
 from tests.chaos import steps
 
 MOST_S = 60
@@ -45,14 +45,14 @@ def preload() -> None:
     """Import what the commands will."""
     import slurmgpu.api
     import slurmgpu.cli.app
-    import slurmgpu.cli.listing
-    import slurmgpu.cli.logs
-    import slurmgpu.cli.submitting
-    import slurmgpu.executors.entry
+    import slurmgpu.cli.commands.submit
+    import slurmgpu.cli.views.log_lines
+    import slurmgpu.cli.views.run_list
+    import slurmgpu.executors.job_entry
     import slurmgpu.executors.local
-    import slurmgpu.executors.submitting
-    import slurmgpu.export
-    import slurmgpu.worker  # noqa: F401
+    import slurmgpu.executors.submission
+    import slurmgpu.merge.export
+    import slurmgpu.worker.main  # noqa: F401
 
 
 class Trials:

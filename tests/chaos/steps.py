@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from slurmgpu import heartbeats, signs, snapshots
 from slurmgpu.api import submission_of
 from slurmgpu.cli import main
-from slurmgpu.executors.entry import run_local_task
-from slurmgpu.planning import draft_run
-from slurmgpu.runs import create_run
+from slurmgpu.code import snapshots
+from slurmgpu.executors.job_entry import run_local_task
+from slurmgpu.plan.planner import draft_run
+from slurmgpu.run import heartbeats, liveness
+from slurmgpu.run.directory import create_run
 
 ELSEWHERE = {"host": "elsewhere", "pids": [1]}
 """Where tasks work that nobody here can look up: only what they write tells whether they are alive."""
@@ -33,7 +34,7 @@ def task(folder: str, number: str) -> None:
 
 def type_command(*argv: str) -> None:
     """The command line, which waits less long for silent tasks, as all is faster here."""
-    signs.SILENT_S = signs.FRESH_S = 6.0
+    liveness.SILENT_S = liveness.FRESH_S = 6.0
     sys.argv = ["slurmgpu", *argv]
     main()
 

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     epochs = parser.parse_args(argv).epochs
     import torch
 
-    from slurmgpu.workloads.kge.ranking import summary
+    from slurmgpu.workloads.tracin.kge.ranking import summary
 
     shutil.rmtree(MODEL, ignore_errors=True)
     trainer = train(triples("train"), epochs, folder=MODEL)
@@ -40,8 +40,8 @@ def train(trained: NDArray[np.int64], epochs: int, folder: Path | None = None) -
     """The trained model: a `Trainer`. On one thread, so that the same triples give the same model."""
     import torch
 
-    from slurmgpu.workloads.kge import train as trainer
-    from slurmgpu.workloads.kge.training import Recipe
+    from slurmgpu.workloads.tracin.kge import train as trainer
+    from slurmgpu.workloads.tracin.kge.training import Recipe
 
     torch.set_num_threads(1)
     recipe = Recipe(dim=64, channels=16, epochs=epochs, batch_size=64, learning_rate=3e-3, inverse="none")
@@ -53,7 +53,7 @@ def train(trained: NDArray[np.int64], epochs: int, folder: Path | None = None) -
 
 def triples(part: str) -> NDArray[np.int64]:
     """The triples (n, 3) of train.txt, valid.txt or test.txt."""
-    from slurmgpu.workloads.kge.graph import read_dictionary, read_triples
+    from slurmgpu.workloads.tracin.kge.graph import read_dictionary, read_triples
 
     entities, relations = (read_dictionary(HERE / name) for name in ("node_dict.txt", "rel_dict.txt"))
     return read_triples(HERE / f"{part}.txt", entities, relations)

@@ -1,0 +1,4 @@
+"""What each command does.
+
+May import: cli/views, cli, api and what lies below.
+"""

@@ -1,0 +1,201 @@
+"""`check`: one line for each thing that a run needs, on this machine or on a node of the cluster."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from slurmgpu import __version__
+from slurmgpu.cli.console import result, size_of
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.executors.slurm import check_command, hazards
+from slurmgpu.plan.container_spec import identify_image, image_path
+from slurmgpu.plan.planner import allocate, draft_run, workload_of
+from slurmgpu.plan.run_file import RunFile
+from slurmgpu.plan.site_file import read_run_file
+from slurmgpu.run.directory import Plan
+from slurmgpu.slurm import commands
+from slurmgpu.task.preflight import NodeCheck, check_here
+from slurmgpu.util.atomic_files import working_folder
+from slurmgpu.util.plurals import count_of
+
+SLOW_S = 10.0
+"""Without squashfuse Apptainer unpacks the whole image at every start, and says nothing."""
+NOWHERE = ".slurmgpu-check"
+"""In a place of its own: that a run directory exists is no fault of the run file."""
+MARKS = ("✓", "✗")
+
+
+def run_checks(run_file: Path, *, node: bool, fetch: bool = False) -> int:
+    """Print a line for each check, with `node` also those of a node by a short job; 2 if one failed, else 0.
+
+    With `fetch` what the workload needs of the network is downloaded first.
+    """
+    checks = _Checks(run_file)
+    checks.run(fetch=fetch)
+    if node and checks.are_good:
+        assert checks.config is not None
+        checks.are_good = _check_a_node(run_file, checks.config)
+    return 0 if checks.are_good else 2
+
+
+def run_checks_here(run_file: Path) -> int:
+    """Print what a task would find on this very machine: the image, its Python, the GPUs; 2 if it could not work."""
+    try:
+        with draft_run(run_file, run_dir=Path(NOWHERE)) as draft:
+            allocation = allocate(draft.resources, None)
+    except SlurmGPUError as error:
+        print_line(False, "node", str(error))
+        return 2
+    n_gpus = allocation.gpus_per_task // draft.resources.nodes_per_task
+    checked = check_here(draft.plan, n_gpus, draft.resources.device)
+    for name, text in describe_node(checked):
+        print_line(True, name, text)
+    for problem in checked.problems:
+        print_line(False, "node", problem)
+    return 2 if checked.problems else 0
+
+
+class _Checks:
+    """The checks of a run file on this machine. What several of them run into is said once."""
+
+    def __init__(self, run_file: Path) -> None:
+        self.config: RunFile | None = None
+        self.are_good = True
+        self._run_file = run_file
+        self._plan: Plan | None = None
+        self._said: set[str] = set()
+
+    def run(self, *, fetch: bool) -> None:
+        """Print the lines."""
+        self._line("versions", _versions)
+        self._line("run file", self._read)
+        if (config := self.config) is not None:
+            if fetch:
+                self._line("fetch", self._fetch)
+            self._line("image", lambda: self._image(config))
+            self._line("plan", self._draft)
+            for line in self._plan.placement if self._plan else ():
+                print_line(True, "placement", line)
+            self._line("resources", lambda: _resources(config))
+            self._line("executor", lambda: self._executor(config))
+
+    def _line(self, name: str, check: Callable[[], str]) -> None:
+        try:
+            print_line(True, name, check())
+        except SlurmGPUError as error:
+            self.are_good = False
+            if str(error) not in self._said:
+                print_line(False, name, str(error))
+            self._said.add(str(error))
+
+    def _read(self) -> str:
+        self.config = read_run_file(self._run_file)
+        return str(self._run_file)
+
+    def _image(self, config: RunFile) -> str:
+        run_file = self._run_file.resolve()
+        path = image_path(config.container, run_file.parent)
+        if path is None:
+            return "none: the workers run in this Python"
+        return describe_image(path, identify_image(path, run_file))
+
+    def _draft(self) -> str:
+        with draft_run(self._run_file, run_dir=Path(NOWHERE)) as draft:
+            self._plan = plan = draft.plan
+        return f"{count_of(plan.n_items, 'item')}, {count_of(plan.n_shards, 'shard')}, workload {plan.workload}"
+
+    def _fetch(self) -> str:
+        workload = workload_of(self._run_file)
+        fetch = getattr(workload, "fetch", None)
+        if not callable(fetch):
+            return f"workload {type(workload).__name__} has nothing to download"
+        with working_folder(self._run_file.expanduser().resolve().parent):  # a setting may be a path
+            return str(fetch())
+
+    def _executor(self, config: RunFile) -> str:
+        if config.resources.executor != "slurm":
+            return f"{config.resources.executor}: no Slurm is needed"
+        version = commands.run("sbatch", "--version").strip()
+        found = hazards(self._plan.container) if self._plan else []
+        if found:
+            raise SlurmGPUError(found[0])
+        return f"{version}, MaxArraySize {commands.max_array_size()}"
+
+
+def _versions() -> str:
+    names = ("submitit", "h5py", "numpy")
+    return f"slurmgpu {__version__}, " + ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+
+
+def describe_image(path: Path, identity: Mapping[str, Any]) -> str:
+    """What tells an image from others, in a line."""
+    size = f"{size_of(identity['size_bytes'])}, " if identity["size_bytes"] else "unpacked, "
+    built = f", built {identity['created']}" if identity["created"] else ""
+    return f"{path}: {size}{identity['arch']}, sha256 {identity['sha256'][:12]}{built}"
+
+
+def _resources(config: RunFile) -> str:
+    wanted = config.resources
+    found = allocate(wanted, None)
+    nodes = f" on {wanted.nodes_per_task} nodes" if wanted.nodes_per_task > 1 else ""
+    share = f"of {count_of(found.gpus_per_task, 'GPU')}" if found.gpus_per_task else "on CPUs"
+    return f"{count_of(found.n_tasks, 'task')} {share}{nodes}, executor {wanted.executor}, device {wanted.device}"
+
+
+def _check_a_node(run_file: Path, config: RunFile) -> bool:
+    """`check --here` as a job of Slurm's, with what the run asks for; its lines are printed as they come."""
+    command = check_command(config, [sys.executable, "-m", "slurmgpu", "check", str(run_file.resolve()), "--here"])
+    has_spoken = False
+    with commands.outside_job(), tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+        try:
+            job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace")
+        except FileNotFoundError:
+            return print_line(False, "node", commands.NOT_HERE.format("srun"))
+        with job:
+            assert job.stdout is not None
+            for line in job.stdout:
+                has_spoken = has_spoken or line.startswith(MARKS)
+                result(line.rstrip("\n"))
+        errors.seek(0)
+        said = errors.read()
+    if job.returncode != 0 and not has_spoken:
+        why = " ".join(said.replace("srun: error: ", "").split()) or f"srun ended with code {job.returncode}"
+        return print_line(False, "node", f"The check did not start on a node: {why.rstrip('.')}. Correct [slurm].")
+    sys.stderr.write(said)
+    return job.returncode == 0
+
+
+def describe_node(checked: NodeCheck) -> Iterable[tuple[str, str]]:
+    """What was found on a node: the names and texts of lines."""
+    found = checked.found
+    if not found:
+        return
+    start = f"started in {checked.start_s:.1f} s"
+    if checked.runtime and checked.start_s > SLOW_S:
+        start += ', which is slow: is there no squashfuse on this node? With stage = "unpack" it is not needed'
+    yield "node", ", ".join(part for part in (checked.node, checked.runtime, start) if part)
+    packages = ", ".join(f"{name} {version}" for name, version in found["packages"].items())
+    where = f" in {found['image']}" if found["image"] else ""
+    yield "python", f"{found['python']}{where} ({packages})"
+    for gpu in found["gpus"]:
+        free = "" if gpu["free_bytes"] is None else f", {gpu['free_bytes'] / 1e9:.1f} GB free"
+        yield "GPU", f"{gpu['name']}, {gpu['memory_bytes'] / 1e9:.1f} GB{free}, driver for CUDA {gpu['cuda']}"
+    if found["shm_bytes"]:
+        yield "/dev/shm", f"{found['shm_free_bytes'] / 1e9:.1f} of {found['shm_bytes'] / 1e9:.1f} GB free"
+
+
+def print_line(good: bool, name: str, text: str) -> bool:
+    """Print the line of a check, and say again whether it was good."""
+    mark = f"[green]{MARKS[0]}[/]" if good else f"[red]{MARKS[1]}[/]"
+    console = Console(highlight=False, emoji=False, soft_wrap=True)
+    console.print(f"{mark} {name:<10} {escape(' '.join(text.split()))}")
+    return good

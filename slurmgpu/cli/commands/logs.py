@@ -1,0 +1,145 @@
+"""`logs`: what tasks, their workers and the merge wrote, by task, by item and by failure class."""
+
+from __future__ import annotations
+
+import sys
+
+from slurmgpu.cli.console import result, result_json, say
+from slurmgpu.cli.views.follow import Following, follow_run
+from slurmgpu.cli.views.log_index import show_index
+from slurmgpu.cli.views.log_lines import Printer, labels_of, print_files, print_run, records_of
+from slurmgpu.cli.views.unstarted import is_at_rest, refuse_unstarted, refuse_unsubmitted
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.logs import (
+    merge_files,
+)
+from slurmgpu.run.directory import Run
+from slurmgpu.run.submissions import is_over
+from slurmgpu.search import Excerpt, Story, events_of_class, read_index, story_of_item
+from slurmgpu.search.excerpts import N_LINES
+from slurmgpu.util.plurals import count_of
+
+N_EXCERPTS = 3
+"""So many failures of a class are shown with the lines around them."""
+
+
+def print_task(run: Run, task: str, n_lines: int | None, *, follow: bool) -> None:
+    """Print what the attempts of a task wrote, in the order of time; and what they write."""
+    records = records_of(run, task)
+    if not records:
+        refuse_unstarted(run, task, waits=follow)
+    labels = labels_of(run, records)
+    since = min((record.get("started", 0.0) for record in records), default=0.0)
+    printer = Printer({file.path: label for file, label in labels.items()})
+    stops = print_files(list(labels), printer, n_lines, since, whole=follow)
+    if follow:
+        Following(run, printer, stops, lambda: records_of(run, task)).go_on()
+        if not records and not records_of(run, task):
+            refuse_unstarted(run, task, waits=False)
+
+
+def print_merge(run: Run, n_lines: int | None, *, follow: bool) -> None:
+    """Print what the merge jobs wrote."""
+    files = merge_files(run)
+    lines = run.submissions()
+    if not files and lines and lines[-1].get("by_hand") and (is_over(lines) or not follow):
+        job = lines[-1].get("merge_job", "JOB")
+        raise SlurmGPUError(
+            f"{run.folder} has no log of a merge: it was submitted by hand. If sbatch/merge.sbatch has run, its output "
+            f"is in slurmgpu-merge-{job}.out, where you typed sbatch. "
+            f"`slurmgpu report {run.typed}` shows what came of it."
+        )
+    if not files and (is_over(lines) or not follow):
+        raise SlurmGPUError(
+            f"{run.folder} has no log of a merge: none has started, or the command itself merged, as with the executor "
+            f"local, and what it said went to its terminal. `slurmgpu report {run.typed}` shows what came of it."
+        )
+    printer = Printer({file.path: file.source for file in files})
+    stops = print_files(files, printer, n_lines, 0.0, whole=follow)
+    if follow:
+        Following(run, printer, stops, None).go_on()
+
+
+def print_item(run: Run, index: int, n_lines: int | None) -> None:
+    """Say what became of an item, and show the place in the logs that tells of it."""
+    story = story_of_item(run, index, n_lines or N_LINES)
+    result(story.sentence)
+    show_story(story)
+    if story.ended == "missing" and is_at_rest(run):
+        say(f"next: slurmgpu resubmit {run.typed}")
+
+
+def show_story(story: Story) -> None:
+    """The place that tells of an item, if any does."""
+    if story.excerpt is None:
+        says = "say" if len(story.attempts) > 1 else "says"
+        result(f"No log {says} more of it." if story.attempts else "No log tells of it.")
+        return
+    result(f"{story.excerpt.where}\n")
+    show_excerpt(story.excerpt)
+
+
+def show_excerpt(excerpt: Excerpt) -> None:
+    """The lines of an excerpt, with a sign where some are left out."""
+    printer = Printer({line.file.path: line.file.source for line in excerpt.lines})
+    for number, line in enumerate(excerpt.lines):
+        if excerpt.is_gap(number):
+            sys.stdout.write("…\n")
+        printer.show(line, mark=number == excerpt.mark)
+
+
+def print_class(run: Run, name: str, n_lines: int | None) -> None:
+    """Name every failure of a class with its place, and show the first ones."""
+    count = 0
+    for event in events_of_class(run, name):
+        count += 1
+        where = f"  {event.file.path}:{event.number}" if event.file else ""
+        whose = f" in attempt {event.attempt}" if event.attempt and event.attempt not in event.what else ""
+        sys.stdout.write(f"{event.what}{whose}: {event.message.partition(chr(10))[0]}{where}\n")
+        excerpt = event.excerpt(n_lines or N_LINES // 2) if count <= N_EXCERPTS else None
+        if excerpt is not None:
+            show_excerpt(excerpt)
+            sys.stdout.write("\n")
+    tells = "tells" if count == 1 else "tell"
+    said = f"{count_of(count, 'line')} {tells} of {name}" if count else f"No log and no report tells of {name}"
+    say(f"{said}. next: slurmgpu logs {run.typed} --item N" if count else f"{said}.")
+
+
+def show_logs(
+    run: Run,
+    task: str | None,
+    item: int | None,
+    failure: str | None,
+    *,
+    merge: bool,
+    follow: bool,
+    n_lines: int | None,
+    as_json: bool,
+) -> None:
+    """What the command's arguments ask for; without any, the index."""
+    asked = [name for name, value in {"TASK": task, "--item": item, "--class": failure}.items() if value is not None]
+    asked += ["--merge"] * merge + ["--json"] * as_json
+    if len(asked) > 1:
+        raise SlurmGPUError(f"{' and '.join(asked)} do not go together: give one of them.")
+    if follow and asked and asked[0] not in ("TASK", "--merge"):
+        raise SlurmGPUError(f"--follow does not go with {asked[0]}: give it a TASK, or --merge, or nothing else.")
+    if as_json and n_lines is not None:
+        raise SlurmGPUError("--lines and --json do not go together: give one of them.")
+    if not as_json and item is None:
+        refuse_unsubmitted(run, waits=follow)
+    if as_json:
+        result_json(read_index(run))
+    elif item is not None:
+        print_item(run, item, n_lines)
+    elif failure is not None:
+        print_class(run, failure, n_lines)
+    elif merge:
+        print_merge(run, n_lines, follow=follow)
+    elif task is not None:
+        print_task(run, task, n_lines, follow=follow)
+    elif follow:
+        follow_run(run, n_lines)
+    elif n_lines is not None:
+        print_run(run, n_lines)
+    else:
+        show_index(run)

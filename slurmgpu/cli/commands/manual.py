@@ -1,0 +1,114 @@
+"""The commands of runs that are submitted by hand: to plan one, to work as a task of one, to merge one."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from slurmgpu.cli import options
+from slurmgpu.cli.options import (
+    DEFAULT_RUN_FILE,
+    ArrayOption,
+    DeviceOption,
+    ForceOption,
+    GpusOption,
+    ImageOption,
+    JsonOption,
+    MailOption,
+    NodesOption,
+    PerTaskOption,
+    ProcessesOption,
+    RunArgument,
+    RunDirOption,
+    RunFileArgument,
+    SetOption,
+    SlurmOption,
+    TasksOption,
+    TrustOption,
+    TypeOption,
+)
+from slurmgpu.errors import SlurmGPUError
+
+
+def plan(
+    context: typer.Context,
+    run_file: RunFileArgument = DEFAULT_RUN_FILE,
+    gpus: GpusOption = None,
+    array: ArrayOption = None,
+    gpus_per_task: PerTaskOption = None,
+    nodes_per_task: NodesOption = None,
+    gpu_type: TypeOption = None,
+    processes: ProcessesOption = None,
+    tasks: TasksOption = None,
+    device: DeviceOption = None,
+    image: ImageOption = None,
+    run_dir: RunDirOption = None,
+    settings: SetOption = None,
+    slurm: SlurmOption = None,
+    mail_user: MailOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Plan a run, and say how to submit it by hand.
+
+    Makes the run directory as submit does, queues nothing, and prints the two lines to type:
+    the array from a script in sbatch/, and its merge.
+    """
+    from slurmgpu.cli.commands import submit as submitting
+
+    overrides = options.overrides(context.params, settings, slurm, image)
+    submitting.plan(run_file, overrides, run_dir, as_json=as_json)
+
+
+def task(folder: RunArgument, device: DeviceOption = None, trust: TrustOption = False) -> None:
+    """Work as one task of a job of Slurm's.
+
+    The scripts in sbatch/ run it; submit needs no help of yours. Exits with 75 if it was stopped
+    and gave its shards back.
+    """
+    from slurmgpu.executors.job_entry import run_task_by_hand
+
+    if device not in (None, "auto", "cpu"):
+        raise SlurmGPUError(f"--device {device!r} is neither auto nor cpu.")
+    raise typer.Exit(run_task_by_hand(folder, device, trust=trust))
+
+
+def merge(
+    folder: RunArgument,
+    verify: Annotated[bool, typer.Option("--verify", help="Only check every byte of merged.h5 again.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until no task is queued or alive.")] = False,
+    force: ForceOption = False,
+    trust: TrustOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Join what is published into merged.h5, and report.
+
+    The merge job does this by itself, and sbatch/merge.sbatch by --wait. Exits with 3 while the run is
+    incomplete; --verify with 1 if bytes changed.
+    """
+    from slurmgpu.cli.console import complain, result, result_json
+    from slurmgpu.cli.views.tables import show_report
+    from slurmgpu.executors import submission as submitting
+    from slurmgpu.logs import log_to_stderr
+    from slurmgpu.merge.merge import verify as verify_merged
+
+    run = options.open_run(folder, trust=trust)
+    if verify and wait:
+        raise SlurmGPUError("--verify only reads merged.h5, and has nothing to wait for. Give one of the two.")
+    if force and (verify or wait):
+        raise SlurmGPUError("--force merges at once, and goes neither with --verify nor with --wait. Give one of them.")
+    if verify:
+        problems = verify_merged(run)
+        for problem in problems:
+            complain(problem)
+        if not problems:
+            result(f"{run.merged} is whole.")
+        raise typer.Exit(1 if problems else 0)
+    if wait:
+        log_to_stderr(force=True)
+    value = submitting.merge_when_over(run) if wait else submitting.merge_by_hand(run, force=force)
+    if as_json:
+        result_json(value)
+    else:
+        show_report(value)
+    raise typer.Exit(0 if value["complete"] else 3)

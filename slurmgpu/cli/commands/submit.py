@@ -1,0 +1,245 @@
+"""`submit` and `resubmit`: what they print while a run is planned, followed and over."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Column
+
+from slurmgpu import api
+from slurmgpu.cli.console import result, result_json, say
+from slurmgpu.cli.views import probe as forecasts
+from slurmgpu.cli.views.dry_run import show_draft
+from slurmgpu.cli.views.tables import show_report
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.executors import probe as probes
+from slurmgpu.executors.submission import Outcome
+from slurmgpu.faults.verdicts import judge
+from slurmgpu.plan.planner import Draft, draft_run
+from slurmgpu.plan.site_file import origins
+from slurmgpu.run.directory import Run
+from slurmgpu.util.plurals import count_of
+
+PROGRESS_S = 3.0
+"""How often the attempts' records are read for their progress: as often as they are written."""
+
+
+def submit(
+    run_file: Path,
+    overrides: Mapping[str, Any],
+    run_dir: Path | None,
+    after: Path | None,
+    *,
+    dry_run: bool,
+    wait: bool,
+    as_json: bool,
+    inject: Sequence[str] = (),
+    probe: int | None = None,
+    yes: bool = False,
+) -> int:
+    """Plan, and submit unless it is a dry run, or a probe says no; the exit code."""
+    if yes and probe is None:
+        raise SlurmGPUError("--yes is the answer to what --probe asks; leave it out, or add --probe N.")
+    if probe is not None and dry_run:
+        raise SlurmGPUError("--probe computes items and --dry-run computes nothing; leave one of them out.")
+    foretold: Mapping[str, Any] | None = None
+    other = Run.open(after) if after is not None else None
+    with _planning() as progress, draft_run(run_file, overrides, run_dir, progress, other) as draft:
+        if dry_run:
+            return show_draft(draft, other, origins(run_file, overrides), as_json=as_json, inject=inject)
+        for line in draft.plan.placement:
+            say(line)
+        if probe is not None:
+            api.submission_of(draft, other, inject)  # what is wrong with it is better known before
+            foretold = _probe(draft, probe, as_json=as_json)
+            if foretold["failure"] or not forecasts.shall_queue(yes=yes, as_json=as_json):
+                if as_json:
+                    result_json({**foretold, "submitted": None})
+                return api.EXIT_INCOMPLETE if foretold["failure"] else 0
+        with _following(draft.run_dir, draft.plan.n_items) as follow:
+            handle = api.submit_draft(draft, other, follow.run, inject)
+    assert handle.outcome is not None
+    return _conclude(handle.run, handle.outcome, wait=wait, as_json=as_json, foretold=foretold)
+
+
+def _probe(draft: Draft, n_items: int, *, as_json: bool) -> Mapping[str, Any]:
+    """The forecast, which is shown unless it is part of what is printed as JSON later."""
+    small = probes.draft_probe(draft, n_items)
+    n_probed, n_all = small.plan.n_items, draft.plan.n_items
+    twice = f", which is the whole run, as a batch is {draft.plan.batch_size}; it computes them again"
+    say(f"probing {count_of(n_probed, 'item')} of {n_all:,} in {small.run_dir}{twice if n_probed == n_all else ''}")
+    with _following(small.run_dir, small.plan.n_items, lambda folder: forecasts.say_interrupted()) as follow:
+        foretold = api.probe_draft(draft, n_items, follow.run, follow.status)
+    if foretold["failure"]:
+        forecasts.show_failure(foretold)
+    elif not as_json:
+        forecasts.show_forecast(foretold)
+    return foretold
+
+
+def plan(run_file: Path, overrides: Mapping[str, Any], run_dir: Path | None, *, as_json: bool) -> None:
+    """Make the run directory, and print how to submit it by hand."""
+    with _planning() as progress, draft_run(run_file, overrides, run_dir, progress) as draft:
+        run, lines, notes = api.plan_draft(draft)
+    for note in (*run.plan.placement, *notes):
+        say(note)
+    if as_json:
+        result_json({"run_dir": str(run.folder), "lines": lines})
+        return
+    say(f"{run.folder} is made, and nothing is queued. To submit it:")
+    for line in lines:
+        result(line)
+
+
+def resubmit(
+    run: Run,
+    resources: Mapping[str, Any],
+    slurm: Mapping[str, Any],
+    merging: Mapping[str, Any],
+    *,
+    failed: bool,
+    force: bool,
+    code: str | None,
+    other_code: bool,
+    wait: bool,
+    as_json: bool,
+) -> int:
+    """Submit what is missing; the exit code."""
+    with _following(run.folder, run.plan.n_items) as follow:
+        which: Any = {"failed": failed, "force": force, "code": code, "other_code": other_code}
+        outcome = api.resubmit(run, resources, slurm, follow.run, merging=merging, tell=say, **which)
+    return _conclude(run, outcome, wait=wait, as_json=as_json)
+
+
+def _conclude(
+    run: Run, outcome: Outcome, *, wait: bool, as_json: bool, foretold: Mapping[str, Any] | None = None
+) -> int:
+    for note in outcome.notes:
+        say(note)
+    report = outcome.report
+    if report is None and wait:
+        _say_submitted(run, outcome, to_stderr=True)
+        with _following(run.folder, run.plan.n_items) as follow:
+            report = api.wait_for(run, follow.status)
+    if report is None:
+        if as_json:
+            told = {"run_dir": str(run.folder), "submission": asdict(outcome.submission), **outcome.jobs}
+            result_json({**foretold, "submitted": told} if foretold else told)
+        else:
+            _say_submitted(run, outcome, to_stderr=False)
+        return 0
+    if as_json:
+        result_json({**foretold, "submitted": report} if foretold else report)
+    else:
+        show_report(report)
+    verdicts = judge(run, report)
+    if verdicts and not as_json:
+        say("")
+    for verdict in verdicts:
+        say(verdict.text)
+    if not all(verdict.kept for verdict in verdicts):
+        return api.EXIT_FAILED
+    return 0 if report["complete"] else api.EXIT_INCOMPLETE
+
+
+def _say_submitted(run: Run, outcome: Outcome, *, to_stderr: bool) -> None:
+    tell = say if to_stderr else result
+    submission, jobs = outcome.submission, outcome.jobs
+    tasks = count_of(submission.n_tasks, "task")
+    tell(f"submitted: array job {jobs['array_job']} ({tasks}), merge job {jobs['merge_job']}")
+    tell(f"next: slurmgpu status --watch {run.typed}")
+
+
+@contextlib.contextmanager
+def _planning() -> Iterator[Any]:
+    """A bar for the scan of a large input, on a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    with Progress(TextColumn("reading the input"), BarColumn(), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("input", total=None)
+
+        def show(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+            if done >= total:
+                bar.stop()
+
+        yield show
+
+
+class _Follower:
+    """Shows how many items are done: a bar on a terminal, else a line now and then."""
+
+    def __init__(self, bar: Progress | None, n_items: int) -> None:
+        self._bar = bar
+        self._task: TaskID | None = bar.add_task("items", total=n_items, progress="") if bar else None
+        self._n_items = n_items
+        self._last = -1
+        self._looked = 0.0
+
+    def run(self, run: Run) -> None:
+        """From the shards that are published, and on a terminal from what attempts tell of their items."""
+        if self._bar is not None and time.monotonic() - self._looked >= PROGRESS_S:
+            self._looked = time.monotonic()
+            self._tell(run.attempts())
+        self._show(sum(stop - start for start, stop in map(run.plan.bounds, run.published())))
+
+    def status(self, status: Mapping[str, Any]) -> None:
+        """From a status."""
+        self._tell(status["attempts"])
+        self._show(status["n_items_done"])
+
+    def _tell(self, attempts: Sequence[Mapping[str, Any]]) -> None:
+        """Show how far an item is that takes long: of several, the first attempt's."""
+        if self._bar is not None and self._task is not None:
+            told = [attempt["progress"] for attempt in attempts if attempt.get("progress")]
+            self._bar.update(self._task, progress=escape(told[0]) if told else "")
+
+    def _show(self, n_done: int) -> None:
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=n_done)
+        elif n_done * 10 // self._n_items > self._last:
+            self._last = n_done * 10 // self._n_items
+            say(f"{n_done:,} of {count_of(self._n_items, 'item')}")
+
+
+@contextlib.contextmanager
+def _following(
+    folder: Path, n_items: int, say_interrupted: Callable[[Path], None] | None = None
+) -> Iterator[_Follower]:
+    """Follow a run; Ctrl-C says what goes on without us."""
+    columns = (
+        TextColumn("{task.completed:,.0f} of {task.total:,.0f} items"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[progress]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
+    )
+    bar = Progress(*columns, console=Console(stderr=True), transient=True) if sys.stderr.isatty() else None
+    try:
+        with bar or contextlib.nullcontext():
+            yield _Follower(bar, n_items)
+    except KeyboardInterrupt:
+        (say_interrupted or _say_interrupted)(folder)
+        raise
+
+
+def _say_interrupted(folder: Path) -> None:
+    if not (folder / "run.json").exists():
+        say("interrupted; nothing was submitted.")
+        return
+    run = Run.open(folder)
+    last = run.submissions()[-1]
+    if last["executor"] == "slurm":
+        say(f"interrupted; Slurm goes on with the run. To see it: slurmgpu status --watch {run.typed}")
+        say(f"To stop it: slurmgpu cancel {run.typed}")
+    else:
+        say(f"interrupted; the tasks have ended and what is published is kept. To go on: slurmgpu resubmit {run.typed}")

@@ -1,0 +1,131 @@
+"""What the commands print: JSON, plain lines, and the plan of a dry run; `tables` has statuses and reports."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from slurmgpu.util.ansi import harmless
+from slurmgpu.util.plurals import count_of
+from slurmgpu.util.redact import hidden, hide_in
+
+
+def complain(text: str) -> None:
+    """A sentence for the user, on stderr."""
+    Console(stderr=True, soft_wrap=True, highlight=False, emoji=False).print(
+        f"[bold red]error:[/] {escape(harmless(text))}"
+    )
+
+
+def say(text: str) -> None:
+    """A line beside the result, on stderr."""
+    Console(stderr=True, soft_wrap=True, highlight=False, emoji=False).print(escape(harmless(text)))
+
+
+def result(text: str) -> None:
+    """A line of the result, on stdout."""
+    Console(soft_wrap=True, highlight=False, emoji=False).print(escape(harmless(text)))
+
+
+def result_json(value: Any) -> None:
+    """The result as JSON, on stdout."""
+    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def wide_console() -> Console:
+    """Rich on stdout; in a pipe, lines wide enough that no table is broken."""
+    return Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 200)
+
+
+def show_plan(
+    plan: Mapping[str, Any],
+    submission: Mapping[str, Any],
+    run_dir: str,
+    notes: Sequence[str],
+    items: Sequence[str] = (),
+) -> None:
+    """The plan of `submit --dry-run`, without its scripts and secrets; `items` are lines on those of no input."""
+    from rich.table import Table
+
+    console = wide_console()
+    table = Table.grid(padding=(0, 2))
+    files = plan["input"]["files"]
+    size = sum(max(0, file["size_bytes"]) for file in files)
+    table.add_row("run", escape(f"{run_dir} (not made)"))
+    in_files = f"{count_of(plan['n_items'], 'item')} in {count_of(len(files), 'file')}, {size_of(size)}"
+    for number, line in enumerate(items or [in_files]):
+        table.add_row("" if number else "input", escape(hide_in(line)))
+    # What planning found in files, digests and all, is for the plan; `--json` has it.
+    settings = hidden({name: value for name, value in plan["settings"].items() if name != "planned"})
+    table.add_row("workload", escape(f"{plan['workload']} {json.dumps(settings)}"))
+    columns = ", ".join(f"{name} ({_kind(column)})" for name, column in plan["columns"].items())
+    table.add_row("columns", escape(columns))
+    n_shards = -(-plan["n_items"] // plan["shard_items"])
+    items = count_of(plan["shard_items"], "item")
+    table.add_row("shards", f"{n_shards:,} of {items}, in batches of {plan['batch_size']}")
+    if plan["container"]:
+        image = plan["container"]["identity"]
+        table.add_row("image", escape(f"{plan['container']['image']} (sha256 {image['sha256'][:12]})"))
+    table.add_row("tasks", _tasks(submission))
+    if submission["inject"]:
+        table.add_row("faults", f"{', '.join(submission['inject'])}: a rehearsal, which fails on purpose")
+    if plan["on_end"]:
+        table.add_row("on_end", escape(hide_in(plan["on_end"])))
+    for line in plan["placement"]:
+        table.add_row("placement", escape(line))
+    for note in notes:
+        table.add_row("note", escape(note))
+    console.print(table)
+
+
+def show_origins(origins: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
+    """Every value that was set, table by table as in the run file, and behind it where."""
+    for name, values in origins.items():
+        if not values:
+            continue
+        result(f"\n[{name}]")
+        shown = {key: hidden(entry["value"], key) for key, entry in values.items()}
+        texts = {key: f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in shown.items()}
+        width = min(40, max(map(len, texts.values())))
+        for key, entry in values.items():
+            result(f"{texts[key]:<{width}}  # {entry['from']}")
+
+
+def show_scripts(scripts: Mapping[str, str]) -> None:
+    """The sbatch scripts of `submit --dry-run`, word for word but for secrets."""
+    for job, text in scripts.items():
+        result(f"\n# ---- {job}.sbatch ----")
+        sys.stdout.write(hide_in(text))
+
+
+def _tasks(submission: Mapping[str, Any]) -> str:
+    n, per_task = submission["n_tasks"], submission["gpus_per_task"]
+    what = count_of(per_task, "GPU") if per_task else "CPUs only"
+    what += f" on {submission['nodes_per_task']} nodes" if submission["nodes_per_task"] > 1 else ""
+    at_once = "" if submission["n_concurrent"] == n else f", {submission['n_concurrent']} at once"
+    return f"{n} of {what}{at_once}, executor {submission['executor']}, device {submission['device']}"
+
+
+def _kind(column: Mapping[str, Any]) -> str:
+    shape = f"{column['shape']}" if column.get("shape") else ""
+    return f"{column['kind']} {column.get('dtype', '')}{shape}".strip()
+
+
+def size_of(size: int) -> str:
+    """A number of bytes, to three digits, in the unit that suits it."""
+    value = float(size)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} TB"
+
+
+def share_of(done: int, total: int) -> str:
+    """How much of it is done, in percent with one decimal, cut and not rounded: 100.0% is all of it."""
+    return f"{1000 * done // total / 10:.1f}%" if total else "–"

@@ -1,0 +1,175 @@
+"""`submit --dry-run`: what would be submitted, whether it fits the cluster's limits, and what it may cost at most."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from slurmgpu import api
+from slurmgpu.cli.console import result, result_json, show_origins, show_plan, show_scripts, wide_console
+from slurmgpu.executors import resubmission
+from slurmgpu.inputs import sweeps
+from slurmgpu.plan.planner import Draft
+from slurmgpu.plan.site_file import Origins
+from slurmgpu.report.forecast import time_words
+from slurmgpu.run.directory import Run
+from slurmgpu.run.submissions import Submission
+from slurmgpu.slurm import commands
+from slurmgpu.util.plurals import count_of
+from slurmgpu.util.redact import HIDDEN, hidden
+
+if TYPE_CHECKING:
+    from slurmgpu.slurm.facts import Trial
+    from slurmgpu.slurm.limits import Limit
+
+MAX_CONFIGURATIONS = 8
+"""Configurations of a sweep that a dry run shows; the JSON has all."""
+SECRETS = f"what looks like a secret is shown as {HIDDEN}; --json shows it, and what is submitted has it"
+
+
+@dataclass
+class Preview:
+    """What Slurm's commands say of a submission; empty for other executors."""
+
+    submission: Submission
+    notes: list[str] = field(default_factory=list)
+    scripts: dict[str, str] = field(default_factory=dict)
+    limits: Sequence[Limit] = ()
+    walltime_s: float | None = None
+    bound_gpu_hours: float | None = None
+    trials: Mapping[str, Trial] = field(default_factory=dict)
+
+
+def show_draft(draft: Draft, after: Run | None, values: Origins, *, as_json: bool, inject: Sequence[str] = ()) -> int:
+    """Print what would be submitted, and where each value of it comes from; the exit code: 2 if Slurm refuses it."""
+    seen = _preview(draft, api.submission_of(draft, after, inject))
+    plan, asked = draft.plan.to_json(), asdict(seen.submission)
+    code = api.EXIT_COMPLETE if all(trial.taken for trial in seen.trials.values()) else api.EXIT_BAD_USAGE
+    if as_json:
+        result_json(
+            {
+                "run_dir": str(draft.run_dir),
+                "plan": plan,
+                "configurations": draft.items.configurations,
+                "submission": asked,
+                "origins": values,
+                "notes": seen.notes,
+                "limits": [limit.to_json() for limit in seen.limits],
+                "walltime_s": seen.walltime_s,
+                "bound_gpu_hours": seen.bound_gpu_hours,
+                "start_estimate": {job: trial.to_json() for job, trial in seen.trials.items()},
+                "scripts": seen.scripts,
+            }
+        )
+        return code
+    secrets = [SECRETS] if _has_secrets(plan, asked, seen.scripts) else []
+    show_plan(plan, asked, str(draft.run_dir), [*seen.notes, *secrets], _items_of(draft))
+    show_origins(values)
+    show_scripts(seen.scripts)
+    _show_limits(seen, draft.plan.auto_resubmit)  # last: what is seen first after a long script
+    return code
+
+
+def _has_secrets(plan: Mapping[str, Any], asked: Mapping[str, Any], scripts: Mapping[str, str]) -> bool:
+    told = [plan["settings"], plan["on_end"], plan["container"], asked["slurm"], scripts]
+    return HIDDEN in json.dumps(hidden(told), ensure_ascii=False)
+
+
+def _preview(draft: Draft, submission: Submission) -> Preview:
+    from slurmgpu.slurm import limits
+
+    seen = Preview(submission, bound_gpu_hours=limits.bound_gpu_hours(submission, None))
+    seen.notes += resubmission.fewer_tasks(submission, draft.plan.n_shards)
+    if submission.executor == "slurm":
+        try:
+            _ask_slurm(seen, draft)
+        except commands.SlurmUnavailableError as error:
+            seen.notes.append(f"Neither limits nor scripts can be shown. {error}")
+    return seen
+
+
+def _ask_slurm(seen: Preview, draft: Draft) -> None:
+    from slurmgpu.executors import slurm
+    from slurmgpu.slurm import facts, limits
+
+    seen.submission, less = slurm.respect_limits(seen.submission)
+    seen.notes += less + slurm.hazards(draft.plan.container)
+    seen.scripts = slurm.scripts(draft.run_dir, draft.plan.name, seen.submission)
+    known = facts.read_facts(seen.submission.slurm.get("account"))
+    seen.notes += known.notes
+    seen.limits, seen.walltime_s = limits.limits_of(seen.submission, known)
+    seen.bound_gpu_hours = limits.bound_gpu_hours(seen.submission, seen.walltime_s)
+    try:
+        seen.trials = facts.try_scripts(seen.scripts)
+    except commands.SlurmUnavailableError as error:
+        seen.notes.append(f"There is no estimate of the start. {error}")
+
+
+def _show_limits(seen: Preview, auto_resubmit: int) -> None:
+    if seen.submission.executor != "slurm":
+        return
+    result("\n# ---- limits ----")
+    table = Table.grid(padding=(0, 2))
+    for limit in seen.limits:
+        table.add_row(*map(escape, (limit.limit, limit.value, f"asked {limit.asked}", limit.then or "fits")))
+    wide_console().print(table)
+    result(_bound(seen, auto_resubmit))
+    for job, trial in seen.trials.items():
+        result(f"{job}: {_in_words(trial)}")
+    result(f"verdict: {_verdict(seen)}")
+
+
+def _verdict(seen: Preview) -> str:
+    from slurmgpu.slurm.limits import NEVER, REFUSED
+
+    if not seen.trials:
+        return "not known, as Slurm gives no answer"
+    if refused := [job for job, trial in seen.trials.items() if not trial.taken]:
+        return f"Slurm refuses the {' and the '.join(refused)} job. Correct [slurm], [merge] or [resources]."
+    for then, words in ((REFUSED, "sbatch will refuse it"), (NEVER, "Slurm takes it, and it pends for ever")):
+        if names := [limit.limit for limit in seen.limits if limit.then.startswith(then)]:
+            return f"{words}, by {', '.join(names)}"
+    if names := [limit.limit for limit in seen.limits if not limit.fits]:
+        return f"Slurm takes it, and runs fewer tasks at once than asked for, by {', '.join(names)}"
+    return "Slurm takes it, and it is within all of these limits"
+
+
+def _bound(seen: Preview, auto_resubmit: int) -> str:
+    submission, hours = seen.submission, seen.bound_gpu_hours
+    if submission.gpus_per_task == 0:
+        return "at most: no GPU-hours, it runs on CPUs"
+    if hours is None or seen.walltime_s is None:
+        return "at most: not known, as the tasks have no walltime; set time under [slurm]"
+    text = (
+        f"at most: {hours:,.2f} GPU-hours = {count_of(submission.n_tasks, 'task')} × "
+        f"{count_of(submission.gpus_per_task, 'GPU')} × "
+        f"{time_words(seen.walltime_s)}"
+    )
+    if submission.n_concurrent < submission.n_tasks:
+        text += f"; {hours * submission.n_concurrent / submission.n_tasks:,.2f} by those that run at once"
+    return text + (f"; as much again by each of {auto_resubmit} automatic resubmissions" if auto_resubmit else "")
+
+
+def _in_words(trial: Trial) -> str:
+    if trial.start is not None:
+        when = f"{trial.start:%Y-%m-%d %H:%M:%S} {trial.start.tzname()}"
+        return f"would start at {when}, as things stand; Slurm looks at none of the limits for it"
+    if not trial.taken:
+        return f"refused: {trial.said}"
+    return trial.said if "to start at" not in trial.said else "would start when the array has ended"
+
+
+def _items_of(draft: Draft) -> list[str]:
+    """Lines on the items of a run that has no input of the user's: what they are, and the first of a sweep."""
+    lines = [draft.items.said] if draft.items.said else []
+    if configurations := draft.items.configurations or ():
+        first = enumerate(configurations[:MAX_CONFIGURATIONS])
+        lines += [f"{number}: {sweeps.describe(each)}" for number, each in first]
+        if (n_more := len(configurations) - MAX_CONFIGURATIONS) > 0:
+            lines.append(f"… and {n_more:,} more; --json has all")
+    return lines

@@ -1,0 +1,133 @@
+"""`logs --follow`: what is added to log files, also to those that are yet to come, until the task or the run ends."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.cli.views.log_lines import Printer, labels_of, print_run
+from slurmgpu.logs import Line, LogFile, last_end, merge_files, read_lines, zone_of
+from slurmgpu.run import submissions
+from slurmgpu.run.directory import Run
+
+POLL_S = 0.5
+LOOK_S = 3.0
+"""How often new attempts are looked for; their records are written as often."""
+PART_BYTES = 1 << 22
+"""Of what was added to a file so much is kept in memory at once."""
+DOUBT_S = 30.0
+"""After so long a silence Slurm, or this machine, is asked whether anything of the run is alive."""
+
+Records = Callable[[], list[dict[str, Any]]]
+
+
+class Following:
+    """Prints what is added behind `positions`; `records` finds the attempts, None is for the merge alone.
+
+    With `named` each line says of which attempt it is.
+    """
+
+    def __init__(
+        self, run: Run, printer: Printer, positions: dict[Path, int], records: Records | None, *, named: bool = False
+    ) -> None:
+        self.run, self.printer, self.positions, self.records, self.named = run, printer, positions, records, named
+        self._zones: dict[Path, float | None] = {}
+        self._files: list[LogFile] = []
+        self._lags = False
+
+    def go_on(self) -> None:
+        """Print until the end."""
+        looked = spoke = float("-inf")
+        is_over = False
+        while not is_over:
+            now = time.monotonic()
+            if now - looked >= LOOK_S or not self._files:
+                looked = now
+                is_over = self._look()  # before the files are read: what is written until the end is printed
+            if self.print_new():
+                spoke = now
+            elif now - max(spoke, looked - DOUBT_S) >= DOUBT_S:
+                is_over, spoke = is_over or self._is_dead(), now
+            if not is_over and not self._lags:
+                time.sleep(max(POLL_S, len(self._files) / 1000))
+        while self.print_new(whole=False):
+            pass
+
+    def _look(self) -> bool:
+        """Find the files there are by now; whether nobody will write to them any more."""
+        is_over = submissions.is_over(self.run.submissions())
+        if self.records is None:
+            labels = {file: file.source for file in merge_files(self.run)}
+        else:
+            records = self.records()
+            labels = labels_of(self.run, records, named=self.named)
+            labels |= {file: file.source for file in merge_files(self.run) if self.named}
+            # Of the whole run there may be tasks that are yet to start.
+            is_over = is_over or (not self.named and bool(records) and all(map(_has_ended, records)))
+        if new := {file.path: label for file, label in labels.items() if file.path not in self._zones}:
+            self.printer.add(new)
+        self._files = list(labels)
+        for file in self._files:
+            self._zones.setdefault(file.path, None)
+        return is_over
+
+    def print_new(self, *, whole: bool = True) -> bool:
+        """Print what was added, in the order of time; only `whole` lines, or all there is. Whether there was any."""
+        new: list[Line] = []
+        self._lags = False
+        for file in self._files:
+            start, stop = self._added(file.path, whole)
+            if stop > start:
+                if self._zones[file.path] is None:
+                    self._zones[file.path] = zone_of(file.path)
+                new += read_lines(file, start, stop, zone=self._zones[file.path])
+                self.positions[file.path] = stop
+        for line in sorted(new, key=lambda line: line.time):
+            self.printer.show(line)
+        sys.stdout.flush()
+        return bool(new)
+
+    def _added(self, path: Path, whole: bool) -> tuple[int, int]:
+        """Where what was added to a file begins and ends, or so much of it as is printed at once."""
+        try:
+            size = path.stat().st_size
+        except OSError:  # it was removed; if there is another later, that is printed from its beginning
+            self.positions.pop(path, None)
+            return 0, 0
+        start = self.positions.get(path, 0)
+        if size < start:  # it was truncated
+            start = self.positions[path] = 0
+        if size - start > PART_BYTES:
+            self._lags = whole = True
+        return start, last_end(path, min(size, start + PART_BYTES)) if whole else size
+
+    def _is_dead(self) -> bool:
+        """Whether nothing of the run is alive, though it has not written its end."""
+        from slurmgpu.executors import liveness
+        from slurmgpu.slurm import commands
+
+        try:
+            return liveness.alive(self.run) is None
+        except commands.SlurmUnavailableError:
+            return False
+
+
+def follow_run(run: Run, n_lines: int | None) -> None:
+    """Print what all attempts write from now on, those that are yet to start as well, until the run ends.
+
+    With `n_lines` the last lines that there are come first.
+    """
+    stops = {} if n_lines is None else print_run(run, n_lines)
+    labels = {file.path: label for file, label in labels_of(run, run.attempts(), named=True).items()}
+    printer = Printer(labels, always=True)
+    files = [*labels, *(file.path for file in merge_files(run))]
+    stops = {path: last_end(path) for path in files} | stops
+    Following(run, printer, stops, run.attempts, named=True).go_on()
+
+
+def _has_ended(record: dict[str, Any]) -> bool:
+    """Whether an attempt has ended for good; a preempted one Slurm may start again."""
+    return record["state"] == "ended" and record.get("failure") != "preempted"

@@ -1,0 +1,106 @@
+"""Lines of log files, printed in the order of time, each with its source."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.style import Style
+
+from slurmgpu.logs import (
+    Line,
+    LogFile,
+    attempts_with_logs,
+    files_of,
+    last_end,
+    merge_files,
+    merged,
+    tail_start,
+    without_colours,
+)
+from slurmgpu.run.directory import Run
+
+COLOURS = ("cyan", "green", "magenta", "blue", "yellow", "bright_cyan", "bright_green", "bright_magenta")
+
+
+class Printer:
+    """Prints lines of logs, each with its source where there are several; colours on a terminal alone."""
+
+    def __init__(self, labels: Mapping[Path, str], *, always: bool = False) -> None:
+        self._always = always
+        console = Console()
+        self._is_coloured = console.is_terminal and not console.no_color
+        self._labels: dict[Path, str] = {}
+        self.add(labels)
+
+    def add(self, labels: Mapping[Path, str]) -> None:
+        """Know more files."""
+        many = self._always or len({*labels.values(), *self._labels.values()}) > 1
+        width = max(map(len, labels.values()), default=0)
+        for number, (path, label) in enumerate(labels.items()):
+            style = Style.parse(COLOURS[number % len(COLOURS)])
+            shown = style.render(f"{label:<{width}}") if self._is_coloured else f"{label:<{width}}"
+            self._labels[path] = f"{shown} | " if many else ""
+
+    def show(self, line: Line, mark: bool = False) -> None:
+        """One line."""
+        text = line.text if self._is_coloured else without_colours(line.text)
+        if self._is_coloured and mark:
+            text = Style(bold=True).render(without_colours(text))
+        end = "\x1b[0m\n" if "\x1b" in text else "\n"
+        sys.stdout.write(f"{self._labels.get(line.file.path, '')}{text}{end}")
+
+
+def records_of(run: Run, task: str) -> list[dict[str, Any]]:
+    """The attempts that "1234_7.0" (an attempt), "1234_7" (its task) or "7" (this task of every submission) names."""
+    records = attempts_with_logs(run)
+    return [r for r in records if task in (r["attempt"], f"{r['job']}_{r['task']}", str(r["task"]))]
+
+
+def print_run(run: Run, n_lines: int) -> dict[Path, int]:
+    """Print the last lines of all attempts together, each with its attempt; where the files ended."""
+    lines: list[Line] = []
+    labels: dict[Path, str] = {}
+    stops: dict[Path, int] = {}
+    merges = {file: file.source for file in merge_files(run)}
+    for record in [*attempts_with_logs(run), None]:
+        own = merges if record is None else labels_of(run, [record], named=True)
+        files = [file for file in own if file.path not in stops]
+        labels |= {file.path: own[file] for file in files}
+        stops |= {file.path: last_end(file.path) for file in files}
+        starts = {file.path: tail_start(file.path, n_lines, stops[file.path]) for file in files}
+        # Attempt by attempt: thousands of files are not open at once.
+        since = 0.0 if record is None else record.get("started", 0.0)
+        lines += deque(merged(files, since=since, starts=starts, stops=stops), maxlen=n_lines)
+    printer = Printer(labels, always=True)
+    for line in sorted(lines, key=lambda line: line.time)[-n_lines:]:
+        printer.show(line)
+    return stops
+
+
+def labels_of(run: Run, records: Iterable[Mapping[str, Any]], *, named: bool = False) -> dict[LogFile, str]:
+    """The files of attempts, each once, with their sources; with the attempt if `named`, or where there are several."""
+    records, lines = list(records), run.submissions()
+    labels: dict[LogFile, str] = {}
+    for record in records:
+        for file in files_of(run, record, lines):
+            whose = record["attempt"] if file.is_worker else f"{record['job']}_{record['task']}"
+            labels.setdefault(file, f"{whose} {file.source}" if named or len(records) > 1 else file.source)
+    return labels
+
+
+def print_files(
+    files: list[LogFile], printer: Printer, n_lines: int | None, since: float, *, whole: bool
+) -> dict[Path, int]:
+    """Print files, or their last lines, in the order of time; where each of them ended, if only `whole` lines count."""
+    stops = {file.path: last_end(file.path) for file in files}
+    ends = stops if whole else {}
+    starts = {path: tail_start(path, n_lines, ends.get(path)) for path in stops if n_lines is not None}
+    lines: Iterable[Line] = merged(files, since=since, starts=starts, stops=ends)
+    for line in lines if n_lines is None else deque(lines, maxlen=n_lines):
+        printer.show(line)
+    return stops

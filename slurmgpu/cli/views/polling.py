@@ -1,0 +1,166 @@
+"""Looks at a run again and again in the background, so that whoever draws never waits for a file system or Slurm."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.cli.views.state_words import GRACE_S, plain
+from slurmgpu.report.queued import Queue
+from slurmgpu.report.status import StatusReader
+from slurmgpu.run.directory import Run
+from slurmgpu.slurm.queue import may_be_queued, queued_jobs
+from slurmgpu.util.shared_files import open_file
+
+LOOK_S = 1.0
+QUEUE_S = 30.0
+"""Slurm's controller is asked this often at most, and not at all for a run that it has nothing of."""
+REST = 4
+"""After a look that took long, because the file system is slow, comes a rest of this many times as long."""
+JOIN_S = 0.2
+PATIENCE_S = 5.0
+"""The first answer of squeue is waited for, for so long."""
+TAIL_BYTES = 16_384
+PREFIX = re.compile(r"^\d{4}-\d\d-\d\d[T ][\d:.,]+(?:Z|[+-]\d\d:?\d\d)? (?:[A-Z]+ )?(?:[\w.]+: )?")
+"""What logging writes before a message: its time, level and logger."""
+OWN = re.compile(r"\d{4}-\d\d-\d\dT\S+ INFO slurmgpu\..*")
+"""What says which shard is begun or published, as the columns do; behind a progress bar, or on a line of its own."""
+BEGINS = re.compile(r" INFO slurmgpu\.worker: shard \d+: items ")
+"""What says that a shard is begun."""
+FIRST_WORDS = " INFO slurmgpu.worker: this worker is process "
+"""A worker's first line."""
+
+
+class Look:
+    """One look after another: each gives the status and the last lines of logs; without threads of its own."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._reader = StatusReader(run)
+        self._lines: dict[str, tuple[object, str]] = {}
+        self._over_since: float | None = None
+
+    def read(
+        self, queued: Queue | None, visible: Collection[str] | None, now: float
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """The status at a moment, and by attempt the last line of the log; both in detail for the visible alone."""
+        status = self._reader.read(queued, now=now, gpus_of=visible)
+        living = {a["attempt"]: a for a in status["attempts"] if a["state"] != "ended" and not a["progress"]}
+        names = [name for name in living if visible is None or name in visible]
+        self._lines = {name: self._last_line(name, living[name]["state"] == "running") for name in names}
+        return status, {name: line for name, (_, line) in self._lines.items()}
+
+    def has_ended(self, status: Mapping[str, Any]) -> bool:
+        """Whether nothing more will happen to the run, as far as its files tell."""
+        if status["state"] != "ended" or status["at_work"] is None:
+            self._over_since = None
+            return status["state"] in ("complete", "incomplete")
+        self._over_since = status["time"] if self._over_since is None else self._over_since
+        return bool(status["time"] - self._over_since >= GRACE_S)
+
+    def _last_line(self, attempt: str, computes: bool) -> tuple[object, str]:
+        path = self.run.logs / f"{attempt}.log"
+        known = self._lines.get(attempt)
+        try:
+            found = path.stat()
+            mark = (found.st_mtime_ns, found.st_size, computes)
+            return known if known is not None and known[0] == mark else (mark, last_line(path, computes))
+        except OSError:
+            return None, ""
+
+
+def last_line(path: Path, computes: bool = False) -> str:
+    """The last line of a log that says something, without its time; from the file's end alone.
+
+    That is the workload's, or a warning, of the worker that lives: which shard it has, the record knows better. Of one
+    that `computes`, what was said before it did is the past.
+    """
+    with open_file(path) as file:
+        start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
+        file.seek(start)
+        text = file.read().decode(errors="replace")
+    # A progress bar writes over its line after a carriage return.
+    lines = re.split(r"[\r\n]", text)
+    lines = lines[1:] if start and len(lines) > 1 else lines
+    firsts = [number for number, line in enumerate(lines) if FIRST_WORDS in line]
+    lines = lines[firsts[-1] + 1 :] if firsts else lines  # what is above is of another worker, which has died
+    begun = [number for number, line in enumerate(lines) if BEGINS.search(line)]
+    if computes and (begun or firsts or not start):
+        lines = lines[begun[0] + 1 :] if begun else []
+    said = (plain(PREFIX.sub("", OWN.sub("", line))) for line in reversed(lines))
+    return next(filter(None, said), "")
+
+
+class Lookout:
+    """The latest look at a run, kept fresh by threads; `on_look` is called, in one of them, after each.
+
+    `visible` are the attempts of which details are wanted; None is all.
+    """
+
+    def __init__(self, run: Run, on_look: Callable[[], None]) -> None:
+        self.run = run
+        self.status: dict[str, Any] | None = None
+        self.words: Mapping[str, str] = {}
+        self.has_ended = False
+        self.error: BaseException | None = None
+        self.visible: Collection[str] | None = ()
+        self._look = Look(run)
+        self._on_look = on_look
+        self._queue: list[dict[str, Any]] | None = None
+        self._answered = threading.Event()
+        self._changed = threading.Event()
+        self._stopped = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Begin to look. The threads hold nothing that an exit would have to wait for."""
+        self._threads = [threading.Thread(target=t, daemon=True) for t in (self._keep_asking, self._keep_looking)]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Look no more; a look at a slow file system is not waited for."""
+        self._stopped.set()
+        self._changed.set()
+        for thread in self._threads[-1:]:
+            thread.join(JOIN_S)
+
+    def show(self, names: Sequence[str]) -> None:
+        """Want the details of these attempts, soon."""
+        if self.visible is not None and names != self.visible:
+            self.visible = names
+            self._changed.set()
+
+    def _keep_asking(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                if may_be_queued(self.run):
+                    self._queue = queued_jobs(self.run, last=self._queue)
+            except Exception as error:
+                logging.getLogger(__name__).warning("the queue is not known: %s", error)
+            self._answered.set()
+            self._stopped.wait(QUEUE_S)
+
+    def _keep_looking(self) -> None:
+        self._answered.wait(PATIENCE_S)
+        while not self._stopped.is_set():
+            began = time.monotonic()
+            self._changed.clear()
+            try:
+                self.status, self.words = self._look.read(self._queue, self.visible, time.time())
+                self.has_ended = self._look.has_ended(self.status)
+            except BaseException as error:  # it is raised where it is seen
+                self.error = error
+            if self._stopped.is_set():
+                return
+            self._on_look()
+            if self.error is not None or self.has_ended:
+                return
+            took = time.monotonic() - began
+            self._changed.wait(max(LOOK_S - took, REST * took))

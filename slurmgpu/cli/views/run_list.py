@@ -1,0 +1,284 @@
+"""`list`: the runs under a directory, found and read without starting anything but one squeue."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.cells import cell_len
+from rich.markup import escape
+from rich.table import Table
+
+from slurmgpu.cli.completion import PROBE
+from slurmgpu.cli.console import say, share_of, wide_console
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.report.build import is_complete, read_report
+from slurmgpu.report.states import is_told
+from slurmgpu.report.status import read_status
+from slurmgpu.run.directory import Run
+from slurmgpu.slurm import commands, queue
+from slurmgpu.util.plurals import count_of
+from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, status_of
+
+LIST_FORMAT = "slurmgpu list"
+LIST_VERSION = 1
+
+MAX_ENTRIES = 10_000
+"""A folder with more entries than this is data: what lies in it is not looked through any further."""
+SKIPPED = {"node_modules", "__pycache__", "site-packages"}
+"""Folders that are not entered, beside those whose name begins with a dot."""
+SIGNS = ("report.json", "submissions.jsonl", "run.json", "tasks", "shards")
+"""What changes in a run directory while it works: the newest of their times is its last activity."""
+
+GAP = 2
+NAME_WIDTH = 40
+"""A run's name has so much room, if it needs it, before numbers have any."""
+LEFT_OUT = ("GPU-hours", "items", "last activity", "failed", "done", "state")
+"""Where there is no room for all columns, they are left out in this order."""
+
+
+def list_runs(folder: Path, now: float | None = None) -> dict[str, Any]:
+    """The runs under a folder, the one with the latest activity first: what `list --json` prints."""
+    folder = folder.expanduser().absolute()
+    if not folder.is_dir():
+        raise SlurmGPUError(f"{folder} is no directory; name one in which to look for runs.")
+    notes: Counter[str] = Counter()
+    opened = {path: _open(path) for path in _once(folder, find_runs(folder, notes))}
+    jobs = _queue([run for run in opened.values() if isinstance(run, Run)], notes)
+    moment = time.time() if now is None else now
+    rows = [_row(path, run, jobs, moment) for path, run in opened.items()]
+    rows.sort(key=lambda row: (row["age_s"] is None, row["age_s"], row["run_dir"]))
+    return {
+        "format": LIST_FORMAT,
+        "version": LIST_VERSION,
+        "folder": str(folder),
+        "runs": rows,
+        "notes": [note.format(count_of(count, "folder")) for note, count in notes.items()],
+    }
+
+
+def find_runs(folder: Path, notes: Counter[str], through_links: bool = True) -> Iterator[Path]:
+    """The run directories in a folder and below; `notes` counts the folders that were not looked through, by reason.
+
+    Nothing is looked for in a run directory. A link to a folder is followed one folder deep, so that links lead
+    neither in circles nor through a whole file system.
+    """
+    try:
+        if status_of(folder / "run.json", BRIEF_PATIENCE_S) is not None:
+            yield folder
+            return
+        names = _folders(folder, notes)
+    except OSError as error:
+        notes[f"{{}} could not be read: {error.strerror}"] += 1
+        return
+    for name, is_link in names:
+        path = folder / name
+        if not is_link:
+            yield from find_runs(path, notes, through_links)
+        elif through_links:
+            yield from _behind_link(path, notes)
+
+
+def _once(folder: Path, found: Iterable[Path]) -> Iterable[Path]:
+    """Each run under one name: that which leads through no link, where there is one."""
+    base = folder.resolve()
+    names: dict[Path, Path] = {}
+    for path in sorted(found, key=lambda path: (path.resolve() != base / path.relative_to(folder), path)):
+        names.setdefault(path.resolve(), path)
+    return names.values()
+
+
+def _behind_link(folder: Path, notes: Counter[str]) -> Iterator[Path]:
+    """The run that a link leads to, or the runs in the folder that it leads to."""
+    with contextlib.suppress(OSError):  # it leads nowhere, or where others have their files
+        if _is_run(folder):
+            yield folder
+        else:
+            yield from (folder / name for name, _ in _folders(folder, notes) if _is_run(folder / name))
+
+
+def _is_run(folder: Path) -> bool:
+    with contextlib.suppress(OSError):  # nobody may look into it
+        return status_of(folder / "run.json", BRIEF_PATIENCE_S) is not None
+    return False
+
+
+def _folders(folder: Path, notes: Counter[str]) -> list[tuple[str, bool]]:
+    """The folders in a folder that may hold runs, by name, and whether each is a link."""
+    names = []
+    with os.scandir(folder) as entries:
+        for number, entry in enumerate(entries):
+            if number >= MAX_ENTRIES:
+                notes[f"{{}} with more than {MAX_ENTRIES:,} entries, not looked through to the end"] += 1
+                break
+            if entry.name == "pyvenv.cfg":
+                return []
+            if not entry.name.startswith(".") and entry.name not in SKIPPED and _leads_to_folder(entry):
+                names.append((entry.name, entry.is_symlink()))
+    return sorted(names)
+
+
+def _leads_to_folder(entry: os.DirEntry[str]) -> bool:
+    with contextlib.suppress(OSError):  # a link that leads in a circle costs itself alone
+        return entry.is_dir()
+    return False
+
+
+def _open(folder: Path) -> Run | str:
+    """The run in a run directory, or what is wrong with it."""
+    try:
+        return Run.open(folder)
+    except Exception as error:  # of a file that anything may have happened to
+        return _why(error)
+
+
+def _queue(runs: Sequence[Run], notes: Counter[str]) -> list[queue.QueuedJob] | None:
+    """All of the user's jobs, by one call; None where no run needs it, or Slurm does not answer."""
+    if not any(_may_have_jobs(run) for run in runs):
+        return None
+    try:
+        return queue.own_jobs()
+    except commands.SlurmUnavailableError as error:
+        if any(_is_queued(run) for run in runs):
+            notes[f"The queue is not known: {queue.in_short(error).replace('{', '(').replace('}', ')')}."] += 1
+        return None
+
+
+def _may_have_jobs(run: Run) -> bool:
+    with contextlib.suppress(Exception):  # its row says what is wrong with it
+        return queue.may_be_queued(run)
+    return False
+
+
+def _is_queued(run: Run) -> bool:
+    with contextlib.suppress(Exception):
+        return any(line["state"] == "queued" for line in run.submissions())
+    return False
+
+
+def _row(folder: Path, run: Run | str, jobs: Sequence[queue.QueuedJob] | None, now: float) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "run": folder.name,
+        "run_dir": str(folder),
+        "state": "damaged",
+        "n_items": None,
+        "n_items_done": None,
+        "n_errors": None,
+        "age_s": _age(folder, now),
+        "gpu_hours": None,
+        "probe_of": None if isinstance(run, str) else _probed(run),
+        "problem": run if isinstance(run, str) else None,
+    }
+    if isinstance(run, Run):
+        try:
+            row |= _standing(run, None if jobs is None else queue.queued_jobs(run, jobs))
+        except Exception as error:
+            row["problem"] = _why(error)
+    return row
+
+
+def _probed(run: Run) -> str | None:
+    """Where the run lies, or would, that this one is the probe of; None if it is one of its own."""
+    is_probe = run.plan.input.get("ranges") is not None and run.folder.name.endswith(PROBE)
+    return str(run.folder.with_name(run.folder.name.removesuffix(PROBE))) if is_probe else None
+
+
+def _standing(run: Run, queued: Sequence[Any] | None) -> dict[str, Any]:
+    """State and counts of a run: of one that has ended from its report, and only else from its attempts' records."""
+    try:
+        report, problem = read_report(run), None
+    except SlurmGPUError as error:
+        report, problem = None, str(error)
+    lines = run.submissions()
+    merged = is_complete(run)
+    n_done = run.plan.n_items if merged else sum(b - a for a, b in map(run.plan.bounds, run.published()))
+    standing: dict[str, Any] = {"n_items": run.plan.n_items, "n_items_done": n_done, "problem": problem}
+    if report is None or not is_told(lines, report["submissions"], queued):
+        status = read_status(run, queued)
+        standing |= {key: status[key] for key in ("state", "n_errors")}
+    else:
+        standing |= {"state": "complete" if merged else "incomplete", "n_errors": report["n_errors"]}
+    return {**standing, "gpu_hours": report["gpu_hours"] if report else None}
+
+
+def _age(folder: Path, now: float) -> float | None:
+    times = []
+    for name in SIGNS:
+        with contextlib.suppress(OSError):
+            times.append((folder / name).stat().st_mtime)
+    return round(max(0.0, now - max(times)), 1) if times else None
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, SlurmGPUError):
+        return str(error)
+    return textwrap.shorten(f"{type(error).__name__}: {error}", 160, placeholder=" …")
+
+
+def show_list(value: dict[str, Any]) -> None:
+    """A line for each run, with as many columns as there is room for, and on stderr what is wrong with some."""
+    folder, runs = Path(value["folder"]), value["runs"]
+    if not runs:
+        say(f"No run directory under {folder}. `slurmgpu submit` makes one.")
+    else:
+        console = wide_console()
+        lines = [_cells(row, folder) for row in runs]
+        shown = _fitting(lines, console.width)
+        table = Table(box=None, header_style="bold", padding=(0, GAP, 0, 0), pad_edge=False)
+        for name in shown:
+            words = name in ("run", "state")
+            table.add_column(name, justify="left" if words else "right", no_wrap=name != "run", overflow="fold")
+        for line in lines:
+            table.add_row(*(escape(line[name]) for name in shown))
+        console.print(table)
+        if left_out := [name for name in lines[0] if name not in shown]:
+            say(f"There is no room for: {', '.join(left_out)}. A wider terminal shows them, and so does --json.")
+    for row in runs:
+        if row["problem"]:
+            say(f"{row['run_dir']}: {row['problem']}")
+    for note in value["notes"]:
+        say(note)
+
+
+def _fitting(lines: Sequence[dict[str, str]], width: int) -> list[str]:
+    """The columns for which there is room: a number is never cut, and a name not below `NAME_WIDTH`."""
+    widths = {name: max(len(name), *(cell_len(line[name]) for line in lines)) + GAP for name in lines[0]}
+    widths["run"] = min(widths["run"], NAME_WIDTH + GAP)
+    for name in LEFT_OUT:
+        if sum(widths.values()) - GAP <= width:
+            break
+        del widths[name]
+    return list(widths)
+
+
+def _cells(row: dict[str, Any], folder: Path) -> dict[str, str]:
+    total, done = row["n_items"], row["n_items_done"]
+    return {
+        "run": _typed(row["run_dir"], folder),
+        "state": row["state"] if row["probe_of"] is None else f"probe, {row['state']}",
+        "items": "–" if total is None else f"{done:,} of {total:,}",
+        "done": "–" if not total else share_of(done, total),
+        "failed": "–" if row["n_errors"] is None else f"{row['n_errors']:,}",
+        "GPU-hours": "–" if row["gpu_hours"] is None else f"{row['gpu_hours']:,.2f}",
+        "last activity": "–" if row["age_s"] is None else f"{_duration(row['age_s'])} ago",
+    }
+
+
+def _typed(run_dir: str, folder: Path) -> str:
+    """The run directory as seen from the folder that was asked for, without control characters."""
+    near = os.path.relpath(run_dir, folder)
+    near = Path(run_dir).name if near == "." else near
+    return "".join(letter if letter.isprintable() else "?" for letter in near)
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= size:
+            return f"{int(seconds // size)} {unit}"
+    return f"{int(seconds)} s"

@@ -1,0 +1,181 @@
+"""A run's state in words, for a screen, a line or a table; what comes from the run does nothing to a terminal."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from slurmgpu.report.attempts import in_task_order
+from slurmgpu.util.ansi import without_escapes
+from slurmgpu.util.plurals import count_of
+
+Status = Mapping[str, Any]
+Attempt = Mapping[str, Any]
+
+GRACE_S = 45.0
+"""A run whose tasks are over is waited for: its merge is about to write its end, or the queue was asked too early."""
+SETTLED_S = 10.0
+"""A task that has no shard so long after it has loaded found none that is free."""
+
+
+def plain(text: str) -> str:
+    """Text of a run as one line that does nothing to a terminal."""
+    printable = "".join(letter if letter.isprintable() else " " for letter in without_escapes(text))
+    return " ".join(printable.split())
+
+
+def state_of(attempt: Attempt) -> str:
+    """An attempt's state in a word, of which `silent` and `failed` are more than its own record says."""
+    if attempt["failure"]:
+        return "failed"
+    return "silent" if attempt["silent"] else str(attempt["state"])
+
+
+def tasks_of(status: Status) -> list[Attempt]:
+    """The latest attempt of each task: those that want a look, then the living, then those that ended well.
+
+    The silent and the failed want one, but for those of earlier submissions, whose shards the last one computes.
+    """
+    latest = {attempt["attempt"].rpartition(".")[0]: attempt for attempt in in_task_order(status["attempts"])}
+    newest = max((attempt["submission"] for attempt in latest.values()), default=0)
+    order = {"silent": 0, "failed": 1, "ended": 3}
+
+    def place(attempt: Attempt) -> int:
+        rank = order.get(state_of(attempt), 2)
+        return 3 if rank < 2 and attempt["submission"] < newest else rank
+
+    return sorted(latest.values(), key=place)
+
+
+def pace_words(status: Status) -> str:
+    """How fast the run goes and how long it will take."""
+    pace = status["pace"]
+    left_s, rate = pace["left_s"], pace["items_per_s"]
+    parts = [] if rate is None else [f"{rate_of(rate)} items/s" if rate else "no task computes just now"]
+    if status["n_shards_done"] == status["n_shards"]:
+        return ""
+    if left_s is not None:
+        parts.append(f"{duration(left_s)} left, until about {moment(status['time'] + left_s, status['time'])}")
+    elif pace["n_shards_left_over"] and pace["n_living"]:
+        parts.append(f"{count_of(pace['n_shards_left_over'], 'shard')} will be left when the walltimes end")
+    elif pace["n_living"] and status["state"] == "running" and not if_words(status):
+        parts.append("time left: not known yet")
+    return ", ".join(parts)
+
+
+def if_words(status: Status) -> str:
+    """How long it would take if all that is queued started now, where that is less."""
+    pace = status["pace"]
+    left_s, if_s = pace["left_s"], pace["left_if_queued_start_s"]
+    if not if_s or not pace["n_waiting"] or (left_s is not None and if_s > 0.95 * left_s):
+        return ""
+    return f"{duration(if_s)} left if started now"
+
+
+def merge_words(status: Status) -> str:
+    """What is to come once no task computes any more; nothing before."""
+    if status["state"] != "merging":
+        return ""
+    newest = max((attempt["submission"] for attempt in status["attempts"]), default=0)
+    tasks = [task for task in tasks_of(status) if task["submission"] == newest]
+    n_ended = sum(task["state"] == "ended" or task["silent"] for task in tasks)
+    jobs = [job for job in status["queue"] or () if not job["n_tasks"]]
+    at_work = any(job["state"] == "RUNNING" for job in jobs)
+    told = "the merge is at work" if at_work else "waiting for the merge"
+    return f"{n_ended:,} of {count_of(len(tasks) + status['pace']['n_waiting'], 'task')} ended; {told}"
+
+
+def parting_words(status: Status) -> str:
+    """Why a run of which nothing is left is watched for a while; nothing while something is."""
+    if status["state"] != "ended" or status["at_work"] is None:
+        return unknown_words(status)
+    return f"no job of it is left; if its merge does not write its end within {GRACE_S:.0f} s, this ends"
+
+
+def unknown_words(status: Status) -> str:
+    """What is said of a run whose tasks are over if nobody can tell whether there are more."""
+    is_unknown = status["state"] == "ended" and status["at_work"] is None
+    return "nobody here can tell whether more of it is queued" if is_unknown else ""
+
+
+def failure_words(status: Status) -> str:
+    """Failures by class: of attempts, of workers whose attempts went on, and of items."""
+    records = {"damaged": len(status["damaged_records"])} if status["damaged_records"] else {}
+    groups = (
+        ("tasks", status["failures"]),
+        ("workers", status["worker_deaths"]),
+        ("items", status["errors_by_class"]),
+        ("records", records),
+    )
+    texts = {name: ", ".join(f"{n:,} {plain(kind)}" for kind, n in counts.items()) for name, counts in groups}
+    return "; ".join(f"{name}: {text}" for name, text in texts.items() if text)
+
+
+def queue_words(status: Status) -> str:
+    """What the queue says of tasks that have not started, and what they would bring; nothing if there are none."""
+    pending = [job for job in status["queue"] or () if job["state"] == "PENDING" and job["n_tasks"]]
+    by_reason: Counter[str] = Counter()
+    for job in pending:
+        by_reason[plain(job["reason"])] += job["n_tasks"]
+    parts = [f"{n:,} pending ({reason})" for reason, n in by_reason.most_common(3)]
+    if starts := [job["start"] for job in pending if job["start"] is not None]:
+        parts.append(f"start about {moment(min(starts), status['time'])}")
+    return "; ".join(part for part in (", ".join(parts), if_words(status)) if part)
+
+
+def rate_of(rate: float) -> str:
+    """Items in a second, with about three digits."""
+    return f"{rate:,.{0 if rate >= 100 else 1 if rate >= 10 else 2 if rate >= 1 else 3}f}"
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds; days where there are some."""
+    minutes, seconds = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return f"{days} d {hours}:{minutes:02} h" if days else f"{hours}:{minutes:02}:{seconds:02}"
+
+
+def span_of(seconds: float) -> str:
+    """A length of time to about two digits."""
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def moment(epoch: float, now: float) -> str:
+    """A time of day, with the day where it is not soon."""
+    return time.strftime("%H:%M" if epoch - now < 20 * 3600 else "%a %d %b %H:%M", time.localtime(epoch))
+
+
+def shard_of(task: Attempt) -> str:
+    """The shard in hand; a dash for a task that is between two of them."""
+    if task["shard"] is None:
+        return "–" if task["state"] == "running" else ""
+    return str(task["shard"])
+
+
+def part_of(task: Attempt) -> str:
+    """How much of the shard in hand is done."""
+    return f"{task['shard_done'] / task['shard_items']:.0%}" if task["shard_items"] else shard_of(task)
+
+
+def last_message(task: Attempt, words: Mapping[str, str], now: float) -> str:
+    """What there is to say of a task: why it failed, that it is silent, loads or waits, its progress or its log."""
+    if task["failure"]:
+        return plain(f"{task['failure']}: {task['message']}")
+    if task["silent"]:
+        return f"silent for {span_of(task['age_s'])}, its node may be dead"
+    if task["state"] == "ended":
+        return ""
+    said = task["progress"] or words.get(task["attempt"], "")
+    since_s = now - task["state_since"]
+    parts = [f"{task['last_death']} ×{task['n_deaths']}"] if task["n_deaths"] else []
+    if task["state"] != "running":
+        parts.append(f"{task['state']} for {span_of(since_s)}")
+    elif task["shard"] is None and task["items_per_s"] is None and since_s > SETTLED_S:
+        parts.append("waits: others have the last shards")
+    return "; ".join(filter(None, [*parts, plain(said)]))

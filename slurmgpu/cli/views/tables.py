@@ -1,0 +1,270 @@
+"""What `status` and `report` show: how a run stands, and what came of it."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from slurmgpu.cli.console import result, say, share_of, wide_console
+from slurmgpu.cli.views.columns import counts_of, doing_now, show_table, used_by
+from slurmgpu.cli.views.state_words import (
+    if_words,
+    merge_words,
+    moment,
+    pace_words,
+    plain,
+    shard_of,
+    span_of,
+    state_of,
+    unknown_words,
+)
+from slurmgpu.code.versions import in_words as in_words_of
+from slurmgpu.report.attempts import IDLE_PERCENT, in_task_order, node_of, versions_in_words
+from slurmgpu.report.build import last_death
+from slurmgpu.report.ledger import KINDS, energy_in_words, in_words
+from slurmgpu.util.plurals import count_of
+
+MAX_LISTED = 20
+"""Failed items, holes and messages that are listed; the JSON has all."""
+MAX_ATTEMPTS = 200
+MAX_NAMES = 3
+EVERYWHERE = ("python", "numpy", "h5py")
+"""What every run computes with: the page and the JSON have their versions."""
+MAX_ODD = 8
+"""Columns with NaN or infinities that are named."""
+MIN_HOURS = 0.05
+"""Of fewer hours it is not told where they went: that of some minutes says nothing of those of a day."""
+
+Hole = Mapping[str, Any]
+"""A shard that a report misses."""
+
+
+def show_status(status: Mapping[str, Any], max_rows: int | None = None) -> None:
+    """A run's progress and pace, its attempts and what Slurm's queue says.
+
+    Of more than `max_rows` attempts, those that ended well are only counted.
+    """
+    console = wide_console()
+    done, total = status["n_items_done"], status["n_items"]
+    console.print(
+        f"[bold]{escape(plain(status['run']))}[/]  {status['state']}  {done:,} of {count_of(total, 'item')} "
+        f"({share_of(done, total)}), {status['n_shards_done']:,} of {count_of(status['n_shards'], 'shard')}"
+    )
+    knows_pace = status["pace"]["items_per_s"] is not None or status["pace"]["left_s"]
+    going = [pace_words(status), if_words(status)] if knows_pace else []
+    if told := [part for part in (*going, merge_words(status), unknown_words(status)) if part]:
+        result("; ".join(told))
+    if len(versions := status.get("code") or ()) > 1:
+        result(f"code: {in_words_of(versions)}")
+    if status["n_errors"]:
+        result(f"failed items: {', '.join(f'{n:,} {name}' for name, n in status['errors_by_class'].items())}")
+    attempts = in_task_order(status["attempts"])
+    if max_rows is not None and len(attempts) > max_rows:
+        attempts = [a for a in attempts if state_of(a) != "ended"][:max_rows]
+    if attempts:
+        _show_living(console, attempts)
+    _more(len(status["attempts"]), "status --json lists them", len(attempts))
+    _show_failures(console, attempts)
+    for name in status["damaged_records"]:
+        result(f"record damaged: {name}")
+    for job in status["queue"] or ():
+        if job["state"] == "PENDING":
+            start = f", start estimated for {moment(job['start'], status['time'])}" if job["start"] else ""
+            result(f"queued: {job['job_id']} ({job['reason']}{start})")
+    if command := _next(status):
+        say(f"next: {command}")
+
+
+def _show_living(console: Console, attempts: Sequence[Mapping[str, Any]]) -> None:
+    """The attempts of a status, in one table, or where the terminal is narrow in two."""
+    names = {"attempt": [a["attempt"] for a in attempts]}
+    progress = [a["progress"] or "" for a in attempts]
+    columns = {
+        **names,
+        "node": [a["node"] for a in attempts],
+        "state": list(map(state_of, attempts)),
+        "shard": list(map(shard_of, attempts)),
+        **({"progress": progress} if any(progress) else {}),
+        **counts_of(attempts),
+        "last heard": [_last_heard(attempt) for attempt in attempts],
+    }
+    show_table(console, names, columns, doing_now(attempts))
+
+
+def _last_heard(attempt: Mapping[str, Any]) -> str:
+    if attempt["failure"] or attempt["state"] == "ended":
+        return attempt["failure"] or ""
+    return f"{span_of(attempt['age_s'])} ago"
+
+
+def _next(status: Mapping[str, Any]) -> str | None:
+    """The command to type next; None while there is only to wait, and after."""
+    folder = shlex.quote(status["run_dir"])
+    if status["state"] == "planned":
+        return f"slurmgpu resubmit {folder}, or the two lines that `slurmgpu plan` printed"
+    if status["state"] in ("incomplete", "ended") and not unknown_words(status):
+        verb = "merge" if status["n_shards_done"] == status["n_shards"] else "resubmit"
+        return f"slurmgpu {verb} {folder}"
+    if status["state"] == "complete" and status["n_errors"]:
+        return f"slurmgpu report {folder} lists the failed items; slurmgpu logs {folder} --item N tells of one"
+    return None
+
+
+def show_report(report: Mapping[str, Any]) -> None:
+    """The report: what is complete, every hole, failed items, attempts and the command that computes the rest."""
+    from slurmgpu.cli.views.summaries import show_summary
+
+    console = wide_console()
+    word = "[bold green]complete[/]" if report["complete"] else "[bold red]incomplete[/]"
+    name = escape(plain(report["run"]))
+    console.print(
+        f"[bold]{name}[/]  {word}  {report['n_rows']:,} of {count_of(report['n_items'], 'row')}, "
+        f"{report['n_errors']:,} of them failed, {report['gpu_hours']:.2f} GPU-hours"
+    )
+    if report["merged"]:
+        result(f"merged: {report['merged']}")
+    if faults := dict.fromkeys(str(each) for line in report["submissions"] for each in line.get("inject") or ()):
+        result(f"rehearsal: faults were injected: {', '.join(faults)}")
+    if image := report.get("image"):
+        result(f"image: {image['path']} (sha256 {image['sha256'][:12]})")
+    if versions := versions_in_words(report.get("computed_with") or {}, leaving_out=EVERYWHERE):
+        result(f"computed with: {plain(versions)}")
+    if odd := report.get("not_finite"):
+        result(f"not finite: {_not_finite(odd)}")
+    if len(code := report.get("code") or ()) > 1:
+        result(f"code: {in_words_of(code)}")
+    _show_ledger(report.get("ledger"))
+    show_summary(console, report.get("summary"))
+    _show_holes(console, report)
+    _show_errors(console, report)
+    _show_attempts(console, report)
+    for name in report.get("damaged_records") or ():
+        result(f"record damaged: tasks/{name}.json; what attempt {name} did is not known")
+    for trace in {a["traceback"] for a in report["attempts"] if a["traceback"]}:
+        result(f"\n{trace.rstrip()}")
+    if report["resubmit"]:
+        result(f"\nto compute the rest: {report['resubmit']}")
+    elif report["n_errors"]:
+        command = f"slurmgpu resubmit {shlex.quote(report['run_dir'])} --failed"
+        result(f"\nto compute failed items anew, once what made them fail is mended: {command}")
+
+
+def _not_finite(columns: Mapping[str, Mapping[str, int]]) -> str:
+    """In how many rows each column has what is no finite number."""
+    words, told = (("nan", "NaN"), ("infinite", "infinity")), []
+    for name, counts in list(columns.items())[:MAX_ODD]:
+        parts = [f"{word} in {count_of(counts[key], 'row')}" for key, word in words if counts[key]]
+        told.append(f"{plain(name)} ({', '.join(parts)})")
+    more = f" and {count_of(len(columns) - MAX_ODD, 'more column')}" if len(columns) > MAX_ODD else ""
+    return ", ".join(told) + more
+
+
+def _show_ledger(ledger: Mapping[str, Any] | None) -> None:
+    if ledger is None or ledger["allocated"] < MIN_HOURS:  # a report may be of an older slurmgpu
+        return
+    shown = in_words(ledger)
+    parts = ", ".join(f"{shown.texts[kind]} {kind} ({shown.shares[kind]})" for kind in KINDS)
+    result(f"allocated: {shown.texts['allocated']} {shown.unit}: {parts}")
+    if ledger["energy_kwh"] is not None:
+        result(f"energy: {' '.join(energy_in_words(ledger['energy_kwh']))}")
+
+
+def _show_holes(console: Console, report: Mapping[str, Any]) -> None:
+    if not report["missing"]:
+        return
+    items, shards = count_of(report["n_missing_items"], "item"), count_of(len(report["missing"]), "shard")
+    console.print(f"\n[bold]missing[/]  {items} in {shards}")
+    stretches = _stretches(report["missing"])
+    for first, last in stretches[:MAX_LISTED]:
+        shards = f"shard {first['shard']}" if first is last else f"shards {first['shard']}..{last['shard']}"
+        why = f"  damaged: {plain(first['damaged'])}" if first["damaged"] else ""
+        result(f"  {shards}: items {first['start']}..{last['stop'] - 1}{why}")
+    _more(len(stretches), "report --json lists them")
+
+
+def _stretches(holes: Sequence[Hole]) -> list[tuple[Hole, Hole]]:
+    """The first and the last of holes that lie side by side; one that is damaged stands alone."""
+    found: list[tuple[Hole, Hole]] = []
+    for hole in holes:
+        first, last = found[-1] if found else (hole, hole)
+        if found and hole["shard"] == last["shard"] + 1 and not (hole["damaged"] or last["damaged"]):
+            found[-1] = first, hole
+        else:
+            found.append((hole, hole))
+    return found
+
+
+def _show_errors(console: Console, report: Mapping[str, Any]) -> None:
+    if not report["errors"]:
+        return
+    classes = ", ".join(f"{count:,} {name}" for name, count in report["errors_by_class"].items())
+    console.print(f"\n[bold]failed items[/]  {classes}")
+    for item in report["errors"][:MAX_LISTED]:
+        first_line = plain(item["message"].partition("\n")[0])
+        name = f" ({plain(item['name'])})" if item.get("name") else ""
+        result(f"  item {item['index']}{name}: {item['class']}: {first_line}")
+    _more(len(report["errors"]), "report --json lists them")
+
+
+def _show_attempts(console: Console, report: Mapping[str, Any]) -> None:
+    attempts = in_task_order(report["attempts"])
+    if not attempts:
+        return
+    shown = attempts[:MAX_ATTEMPTS]
+    names = {"attempt": [a["attempt"] for a in shown]}
+    columns = {
+        **names,
+        "node": list(map(node_of, shown)),
+        "GPUs": [str(a["n_gpus"] * a.get("n_nodes", 1)) for a in shown],
+        "time": [_seconds(a["seconds"]) for a in shown],
+        **counts_of([{**a, "n_deaths": len(a["deaths"]), "last_death": last_death(a)} for a in shown]),
+    }
+    end = {"end": [a["failure"] or (f"ok ({a['reason']})" if a["reason"] else "ok") for a in shown]}
+    used = used_by([{"usage": a.get("usage") or {}} for a in shown])
+    console.print("\n[bold]attempts[/]")
+    show_table(console, names, columns, used, end)
+    _more(len(attempts), "report --json lists them", MAX_ATTEMPTS)
+    _show_failures(console, attempts)
+    _show_idle(attempts)
+
+
+def _show_failures(console: Console, attempts: Sequence[Mapping[str, Any]]) -> None:
+    """Each message once, behind the attempts that ended with it."""
+    met: dict[str, list[str]] = {}
+    for a in attempts:
+        if a["failure"]:
+            met.setdefault(f"{a['failure']}: {a['message']}", []).append(a["attempt"])
+    if not met:
+        return
+    console.print("\n[bold]failures[/]")
+    for message, names in list(met.items())[:MAX_LISTED]:
+        more = f" and {len(names) - MAX_NAMES:,} more" if len(names) > MAX_NAMES else ""
+        result(f"  {', '.join(names[:MAX_NAMES])}{more}: {message}")
+    _more(len(met), "--json has them all")
+
+
+def _show_idle(attempts: Sequence[Mapping[str, Any]]) -> None:
+    used = [((a.get("usage") or {}).get("gpu_utilisation"), a["attempt"]) for a in attempts if a.get("idle_gpu")]
+    idle = sorted((share, name) for share, name in used if share is not None)
+    if not idle:
+        return
+    share, name = idle[0]
+    others = f" (and under {IDLE_PERCENT} % in {len(idle) - 1:,} more)" if len(idle) > 1 else ""
+    result(
+        f"\nthe GPU of attempt {name} was used {share:.0f} % on average{others}: a larger batch_size gives it more "
+        "to do at once; if the workload prepares its items on the CPU, that may be what it waits for"
+    )
+
+
+def _more(count: int, where: str, shown: int = MAX_LISTED) -> None:
+    if count > shown:
+        result(f"  … and {count - shown:,} more; {where}")
+
+
+def _seconds(seconds: float) -> str:
+    return time.strftime("%H:%M:%S", time.gmtime(seconds)) if seconds < 86400 else f"{seconds / 86400:.1f} d"

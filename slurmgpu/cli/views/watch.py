@@ -1,0 +1,212 @@
+"""`status --watch`: a run on the whole screen of a terminal, or as plain lines in a pipe, until it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.control import Control
+from rich.live import Live
+from rich.text import Text
+
+from slurmgpu.cli.console import result, say, share_of
+from slurmgpu.cli.views.keys import Keyboard
+from slurmgpu.cli.views.polling import Lookout
+from slurmgpu.cli.views.screens import Screen
+from slurmgpu.cli.views.state_words import (
+    failure_words,
+    merge_words,
+    pace_words,
+    parting_words,
+    plain,
+    queue_words,
+    tasks_of,
+)
+from slurmgpu.cli.views.tables import show_status
+from slurmgpu.run.directory import Run
+from slurmgpu.util.plurals import count_of
+
+LINE_S = 10.0
+"""Plain lines come this far apart at least, but for the last."""
+PERCENT = 5
+WAIT_S = 5.0
+"""A screen is drawn when a key, a change of its size or a look asks for it, and else this often."""
+MAX_ROWS = 50
+"""Attempts that are listed at the end."""
+
+OnLook = Callable[[Mapping[str, Any]], None]
+
+
+def watch(run: Run, *, as_json: bool = False, on_look: OnLook | None = None) -> int:
+    """Follow a run until it ends, or the user has seen enough; the exit code. `on_look` gets each status, in full.
+
+    The run itself is left alone, whatever ends this.
+    """
+    console = Console(highlight=False, emoji=False)
+    try:
+        if sys.stdout.isatty() and not console.is_dumb_terminal and not as_json:
+            status = _on_screen(run, console, on_look)
+        else:
+            status = _in_lines(run, as_json, on_look)
+    except KeyboardInterrupt:
+        say(f"the run goes on. To see it: slurmgpu status --watch {run.typed}")
+        raise
+    if status is None:
+        return 0
+    return 3 if status["state"] in ("incomplete", "ended") else 0
+
+
+# On a terminal
+
+
+def _on_screen(run: Run, console: Console, on_look: OnLook | None) -> dict[str, Any] | None:
+    """Show the run until its end; its last status, None if the user quit before."""
+    keyboard = Keyboard()
+    lookout = Lookout(run, keyboard.wake)
+    lookout.visible = () if on_look is None else None
+    lookout.start()
+    first, outcome = 0, "suspend"
+    with _kept_from_the_screen() as notes:
+        try:
+            while outcome == "suspend":
+                with keyboard.listening(), Live(console=console, screen=True, auto_refresh=False) as live:
+                    first, outcome = _draw(keyboard, lookout, live, first, notes, on_look)
+                if outcome == "suspend":
+                    # As the terminal would send it: to the whole job, wrappers as well, and not where nobody could
+                    # continue it.
+                    os.kill(0, signal.SIGTSTP)
+        finally:
+            lookout.stop()
+            keyboard.close()
+    for note in notes:
+        say(f"note: {note}")
+    if outcome == "quit" or lookout.status is None:
+        return None
+    show_status(lookout.status, max_rows=MAX_ROWS)
+    return lookout.status
+
+
+def _draw(
+    keyboard: Keyboard, lookout: Lookout, live: Live, first: int, notes: deque[str], on_look: OnLook | None
+) -> tuple[int, str]:
+    """Draw until something ends it: the first row in sight, and `ended`, `quit` or `suspend`."""
+    seen: object = None
+    screen: Screen | None = None
+    live.update(Text(f"reading {plain(str(lookout.run.folder))} …", style="dim"), refresh=True)
+    while True:
+        if lookout.error is not None:
+            raise lookout.error
+        has_ended = lookout.has_ended  # before the status: meanwhile both may become others
+        status = lookout.status
+        if status is not None:
+            if status is not seen:
+                seen, tasks = status, tasks_of(status)
+                if on_look is not None:
+                    on_look(status)
+            screen = Screen(status, tasks, first, lookout.words, notes[-1] if notes else "")
+            n_rows = screen.n_rows(live.console.height)
+            first = screen.scrolled(0, live.console.height)
+            lookout.show([task["attempt"] for task in tasks[first : first + n_rows]])
+            live.update(screen, refresh=True)
+            if has_ended:
+                # A terminal without a second screen would keep this one above the final status.
+                live.console.control(Control.clear(), Control.home())
+                return first, "ended"
+        for key in keyboard.wait(WAIT_S):
+            if key in ("quit", "suspend"):
+                return first, key
+            if screen is not None:
+                page = max(1, n_rows - 1)
+                steps = {"up": -1, "down": 1, "page up": -page, "page down": page, "home": -first, "end": len(tasks)}
+                screen = Screen(screen.status, tasks, first)
+                first = screen.scrolled(steps[key], live.console.height)
+
+
+@contextlib.contextmanager
+def _kept_from_the_screen() -> Iterator[deque[str]]:
+    """What is logged meanwhile, the last few lines: written to a terminal, it would stand across the picture."""
+    notes: deque[str] = deque(maxlen=5)
+
+    class Notes(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if (note := plain(record.getMessage())) not in notes:
+                notes.append(note)
+
+    root = logging.getLogger()
+    former, root.handlers = root.handlers, [Notes()]
+    try:
+        yield notes
+    finally:
+        root.handlers = former
+
+
+# In a pipe
+
+
+def _in_lines(run: Run, as_json: bool, on_look: OnLook | None) -> dict[str, Any]:
+    """Print a line when something has changed, until the run ends; its last status."""
+    looked = threading.Event()
+    lookout = Lookout(run, looked.set)
+    lookout.visible = () if on_look is None and not as_json else None
+    lookout.start()
+    told: object = None
+    told_at, seen = -LINE_S, None
+    try:
+        while True:
+            if lookout.error is not None:
+                raise lookout.error
+            has_ended = lookout.has_ended  # before the status, as above
+            status = lookout.status
+            if status is not None:
+                if status is not seen:
+                    seen = status
+                    if on_look is not None:
+                        on_look(status)
+                is_due = time.monotonic() - told_at >= LINE_S and (as_json or _news(status) != told)
+                if is_due or has_ended:
+                    told, told_at = _news(status), time.monotonic()
+                    _tell(status, as_json)
+                if has_ended:
+                    return status
+            looked.wait(LINE_S)
+            looked.clear()
+    finally:
+        lookout.stop()
+
+
+def _news(status: Mapping[str, Any]) -> object:
+    """What is another when there is something to tell."""
+    done = status["n_items_done"] * 100 // (status["n_items"] * PERCENT)
+    return done, status["state"], failure_words(status), queue_words(status)
+
+
+def _tell(status: Mapping[str, Any], as_json: bool) -> None:
+    if as_json:
+        sys.stdout.write(json.dumps(status, ensure_ascii=False) + "\n")
+    else:
+        result(line_of(status))
+    sys.stdout.flush()
+
+
+def line_of(status: Mapping[str, Any]) -> str:
+    """A status in a line, for a log."""
+    done, total = status["n_items_done"], status["n_items"]
+    parts = [
+        f"{time.strftime('%H:%M:%S', time.localtime(status['time']))} {plain(status['run'])} {status['state']}",
+        f"{done:,} of {count_of(total, 'item')} ({share_of(done, total)})",
+        pace_words(status),
+        merge_words(status) or parting_words(status),
+        failure_words(status),
+        queue_words(status),
+    ]
+    return "; ".join(part for part in parts if part)

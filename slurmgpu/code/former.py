@@ -1,0 +1,90 @@
+"""Which code a resubmission computes with: the user's modules as they are now, or a former snapshot of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.code import snapshots
+from slurmgpu.code.snapshots import Snapshot
+from slurmgpu.code.tracer import git_state, snapshot_of
+from slurmgpu.code.versions import stretches_of
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.run.directory import Run
+from slurmgpu.run.recompute import Again, Recompute, spans_of
+from slurmgpu.shards.shard_file import DamagedShardError, read_directory
+
+FORMER = "former"
+
+
+def code_now(run: Run, container: Mapping[str, Any] | None) -> tuple[dict[str, Any], list[str]]:
+    """What names a snapshot of the code as it is now; a sentence if it is not that of the last submission."""
+    line, notes = snapshots.code_of(run.submissions()), []
+    former = None
+    if line is not None:
+        try:
+            former = Snapshot(snapshots.read(run.folder, line["digest"], with_sources=False).files, line)
+        except SlurmGPUError as error:
+            notes = [f"What has changed in the code is not known. {error}"]
+    # What was imported by a name that is made up as the code runs is in the former one as well.
+    now = snapshot_of(run.plan, container, git_state(Path(run.plan.search_path)), former=former.files if former else ())
+    snapshots.write(run.folder, now)
+    return now.line(), [*now.left_out, *notes, *(_changed(run, former, now) if former else ())]
+
+
+def former_code(run: Run, named: str) -> tuple[dict[str, Any], list[str]]:
+    """What names the snapshot of the last submission, or the one whose digest begins with `named`."""
+    known = {line["submission"]: line["code"] for line in run.submissions() if snapshots.code_of([line])}
+    if not known:
+        raise SlurmGPUError(
+            f"--code {named}: {run.folder} has no snapshot of its code, as it is of an older slurmgpu. Leave it out: "
+            f"the code is taken as it is now."
+        )
+    last = max(known)
+    wanted = known[last]["digest"] if named == FORMER else named
+    chosen = [number for number, code in known.items() if named and code["digest"].startswith(wanted)]
+    digests = [code["digest"] for code in known.values()]
+    if len({known[number]["digest"] for number in chosen}) != 1:
+        words = ", ".join(dict.fromkeys(snapshots.short(digest, digests) for digest in digests))
+        raise SlurmGPUError(f"--code {named}: expected {FORMER!r}, or the digest of one of the snapshots: {words}.")
+    number = chosen[-1]
+    digest = known[number]["digest"]
+    snapshots.read(run.folder, digest)  # before anything is queued
+    return dict(known[number]), [f"It computes with the code of submission {number}, {_short(run, digest)}."]
+
+
+def with_rows_of_others(run: Run, again: Recompute, digest: str) -> Recompute:
+    """What a submission computes again, and also the rows of published shards that are not by the code of a digest."""
+    found = dict(again.shards)
+    for shard, revisions in sorted(run.shard_files(anew=True).items()):
+        try:
+            makers = read_directory(run.revision_path(shard, revisions[-1])).made_by
+        except (DamagedShardError, FileNotFoundError):
+            continue  # the merge will say so
+        stretches = stretches_of(makers, *run.plan.bounds(shard))
+        spans = [(start, stop) for start, stop, by in stretches if by != digest]
+        if shard in found:
+            spans += found[shard].items
+        if spans:
+            items = sorted({index for start, stop in spans for index in range(start, stop)})
+            found[shard] = Again(revisions[-1] + 1, spans_of(items))
+    return Recompute(again.submission, found)
+
+
+def _short(run: Run, digest: str) -> str:
+    return snapshots.short(digest, snapshots.digests_in(run.folder))
+
+
+def _changed(run: Run, former: Snapshot, now: Snapshot) -> list[str]:
+    found, last = snapshots.changes(former, now), run.submissions()[-1]["submission"]
+    if not found:
+        return []
+    what = "; ".join(found)
+    if former.digest == now.digest:
+        return [f"Since submission {last} the user's code is the same, and versions have changed: {what}."]
+    return [
+        f"The code has changed since submission {last}: {what}. What is computed now is by {_short(run, now.digest)}, "
+        f"what was computed then by {_short(run, former.digest)}; `slurmgpu resubmit --code former {run.typed}` "
+        f"computes with the former code."
+    ]

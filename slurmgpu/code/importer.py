@@ -1,0 +1,215 @@
+"""Importing the user's modules from a run's snapshot, with everything but their content as it was.
+
+A module's `__file__` is where its file lay, so that it finds the files beside it, and tracebacks name what the user
+edits. The worker imports this: standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import linecache
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+
+from slurmgpu.code import snapshots
+from slurmgpu.code.ast_digest import tree_digest
+from slurmgpu.code.snapshots import Snapshot, SourceFile
+from slurmgpu.containers import INSIDE
+from slurmgpu.util.env_info import image_name
+from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, retried
+
+BY_PATH = "slurmgpu_workload_"
+"""What the names of modules begin with that run files name by their path."""
+INSTALLED = frozenset({"site-packages", "dist-packages"})
+"""The names of folders in which distributions are installed."""
+ENVIRON = "SLURMGPU_CODE"
+"""The variable by which processes that a worker spawns know its snapshot."""
+
+_imported: dict[str, str] = {}
+"""Of the user's files that planning has imported, or that came from a snapshot: the digest of what was imported."""
+
+
+def name_of_file(path: Path) -> str:
+    """The name of the module that a file is, one for each path: pickles and repeated builds see one class."""
+    return f"{BY_PATH}{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
+
+
+def loader_of(name: str, path: Path) -> SourceFileLoader | None:
+    """What loads a file of Python: from the snapshot in use, or as it lies there, if that does not have it.
+
+    None for a file of another suffix.
+    """
+    finder = _in_use()
+    file = finder.by_path.get(str(path)) if finder else None
+    if file is not None:
+        return _Loader(name, file)
+    return _PatientLoader(name, str(path)) if path.suffix == ".py" else None
+
+
+class _PatientLoader(SourceFileLoader):
+    """Reads a file again that cannot be read for a moment."""
+
+    def get_data(self, path: str) -> bytes:
+        return retried(lambda: super(_PatientLoader, self).get_data(path), BRIEF_PATIENCE_S)
+
+
+class Finder(MetaPathFinder):
+    """Finds the modules of a snapshot, where Python would have found the files that they were."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        files = [_as_seen_here(file) for file in snapshot.files]
+        self.by_path = {file.path: file for file in files}
+        self._by_name = {name: file for file in files for name in file.modules}
+        # Also where a process unpickles what another one had of a file's module.
+        self._by_name |= {name_of_file(Path(file.path)): file for file in files}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The module, if the snapshot has it."""
+        file = self._by_name.get(fullname)
+        if file is None:
+            return None
+        return importlib.util.spec_from_file_location(fullname, file.path, loader=_Loader(fullname, file))
+
+
+def _as_seen_here(file: SourceFile) -> SourceFile:
+    """The file with the path that it has in the run's image, if this process is in there."""
+    is_inside = file.inside is not None and image_name() is not None and __file__.startswith(f"{INSIDE}/")
+    return replace(file, path=file.inside) if is_inside and file.inside else file
+
+
+class _Loader(SourceFileLoader):
+    """Reads the module's file from the snapshot, and the files beside it from where they are."""
+
+    def __init__(self, name: str, file: SourceFile) -> None:
+        super().__init__(name, file.path)
+        self._file = file
+
+    def get_data(self, path: str) -> bytes:
+        return self._file.source if path == self._file.path else super().get_data(path)
+
+    def path_stats(self, path: str) -> Mapping[str, int]:
+        raise OSError("no bytecode is kept of a snapshot")  # it would lie beside the file as it is now
+
+    def exec_module(self, module: ModuleType) -> None:
+        # Tracebacks, debuggers and inspect.getsource, and so Triton, read lines from here. None: it is not looked
+        # whether the file has changed.
+        lines = importlib.util.decode_source(self._file.source).splitlines(keepends=True)
+        linecache.cache[self._file.path] = (len(self._file.source), None, lines, self._file.path)
+        _imported[self._file.path] = self._file.digest
+        super().exec_module(module)
+
+
+def use(run: Path, digest: str) -> None:
+    """Import the user's modules from a run's snapshot from now on, here and in processes that this one spawns."""
+    _install(Finder(snapshots.read(run, digest)))
+    os.environ[ENVIRON] = str(run / snapshots.FOLDER / digest)
+
+
+def use_as_parent() -> None:
+    """Do as the worker that has spawned this process."""
+    if folder := os.environ.get(ENVIRON):
+        path = Path(folder)
+        use(path.parent.parent, path.name)
+
+
+@contextlib.contextmanager
+def using(run: Path, digest: str | None) -> Iterator[None]:
+    """Import the user's modules from a run's snapshot for a while, in a process that does other things as well.
+
+    Modules that it has imported already are used as they are, unless they are known to be of other files.
+    """
+    if digest is None:  # a run of an older slurmgpu
+        yield
+        return
+    finder = Finder(snapshots.read(run, digest))
+    stale = [
+        name
+        for name, path in _files_of_modules().items()
+        if path in finder.by_path and _imported.get(path, finder.by_path[path].digest) != finder.by_path[path].digest
+    ]
+    known = {path: _imported[path] for path in finder.by_path if path in _imported}
+    former = _take_out(finder.by_path) if stale else {}
+    _install(finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        if former:
+            _take_out(finder.by_path)
+            sys.modules.update(former)
+            _imported.update(known)
+
+
+def note_imported(names: Iterable[str]) -> list[str]:
+    """Remember what these modules of the user's are, which were imported just now; those that are files of Python."""
+    paths, noted = _files_of_modules(), []
+    for name in names:
+        path = paths.get(name)
+        if path is not None and path.endswith(".py"):
+            noted.append(name)
+            with contextlib.suppress(OSError, SyntaxError, ValueError):
+                _imported[path] = tree_digest(retried(Path(path).read_bytes, BRIEF_PATIENCE_S), path)
+    return noted
+
+
+def outside(folder: Path) -> list[str]:
+    """The user's files from which modules are imported that the snapshot in use does not have.
+
+    They lie below `folder`, or anywhere but where Python and distributions are installed; an image's own are its own.
+    """
+    finder = _in_use()
+    known = finder.by_path if finder else {}
+    mine = {path for path in _files_of_modules().values() if path.startswith(f"{folder}{os.sep}")}
+    if image_name() is None:
+        others = tuple(f"{Path(each).parent}{os.sep}" for each in (os.__file__, __file__))
+        mine |= {path for path in _files_of_modules().values() if not path.startswith(others)}
+    mine = {path for path in mine - known.keys() if path.endswith(".py")}
+    return sorted(path for path in mine if not INSTALLED.intersection(Path(path).parts))
+
+
+def forget_changed() -> None:
+    """Have modules that planning imported before be imported anew if the file of one of them has changed since."""
+    if any(_has_changed(path, digest) for path, digest in _imported.items()):
+        _take_out(_imported)
+        _imported.clear()
+        importlib.invalidate_caches()
+
+
+def _has_changed(path: str, digest: str) -> bool:
+    try:
+        return tree_digest(retried(Path(path).read_bytes, BRIEF_PATIENCE_S), path) != digest
+    except (OSError, SyntaxError, ValueError):
+        return True
+
+
+def _install(finder: Finder) -> None:
+    """Put a finder where Python looks for files, behind what is built in and before all folders."""
+    if (former := _in_use()) is not None:
+        sys.meta_path.remove(former)
+    place = next((i for i, each in enumerate(sys.meta_path) if each is PathFinder), len(sys.meta_path))
+    sys.meta_path.insert(place, finder)
+
+
+def _in_use() -> Finder | None:
+    return next((finder for finder in sys.meta_path if isinstance(finder, Finder)), None)
+
+
+def _files_of_modules() -> dict[str, str]:
+    found = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
+    return {name: path for name, path in found.items() if isinstance(path, str)}
+
+
+def _take_out(paths: Mapping[str, object]) -> dict[str, ModuleType]:
+    """Remove the modules of these files from those that are imported; they are returned."""
+    names = [name for name, path in _files_of_modules().items() if path in paths]
+    return {name: sys.modules.pop(name) for name in names}

@@ -1,0 +1,212 @@
+"""Locating: where a module that is the user's own lies, for the tasks of a run, without importing anything.
+
+The user's own are the modules beside the run file, those of editable installs and of other folders on Python's path,
+and with an image those that are bound into it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import site
+import sys
+import sysconfig
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.machinery import EXTENSION_SUFFIXES, BuiltinImporter, FrozenImporter
+from pathlib import Path
+
+import slurmgpu
+from slurmgpu.code.importer import INSTALLED, Finder
+from slurmgpu.code.snapshots import SourceFile
+from slurmgpu.containers import INSIDE
+from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, is_file, is_folder
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a module is: its file, none for a namespace, and the folders of its submodules.
+
+    The file may be compiled: then it is imported from there, and from no snapshot.
+    """
+
+    path: str | None
+    folders: tuple[str, ...]
+
+
+class Locator:
+    """Finds modules by name, as the run's tasks do.
+
+    `folder` is the run file's. `packages` are the names and paths of what is bound into the run's image, None without
+    one. Where `former` files lay is looked at last: code may have put their folder on the path.
+
+    `folders` are looked into first. `foreign` are the packages asked for that are not the user's own, `bound_in` those
+    of installed distributions that are bound into the image, `elsewhere` those that are the user's own and not in it,
+    with where they lie.
+    """
+
+    def __init__(
+        self, folder: Path, packages: Sequence[tuple[str, str]] | None, former: Iterable[SourceFile] = ()
+    ) -> None:
+        self.folders = [str(folder)]
+        self.foreign: set[str] = set()
+        self.bound_in: set[str] = set()
+        self.elsewhere: dict[str, str] = {}
+        self._packages = packages
+        self._formerly = {name: file.path for file in former for name in file.modules}
+        self._places: dict[str, Place | None] = {}
+        self._tops: set[str] = set()
+        importlib.invalidate_caches()
+
+    def top_of(self, module: str) -> str | None:
+        """The package of a module, if it lies elsewhere than beside the run file."""
+        top = module.partition(".")[0]
+        return top if top in self._tops else None
+
+    def vanished(self, module: str) -> str | None:
+        """The path of a module's file that a former snapshot has, if it is not there any more, nor another by its name.
+
+        None for what an image may have of itself.
+        """
+        path = self._formerly.get(module)
+        if path is None or is_file(path, BRIEF_PATIENCE_S) or self.locate(module) is not None:
+            return None
+        is_unknown = "." not in module and (self._packages is not None or _installed(module) is not None)
+        return None if is_unknown else path
+
+    def give_up(self, top: str) -> None:
+        """Take a package for another's."""
+        self.foreign.add(top)
+        self._places[top] = None
+
+    def locate(self, name: str) -> Place | None:
+        """Where a module of the user's is; None for all others."""
+        if name not in self._places:
+            parent, _, tail = name.rpartition(".")
+            above = self._places.get(parent) if parent else None
+            if not parent:
+                self._places[name] = self._locate_top(name)
+            else:
+                self._places[name] = search(above.folders, tail) if above else None
+        return self._places[name]
+
+    def _locate_top(self, name: str) -> Place | None:
+        if name == "slurmgpu":
+            return None
+        here = search(tuple(self.folders), name)
+        if here is not None and here.path is not None:
+            return here
+        there = _installed(name)
+        if there is None:
+            there = self._where_it_was(name)
+        if self._packages is not None:
+            there = self._bound(name, here, there)
+        if isinstance(there, Place):
+            self._tops.add(name)
+            return there
+        if there is None and here is not None:  # a namespace: a folder without __init__.py
+            return here
+        if name not in sys.stdlib_module_names:
+            self.foreign.add(name)
+        return None
+
+    def _where_it_was(self, name: str) -> Place | None:
+        """Where a former snapshot had a module that Python does not find here, as of a folder that code has added."""
+        path = Path(self._formerly.get(name, ""))
+        if not is_file(path, BRIEF_PATIENCE_S):
+            return None
+        return Place(str(path), (str(path.parent),) if path.name == "__init__.py" else ())
+
+    def _bound(self, name: str, here: Place | None, there: Place | bool | None) -> Place | None:
+        """Where a module is that is bound into the image; None for one that is the image's own, or in no image."""
+        folders = []
+        for inside, path in self._packages or ():
+            if inside.rpartition("/")[2].partition(".")[0] == name:
+                if is_others(path):
+                    self.bound_in.add(name)
+                    return None
+                if not is_folder(path, BRIEF_PATIENCE_S):
+                    return Place(path, ())
+                if is_file(init := Path(path, "__init__.py"), BRIEF_PATIENCE_S):
+                    return Place(str(init), (path,))
+                folders.append(path)
+        if folders:
+            return Place(None, (*(here.folders if here else ()), *folders))
+        if isinstance(there, Place) and here is None:
+            self.elsewhere[name] = there.path or there.folders[0]
+        return None
+
+    def inside(self, path: str, top: str | None) -> str | None:
+        """Where the image has a file that is bound into it with its package; None for all others."""
+        for inside, bound in (self._packages or ()) if top is not None else ():
+            if path == bound:
+                return f"{INSIDE}/{inside}"
+            if path.startswith(f"{bound}{os.sep}"):
+                return f"{INSIDE}/{inside}{path[len(bound) :]}"
+        return None
+
+
+def search(folders: Sequence[str], name: str) -> Place | None:
+    """A module in these folders, as Python looks for it there."""
+    spaces = []
+    for folder in folders:
+        inner = os.path.join(folder, name)  # noqa: PTH118  (quick: each import is looked for)
+        init = os.path.join(inner, "__init__.py")  # noqa: PTH118
+        if is_file(init, BRIEF_PATIENCE_S):
+            return Place(init, (inner,))
+        for suffix in EXTENSION_SUFFIXES:
+            if is_file(f"{inner}{suffix}", BRIEF_PATIENCE_S):
+                return Place(f"{inner}{suffix}", ())
+        if is_file(f"{inner}.py", BRIEF_PATIENCE_S):
+            return Place(f"{inner}.py", ())
+        if is_folder(inner, BRIEF_PATIENCE_S):
+            spaces.append(inner)
+    return Place(None, tuple(spaces)) if spaces else None
+
+
+def _installed(name: str) -> Place | bool | None:
+    """Where a module is that is no installed distribution's copy, as of an editable install, or on PYTHONPATH.
+
+    False for others' modules, None where there is none.
+    """
+    others = (finder for finder in sys.meta_path if finder not in (BuiltinImporter, FrozenImporter))
+    for finder in others:
+        if isinstance(finder, Finder) or not hasattr(finder, "find_spec"):
+            continue
+        spec = None
+        with contextlib.suppress(Exception):  # a finder of somebody else's
+            spec = finder.find_spec(name, None)
+        if spec is not None:
+            break
+    else:
+        return None if name not in sys.builtin_module_names else False
+    folders = tuple(spec.submodule_search_locations or ())
+    path = spec.origin if spec.origin and spec.has_location else None
+    if path is None and not folders:
+        return False
+    if any(is_others(each) for each in ((path,) if path else folders)):
+        return False
+    if path is not None and not (path.endswith((".py", *EXTENSION_SUFFIXES)) and is_file(path, BRIEF_PATIENCE_S)):
+        return False  # in a zip archive, say
+    return Place(path, folders)
+
+
+def is_others(path: str) -> bool:
+    """Whether a file is of the standard library, or was copied where distributions are installed."""
+    return bool(INSTALLED.intersection(Path(path).parts)) or path.startswith(_folders_of_others())
+
+
+@functools.cache
+def _folders_of_others() -> tuple[str, ...]:
+    kinds = ("stdlib", "platstdlib", "purelib", "platlib")
+    own_package = str(Path(slurmgpu.__file__).parent)
+    folders = {sysconfig.get_path(kind) for kind in kinds} | {site.getusersitepackages(), own_package}
+    return tuple(f"{folder}{os.sep}" for folder in folders if folder)
+
+
+def own_modules(names: Iterable[str]) -> list[str]:
+    """Those of these modules, which are imported, that are the user's own files."""
+    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
+    return sorted(name for name, file in files.items() if isinstance(file, str) and not is_others(file))

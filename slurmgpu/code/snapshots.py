@@ -1,0 +1,233 @@
+"""Snapshots: the user's own modules as they were when a run was submitted, and the digest by which rows name them.
+
+RUN/code/DIGEST.json tells of RUN/code/DIGEST, which has the files; docs/reference/files.md has the keys. The worker
+reads them: standard library only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import stat
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from dataclasses import replace as replace_fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.run.owners import is_trusted, name_of
+from slurmgpu.util.atomic_files import beside, fsync_dir, write_bytes
+from slurmgpu.util.hashing import DIGITS
+from slurmgpu.util.shared_files import OTHERS_WRITE, exists, list_entries, make_folder, read_bytes, replace, retried
+
+SNAPSHOT_FORMAT = "slurmgpu code"
+SNAPSHOT_VERSION = 1
+FOLDER = "code"
+_OF_THE_FILE = frozenset({"format", "version", "digest", "files", "left_out"})
+SHOWN_DIGITS = 4
+"""A digest is told by so many of its digits, or by more where others of the run begin alike."""
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file of the user's: `path` is where it lay, `name` what it is called in the snapshot.
+
+    `modules` are the names under which it is imported, none for a file that the run file names by its path; `digest` is
+    that of its syntax tree. `inside` is where the run's image has it, if not at `path`.
+    """
+
+    name: str
+    path: str
+    modules: tuple[str, ...]
+    digest: str
+    source: bytes
+    inside: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The file without its source, which lies beside."""
+        sha256 = hashlib.sha256(self.source).hexdigest()
+        return {
+            "name": self.name,
+            "path": self.path,
+            "inside": self.inside,
+            "modules": list(self.modules),
+            "digest": self.digest,
+            "sha256": sha256,
+        }
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The user's modules, and `about`: Python, versions of distributions, commit and image that they were taken with.
+
+    `left_out` has a sentence for what could not be taken.
+    """
+
+    files: tuple[SourceFile, ...]
+    about: Mapping[str, Any]
+    left_out: tuple[str, ...] = ()
+
+    @cached_property
+    def digest(self) -> str:
+        """What names this code: of names and syntax trees, so that comments and layout are no change."""
+        parts = sorted((file.name, file.digest) for file in self.files)
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:DIGITS]
+
+    def line(self) -> dict[str, Any]:
+        """What the submission's line has of it."""
+        return {"digest": self.digest, **self.about, "left_out": list(self.left_out)}
+
+
+def write(run: Path, snapshot: Snapshot) -> None:
+    """Put a snapshot into a run directory, whole or not at all; one of the same digest stays as it is."""
+    folder = run / FOLDER
+    about = folder / f"{snapshot.digest}.json"
+    if (former := _former(run, snapshot.digest)) is not None:
+        places = {file.name: file for file in snapshot.files}
+        moved = [
+            replace_fields(file, path=places[file.name].path, inside=places[file.name].inside) for file in former.files
+        ]
+        if moved != list(former.files):
+            _write_about(about, replace_fields(former, files=tuple(moved)))  # an editable install, say, lies elsewhere
+        return
+    # What is imported from here runs as whoever computes: it is for nobody else to write, whatever the umask.
+    make_folder(folder, 0o755)
+    target = folder / snapshot.digest
+    if exists(target):  # whoever began it died before its JSON was there
+        shutil.rmtree(target)
+    retried(lambda: _write_sources(target, snapshot))
+    fsync_dir(folder)
+    _write_about(about, snapshot)
+
+
+def _former(run: Path, digest: str) -> Snapshot | None:
+    """The snapshot of that digest that is there already; None without one, or if it cannot be used."""
+    try:
+        return read(run, digest)
+    except SlurmGPUError:
+        return None
+
+
+def _write_about(path: Path, snapshot: Snapshot) -> None:
+    head = {"format": SNAPSHOT_FORMAT, "version": SNAPSHOT_VERSION, "digest": snapshot.digest}
+    left_out, files = list(snapshot.left_out), [file.to_json() for file in snapshot.files]
+    told = {**head, **snapshot.about, "left_out": left_out, "files": files}
+    text = json.dumps(told, indent=2, ensure_ascii=False) + "\n"
+    # Where the umask lets a group write, it may not choose what is imported.
+    write_bytes(path, text.encode("utf-8", "backslashreplace"), mode=0o644)
+
+
+def _write_sources(target: Path, snapshot: Snapshot) -> None:
+    with beside(target) as partial:  # a name that nobody else uses: what is there is one's own, if a reply was lost
+        partial.mkdir(mode=0o755, exist_ok=True)
+        for file in snapshot.files:
+            path = partial / file.name
+            path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644), "wb") as opened:
+                opened.write(file.source)
+                opened.flush()
+                os.fsync(opened.fileno())
+        replace(partial, target)
+
+
+def read(run: Path, digest: str, *, with_sources: bool = True) -> Snapshot:
+    """The snapshot of that digest in a run directory; a sentence where it is not there whole."""
+    path = run / FOLDER / f"{digest}.json"
+    try:
+        _expect_ours(run, path, path.with_suffix(""))
+        value = json.loads(read_bytes(path))
+        if value["format"] != SNAPSHOT_FORMAT or value["version"] != SNAPSHOT_VERSION:
+            raise ValueError(f"it is a {value['format']!r} of version {value['version']!r}")
+        files = tuple(_read_file(path.with_suffix(""), file, with_sources=with_sources) for file in value["files"])
+        about = {key: value[key] for key in value if key not in _OF_THE_FILE}
+        snapshot = Snapshot(files, about, tuple(map(str, value.get("left_out", ()))))
+        if snapshot.digest != digest:
+            raise ValueError(f"its files are those of {snapshot.digest}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SlurmGPUError(
+            f"The snapshot of the code, {path}, cannot be used: {error or type(error).__name__}. "
+            f"`slurmgpu resubmit RUN` takes a new one of the files as they are now."
+        ) from error
+    return snapshot
+
+
+def _expect_ours(run: Path, *paths: Path) -> None:
+    """Raise for what neither this user, nor the run's owner, nor root has made: it is imported as this user."""
+    owners = {os.geteuid(), 0, retried((run / "run.json").lstat).st_uid}
+    for path in (run / FOLDER, *paths):
+        status = retried(path.lstat)
+        if status.st_uid not in owners:
+            raise ValueError(f"{path} belongs to {name_of(status.st_uid)}, neither to you nor to the run's owner")
+        if status.st_mode & OTHERS_WRITE and not is_trusted(run):
+            raise ValueError(f"others may write {path} (mode {stat.S_IMODE(status.st_mode):04o})")
+
+
+def _read_file(folder: Path, value: Mapping[str, Any], *, with_sources: bool) -> SourceFile:
+    name = str(value["name"])
+    if name.startswith("/") or ".." in Path(name).parts:
+        raise ValueError(f"it names {name!r}")
+    source = read_bytes(folder / name) if with_sources else b""
+    if with_sources and hashlib.sha256(source).hexdigest() != value["sha256"]:
+        raise ValueError(f"{folder / name} was changed")
+    modules, inside = tuple(map(str, value["modules"])), value.get("inside")
+    return SourceFile(name, str(value["path"]), modules, str(value["digest"]), source, inside and str(inside))
+
+
+def digests_in(run: Path) -> list[str]:
+    """The digests of the snapshots in a run directory, the oldest first."""
+    try:
+        found = [entry for entry in list_entries(run / FOLDER) if entry.name.endswith(".json")]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    names = [entry.name for entry in sorted(found, key=lambda entry: retried(entry.stat).st_mtime)]
+    return [name.removesuffix(".json") for name in names if not name.startswith(".")]
+
+
+def code_of(lines: Sequence[Mapping[str, Any]], submission: int | None = None) -> dict[str, Any] | None:
+    """What a submission's line has of its code, by default the last one's; None for those of an older slurmgpu."""
+    chosen = [line for line in lines if submission is None or line["submission"] == submission]
+    found = chosen[-1].get("code") if chosen else None
+    return found if isinstance(found, dict) and isinstance(found.get("digest"), str) else None
+
+
+def code_digest(lines: Sequence[Mapping[str, Any]], submission: int | None = None) -> str | None:
+    """The digest of a submission's code, by default the last one's; None for those of an older slurmgpu."""
+    found = code_of(lines, submission)
+    return None if found is None else str(found["digest"])
+
+
+def short(digest: str, others: Iterable[str] = ()) -> str:
+    """The first digits of a digest: so many that no other begins alike."""
+    n_digits = SHOWN_DIGITS
+    while n_digits < len(digest) and any(other != digest and other[:n_digits] == digest[:n_digits] for other in others):
+        n_digits += 1
+    return digest[:n_digits]
+
+
+def changes(before: Snapshot, now: Snapshot) -> list[str]:
+    """What has changed in files, versions and image, a phrase for each: "a.py differs", "torch is 2.5, was 2.4"."""
+    then, today = ({file.name: file.digest for file in each.files} for each in (before, now))
+    found = [f"{name} differs" for name in sorted(then.keys() & today.keys()) if then[name] != today[name]]
+    found += [f"{name} is new" for name in sorted(today.keys() - then.keys())]
+    gone = {file.name for file in before.files if not Path(file.path).exists()}
+    for name in sorted(then.keys() - today.keys()):
+        found.append(f"{name} is {'gone' if name in gone else 'not imported any more'}")
+    return found + changed_versions(before.about, now.about)
+
+
+def changed_versions(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The distributions, Python and image that differ between the lines of two submissions."""
+    found = []
+    then, today = before.get("distributions") or {}, now.get("distributions") or {}
+    for name in sorted(then.keys() & today.keys()):
+        if then[name] != today[name]:
+            found.append(f"{name} is {today[name]}, was {then[name]}")
+    if before.get("python") != now.get("python"):
+        found.append(f"Python is {now.get('python')}, was {before.get('python')}")
+    if before.get("image") != now.get("image"):
+        found.append("the image differs" if before.get("image") and now.get("image") else "it is with another image")
+    return found

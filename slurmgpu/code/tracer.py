@@ -1,0 +1,399 @@
+"""Tracing: which files of the user's a workload imports, as they are on disk at this moment.
+
+Imports are followed in syntax trees, those within functions as well, and nothing is imported: the process that plans
+may have imported an older version, and a login node may lack what a module needs.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.metadata
+import platform
+import re
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slurmgpu import __version__
+from slurmgpu.code.ast_digest import tree_digest
+from slurmgpu.code.locator import Locator
+from slurmgpu.code.snapshots import Snapshot, SourceFile
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.run.directory import Plan
+from slurmgpu.util.env_info import PACKAGES
+from slurmgpu.util.hashing import DIGITS
+from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, is_file, retried
+
+MANY_FILES = 2000
+"""So many files of one installed package are no user's own code, wherever they lie: PyTorch built from its source."""
+MANY_NAMED = 5
+LONG_TEXT = 4096
+NAMED = re.compile(r"([^\s:][^:]*):[A-Za-z_]\w*")
+"""What names a class or a function in a module or a file, among the settings: "digits.py:Digits"."""
+_GIT_PATIENCE_S = 20
+
+
+@dataclass
+class _Found:
+    path: str
+    name: str
+    modules: list[str]
+    needed: bool
+    """Whether it is imported under no condition, so that the run fails where it is no Python."""
+    top: str | None = None
+    """The package that is installed elsewhere; None for what lies below the run file's folder."""
+
+
+def snapshot_of(
+    plan: Plan,
+    container: Mapping[str, Any] | None,
+    git: Mapping[str, Any] | None,
+    *,
+    also: Iterable[str] = (),
+    former: Iterable[SourceFile] = (),
+) -> Snapshot:
+    """The user's modules of a run as they are now; a sentence with file and line where one that it needs is no Python.
+
+    `git` is the state of their repository, `also` are modules that were seen to be imported, however they were named,
+    and `former` the files of an earlier snapshot: what was imported from them is looked for there as well.
+    """
+    packages = None if container is None else [(str(name), str(path)) for name, path in container["packages"]]
+    former = list(former)
+    tracer = _Tracer(Path(plan.search_path), packages, former)
+    tracer.add_named(plan.workload.rpartition(":")[0], needed=True)
+    for text in _texts(plan.settings):
+        if found := NAMED.fullmatch(text):
+            tracer.add_named(found[1], needed=False)
+    for name in sorted({*also, *(name for file in former for name in file.modules)}):
+        tracer.add_module(name, needed=False)
+    files = tracer.follow()
+    about: dict[str, Any] = {
+        "python": platform.python_version(),
+        "distributions": _versions(tracer.where.bound_in if container else {*tracer.where.foreign, *PACKAGES}),
+        "image": dict(container["identity"]).get("sha256") if container else None,
+        "git": git,
+    }
+    return Snapshot(files, about, tuple(tracer.sentences()))
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Commit of a folder's repository and whether its tree was dirty; None outside one, or without git."""
+    try:
+        commit = _git_output(folder, "rev-parse", "HEAD")
+        return {"commit": commit, "dirty": bool(_git_output(folder, "status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git_output(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), *arguments]
+    done = subprocess.run(
+        command, check=True, capture_output=True, text=True, errors="replace", timeout=_GIT_PATIENCE_S
+    )
+    return done.stdout.strip()
+
+
+class _Tracer:
+    """Follows imports from file to file; `where` finds them, and knows of packages that are not the user's own."""
+
+    def __init__(self, folder: Path, packages: Sequence[tuple[str, str]] | None, former: Iterable[SourceFile]) -> None:
+        self.where = Locator(folder, packages, former)
+        self._base = folder
+        self._left_out: list[str] = []
+        self._compiled: set[str] = set()
+        self._files: dict[str, _Found] = {}
+        self._todo: list[_Found] = []
+        self._dropped: set[str] = set()
+
+    def add_named(self, module: str, *, needed: bool) -> None:
+        """Take a module, or a file, that the run file names."""
+        if not module.endswith(".py"):
+            known = set(self.where.foreign)
+            if all(part.isidentifier() for part in module.split(".")):
+                self.add_module(module, needed=needed)
+            if not needed:
+                self.where.foreign = known  # a text with a colon in it may be anything
+            return
+        path = (self._base / Path(module).expanduser()).resolve()
+        if is_file(path, BRIEF_PATIENCE_S):
+            if str(path.parent) not in self.where.folders:
+                self.where.folders.insert(0, str(path.parent))
+            self._take(str(path), None, needed=needed)
+        elif needed:
+            raise SlurmGPUError(
+                f"There is no file {path} any more, which is the run's workload. Put it back, or compute with the "
+                f"snapshot of the last submission: --code former."
+            )
+
+    def add_module(self, name: str, *, needed: bool) -> None:
+        """Take a module and the packages that it is in, if they are the user's own."""
+        parts = name.split(".")
+        for n_parts in range(1, len(parts) + 1):
+            whole = ".".join(parts[:n_parts])
+            place = self.where.locate(whole)
+            if place is None:
+                return
+            if place.path is not None:
+                self._take(place.path, whole, needed=needed)
+
+    def sentences(self) -> list[str]:
+        """What is not in the snapshot although the user's code imports it, a sentence for each reason."""
+        found = list(self._left_out)
+        if self._compiled:
+            found.append(
+                f"Compiled modules are not in the snapshot of the code, and are imported as they are then: "
+                f"{_some(self._compiled)}."
+            )
+        if elsewhere := [f"{name} ({path})" for name, path in self.where.elsewhere.items()]:
+            found.append(
+                f"What the code imports from folders that are not bound into the image is imported as the image has "
+                f"it, if it does: {_some(elsewhere)}. Put it beside the run file, or install it in the image."
+            )
+        return found
+
+    def follow(self) -> tuple[SourceFile, ...]:
+        """The files, when all that they import has been taken as well."""
+        sources: dict[str, tuple[bytes, str]] = {}
+        while self._todo:
+            # What is needed first: whether a file is, must be known before it is read.
+            found = self._todo.pop(next((i for i, each in enumerate(self._todo) if each.needed), 0))
+            if found.path in sources or found.top in self._dropped:
+                continue
+            try:
+                source = retried(Path(found.path).read_bytes, BRIEF_PATIENCE_S)
+                tree = ast.parse(source, found.path)
+            except (SyntaxError, ValueError, RecursionError) as error:
+                if found.needed and not isinstance(error, RecursionError):
+                    raise _not_python(found.path, error) from error
+                # It may be for another Python than this one.
+                sources[found.path] = source, hashlib.sha256(source).hexdigest()[:DIGITS]
+                continue
+            except OSError as error:
+                if found.needed:
+                    raise SlurmGPUError(
+                        f"{found.path}, which the workload imports, cannot be read: {error.strerror}. "
+                        f"Put it right there, and submit again."
+                    ) from error
+                self._left_out.append(f"{found.path} cannot be read, and is imported as it is then: {error.strerror}.")
+                continue
+            sources[found.path] = source, tree_digest(source, found.path)
+            try:
+                self._follow_imports(found, tree)
+            except RecursionError:  # an expression of a thousand operators
+                self._left_out.append(f"What {found.path} imports is not known: it is nested too deeply.")
+        taken = [found for path, found in sorted(self._files.items()) if path in sources]
+        kept = [found for found in taken if found.top not in self._dropped]
+        return tuple(
+            SourceFile(
+                found.name,
+                found.path,
+                tuple(sorted(found.modules)),
+                digest,
+                source,
+                self.where.inside(found.path, found.top),
+            )
+            for found in kept
+            for source, digest in [sources[found.path]]
+        )
+
+    def _follow_imports(self, found: _Found, tree: ast.Module) -> None:
+        module = found.modules[0] if found.modules else None
+        is_package = Path(found.path).name == "__init__.py"
+        package = None if module is None else module if is_package else module.rpartition(".")[0]
+        imports = _Imports(package)
+        imports.visit(tree)
+        for name, always in imports.names:
+            self.add_module(name, needed=found.needed and always)
+            if found.needed and always and name in imports.modules and (path := self.where.vanished(name)):
+                raise SlurmGPUError(
+                    f"{found.path} imports {name}, and its file {path} is not there any more. Put it back, or compute "
+                    f"with the snapshot of the last submission: --code former."
+                )
+        below = set(imports.below)
+        if imports.made_up and package:
+            # Which of its modules it imports is known only when it runs.
+            below.add(package.partition(".")[0])
+        elif imports.made_up:
+            self._left_out.append(
+                f"{found.path}, line {imports.made_up}, imports by a name that is made up as it runs: what it imports "
+                f"there alone is not in the snapshot of the code, and is imported as it is then."
+            )
+        for name in sorted(name for each in below for name in self._modules_below(each)):
+            self.add_module(name, needed=False)
+
+    def _take(self, path: str, module: str | None, *, needed: bool) -> None:
+        if not path.endswith(".py"):
+            self._compiled.add(path)
+            return
+        found = self._files.get(path)
+        if found is None:
+            top = None if module is None else self.where.top_of(module)
+            found = self._files[path] = _Found(path, self._name(path, top, module), [], needed, top)
+            self._todo.append(found)
+            if top and sum(each.top == top for each in self._files.values()) > MANY_FILES:
+                self._dropped.add(top)
+                self.where.give_up(top)
+                self._left_out.append(
+                    f"{top} has more than {MANY_FILES:,} modules: they are imported as they are then."
+                )
+        found.needed |= needed
+        if module is not None and module not in found.modules:
+            found.modules.append(module)
+
+    def _name(self, path: str, top: str | None, module: str | None) -> str:
+        """What a file is called in the snapshot: its path below the run file's folder, or below its package's."""
+        where = Path(path)
+        if where.is_relative_to(self._base):
+            name = str(where.relative_to(self._base))
+        elif module is not None:
+            depth = module.count(".") + (2 if where.name == "__init__.py" else 1)
+            name = str(Path(*where.parts[-depth:]))
+        else:
+            name = where.name
+        taken = {found.name for found in self._files.values()}
+        number = 2
+        while name in taken:
+            name, number = f"{number}/{name}", number + 1
+        return name
+
+    def _modules_below(self, top: str) -> Iterator[str]:
+        self.add_module(top, needed=False)
+        place = self.where.locate(top)
+        for folder in place.folders if place else ():
+            for path in sorted(Path(folder).rglob("*.py")):
+                parts = path.relative_to(folder).with_suffix("").parts
+                parts = parts[:-1] if parts[-1] == "__init__" else parts
+                if all(part.isidentifier() for part in parts):
+                    yield ".".join((top, *parts))
+
+
+class _Imports(ast.NodeVisitor):
+    """The modules that a file names in its imports, and whether each of them is imported under no condition."""
+
+    def __init__(self, package: str | None) -> None:
+        self.names: list[tuple[str, bool]] = []
+        self.modules: set[str] = set()
+        """Those of the names that can be nothing but modules."""
+        self.below: set[str] = set()
+        """Packages of which it imports modules by names that are made up as it runs."""
+        self.made_up = 0
+        """The line where it imports by a name of which nothing can be told."""
+        self._package = package
+        self._depth = 0
+
+    def visit_Try(self, node: ast.Try) -> None:
+        """Go deeper: what is tried may fail."""
+        self._depth += 1
+        self.generic_visit(node)
+        self._depth -= 1
+
+    def visit_If(self, node: ast.If) -> None:
+        """Leave out what is imported for type checkers alone."""
+        test = node.test
+        name = test.attr if isinstance(test, ast.Attribute) else test.id if isinstance(test, ast.Name) else ""
+        self._depth += 1
+        for each in node.orelse if name == "TYPE_CHECKING" else ast.iter_child_nodes(node):
+            self.visit(each)
+        self._depth -= 1
+
+    def visit_Import(self, node: ast.Import) -> None:
+        """`import a.b`."""
+        for alias in node.names:
+            self._add(alias.name)
+            self.modules.add(alias.name)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        """`from a import b`, where b may be a module."""
+        base = node.module or ""
+        if node.level:
+            if not self._package:
+                return
+            above = self._package.split(".")
+            if node.level > len(above):
+                return
+            base = ".".join([*above[: len(above) - node.level + 1], *([base] if base else [])])
+        self._add(base)
+        self.modules.add(base)
+        for alias in node.names:
+            if alias.name != "*":
+                self._add(f"{base}.{alias.name}")
+
+    def visit_Call(self, node: ast.Call) -> None:
+        """`importlib.import_module("a.b")`, `importlib.import_module(f"plugins.{name}")`."""
+        function = node.func
+        name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+        if name in ("import_module", "__import__", "run_module") and node.args:
+            begin, is_whole = _beginning(node.args[0])
+            package, dot, _ = begin.rpartition(".")
+            if is_whole and not begin.startswith("."):
+                self.names.append((begin, False))
+            elif dot and not begin.startswith("."):
+                self.below.add(package)
+            else:
+                self.made_up = node.lineno
+        self.generic_visit(node)
+
+    def _add(self, name: str) -> None:
+        self.names.append((name, self._depth == 0))
+
+
+def _beginning(node: ast.expr) -> tuple[str, bool]:
+    """What the text of an expression is known to begin with, and whether that is all of it."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text, True
+        case (
+            ast.JoinedStr(values=[ast.Constant(value=str(text)), *_])
+            | ast.BinOp(left=ast.Constant(value=str(text)), op=ast.Add())
+        ):
+            return text, False
+        case ast.BinOp(left=ast.Constant(value=str(text)), op=ast.Mod()):
+            return text.partition("%")[0], False
+        case ast.Call(func=ast.Attribute(value=ast.Constant(value=str(text)), attr="format")):
+            return text.partition("{")[0], False
+    return "", False
+
+
+def _some(names: Iterable[str]) -> str:
+    """Some of these names, and how many more there are."""
+    names = sorted(names)
+    more = f" and {len(names) - MANY_NAMED} more" if len(names) > MANY_NAMED else ""
+    return ", ".join(names[:MANY_NAMED]) + more
+
+
+def _not_python(path: str, error: Exception) -> SlurmGPUError:
+    line, said = (f", line {error.lineno},", error.msg) if isinstance(error, SyntaxError) else ("", str(error))
+    return SlurmGPUError(f"{path}{line} is not Python: {said}. Correct it there, and submit again.")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        if len(value) < LONG_TEXT:
+            yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _texts(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _texts(inner)
+
+
+def _versions(names: Iterable[str]) -> dict[str, str]:
+    """The versions of the distributions that these packages come from, and of slurmgpu."""
+    found = {"slurmgpu": __version__}
+    unknown = set()
+    for name in names:
+        try:
+            found[name.replace("_", "-").lower()] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            if name not in PACKAGES:
+                unknown.add(name)
+    # Which one has `yaml` is known only from all of them.
+    of_packages = importlib.metadata.packages_distributions() if unknown else {}
+    for name in unknown:
+        for distribution in of_packages.get(name, ()):
+            found[distribution] = importlib.metadata.version(distribution)
+    return dict(sorted(found.items()))

@@ -1,0 +1,128 @@
+"""Jobs that were submitted by hand: their tasks find the submission that they are, or write it themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from slurmgpu.code import snapshots
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.executors.resubmission import first_submission
+from slurmgpu.logs import LogFormatter
+from slurmgpu.plan.run_file import merge_tables
+from slurmgpu.run.directory import Run
+from slurmgpu.run.lock import run_lock
+from slurmgpu.run.submissions import Submission
+from slurmgpu.slurm.own_job import OwnJob
+from slurmgpu.util import gpus
+
+log = logging.getLogger(__name__)
+
+
+def check_job() -> None:
+    """Raise a sentence unless this is the one process of a Slurm job on its node."""
+    environ = os.environ
+    if "SLURM_JOB_ID" not in environ:
+        raise SlurmGPUError(
+            "This is no job of Slurm's: `slurmgpu task` is what sbatch/array.sbatch runs. "
+            "To compute on this machine: slurmgpu resubmit RUN --executor local."
+        )
+    n_nodes, n_job_nodes = nodes_here(), int(environ.get("SLURM_JOB_NUM_NODES", "1"))
+    n_processes = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    if n_processes != n_nodes or n_nodes != n_job_nodes:
+        raise SlurmGPUError(
+            f"`slurmgpu task` was started {n_processes} times on {n_nodes} of the job's {n_job_nodes} nodes; expected "
+            f"once on each: srun --ntasks-per-node=1, as sbatch/multi-node.sbatch does. "
+            f"It starts the processes of its GPUs itself."
+        )
+
+
+def nodes_here() -> int:
+    """The nodes on which srun has started this task; 1 without srun."""
+    return int(os.environ.get("SLURM_STEP_NUM_NODES", "1"))
+
+
+def gpus_here() -> int:
+    """The GPUs that the job was given on this node."""
+    ids = gpus.visible_ids()
+    return int(os.environ.get("SLURM_GPUS_ON_NODE", len(ids or [])))
+
+
+def join(run: Run, own: OwnJob, device: str | None, on_wait: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """The submission that `own`, this job, is: the first of its tasks writes it, the others and the requeued find it.
+
+    It has no merge job of its own: the one that waits for it was submitted by hand as well. `on_wait` is called while
+    another task writes.
+    """
+    array_job = own.array_job
+    cluster = os.environ.get("SLURM_CLUSTER_NAME")
+    if given := _written(run, array_job, cluster):
+        return given
+    with run_lock(run.folder, "joining", patient=True, on_wait=on_wait) as lock:
+        if given := _written(run, array_job, cluster):
+            return given
+        asked = _as_submission(run, own.n_tasks, device)
+        lock.check()
+        line = {**asked.to_json(), "state": "queued", "by_hand": True, "array_job": array_job}
+        run.record_submission(line if cluster is None else {**line, "cluster": cluster})
+    return next(line for line in run.submissions() if line["submission"] == asked.submission)
+
+
+def _written(run: Run, array_job: str, cluster: str | None) -> dict[str, Any] | None:
+    """The submission with this job; two clusters that share the disk may give the same id."""
+    lines = [line for line in reversed(run.submissions()) if line.get("array_job") == array_job]
+    return next((line for line in lines if cluster is None or line.get("cluster", cluster) == cluster), None)
+
+
+def _as_submission(run: Run, n_tasks: int, device: str | None) -> Submission:
+    """What was asked for, as far as it matters to later submissions, and what was given."""
+    lines = run.submissions()
+    last: Mapping[str, Any] = (
+        run.as_submitted(lines[-1]) if lines else {"slurm": run.plan.slurm, "merge": run.plan.merge}
+    )
+    asked = last.get("resources", run.plan.resources)
+    wanted = merge_tables(asked, {"executor": "slurm", "device": device})
+    n_nodes = nodes_here()
+    return replace(
+        first_submission(wanted, run.plan.n_shards),
+        submission=lines[-1]["submission"] + 1 if lines else 1,
+        n_tasks=n_tasks,
+        n_concurrent=n_tasks,
+        gpus_per_task=gpus_here() * n_nodes,
+        nodes_per_task=n_nodes,
+        slurm=last["slurm"],
+        merge=last["merge"],
+        exclude=tuple(last.get("exclude", ())),
+        code=last.get("code") or _planned_code(run),
+    )
+
+
+def _planned_code(run: Run) -> dict[str, Any] | None:
+    """What names the snapshot that was taken when the run was planned; None for a run of an older slurmgpu."""
+    digests = snapshots.digests_in(run.folder)
+    return snapshots.read(run.folder, digests[0], with_sources=False).line() if digests else None
+
+
+@contextlib.contextmanager
+def log_beside(run: Run, job: str) -> Iterator[None]:
+    """Let this job's log go to where `slurmgpu logs` looks for it, as well; the file is named as Submitit names it.
+
+    `job` is 1234_7 for a task of an array, 1235 for a merge.
+    """
+    rank = os.environ.get("SLURM_PROCID", "0")
+    handler = logging.FileHandler(run.logs / f"{job}_{rank}_log.err")
+    handler.setFormatter(LogFormatter())
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    except SlurmGPUError as error:
+        # In the file alone: the command line prints it to stderr.
+        handler.handle(log.makeRecord(log.name, logging.ERROR, __file__, 0, str(error), (), None))
+        raise
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()

@@ -1,0 +1,103 @@
+"""The end of a run: the command that the run file wants to be run then, `on_end`. docs/how-to/notify.md shows some."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.report.build import report_path
+from slurmgpu.run import owners
+from slurmgpu.run.directory import Run
+from slurmgpu.util.redact import HIDDEN
+from slurmgpu.util.shared_files import open_file
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_S = 60.0
+"""How long the command may take; then it is killed, with its children."""
+
+
+def environment(run: Run, report: Mapping[str, Any]) -> dict[str, str]:
+    """What the command finds in its environment beside the merge's own: the words of a one-line message."""
+    return {
+        "SLURMGPU_RUN": str(run.folder),
+        "SLURMGPU_NAME": run.name,
+        "SLURMGPU_STATE": "complete" if report["complete"] else "incomplete",
+        "SLURMGPU_N_ITEMS": str(report["n_items"]),
+        "SLURMGPU_N_ERRORS": str(report["n_errors"]),
+        "SLURMGPU_N_MISSING": str(report["n_missing_items"]),
+    }
+
+
+def run_on_end(run: Run, report: Mapping[str, Any], timeout_s: float = TIMEOUT_S) -> None:
+    """Run the run file's `on_end`, if it has one, with report.json on its standard input; never raises for it.
+
+    It works in the run file's folder, through the shell. What it prints goes to stderr: a merge's stdout may be JSON.
+    """
+    command = run.plan.on_end
+    if not command:
+        return
+    if command == HIDDEN:
+        log.warning("on_end is not run: only the owner of the run may read it")
+        return
+    if why := owners.why_foreign(run):
+        log.warning("on_end is not run: %s", why)
+        return
+    log.info("on_end starts")  # the command may hold a token
+    environ = {**os.environ, **environment(run, report)}
+    environ.pop("PYTHONSAFEPATH", None)  # meant for this process: a script of the user's may import what lies beside it
+    folder = Path(run.plan.search_path)
+    try:
+        with open_file(report_path(run)) as stdin:
+            started = subprocess.Popen(
+                command,
+                shell=True,
+                cwd=folder if folder.is_dir() else run.folder,
+                env=environ,
+                stdin=stdin,
+                stdout=_stderr(),
+                stderr=_stderr(),
+                start_new_session=True,
+            )
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in it
+        log.warning("on_end could not be started: %s", error)
+        return
+    try:
+        code = started.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        _kill(started)
+        log.warning("on_end took longer than %.0f s, and was killed. The run is not affected.", timeout_s)
+    except BaseException:
+        _kill(started)
+        raise
+    else:
+        if code:
+            log.warning("on_end %s. The run is not affected.", _how(code))
+
+
+def _how(code: int) -> str:
+    """The end of a command, in words."""
+    if code > 0:
+        return f"failed with exit code {code}"
+    names = {int(number): number.name for number in signal.Signals}  # without most of the real-time ones
+    return f"died of {names.get(-code, f'signal {-code}')}"
+
+
+def _stderr() -> int:
+    """The file descriptor of this process's stderr, also where sys.stderr is something else."""
+    sys.stderr.flush()
+    return 2
+
+
+def _kill(started: subprocess.Popen[bytes]) -> None:
+    """End a command and what it has started in its session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(started.pid, signal.SIGKILL)
+    started.wait()

@@ -1,0 +1,135 @@
+"""Faults on demand: what `submit --inject` takes, refused where it could not happen.
+
+`striking` makes them happen, by the way of the real ones; `telling` compares what came of them with what is promised.
+The worker imports this: standard library only.
+
+May import: report, run, shards, util and workload.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.run.directory import Plan, Run
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of fault: it `takes` the number of an "item", of a "shard", or none. `once`: over all tasks and restarts.
+
+    `kills` the process that computes, which with the executor debug is the user's own.
+    """
+
+    takes: str | None
+    once: bool = False
+    kills: bool = False
+
+
+KINDS = {
+    "kill": Kind("item", once=True, kills=True),
+    "preempt": Kind("item", once=True, kills=True),
+    "timeout": Kind(None, once=True),
+    "oom": Kind("item"),
+    "cuda_oom": Kind("item"),
+    "error": Kind("item"),
+    "crash": Kind("item", kills=True),
+    "damage": Kind("shard", once=True),
+}
+"""In the order in which they strike when several concern one call: a crash ends the others."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault: "crash@17" is of kind "crash" `at` item 17."""
+
+    kind: str
+    at: int | None = None
+
+    def __str__(self) -> str:
+        return self.kind if self.at is None else f"{self.kind}@{self.at}"
+
+
+def parse_faults(texts: Iterable[str]) -> tuple[Fault, ...]:
+    """The faults in texts such as "crash@17,timeout", each once, in the order in which they strike."""
+    words = [word.strip() for text in texts for word in text.split(",")]
+    if "" in words:
+        raise SlurmGPUError(
+            f"--inject without a fault. It takes one or several, separated by commas, like crash@17,oom@40,timeout; "
+            f"there are {', '.join(map(_example, KINDS))}."
+        )
+    faults = dict.fromkeys(map(_parse, words))
+    return tuple(sorted(faults, key=lambda fault: list(KINDS).index(fault.kind)))
+
+
+def _parse(word: str) -> Fault:
+    name, at, number = word.partition("@")
+    kind = KINDS.get(name)
+    if kind is None:
+        raise SlurmGPUError(
+            f"--inject {word}: there is no fault {name!r}.{did_you_mean(name, KINDS)} "
+            f"They are written like crash@17,oom@40,timeout."
+        )
+    if kind.takes is None and at:
+        raise SlurmGPUError(f"--inject {word}: {name} takes no number. Write {name} alone.")
+    if kind.takes and re.fullmatch(r"[0-9]+", number) is None:
+        raise SlurmGPUError(
+            f"--inject {word}: {name} needs the number of the {kind.takes} that it happens at, counted from 0: "
+            f"{_example(name)}."
+        )
+    return Fault(name, int(number) if kind.takes else None)
+
+
+def _example(name: str) -> str:
+    takes = KINDS[name].takes
+    return name if takes is None else f"{name}@{17 if takes == 'item' else 2}"
+
+
+def check_faults(faults: Sequence[Fault], plan: Plan, executor: str) -> None:
+    """Refuse, in a sentence, what could not happen in a run of this plan, or would harm others."""
+    if faults and executor == "slurm":
+        raise SlurmGPUError(
+            "--inject makes tasks fail on purpose, and on Slurm they would hold GPUs that others wait for. "
+            "On this machine the same code meets the same faults: --executor local."
+        )
+    for fault in faults:
+        _check(fault, plan, executor)
+    at_items: dict[int | None, Fault] = {}
+    for fault in faults:
+        if KINDS[fault.kind].takes == "item" and (other := at_items.setdefault(fault.at, fault)) != fault:
+            raise SlurmGPUError(f"--inject {other},{fault}: of one item, one fault. Take another item for one of them.")
+
+
+def _check(fault: Fault, plan: Plan, executor: str) -> None:
+    kind = KINDS[fault.kind]
+    if kind.kills and executor == "debug":
+        raise SlurmGPUError(
+            f"--inject {fault} ends the process that computes, which with the executor debug is your own, and nothing "
+            f"starts it again. Take --executor local."
+        )
+    n = {"item": plan.n_items, "shard": plan.n_shards, None: 0}[kind.takes]
+    if fault.at is not None and fault.at >= n:
+        raise SlurmGPUError(
+            f"--inject {fault}: this run has no {kind.takes} {fault.at}. Its {kind.takes}s are 0 to {n - 1:,}."
+        )
+    if fault.kind == "oom" and fault.at is not None:
+        start, stop = plan.bounds(fault.at // plan.shard_items)
+        if min(plan.batch_size, stop - start) == 1:
+            raise SlurmGPUError(
+                f"--inject {fault} is for a batch that is too large, and here item {fault.at} is in one of its own. "
+                f"An item that never fits is cuda_oom@{fault.at}."
+            )
+
+
+def faults_of(line: Mapping[str, Any]) -> tuple[Fault, ...]:
+    """The faults of a submission, from its line in submissions.jsonl; none of one that is older than they."""
+    return parse_faults(line.get("inject") or ())
+
+
+def faults_for(run: Run, submission: int) -> tuple[str, ...]:
+    """The faults that the tasks of a submission are given, as texts."""
+    line = next((line for line in run.submissions() if line["submission"] == submission), {})
+    return tuple(map(str, faults_of(line)))

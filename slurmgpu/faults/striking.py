@@ -1,0 +1,166 @@
+"""Making faults happen: a workload that fails where they say so, by what makes real ones fail, and shards that rot."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.faults import KINDS, Fault
+from slurmgpu.run.directory import Run
+from slurmgpu.shards.shard_file import read_directory
+from slurmgpu.util.pipes import Report
+from slurmgpu.util.shared_files import read_bytes
+from slurmgpu.workload import Item, Row, Workload
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 60.0
+"""How long a worker whose task was preempted waits for the word that ends it."""
+TOO_MUCH_BYTES = 1 << 50
+"""More than any GPU has, and any machine."""
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Where each fault writes down that it struck: a file of JSON lines in injected/, in the run directory."""
+
+    folder: Path
+    attempt: str = ""
+
+    @classmethod
+    def of(cls, run: Run, attempt: str = "") -> Marks:
+        """The marks of a run, which `attempt` makes."""
+        return cls(run.folder / "injected", attempt)
+
+    def set(self, fault: Fault, items: Sequence[int] = ()) -> bool:
+        """Write down that a fault strikes; False, and nothing is written, for one that strikes once and has."""
+        self.folder.mkdir(exist_ok=True)
+        line = json.dumps({"time": time.time(), "attempt": self.attempt, "items": list(items)}) + "\n"
+        once = os.O_EXCL if KINDS[fault.kind].once else 0
+        try:
+            fd = os.open(self.folder / str(fault), os.O_WRONLY | os.O_CREAT | os.O_APPEND | once, 0o644)
+        except FileExistsError:
+            return False
+        with os.fdopen(fd, "wb") as file:
+            file.write(line.encode())
+        return True
+
+    def read(self, fault: Fault) -> list[dict[str, Any]]:
+        """When a fault struck, in which attempt, and which items were in the call."""
+        try:
+            return [json.loads(line) for line in read_bytes(self.folder / str(fault)).splitlines()]
+        except FileNotFoundError:
+            return []
+
+
+@dataclass
+class Injected:
+    """A workload that fails as `faults` say; for all else the workload that it is given.
+
+    Those that end a process, or strike once, are of rank 0 alone, which `leads`. `report` tells the task, `stopping` is
+    what it answers; `end_now` ends the walltime with the shard in hand, and says when that is.
+    """
+
+    workload: Workload
+    faults: Sequence[Fault]
+    marks: Marks
+    leads: bool
+    report: Report
+    stopping: threading.Event
+    end_now: Callable[[], float]
+    _in_hand: list[int] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.workload, name)
+
+    def __call__(self, items: Sequence[Item]) -> Sequence[Row | Any]:
+        """The rows of the workload, unless a fault strikes."""
+        self._in_hand = [item.index for item in items]
+        # Of a workload that keeps its progress, what strikes once strikes when there is some.
+        waits = bool(getattr(self.workload, "resumes", False))
+        for fault in self.faults:
+            if not (waits and KINDS[fault.kind].once):
+                self._meet(fault)
+        return self.workload(items)
+
+    def overhear(self, event: Mapping[str, Any]) -> None:
+        """Report what the worker says; behind progress that is kept, strike with what waits for it."""
+        self.report(event)
+        if event["event"] == "progress":
+            for fault in self.faults:
+                if KINDS[fault.kind].once:
+                    self._meet(fault)
+
+    def _meet(self, fault: Fault) -> None:
+        """Let a fault strike, if what is in hand concerns it."""
+        if fault.kind == "timeout" or (KINDS[fault.kind].takes == "item" and fault.at in self._in_hand):
+            getattr(self, f"_{fault.kind}")(fault)
+
+    def _strikes(self, fault: Fault) -> bool:
+        if not self.leads or not self.marks.set(fault, self._in_hand):
+            return False
+        log.warning("injected: %s", fault)
+        return True
+
+    def _kill(self, fault: Fault) -> None:
+        if self._strikes(fault):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _crash(self, fault: Fault) -> None:
+        if self._strikes(fault):
+            sys.stderr.flush()
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # nobody wants to look into it
+            ctypes.string_at(0)
+
+    def _preempt(self, fault: Fault) -> None:
+        if self._strikes(fault):
+            self.report({"event": "preempt"})
+            self.stopping.wait(PATIENCE_S)  # or dies meanwhile, as one does that keeps no progress
+
+    def _timeout(self, fault: Fault) -> None:
+        if self._strikes(fault):
+            self.report({"event": "timeout", "end_time": self.end_now()})
+
+    def _oom(self, fault: Fault) -> None:
+        if len(self._in_hand) > 1:
+            self._cuda_oom(fault)
+
+    def _cuda_oom(self, fault: Fault) -> None:
+        self._strikes(fault)
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            torch.empty(TOO_MUCH_BYTES, dtype=torch.uint8, device="cuda")
+        bytearray(1 << 62)
+        raise MemoryError(f"{fault} was injected")
+
+    def _error(self, fault: Fault) -> None:
+        self._strikes(fault)
+        raise RuntimeError(f"{fault} was injected")
+
+
+def damage_shards(run: Run, faults: Sequence[Fault]) -> None:
+    """Turn over a byte of each published shard that a fault names, in the largest of its columns."""
+    for fault in faults:
+        if fault.kind != "damage" or fault.at is None or not (path := run.shard_path(fault.at)).exists():
+            continue
+        if Marks.of(run).set(fault):
+            datasets = read_directory(path).datasets
+            own = [region for region in datasets if region.path.partition("/")[0] not in ("index", "error")]
+            largest = max(own, key=lambda region: region.n_bytes)
+            with open(path, "r+b") as file:
+                file.seek(largest.offset + largest.n_bytes // 2)
+                [byte] = file.read(1)
+                file.seek(-1, os.SEEK_CUR)
+                file.write(bytes([byte ^ 0xFF]))
+            log.warning("injected: %s", fault)

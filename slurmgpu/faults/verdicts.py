@@ -1,0 +1,264 @@
+"""What became of faults on demand: each compared with what is promised of it, from the report, records and shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from slurmgpu.faults import KINDS, Fault, faults_of, parse_faults
+from slurmgpu.faults.striking import Marks
+from slurmgpu.report.attempts import makings_of
+from slurmgpu.run.directory import Run
+from slurmgpu.shards.shard_file import Directory, read_directory, verify_shard
+from slurmgpu.shards.userblock import DamagedShardError
+
+ROW_CLASSES = {"crash": "crash", "cuda_oom": "cuda_oom", "error": "item_error"}
+"""The class that a fault gives to the item's row; of other faults the item has its row all the same."""
+ENDS = {"preempt": "preempted", "timeout": "timeout"}
+"""The class that a fault gives to its attempt."""
+ITS_ROW_SAYS = "its row says"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A line on one fault, or on all else that was computed; `kept`: it is as promised, as far as the run has come."""
+
+    text: str
+    kept: bool = True
+
+
+class BrokenPromiseError(Exception):
+    """What was found instead of what is promised."""
+
+
+def judge(run: Run, report: Mapping[str, Any]) -> list[Verdict]:
+    """A verdict for each fault that was injected into a run, as of its last merge, and one for all other items.
+
+    None for a run without faults.
+    """
+    faults = parse_faults(str(fault) for line in report["submissions"] for fault in faults_of(line))
+    if not faults:
+        return []
+    found = _Found(run, report, faults)
+    return [*(_verdict(found, fault) for fault in faults), _of_the_others(found)]
+
+
+def _verdict(found: _Found, fault: Fault) -> Verdict:
+    try:
+        if not found.marks(fault):
+            return _unseen(found, fault)
+        return Verdict(f"{fault}: {_TELL[fault.kind](found, fault)}")
+    except BrokenPromiseError as error:
+        return Verdict(f"{fault}: not as promised: {error}", kept=False)
+
+
+def _unseen(found: _Found, fault: Fault) -> Verdict:
+    """Of a fault that never struck: nothing is proven of it, unless it still may."""
+    if not found.report["complete"]:
+        return Verdict(f"{fault}: it has not happened so far")
+    if KINDS[fault.kind].takes == "item" and found.is_lifted(fault):
+        return Verdict(f"{fault}: it did not happen before {found.maker_of(fault)} computed the item")
+    reasons = {
+        "item": "the workload was never called with it in such a way, or tells no progress",
+        "shard": "it was not published where the fault was injected",
+    }
+    why = reasons.get(KINDS[fault.kind].takes or "", "no task called its workload")
+    return Verdict(f"{fault}: it did not happen: {why}", kept=False)
+
+
+class _Found:
+    """What report, records, shards and the marks of the faults say."""
+
+    def __init__(self, run: Run, report: Mapping[str, Any], faults: tuple[Fault, ...]) -> None:
+        self.run, self.report, self.faults = run, report, faults
+        self.errors = {item["index"]: item for item in report["errors"]}
+        self.missing = {hole["shard"]: hole for hole in report["missing"]}
+        self.attempts = {attempt["attempt"]: attempt for attempt in report["attempts"]}
+
+    @cached_property
+    def injected(self) -> dict[int, set[str]]:
+        """By submission, the faults that its tasks were given."""
+        return {line["submission"]: set(map(str, faults_of(line))) for line in self.report["submissions"]}
+
+    def marks(self, fault: Fault) -> list[dict[str, Any]]:
+        """When and where the fault struck."""
+        return Marks.of(self.run).read(fault)
+
+    def shard(self, fault: Fault) -> int:
+        """The shard that the fault is of."""
+        assert fault.at is not None
+        return fault.at if KINDS[fault.kind].takes == "shard" else fault.at // self.run.plan.shard_items
+
+    def directory(self, shard: int) -> Directory:
+        """What a published shard says of itself."""
+        try:
+            return read_directory(self.run.shard_path(shard))
+        except (OSError, DamagedShardError) as error:
+            raise BrokenPromiseError(f"shard {shard} cannot be read: {error}") from error
+
+    def maker(self, shard: int, item: int | None = None) -> str:
+        """The attempt that published a shard, or the row of an item in it."""
+        for making in makings_of(self.run, [shard], item):
+            return making.attempt
+        return str(self.directory(shard).made_by["attempt"])
+
+    def maker_of(self, fault: Fault) -> str:
+        """The attempt that made the row of the fault's item, or published the fault's shard."""
+        return self.maker(self.shard(fault), None if KINDS[fault.kind].takes == "shard" else fault.at)
+
+    def is_lifted(self, fault: Fault) -> bool:
+        """Whether the shard was computed by a later submission, into which the fault was not injected."""
+        attempt = self.attempts.get(self.maker_of(fault), {})
+        return str(fault) not in self.injected.get(attempt.get("submission", 0), set())
+
+    def deaths(self, fault: Fault) -> int:
+        """How many workers died in the fault's shard."""
+        deaths = (death for attempt in self.attempts.values() for death in attempt["deaths"])
+        return sum(death.get("shard") == self.shard(fault) for death in deaths)
+
+    def struck(self, fault: Fault) -> Mapping[str, Any]:
+        """The attempt in which the fault struck first."""
+        name = self.marks(fault)[0]["attempt"]
+        if name not in self.attempts:
+            raise BrokenPromiseError(f"the report knows nothing of {name}, in which it happened")
+        attempt: Mapping[str, Any] = self.attempts[name]
+        return attempt
+
+
+def _row(found: _Found, fault: Fault) -> str:
+    """What became of the item's row, in words; it shall have the class of the fault, if that has one."""
+    if found.shard(fault) in found.missing:
+        return f"item {fault.at} has no row yet"
+    if found.is_lifted(fault) and fault.at not in found.errors:
+        return f"item {fault.at} has its row from {found.maker_of(fault)}, into which nothing was injected"
+    expected, error = ROW_CLASSES.get(fault.kind), found.errors.get(fault.at or 0)
+    if error is None and expected is not None:
+        raise BrokenPromiseError(f"item {fault.at} has its row, and {expected} was expected")
+    if error is not None and error["class"] != expected:
+        instead = expected or "its row"
+        raise BrokenPromiseError(
+            f"item {fault.at} has failed ({error['class']}: {error['message']}), and {instead} was expected"
+        )
+    return f"item {fault.at} has its row" if error is None else f"{ITS_ROW_SAYS} {error['class']}: {_first_line(error)}"
+
+
+def _first_line(error: Mapping[str, Any]) -> str:
+    return str(error["message"]).partition("\n")[0]
+
+
+def _tell_crash(found: _Found, fault: Fault) -> str:
+    n_deaths, row = found.deaths(fault), _row(found, fault)
+    if n_deaths < len(found.marks(fault)):
+        raise BrokenPromiseError(
+            f"{_workers(len(found.marks(fault)))} died of item {fault.at}, and the records tell of {n_deaths}"
+        )
+    if row.startswith(ITS_ROW_SAYS):
+        row = f"it is quarantined, and {row}"
+    return f"{_workers(len(found.marks(fault)))} died of item {fault.at}; {row}"
+
+
+def _tell_kill(found: _Found, fault: Fault) -> str:
+    row = _row(found, fault)
+    if not found.deaths(fault):
+        raise BrokenPromiseError(f"a worker was killed with item {fault.at} in flight, and no record tells of it")
+    return f"a worker was killed with item {fault.at} in flight; another one went on, and {row}"
+
+
+def _tell_error(found: _Found, fault: Fault) -> str:
+    return f"the workload raised for item {fault.at}; {_row(found, fault)}"
+
+
+def _tell_cuda_oom(found: _Found, fault: Fault) -> str:
+    return f"item {fault.at} fits into no memory, not even alone; {_row(found, fault)}"
+
+
+def _tell_oom(found: _Found, fault: Fault) -> str:
+    n_items, row, shard = len(found.marks(fault)[0]["items"]), _row(found, fault), found.shard(fault)
+    said = f"memory was short for {n_items} items, {fault.at} among them"
+    if shard in found.missing or found.is_lifted(fault):
+        return f"{said}; {row}"
+    notes = found.directory(shard).notes
+    # After a worker's death in the same batch its items are computed one by one.
+    if not ({"oom_batch", "isolated_batches"} & notes.keys()):
+        raise BrokenPromiseError(f"shard {shard} says nothing of smaller batches")
+    batch = notes.get("oom_batch", 1)
+    return f"{said}; shard {shard} went on in batches of at most {batch}, and {row}"
+
+
+def _ended(found: _Found, fault: Fault) -> Mapping[str, Any]:
+    """The attempt that the fault has ended, if it ended as it should."""
+    attempt, expected = found.struck(fault), {ENDS[fault.kind]}
+    if all(found.marks(other) and found.struck(other) is attempt for other in found.faults if other.kind in ENDS):
+        # Of two ends the attempt tells one.
+        expected |= {ENDS[other.kind] for other in found.faults if other.kind in ENDS}
+    if attempt["failure"] not in expected:
+        raise BrokenPromiseError(
+            f"{attempt['attempt']} ended with {attempt['failure'] or 'no failure'}, and {ENDS[fault.kind]} was expected"
+        )
+    return attempt
+
+
+def _tell_preempt(found: _Found, fault: Fault) -> str:
+    attempt, row, shard = _ended(found, fault), _row(found, fault), found.shard(fault)
+    said = f"{attempt['attempt']} got SIGTERM with item {fault.at} in flight ({attempt['failure']})"
+    if shard in found.missing:
+        return f"{said}, and gave shard {shard} back; {row}"
+    return f"{said}; {found.maker(shard)} computed shard {shard}, and {row}"
+
+
+def _tell_timeout(found: _Found, fault: Fault) -> str:
+    attempt = _ended(found, fault)
+    n_shards = attempt["n_shards"]
+    return (
+        f"the walltime of {attempt['attempt']} ended early ({attempt['failure']}); "
+        f"it published {n_shards} {'shard' if n_shards == 1 else 'shards'}, and took no more"
+    )
+
+
+def _tell_damage(found: _Found, fault: Fault) -> str:
+    shard = found.shard(fault)
+    said = f"a byte of shard {shard} was turned over on disk"
+    if (hole := found.missing.get(shard)) is not None:
+        if not hole["damaged"]:
+            raise BrokenPromiseError(f"{said}; the shard is missing, and the report does not say that it is damaged")
+        return f"{said}; the merge has found it, and set the shard aside"
+    try:
+        verify_shard(found.run.shard_path(shard))
+    except (OSError, DamagedShardError) as error:
+        raise BrokenPromiseError(f"{said}, and the merge has not found it: {error}") from error
+    return f"{said}; the merge has found it, and {found.maker(shard)} computed the shard anew"
+
+
+_TELL = {
+    "crash": _tell_crash,
+    "kill": _tell_kill,
+    "error": _tell_error,
+    "oom": _tell_oom,
+    "cuda_oom": _tell_cuda_oom,
+    "preempt": _tell_preempt,
+    "timeout": _tell_timeout,
+    "damage": _tell_damage,
+}
+
+
+def _of_the_others(found: _Found) -> Verdict:
+    """A line on all items that no fault was meant for."""
+    report, meant = found.report, {fault.at for fault in found.faults if fault.kind in ROW_CLASSES}
+    failed = [item for item in report["errors"] if item["index"] not in meant]
+    struck = {(found.shard(fault), ROW_CLASSES[fault.kind]) for fault in found.faults if fault.kind in ROW_CLASSES}
+    for item in failed:
+        shard = item["index"] // found.run.plan.shard_items
+        if item["class"] != "item_error" and (shard, item["class"]) in struck:
+            return Verdict(f"not as promised: item {item['index']} has failed as well ({item['class']})", kept=False)
+    if n_missing := report["n_missing_items"]:
+        items = "1 item" if n_missing == 1 else f"{n_missing:,} items"
+        return Verdict(f"without a row so far: {items}. To compute the rest: {report['resubmit']}")
+    if failed:
+        return Verdict(f"{len(failed):,} more failed by themselves; every other item has its row.")
+    return Verdict("every other item has its row.")
+
+
+def _workers(n: int) -> str:
+    return "1 worker" if n == 1 else f"{n} workers"

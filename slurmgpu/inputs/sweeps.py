@@ -1,0 +1,235 @@
+"""The configurations of a sweep: what [sweep] of a run file stands for. Its keys: docs/reference/run-file.md."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.util.plurals import count_of
+
+FILE = "sweep.jsonl"
+"""The configurations in the run directory, one in a line: the input of a run that has no other."""
+
+MOST = 1_000_000
+"""A grid of more is a mistake, as a rule."""
+
+RANDOM = "random"
+DISTRIBUTIONS = ("uniform", "loguniform", "int", "logint")
+VALUES = "text, true or false, finite numbers, and lists and tables of them"
+TABLES = ("settings", "arguments")
+"""What a key of [sweep] is taken for, from the tables of the run file."""
+EXACT = 2**53
+"""Up to here every whole number is a float."""
+SHOWN = 60
+"""So many characters of a value are shown in a sentence."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The values that a list names."""
+
+    values: Sequence[Any]
+
+    def at(self, u: float) -> Any:
+        """The value that belongs to a number of 0 <= u < 1."""
+        return self.values[int(u * len(self.values))]
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Numbers from `low` to `high`, both included; whole ones where `kind` is int or logint."""
+
+    kind: str
+    low: float
+    high: float
+
+    def at(self, u: float) -> Any:
+        """The number that belongs to a number of 0 <= u < 1."""
+        low, high = self.low, self.high
+        if self.kind == "uniform":
+            found = low * (1 - u) + high * u
+        elif self.kind == "loguniform":
+            # C libraries differ in the last digits of exp and log.
+            found = float(f"{math.exp(math.log(low) * (1 - u) + math.log(high) * u):.12g}")
+        elif self.kind == "int":
+            found = low + int(u * (high - low + 1))
+        else:
+            found = int(math.exp(math.log(low) * (1 - u) + math.log(high + 1) * u))
+        return min(max(found, low), high)
+
+
+def expand(table: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
+    """The configurations that [sweep] stands for, in order: of the table and the run's seed alone.
+
+    Without `random` they are the grid, its last key varying fastest. With it they are drawn; where there are lists
+    only, no configuration comes twice, and at most all of the grid do. SlurmGPUError for a table that cannot be.
+    """
+    n_random = _n_random(table)
+    axes = {key: _axis(key, value) for key, value in table.items() if key != RANDOM}
+    if not axes:
+        raise SlurmGPUError("[sweep] has no key to vary; expected one at least, such as lr = [0.1, 0.01].")
+    drawn = [key for key, axis in axes.items() if isinstance(axis, Distribution)]
+    if n_random is None and drawn:
+        raise SlurmGPUError(
+            f"[sweep] {drawn[0]} is a distribution, and nothing says how many configurations are drawn. "
+            f"Add random = 20, say, to [sweep], or give a list of values."
+        )
+    size = math.prod(len(axis.values) for axis in axes.values() if isinstance(axis, Choice))
+    if n_random is not None and (drawn or n_random < size):
+        return list(itertools.islice(_drawn(axes, seed, distinct=not drawn), n_random))
+    if size > MOST:
+        raise SlurmGPUError(
+            f"[sweep] stands for {size:,} configurations; expected {MOST:,} at most. "
+            f"Shorten its lists, or draw from them with random = 100, say."
+        )
+    values = [axis.values for axis in axes.values() if isinstance(axis, Choice)]
+    return [dict(zip(axes, each, strict=True)) for each in itertools.product(*values)]
+
+
+def headline(table: Mapping[str, Any], n_configurations: int) -> str:
+    """What a sweep is, in a line: "6 configurations: lr × width"."""
+    varied = [
+        key
+        for key, value in table.items()
+        if isinstance(value, Mapping) or (isinstance(value, list) and len(value) > 1)
+    ]
+    counts = [len(table[key]) if isinstance(table[key], list) else math.inf for key in varied]
+    is_grid = math.prod(counts) == n_configurations
+    how = ", drawn" if not is_grid else ", which is the whole grid" if RANDOM in table else ""
+    what = f": {(' × ' if is_grid else ', ').join(varied)}" if varied else ""
+    return f"{count_of(n_configurations, 'configuration')}{how}{what}"
+
+
+def describe(data: Mapping[str, Any]) -> str:
+    """A configuration in a sentence: `lr = 0.1, width = 32`."""
+    texts = {key: json.dumps(value, ensure_ascii=False, default=str) for key, value in data.items()}
+    shown = (f"{key} = {text if len(text) <= SHOWN else f'{text[:SHOWN]}…'}" for key, text in texts.items())
+    return ", ".join(shown) or "nothing of its own"
+
+
+def place_of(file: Path, number: int, data: Mapping[str, Any]) -> str:
+    """Where a user finds item `number` of an input: `[sweep], configuration 3 (lr = 0.1, width = 32)`."""
+    where = "[sweep], configuration" if file.name == FILE else f"{file}, item"
+    return f"{where} {number} ({describe(data)})"
+
+
+def write(configurations: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Write the configurations as JSON lines.
+
+    The time of modification is a whole second, which a copy on any other file system has as well.
+    """
+    path.write_text("".join(f"{json.dumps(each, allow_nan=False)}\n" for each in configurations), "utf-8")
+    now = int(time.time())
+    os.utime(path, (now, now))
+
+
+def _drawn(axes: Mapping[str, Choice | Distribution], seed: int, *, distinct: bool) -> Iterator[dict[str, Any]]:
+    """Configurations without end. `random()` alone is promised to stay as it is in later versions of Python."""
+    numbers = random.Random(seed)
+    met: set[tuple[int, ...]] = set()
+    single = {key for key, axis in axes.items() if isinstance(axis, Choice) and len(axis.values) == 1}
+    while True:
+        us = {key: 0.0 if key in single else numbers.random() for key in axes}
+        if distinct:
+            places = tuple(int(us[key] * len(axis.values)) for key, axis in axes.items() if isinstance(axis, Choice))
+            if places in met:
+                continue
+            met.add(places)
+        yield {key: axis.at(us[key]) for key, axis in axes.items()}
+
+
+def _n_random(table: Mapping[str, Any]) -> int | None:
+    found = table.get(RANDOM)
+    if found is None:
+        return None
+    if isinstance(found, bool) or not isinstance(found, int) or not 1 <= found <= MOST:
+        raise SlurmGPUError(
+            f"[sweep] random is {_shown(found)}; expected how many configurations are drawn, from 1 to {MOST:,}."
+        )
+    return found
+
+
+def _axis(key: str, value: Any) -> Choice | Distribution:
+    """What a key may be: one value of a list, or a number of a distribution."""
+    if isinstance(value, Mapping):
+        return _distribution(key, value)
+    values = value if isinstance(value, list) else [value]
+    if not values:
+        raise SlurmGPUError(f"[sweep] {key} is an empty list; expected one value at least, or no {key} at all.")
+    texts: set[str] = set()
+    for each in values:
+        if not _is_plain(each):
+            raise SlurmGPUError(f"[sweep] {key} has the value {_shown(each)}; expected {VALUES}.")
+        if isinstance(each, Mapping) and len(each) == 1 and next(iter(each)) in DISTRIBUTIONS:
+            raise SlurmGPUError(
+                f"[sweep] {key} has a distribution in a list; expected it alone: {key} = {_shown(each)}."
+            )
+        text = json.dumps(each, sort_keys=True)
+        if text in texts:
+            raise SlurmGPUError(f"[sweep] {key} has the value {_shown(each)} twice; expected each once.")
+        texts.add(text)
+    return Choice(values)
+
+
+def _distribution(key: str, value: Mapping[str, Any]) -> Distribution:
+    kind = next(iter(value), "")
+    if len(value) != 1 or kind not in DISTRIBUTIONS:
+        known = ", ".join(f"{{{name} = [a, b]}}" for name in DISTRIBUTIONS)
+        if value and key in TABLES:
+            raise SlurmGPUError(
+                f"[sweep.{key}] is a table; expected all keys in [sweep] itself: write {kind} = "
+                f"{_shown(value[kind])} there."
+            )
+        hint = did_you_mean(kind, DISTRIBUTIONS) if len(value) == 1 else ""
+        raise SlurmGPUError(
+            f"[sweep] {key} is the table {_shown(value)}; expected a value, a list of values, or one of {known}.{hint}"
+        )
+    bounds = value[kind]
+    whole, positive = kind in ("int", "logint"), kind in ("loguniform", "logint")
+    if not _are_bounds(bounds, whole=whole, positive=positive):
+        numbers = f"{'whole' if whole else 'finite'} numbers{' above 0' if positive else ''}"
+        raise SlurmGPUError(
+            f"[sweep] {key} is {_shown(value)}; expected {kind} = [a, b] with two {numbers}, the smaller first."
+        )
+    low, high = bounds if whole else map(float, bounds)
+    return Distribution(kind, low, high)
+
+
+def _are_bounds(bounds: Any, *, whole: bool, positive: bool) -> bool:
+    if not isinstance(bounds, list) or len(bounds) != 2:
+        return False
+    if any(isinstance(bound, bool) or not isinstance(bound, int if whole else (int, float)) for bound in bounds):
+        return False
+    if any(abs(bound) > EXACT if isinstance(bound, int) else not math.isfinite(bound) for bound in bounds):
+        return False
+    low, high = bounds
+    return bool(low <= high and (low > 0 or not positive))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON has a value as it is: no NaN, no date."""
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return isinstance(value, (str, bool, int)) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _shown(value: Any) -> str:
+    """A value as TOML writes it, or nearly so."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {_shown(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_shown, value)) + "]"
+    if isinstance(value, (str, bool)):
+        return json.dumps(value, ensure_ascii=False)
+    return str(value)

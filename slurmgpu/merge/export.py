@@ -1,0 +1,235 @@
+"""Export: the rows of a merged file as JSONL, CSV, Parquet or tensors, written whole or not at all.
+
+Every row has `index`, the columns and `error`. The columns of a failed item are null, and so is `error` where there
+was none; so are NaN and the infinities in JSONL and CSV, for JSON has no words for them. In CSV null is empty.
+Memory is bounded, but for tensors, of which torch.save wants all at once. A workload may write formats of its own.
+Every byte of the merged file is verified before anything is written.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import io
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from slurmgpu import results
+from slurmgpu import workload as workloads
+from slurmgpu.code import importer
+from slurmgpu.code.snapshots import code_digest
+from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.results import Merged
+from slurmgpu.results.views import ArrayData, ColumnData, JsonData, RaggedData, TextData
+from slurmgpu.run import owners
+from slurmgpu.run.directory import Run
+from slurmgpu.util.atomic_files import beside, fsync_dir, working_folder, write_json
+from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, cause_raised, read_bytes, replace, retried
+
+Writer = Callable[[Merged, IO[bytes]], str | None]
+"""Writes the rows; what it says is what it wrote, if that is other than rows."""
+
+_BLOCK_BYTES = 4 << 20  # as Python's objects they take some ten times as much
+_ROW_GROUP_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class Exported:
+    """How many rows were exported, and what a workload says that its own format has of them."""
+
+    n_rows: int
+    said: str | None = None
+
+
+def export(path: Path, format: str, output: Path) -> Exported:  # noqa: A002 - the word of the command line
+    """Write the rows of a merged file to `output` in one of its formats; SlurmGPUError if a byte of it is wrong.
+
+    It begins anew where a file system fails for a moment.
+    """
+    return retried(lambda: cause_raised(lambda: _export(path, format, output)), BRIEF_PATIENCE_S)
+
+
+def _export(path: Path, format: str, output: Path) -> Exported:  # noqa: A002
+    with results.open(path, verify=True) as merged, beside(output) as partial:
+        write = _writer(merged, format)
+        with open(partial, "wb") as file:
+            said = write(merged, file)
+            file.flush()
+            os.fsync(file.fileno())
+        if write is _write_pt:
+            write_json(output.with_name(f"{output.name}.json"), _about(merged))
+        replace(partial, output)
+    fsync_dir(output.parent)
+    return Exported(len(merged), said)
+
+
+def export_to(path: Path, format: str, file: IO[bytes]) -> int:  # noqa: A002 - the word of the command line
+    """Write the rows of a merged file to an open file, as far as that gets; how many they are."""
+    with results.open(path, verify=True) as merged:
+        write = _writer(merged, format)
+        if FORMATS.get(format) is write and format not in STREAMS:
+            raise SlurmGPUError(f"Format {format!r} needs a file of its own; a stream gets {' or '.join(STREAMS)}.")
+        write(merged, file)
+        file.flush()
+        return len(merged)
+
+
+def _write_jsonl(merged: Merged, file: IO[bytes]) -> None:
+    names = ("index", *merged.columns, "error")
+    for row in _plain_rows(merged):
+        line = json.dumps(dict(zip(names, row, strict=True)), ensure_ascii=False, allow_nan=False)
+        file.write(f"{line}\n".encode())
+
+
+def _write_csv(merged: Merged, file: IO[bytes]) -> None:
+    """RFC 4180. Numbers and text are as they are, everything else is JSON; null is empty."""
+    text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+    writer = csv.writer(text)
+    writer.writerow(("index", *merged.columns, "error"))
+    for row in _plain_rows(merged, json_as_cells=True):
+        writer.writerow(json.dumps(value) if isinstance(value, list | bool) else value for value in row)
+    text.detach()
+
+
+def _write_parquet(merged: Merged, file: IO[bytes]) -> None:
+    try:
+        from pyarrow.parquet import ParquetWriter
+    except ImportError as error:
+        raise SlurmGPUError("Parquet needs pyarrow: pip install 'slurmgpu[parquet]'") from error
+    with ParquetWriter(file, merged.to_arrow(0, 0).schema) as writer:
+        for start, stop in _blocks(merged, _ROW_GROUP_BYTES):
+            writer.write_table(merged.to_arrow(start, stop))
+
+
+def _write_pt(merged: Merged, file: IO[bytes]) -> None:
+    """A dict that `torch.load` reads: tensors of numbers, lists of text and JSON, lists of tensors."""
+    try:
+        import torch
+    except ImportError as error:
+        raise SlurmGPUError("The format pt needs PyTorch: pip install 'slurmgpu[torch]'") from error
+
+    def tensor(values: npt.NDArray[Any]) -> Any:
+        return _plain(values) if values.dtype.kind == "S" else torch.from_numpy(np.array(values))
+
+    content: dict[str, Any] = {"index": tensor(merged.index)}
+    for name in merged.columns:
+        column = merged[name]
+        if isinstance(column, ArrayData):
+            content[name] = tensor(column.values)
+        elif isinstance(column, RaggedData):
+            content[name] = [tensor(values) for values in column[:]]
+        else:
+            content[name] = [None if failed else value for failed, value in zip(merged.failed, column[:], strict=True)]
+    content["error"] = [message or None for message in merged["error"][:]]
+    torch.save(content, file)
+
+
+def _writer(merged: Merged, format: str) -> Writer:  # noqa: A002 - the word of the command line
+    """What writes a format: the workload of the merged file's run where it does so itself."""
+    if format in _beside(merged, "run.json").get("exports", ()):
+        run = Run.open(merged.path.parent)
+        owners.refuse_foreign(run, f"export it as {format}, which its workload writes,")
+        return functools.partial(_write_by_workload, run, format)
+    if format not in FORMATS:
+        raise SlurmGPUError(f"There is no export to {format!r}.{did_you_mean(format, FORMATS)}")
+    return FORMATS[format]
+
+
+def _write_by_workload(run: Run, format: str, merged: Merged, file: IO[bytes]) -> str | None:  # noqa: A002
+    # As the merge does for a summary: in the run file's folder, to which relative settings are relative.
+    plan, base = run.plan, Path(run.plan.search_path)
+    with working_folder(base), importer.using(run.folder, code_digest(run.submissions())):
+        workload: Any = workloads.build(plan.workload, plan.settings, base)
+        said = workload.exports[format](merged, file)
+    return said if isinstance(said, str) else None
+
+
+def _about(merged: Merged) -> dict[str, Any]:
+    """What lies beside the tensors as JSON: totals, and of the run that merged them its settings and summary."""
+    attributes = merged.attributes
+    about = {name: attributes.get(name) for name in ("run", "workload", "seed", "n_items", "complete", "fingerprint")}
+    about |= {"n_rows": len(merged), "n_errors": int(merged.failed.sum())}
+    about["columns"] = json.loads(str(attributes["columns"]))
+    for key, name in (("settings", "run.json"), ("summary", "report.json")):
+        about[key] = _beside(merged, name).get(key)
+    return about
+
+
+def _beside(merged: Merged, name: str) -> dict[str, Any]:
+    """The JSON file of that name beside a merged file, if it is of the same run; else nothing."""
+    try:
+        found: dict[str, Any] = json.loads(read_bytes(merged.path.parent / name))
+    except FileNotFoundError:
+        return {}  # the merged file was copied elsewhere
+    return found if found.get("fingerprint") == merged.attributes["fingerprint"] else {}
+
+
+FORMATS: dict[str, Writer] = {
+    "jsonl": _write_jsonl,
+    "csv": _write_csv,
+    "parquet": _write_parquet,
+    "pt": _write_pt,
+}
+
+STREAMS = ("jsonl", "csv")
+"""Of these, those that can be read as they come."""
+
+
+def _blocks(merged: Merged, n_bytes: int) -> Iterator[tuple[int, int]]:
+    """Ranges of rows that take about `n_bytes` each."""
+    n_rows = max(1, len(merged) * n_bytes // merged.path.stat().st_size)
+    for start in range(0, len(merged), n_rows):
+        yield start, min(start + n_rows, len(merged))
+
+
+def _plain_rows(merged: Merged, *, json_as_cells: bool = False) -> Iterator[tuple[Any, ...]]:
+    """The rows as JSON has them: index, columns, error."""
+    columns = [merged[name] for name in merged.columns]
+    for start, stop in _blocks(merged, _BLOCK_BYTES):
+        values = [
+            [_json_cell(text) for text in column.text[start:stop]]
+            if json_as_cells and isinstance(column, JsonData)
+            else _plain_column(column, start, stop)
+            for column in columns
+        ]
+        for row in np.flatnonzero(merged.failed[start:stop]):
+            for column in values:
+                column[row] = None
+        errors = [message or None for message in merged["error"][start:stop]]
+        yield from zip(merged.index[start:stop].tolist(), *values, errors, strict=True)
+
+
+def _plain_column(column: ColumnData, start: int, stop: int) -> list[Any]:
+    if isinstance(column, ArrayData):
+        return _plain(column[start:stop])
+    found: list[Any] = column[start:stop]
+    return found if isinstance(column, TextData) else [_plain(values) for values in found]
+
+
+def _json_cell(text: str) -> str | None:
+    """JSON as a cell of a table: without the quotes of a text, and null as nothing."""
+    if text.startswith('"'):
+        found: str = json.loads(text)
+        return found
+    return None if text == "null" else text
+
+
+def _plain(values: npt.NDArray[Any]) -> list[Any]:
+    """Nested lists. A complex number is [real, imaginary]; bytes are read as UTF-8."""
+    if values.dtype.kind == "c":
+        return _plain(np.stack([values.real, values.imag], axis=-1))
+    if values.dtype.kind == "S":
+        values = np.char.decode(values, "utf-8", "backslashreplace")
+    elif values.dtype.kind == "f" and not np.isfinite(values).all():
+        unspeakable = ~np.isfinite(values)
+        values = values.astype(object)
+        values[unspeakable] = None
+    plain: list[Any] = values.tolist()
+    return plain

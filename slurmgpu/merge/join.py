@@ -1,0 +1,480 @@
+"""Joins: the bytes of many shards copied into one HDF5 file, verified on their way, in bounded memory."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import logging
+import os
+import secrets
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from slurmgpu.code.versions import Stretch, compact, stretches_of
+from slurmgpu.report.joined import Errors, Joined
+from slurmgpu.run.lock import checked
+from slurmgpu.shards.columns import Column
+from slurmgpu.shards.hdf5_layout import Attributes, Skeleton, draw, file_attributes, unplaced_regions
+from slurmgpu.shards.piece_table import Gathered, OffsetsPlace, Place, Table, lead_bytes, new_table, pieces_of
+from slurmgpu.shards.shard_file import Directory, Shapes, errors_in, examine, read_errors
+from slurmgpu.shards.userblock import (
+    MERGED,
+    DamagedShardError,
+    Reader,
+    new_directory,
+    pack_userblock,
+    read_userblock,
+    userblock_size,
+    verify,
+    verify_content,
+    write_at,
+)
+from slurmgpu.util.atomic_files import fsync_dir
+from slurmgpu.util.shared_files import PATIENCE_S, exists, is_transient, list_anew, remove, replace, retried
+
+_N_THREADS = 4  # one keeps up with most disks; the others hide how long a network takes to answer
+_CHUNK = 64  # so many parts are one piece of a thread's work
+_SMALL_BYTES = 64 << 10  # a file that is read whole when it is measured, and copied out of memory
+_KEPT_BYTES = 128 << 20  # so much of such files is kept until it is copied
+_MAX_ROUNDS = 3  # so often what has appeared meanwhile is joined as well; what comes later is named as missing
+_STALE_PATIENCE_S = 5.0
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+log = logging.getLogger(__name__)
+_S = TypeVar("_S")
+_T = TypeVar("_T")
+
+
+class Source(NamedTuple):
+    """A shard that is to be joined; `older` are former revisions of it, to be taken where the file is damaged."""
+
+    shard: int
+    path: Path
+    start: int
+    stop: int
+    older: tuple[Path, ...] = ()
+
+
+Review = Callable[[Mapping[int, Errors]], Sequence[Source]]
+"""Is told the failed items of each shard that was copied, and answers what to join in addition, or instead."""
+
+
+class _Part(NamedTuple):
+    """A source with the bytes of each of its datasets, whose its rows are, and the whole file where that is small."""
+
+    source: Source
+    sizes: tuple[int, ...]
+    code: Sequence[Stretch]
+    is_small: bool = False
+    held: tuple[memoryview, Directory] | None = None
+
+
+class _Copied(NamedTuple):
+    """The checksum of each piece that a part has become, the part's failed items, and what its notes count."""
+
+    crc32s: list[int]
+    errors: Errors
+    not_finite: Mapping[str, Sequence[int]] | None
+
+
+@dataclass
+class _Bad:
+    """What is wrong with each file that could not be joined, and with each shard."""
+
+    reasons: dict[Path, str] = field(default_factory=dict)
+    sources: dict[int, str] = field(default_factory=dict)
+
+    def note(self, source: Source, why: object) -> list[Source]:
+        """Keep what is wrong with a source's file, None if it is gone; the source with its next file, if it has one."""
+        if isinstance(why, str):
+            self.reasons[source.path] = why
+            self.sources[source.shard] = why
+        return self.older(source)
+
+    def older(self, source: Source) -> list[Source]:
+        """The source with its next older file; none if it has none."""
+        if not source.older:
+            return []
+        return [source._replace(path=source.older[0], older=source.older[1:])]
+
+
+def join(
+    parts: Sequence[Source | tuple[int, Path, int, int]],
+    columns: Mapping[str, Column],
+    *,
+    fingerprint: str,
+    n_items: int,
+    target: Path,
+    attributes: Attributes,
+    patience_s: float = PATIENCE_S,
+    review: Review = lambda copied: (),
+    check: Callable[[], None] = lambda: None,
+) -> Joined:
+    """Put the rows of `parts` (shard, path, start, stop; in the order of the input) at `target`, in one step.
+
+    A shard that was read twice and is damaged, or of another plan, is left out and named; one that is gone is left
+    out. A read that fails is tried again for `patience_s`; then, as on a full disk or any other error, the OSError is
+    raised and an older `target` stays as it was. A file that somebody removes while it is written is written anew.
+    `review` may add what has appeared; `check` is called right before the file takes the target's place.
+    """
+    _remove_stale(target, patience_s, check)
+    # No join has this name again, on whatever machine: who removes those of dead ones removes no successor's.
+    beside = target.with_name(f".{target.name}.{secrets.token_hex(16)}.partial")
+    source, bad = _Columns(columns, fingerprint, patience_s), _Bad()
+    n_rounds = n_vanished = 0
+    try:
+        with ThreadPoolExecutor(_N_THREADS) as pool:
+            left = source.measure_all(pool, [Source(*part) for part in parts], bad)
+            while True:
+                n_rows = sum(part.source.stop - part.source.start for part in left)
+                identity: Attributes = {"fingerprint": fingerprint, "n_items": n_items, "complete": n_rows == n_items}
+                try:
+                    with retried(lambda: open(beside, "wb", buffering=0), patience_s) as file:
+                        merged = _Merged(file.fileno(), source, left, {**identity, **attributes})
+                        copied = merged.copy_all(pool, left, bad)
+                        again, is_whole = _older_ones(left, copied, bad), False
+                        if None not in copied:
+                            whole = [each for each in copied if each is not None]
+                            found = {part.source.shard: each.errors for part, each in zip(left, whole, strict=True)}
+                            n_rounds += 1
+                            offered = review(found) if n_rounds < _MAX_ROUNDS else ()
+                            again = [source for source in offered if source.path not in bad.reasons]
+                            is_whole = not again and merged.finish(whole)
+                    if is_whole:
+                        check()
+                        replace(beside, target)
+                        break
+                except OSError as error:
+                    if n_vanished == _MAX_ROUNDS or exists(beside):
+                        raise
+                    n_vanished += 1
+                    check()  # a successor has removed it, if there is one
+                    log.warning("%s was removed while it was written, and is written anew: %s", beside, error)
+                    continue
+                kept = {part.source.shard: part for part, each in zip(left, copied, strict=True) if each is not None}
+                kept |= {part.source.shard: part for part in source.measure_all(pool, again, bad)}
+                left = [part for _, part in sorted(kept.items())]
+    except BaseException:
+        remove(beside)
+        raise
+    fsync_dir(target.parent)
+    errors = [error for each in whole for error in each.errors]
+    shards = frozenset(part.source.shard for part in left)
+    damaged = tuple(sorted((shard, why) for shard, why in bad.sources.items() if shard not in shards))
+    not_finite = _summed([each.not_finite for each in whole])
+    taken = {part.source.path for part in left}
+    aside = tuple((path, why) for path, why in bad.reasons.items() if path not in taken)
+    return Joined(n_rows, len(errors), shards, damaged, aside, errors, not_finite, merged.code)
+
+
+def _older_ones(parts: Sequence[_Part], copied: Sequence[_Copied | None], bad: _Bad) -> list[Source]:
+    """What is to be joined instead of the parts that were not copied."""
+    left_out = (part for part, each in zip(parts, copied, strict=True) if each is None)
+    return [older for part in left_out for older in bad.older(part.source)]
+
+
+def _remove_stale(target: Path, patience_s: float, check: Callable[[], None]) -> None:
+    """Remove what joins that were killed have left beside the target; one that cannot be removed does no harm.
+
+    What was listed before `check` has passed is of no successor.
+    """
+    names = sorted(list_anew(target.parent, patience_s))
+    stale = [name for name in names if name.startswith(f".{target.name}.") and name.endswith(".partial")]
+    for name in checked(stale, check):
+        try:
+            remove(target.parent / name, _STALE_PATIENCE_S)
+        except OSError as error:
+            log.warning("%s is of a merge that was killed, and cannot be removed: %s", name, error.strerror)
+
+
+def verify_joined(path: Path) -> list[str]:
+    """What is wrong with a merged file, a sentence for each problem; [] when every byte of it is as written."""
+    problems: list[str] = []
+    try:
+        with Reader(path) as reader:
+            directory, table, size = read_userblock(reader)
+            if directory["attributes"]["format"] != MERGED:
+                return [f"it is a {directory['attributes']['format']!r}, not a {MERGED!r}"]
+            found = pieces_of(directory, table)
+            problems.extend(verify(reader, found, start=size, rest_crc32=directory["rest_crc32"]))
+    except DamagedShardError as error:
+        problems.append(str(error))
+    return problems
+
+
+def _summed(counts: Sequence[Mapping[str, Sequence[int]] | None]) -> dict[str, dict[str, int]] | None:
+    """What the notes of all shards count together; None if one does not tell."""
+    found: dict[str, dict[str, int]] = {}
+    for count in counts:
+        if count is None:
+            return None
+        for name, (n_nan, n_infinite) in count.items():
+            total = found.setdefault(name, {"nan": 0, "infinite": 0})
+            total["nan"] += n_nan
+            total["infinite"] += n_infinite
+    return dict(sorted(found.items()))
+
+
+class _Columns:
+    """What all shards of a join have in common."""
+
+    def __init__(self, columns: Mapping[str, Column], fingerprint: str, patience_s: float) -> None:
+        self.columns = columns
+        self.fingerprint = fingerprint
+        self.patience_s = patience_s
+        self.regions = unplaced_regions(columns, 0, {})
+        self.paths = [region.path for region in self.regions]
+        self.itemsizes = [np.dtype(region.dtype).itemsize for region in self.regions]
+        self.n_lost = 0
+        self._shapes = Shapes(columns)
+        self._kept_bytes = 0
+
+    def measure_all(self, pool: Executor, sources: Sequence[Source], bad: _Bad) -> list[_Part]:
+        """The parts of what is whole, as far as its user block tells, in order."""
+        left = list(sources)
+        parts: list[_Part] = []
+        while left:
+            found = _each(pool, lambda source: _tried_twice(lambda again: self._measure(source, again)), left)
+            parts += [part for part in found if isinstance(part, _Part)]
+            left = [
+                older
+                for source, why in zip(left, found, strict=True)
+                if not isinstance(why, _Part)
+                for older in bad.note(source, why)
+            ]
+        return sorted(parts, key=lambda part: part.source.shard)
+
+    def _measure(self, source: Source, again: bool) -> _Part:
+        with Reader(source.path, buffer_bytes=_SMALL_BYTES, patience_s=self.patience_s) as reader:
+            if again:
+                reader.forget_cache()
+            found = self.examine(reader, source)
+            sizes = tuple(region.n_bytes for region in found.datasets)
+            is_small = reader.size <= _SMALL_BYTES
+            content = reader.whole() if self._kept_bytes < _KEPT_BYTES else None
+        code = stretches_of(found.made_by, source.start, source.stop)
+        if content is None:
+            return _Part(source, sizes, code, is_small)
+        self._kept_bytes += len(content)  # near enough, of several threads
+        return _Part(source, sizes, code, is_small, (content, found))
+
+    def examine(self, reader: Reader, source: Source) -> Directory:
+        """The directory of a shard; ForeignShardError when it is not the one that was planned."""
+        found = examine(reader, fingerprint=self.fingerprint, start=source.start, stop=source.stop)
+        self._shapes.check(found)
+        return found
+
+
+def _each(pool: Executor, function: Callable[[_S], _T], values: Sequence[_S]) -> list[_T]:
+    """What `function` returns for each value, in order.
+
+    In threads, where that waits for a disk or a network; where it does not, they would wait for each other.
+    """
+    chunks = [values[first : first + _CHUNK] for first in range(0, len(values), _CHUNK)]
+    started, computed = time.perf_counter(), time.thread_time()
+    found = [function(value) for value in values[:_CHUNK]]
+    waits = time.perf_counter() - started > 2 * (time.thread_time() - computed)
+    do_all = pool.map if waits else map
+    return [*found, *(each for chunk in do_all(lambda chunk: list(map(function, chunk)), chunks[1:]) for each in chunk)]
+
+
+_SENSELESS = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError)
+"""What a directory whose checksum is right and whose values make no sense leads to."""
+
+
+def _tried_twice(read: Callable[[bool], _T]) -> _T | str | None:
+    """What `read` returns; what is wrong with the bytes if that shows twice; None where the file is gone."""
+    try:
+        try:
+            return read(False)
+        except DamagedShardError as error:
+            log.debug("read again: %s", error)
+            return read(True)
+    except DamagedShardError as error:
+        return str(error)
+    except _SENSELESS as error:
+        return f"its directory makes no sense ({type(error).__name__}: {error})"
+    except FileNotFoundError:
+        return None
+
+
+class _StoppedError(Exception):
+    """The join has ended meanwhile, by an error or a signal."""
+
+
+class _Merged:
+    """A merged file being written: every piece has its place from the beginning, whichever comes first."""
+
+    def __init__(self, fd: int, source: _Columns, parts: Sequence[_Part], attributes: Attributes) -> None:
+        self._fd, self._source = fd, source
+        self._stopped = threading.Event()
+        self._table = _fill_table(source, parts)
+        n_bytes = self._table["n_bytes"]
+        n_values = dict(zip(source.paths, (n_bytes.sum(axis=0) // source.itemsizes).tolist(), strict=True))
+        n_rows = sum(part.source.stop - part.source.start for part in parts)
+        regions = unplaced_regions(source.columns, n_rows, n_values)
+        self.code = tuple(compact(stretch for part in parts for stretch in part.code))
+        attributes = file_attributes(MERGED, source.columns, attributes)
+        self._directory = new_directory(attributes, n_rows, regions, code=self.code)
+        self._userblock_size = userblock_size(self._directory, n_table_bytes=self._table.nbytes)
+        skeleton = draw(regions, self._directory["attributes"], self._userblock_size)
+        _allocate(fd, skeleton.size)
+        rest_crc32 = self._write_metadata(skeleton)
+        self._directory |= {"datasets": skeleton.regions, "file_size": skeleton.size, "rest_crc32": rest_crc32}
+
+        before = np.cumsum(n_bytes, axis=0) - n_bytes
+        firsts = [region.offset + lead_bytes(region) for region in skeleton.regions]
+        # A part's offsets grow by the number of values before it, which lie in the dataset that comes next.
+        bases = np.roll(before // source.itemsizes, -1, axis=1)
+        shards = [part.source.shard for part in parts]
+        self._positions = dict(zip(shards, (before + firsts).tolist(), strict=True))
+        self._bases = dict(zip(shards, bases.tolist(), strict=True))
+
+    def copy_all(self, pool: Executor, parts: Sequence[_Part], bad: _Bad) -> list[_Copied | None]:
+        """Put all parts into their places; None stands for one that was not, and `bad` says why."""
+        futures = {part.source.shard: pool.submit(self._copy_chunk, [part]) for part in parts if not part.is_small}
+        small = [part for part in parts if part.is_small]
+        found: dict[int, _Copied | str | None] = {}
+        try:
+            for first in range(0, len(small), _CHUNK):
+                chunk = small[first : first + _CHUNK]
+                found |= zip((part.source.shard for part in chunk), self._copy_chunk(chunk), strict=True)
+            for shard, future in futures.items():
+                [found[shard]] = future.result()
+        except BaseException:
+            # The file is closed then: none of them may write to its descriptor, which may be another's by now.
+            self._stopped.set()
+            wait([future for future in futures.values() if not future.cancel()])
+            raise
+        copied: list[_Copied | None] = []
+        for part in parts:
+            each = found[part.source.shard]
+            copied.append(each if isinstance(each, _Copied) else None)
+            if not isinstance(each, _Copied):
+                bad.note(part.source, each)
+        return copied
+
+    def _copy_chunk(self, parts: Sequence[_Part]) -> list[_Copied | str | None]:
+        """What became of each of some parts that lie side by side; small ones are written together."""
+        gathered = Gathered(self._fd)
+        found = [_tried_twice(functools.partial(self._copy, part, gathered)) for part in parts]
+        gathered.flush()
+        return found
+
+    def _copy(self, part: _Part, gathered: Gathered, again: bool) -> _Copied:
+        """Put a part's pieces into their places; DamagedShardError unless all its bytes are as they were written."""
+        if part.held is not None and not again:
+            return self._copy_held(part, *part.held, gathered)
+        size = {"buffer_bytes": _SMALL_BYTES} if part.is_small else {}
+        with Reader(part.source.path, patience_s=self._source.patience_s, **size) as reader:
+            if again:
+                reader.forget_cache()
+            found = self._source.examine(reader, part.source)
+            if tuple(region.n_bytes for region in found.datasets) != part.sizes:
+                raise DamagedShardError("it was replaced while it was joined")
+            if part.is_small and not again and (content := reader.whole()) is not None:
+                return self._copy_held(part, content, found, gathered)
+            places = self._places(part, found)
+            problems = list(
+                verify(
+                    reader,
+                    found.pieces,
+                    start=found.userblock_size,
+                    rest_crc32=found.rest_crc32,
+                    sink=lambda path, content: self._put(places[path], content),
+                )
+            )
+            if problems:
+                raise DamagedShardError("; ".join(problems))
+            return _Copied(_checksums(places), read_errors(reader, found), found.notes.get("not_finite"))
+
+    def _put(self, place: Place, content: memoryview) -> None:
+        if self._stopped.is_set():
+            raise _StoppedError
+        place.write(content)
+
+    def _copy_held(self, part: _Part, content: memoryview, found: Directory, gathered: Gathered) -> _Copied:
+        pieces, problems = verify_content(
+            content, found.pieces, start=found.userblock_size, rest_crc32=found.rest_crc32
+        )
+        if problems:
+            raise DamagedShardError("; ".join(problems))
+        places = self._places(part, found, gathered)
+        for path, piece in pieces.items():
+            places[path].write(piece)
+        return _Copied(_checksums(places), errors_in(pieces, found), found.notes.get("not_finite"))
+
+    def _places(self, part: _Part, found: Directory, gathered: Gathered | None = None) -> dict[str, Place]:
+        positions, bases = self._positions[part.source.shard], self._bases[part.source.shard]
+        write = functools.partial(write_at, self._fd) if gathered is None else gathered.write
+        return {
+            region.path: OffsetsPlace(write, position, base, found.n_values(region.path))
+            if lead_bytes(region)
+            else Place(write, position, region.crc32)
+            for region, position, base in zip(found.datasets, positions, bases, strict=True)
+        }
+
+    def finish(self, copied: Sequence[_Copied]) -> bool:
+        """Write the user block, once all pieces are in their places, and wait until the disk has everything.
+
+        False where the disk may have lost some of it, and all must be written again: an fsync tells that once.
+        """
+        self._table["crc32"] = np.array([part.crc32s for part in copied]).reshape(self._table["crc32"].shape)
+        self._directory["n_errors"] = sum(len(part.errors) for part in copied)
+        write_at(self._fd, pack_userblock(self._directory, self._userblock_size, self._table.tobytes()), 0)
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            self._source.n_lost += 1
+            if not is_transient(error) or self._source.n_lost > _MAX_ROUNDS:
+                raise
+            return False
+        return True
+
+    def _write_metadata(self, skeleton: Skeleton) -> int:
+        """The checksum of what belongs to no piece."""
+        leads = [(region.offset, bytes(lead_bytes(region))) for region in skeleton.regions]
+        crc32 = 0
+        for offset, content in sorted([*skeleton.metadata, *leads]):
+            write_at(self._fd, content, offset)
+            crc32 = zlib.crc32(content, crc32)
+        return crc32
+
+
+def _allocate(fd: int, size: int) -> None:
+    """Reserve the space, so that a full disk is found before the copy, on file systems that can do so.
+
+    Not os.posix_fallocate: on a file system that cannot (NFSv3, many a Lustre) glibc reads and writes every page.
+    """
+    while _LIBC.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
+        number = ctypes.get_errno()
+        if number in (errno.EOPNOTSUPP, errno.ENOSYS):
+            return
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
+
+
+def _checksums(places: Mapping[str, Place]) -> list[int]:
+    """The checksum of each piece as it lies in the merged file."""
+    for place in places.values():
+        place.check()
+    return [place.crc32 for place in places.values()]
+
+
+def _fill_table(source: _Columns, parts: Sequence[_Part]) -> Table:
+    """The piece table, but for the checksums."""
+    table = new_table(len(parts), len(source.regions))
+    for name in ("shard", "start", "stop"):
+        table[name] = [getattr(part.source, name) for part in parts]
+    sizes = np.array([part.sizes for part in parts], np.int64).reshape(table["n_bytes"].shape)
+    table["n_bytes"] = sizes - [lead_bytes(region) for region in source.regions]
+    return table

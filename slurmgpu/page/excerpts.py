@@ -1,0 +1,88 @@
+"""The lines of the logs that tell why items and attempts failed; a log that cannot be read costs its own lines."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from slurmgpu.page.facts import Reason
+from slurmgpu.page.words import plain
+from slurmgpu.run.directory import Run
+from slurmgpu.search import (
+    Excerpt,
+    excerpt_of_attempt,
+    excerpt_of_death,
+    excerpt_of_item,
+    excerpts_until,
+    story_of_item,
+)
+from slurmgpu.search.remembering import Remembering, remembering
+from slurmgpu.util.shared_files import list_names
+
+log = logging.getLogger(__name__)
+
+NOBODY = "no attempt is known to have had it"
+"""What a search says that found nothing."""
+MAX_LINES = 30
+MAX_EXCERPTS = 20
+"""Of so many reasons for items, and for attempts, there is an excerpt."""
+MAX_CHARACTERS = 6000
+PATIENCE_S = 30.0
+"""How long logs are searched for a page, however large they are."""
+
+
+def add_excerpts(run: Run, items: Sequence[Reason], attempts: Sequence[Reason], holes: Sequence[dict[str, Any]]) -> str:
+    """Give reasons what the logs say of the first of those who met them, and missing shards why they are missing.
+
+    What it returns is a sentence on why there is nothing of the logs, where there are none.
+    """
+    try:
+        list_names(run.logs)
+    except OSError as error:
+        return f"There are no lines of logs, as logs/ of the run directory cannot be read: {error.strerror}."
+    run = remembering(run)
+    deadline = time.monotonic() + PATIENCE_S
+    with excerpts_until(deadline):
+        for reason in items[:MAX_EXCERPTS]:
+            _fill(reason, partial(excerpt_of_item, run, reason.first, MAX_LINES), deadline)
+        for reason in attempts[:MAX_EXCERPTS]:
+            _fill(reason, partial(_of_attempt, run, reason), deadline)
+        for hole in holes[:MAX_EXCERPTS]:
+            if not hole["why"] and time.monotonic() < deadline:
+                hole["why"] = _why_missing(run, hole["start"])
+    return ""
+
+
+def _why_missing(run: Run, item: int) -> str:
+    try:
+        story = story_of_item(run, item, 1)
+    except Exception:
+        log.warning("the page does not say why item %d is missing", item, exc_info=True)
+        return ""
+    why = story.sentence.partition("is not published")[2].lstrip(":;, ")
+    return "" if NOBODY in why else plain(why)
+
+
+def _of_attempt(run: Remembering, reason: Reason) -> Excerpt | None:
+    if reason.death is None:
+        return excerpt_of_attempt(run, reason.first, MAX_LINES)
+    record = run.logged.get(reason.first)
+    return None if record is None else excerpt_of_death(run, record, reason.death, MAX_LINES)
+
+
+def _fill(reason: Reason, find: Callable[[], Excerpt | None], deadline: float) -> None:
+    if time.monotonic() > deadline:
+        return
+    try:
+        if (found := find()) is not None:
+            lines, mark = found.texts(), found.mark
+            before, at, behind = (
+                plain("\n".join(part)) for part in (lines[:mark], lines[mark : mark + 1], lines[mark + 1 :])
+            )
+            reason.where = found.where
+            reason.excerpt = [before[-MAX_CHARACTERS:], at[:MAX_CHARACTERS], behind[:MAX_CHARACTERS]]
+    except Exception:
+        log.warning("the page has no lines of the log on %s: %s", reason.first, reason.failure, exc_info=True)

@@ -1,0 +1,261 @@
+"""What the page says in words and numbers: figures, failures, what is missing, attempts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from slurmgpu.page.spans import Life, begin_of, makers_of
+from slurmgpu.page.words import cut, duration, gigabytes, moment, plain
+from slurmgpu.report.attempts import node_of
+from slurmgpu.report.ledger import KINDS, energy_in_words, in_words, unit_of
+from slurmgpu.run.failures import POLICIES
+
+MAX_ITEMS = 1000
+"""Failed items, and missing shards, that the page lists; of more it has the numbers and the first ones."""
+MAX_REASONS = 30
+"""So many reasons are told in full."""
+MESSAGE_CHARACTERS = 240
+REASON_CHARACTERS = 4000
+MAX_NAMES = 8
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number of the report: its name, its key in report.json (with dots), its value there, and how it is shown."""
+
+    name: str
+    key: str
+    value: Any
+    text: str
+    alarming: bool = False
+
+
+class Column(NamedTuple):
+    """A column of a table: its name, and whether it is of numbers."""
+
+    name: str
+    is_number: bool = False
+
+
+@dataclass
+class Reason:
+    """Why items or attempts failed: those that say the same, and what the log has of the first.
+
+    `excerpt` is the log before, at and behind the line at `where`; `death` is that of the first, if a worker died.
+    """
+
+    failure: str
+    message: str
+    who: list[str] = field(default_factory=list)
+    n: int = 0
+    n_others: int = 0
+    traceback: str = ""
+    first: Any = None
+    death: Mapping[str, Any] | None = None
+    where: str = ""
+    excerpt: Sequence[str] = ()
+    number: int = 0
+
+
+def figures_of(report: Mapping[str, Any], lives: Sequence[Life]) -> list[Figure]:
+    """The numbers that stand first."""
+    n_failures = sum(report["failures"].values())
+    ledger = report.get("ledger") or {}
+    has_gpus = ledger.get("unit") != "task-hours"
+    begin, end = begin_of(report, lives), max((life.stop for life in lives), default=report["written"])
+    figures = [
+        _count(report, "n_items", "items"),
+        _count(report, "n_rows", "rows"),
+        _count(report, "n_errors", "failed items", alarm=True),
+        _count(report, "n_missing_items", "missing items", alarm=True),
+        Figure("attempts", "attempts.length", len(report["attempts"]), f"{len(report['attempts']):,}"),
+        Figure("attempts that failed", "failures.sum", n_failures, f"{n_failures:,}", n_failures > 0),
+    ]
+    if ledger and has_gpus:  # gpu_hours is rounded: of a short run the page would have two totals
+        shown = in_words(ledger)
+        figures.append(Figure(shown.unit, "ledger.allocated", ledger["allocated"], shown.texts["allocated"]))
+    elif hours := report["gpu_hours"]:
+        unit, factor = unit_of(hours)
+        figures.append(Figure(f"GPU-{unit}", "gpu_hours", hours, f"{factor * hours:,.2f}"))
+    energy = ledger.get("energy_kwh")
+    if energy is not None:
+        text, unit = energy_in_words(energy)
+        figures.append(Figure(f"{unit} of the GPUs", "ledger.energy_kwh", energy, text))
+    if lives:
+        figures.append(Figure("from submission to end", "wall_s", round(end - begin, 3), duration(end - begin)))
+    return figures
+
+
+def _count(report: Mapping[str, Any], key: str, name: str, *, alarm: bool = False) -> Figure:
+    value = report[key]
+    return Figure(name, key, value, f"{value:,}", alarm and value > 0)
+
+
+def classes_of(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The failure classes that were met, in how many items, attempts and workers, and what each means."""
+    counts = [report[key] for key in ("errors_by_class", "failures", "worker_deaths")]
+    return [
+        {
+            "name": name,
+            "counts": [count.get(name, 0) for count in counts],
+            "meaning": POLICIES[name].meaning if name in POLICIES else "",
+            "policy": POLICIES[name].outlook() if name in POLICIES else "",
+        }
+        for name in sorted({name for count in counts for name in count})
+    ]
+
+
+def item_reasons(report: Mapping[str, Any]) -> tuple[list[Reason], dict[int, Reason]]:
+    """Why items failed, the most frequent reason first; and which of them is that of an item, by its index."""
+    reasons: dict[tuple[str, str], Reason] = {}
+    of_item = {}
+    for item in report["errors"]:
+        # Numbers differ from item to item where the reason does not.
+        key = (item["class"], re.sub(r"\d+", "#", item["message"][:MESSAGE_CHARACTERS]))
+        reason = reasons.setdefault(key, Reason(item["class"], cut(item["message"], REASON_CHARACTERS)))
+        reason.first = item["index"] if reason.first is None else reason.first
+        _join(reason, f"item {item['index']}")
+        of_item[item["index"]] = reason
+    return _ranked(reasons), of_item
+
+
+def attempt_reasons(report: Mapping[str, Any]) -> list[Reason]:
+    """Why attempts ended badly, and why workers died, the most frequent reason first."""
+    reasons: dict[tuple[str, str, bool], Reason] = {}
+    for attempt in report["attempts"]:
+        said = [(attempt["failure"], attempt["message"], None)] if attempt["failure"] else []
+        said += [(death["class"], death["message"], death) for death in attempt["deaths"]]
+        for failure, message, death in said:
+            key = (failure, re.sub(r"\d+", "#", str(message)), death is None)
+            reason = reasons.setdefault(key, Reason(failure, cut(message, REASON_CHARACTERS)))
+            reason.traceback = reason.traceback or plain(attempt["traceback"] or "")[-REASON_CHARACTERS:]
+            if reason.first is None:
+                reason.first, reason.death = attempt["attempt"], death
+            _join(reason, attempt["attempt"])
+    return _ranked(reasons)
+
+
+def _join(reason: Reason, who: str) -> None:
+    reason.n += 1
+    if who in reason.who[-1:]:  # an attempt, of which several workers died
+        return
+    if len(reason.who) < MAX_NAMES:
+        reason.who.append(plain(who))
+    else:
+        reason.n_others += 1
+
+
+def _ranked(reasons: Mapping[Any, Reason]) -> list[Reason]:
+    ranked = sorted(reasons.values(), key=lambda reason: -reason.n)
+    for number, reason in enumerate(ranked):
+        reason.number = number
+    return ranked
+
+
+def failed_items(
+    report: Mapping[str, Any], lives: Sequence[Life], shard_items: int, of_item: Mapping[int, Reason]
+) -> list[dict[str, Any]]:
+    """The failed items, the first of them, each with the attempt that computed it and its reason."""
+    makers = makers_of(lives)
+    return [
+        {
+            "index": item["index"],
+            "name": cut(item.get("name") or "", MESSAGE_CHARACTERS),
+            "class": item["class"],
+            "message": cut(item["message"].partition("\n")[0], MESSAGE_CHARACTERS),
+            "attempt": makers.get(item["index"] // shard_items, ""),
+            "reason": of_item[item["index"]],
+        }
+        for item in report["errors"][:MAX_ITEMS]
+    ]
+
+
+def n_damaged(report: Mapping[str, Any]) -> int:
+    """How many shards are missing because the merge found them damaged."""
+    return sum(bool(hole["damaged"]) for hole in report["missing"])
+
+
+def faults_of(report: Mapping[str, Any]) -> str:
+    """The faults that were injected, if the run is a rehearsal."""
+    return ", ".join(dict.fromkeys(str(each) for line in report["submissions"] for each in line.get("inject") or ()))
+
+
+def holes_of(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The missing shards, the first of them; of a damaged one the report tells why it is missing."""
+    return [
+        {
+            "first": hole["shard"],
+            "last": hole["shard"],
+            "start": hole["start"],
+            "stop": hole["stop"],
+            "why": f"damaged: {cut(hole['damaged'], MESSAGE_CHARACTERS)}" if hole["damaged"] else "",
+        }
+        for hole in report["missing"][:MAX_ITEMS]
+    ]
+
+
+def stretches_of(holes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Holes that lie side by side, and are there for the same reason, as one."""
+    found: list[dict[str, Any]] = []
+    for hole in holes:
+        if found and found[-1]["last"] + 1 == hole["first"] and found[-1]["why"] == hole["why"]:
+            found[-1] |= {"last": hole["last"], "stop": hole["stop"]}
+        else:
+            found.append(dict(hole))
+    return found
+
+
+def attempts_table(report: Mapping[str, Any]) -> tuple[list[Column], list[list[str]]]:
+    """Every attempt in a row, and its columns: only those of which anything is known."""
+    hosts = [_host_memory(attempt) for attempt in report["attempts"]]
+    zone = moment(report["written"]).rpartition(" ")[2]
+    unit, size = ("GB", 1e9) if max(hosts, default=0) >= 1e9 else ("MB", 1e6)
+    shown = [
+        (Column("attempt"), lambda a, u: a["attempt"]),
+        (Column("node"), lambda a, u: node_of(a)),
+        (Column(f"started, {zone}"), lambda a, u: moment(a["started"]).removesuffix(f" {zone}")),
+        (Column("time", True), lambda a, u: duration(a["seconds"])),
+        (Column("GPUs", True), lambda a, u: f"{a['n_gpus'] * a['n_nodes']}"),
+        (Column("shards", True), lambda a, u: f"{a['n_shards']:,}"),
+        (Column("items", True), lambda a, u: f"{a['n_items']:,}"),
+        (Column("failed", True), lambda a, u: f"{a['n_errors']:,}"),
+        (Column("deaths", True), lambda a, u: f"{len(a['deaths'])}"),
+        (Column("useful", True), lambda a, u: _useful(a)),
+        (Column("GPU %", True), lambda a, u: _whole(u.get("gpu_utilisation"))),
+        (Column("GPU GB", True), lambda a, u: gigabytes(u.get("gpu_memory_peak_bytes"))),
+        (Column("W", True), lambda a, u: _whole(u.get("power_mean_w"))),
+        (Column("°C", True), lambda a, u: _whole(u.get("temperature_max_c"))),
+        (Column(f"host {unit}", True), lambda a, u: f"{u['host_memory_peak_bytes'] / size:,.{int(size == 1e9)}f}"),
+        (Column("end"), lambda a, u: a["failure"] or (f"ok ({a['reason']})" if a["reason"] else "ok")),
+    ]
+    rows = []
+    for attempt in report["attempts"]:
+        usage = attempt.get("usage") or {}
+        rows.append([_cell(show, attempt, usage) for _, show in shown])
+    known = [n for n in range(len(shown)) if n < 4 or any(row[n] not in ("–", "0", "") for row in rows)]
+    return [shown[n][0] for n in known], [[row[n] for n in known] for row in rows]
+
+
+def _host_memory(attempt: Mapping[str, Any]) -> float:
+    size = (attempt.get("usage") or {}).get("host_memory_peak_bytes")
+    return float(size) if isinstance(size, int | float) else 0.0
+
+
+def _cell(show: Any, attempt: Mapping[str, Any], usage: Mapping[str, Any]) -> str:
+    try:
+        return cut(show(attempt, usage), 80)
+    except (KeyError, TypeError, ValueError):
+        return "–"  # damaged, or of another version
+
+
+def _whole(number: float | None) -> str:
+    return "–" if number is None else f"{number:.0f}"
+
+
+def _useful(attempt: Mapping[str, Any]) -> str:
+    spent = attempt.get("spent") or {}
+    total = sum(value for key, value in spent.items() if key in KINDS)
+    return f"{spent['useful'] / total:.1%}" if total else "–"

@@ -1,0 +1,229 @@
+"""The page: what is in it, put together by the template beside this file."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+from slurmgpu import __version__
+from slurmgpu.page import facts, provenance
+from slurmgpu.page.clock import Clock, make_clock
+from slurmgpu.page.excerpts import add_excerpts
+from slurmgpu.page.pictures import ledger_bar, left_of, rates, throughput, timeline
+from slurmgpu.page.spans import Life, begin_of, lives_of, rows_of
+from slurmgpu.page.svg import NARROW, WIDE, picture
+from slurmgpu.page.usage import chosen_tasks, draw_usage, read_usage
+from slurmgpu.page.words import cut, duration, moment, plain, rate_of
+from slurmgpu.report.attempts import in_task_order
+from slurmgpu.report.ledger import KINDS, energy_in_words, in_words
+from slurmgpu.report.summaries import summary_of
+from slurmgpu.run.directory import Run
+from slurmgpu.util.plurals import count_of
+
+log = logging.getLogger(__name__)
+
+RATES = ((1e5, "thousand items per second", 1e-3), (0.1, "items per second", 1.0), (0.0, "items per hour", 3600.0))
+"""From how many items per second on rates are told in which unit, and what one item per second is in it."""
+MAX_ROWS, MAX_COLUMNS = 200, 20
+"""Of each table of the summary."""
+
+MEANINGS = {
+    "useful": "shards that are in the result",
+    "loading": "workers that loaded the workload",
+    "idle": "starting, ending, and waiting for others",
+    "lost": "work that died with its worker or its attempt, and shards that are there no more: damaged, or set aside",
+    "repeated": "shards that were computed more than once",
+}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A picture as it lies in the page: over the whole width, and for a phone, if that is another one."""
+
+    wide: Markup
+    narrow: Markup | None
+    sentence: str
+
+
+def render(run: Run, report: Mapping[str, Any], task: str | None = None) -> str:
+    """The page of a report as HTML."""
+    report = {**report, "attempts": in_task_order(report["attempts"])}
+    lives = lives_of(report)
+    clock = make_clock(begin_of(report, lives), [(life.start, life.stop) for life in lives])
+    items, of_item = facts.item_reasons(report)
+    attempts = facts.attempt_reasons(report)
+    holes = facts.holes_of(report)
+    no_logs = add_excerpts(run, items, attempts, holes)
+    columns, rows = facts.attempts_table(report)
+    content = {
+        "report": report,
+        "version": __version__,
+        "figures": facts.figures_of(report, lives),
+        "summary": summary_of(report.get("summary"), MAX_ROWS, MAX_COLUMNS),
+        "no_logs": no_logs,
+        "classes": facts.classes_of(report),
+        "item_reasons": items[: facts.MAX_REASONS],
+        "attempt_reasons": attempts[: facts.MAX_REASONS],
+        "n_more_reasons": [max(0, len(reasons) - facts.MAX_REASONS) for reasons in (items, attempts)],
+        "max_reasons": facts.MAX_REASONS,
+        "failed_items": facts.failed_items(report, lives, run.plan.shard_items, of_item),
+        "holes": facts.stretches_of(holes),
+        "n_holes": len(holes),
+        "n_damaged": facts.n_damaged(report),
+        "faults": facts.faults_of(report),
+        "columns": columns,
+        "rows": rows,
+        "damaged": [plain(name) for name in report.get("damaged_records") or ()],
+        "provenance": provenance.provenance_of(run, report),
+        "settings": provenance.settings_of(run),
+        "submissions": provenance.submissions_of(report),
+        "typed": run.typed,
+        "submitted": moment(clock.begin),
+        "pauses": _about_pauses(clock),
+        "ledger": _ledger(report),
+        "n_unknown": len(report["attempts"]) - len(lives),
+        **_pictures(run, report, lives, clock, task),
+    }
+    return _template().render(content)
+
+
+def _template() -> jinja2.Template:
+    here = Path(__file__).parent
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(here), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )  # fmt: skip
+    environment.filters |= {"plain": plain, "number": lambda value: f"{value:,}", "count_of": count_of, "cut": cut}
+    environment.globals |= {name: Markup((here / f"page.{name}").read_text("utf-8")) for name in ("css", "js")}
+    return environment.get_template("page.html.j2")
+
+
+def _pictures(
+    run: Run, report: Mapping[str, Any], lives: Sequence[Life], clock: Clock, task: str | None
+) -> dict[str, Any]:
+    """All pictures; one that cannot be drawn is left out."""
+    drawn: dict[str, Any] = dict.fromkeys(("timeline", "throughput", "ledger_bar"))
+    drawn |= {"usage": [], "tasks": {}, "damaged_samples": []}
+    if lives:
+        drawn["timeline"] = _both(
+            "timeline", _about_timeline(lives, clock), lambda width: timeline(lives, clock, width)
+        )
+        drawn["throughput"] = _throughput(run, lives, clock)
+        try:
+            drawn |= _usage(run, report, lives, clock, task)
+        except Exception:
+            log.warning("the page has no telemetry", exc_info=True)
+    if (ledger := _ledger(report)) and ledger["total"]:
+        parts = {row["name"]: row["amount"] for row in ledger["rows"]}
+        sentence = ", ".join(f"{row['name']} {row['share']}" for row in ledger["rows"])
+        drawn["ledger_bar"] = _both(
+            "ledger", f"Where the time went: {sentence}.", lambda width: ledger_bar(parts, width)
+        )
+    return drawn
+
+
+def _both(name: str, sentence: str, draw: Callable[[int], Figure]) -> Drawn | None:
+    try:
+        wide, narrow = (Markup(picture(f"{name}-{width}", sentence, partial(draw, width))) for width in (WIDE, NARROW))
+    except Exception:
+        log.warning("the page has no %s", name, exc_info=True)
+        return None
+    return Drawn(wide, narrow, sentence)
+
+
+def _about_timeline(lives: Sequence[Life], clock: Clock) -> str:
+    n_failed = sum(life.failed for life in lives)
+    return (
+        f"Timeline of {count_of(len(lives), 'attempt')} of {count_of(len(rows_of(lives)), 'task')} over "
+        f"{duration(float(clock.times[-1]) - clock.begin)}; {n_failed:,} ended badly."
+    )
+
+
+def _about_pauses(clock: Clock) -> str:
+    """What the bands on the clock stand for; nothing where it has none."""
+    pauses = [duration(pause) for pause in sorted(clock.pauses)]
+    if len(pauses) < 2:
+        return "".join(f"a pause of {pause}, left out" for pause in pauses)
+    return f"{len(pauses)} pauses of {pauses[0]} to {pauses[-1]}, left out"
+
+
+def _throughput(run: Run, lives: Sequence[Life], clock: Clock) -> Drawn | None:
+    sizes = {shard: b - a for shard in range(run.plan.n_shards) for a, b in [run.plan.bounds(shard)]}
+    edges, found = rates(lives, clock, sizes)
+    if not any(rate.any() for rate in found.values()):
+        return None
+    top = np.sum(list(found.values()), axis=0)
+    unit, scale = next((unit, scale) for least, unit, scale in RATES if top.max() >= least)
+    told = found["useful"] if found["useful"].any() else top
+    mean = told.sum() / (told > 0).sum()
+    sentence = (
+        f"Throughput in {unit}{'' if told is found['useful'] else ', none of which count'}: "
+        f"{rate_of(told.max() * scale)} at most, {rate_of(mean * scale)} on average while there was any."
+    )
+    found = {kind: rate * scale for kind, rate in found.items()}
+    return _both(
+        "throughput",
+        sentence,
+        lambda width: throughput(edges, found, clock, width, left=left_of(lives, width), unit=unit),
+    )
+
+
+def _usage(
+    run: Run, report: Mapping[str, Any], lives: Sequence[Life], clock: Clock, task: str | None
+) -> dict[str, Any]:
+    """A picture for each quantity, the tasks that have lines of their own, and which files make no sense."""
+    n_nodes = {a["attempt"]: a.get("n_nodes", 1) for a in report["attempts"]}
+    usage = read_usage(run.folder, lives, n_nodes, clock, run.plan.sample_s)
+    chosen = chosen_tasks(report, usage, task)
+    pictures = []
+    known = ((attempt.get("usage") or {}).get("gpu_memory_total_bytes") for attempt in report["attempts"])
+    sizes = {float(size) for size in known if isinstance(size, int | float) and size > 0}
+    for quantity in usage.known(sorted(sizes)):
+        values = usage.of(quantity)
+        sentence = f"{quantity.title} in {quantity.unit} of {count_of(len(set(usage.owners)), 'task')} over time, "
+        sentence += f"mean {float(values[values == values].mean()):.3g}."
+        svg = picture(f"usage-{quantity.key}", sentence, partial(draw_usage, usage, quantity, list(chosen), clock))
+        title = f"{quantity.title}, {quantity.unit}{'; dashed: what a GPU has' if quantity.sizes else ''}"
+        pictures.append((title, Drawn(Markup(_first_shown(svg)), None, sentence)))
+    return {"usage": pictures, "tasks": chosen, "damaged_samples": [plain(name) for name in usage.damaged]}
+
+
+def _first_shown(svg: str) -> str:
+    return re.sub(r'class="task (t-0)"', r'class="task \1 shown"', svg)
+
+
+def _ledger(report: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The ledger in rows, with their share of all that was allocated."""
+    ledger = report.get("ledger")
+    if not ledger:
+        return None
+    shown = in_words(ledger)
+    rows = [
+        {
+            "name": name,
+            "key": f"ledger.{name}",
+            "amount": ledger[name],
+            "text": shown.texts[name],
+            "share": shown.shares[name],
+            "meaning": MEANINGS[name],
+        }
+        for name in KINDS
+    ]
+    energy = ledger.get("energy_kwh")
+    return {
+        "unit": shown.unit,
+        "total": ledger["allocated"],
+        "total_text": shown.texts["allocated"],
+        "rows": rows,
+        "energy": None if energy is None else " ".join(energy_in_words(energy)),
+    }

@@ -1,0 +1,213 @@
+"""The timeline, the throughput and the ledger, drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import PathPatch
+from matplotlib.path import Path as Outline
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
+
+from slurmgpu.page.clock import Clock
+from slurmgpu.page.spans import STATES, Life, rows_of
+from slurmgpu.page.svg import COLOURS, NARROW, RIGHT, figure
+
+MAX_HEIGHT = 1000
+ROW_HEIGHT = 18
+LABELLED_ROWS, LABELLED_ROWS_NARROW = 64, 50
+"""So many tasks have their names beside their rows; of more, every so manyth has."""
+LEAST_LEFT = 56
+"""Pixels to the left of the axes at least: what rates need, and the names of some of many tasks."""
+TICK_GAP = 1.5
+"""Ticks of shards that are less than this many pixels apart are drawn as one."""
+N_BINS = 160
+PARTS = ("useful", "loading", "idle", "lost", "repeated")
+OF_SHARDS = ("useful", "repeated", "lost")
+"""What computations of shards are, from the bottom of the picture to its top."""
+
+
+def timeline(lives: Sequence[Life], clock: Clock, width: int) -> Figure:
+    """Every attempt as a bar, the attempts of one task in one row; ticks where a shard was published."""
+    rows = rows_of(lives)
+    narrow = width <= NARROW
+    height = min(MAX_HEIGHT * (0.6 if narrow else 1), max(60, ROW_HEIGHT * len(rows)))
+    row = height / max(1, len(rows))
+    left = left_of(lives, width)
+    made = figure(width, height + 34, left=left, right=RIGHT, top=4, bottom=30)
+    axes = made.add_subplot()
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    clock.draw(axes, 4 if narrow else 12)
+    axes.grid(visible=False, axis="y")
+    axes.grid(visible=True, axis="x")
+    axes.tick_params(axis="y", length=0)
+    _name_rows(axes, rows, width)
+    thickness = max(0.8, row * 0.72)
+    scale = (width - left - RIGHT) / clock.end  # pixels for each second
+    for state in STATES:
+        bars = [
+            (clock.place(start), clock.place(stop), number)
+            for number, (_, its) in enumerate(rows)
+            for life in its
+            for kind, start, stop in life.phases
+            if kind == state
+        ]
+        _bars(axes, bars, COLOURS[state], thickness, least=0.6 / scale)
+    _ticks(axes, rows, clock, scale, thickness / row)
+    _ends(axes, rows, clock, max(4.0, min(thickness, 10)))
+    return made
+
+
+def left_of(lives: Sequence[Life], width: int) -> float:
+    """Pixels to the left of the axes of what is drawn over the whole width, so that all begin at the same place."""
+    rows = rows_of(lives)
+    if _are_labelled(rows, width):
+        names = [_row_name(task, its, width, _n_jobs(rows)) for task, its in rows]
+    else:
+        names = [task for task, _ in rows if _n_jobs(rows) > 1]
+    return max([LEAST_LEFT, *(14 + 6.4 * len(name) for name in names)])
+
+
+def _are_labelled(rows: Sequence[tuple[str, list[Life]]], width: int) -> bool:
+    return len(rows) <= (LABELLED_ROWS_NARROW if width <= NARROW else LABELLED_ROWS)
+
+
+def _n_jobs(rows: Sequence[tuple[str, list[Life]]]) -> int:
+    """How many submissions the tasks are of: where there are several, their numbers alone do not tell them apart."""
+    return len({task.rpartition("_")[0] for task, _ in rows})
+
+
+def _row_name(task: str, its: Sequence[Life], width: int, n_jobs: int) -> str:
+    if width <= NARROW:
+        return task if n_jobs > 1 else task.rpartition("_")[2]
+    return f"{task}  {its[-1].node}".strip()[-28:]
+
+
+def _name_rows(axes: Axes, rows: Sequence[tuple[str, list[Life]]], width: int) -> None:
+    n_jobs = _n_jobs(rows)
+    if _are_labelled(rows, width):
+        axes.yaxis.set_major_locator(FixedLocator(list(range(len(rows)))))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda at, _: _row_name(*rows[int(at)], width, n_jobs)))
+    else:
+        names = [task if n_jobs > 1 else f"task {task.rpartition('_')[2]}" for task, _ in rows]
+        axes.yaxis.set_major_locator(MaxNLocator(10, integer=True))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda at, _: names[int(at)] if 0 <= at < len(rows) else ""))
+
+
+def _bars(axes: Axes, bars: Iterable[tuple[Any, Any, int]], colour: str, thickness: float, least: float) -> None:
+    """One path for all bars: a patch for each would make a thousand tasks a megabyte."""
+    points: list[tuple[float, float]] = []
+    for start, stop, number in bars:
+        points += [(float(start), number), (max(float(stop), float(start) + least), number)]
+    _strokes(axes, points, colour, thickness)
+
+
+def _strokes(axes: Axes, points: Sequence[tuple[float, float]], colour: str, thickness: float, z: float = 2) -> None:
+    if points:
+        outline = Outline(points, [Outline.MOVETO, Outline.LINETO] * (len(points) // 2))
+        axes.add_patch(
+            PathPatch(outline, facecolor="none", edgecolor=colour, linewidth=thickness, capstyle="butt", zorder=z)
+        )
+
+
+def _ticks(axes: Axes, rows: Sequence[tuple[str, list[Life]]], clock: Clock, scale: float, share: float) -> None:
+    points = []
+    for number, (_, its) in enumerate(rows):
+        last = -1e9
+        for place in sorted(float(clock.place(stop)) for life in its for _, _, stop, _ in life.shards):
+            if (place - last) * scale >= TICK_GAP:
+                points += [(place, number - share / 2), (place, number + share / 2)]
+                last = place
+    _strokes(axes, points, COLOURS["surface"], 0.7, 2.5)
+
+
+def _ends(axes: Axes, rows: Sequence[tuple[str, list[Life]]], clock: Clock, size: float) -> None:
+    """A mark where an attempt ended badly, a smaller one where a worker died and the attempt went on."""
+    for kind, marker, share in (("deaths", "D", 0.65), ("failed", "X", 1.0)):
+        found = [
+            (float(clock.place(at)), number)
+            for number, (_, its) in enumerate(rows)
+            for life in its
+            for at in (life.deaths if kind == "deaths" else [life.stop] if life.failed else [])
+        ]
+        if found:
+            axes.plot(
+                *np.array(found).T,
+                linestyle="none",
+                marker=marker,
+                markersize=size * share,
+                color=COLOURS["bad"],
+                markeredgecolor=COLOURS["surface"],
+                markeredgewidth=0.8,
+                clip_on=False,
+                zorder=4,
+            )
+
+
+def rates(
+    lives: Sequence[Life], clock: Clock, shard_items: Mapping[int, int]
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Edges of bins on the clock, and by what became of their shards, items per second in each bin.
+
+    The items of a shard are spread evenly over the time that it took.
+    """
+    edges = np.linspace(0, clock.end, N_BINS + 1)
+    found = {}
+    for kind in OF_SHARDS:
+        shards = [entry for life in lives for entry in life.shards if entry[3] == kind]
+        starts, stops = (clock.place(np.array([shard[i] for shard in shards] or [0.0], float)) for i in (1, 2))
+        items = np.array([shard_items.get(shard[0], 0) for shard in shards] or [0], float)
+        found[kind] = _spread(edges, starts, np.maximum(stops, starts + 1e-3), items)
+    return edges, found
+
+
+def _spread(edges: np.ndarray, starts: np.ndarray, stops: np.ndarray, amounts: np.ndarray) -> np.ndarray:
+    """Amounts for each second in bins; how much came before an edge is a sum of ramps."""
+    speeds = amounts / (stops - starts)
+    times = np.concatenate([starts, stops])
+    order = np.argsort(times, kind="stable")
+    times = times[order]
+    speed = np.cumsum(np.concatenate([speeds, -speeds])[order])
+    done = np.concatenate([[0.0], np.cumsum(speed[:-1] * np.diff(times))])
+    before: np.ndarray = np.interp(edges, times, done, left=0.0)
+    return np.maximum(0.0, np.diff(before) / np.diff(edges))
+
+
+def throughput(
+    edges: np.ndarray, rates_by_kind: Mapping[str, np.ndarray], clock: Clock, width: int, *, left: float, unit: str
+) -> Figure:
+    """Rates over time in some unit, one kind on top of the other; `left` is that of the timeline."""
+    made = figure(width, 206, left=left, right=RIGHT, top=24, bottom=30)
+    axes = made.add_subplot()
+    axes.set_title(unit, loc="left", color=COLOURS["muted"])
+    middles = np.repeat(edges, 2)[1:-1]
+    top = np.zeros(len(middles))
+    for kind, rate in rates_by_kind.items():
+        if rate.any():
+            below, top = top, top + np.repeat(rate, 2)
+            axes.fill_between(middles, below, top, color=COLOURS[kind], linewidth=0)
+    clock.draw(axes, 4 if width <= NARROW else 12)
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_locator(MaxNLocator(4))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1000 else f"{value:g}"))
+    return made
+
+
+def ledger_bar(parts: Mapping[str, float], width: int) -> Figure:
+    """One bar, as long as all that was allocated, and the parts of it."""
+    made = figure(width, 44, left=1, right=1, top=1, bottom=1)
+    axes = made.add_subplot()
+    axes.set_axis_off()
+    total = sum(parts.values()) or 1.0
+    axes.set_xlim(0, total)
+    at = 0.0
+    for name in PARTS:
+        share = parts.get(name, 0.0)
+        if share > 0:
+            axes.barh(0, share, left=at, height=1, color=COLOURS[name], edgecolor=COLOURS["surface"], linewidth=1)
+            at += share
+    axes.set_ylim(-0.5, 0.5)
+    return made

@@ -1,0 +1,101 @@
+"""What made a run, as the page tells it: versions, GPUs, settings, submissions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slurmgpu.code.versions import in_words
+from slurmgpu.page.words import cut, moment, plain
+from slurmgpu.report.attempts import versions_in_words
+from slurmgpu.run.directory import Run
+from slurmgpu.run.private import public
+from slurmgpu.run.submissions import JOB_KEYS
+from slurmgpu.util.plurals import count_of
+from slurmgpu.util.redact import hidden
+
+OF_PLANNING = ("planned",)
+"""Settings that planning made itself, which nobody reads."""
+
+
+def provenance_of(run: Run, report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What made the run: a name and a text each."""
+    plan, made_by = run.plan, report["provenance"]
+    git, image = made_by.get("git"), report.get("image")
+    entries = [
+        ("run directory", report["run_dir"]),
+        ("run file", made_by.get("run_file", "–")),
+        (
+            "git commit",
+            f"{git['commit']}{' and uncommitted changes' if git['dirty'] else ''}" if git else "no repository",
+        ),
+        ("workload", plan.workload),
+        ("code", _code(report.get("code") or ())),
+        ("image", f"{image['path']} (sha256 {image.get('sha256', '–')})" if image else "none"),
+        ("planned with", ", ".join(f"{name} {version}" for name, version in (made_by.get("versions") or {}).items())),
+        ("computed with", versions_in_words(report.get("computed_with") or {}) or "–"),
+        ("input", f"{count_of(plan.n_items, 'item')}, digest {plan.input_digest}"),
+        ("shards", f"{plan.n_shards:,} of {count_of(plan.shard_items, 'item')}, in batches of {plan.batch_size:,}"),
+        ("seed", str(plan.seed)),
+        ("fingerprint", report["fingerprint"]),
+        ("GPUs", gpus_of(report)),
+        ("report written", moment(report["written"])),
+    ]
+    return [(name, plain(text)) for name, text in entries]
+
+
+def _code(versions: Sequence[Mapping[str, Any]]) -> str:
+    """Which code computed how many rows, and when it was submitted."""
+    if not versions:
+        return "no row"
+    digests = ", ".join(str(version["digest"]) for version in versions if version["digest"])
+    return in_words(versions) + (f" ({digests})" if digests else "")
+
+
+def gpus_of(report: Mapping[str, Any]) -> str:
+    """How many GPUs the largest submission had at once, and which."""
+    by_job: dict[str, dict[str, int]] = {}
+    for attempt in report["attempts"]:
+        job, _, task = str(attempt["attempt"]).rpartition(".")[0].rpartition("_")
+        by_job.setdefault(job, {})[task] = attempt["n_gpus"] * attempt.get("n_nodes", 1)
+    at_once = {
+        str(line.get("array_job") or f"{line.get('executor')}{line.get('submission')}"): line.get("n_concurrent")
+        for line in report["submissions"]
+    }
+    n_gpus = max((sum(sorted(tasks.values())[-(at_once.get(job) or 0) :]) for job, tasks in by_job.items()), default=0)
+    if not n_gpus:
+        return "none"
+    names = {name for a in report["attempts"] for name in a["gpus"] or () if isinstance(name, str)}
+    models = sorted(name for name in names if not name.isdecimal())
+    if not models and all(line.get("device") == "cpu" for line in report["submissions"]):
+        return f"{n_gpus:,} allocated, and none used: device cpu"
+    return f"{n_gpus:,} × {models[0]}" if len(models) == 1 else f"{n_gpus:,}: {', '.join(models)}".rstrip(": ")
+
+
+def settings_of(run: Run) -> str:
+    """The workload's settings and the resources that the run first asked for, as JSON."""
+    settings = {name: value for name, value in run.plan.settings.items() if name not in OF_PLANNING}
+    value = {"settings": settings, "resources": run.plan.resources, "slurm": public({"slurm": run.plan.slurm})["slurm"]}
+    return cut(json.dumps(_without_values(hidden(value)), indent=2, ensure_ascii=False), 20_000)
+
+
+def _without_values(value: dict[str, Any]) -> dict[str, Any]:
+    """The same, with the names alone of variables that sbatch exports."""
+    return {**value, "slurm": {key: _option(key, each) for key, each in value["slurm"].items()}}
+
+
+def _option(key: str, value: Any) -> Any:
+    return ",".join(part.partition("=")[0] for part in value.split(",")) if key == "export" else value
+
+
+def submissions_of(report: Mapping[str, Any]) -> list[list[str]]:
+    """Every submission in a row: number, time, executor, tasks, jobs, options."""
+    rows = []
+    for line in report["submissions"]:
+        jobs = [f"{line[key]}" for key in JOB_KEYS if line.get(key)]
+        options = " ".join(f"{key}={_option(key, value)}" for key, value in hidden(line.get("slurm") or {}).items())
+        state = "cancelled" if line.get("cancelled") else ""
+        row = [line.get("submission", ""), moment(line.get("time")), line.get("executor", ""), line.get("n_tasks", "")]
+        rows.append([plain(cell) for cell in (*row, ", ".join(jobs) or "–", options or "–", state)])
+    return rows

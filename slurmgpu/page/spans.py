@@ -1,0 +1,118 @@
+"""What attempts did when, as spans of time that can be drawn; from reports of any age."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slurmgpu.page.words import plain
+from slurmgpu.report.ledger import Counting, counting, kind_of
+
+STATES = ("starting", "loading", "running", "ended")
+"""What is drawn: a task that has written down its end holds its GPUs until Slurm has taken them back."""
+NONSENSE = (TypeError, ValueError, KeyError, IndexError)
+"""What a record raises that makes no sense: it costs its own row."""
+
+
+@dataclass(frozen=True)
+class Life:
+    """An attempt's time: `phases` are (state, start, stop), `shards` (shard, start, stop, kind).
+
+    A shard's kind is what the ledger says of this computation of it: useful, repeated or lost.
+    """
+
+    attempt: str
+    task: str
+    node: str
+    start: float
+    stop: float
+    failed: bool
+    phases: Sequence[tuple[str, float, float]]
+    shards: Sequence[tuple[int, float, float, str]]
+    deaths: Sequence[float]
+
+    @property
+    def label(self) -> str:
+        """The task, and its node if it has one."""
+        return f"{self.task} {self.node}".strip()
+
+
+def lives_of(report: Mapping[str, Any]) -> list[Life]:
+    """The attempts of which it is known when they lived, in the order of the report."""
+    counts = _counting(report)
+    lives = []
+    for attempt in report["attempts"]:
+        with contextlib.suppress(*NONSENSE):
+            if (life := _life(attempt, counts)) is not None:
+                lives.append(life)
+    return lives
+
+
+def rows_of(lives: Sequence[Life]) -> list[tuple[str, list[Life]]]:
+    """The tasks in order, each with its attempts."""
+    rows: dict[str, list[Life]] = {}
+    for life in lives:
+        rows.setdefault(life.task, []).append(life)
+    return list(rows.items())
+
+
+def begin_of(report: Mapping[str, Any], lives: Sequence[Life]) -> float:
+    """When the run was submitted first, or began, if that was before it by the node's clock."""
+    times = [line["time"] for line in report["submissions"] if isinstance(line.get("time"), int | float)]
+    starts = [*times[:1], *(life.start for life in lives)]
+    return float(min(starts, default=report["written"]))
+
+
+def makers_of(lives: Sequence[Life]) -> dict[int, str]:
+    """By shard, the attempt whose rows of it are in the result."""
+    return {shard: life.attempt for life in lives for shard, _, _, kind in life.shards if kind == "useful"}
+
+
+def _counting(report: Mapping[str, Any]) -> Counting:
+    records = []
+    for attempt in report["attempts"]:
+        with contextlib.suppress(*NONSENSE):
+            name, submission = str(attempt["attempt"]), int(attempt.get("submission") or 0)
+            records.append({"attempt": name, "submission": submission, "published": _published(attempt)})
+    return counting(records, set(range(report["n_shards"])) - {hole["shard"] for hole in report["missing"]})
+
+
+def _published(attempt: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """What it published: shard, start, seconds and whether it was the first; older reports do not tell the last."""
+    entries = attempt.get("shards") or ()
+    return [(int(entry[0]), float(entry[1]), float(entry[2]), *entry[3:4]) for entry in entries]
+
+
+def _life(attempt: Mapping[str, Any], counts: Counting) -> Life | None:
+    if attempt["started"] is None:
+        return None
+    name = str(attempt["attempt"])
+    start = float(attempt["started"])
+    stop = max(start + float(attempt["seconds"]), float(attempt["ended"] or attempt["updated"] or start))
+    shards = [
+        (shard, at, at + seconds, kind_of(shard, name, at, counts)) for shard, at, seconds, *_ in _published(attempt)
+    ]
+    return Life(
+        attempt=name,
+        task=name.rpartition(".")[0],
+        node=plain(attempt["node"] or ""),
+        start=start,
+        stop=stop,
+        failed=attempt["failure"] is not None,
+        phases=list(_phases(attempt, start, stop)),
+        shards=shards,
+        deaths=[float(death["at"]) for death in attempt["deaths"] if "at" in death],
+    )
+
+
+def _phases(attempt: Mapping[str, Any], start: float, stop: float) -> Iterator[tuple[str, float, float]]:
+    changes = [(float(at), str(state)) for at, state in attempt.get("phases") or ()]
+    if not changes:  # of an older slurmgpu, which told only how long loading took
+        loading = float(attempt["load_s"] or 0.0)
+        changes = [(start, "loading"), (start + loading, "running")] if attempt["load_s"] else [(start, "running")]
+    ends = [*(at for at, _ in changes[1:]), stop]
+    for (at, state), end in zip(changes, ends, strict=True):
+        if state in STATES and end > at:
+            yield state, at, end

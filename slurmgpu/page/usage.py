@@ -1,0 +1,192 @@
+"""What GPUs and hosts did over time: quantiles over all tasks, and lines of the tasks that matter most."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
+
+from slurmgpu.page.clock import Clock
+from slurmgpu.page.spans import Life
+from slurmgpu.page.svg import COLOURS, MARK, RIGHT, SMALL, figure
+from slurmgpu.run.telemetry_log import Sample, some_samples, telemetry_path
+
+N_BINS = 120
+SAMPLES_A_BIN = 2
+LEAST_SAMPLES = 16
+HELD = 1.5
+"""So many times as long as from one sample to the next a sample holds: a busy node takes the next one late."""
+ROOM = 1.08
+"""So many times as high as the highest line is a picture: one on its edge is not seen."""
+N_LINES = 60
+"""So many tasks at most have lines of their own."""
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """Something that is sampled: how it is called, in what unit, and a number in it from a sample's.
+
+    `top` is the most it can be; `sizes` is what those that were used have of it.
+    """
+
+    key: str
+    title: str
+    unit: str
+    scale: float = 1.0
+    top: float | None = None
+    sizes: Sequence[float] = ()
+
+
+QUANTITIES = (
+    Quantity("utilisation", "GPU utilisation", "%", top=100),
+    Quantity("memory_bytes", "GPU memory", "GB", 1e-9),
+    Quantity("power_w", "Power", "W"),
+    Quantity("temperature_c", "GPU temperature", "°C"),
+    Quantity("rss_bytes", "Host memory of the worker", "GB", 1e-9),
+)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The samples of a run on its clock: `values[quantity]` is of (attempt and node, bin), NaN where there is none.
+
+    They are as they were sampled; `of` has them in a quantity's unit. `damaged` are files that make no sense in part.
+    """
+
+    edges: np.ndarray
+    owners: Sequence[str]
+    values: Mapping[str, np.ndarray]
+    damaged: Sequence[str] = ()
+
+    def of(self, quantity: Quantity) -> np.ndarray:
+        """The values of a quantity in its unit."""
+        return self.values[quantity.key] * quantity.scale
+
+    def known(self, gpu_memory: Sequence[float] = ()) -> list[Quantity]:
+        """The quantities of which anything is known, in units that fit; `gpu_memory` is in bytes what GPUs have."""
+        known = [quantity for quantity in QUANTITIES if np.isfinite(self.values[quantity.key]).any()]
+        sized = [replace(each, sizes=gpu_memory) if each.key == "memory_bytes" else each for each in known]
+        return [
+            replace(quantity, unit="MB", scale=1e-6)
+            if quantity.unit == "GB" and not quantity.sizes and np.nanmax(self.of(quantity)) < 1
+            else quantity
+            for quantity in sized
+        ]
+
+
+def read_usage(folder: Path, lives: Sequence[Life], n_nodes: Mapping[str, int], clock: Clock, sample_s: float) -> Usage:
+    """The samples in telemetry/, a few for each bin: to read all of a thousand tasks' would take minutes."""
+    edges = np.linspace(0, clock.end, N_BINS + 1)
+    owners: list[str] = []
+    rows: list[dict[str, np.ndarray]] = []
+    damaged: set[Path] = set()
+    for life in lives:
+        share = float(clock.place(life.stop) - clock.place(life.start)) / clock.end
+        n_samples = max(LEAST_SAMPLES, math.ceil(SAMPLES_A_BIN * N_BINS * share))
+        for node in range(n_nodes.get(life.attempt, 1)):
+            if samples := some_samples(telemetry_path(folder, life.attempt, node), n_samples, damaged):
+                owners.append(life.task)
+                rows.append(_binned(samples, edges, clock, HELD * sample_s, life.stop))
+    values = {q.key: np.array([row[q.key] for row in rows]).reshape(len(rows), N_BINS) for q in QUANTITIES}
+    return Usage(edges, owners, values, sorted(path.name for path in damaged))
+
+
+def _binned(
+    samples: Sequence[Sample], edges: np.ndarray, clock: Clock, held_s: float, stop: float
+) -> dict[str, np.ndarray]:
+    """The mean of each quantity in each bin, or the last sample before it, for as long as that holds.
+
+    Without the latter a quantile would be that of the few tasks that happen to have a sample in the bin.
+    """
+    samples = sorted(samples, key=lambda sample: sample.time)
+    times = np.array([sample.time for sample in samples])
+    bins = np.clip(np.searchsorted(edges, clock.place(times), side="right") - 1, 0, N_BINS - 1)
+    moments = clock.time((edges[1:] + edges[:-1]) / 2)
+    last = np.searchsorted(times, moments, side="right") - 1
+    none = (last < 0) | (moments - times[last] > held_s) | (moments > stop)
+    row = {}
+    for quantity in QUANTITIES:
+        numbers = [getattr(sample, quantity.key) for sample in samples]
+        values = np.array([math.nan if number is None else number for number in numbers], float)
+        there = np.isfinite(values)
+        counts = np.bincount(bins[there], minlength=N_BINS)
+        sums = np.bincount(bins[there], values[there], minlength=N_BINS)
+        held = np.where(none, math.nan, values[last])
+        row[quantity.key] = np.where(counts > 0, sums / np.maximum(counts, 1), held)
+    return row
+
+
+def chosen_tasks(report: Mapping[str, Any], usage: Usage, first: str | None = None) -> dict[str, str]:
+    """The tasks that have lines of their own, and why: those that failed, the least used, the hottest, the rest."""
+    sampled = dict.fromkeys(usage.owners)
+    attempts = [a for a in report["attempts"] if str(a["attempt"]).rpartition(".")[0] in sampled]
+    chosen: dict[str, str] = {first: ""} if first in sampled and first is not None else {}
+
+    def add(some: Iterable[Mapping[str, Any]], n_most: int, why: Any) -> None:
+        for attempt in list(some)[:n_most]:
+            task = str(attempt["attempt"]).rpartition(".")[0]
+            if not chosen.get(task) and len(chosen.keys() | {task}) <= N_LINES:
+                chosen[task] = why(attempt)
+
+    add((a for a in attempts if a["failure"]), N_LINES // 2, lambda a: a["failure"])
+    add((a for a in attempts if a["deaths"]), N_LINES // 3, lambda a: f"{len(a['deaths'])} worker deaths")
+    add(_most(attempts, "gpu_utilisation", -1), 8, lambda a: f"least used, {_used(a, 'gpu_utilisation'):.0f} %")
+    add(_most(attempts, "temperature_max_c", 1), 8, lambda a: f"hottest, {_used(a, 'temperature_max_c'):.0f} °C")
+    add(attempts, N_LINES, lambda a: str(a["node"] or ""))
+    return chosen
+
+
+def _used(attempt: Mapping[str, Any], key: str) -> float | None:
+    value = (attempt.get("usage") or {}).get(key)
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _most(attempts: Sequence[Mapping[str, Any]], key: str, sign: int) -> list[Mapping[str, Any]]:
+    known = [(value, a) for a in attempts if (value := _used(a, key)) is not None]
+    return [a for _, a in sorted(known, key=lambda pair: -sign * pair[0])]
+
+
+def draw_usage(usage: Usage, quantity: Quantity, chosen: Sequence[str], clock: Clock) -> Figure:
+    """All tasks as bands from the least to the most and of the middle half, the median, and a line for each chosen."""
+    made = figure(SMALL, 190, left=46, right=RIGHT, top=10, bottom=28)
+    axes = made.add_subplot()
+    values = usage.of(quantity)
+    there = np.isfinite(values).any(axis=0)
+    middles = ((usage.edges[1:] + usage.edges[:-1]) / 2)[there]
+    quantiles = np.nanpercentile(values[:, there], [0, 25, 50, 75, 100], axis=0)
+    gaps = _gaps(middles, clock)
+    middles = np.insert(middles, gaps, np.nan)
+    least, lower, median, upper, most = (np.insert(line, gaps, np.nan) for line in quantiles)
+    if len(set(usage.owners)) > 1:
+        axes.fill_between(middles, least, most, color=COLOURS["band"], alpha=0.25, linewidth=0)
+        axes.fill_between(middles, lower, upper, color=COLOURS["band"], alpha=0.45, linewidth=0)
+    axes.plot(middles, median, color=COLOURS["running"], linewidth=1.6)
+    for number, task in enumerate(chosen):
+        mine = values[[row for row, owner in enumerate(usage.owners) if owner == task]]
+        known = np.isfinite(mine).any(axis=0)
+        line = np.nanmean(mine[:, known], axis=0)
+        places = ((usage.edges[1:] + usage.edges[:-1]) / 2)[known]
+        breaks = _gaps(places, clock)
+        line, places = np.insert(line, breaks, np.nan), np.insert(places, breaks, np.nan)
+        axes.plot(places, line, color=COLOURS["chosen"], linewidth=1.6, gid=f"{MARK}{number}")
+    for size in quantity.sizes:
+        axes.axhline(size * quantity.scale, color=COLOURS["muted"], linewidth=1, linestyle=(0, (4, 3)))
+    clock.draw(axes, 4)
+    highest = quantity.top or max([float(np.nanmax(values)), *(size * quantity.scale for size in quantity.sizes)])
+    axes.set_ylim(0, ROOM * highest or 1)
+    axes.yaxis.set_major_locator(MaxNLocator(4) if quantity.top is None else MultipleLocator(quantity.top / 4))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    return made
+
+
+def _gaps(places: np.ndarray, clock: Clock) -> np.ndarray:
+    """Where a line is broken: before places that a cut, or a pause of a tenth of all, lies before."""
+    wide = np.diff(places) > max(0.1 * clock.end, 3 * clock.end / N_BINS)
+    cut = [np.searchsorted(places, stop, side="right") for _, stop in clock.pieces[:-1]]
+    return np.unique([*(np.flatnonzero(wide) + 1), *cut]).astype(int)

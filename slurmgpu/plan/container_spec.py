@@ -1,0 +1,118 @@
+"""From [container] of a run file to the container that a run is frozen to, and what may still change of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.containers.images import identify
+from slurmgpu.containers.settings import Bind, Container, check_env, home_folder, whole_path
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.plan.run_file import ContainerTable
+from slurmgpu.plan.site_file import origins, read_run_file
+
+
+def image_path(table: ContainerTable, base: Path) -> Path | None:
+    """The image that a run file in `base` names; None where tasks run without one."""
+    if table.image is None or table.runtime == "none":
+        return None
+    return (base / Path(table.image).expanduser()).resolve()
+
+
+def identify_image(image: Path, run_file: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What tells a run file's image from others; SlurmGPUError, also of where it is named, if it is none."""
+    try:
+        return identify(image)
+    except SlurmGPUError as error:
+        source = origins(run_file, overrides or {})["container"]["image"]["from"]
+        where = source if source.startswith("--") else f"[container] image in {source}"
+        raise SlurmGPUError(f"{error} {where} names it.") from error
+
+
+def contain(
+    table: ContainerTable, full_name: str, run_file: Path, overrides: Mapping[str, Any] | None
+) -> Container | None:
+    """The image as it will be frozen, looked at without starting anything; None where tasks run without one."""
+    base = run_file.parent
+    image = image_path(table, base)
+    if image is None and (overrides or {}).get("container", {}).get("image"):
+        source = origins(run_file, overrides or {})["container"]["runtime"]["from"]
+        raise SlurmGPUError(
+            f'--image names an image, and [container] runtime = "none" in {source} runs without one. Leave out one of '
+            f"the two."
+        )
+    if image is None:
+        return None
+    settings = _settings(table, base)
+    identity = identify_image(image, run_file, overrides)
+    return Container(image=str(image), identity=identity, packages=packages_of(full_name, base), **settings)
+
+
+def _settings(table: ContainerTable, base: Path) -> dict[str, Any]:
+    """What [container] says beside the image."""
+    check_env(table.env)
+    _refuse_home(table, base)
+    given = [bind if isinstance(bind, str) else bind.model_dump() for bind in table.binds]
+    return {
+        # Without an image there is no runtime either; of a run that has one, the file may have lost it.
+        "runtime": "apptainer" if table.runtime == "none" else table.runtime,
+        "python": table.python,
+        "binds": tuple(Bind.parse(bind, base) for bind in given),
+        "env": table.env,
+        "home": table.home,
+        "stage": table.stage,
+        "scratch": table.scratch and whole_path(table.scratch, base),
+        "strict": table.strict,
+    }
+
+
+def packages_of(full_name: str, base: Path) -> tuple[tuple[str, str], ...]:
+    """Name and path of what the workload is imported from, if that is not in the run file's folder."""
+    module = full_name.rpartition(":")[0]
+    top = module.partition(".")[0]
+    if module.endswith(".py") or top == "slurmgpu":
+        return ()
+    folders = [Path(folder) for folder in getattr(sys.modules[top], "__path__", ())]
+    file = sys.modules[top].__file__
+    if folders and file:
+        found = [(top, Path(file).parent)]
+    elif file:
+        found = [(Path(file).name, Path(file))]
+    else:  # a namespace package lies in several folders, each of which needs one of its own to be found in
+        outside = [folder for folder in folders if folder.is_dir() and folder.resolve() != base / top]
+        found = [(f".{number}/{top}" if number else top, folder) for number, folder in enumerate(outside)]
+    if not folders and not found:
+        raise SlurmGPUError(f"Workload {full_name}: package {top!r} has no file, and cannot be taken into an image.")
+    return tuple((name, str(path.resolve())) for name, path in found if path.resolve() != base / name)
+
+
+def _refuse_home(table: ContainerTable, base: Path) -> None:
+    """Refuse a run file whose folder, which tasks must see, brings in the home that they are not to see."""
+    home = Path(home_folder(os.environ)).resolve()
+    if (table.strict or table.home != "host") and base in (home, *home.parents):
+        what = "strict = true" if table.strict else f'home = "{table.home}"'
+        raise SlurmGPUError(
+            f"The run file lies in {base}, which holds your home directory. Its folder is bound into the container, "
+            f"and [container] {what} is to keep home out. Move it into a folder of its own, or take that line away."
+        )
+
+
+def contain_anew(frozen: Mapping[str, Any], run_file: Path) -> tuple[dict[str, Any], list[str]]:
+    """A run's container with [container] as its run file says it today, for another submission; and a note on changes.
+
+    Another image is not among them: it must be the same, perhaps in another place. A run file that is gone, or cannot
+    be read, changes nothing.
+    """
+    before = Container.from_json(frozen)
+    try:
+        table, base = read_run_file(run_file).container, run_file.parent
+    except SlurmGPUError as error:
+        return dict(frozen), [f"[container] stays as it was: {error}"] if run_file.exists() else []
+    after = replace(before, **_settings(table, base), image=str(image_path(table, base) or before.image))
+    changed = [name for name in before.__dataclass_fields__ if getattr(before, name) != getattr(after, name)]
+    notes = [f"[container] of {run_file} is read anew; changed: {', '.join(changed)}."] if changed else []
+    return after.to_json(), notes

@@ -1,0 +1,131 @@
+"""The items of a run that is planned: from files, from [sweep], or the workload's own. All are an input in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from slurmgpu import inputs
+from slurmgpu import workload as workloads
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.inputs import sweeps
+from slurmgpu.plan.run_file import RunFile
+from slurmgpu.report.build import is_complete
+from slurmgpu.run.directory import Run
+from slurmgpu.util.atomic_files import working_folder
+from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, cause_raised, retried
+
+Configurations = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Items:
+    """The input as the plan has it, and the files about it that go into the run directory.
+
+    `said` tells what the items are if no files of the user's have them; `configurations` are those of a sweep; `lines`
+    are what the workload says of them.
+    """
+
+    spec: inputs.InputSpec
+    files: Sequence[Path]
+    said: str | None = None
+    configurations: Configurations | None = None
+    lines: Sequence[str] = ()
+
+
+def items_of(
+    config: RunFile,
+    path: Path,
+    workload: workloads.Workload,
+    full_name: str,
+    stride: int,
+    folder: Path,
+    after: Run | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Items:
+    """The items of the run file at `path`, checked by what the workload takes; files about them are made in `folder`.
+
+    `after` is a run whose merged file may be the input before it exists.
+    """
+    index, configurations = folder / "input.idx", _configurations(config, path)
+    if config.input is not None:
+        spec = _promised(config.input, path.parent, after, index, stride)
+        spec = spec or _scan(config.input, path.parent, index, stride, progress)
+        lines = _check(spec, index, workload, full_name, path)
+        return Items(spec, [index], lines=lines)
+    own, made = configurations or _default_items(workload, path), folder / sweeps.FILE
+    sweeps.write(own, made)
+    spec = inputs.scan([made], index, stride=stride)
+    lines = _check(spec, index, workload, full_name, path, called="[sweep]" if configurations else None)
+    # Relative to the run directory, which may be moved.
+    spec = replace(spec, files=tuple(replace(file, path=made.name) for file in spec.files))
+    count = f"{len(own)} item{'' if len(own) == 1 else 's'} of the workload's own"
+    said = sweeps.headline(config.sweep, len(own)) if config.sweep else count
+    return Items(spec, [index, made], said, configurations, lines)
+
+
+def _check(
+    spec: inputs.InputSpec,
+    index: Path,
+    workload: workloads.Workload,
+    full_name: str,
+    path: Path,
+    called: str | None = None,
+) -> Sequence[str]:
+    """Refuse items that the workload does not take; what it says of the others."""
+    fields, advice = getattr(workload, "fields", ()), getattr(workload, "advice", {})
+    inputs.check_fields(spec, index, fields, f"Workload {full_name}", advice, called)
+    if callable(check_input := getattr(workload, "check_input", None)):
+        with working_folder(path.parent):
+            said: Sequence[str] | None = check_input([Path(file.path) for file in spec.files], spec.n_items)
+        return said or ()
+    return ()
+
+
+def _scan(
+    named: str | list[str], base: Path, index: Path, stride: int, progress: Callable[[int, int], None] | None
+) -> inputs.InputSpec:
+    """The input that the run file names, looked for and read again where its file system fails for a moment."""
+
+    def scan() -> inputs.InputSpec:
+        return inputs.scan(inputs.find(named, base), index, stride=stride, progress=progress)
+
+    return retried(lambda: cause_raised(scan), BRIEF_PATIENCE_S)
+
+
+def _configurations(config: RunFile, path: Path) -> Configurations | None:
+    """The configurations of the sweep that the run file at `path` has; None for one without."""
+    if config.sweep is None:
+        return None
+    if config.input is not None:
+        raise SlurmGPUError(f"{path}: input and [sweep] both say what the items are. Leave one of them out.")
+    return sweeps.expand(config.sweep, config.seed)
+
+
+def _default_items(workload: workloads.Workload, path: Path) -> Configurations:
+    """What a workload computes where the run file names no items, if it has such a thing."""
+    items: Configurations | None = getattr(workload, "default_items", None)
+    if not items:
+        raise SlurmGPUError(
+            f'{path}: input is missing. Name the files with the items, as in input = "items.jsonl", '
+            f"or give configurations under [sweep]."
+        )
+    return items
+
+
+def _promised(
+    named: str | list[str], base: Path, after: Run | None, index: Path, stride: int
+) -> inputs.InputSpec | None:
+    """The input that `after` is going to merge, if that is what the run file names and it is not complete yet."""
+    if after is None or not isinstance(named, str) or is_complete(after):
+        return None
+    path = (base / Path(named).expanduser()).resolve()
+    if path != after.merged.resolve():
+        return None
+    columns = ("index", *after.plan.columns)
+    plan = after.plan
+    return inputs.promise(
+        path, index, n_items=plan.n_items, columns=columns, fingerprint=plan.fingerprint, stride=stride
+    )

@@ -1,0 +1,304 @@
+"""From a run file to a plan: everything is checked here, before anything is queued or written."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import platform
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
+
+from slurmgpu import __version__
+from slurmgpu import workload as workloads
+from slurmgpu.code import importer
+from slurmgpu.code.locator import own_modules
+from slurmgpu.code.snapshots import Snapshot
+from slurmgpu.code.tracer import git_state, snapshot_of
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.plan import placement as placing
+from slurmgpu.plan.container_spec import contain
+from slurmgpu.plan.items import Items, items_of
+from slurmgpu.plan.run_file import Resources, RunFile
+from slurmgpu.plan.site_file import read_run_file
+from slurmgpu.run.directory import Plan, Run, refuse_existing
+from slurmgpu.shards.columns import check_columns, columns_to_json
+from slurmgpu.util.atomic_files import working_folder
+from slurmgpu.util.gpus import number_of
+
+TARGET_SHARDS = 2048
+"""At most so many shards by default: enough for balance over hundreds of GPUs, few enough for one directory."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A run not yet written: its plan, where it would lie, its items, whose files are temporary ones, and its code."""
+
+    plan: Plan
+    run_dir: Path
+    items: Items
+    resources: Resources
+    code: Snapshot
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """How many tasks are queued, how many of them may run at once, and the GPUs of each."""
+
+    n_tasks: int
+    n_concurrent: int
+    gpus_per_task: int
+
+
+@contextlib.contextmanager
+def draft_run(
+    run_file: Path,
+    overrides: Mapping[str, Any] | None = None,
+    run_dir: Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    after: Run | None = None,
+) -> Iterator[Draft]:
+    """The plan of a run file, while the `with` block lasts; SlurmGPUError where anything in it cannot work.
+
+    `after` is a run that this one waits for: its merged file may be the input before it exists.
+    """
+    path = run_file.expanduser().resolve()
+    config = read_run_file(path, overrides)
+    gpus_per_task = allocate(config.resources, n_shards=None).gpus_per_task
+    target = _run_dir(path, config, run_dir)
+    refuse_odd_path(target, config.resources.executor)
+    refuse_existing(target)
+    importer.forget_changed()
+    before = set(sys.modules)
+    full_name, settings, workload = _build(config, path.parent)
+    imported = importer.note_imported(own_modules(sys.modules.keys() - before))
+    with working_folder(path.parent):
+        placement = placing.place(workload, config.resources, gpus_per_task, full_name)
+        settings |= getattr(workload, "frozen_settings", {})
+        paths, environ = placing.paths_of(workload), placing.environ_of(workload)
+    container = contain(config.container, full_name, path, overrides)
+    columns = columns_to_json(check_columns(workload.columns, f"workload {full_name}"))
+    batch_size = _batch_size(config, workload, full_name)
+    shard_items = _shard_items(config, batch_size)
+    with tempfile.TemporaryDirectory(prefix="slurmgpu-") as scratch:
+        items = items_of(config, path, workload, full_name, batch_size, Path(scratch), after, progress)
+        spec = items.spec
+        plan = Plan(
+            name=target.name,
+            input=spec.to_json(),
+            input_digest=spec.digest,
+            n_items=spec.n_items,
+            workload=full_name,
+            search_path=str(path.parent),
+            settings=settings,
+            columns=columns,
+            batch_size=batch_size,
+            shard_items=shard_items or default_shard_items(spec.n_items, batch_size),
+            seed=config.seed,
+            lease_s=config.lease_s,
+            margin_s=config.margin_s,
+            auto_resubmit=config.auto_resubmit,
+            resources=config.resources.model_dump(),
+            slurm=config.slurm,
+            merge=config.merge,
+            provenance=_provenance(path),
+            container=container.to_json() if container else None,
+            processes=placement.processes,
+            placement=(*placement.lines, *items.lines),
+            paths=paths,
+            environ=environ,
+            sample_s=config.sample_s,
+            on_end=config.on_end or None,
+            html=config.html,
+            summarizes=callable(getattr(workload, "summarize", None)),
+            exports=sorted(getattr(workload, "exports", ())),
+        )
+        code = snapshot_of(plan, plan.container, plan.provenance["git"], also=imported)
+        yield Draft(plan, target, items, config.resources, code)
+
+
+def workload_of(run_file: Path) -> workloads.Workload:
+    """The workload that a run file names, with its settings, which are checked."""
+    path = run_file.expanduser().resolve()
+    return _build(read_run_file(path), path.parent)[2]
+
+
+def _build(config: RunFile, base: Path) -> tuple[str, dict[str, Any], workloads.Workload]:
+    """The workload's full name, its settings as they will be frozen, and the workload."""
+    full_name = workloads.resolve_use(config.workload.use, base)
+    with working_folder(base), workloads.at_planning(full_name):
+        settings = _settings(full_name, config.settings, base)
+        try:
+            return full_name, settings, workloads.build(full_name, settings, base)
+        except workloads.UnknownSettingError as error:
+            raise SlurmGPUError(f"{error}{_where_it_belongs(error.name, settings)}") from error
+
+
+def _where_it_belongs(name: str, settings: Mapping[str, Any]) -> str:
+    """What to say of a name that is none of a workload's settings, and is something else."""
+    outer, dot, inner = name.partition(".")
+    if dot:
+        return f" A table is set whole: {outer}={{{inner}={json.dumps(settings[name])}}}."
+    if name in RunFile.model_fields:
+        return f" {name} is a key at the top of the run file, above its tables: set it there."
+    if name in Resources.model_fields:
+        return f" {name} is a key of [resources] in the run file: set it there."
+    return ""
+
+
+def default_shard_items(n_items: int, batch_size: int) -> int:
+    """Items in a shard: whole batches, and at most 2048 shards; of the input alone, never of the number of GPUs."""
+    return batch_size * -(-n_items // (batch_size * TARGET_SHARDS))
+
+
+def allocate(resources: Resources, n_shards: int | None) -> Allocation:
+    """Tasks and GPUs that [resources] asks for: see docs/reference/cli.md for the rule. No more tasks than shards."""
+    gpus, per_task, nodes = resources.gpus, resources.gpus_per_task, resources.nodes_per_task
+    if gpus == 0:
+        if per_task is not None:
+            raise SlurmGPUError("gpus = 0 runs on CPUs, so gpus_per_task cannot be set; tasks says how many tasks.")
+        n_concurrent, per_task = resources.tasks or 1, 0
+    elif resources.array:
+        per_task = per_task or 1
+        if gpus % per_task:
+            raise SlurmGPUError(f"gpus = {gpus} is not a multiple of gpus_per_task = {per_task}.")
+        n_concurrent = gpus // per_task
+    else:
+        if per_task not in (None, gpus):
+            raise SlurmGPUError(
+                f"Without --array one task holds all of gpus = {gpus}, but gpus_per_task = {per_task}; add --array."
+            )
+        n_concurrent, per_task = 1, gpus
+    if nodes > 1 and (per_task == 0 or per_task % nodes):
+        raise SlurmGPUError(
+            f"nodes_per_task = {nodes}, but a task has {number_of(per_task)}: expected a multiple of {nodes}, "
+            f"the same number on each node. Correct gpus or gpus_per_task."
+        )
+    if nodes > 1 and resources.processes == "one":
+        raise SlurmGPUError(
+            f'nodes_per_task = {nodes}, but processes = "one": one process sees the GPUs of its own node only. '
+            f'Set processes = "per-gpu".'
+        )
+    limit = n_shards or sys.maxsize
+    n_tasks = min(resources.tasks or n_concurrent, limit)
+    return Allocation(n_tasks, min(n_concurrent, n_tasks), per_task)
+
+
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+QUOTES = "'\"\\"
+
+
+def refuse_odd_path(run_dir: Path, executor: str) -> None:
+    """Raise a sentence for a run directory whose path would not stay what it is on its way through Slurm.
+
+    Submitit and Slurm replace %j and its like wherever they stand in the path of a log; a backslash turns that off. A
+    line break ends a line of #SBATCH, and what sbatch makes of a quote in one differs between its versions.
+    """
+    path = str(run_dir)
+    if found := CONTROL.search(path):
+        what = f"the control character {found[0]!a}"
+    elif "%" in path:
+        what = "a %, of which Slurm makes numbers of jobs in the paths of logs"
+    elif executor == "slurm" and (quotes := sorted({each for each in path if each in QUOTES})):
+        what = f"{' and '.join(quotes)}, which Slurm may read in ways of its own"
+    else:
+        return
+    raise SlurmGPUError(
+        f"The path of the run directory {path!r} has {what}. "
+        f"Name another with --run-dir, or run_dir in the run file, or rename the folder."
+    )
+
+
+def _run_dir(path: Path, config: RunFile, run_dir: Path | None) -> Path:
+    if run_dir is not None:
+        return run_dir.expanduser().absolute()
+    return (path.parent / Path(config.run_dir or f"runs/{path.stem}").expanduser()).absolute()
+
+
+def _batch_size(config: RunFile, workload: workloads.Workload, name: str) -> int:
+    if getattr(workload, "takes_one", False):
+        return _batch_of_one(config, workload, name)
+    size = config.workload.batch_size or getattr(workload, "batch_size", None)
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise SlurmGPUError(
+            f"Workload {name} has batch_size = {size!r}; expected a whole number of at least 1. "
+            f"Set it in the class or in [workload]."
+        )
+    return size
+
+
+def _batch_of_one(config: RunFile, workload: workloads.Workload, name: str) -> int:
+    if config.workload.batch_size not in (None, 1):
+        own = " Under [settings], batch_size is that of its own." if "batch_size" in _hints(type(workload)) else ""
+        raise SlurmGPUError(
+            f"[workload] batch_size = {config.workload.batch_size}, and workload {name} computes items one by one: "
+            f"leave it out.{own}"
+        )
+    return 1
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    try:
+        return workloads.settings_hints(cls)
+    except (NameError, TypeError):
+        return {}  # annotations that exist for type checkers only
+
+
+def _shard_items(config: RunFile, batch_size: int) -> int | None:
+    asked = config.shard_items
+    if asked is not None and asked % batch_size:
+        below = asked // batch_size * batch_size
+        options = f"{below} or {below + batch_size}" if below else f"{batch_size}"
+        raise SlurmGPUError(f"shard_items = {asked} is not a multiple of the batch size {batch_size}; use {options}.")
+    return asked
+
+
+def _settings(full_name: str, settings: Mapping[str, Any], search_path: Path) -> dict[str, Any]:
+    """The settings as they will be frozen: plain JSON, of the types that the workload's __init__ is annotated with."""
+    try:
+        frozen: dict[str, Any] = json.loads(json.dumps(settings))
+    except TypeError as error:
+        raise SlurmGPUError(
+            f"[settings] of workload {full_name}: {error}; use text, numbers, booleans and lists."
+        ) from error
+    cls = workloads.load_class(full_name, search_path)
+    frozen |= workloads.texts_of_files(cls, frozen)
+    hints = _hints(cls)
+    for name, value in frozen.items():
+        if name in hints:
+            _check_type(full_name, name, value, hints[name])
+    return frozen
+
+
+def _check_type(full_name: str, name: str, value: Any, hint: Any) -> None:
+    try:
+        config = (
+            None
+            if isinstance(hint, type) and hasattr(hint, "model_fields")
+            else ConfigDict(arbitrary_types_allowed=True)
+        )
+        adapter = TypeAdapter(hint, config=config)
+    except PydanticSchemaGenerationError:
+        return
+    try:
+        # JSON mode, strict: "5" is no int, but 5 is a float and a list is a tuple.
+        adapter.validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        # Of the kinds that a setting may be of, the one meant is that whose error lies deepest.
+        worst = max(error.errors(), key=lambda each: len(each["loc"]))
+        problem, found, place = worst["msg"].removeprefix("Input "), worst.get("input", value), worst["loc"]
+        where = f"setting {name!r}" + (f", at {place[-1]!r}," if place and found != value else "")
+        raise SlurmGPUError(f"Workload {full_name}: {where} {problem}; found {found!r}.") from error
+
+
+def _provenance(run_file: Path) -> dict[str, Any]:
+    versions = {"python": platform.python_version(), "slurmgpu": __version__}
+    versions |= {name: importlib.metadata.version(name) for name in ("numpy", "h5py", "submitit")}
+    return {"run_file": str(run_file), "versions": versions, "git": git_state(run_file.parent)}

@@ -1,0 +1,250 @@
+"""The run file's tables: TOML in, checked values out. Unknown keys are refused with a suggestion.
+
+docs/reference/run-file.md lists every key; `site` reads a run file over the site file.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+
+from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, retried
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+SlurmValue = str | int | float | bool | list[str]
+
+TableT = TypeVar("TableT", bound=BaseModel)
+
+SLURM_RESERVED = {
+    "array": "--gpus, --tasks and --array of slurmgpu set it",
+    "dependency": "--after of slurmgpu sets it",
+    "gpus": "[resources] gpus sets it",
+    "gpus_per_node": "[resources] gpus and gpus_per_task set it",
+    "gpus_per_task": "[resources] gpus_per_task sets it",
+    "nodes": "[resources] nodes_per_task sets it",
+    "output": "logs lie in the run directory",
+    "error": "logs lie in the run directory",
+    "open_mode": "logs lie in the run directory",
+    "wrap": "slurmgpu writes the script",
+    "parsable": "slurmgpu reads sbatch's answer",
+}
+"""sbatch options that slurmgpu sets itself, and why."""
+
+
+def _slurm_names(value: Any) -> Any:
+    """Sbatch's long names with '-' or '_', as users copy them; refused are those that slurmgpu sets itself."""
+    if not isinstance(value, Mapping):
+        return value
+    # An unquoted 04:00:00 is a time of day to TOML.
+    options = {
+        name: str(option) if isinstance(option, datetime.time) else option
+        for name, option in plain_names(value).items()
+    }
+    for name, option in options.items():
+        if name in SLURM_RESERVED:
+            raise ValueError(f"{name!r} cannot be set here: {SLURM_RESERVED[name]}")
+        if isinstance(option, list) and name != "setup":
+            raise ValueError(f"{name!r} is a list; only setup, the commands that the script runs first, is one")
+    if isinstance(options.get("setup"), str):
+        options["setup"] = [options["setup"]]
+    return options
+
+
+def plain_names(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of sbatch with '_' in their names, however they were written."""
+    return {str(name).lstrip("-").replace("-", "_"): value for name, value in options.items()}
+
+
+SlurmOptions = Annotated[dict[str, SlurmValue], BeforeValidator(_slurm_names)]
+
+
+SIZE = re.compile(r"(\d+(?:\.\d+)?) *([GMT])(i?)B?\Z")
+
+
+def size_bytes(text: str) -> int:
+    """Bytes of a size such as "80G" or "80GB", powers of ten as on data sheets, or "79.2GiB"; ValueError for others."""
+    if not (found := SIZE.match(text)):
+        raise ValueError('should be a size such as "80G" or "79.2GiB"')
+    base = 1024 if found[3] else 1000
+    return int(float(found[1]) * base ** {"M": 2, "G": 3, "T": 4}[found[2]])
+
+
+def _checked_size(text: str) -> str:
+    size_bytes(text)
+    return text
+
+
+GpuMemory = Annotated[str, AfterValidator(_checked_size)]
+
+
+class Table(BaseModel):
+    """What refuses keys that it does not know, and values of another type."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class WorkloadTable(Table):
+    """[workload]: which class computes the rows."""
+
+    use: str
+    batch_size: int | None = Field(None, ge=1)
+
+
+class Resources(Table):
+    """[resources]: what the run may hold at once, and where its tasks run."""
+
+    gpus: int = Field(1, ge=0)
+    array: bool = False
+    gpus_per_task: int | None = Field(None, ge=1)
+    gpu_type: str | None = None
+    gpu_memory: GpuMemory | None = None
+    tasks: int | None = Field(None, ge=1)
+    processes: Literal["one", "per-gpu"] | None = None
+    nodes_per_task: int = Field(1, ge=1)
+    executor: Literal["slurm", "local", "debug"] = "slurm"
+    device: Literal["auto", "cpu"] = "auto"
+
+
+class BindTable(Table):
+    """A bind of [container] whose path holds a colon; others are text, SRC[:DST[:ro]]."""
+
+    src: str
+    dst: str | None = None
+    ro: bool = False
+
+
+class ContainerTable(Table):
+    """[container]: the image in which the workers run, and what they see of the node."""
+
+    image: str | None = None
+    runtime: Literal["apptainer", "singularity", "none"] = "apptainer"
+    python: str = "python3"
+    binds: list[str | BindTable] = Field(default_factory=list)
+    env: dict[str, str | bool] = Field(default_factory=dict)
+    home: Literal["host", "private", "none"] = "host"
+    stage: Literal["none", "node", "unpack"] = "none"
+    scratch: str | None = None
+    strict: bool = False
+
+
+class RunFile(Table):
+    """A run file, and where it lies: relative paths in it are relative to its folder."""
+
+    input: str | list[str] | None = None
+    run_dir: str | None = None
+    seed: int = 0
+    shard_items: int | None = Field(None, ge=1)
+    auto_resubmit: int = Field(0, ge=0, le=100)
+    lease_s: float = Field(120.0, gt=0)
+    margin_s: float = Field(60.0, ge=0)
+    sample_s: float = Field(5.0, ge=0)
+    on_end: str | None = None
+    html: bool = True
+    workload: WorkloadTable
+    settings: dict[str, Any] = Field(default_factory=dict)
+    sweep: dict[str, Any] | None = None
+    resources: Resources = Resources.model_validate({})
+    container: ContainerTable = ContainerTable.model_validate({})
+    slurm: SlurmOptions = Field(default_factory=dict)
+    merge: SlurmOptions = Field(default_factory=dict)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The content of a TOML file; FileNotFoundError where there is none, SlurmGPUError where it is none."""
+    try:
+        value: dict[str, Any] = tomllib.loads(retried(lambda: path.read_text("utf-8"), BRIEF_PATIENCE_S))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SlurmGPUError(f"{path} is not TOML: {error}.") from error
+    return value
+
+
+def parse_table(model: type[TableT], value: Mapping[str, Any], where: str) -> TableT:
+    """The values of a table, or of a file of them; `where` names it in errors."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise SlurmGPUError(f"{where}: {_first_problem(error, model)}") from error
+
+
+def parse_run_file(value: Mapping[str, Any], where: str) -> RunFile:
+    """The run file that a mapping describes; `where` names it in errors."""
+    return parse_table(RunFile, value, where)
+
+
+def parse_resources(value: Mapping[str, Any]) -> Resources:
+    """[resources] from a mapping: of a run, with flags put over it."""
+    return parse_table(Resources, value, "resources")
+
+
+def parse_slurm_options(texts: Sequence[str]) -> dict[str, SlurmValue]:
+    """The sbatch options in KEY=VALUE of --slurm; KEY alone is an option without a value, such as `no-requeue`.
+
+    Values are text, so that a time or a name of digits stays what it is, but for true and false.
+    """
+    pairs = (text.partition("=") for text in texts)
+    words = {"true": True, "false": False}
+    options = {key.strip(): words.get(value, value) if equals else True for key, equals, value in pairs}
+    try:
+        return TypeAdapter(SlurmOptions).validate_python(options)
+    except ValidationError as error:
+        raise SlurmGPUError(f"--slurm: {_first_problem(error)}") from error
+
+
+def merge_tables(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """`above` put over `below`, key by key and within tables key by key; a None above changes nothing.
+
+    A value that is itself a mapping, a setting say, is replaced whole.
+    """
+    merged = dict(below)
+    for key, value in above.items():
+        if isinstance(value, Mapping):
+            given = {name: inner for name, inner in value.items() if inner is not None}
+            merged[key] = {**merged.get(key, {}), **given}
+        elif value is not None:
+            merged[key] = value
+    return merged
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """KEY=VALUE of --set: the value is TOML where it can be read so, else the text itself."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise SlurmGPUError(f"--set {text!r} is not of the form KEY=VALUE.")
+    try:
+        return key.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), value
+
+
+def _first_problem(error: ValidationError, model: type[BaseModel] | None = None) -> str:
+    # A misspelt key is missing under its right name, too: the wrong one says more.
+    problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+    path = [str(part) for part in problem["loc"] if part not in ("str", "int", "float", "bool", "list[str]")]
+    table, key = path[:-1], path[-1] if path else ""
+    place = f"[{'.'.join(table)}] {key}" if table else key
+    if problem["type"] == "extra_forbidden" and model is not None:
+        return f"unknown key {place}.{did_you_mean(key, _keys(model, table))}"
+    if problem["type"] == "missing":
+        return f"{place} is missing."
+    text = str(problem["msg"]).removeprefix("Value error, ").removeprefix("Input ")
+    return f"{place}: {text}; found {problem['input']!r}.".removeprefix(": ")
+
+
+def _keys(model: type[BaseModel], table: Sequence[str]) -> list[str]:
+    """The keys that a table of a model may have."""
+    for name in table:
+        inner = model.model_fields[name].annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            model = inner
+    return list(model.model_fields)

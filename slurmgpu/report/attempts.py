@@ -1,0 +1,333 @@
+"""Every attempt of a run, and what became of it: from its own record first, from Slurm's accounting second.
+
+Standard library only: `status` reads it on login nodes.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slurmgpu.report.ledger import last_sign, spent_unrecorded
+from slurmgpu.run.directory import Run
+from slurmgpu.run.failures import POLICIES
+from slurmgpu.util.plurals import count_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Life:
+    """What others than the task itself know of one attempt: Slurm's accounting, or who started it on this machine.
+
+    `failure` is the class; None for a good end, or none yet.
+    """
+
+    state: str
+    failure: str | None
+    ended: bool
+    elapsed_s: int
+    n_gpus: int
+    node: str
+
+
+IDLE_PERCENT = 10
+"""A GPU that is used less than this, on average while items are computed, is a GPU that somebody else could have."""
+IDLE_SAMPLES = 3
+
+TOO_LARGE = "did not fit in the walltime; if none ever does, ask for more time, or plan a run with fewer shard_items"
+"""What an attempt says of the shard that it had in hand when its walltime ended."""
+_ADVICE = re.compile(rf"\. Shard \d+ {TOO_LARGE}$")
+
+Lives = Mapping[str, Sequence[Life]]
+"""By array task ("1234_7", "1234_7@other" on another cluster than the run's first), its lives in order, by restart."""
+
+
+Rows = Mapping[str, Mapping[str, Any]]
+"""The attempts of a report, by name."""
+Verdict = tuple[str | None, str]
+"""What became of an attempt: its failure class, None if it has none or none is known, and why."""
+
+
+def attempts_of(
+    run: Run, lives: Lives | None, told: Rows | None = None, *, may_live: bool = False
+) -> list[dict[str, Any]]:
+    """Every attempt, from its own record first and Slurm's accounting second, with its failure class.
+
+    `told` and `may_live` are as in `verdict_of`.
+    """
+    return rows_of(run, *run.read_attempts(), lives, told, may_live=may_live)
+
+
+def rows_of(
+    run: Run,
+    records: Sequence[Mapping[str, Any]],
+    damaged: Sequence[str],
+    lives: Lives | None,
+    told: Rows | None = None,
+    *,
+    may_live: bool = False,
+) -> list[dict[str, Any]]:
+    """The same from records that were read, and the names of those that are damaged."""
+    cancelled = {line["submission"] for line in run.submissions() if line.get("cancelled")}
+    lost_leases = leases_lost(records)
+    rows = []
+    for record in records:
+        name = record["attempt"]
+        _, at, cluster = name.partition("@")
+        life = _life(lives, f"{record['job']}_{record['task']}{at}{cluster}", record["restart"])
+        verdict = verdict_of(
+            record,
+            cancelled=record["submission"] in cancelled,
+            n_lost=lost_leases[name],
+            told=(told or {}).get(name),
+            may_live=may_live,
+            life=life,
+        )
+        rows.append(_attempt(record, life, *verdict))
+    recorded = {record["attempt"] for record in records}
+    for task, its_lives in sorted((lives or {}).items()):
+        for restart, life in enumerate(its_lives):
+            job_task, at, cluster = task.partition("@")
+            name = f"{job_task}.{restart}{at}{cluster}"
+            # The last one out cancels what is pending: a task that never ran and was cancelled is no failure.
+            failed = life.failure not in (None, "cancelled")
+            if name not in recorded and life.ended and (failed or name in damaged):
+                rows.append(_attempt_without_record(name, life, name in damaged))
+    return rows
+
+
+@dataclass(frozen=True)
+class Making:
+    """How a published shard came about, as its file says: by which attempt, and when that began with it."""
+
+    shard: int
+    attempt: str
+    started: float
+    seconds: float
+    n_items: int
+    n_errors: int
+
+
+def makings_of(run: Run, shards: Iterable[int], item: int | None = None) -> list[Making]:
+    """How published shards came about, from the files themselves; nothing of those that cannot be read.
+
+    With `item`, how the row of that item did: the last revision that names it made it.
+    """
+    from slurmgpu.shards.shard_file import DamagedShardError, read_directory
+
+    found = []
+    files = run.shard_files()
+    for shard in sorted(shards):
+        try:
+            revision = files[shard][-1] if shard in files and item is not None else 0
+            directory = read_directory(run.revision_path(shard, revision))
+            by, n_items = directory.made_by, directory.stop - directory.start
+            for later in by.get("revisions", ()):
+                by = later if any(start <= (item or 0) < stop for start, stop in later["items"]) else by
+            times = round(float(by["started"]), 3), round(float(by["seconds"]), 3)
+            found.append(Making(shard, str(by["attempt"]), *times, n_items, directory.n_errors))
+        except (OSError, DamagedShardError, KeyError, TypeError, ValueError) as error:
+            log.debug("shard %d does not say who made it: %s", shard, error)
+    return found
+
+
+def in_task_order(attempts: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Attempts by job, task and restart, each by its number."""
+    return sorted(attempts, key=lambda attempt: _numbers(str(attempt["attempt"])))
+
+
+def _numbers(name: str) -> list[tuple[int, str]]:
+    return [(int(part or 0), text) for text, part in re.findall(r"(\D*)(\d*)", name)]
+
+
+def _life(lives: Lives | None, task: str, restart: int) -> Life | None:
+    its_lives = (lives or {}).get(task, ())
+    return its_lives[restart] if restart < len(its_lives) else None
+
+
+def _attempt(record: Mapping[str, Any], life: Life | None, failure: str | None, message: str) -> dict[str, Any]:
+    seconds = round(max(last_sign(record) - record["started"], life.elapsed_s if life else 0), 3)
+    return {
+        "attempt": record["attempt"],
+        "submission": record["submission"],
+        "executor": record["executor"],
+        "node": record["node"],
+        "gpus": record["gpus"],
+        "n_gpus": record["n_gpus"],
+        "n_nodes": record["n_nodes"],
+        "memory_mb": record["memory_mb"],
+        "state": record["state"],
+        "started": record["started"],
+        "updated": record["updated"],
+        "ended": record["ended"],
+        "seconds": seconds,
+        "gpu_hours": record["n_gpus"] * record["n_nodes"] * seconds / 3600,
+        "phases": record["phases"],
+        "load_s": record["load_s"],
+        "shard": record["shard"],
+        "progress": record["progress"],
+        "n_shards": len(record["published"]),
+        "shards": record["published"],
+        "n_items": record["n_items"],
+        "n_errors": record["n_errors"],
+        "reason": record["reason"],
+        "failure": failure,
+        "message": message,
+        "bad_node": record["bad_node"] or _bad_node(failure, record["node"], record["n_nodes"]),
+        "traceback": record["traceback"],
+        "deaths": record["deaths"],
+        "takeovers": record["takeovers"],
+        "usage": record["usage"],
+        "idle_gpu": _is_idle(record),
+        "slurm_state": life.state if life else None,
+    }
+
+
+def _bad_node(failure: str | None, node: str, n_nodes: int) -> str | None:
+    """The node that a failure is the fault of; of several nodes it is not known which, unless the task has said so."""
+    policy = POLICIES.get(failure or "")  # None also of a class that only a later slurmgpu knows
+    return node or None if policy is not None and policy.node_at_fault and n_nodes == 1 else None
+
+
+def _is_idle(record: Mapping[str, Any]) -> bool:
+    usage = record["usage"]
+    if not record["n_gpus"] or record["device"] == "cpu" or usage.get("gpu_utilisation") is None:
+        return False
+    return bool(usage["gpu_utilisation"] < IDLE_PERCENT and (usage.get("n_samples_ready") or 0) >= IDLE_SAMPLES)
+
+
+def leases_lost(records: Iterable[Mapping[str, Any]]) -> Counter[str]:
+    """How many shards were taken over from each attempt."""
+    return Counter(takeover["from"] for record in records for takeover in record["takeovers"])
+
+
+def is_of(told: Mapping[str, Any], record: Mapping[str, Any]) -> bool:
+    """Whether a report's row is of an attempt as its record is now: after it, the attempt may have lived on."""
+    updated = told.get("updated", record["updated"])  # which older reports lack
+    return updated is not None and bool(updated >= record["updated"])
+
+
+def verdict_of(
+    record: Mapping[str, Any],
+    *,
+    cancelled: bool,
+    n_lost: int,
+    told: Mapping[str, Any] | None = None,
+    may_live: bool = False,
+    life: Life | None = None,
+) -> Verdict:
+    """What became of an attempt, the same whoever asks.
+
+    As its row `told` in the last report has it: that merge has asked Slurm's accounting, which alone knows who sent a
+    signal, and why somebody wrote no end. Else from its own record first, then from what Slurm says of its `life`; of
+    one that wrote no end and `may_live` no failure is known. `cancelled` is whether its submission was, by
+    `slurmgpu cancel`; `n_lost` of its shards were taken over.
+    """
+    if told is not None and is_of(told, record):
+        return told["failure"], told["message"]
+    if record["ended"] is None and may_live:
+        return None, ""
+    failure, message = record["failure"], record["message"]
+    if failure in ("preempted", "timeout"):
+        return _interruption(record, life, cancelled)
+    if failure is not None:
+        return failure, message
+    if record["ended"] is not None:
+        return None, ""
+    if cancelled:
+        return "cancelled", "it was killed before it could write down its end"
+    if life is not None and life.failure not in (None, "lost"):
+        return life.failure, f"it wrote no end; Slurm: {life.state}"
+    lease = f"; others took {n_lost} of its shards over" if n_lost else ""
+    return "lost", f"no end was recorded{lease}"
+
+
+def _interruption(record: Mapping[str, Any], life: Life | None, cancelled: bool) -> Verdict:
+    """The same of an attempt that was stopped: a signal does not say who sent it, nor why."""
+    failure, message = record["failure"], record["message"]
+    if life is not None and life.failure in ("cancelled", "timeout", "preempted"):
+        if life.failure != failure:
+            failure, message = life.failure, f"{_ADVICE.sub('', message)} (Slurm: {life.state})"
+    elif cancelled and (failure == "preempted" or record["reason"] is None):
+        # With a reason it took no more shards because little was left of its walltime, and nobody stopped it.
+        failure, message = "cancelled", _ADVICE.sub("", message)
+    return failure, message
+
+
+def unrecorded(told: Rows, recorded: Iterable[str]) -> list[dict[str, Any]]:
+    """The rows of a report that are of attempts without a record, which only accounting knows of."""
+    known = set(recorded)
+    return [dict(row) for name, row in told.items() if row["submission"] is None and name not in known]
+
+
+def computed_with(records: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
+    """By which versions of Python, and of packages that they had imported, how many attempts have computed shards."""
+    found: dict[str, Counter[str]] = {}
+    for record in records:
+        around = record["surroundings"] if record["published"] else {}
+        used = around.get("used")
+        versions = {"python": around.get("python"), **(used if isinstance(used, dict) else {})}
+        for name, version in versions.items():
+            if isinstance(version, str):
+                found.setdefault(name, Counter())[version] += 1
+    return {name: dict(sorted(counts.items())) for name, counts in found.items()}
+
+
+def versions_in_words(computed: Mapping[str, Mapping[str, int]], *, leaving_out: Sequence[str] = ()) -> str:
+    """What `computed_with` found: "torch 2.11.0 (3 attempts), torch 2.13.0 (1 attempt), transformers 5.19.0"."""
+    return ", ".join(
+        f"{name} {version}" + (f" ({count_of(n, 'attempt')})" if len(counts) > 1 else "")
+        for name, counts in computed.items()
+        if name not in leaving_out
+        for version, n in counts.items()
+    )
+
+
+def node_of(row: Mapping[str, Any]) -> str:
+    """The first node of an attempt of a report, and how many more it had: `node7 +1`."""
+    n_nodes = row.get("n_nodes", 1)  # a report may be of an older slurmgpu
+    return f"{row['node'] or ''}" + (f" +{n_nodes - 1}" if n_nodes > 1 else "")
+
+
+def _attempt_without_record(name: str, life: Life, is_damaged: bool) -> dict[str, Any]:
+    what = "its record is damaged" if is_damaged else "it ended before it could write a record"
+    return {
+        "attempt": name,
+        "submission": None,
+        "executor": "local" if name.startswith("local") else "slurm",
+        "node": life.node,
+        "gpus": [],
+        "n_gpus": life.n_gpus,
+        "n_nodes": 1,
+        "memory_mb": None,
+        "state": "ended",
+        "started": None,
+        "updated": None,
+        "ended": None,
+        "seconds": float(life.elapsed_s),
+        "gpu_hours": life.n_gpus * life.elapsed_s / 3600,
+        "phases": [],
+        "load_s": None,
+        "shard": None,
+        "progress": None,
+        "n_shards": 0,
+        "shards": [],
+        "n_items": 0,
+        "n_errors": 0,
+        "reason": None,
+        "failure": life.failure,
+        "message": f"{what} ({life.state}); its log may say why",
+        "bad_node": _bad_node(life.failure, life.node, 2 if "[" in life.node or "," in life.node else 1),
+        "traceback": "",
+        "deaths": [],
+        "takeovers": [],
+        "usage": {},
+        "spent": spent_unrecorded(life.elapsed_s),
+        "idle_gpu": False,
+        "slurm_state": life.state,
+    }

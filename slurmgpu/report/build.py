@@ -1,0 +1,334 @@
+"""The report: the state of every shard, attempt and failed item, and the command that computes the rest.
+
+docs/reference/report.md lists the keys of report.json. Standard library only: `status` reads it on login nodes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.code.snapshots import code_digest
+from slurmgpu.code.snapshots import read as read_snapshot
+from slurmgpu.code.versions import Stretch, rows_by_code
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.report.attempts import Lives, Making, attempts_of, computed_with, makings_of, rows_of, unrecorded
+from slurmgpu.report.joined import Joined
+from slurmgpu.report.ledger import KINDS, counting, ledger, spent
+from slurmgpu.run.directory import Run
+from slurmgpu.run.failures import POLICIES
+from slurmgpu.run.private import public
+from slurmgpu.run.submissions import is_over
+from slurmgpu.shards.merged_head import read_merged_head
+from slurmgpu.util.shared_files import PATIENCE_S, UnusableFileError, read_bytes
+
+log = logging.getLogger(__name__)
+
+REPORT_FORMAT = "slurmgpu report"
+REPORT_VERSION = 1
+
+Kinds = frozenset[type]
+"""What JSON makes of a value that makes sense."""
+TEXT, COUNT, FLAG, LIST, OBJECT = (frozenset({kind}) for kind in (str, int, bool, list, dict))
+NUMBER, NONE = COUNT | {float}, frozenset({type(None)})
+LACKING = frozenset({object})
+"""The kind of what reports of an older slurmgpu lack."""
+
+VALUES: Mapping[str, Kinds] = {
+    **dict.fromkeys(("n_items", "n_rows", "n_errors", "n_missing_items", "n_shards", "n_shards_done"), COUNT),
+    **dict.fromkeys(("errors_by_class", "failures", "worker_deaths", "provenance"), OBJECT),
+    **dict.fromkeys(("written", "gpu_hours"), NUMBER),
+    **dict.fromkeys(("run", "run_dir"), TEXT),
+    **dict.fromkeys(("merged", "resubmit"), TEXT | NONE),
+    **dict.fromkeys(("ledger", "summary", "image", "not_finite", "computed_with"), OBJECT | NONE | LACKING),
+    **dict.fromkeys(("damaged_records", "code"), LIST | LACKING),
+    "complete": FLAG,
+}
+"""What every report has, whichever slurmgpu wrote it …"""
+LISTS: Mapping[str, Mapping[str, Kinds]] = {
+    "missing": {**dict.fromkeys(("shard", "start", "stop"), COUNT), "damaged": TEXT | NONE},
+    "errors": {"index": COUNT, "class": TEXT, "message": TEXT, "name": TEXT | NONE | LACKING},
+    "attempts": {
+        **dict.fromkeys(("attempt", "node", "message"), TEXT),
+        **dict.fromkeys(("failure", "reason", "traceback"), TEXT | NONE),
+        **dict.fromkeys(("n_gpus", "n_shards", "n_items", "n_errors"), COUNT),
+        **dict.fromkeys(("seconds", "gpu_hours"), NUMBER),
+        **dict.fromkeys(("started", "ended"), NUMBER | NONE),
+        "updated": NUMBER | NONE | LACKING,
+        "submission": COUNT | NONE,
+        "n_nodes": COUNT | LACKING,
+        "deaths": LIST,
+        "usage": OBJECT | LACKING,
+        "idle_gpu": FLAG | LACKING,
+    },
+    "submissions": {"submission": COUNT, "state": TEXT, "inject": LIST | NONE | LACKING},
+}
+"""… lists of objects with these keys …"""
+DEATH: Mapping[str, Kinds] = {"class": TEXT, "message": TEXT}
+USED: Mapping[str, Kinds] = dict.fromkeys(
+    ("gpu_utilisation", "gpu_memory_peak_bytes", "host_memory_peak_bytes"), NUMBER | NONE | LACKING
+)
+CODE: Mapping[str, Kinds] = {
+    "digest": TEXT | NONE,
+    "items": COUNT,
+    "files": OBJECT | NONE,
+    "git": OBJECT | NONE,
+    "left_out": LIST | LACKING,
+}
+IMAGE: Mapping[str, Kinds] = {"path": TEXT, "sha256": TEXT}
+NOT_FINITE: Mapping[str, Kinds] = {"nan": COUNT, "infinite": COUNT}
+LEDGER: Mapping[str, Kinds] = {**dict.fromkeys(("allocated", *KINDS), NUMBER), "energy_kwh": NUMBER | NONE}
+"""… and in them, objects with these; others may lack what is said to be `LACKING`."""
+
+
+def build_report(
+    run: Run,
+    *,
+    joined: Joined | None,
+    lives: Lives | None = None,
+    summary: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The report of a run of which no task is alive.
+
+    `joined` is what merged.h5 holds, None without one; `lives` is None where accounting could not be asked; `summary`
+    is what the workload says of all rows, None if it says nothing.
+    """
+    plan = run.plan
+    records, damaged = run.read_attempts()
+    published = run.published()
+    records = _with_unrecorded(run, records, published)
+    attempts = rows_of(run, records, damaged, lives)
+    _enter_spent(attempts, records, published)
+    missing = _holes(run, joined)
+    n_rows = 0 if joined is None else joined.n_rows
+    complete = n_rows == plan.n_items
+    items = [_failed_item(index, message) for index, message in ([] if joined is None else joined.errors)]
+    return {
+        "format": REPORT_FORMAT,
+        "version": REPORT_VERSION,
+        "run": run.name,
+        "run_dir": str(run.folder),
+        "written": time.time(),
+        "fingerprint": plan.fingerprint,
+        "complete": complete,
+        "n_items": plan.n_items,
+        "n_rows": n_rows,
+        "n_errors": len(items),
+        "n_missing_items": sum(hole["stop"] - hole["start"] for hole in missing),
+        "n_shards": plan.n_shards,
+        "n_shards_done": plan.n_shards - len(missing),
+        "merged": str(run.merged) if joined is not None else None,
+        "summary": summary,
+        "not_finite": None if joined is None else joined.not_finite,
+        "missing": missing,
+        "errors": items,
+        "errors_by_class": dict(sorted(Counter(item["class"] for item in items).items())),
+        "attempts": attempts,
+        "damaged_records": damaged,
+        "failures": dict(sorted(Counter(a["failure"] for a in attempts if a["failure"]).items())),
+        "worker_deaths": dict(sorted(Counter(d["class"] for a in attempts for d in a["deaths"]).items())),
+        "gpu_hours": round(sum(attempt["gpu_hours"] for attempt in attempts), 4),
+        "ledger": ledger(attempts),
+        "accounting": lives is not None and any(a["executor"] == "slurm" for a in attempts),
+        "submissions": list(map(public, run.submissions())),
+        "resubmit": _resubmit(run, complete),
+        "image": _image(run),
+        "computed_with": computed_with(records),
+        "code": _code(run, () if joined is None else joined.code),
+        "provenance": plan.provenance,
+    }
+
+
+def judged_attempts(run: Run) -> list[dict[str, Any]]:
+    """Every attempt, with the failure and the message of the last report where that has judged it.
+
+    See `attempts.verdict_of`. A damaged report has judged nothing.
+    """
+    try:
+        told = {row["attempt"]: row for row in (read_report(run) or {"attempts": ()})["attempts"]}
+    except SlurmGPUError as error:
+        log.debug("%s", error)
+        told = {}
+    attempts = attempts_of(run, None, told, may_live=not is_over(run.submissions()))
+    return [*attempts, *unrecorded(told, (attempt["attempt"] for attempt in attempts))]
+
+
+def _with_unrecorded(run: Run, records: Sequence[dict[str, Any]], published: Set[int]) -> list[dict[str, Any]]:
+    """The records, also with what attempts have published after they last wrote theirs, and before they were killed."""
+    killed = {record["attempt"] for record in records if record["ended"] is None}
+    recorded = {shard for record in records for shard, _, _, *won in record["published"] if all(won[:1])}
+    found: dict[str, list[Making]] = {}
+    for making in makings_of(run, published - recorded) if killed else ():
+        found.setdefault(making.attempt, []).append(making)
+    return [_with(record, found.get(record["attempt"], ()) if record["ended"] is None else ()) for record in records]
+
+
+def _with(record: dict[str, Any], makings: Sequence[Making]) -> dict[str, Any]:
+    published = [[making.shard, making.started, making.seconds, True] for making in makings]
+    counts = {name: record[name] + sum(getattr(making, name) for making in makings) for name in ("n_items", "n_errors")}
+    return {**record, **counts, "published": [*record["published"], *published]}
+
+
+def _enter_spent(attempts: Sequence[dict[str, Any]], records: Sequence[Mapping[str, Any]], published: Set[int]) -> None:
+    counts, known = counting(records, published), {record["attempt"]: record for record in records}
+    for row in attempts:
+        if record := known.get(row["attempt"]):
+            row["spent"] = spent(record, row["seconds"], row["failure"], counts)
+
+
+def retriable(report: Mapping[str, Any]) -> bool:
+    """Whether another submission may compute what is missing: the last one met nothing but retriable failures."""
+    last = report["submissions"][-1]["submission"]
+    attempts = [attempt for attempt in report["attempts"] if attempt["submission"] in (last, None)]
+    # No attempt at all: the user took the whole array out of the queue.
+    # What is the fault of one node, another one may well do.
+    return bool(attempts) and all(POLICIES[a["failure"]].retriable or a["bad_node"] for a in attempts if a["failure"])
+
+
+def last_death(attempt: Mapping[str, Any]) -> str | None:
+    """The failure class of the last worker of an attempt that died; None if none did."""
+    deaths = attempt["deaths"]
+    return deaths[-1]["class"] if deaths else None
+
+
+def bad_nodes(attempts: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The nodes that failures were the fault of."""
+    return sorted({a["bad_node"] for a in attempts if a["bad_node"]})
+
+
+def read_report(run: Run) -> dict[str, Any] | None:
+    """The report that the last merge wrote; None before the first, and a sentence if it is damaged."""
+    path, merge = report_path(run), f"slurmgpu merge {run.typed}"
+    try:
+        return _checked(json.loads(read_bytes(path)))
+    except FileNotFoundError:
+        return None
+    except UnusableFileError as error:
+        raise SlurmGPUError(
+            f"{path} cannot be used: {error.strerror}. Remove it, and `{merge}` writes it anew."
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise SlurmGPUError(f"{path} is damaged: {error}. `{merge}` writes it anew.") from error
+
+
+def _checked(report: Any) -> dict[str, Any]:
+    """The report; ValueError says what makes no sense of it."""
+    if not isinstance(report, dict) or report.get("format") != REPORT_FORMAT:
+        raise ValueError("it is no report")
+    if report.get("version") != REPORT_VERSION:
+        raise ValueError(f"it is of version {report.get('version')!r:.80}, and this slurmgpu reads {REPORT_VERSION}")
+    _check("", [report], VALUES)
+    for name, kinds in LISTS.items():
+        if not isinstance(report.get(name), list):
+            raise ValueError(f"its {name} is {report.get(name)!r:.80}")
+        _check(f"{name}: ", report[name], kinds)
+    attempts = report["attempts"]
+    _check("deaths: ", [death for attempt in attempts for death in attempt["deaths"]], DEATH)
+    _check("usage: ", [attempt["usage"] for attempt in attempts if "usage" in attempt], USED)
+    _check("code: ", report.get("code", ()), CODE)
+    for name, kinds in (("ledger", LEDGER), ("image", IMAGE)):
+        _check(f"{name}: ", [report[name]] if report.get(name) is not None else (), kinds)
+    _check("not_finite: ", [*(report.get("not_finite") or {}).values()], NOT_FINITE)
+    for versions in (report.get("computed_with") or {}).values():
+        _check("computed_with: ", [versions], dict.fromkeys(versions, COUNT) if isinstance(versions, dict) else {})
+    for name in ("errors_by_class", "failures", "worker_deaths"):
+        _check(f"{name}: ", [report[name]], dict.fromkeys(report[name], COUNT))
+    return report
+
+
+def _check(where: str, objects: Sequence[Any], kinds: Mapping[str, Kinds]) -> None:
+    """ValueError where these are not objects, or a value in one is of a kind that makes no sense.
+
+    Key by key, which is quick: there may be a million of them.
+    """
+    if not all(isinstance(each, dict) for each in objects):
+        raise ValueError(f"{where}not all are objects")
+    lacking = object()
+    for key, allowed in kinds.items():
+        if not {type(each.get(key, lacking)) for each in objects} <= allowed:
+            found = next(value for each in objects if type(value := each.get(key, lacking)) not in allowed)
+            raise ValueError(f"{where}{key} is {'not there' if found is lacking else format(repr(found), '.80')}")
+
+
+def last_report(run: Run) -> dict[str, Any]:
+    """The report that the last merge wrote, with name and paths as they are now; a sentence before the first."""
+    report = read_report(run)
+    if report is None:
+        raise SlurmGPUError(
+            f"{run.folder} has no report yet: its merge has not run. "
+            f"`slurmgpu status {run.typed}` shows where it stands; "
+            f"`slurmgpu merge {run.typed}` merges what there is, once no task is alive."
+        )
+    merged = None if report.get("merged") is None else str(run.merged)
+    resubmit = _resubmit(run, report["complete"])
+    return {**report, "run": run.name, "run_dir": str(run.folder), "merged": merged, "resubmit": resubmit}
+
+
+def _resubmit(run: Run, is_complete: bool) -> str | None:
+    return None if is_complete else f"slurmgpu resubmit {run.typed}"
+
+
+def is_complete(run: Run) -> bool:
+    """Whether the run's merged file has a row for every item, and no submission is going to replace it."""
+    head = read_merged_head(run.merged, PATIENCE_S)
+    return (
+        head is not None and head.complete and head.fingerprint == run.plan.fingerprint and is_over(run.submissions())
+    )
+
+
+def report_path(run: Run) -> Path:
+    """Where the merge writes the report."""
+    return run.folder / "report.json"
+
+
+def _code(run: Run, stretches: Sequence[Stretch]) -> list[dict[str, Any]]:
+    """The versions of the code that rows are by: what is known of each, and how many rows."""
+    lines = run.submissions()
+    return [
+        {"digest": digest, **_version(run, lines, digest), "items": n} for digest, n in rows_by_code(stretches).items()
+    ]
+
+
+def _version(run: Run, lines: Sequence[Mapping[str, Any]], digest: str | None) -> dict[str, Any]:
+    """Files, versions and submissions of a snapshot; of one that cannot be read, what its submission says."""
+    used = [line for line in lines if digest is not None and code_digest([line]) == digest]
+    about = dict.fromkeys(("python", "distributions", "image", "git"))
+    about |= {key: used[-1]["code"].get(key) for key in about} if used else {}
+    about["left_out"] = used[-1]["code"].get("left_out") or [] if used else []
+    files = None
+    if digest is not None:
+        try:
+            files = {file.name: file.digest for file in read_snapshot(run.folder, digest, with_sources=False).files}
+        except SlurmGPUError as error:
+            log.warning("%s", error)
+    return {"submissions": [line["submission"] for line in used], "files": files, **about}
+
+
+def _image(run: Run) -> dict[str, Any] | None:
+    """The image that the run is frozen to; None without one."""
+    container = run.plan.container
+    return None if container is None else {"path": container["image"], **container["identity"]}
+
+
+def _holes(run: Run, joined: Joined | None) -> list[dict[str, Any]]:
+    """The shards that merged.h5 lacks; `damaged` says what was wrong with one that a merge set aside."""
+    there = frozenset() if joined is None else joined.shards
+    damaged = run.damaged() | dict(() if joined is None else joined.damaged)
+    holes = sorted(set(range(run.plan.n_shards)) - there)
+    bounds = map(run.plan.bounds, holes)
+    return [
+        {"shard": shard, "start": start, "stop": stop, "damaged": damaged.get(shard)}
+        for shard, (start, stop) in zip(holes, bounds, strict=True)
+    ]
+
+
+def _failed_item(index: int, message: str) -> dict[str, Any]:
+    kind, colon, rest = message.partition(": ")
+    known = bool(colon) and kind in POLICIES
+    found = {"index": index, "class": kind if known else "item_error", "message": rest if known else message}
+    return {**found, "name": None}

@@ -1,0 +1,311 @@
+"""What a run will take, foretold from a probe: the records of one task that computed some of its batches."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from slurmgpu.run.directory import Plan
+from slurmgpu.run.submissions import Submission
+
+FORECAST_FORMAT = "slurmgpu forecast"
+FORECAST_VERSION = 1
+
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11)
+"""Student's t at 97.5 %, by degrees of freedom from 1: 95 of 100 means lie within so many standard errors."""
+ENOUGH_BATCHES = 3
+"""From so many on, the first is set apart: it compiles, allocates and fills caches."""
+MARGINS = {1: 0.5, 2: 0.3}
+"""By the number of batches, the least part of their mean by which the bounds lie from it; of more it is MARGIN."""
+MARGIN = 0.05
+"""What one task on one node cannot show: other nodes, busy file systems."""
+QUICK_START, SLOW_START, SLOW_START_TOGETHER = 0.75, 1.25, 2.0
+"""Starting is seen once; that of one task, and of many that load the same files at once, as parts of what it took."""
+NEAR_FULL, HARDLY_USED = 0.9, 0.25
+"""Shares of memory above and below which there is something to say."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a probe showed. Bytes are peaks, those of GPUs for one GPU; None is unknown.
+
+    `start_s` is from the task's start to its first batch, and `first_s` by how much that took longer than the others,
+    `batch_s`. `between_s` is from the end of a shard's computing to the next shard's. `walltime_s` is what Slurm gave.
+    """
+
+    n_items: int
+    n_batches: int
+    n_errors: int
+    start_s: float
+    load_s: float | None
+    first_s: float
+    batch_s: Sequence[float]
+    between_s: float
+    walltime_s: float | None = None
+    gpu_peak_bytes: int | None = None
+    gpu_total_bytes: int | None = None
+    host_peak_bytes: int | None = None
+    host_total_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Times:
+    """What the run takes if each batch takes `batch_s`: a shard, a slot that never waits in the queue, all GPUs."""
+
+    batch_s: float
+    shard_s: float
+    run_s: float
+    gpu_hours: float
+    starting_share: float
+    shards_per_task: int | None
+    n_tasks_needed: int
+
+
+def observe(records: Sequence[Mapping[str, Any]]) -> Observed | None:
+    """What the attempts of a probe showed, in whose run each shard is one batch; None if none was published."""
+    records = [record for record in records if record["published"]]
+    if not records:
+        return None
+    record = records[0]
+    batches = [entry[:3] for each in records for entry in each["published"]]
+    seconds = [float(entry[2]) for entry in batches]
+    first_s = 0.0
+    if len(seconds) >= ENOUGH_BATCHES:
+        first_s = max(0.0, seconds[0] - statistics.fmean(seconds[1:]))
+        seconds = seconds[1:]
+    gaps = [
+        max(0.0, after[1] - before[1] - before[2])
+        for each in records
+        for before, after in zip(each["published"], each["published"][1:], strict=False)
+    ]
+    usage = record.get("usage") or {}
+    memory_mb, end_time = record.get("memory_mb"), record.get("end_time")
+    return Observed(
+        n_items=sum(each["n_items"] for each in records),
+        n_batches=len(batches),
+        n_errors=sum(each["n_errors"] for each in records),
+        start_s=max(0.0, record["published"][0][1] - record["started"]),
+        load_s=record["load_s"],
+        first_s=first_s,
+        batch_s=seconds,
+        between_s=statistics.median(gaps) if gaps else 0.0,
+        walltime_s=None if end_time is None else 60.0 * round((end_time - record["started"]) / 60),
+        gpu_peak_bytes=usage.get("gpu_memory_peak_bytes"),
+        gpu_total_bytes=usage.get("gpu_memory_total_bytes"),
+        host_peak_bytes=usage.get("host_memory_peak_bytes"),
+        host_total_bytes=memory_mb * 1024**2 if memory_mb else None,
+    )
+
+
+def forecast(plan: Plan, submission: Submission, seen: Observed, *, resumes: bool = False) -> dict[str, Any]:
+    """The estimates for a run, with `notes` on what will not work and the `assumptions` that they rest on.
+
+    `resumes` says that an item of the workload may go on in another task. The keys: docs/reference/cli.md.
+    """
+    walltime_s = (submission.walltime_s or seen.walltime_s) if submission.executor == "slurm" else None
+    low, mean, high = mean_within(seen.batch_s)
+    asked = (plan, submission, seen, walltime_s)
+    slack_s = (max(seen.batch_s) - mean) * math.ceil(plan.shard_items / plan.batch_size)
+    slowly = SLOW_START if submission.n_concurrent == 1 else SLOW_START_TOGETHER
+    paces = ((low, QUICK_START, 0.0), (mean, 1.0, 0.0), (high, slowly, slack_s))
+    times = [foretell(*asked, *pace, resumes=resumes) for pace in paces]
+
+    def spread(name: str) -> dict[str, float]:
+        values = (round(float(getattr(each, name)), 4) for each in times)
+        return dict(zip(("low", "expected", "high"), values, strict=True))
+
+    expected = times[1]
+    observed = {**asdict(seen), "batch_s": [round(each, 4) for each in seen.batch_s]}
+    return {
+        "format": FORECAST_FORMAT,
+        "version": FORECAST_VERSION,
+        "run": plan.name,
+        "probe": observed,
+        "n_items": plan.n_items,
+        "n_shards": plan.n_shards,
+        "n_tasks": submission.n_tasks,
+        "n_concurrent": submission.n_concurrent,
+        "gpus_per_task": submission.gpus_per_task,
+        "walltime_s": walltime_s,
+        "batch_s": spread("batch_s"),
+        "shard_s": spread("shard_s"),
+        "run_s": spread("run_s"),
+        "gpu_hours": spread("gpu_hours"),
+        "starting_share": round(expected.starting_share, 4),
+        "shards_per_task": expected.shards_per_task,
+        "n_tasks_needed": expected.n_tasks_needed,
+        "notes": _notes(*asked, times, resumes=resumes),
+        "assumptions": _assumptions(submission, seen),
+    }
+
+
+def mean_within(seconds: Sequence[float]) -> tuple[float, float, float]:
+    """The mean of what batches take, between the bounds in which it is for all batches, 95 times of 100.
+
+    Of fewer than three nothing is known but the smallest and the largest. The bounds are never nearer than `MARGINS`.
+    """
+    mean, n = statistics.fmean(seconds), len(seconds)
+    low, high = min(seconds), max(seconds)
+    if n >= ENOUGH_BATCHES:
+        t = STUDENT[n - 2] if n - 2 < len(STUDENT) else 2.0
+        margin = t * statistics.stdev(seconds) / math.sqrt(n)
+        low, high = max(low, mean - margin), mean + margin
+    least = mean * MARGINS.get(n, MARGIN)
+    return min(low, mean - least), mean, max(high, mean + least)
+
+
+def foretell(
+    plan: Plan,
+    submission: Submission,
+    seen: Observed,
+    walltime_s: float | None,
+    batch_s: float,
+    starting: float = 1.0,
+    slack_s: float = 0.0,
+    *,
+    resumes: bool = False,
+) -> Times:
+    """What the run takes if each batch takes `batch_s`, while as many tasks run at once as were asked for.
+
+    To start takes `starting` times as long as it did, and the run's last shard `slack_s` longer than others.
+    """
+    shard_s = plan.shard_items / plan.batch_size * batch_s + seen.between_s
+    work_s = -(-plan.n_items // plan.batch_size) * batch_s + plan.n_shards * seen.between_s
+    n_slots = min(submission.n_concurrent, plan.n_shards)
+    slot_s = min(-(-plan.n_shards // n_slots) * shard_s, work_s)
+    start_s = starting * (seen.start_s + seen.first_s)
+    per_task, n_lives = None, 1
+    left_s = None if walltime_s is None else walltime_s - plan.margin_s - start_s
+    if left_s is not None and resumes:
+        n_lives = math.ceil(slot_s / left_s) if left_s > 0 else 0
+    elif left_s is not None:
+        # A worker takes no shard that would take 1.1 times as long as its slowest and not be done.
+        per_task = max(0, math.floor((left_s - 0.1 * shard_s) / shard_s)) if shard_s else plan.n_shards
+        n_lives = -(-math.ceil(plan.n_shards / n_slots) // per_task) if per_task else 0
+    n_starts = n_slots * max(1, n_lives)
+    all_s = work_s + n_starts * start_s
+    return Times(
+        batch_s=batch_s,
+        shard_s=shard_s,
+        run_s=max(1, n_lives) * start_s + slot_s + slack_s,
+        gpu_hours=submission.gpus_per_task * all_s / 3600,
+        starting_share=n_starts * start_s / all_s if all_s else 0.0,
+        shards_per_task=per_task,
+        n_tasks_needed=max(n_slots, -(-plan.n_shards // per_task)) if per_task else n_slots * n_lives,
+    )
+
+
+def _notes(
+    plan: Plan,
+    submission: Submission,
+    seen: Observed,
+    walltime_s: float | None,
+    times: Sequence[Times],
+    *,
+    resumes: bool,
+) -> list[str]:
+    """What the user should know, or change, before the run is queued."""
+    notes = _on_memory(submission, seen)
+    if walltime_s is not None:
+        notes = [*_on_walltime(plan, submission.n_tasks, walltime_s, times, resumes=resumes), *notes]
+    if seen.n_errors:
+        notes.insert(0, f"{seen.n_errors} of {seen.n_items} items of the probe failed, and so may as many of the run.")
+    if len(seen.batch_s) < ENOUGH_BATCHES:
+        said = "1 batch says" if seen.n_batches == 1 else f"{seen.n_batches} batches say"
+        more = min(8 * plan.batch_size, plan.n_items // 2)
+        then = f": probe {more:,} items for a range that can be relied on" if more > seen.n_items else ""
+        notes.append(f"{said} little of the spread{then}.")
+    return notes
+
+
+def _on_walltime(plan: Plan, n_tasks: int, walltime_s: float, times: Sequence[Times], *, resumes: bool) -> list[str]:
+    _, expected, slow = times
+    walltime, longer = f"the walltime of {time_words(walltime_s)}", "set a longer time under [slurm]"
+    if not expected.n_tasks_needed:
+        smaller = f", or a smaller shard_items; a batch is {plan.batch_size}"
+        can_shrink = not resumes and plan.shard_items > plan.batch_size
+        return [f"No shard of {about(expected.shard_s)} fits {walltime}: {longer}{smaller if can_shrink else ''}."]
+    enough = max(expected.n_tasks_needed, slow.n_tasks_needed)
+    if n_tasks < expected.n_tasks_needed:
+        return [
+            f"{n_tasks} × {walltime} does not suffice for {plan.n_shards:,} shards: ask for more tasks, "
+            f"--tasks {enough}; those that find nothing left to do end at once."
+        ]
+    if n_tasks < slow.n_tasks_needed or not slow.n_tasks_needed:
+        then = f"--tasks {enough} would" if slow.n_tasks_needed else longer
+        return [f"{n_tasks} × {walltime} may not suffice, at the slow end of the estimates: {then}."]
+    return []
+
+
+def _on_memory(submission: Submission, seen: Observed) -> list[str]:
+    notes = []
+    if seen.gpu_peak_bytes and seen.gpu_total_bytes and seen.gpu_peak_bytes > NEAR_FULL * seen.gpu_total_bytes:
+        notes.append(
+            f"GPU memory is nearly full: {_gigabytes(seen.gpu_peak_bytes)} of {_gigabytes(seen.gpu_total_bytes)}. "
+            f"Larger items than the probe's may not fit; a smaller batch_size leaves room."
+        )
+    if not seen.host_peak_bytes or not seen.host_total_bytes:
+        return notes
+    share = seen.host_peak_bytes / seen.host_total_bytes
+    peak, total = _gigabytes(seen.host_peak_bytes), _gigabytes(seen.host_total_bytes)
+    n_enough = max(1, math.ceil(1.5 * seen.host_peak_bytes / 1024**3))
+    enough = f"{n_enough}G"
+    asked = _asked_bytes(submission.slurm.get("mem"))
+    if share > NEAR_FULL:
+        notes.append(f'Host memory is nearly full: {peak} of {total}. mem = "{enough}" under [slurm] leaves room.')
+    elif share < HARDLY_USED and asked is not None and n_enough * 1024**3 < asked:
+        notes.append(f'Host memory is hardly used: {peak} of {total}. mem = "{enough}" under [slurm] may start sooner.')
+    return notes
+
+
+def _asked_bytes(mem: object) -> int | None:
+    """How much memory sbatch's `--mem` asks for, in megabytes unless it says otherwise; None for all, and for none."""
+    found = re.fullmatch(r"(\d+)([KMGT]?)B?", str(mem), re.IGNORECASE)
+    n_units = int(found[1]) if found else 0
+    return n_units * 1024 ** (" KMGT".index(found[2].upper() or "M")) if found and n_units else None
+
+
+def _assumptions(submission: Submission, seen: Observed) -> list[str]:
+    said = [
+        f"{submission.n_concurrent} at once from the first minute: waiting in the queue and the merge are not in it"
+        if submission.n_concurrent > 1
+        else "waiting in the queue and the merge are not in it",
+        "the items of the probe, spread evenly over the input, are like the others",
+        "nodes are about as fast as that of the probe, and file systems are with all tasks at work",
+    ]
+    if submission.executor != "slurm" and submission.n_concurrent > 1:
+        said.append(f"the probe had this machine to itself; {submission.n_concurrent} tasks share it")
+    if seen.gpu_peak_bytes or seen.host_peak_bytes:
+        said.append("peaks of memory are those of samples some seconds apart")
+    return said
+
+
+def time_words(seconds: float) -> str:
+    """A time that was set, exactly and in the words of people: "20 min", "1 h 30 min", "2 d"."""
+    parts, rest = [], round(seconds)
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1)):
+        count, rest = divmod(rest, size)
+        if count:
+            parts.append(f"{count} {unit}")
+    return " ".join(parts) or "0 s"
+
+
+def about(seconds: float) -> str:
+    """A time that was estimated, to two digits, in the unit that suits it."""
+    for unit, size, most in (("s", 1.0, 100.0), ("min", 60.0, 6_000.0), ("h", 3_600.0, 360_000.0)):
+        if seconds < most:
+            return f"{digits(seconds / size)} {unit}"
+    return f"{digits(seconds / 86_400)} d"
+
+
+def digits(value: float) -> str:
+    """A number to two digits: what is estimated claims no more."""
+    return f"{float(f'{value:.2g}'):,.12g}"
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"

@@ -1,0 +1,257 @@
+"""How fast a run goes, and how long it will take: from what its attempts wrote of their last minutes.
+
+The time left is found by dealing the open shards out as tasks take them, one after another, each at its own rate.
+Standard library only: `status` reads it on login nodes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from slurmgpu.report.queued import Queue, startable
+from slurmgpu.run.directory import Plan
+from slurmgpu.run.liveness import Record, is_alive, last_heard, own_time, patience
+
+WINDOW_S = 300.0
+"""A rate is that of the shards that ended in the last five minutes …"""
+MIN_SHARDS = 3
+"""… or of the last three, where shards take longer."""
+LATE = 1.5
+"""A shard in hand of which nothing is known to be done is late after so many times what shards took before."""
+BETWEEN_S = 5.0
+"""Between two shards an attempt has none in hand, for less than this: it has longer if none is free."""
+SHARE = 4
+"""Shards are dealt out in portions that take this part of what is left, at least one by one."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast a run goes; None is what cannot be said.
+
+    `items_per_s` is that of the tasks that compute together, `rates` that of each, by attempt. `left_s` is until the
+    last shard is published by the tasks that are alive, or start at a time that Slurm knows; `left_if_queued_start_s`,
+    if all that are queued started now. `n_shards_left_over` are the shards to which walltimes will leave no time; 0
+    where that depends on tasks of which nobody knows when they start.
+    """
+
+    items_per_s: float | None = None
+    left_s: float | None = None
+    left_if_queued_start_s: float | None = None
+    n_shards_left_over: int = 0
+    n_living: int = 0
+    n_waiting: int = 0
+    rates: Mapping[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The value of `pace` in the JSON of status."""
+        return {
+            "items_per_s": None if self.items_per_s is None else round(self.items_per_s, 4),
+            "left_s": None if self.left_s is None else round(self.left_s, 1),
+            "left_if_queued_start_s": None
+            if self.left_if_queued_start_s is None
+            else round(self.left_if_queued_start_s, 1),
+            "n_shards_left_over": self.n_shards_left_over,
+            "n_living": self.n_living,
+            "n_waiting": self.n_waiting,
+        }
+
+
+@dataclass(frozen=True, order=True)
+class Hand:
+    """A task that takes shards: from when on, how many items in a second, and until when; seconds from now."""
+
+    free_s: float
+    rate: float
+    until_s: float = math.inf
+    shard_s: float = 0.0  # of these, what the shard in hand still takes
+
+
+def pace_of(
+    plan: Plan,
+    records: Sequence[Record],
+    published: Collection[int],
+    queue: Queue | None,
+    now: float,
+    patience_s: float | None = None,
+) -> Pace:
+    """How fast a run goes at the moment `now`; `queue` are its jobs as the JSON of status has them.
+
+    Who has written nothing for `patience_s` does not count; by default that is as long as a lease.
+    """
+    patience_s = patience(plan.lease_s) if patience_s is None else patience_s
+    living = [record for record in records if is_alive(record, patience_s, now)]
+    waiting = startable(queue or (), living)
+    n_waiting = sum(job["n_tasks"] for job, _ in waiting)
+    n_startable = sum(n_tasks for _, n_tasks in waiting)
+    own = {record["attempt"]: rate for record in records if (rate := rate_of(plan, record)) is not None}
+    rates = {r["attempt"]: own[r["attempt"]] for r in living if r["attempt"] in own and computes(r)}
+    counts: dict[str, Any] = {"n_living": len(living), "n_waiting": n_waiting, "rates": rates}
+    n_open = plan.n_shards - len(published)
+    if not n_open:
+        return Pace(left_s=0.0, left_if_queued_start_s=0.0, **counts)
+    if not own:
+        return Pace(**counts)
+    usual_rate = _mean([own[r["attempt"]] for r in living if r["attempt"] in own] or list(own.values())) or 0.0
+    together = sum(own.get(r["attempt"], usual_rate) for r in living if computes(r))
+    load_s = _mean([record["load_s"] for record in records if record.get("load_s") is not None]) or 0.0
+    hands = [
+        _hand(plan, record, own.get(record["attempt"], usual_rate), load_s, own_time(record, now)) for record in living
+    ]
+    held = {record["shard"] for record in living if record.get("shard") is not None} - set(published)
+    free = _available(plan, records, set(published) | held, now)
+    walltime_s = max((r["end_time"] - r["started"] for r in records if r.get("end_time")), default=math.inf)
+    joining = _Joining(load_s, usual_rate, walltime_s - plan.margin_s)
+    known = [
+        joining.hand(max(0.0, job["start"] - now))
+        for job, n_tasks in waiting
+        if job["start"] is not None
+        for _ in range(n_tasks)
+    ]
+    at_once, throttled = [joining.hand(0.0)] * n_startable, n_waiting - n_startable
+    left_s, n_over = _deal(plan, [*hands, *known], free, joining, throttled)
+    if_s = _deal(plan, [*hands, *at_once], free, joining, throttled)[0] if at_once else left_s
+    n_over = n_over if len(known) == n_startable else 0
+    return Pace(together if living else None, left_s, if_s, n_over, **counts)
+
+
+def computes(record: Record) -> bool:
+    """Whether an attempt that lives was at work when it wrote: on a shard, or between two of them."""
+    if record["state"] != "running":
+        return False
+    ends = [entry[1] + entry[2] for entry in record["published"][-1:]]
+    since = max([*ends, *(phase[0] for phase in (record.get("phases") or ())[-1:])], default=-math.inf)
+    return record.get("shard") is not None or record["updated"] - since < BETWEEN_S
+
+
+def rate_of(plan: Plan, record: Record) -> float | None:
+    """Items in a second of an attempt, over the last minutes of its work; None if it has computed nothing yet.
+
+    From one shard's beginning to the next's, so that what lies between them counts.
+    """
+    recent = _recent(record)
+    n_items, seconds = 0.0, 0.0
+    begins = [*(entry[1] for entry in recent[1:]), record.get("shard_started")]
+    for (shard, started, took, *_), following in zip(recent, begins, strict=False):
+        between = following - started - took if following is not None else 0.0
+        n_items += _size(plan, shard)
+        seconds += took + (between if 0 < between < max(took, BETWEEN_S) else 0.0)
+    rate = n_items / seconds if n_items and seconds > 0 else None
+    if record.get("shard_started") is None or record.get("shard") is None:
+        return rate
+    done, in_hand_s = record.get("shard_done") or 0, record["updated"] - record["shard_started"]
+    if rate is None:
+        return done / in_hand_s if done and in_hand_s > 0 else None
+    # It has become slower, if the shard in hand takes longer than those before.
+    is_late = in_hand_s * rate > _size(plan, record["shard"]) * (1.0 if done else LATE)
+    return (n_items + done) / (seconds + in_hand_s) if is_late else rate
+
+
+def _recent(record: Record) -> list[Sequence[Any]]:
+    entries = record["published"]
+    since = (entries[-1][1] + entries[-1][2] if entries else 0.0) - WINDOW_S
+    for count, (_, started, took, *_) in enumerate(reversed(entries)):
+        if started + took < since and count >= MIN_SHARDS:
+            return list(entries[-count:])
+    return list(entries)
+
+
+def _size(plan: Plan, shard: int) -> int:
+    start, stop = plan.bounds(shard)
+    return max(0, stop - start)  # a damaged record may name one that the run does not have
+
+
+def _hand(plan: Plan, record: Record, rate: float, load_s: float, now: float) -> Hand:
+    """What a living task can take: when it is through with what it has in hand, or has loaded; `now` by its clock."""
+    until = math.inf if record.get("end_time") is None else record["end_time"] - plan.margin_s - now
+    age = now - record["updated"]
+    if record["state"] != "running":
+        since = record["phases"][-1][0] if record.get("phases") else record["started"]
+        # A shard that it holds, after a worker's death, comes first.
+        again = 0.0 if record.get("shard") is None else _size(plan, record["shard"]) / rate
+        free = max(0.0, load_s - (now - since)) + again
+        return Hand(free, rate, until, again)
+    if record.get("shard") is None:
+        return Hand(0.0, rate, until)
+    size, done = _size(plan, record["shard"]), record.get("shard_done") or 0
+    started = record.get("shard_started")
+    if started is None:
+        return Hand(size / rate / 2, rate, until, size / rate / 2)  # an older record: it may be anywhere in it
+    # What is done is known to the batch: by the clock, but within the batch that is being computed.
+    least, most = ((size - done - n) / rate - age for n in (plan.batch_size, 0))
+    left = max(0.0, least, min(most, size / rate - (now - started)))
+    return Hand(left, rate, until, left)
+
+
+def _available(plan: Plan, records: Iterable[Record], taken: set[int], now: float) -> list[tuple[float, int]]:
+    """Shards that others can take, as (seconds until then, how many): those of the dead when their leases are over."""
+    stale: dict[int, float] = {}
+    for record in records:
+        shard = record.get("shard")
+        if shard is not None and shard not in taken and record["state"] != "ended":
+            stale[shard] = max(0.0, last_heard(record) + plan.lease_s - now)
+    n_free = plan.n_shards - len(taken) - len(stale)
+    return sorted([(0.0, n_free)] * (n_free > 0) + [(at, 1) for at in stale.values()])
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+@dataclass(frozen=True)
+class _Joining:
+    """How a task comes to work that has not started yet."""
+
+    load_s: float
+    rate: float
+    lasting_s: float
+
+    def hand(self, start_s: float) -> Hand:
+        return Hand(start_s + self.load_s, self.rate, start_s + self.lasting_s)
+
+
+def _deal(
+    plan: Plan,
+    hands: Sequence[Hand],
+    free: Sequence[tuple[float, int]],
+    joining: _Joining,
+    n_throttled: int,
+) -> tuple[float | None, int]:
+    """Seconds until the last shard is published, None if not all can be; and how many are left over.
+
+    A task whose walltime ends makes room for a throttled one.
+    """
+    ends = [hand.until_s + plan.margin_s for hand in hands]
+    # What a walltime cuts off falls to others.
+    cut = [hand.shard_s > 0 and hand.free_s > end for hand, end in zip(hands, ends, strict=True)]
+    heap = [(end if is_cut else hand.free_s, hand) for hand, end, is_cut in zip(hands, ends, cut, strict=True)]
+    pools = sorted([*free, *((end, 1) for end, is_cut in zip(ends, cut, strict=True) if is_cut)])
+    last_s = max(
+        (hand.free_s for hand, is_cut in zip(hands, cut, strict=True) if hand.shard_s and not is_cut), default=0.0
+    )
+    heapq.heapify(heap)
+    n_left, mean_items = sum(n for _, n in pools), plan.n_items / plan.n_shards
+    together = sum(hand.rate for hand in hands)
+    while n_left and heap:
+        at, hand = heapq.heappop(heap)
+        since_s, n_here = pools[0]
+        at, seconds = max(at, since_s), mean_items / hand.rate
+        n = min(n_here, max(1, int(n_left * hand.rate / together / SHARE)))
+        if hand.until_s < math.inf:
+            n = min(n, int((hand.until_s - at) / seconds))
+        if n > 0:
+            at += n * seconds
+            last_s, n_left = max(last_s, at), n_left - n
+            pools[:1] = [(since_s, n_here - n)] if n < n_here else []
+            heapq.heappush(heap, (at, hand))
+            continue
+        together -= hand.rate
+        if n_throttled:
+            n_throttled -= 1
+            following = joining.hand(min(at, hand.until_s))
+            together += following.rate
+            heapq.heappush(heap, (following.free_s, following))
+    return (None if n_left else last_s), n_left

@@ -1,0 +1,56 @@
+"""Files that are looked at again and again: what they hold is read anew only if they have changed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, open_file, retried
+
+RELOOK_S = 10.0
+"""What seems unchanged is looked at more closely after this time."""
+
+
+class UpToDate:
+    """What `read` makes of a file or folder, and makes anew when that has changed."""
+
+    def __init__(self, path: Path, read: Callable[[], Any]) -> None:
+        self._path, self._read = path, read
+        self._mark: object = object()
+        self._looked = 0.0
+        self._value: Any = None
+
+    def get(self, now: float) -> Any:
+        """The value at the moment `now`."""
+        mark, is_due = mark_of(self._path), abs(now - self._looked) > RELOOK_S
+        if mark != self._mark or (is_due and _may_have_changed(self._path, mark)):
+            self._value, self._mark, self._looked = self._read(), mark, now
+        elif is_due:
+            self._looked = now
+        return self._value
+
+
+def mark_of(path: Path | os.DirEntry[str]) -> object:
+    """What is another when a file was written anew; None where there is none."""
+    try:
+        return _mark(retried(path.stat, BRIEF_PATIENCE_S))
+    except FileNotFoundError:
+        return None
+
+
+def _mark(found: os.stat_result) -> tuple[int, int, int]:
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _may_have_changed(path: Path, mark: object) -> bool:
+    """Whether a file has another mark than `stat` said; of a folder always, as its time is a coarse clock."""
+    try:
+        # NFS answers a stat from memory for up to a minute, and asks the server when a file is opened.
+        with open_file(path) as file:
+            return _mark(os.fstat(file.fileno())) != mark
+    except FileNotFoundError:
+        return mark is not None
+    except OSError:  # a folder, or what its reader will complain of
+        return True

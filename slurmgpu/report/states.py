@@ -1,0 +1,93 @@
+"""The state of a run in a word, by its submissions, its attempts and Slurm's queue."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from slurmgpu.report.queued import Queue, array_task
+from slurmgpu.run.liveness import processes_here
+from slurmgpu.run.submissions import ENDS, is_over
+
+Lines = Sequence[Mapping[str, Any]]
+"""The submissions of a run."""
+
+
+def is_somebody_at_work(lines: Lines, queue: Queue | None) -> bool | None:
+    """Whether somebody works on the run or waits to, as Slurm and this machine's processes tell; None if they cannot.
+
+    An empty queue is proof that nobody does; None is none.
+    """
+    if queue:
+        return True
+    if not lines:
+        return None if queue is None else False
+    found = [_is_at_work(line, queue) for line in lines if line["state"] not in ENDS]
+    if True in found:
+        return True
+    return None if None in found else False
+
+
+def _is_at_work(line: Mapping[str, Any], queue: Queue | None) -> bool | None:
+    """Whether somebody works on one submission, if there is nothing in the queue."""
+    if line["executor"] == "slurm":
+        return None if queue is None else False
+    here = processes_here(line)
+    return None if here is None else bool(here)
+
+
+def is_told(lines: Lines, merged: Lines, queue: Queue | None) -> bool:
+    """Whether a report tells how a run stands: it is over, and `merged`, the report's submissions, are all there are.
+
+    What was submitted since and was cancelled had set shards aside; what was refused has put them back.
+    """
+    is_any = any(line["state"] != "refused" for line in lines)
+    return not queue and is_over(lines) and is_any and made_since(lines, merged) is None
+
+
+def made_since(lines: Lines, merged: Lines) -> int | None:
+    """The last submission that Slurm did not refuse, if it is none of `merged`, those that a report knows."""
+    submitted = [line["submission"] for line in lines if line["state"] != "refused"][-1:]
+    known = {line["submission"] for line in merged}
+    return next((number for number in submitted if number not in known), None)
+
+
+def state_of(
+    lines: Lines,
+    all_published: bool,
+    is_complete: bool,
+    attempts: Sequence[Mapping[str, Any]],
+    queue: Queue | None,
+    leaving: Collection[str],
+    at_work: bool | None,
+) -> str:
+    """One of planned, queued, running, merging, complete, incomplete; "ended" if tasks are over, nothing merged.
+
+    `leaving` are the tasks that have written their end, and may still be in the queue; `at_work` is of
+    `is_somebody_at_work`.
+    """
+    if not lines:
+        return "queued" if queue else "planned"
+    if is_over(lines) and not queue:  # the merge may be in the queue a little longer
+        if lines[-1].get("copied"):
+            return "ended"
+        return "complete" if is_complete else "incomplete"
+    has_living = any(attempt["state"] != "ended" and not attempt["silent"] for attempt in attempts)
+    if at_work is False and not has_living:
+        return "ended"
+    if all_published:
+        return "merging"
+    # A task may have started since the queue was asked, or ended.
+    if has_living:
+        return "running"
+    if queue:
+        tasks = [j for j in queue if j["n_tasks"] and (j["state"] == "PENDING" or array_task(j) not in leaving)]
+        if not tasks:
+            return "merging" if any(not job["n_tasks"] for job in queue) else "ended"
+        return "queued" if all(job["state"] == "PENDING" for job in tasks) else "running"
+    latest = [attempt for attempt in attempts if attempt["submission"] == lines[-1]["submission"]]
+    if not latest:
+        return "queued"  # what became of the submissions before it is the past
+    if not at_work:
+        return "ended"
+    return "merging" if all(attempt["state"] == "ended" for attempt in latest) else "running"

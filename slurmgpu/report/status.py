@@ -1,0 +1,321 @@
+"""How a run stands, from its files alone, while it works and after. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from array import array
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.report.attempts import Rows, Verdict, is_of, leases_lost, unrecorded, verdict_of
+from slurmgpu.report.build import last_death, read_report, report_path
+from slurmgpu.report.pace import pace_of
+from slurmgpu.report.queued import Queue, array_task, of_open, still_waiting
+from slurmgpu.report.rereading import UpToDate, mark_of
+from slurmgpu.report.states import Lines, is_somebody_at_work, is_told, state_of
+from slurmgpu.run.directory import Run
+from slurmgpu.run.liveness import heard_at, is_alive, last_heard, own_time, patience
+from slurmgpu.run.submissions import ENDS, is_over
+from slurmgpu.run.telemetry_log import last_sample, telemetry_path
+from slurmgpu.shards.merged_head import read_merged_head
+from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, exists, list_entries, retried
+
+log = logging.getLogger(__name__)
+
+STATUS_FORMAT = "slurmgpu status"
+STATUS_VERSION = 1
+
+KEPT_SHARDS = {True: 4, False: 64}
+"""So many of the shards that an attempt computed are kept in mind for its rate; of one that has ended, fewer."""
+LEAVING_S = 30.0
+"""So long a task may still be in the queue after it has written its end."""
+GPU_KEYS = ("time", "utilisation", "memory_bytes", "temperature_c", "power_w")
+
+
+def read_status(
+    run: Run, queued: Queue | None = None, *, now: float | None = None, gpus_of: Collection[str] | None = None
+) -> dict[str, Any]:
+    """Progress, attempts and failures; `queued` are the run's jobs in Slurm's queue, None where it was not asked.
+
+    The last samples of GPUs are read of the attempts in `gpus_of`: without it, of all that are alive.
+    """
+    return StatusReader(run).read(queued, now=now, gpus_of=gpus_of)
+
+
+class StatusReader:
+    """Reads the status of a run again and again; of its files, only those that have changed.
+
+    An attempt whose record changes is alive, also where its node's clock and this machine's differ.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._records: dict[str, tuple[object, dict[str, Any] | None]] = {}
+        self._looked = float("inf")
+        self._published = UpToDate(run.shards, self._done)
+        self._head = UpToDate(run.merged, lambda: read_merged_head(run.merged))
+        self._claimed = UpToDate(run.claims.folder, run.claims.numbers)
+        self._report = UpToDate(report_path(run), lambda: _merged(run))
+        self._lines = UpToDate(run.folder / "submissions.jsonl", run.submissions)
+        self._gpus: dict[str, UpToDate] = {}
+        self._queued: Queue | None = None
+        self._asked = 0.0
+        self._asked_of: set[int] = set()
+        self._owner = retried(run.folder.stat).st_uid
+
+    def read(
+        self, queued: Queue | None = None, *, now: float | None = None, gpus_of: Collection[str] | None = None
+    ) -> dict[str, Any]:
+        """The JSON of status at the moment `now`, in seconds since the epoch.
+
+        The same `queued` may be given again: what has started since it was first given is known to wait no more.
+        """
+        now = time.time() if now is None else now
+        run, plan = self.run, self.run.plan
+        published, claimed = self._published.get(now), self._claimed.get(now)
+        records, damaged = self._read_records(now)
+        lines = self._lines.get(now)
+        queue, leaving = self._compare(queued, records, lines, now)
+        at_work = is_somebody_at_work(lines, queue)
+        patience_s = patience(plan.lease_s, at_work)
+        living = {record["attempt"] for record in records if is_alive(record, patience_s, now)}
+        pace = pace_of(plan, records, published, queue, now, patience_s)
+        deaths = Counter(death["class"] for record in records for death in record["deaths"])
+        gpus = self._read_gpus(sorted(living), gpus_of, now)
+        merged = self._report.get(now)
+        try:
+            head = self._head.get(now)
+        except OSError as error:  # which says nothing of the file: it is asked for again at the next look
+            log.warning("%s cannot be read: %s", run.merged, error.strerror)
+            head = None
+        is_complete = head is not None and head.complete and head.fingerprint == plan.fingerprint
+        # Shards may be gone whose rows are merged.
+        done = range(plan.n_shards) if is_complete and is_over(lines) else published
+        verdicts = _verdicts(records, merged.rows, lines, living)
+        attempts = [
+            _attempt(run, record, pace.rates.get(name), gpus.get(name), name in living, now)
+            | dict(zip(("failure", "message"), verdicts[name], strict=True))
+            for name, record in ((record["attempt"], record) for record in records)
+        ]
+        failures = Counter(failure for failure, _ in verdicts.values() if failure)
+        failures.update(row["failure"] for row in unrecorded(merged.rows, verdicts) if row["failure"])
+        errors = merged.errors if is_told(lines, merged.submissions, queue) else _failed(records, published)
+        return {
+            "format": STATUS_FORMAT,
+            "version": STATUS_VERSION,
+            "run": run.name,
+            "run_dir": str(run.folder),
+            "time": round(now, 3),
+            "submitted": lines[0].get("time") if lines else None,
+            "state": state_of(lines, len(published) == plan.n_shards, is_complete, attempts, queue, leaving, at_work),
+            "at_work": at_work,
+            "n_items": plan.n_items,
+            "n_items_done": _n_items(run, done),
+            "n_shards": plan.n_shards,
+            "n_shards_done": len(done),
+            "n_shards_claimed": len(claimed - published),
+            "n_errors": sum(errors.values()),
+            "errors_by_class": dict(sorted(errors.items())),
+            "code": list(merged.code),
+            "gpu_hours": round(_gpu_hours(records, merged.rows, living, now), 4),
+            "pace": pace.to_json(),
+            "attempts": attempts,
+            "damaged_records": damaged,
+            "failures": dict(sorted(failures.items())),
+            "worker_deaths": dict(sorted(deaths.items())),
+            "queue": queue,
+            "merged": str(run.merged) if exists(run.merged, BRIEF_PATIENCE_S) else None,
+            "complete": is_complete,
+        }
+
+    def _done(self) -> set[int]:
+        """The shards that are published; while a submission computes items of some again, without those."""
+        run, lines = self.run, self.run.submissions()
+        with contextlib.suppress(SlurmGPUError, OSError):  # its tasks tell of a damaged file
+            run = run if not lines or is_over(lines) else run.computing(lines[-1]["submission"])
+        return run.published()
+
+    def _compare(
+        self, queued: Queue | None, records: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]], now: float
+    ) -> tuple[list[dict[str, Any]] | None, set[str]]:
+        """The queue without what has started or ended since it was asked, and the tasks that are about to leave it.
+
+        None is an empty queue that says nothing of some submission: another user's, or one that came later.
+        """
+        if queued is not self._queued:
+            self._queued, self._asked = queued, now
+            self._asked_of = {line["submission"] for line in lines if line.get("uid", self._owner) == os.getuid()}
+        queue = None if queued is None else still_waiting(of_open(queued, lines), records, self._asked)
+        on_slurm = {line["submission"] for line in lines if line["executor"] == "slurm" and line["state"] not in ENDS}
+        if queue is None or (not queue and on_slurm - self._asked_of):
+            return None, set()
+        left = {array_task(r) for r in records if r["state"] == "ended" and last_heard(r) > self._asked - LEAVING_S}
+        return queue, left
+
+    def _read_records(self, now: float) -> tuple[list[dict[str, Any]], list[str]]:
+        """The attempts' records by start, and the names of those that are damaged."""
+        known, self._records = self._records, {}
+        looked, self._looked = self._looked, now
+        for entry in list_entries(self.run.tasks):
+            if entry.name.endswith(".json") and not entry.name.startswith("."):
+                mark, record = self._read_record(entry, known.get(entry.name))
+                if record is not None and "heard" not in record:
+                    record["heard"] = heard_at(record["updated"], now, looked if entry.name in known else None)
+                self._records[entry.name] = mark, record
+        records = [record for _, record in self._records.values() if record is not None]
+        damaged = sorted(name.removesuffix(".json") for name, (_, record) in self._records.items() if record is None)
+        return sorted(records, key=lambda record: (record["started"], record["attempt"])), damaged
+
+    def _read_record(
+        self, entry: os.DirEntry[str], known: tuple[object, dict[str, Any] | None] | None
+    ) -> tuple[object, dict[str, Any] | None]:
+        if known is not None and known[1] is not None and known[1]["state"] == "ended":
+            return known
+        mark = mark_of(entry)
+        if known is not None and known[0] == mark:
+            return known
+        record = self.run.attempt(entry.name.removesuffix(".json"))
+        return mark, None if record is None else _shortened(record)
+
+    def _read_gpus(
+        self, living: Sequence[str], wanted: Collection[str] | None, now: float
+    ) -> dict[str, dict[str, Any] | None]:
+        names = [name for name in living if wanted is None or name in wanted]
+        self._gpus = {name: self._gpus.get(name) or self._gpu(name) for name in names}
+        return {name: remembered.get(now) for name, remembered in self._gpus.items()}
+
+    def _gpu(self, attempt: str) -> UpToDate:
+        path = telemetry_path(self.run.folder, attempt)
+        return UpToDate(path, lambda: _last_of(path))
+
+
+def _shortened(record: dict[str, Any]) -> dict[str, Any]:
+    """A record without what no status shows, so that thousands of them can be kept in mind."""
+    left_out = ("usage", "surroundings", "traceback", "gpus")
+    short = {key: value for key, value in record.items() if key not in left_out}
+    short["n_shards"] = len(record["published"])
+    short["published"] = record["published"][-KEPT_SHARDS[record["state"] == "ended"] :]
+    # Which of them it has computed anew, if others may have before.
+    again = record["published"] if record["submission"] > 1 else ()
+    short["again"] = array("q", (shard for shard, _, _, *won in again if all(won)))
+    return short
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What the last merge found out, nothing before the first.
+
+    Failed items by class, what became of attempts, and how many rows are by which code.
+    """
+
+    submissions: Lines = ()
+    errors: Mapping[str, int] = field(default_factory=dict)
+    rows: Rows = field(default_factory=dict)
+    code: Sequence[Mapping[str, Any]] = ()
+
+
+ROW_KEYS = ("attempt", "submission", "updated", "failure", "message", "gpu_hours")
+
+
+def _merged(run: Run) -> Merged:
+    try:
+        report = read_report(run)
+    except SlurmGPUError as error:
+        log.warning("%s", error)
+        return Merged()  # the rest of what a status needs is in the records
+    if report is None:
+        return Merged()
+    rows = {row["attempt"]: {key: row[key] for key in ROW_KEYS if key in row} for row in report["attempts"]}
+    code = [{"digest": version["digest"], "items": version["items"]} for version in report.get("code", ())]
+    return Merged(report["submissions"], report["errors_by_class"], rows, code)
+
+
+def _verdicts(
+    records: Sequence[Mapping[str, Any]], told: Rows, lines: Lines, living: Collection[str]
+) -> dict[str, Verdict]:
+    """What became of each attempt."""
+    cancelled = {line["submission"] for line in lines if line.get("cancelled")}
+    lost, has_ended = leases_lost(records), is_over(lines)
+    return {
+        name: verdict_of(
+            record,
+            cancelled=record["submission"] in cancelled,
+            n_lost=lost[name],
+            told=None if name in living else told.get(name),
+            may_live=name in living or not has_ended,
+        )
+        for name, record in ((record["attempt"], record) for record in records)
+    }
+
+
+def _failed(records: Iterable[Mapping[str, Any]], published: Collection[int]) -> Mapping[str, int]:
+    """The failed items of the shards that are there, by class: of each shard, as who computed it last found them."""
+    found: dict[int, Mapping[str, int]] = {}
+    unknown = 0
+    for record in sorted(records, key=lambda record: record["submission"]):
+        for shard in record["again"] if found else ():
+            found.pop(shard, None)
+        found |= {shard: errors for shard, errors in record["failed"] if shard in published}
+        # Records of an older slurmgpu only count them.
+        unknown += max(0, record["n_errors"] - sum(sum(errors.values()) for _, errors in record["failed"]))
+    counts = Counter({"item_error": unknown} if unknown else {})
+    for errors in found.values():
+        counts.update(errors)
+    return counts
+
+
+def _last_of(path: Path) -> dict[str, Any] | None:
+    sample = last_sample(path)
+    if sample is None or (sample.utilisation is None and sample.memory_bytes is None):
+        return None
+    return {key: getattr(sample, key) for key in GPU_KEYS}
+
+
+def _gpu_hours(records: Iterable[Mapping[str, Any]], told: Rows, living: Collection[str], now: float) -> float:
+    """What attempts have held so far, to their last signs of life; `told` is what the last merge says of each."""
+    hours = {name: row["gpu_hours"] for name, row in told.items() if "gpu_hours" in row}
+    for record in records:
+        name = record["attempt"]
+        if name in living or name not in hours or not is_of(told[name], record):
+            until = own_time(record, now) if name in living else record["ended"] or record["updated"]
+            n_gpus = record["n_gpus"] * record.get("n_nodes", 1)
+            hours[name] = n_gpus * max(0.0, until - record["started"]) / 3600
+    return float(sum(hours.values()))
+
+
+def _n_items(run: Run, published: Collection[int]) -> int:
+    plan = run.plan
+    last = plan.n_shards - 1
+    start, stop = plan.bounds(last)
+    return sum(1 for shard in published if shard < last) * plan.shard_items + (stop - start) * (last in published)
+
+
+def _attempt(
+    run: Run, record: Mapping[str, Any], rate: float | None, gpu: dict[str, Any] | None, is_living: bool, now: float
+) -> dict[str, Any]:
+    shard = record["shard"]
+    start, stop = (0, 0) if shard is None else run.plan.bounds(shard)
+    return {
+        **{key: record[key] for key in ("attempt", "submission", "node", "state", "started")},
+        "state_since": record["phases"][-1][0] if record.get("phases") else record["started"],
+        "n_gpus": record["n_gpus"] * record.get("n_nodes", 1),
+        "silent": record["state"] != "ended" and not is_living,
+        "shard": shard,
+        "shard_items": stop - start if shard is not None else None,
+        "shard_done": record.get("shard_done") or 0,
+        "progress": record.get("progress"),
+        "items_per_s": None if rate is None else round(rate, 4),
+        "n_shards": record["n_shards"],
+        **{key: record[key] for key in ("n_items", "n_errors")},
+        "n_deaths": len(record["deaths"]),
+        "last_death": last_death(record),
+        "age_s": round(now - last_heard(record), 1),
+        "gpu": gpu,
+    }

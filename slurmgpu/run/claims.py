@@ -1,0 +1,309 @@
+"""Who computes which shard: one file for each claim, created exclusively, renewed in place, taken over by renaming.
+
+Nothing here compares two machines' clocks: a lease is stale when an observer has not seen its counter change for
+`lease_s` by the observer's own clock.
+
+A file system may fail for a moment, or fail to tell that an operation has happened. What an attempt must know of its
+own claim is asked for again, for `patience_s`. Of another's claim nothing is believed that could not be read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from slurmgpu.run.lock import checked
+from slurmgpu.util.atomic_files import own_name
+from slurmgpu.util.shared_files import PATIENCE_S, UnusableFileError, exists, read_bytes, remove, retried
+
+log = logging.getLogger(__name__)
+
+MAX_BYTES = 1 << 16
+"""More than any claim has."""
+PARTING_PATIENCE_S = 5.0
+"""So long a claim is given back: one that is not goes stale."""
+_IN_PLACE = os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""How a claim is opened that is there: nothing waits for the reader of a FIFO that somebody put in its place."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The content of a claim file.
+
+    `task` names the array task ("1234_7"), `attempt` one life of it ("1234_7.0"); `renewals` is the lease. `cluster`
+    tells tasks of two clusters that share the disk and have given the same job id; "" where there is none.
+    A `parked` shard is left for the next submission: nobody takes it in this one.
+    """
+
+    task: str
+    attempt: str
+    host: str
+    pid: int
+    renewals: int = 0
+    parked: bool = False
+    cluster: str = ""
+
+    def is_of(self, attempt: Claim) -> bool:
+        """Whether it is a claim of the attempt that made `attempt`."""
+        return (self.cluster, self.attempt) == (attempt.cluster, attempt.attempt)
+
+
+NOBODYS = Claim(task="", attempt="", host="", pid=0)
+"""What a claim says that is not written yet, or is damaged: it is stale if it stays so."""
+UNREADABLE = Claim(task="", attempt="", host="", pid=-1)
+"""Stands for a claim that cannot be read at the moment: nothing is known of it."""
+
+
+@dataclass(frozen=True)
+class Claims:
+    """The claims of a run, in one directory; `patience_s` is how long what must be known is asked for again."""
+
+    folder: Path
+    patience_s: float = PATIENCE_S
+
+    def path(self, shard: int) -> Path:
+        """Where the claim of `shard` lies."""
+        return self.folder / f"{shard:05d}"
+
+    def take(self, shard: int, claim: Claim) -> bool:
+        """Create the claim; False when somebody holds it."""
+        """Create the claim; False when somebody holds it.
+
+        After a reply that was lost the claim may be this one's, and empty: then nobody renews it, and it goes stale.
+        """
+        path, created = self.path(shard), False
+
+        def write() -> None:
+            nonlocal created
+            fd = os.open(path, _IN_PLACE if created else os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            created = True
+            with os.fdopen(fd, "wb") as file:
+                file.write(_encode(claim))
+
+        try:
+            retried(write, self.patience_s)
+        except (FileExistsError, FileNotFoundError):  # FileNotFoundError: taken over before it could be written
+            return False
+        except OSError:
+            if created:
+                self._remove(path)
+            raise
+        return True
+
+    def read(self, shard: int, patience_s: float | None = None) -> Claim | None:
+        """Who holds the shard; None when nobody does. An OSError that outlasts the patience is raised."""
+        return _read(self.path(shard), self.patience_s if patience_s is None else patience_s)
+
+    def observe(self, shard: int) -> Claim | None:
+        """The same at once; UNREADABLE if this moment does not tell."""
+        try:
+            return self.read(shard, 0.0)
+        except OSError as error:
+            log.debug("%s cannot be read: %s", self.path(shard), error)
+            return UNREADABLE
+
+    def holds(self, shard: int, claim: Claim, patience_s: float | None = None) -> bool:
+        """Whether the shard is claimed by the attempt that made `claim`, which has not parked it."""
+        found = self.read(shard, patience_s)
+        return found is not None and found.is_of(claim) and not found.parked
+
+    def renew(self, shard: int, claim: Claim) -> Claim | None:
+        """Count the lease up; None, and nothing is written, when the claim is no longer this attempt's.
+
+        An OSError is raised at once: there are more renewals to come.
+        """
+        found = self.read(shard, 0.0)
+        if found is None or not found.is_of(claim) or found.parked:
+            return None
+        # From what the file says: a renewal that was told to have failed may have been written.
+        renewed = replace(claim, renewals=max(claim.renewals, found.renewals) + 1)
+        try:
+            self._rewrite(shard, renewed)
+        except FileNotFoundError:
+            return None
+        return renewed
+
+    def park(self, shard: int, claim: Claim) -> None:
+        """Leave the shard for the next submission."""
+        if self.holds(shard, claim):
+            with contextlib.suppress(FileNotFoundError):
+                retried(lambda: self._rewrite(shard, replace(claim, parked=True)), self.patience_s)
+
+    def release(self, shard: int, claim: Claim) -> None:
+        """Give the shard back, if the attempt that made `claim` still holds it; if it cannot be, its lease ends."""
+        try:
+            if self.holds(shard, claim, min(self.patience_s, PARTING_PATIENCE_S)):
+                self._remove(self.path(shard))
+        except OSError as error:
+            log.warning("shard %d is not given back, and its lease ends instead: %s", shard, error)
+
+    def take_over(self, shard: int, stale: Claim, claim: Claim) -> bool:
+        """Take a stale claim; of several observers one wins.
+
+        The stale file is renamed to a name of the taker's own. What was renamed may be another taker's new claim, made
+        since `stale` was read: then it is put back, unless a third has claimed by now and the shard is computed twice.
+        """
+        path = self.path(shard)
+        if self._stands(path) != stale:
+            return False
+        mine = own_name(path).with_suffix(".taken")
+        if not self._rename(path, mine):
+            return False
+        try:
+            found = self._stands(mine)
+            if found != stale:
+                self._put_back(mine, shard, found)
+                return False
+            return self.take(shard, claim)
+        finally:
+            self._remove(mine)
+
+    def drop_earlier(self, claim: Claim, among: Iterable[int] | None = None) -> list[int]:
+        """Remove the claims that earlier attempts of a requeued task left; they are known to be dead.
+
+        Only those of the shards `among` are looked at, by default all. One that cannot be read goes stale by itself.
+        """
+        dropped = []
+        for shard in sorted(self.numbers()) if among is None else among:
+            found = self.observe(shard)
+            if found is not None and _is_earlier(found, claim):
+                self._remove(self.path(shard))
+                dropped.append(shard)
+        return dropped
+
+    def clear(self, check: Callable[[], None] = lambda: None) -> list[int]:
+        """Remove every claim: for `resubmit` and `merge`, which know that no task is alive.
+
+        `check` raises unless who calls this may still do so.
+        """
+        names = retried(lambda: os.listdir(self.folder), self.patience_s)
+        for name in checked(names, check):
+            if not name.endswith(".history"):
+                self._remove(self.folder / name)
+        return sorted(_numbers(names))
+
+    def numbers(self) -> set[int]:
+        """The shards that are claimed, from one listing."""
+        return _numbers(retried(lambda: os.listdir(self.folder), self.patience_s))
+
+    def held(self) -> Iterator[tuple[int, Claim]]:
+        """Every claim with its shard, in order, as it is observed."""
+        for shard in sorted(self.numbers()):
+            if (claim := self.observe(shard)) is not None:
+                yield shard, claim
+
+    def _rewrite(self, shard: int, claim: Claim) -> None:
+        # In place: renaming a new file over it could undo a take-over of this moment. Hence no O_CREAT either.
+        with os.fdopen(os.open(self.path(shard), _IN_PLACE), "wb") as file:
+            file.write(_encode(claim))
+
+    def _stands(self, path: Path) -> Claim | None:
+        """What a claim that was seen to be stale says now; one that still cannot be read is nobody's."""
+        try:
+            return _read(path, 0.0)
+        except OSError:
+            return NOBODYS
+
+    def _rename(self, path: Path, mine: Path) -> bool:
+        def rename() -> bool:
+            try:
+                path.rename(mine)
+            except FileNotFoundError:
+                return exists(mine, 0.0)  # the reply to an earlier try was lost: nobody else uses this name
+            return True
+
+        return retried(rename, self.patience_s)
+
+    def _put_back(self, mine: Path, shard: int, found: Claim | None) -> None:
+        try:
+            os.link(mine, self.path(shard))
+        except FileExistsError:
+            pass  # claimed a third time, or put back and the reply lost: two copies of a shard are harmless
+        except OSError as error:
+            # Its owner renews it by its name, so a copy does as well, where there are no hard links for example.
+            log.debug("%s is put back as a copy: %s", mine, error)
+            if found is not None:
+                self.take(shard, found)
+
+    def _remove(self, path: Path) -> None:
+        """Remove a file, if that can be done: what stays goes stale, or is looked at by nobody."""
+        try:
+            remove(path, min(self.patience_s, PARTING_PATIENCE_S))
+        except OSError as error:
+            log.warning("%s cannot be removed: %s", path, error)
+
+
+class Watch:
+    """Others' leases as one observer has seen them, by its own monotonic clock."""
+
+    def __init__(self, lease_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.lease_s = lease_s
+        self._clock = clock
+        self._seen: dict[int, tuple[Claim, float, bool]] = {}
+        self._unreadable: dict[int, float] = {}
+
+    def doubt(self) -> None:
+        """Forget who was seen alive, not since when each lease is unchanged: alive is who renews from now on."""
+        self._seen = {shard: (claim, since, False) for shard, (claim, since, _) in self._seen.items()}
+
+    def look(self, shard: int, claim: Claim) -> str:
+        """What is known of a claim: "alive" (it was seen renewed, and not stale since), "stale", or "unknown" yet.
+
+        One that cannot be read is neither, until that has lasted for a lease.
+        """
+        now = self._clock()
+        if claim is UNREADABLE:
+            return "stale" if now - self._unreadable.setdefault(shard, now) > self.lease_s else "unknown"
+        self._unreadable.pop(shard, None)
+        before = self._seen.get(shard)
+        if before is None or before[0] != claim:
+            # A claim that changed hands has an owner who lives: he has just written it.
+            self._seen[shard] = (claim, now, before is not None)
+            return "alive" if before is not None else "unknown"
+        _, since, renewed = before
+        if now - since > self.lease_s:
+            return "stale"
+        return "alive" if renewed else "unknown"
+
+
+def _encode(claim: Claim) -> bytes:
+    # One length whatever the counter says: a shorter text written in place would leave the end of the longer one.
+    return json.dumps(asdict(claim)).encode().ljust(1023) + b"\n"
+
+
+def _read(path: Path, patience_s: float) -> Claim | None:
+    try:
+        content = read_bytes(path, max_bytes=MAX_BYTES, patience_s=patience_s)
+    except FileNotFoundError:
+        return None
+    except UnusableFileError as error:
+        log.debug("%s is nobody's claim: %s", path, error.strerror)
+        return NOBODYS
+    try:
+        return _checked(Claim(**json.loads(content)))
+    except (ValueError, TypeError, RecursionError):
+        # Created and not written yet, or its writer died in between.
+        return NOBODYS
+
+
+def _checked(claim: Claim) -> Claim:
+    texts, counts = (claim.task, claim.attempt, claim.host, claim.cluster), (claim.pid, claim.renewals)
+    if not all(isinstance(text, str) for text in texts) or not all(type(count) is int for count in counts):
+        raise ValueError("it makes no sense")
+    return replace(claim, parked=claim.parked is True)
+
+
+def _is_earlier(found: Claim, claim: Claim) -> bool:
+    is_tasks = (found.cluster, found.task) == (claim.cluster, claim.task)
+    return is_tasks and found.attempt != claim.attempt and not found.parked
+
+
+def _numbers(names: Iterable[str]) -> set[int]:
+    """The shards that are claimed, of a listing: `000005` is no claim of shard 5."""
+    return {int(name) for name in names if name.isdecimal() and f"{int(name):05d}" == name}

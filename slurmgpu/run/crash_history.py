@@ -1,0 +1,107 @@
+"""What killed workers in a shard, kept beside its claim so that the next worker knows, whoever runs it.
+
+A worker may die because of one item, or because somebody killed it. Nothing tells which for sure, so deaths are
+weighed: one that the process brought upon itself (a segfault, an exit) counts 1, a kill from outside 1/2. A batch that
+weighs 1 is computed item by item; an item that weighs 1 by itself, and 2 together with the batch it came from, is
+quarantined. So an item that segfaults costs two workers, and a worker that is killed by chance, once or twice, changes
+nothing in the results.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.util.atomic_files import FULL, write_json
+from slurmgpu.util.shared_files import read_bytes
+
+log = logging.getLogger(__name__)
+
+MAX_BYTES = 64 << 20
+"""More than the history of a shard of a million items has."""
+
+
+@dataclass
+class History:
+    """Deaths of workers in one shard: weights by the first item of the batch, and by item where it was alone.
+
+    `quarantined` maps an item's index to the `error` of its row. `parked_by` is the submission that left the shard to
+    one with more memory.
+    """
+
+    batch_weights: dict[int, float] = field(default_factory=dict)
+    item_weights: dict[int, float] = field(default_factory=dict)
+    quarantined: dict[int, str] = field(default_factory=dict)
+    parked_by: int | None = None
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> History:
+        """A history from its `asdict`, whose keys JSON has made texts."""
+        return cls(
+            batch_weights=_by_index(value["batch_weights"]),
+            item_weights=_by_index(value["item_weights"]),
+            quarantined={int(index): str(error) for index, error in value["quarantined"].items()},
+            parked_by=None if value["parked_by"] is None else int(value["parked_by"]),
+        )
+
+    def record(self, items: Sequence[int], *, isolated: bool, weight: float, error: str) -> int | None:
+        """Count a death with `items` in flight; the item that is now quarantined, if one is."""
+        first = items[0]
+        if not isolated:
+            self.batch_weights[first] = self.batch_weights.get(first, 0.0) + weight
+        if len(items) > 1:
+            return None
+        alone = self.item_weights[first] = self.item_weights.get(first, 0.0) + weight
+        # A batch of one is no evidence beside the item's own.
+        batch = max(self.batch_weights.values(), default=0.0) if isolated else 0.0
+        if alone >= 1 and alone + min(batch, 1.0) >= 2:
+            self.quarantined[first] = error
+            return first
+        return None
+
+    def forget(self, items: Sequence[int]) -> bool:
+        """Hold no death against `items`, which were in flight and have got further; whether there was one."""
+        weights = [self.batch_weights.pop(items[0], None), *(self.item_weights.pop(item, None) for item in items)]
+        return any(weight is not None for weight in weights)
+
+    def isolates(self, batch: Sequence[int]) -> bool:
+        """Whether this batch is to be computed item by item."""
+        return self.batch_weights.get(batch[0], 0.0) >= 1 or any(index in self.quarantined for index in batch)
+
+
+def history_path(claims: Path, shard: int) -> Path:
+    """Where a shard's history lies, if it has one."""
+    return claims / f"{shard:05d}.history"
+
+
+def read_history(claims: Path, shard: int) -> History:
+    """The history of a shard; an empty one for nearly all, and where it cannot be read or makes no sense."""
+    path = history_path(claims, shard)
+    try:
+        content = read_bytes(path, max_bytes=MAX_BYTES)
+        return History.from_json(json.loads(content))
+    except FileNotFoundError:
+        return History()
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        # What killed workers in this shard may kill a few more: that is no reason to compute nothing.
+        log.warning("%s is damaged, and taken for empty: %s: %s", path, type(error).__name__, error)
+        return History()
+
+
+def write_history(claims: Path, shard: int, history: History) -> None:
+    """Keep a shard's history. One that cannot be kept costs what it would have said, but for a disk that is full."""
+    path = history_path(claims, shard)
+    try:
+        write_json(path, asdict(history))
+    except OSError as error:
+        if error.errno in FULL:
+            raise
+        log.warning("%s cannot be written: %s", path, error)
+
+
+def _by_index(weights: Mapping[str, float]) -> dict[int, float]:
+    return {int(index): float(weight) for index, weight in weights.items()}

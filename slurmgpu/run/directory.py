@@ -1,0 +1,448 @@
+"""The run directory: the frozen plan, the submissions and the attempts. What is on disk is the only state.
+
+Standard library only, since the worker, `status` and the merge all start here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import shlex
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.run import private
+from slurmgpu.run.claims import Claims
+from slurmgpu.run.lock import hold
+from slurmgpu.run.owners import name_of
+from slurmgpu.run.recompute import Recompute, read_recompute
+from slurmgpu.run.records import read_record
+from slurmgpu.run.submissions import ENDS, as_seen_at, place_of
+from slurmgpu.util.atomic_files import beside, fsync_dir, write_bytes
+from slurmgpu.util.shared_files import (
+    BRIEF_PATIENCE_S,
+    OTHERS_WRITE,
+    UnusableFileError,
+    exists,
+    is_folder,
+    list_anew,
+    list_names,
+    make_folder,
+    may,
+    move,
+    read_bytes,
+    read_with_status,
+    retried,
+    status_of,
+)
+from slurmgpu.util.shared_files import replace as move_over
+
+log = logging.getLogger(__name__)
+
+RUN_FORMAT = "slurmgpu run"
+RUN_VERSION = 1
+RECORDING_S = 20.0
+"""A process that appends a line does not take so long; one that has not ended by then has died of it."""
+N_APPENDED = 3
+SMALL_BYTES = 1 << 20
+MOST_RECORD_BYTES = 64 << 20
+"""More than the record of an attempt that published every shard of the largest run."""
+FOLDERS = ("claims", "shards", "tasks", "logs", "telemetry")
+_SHARD_NAME = re.compile(r"(\d{5}|[1-9]\d{5,})(?:\.r([1-9]\d{0,8}))?\.h5")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run computes, frozen: everything that its rows depend on, and what it was first asked to run on.
+
+    `shard_items` consecutive items make a shard; the last may have fewer. `fingerprint` covers what the rows depend on.
+    """
+
+    name: str
+    input: Mapping[str, Any]
+    input_digest: str
+    n_items: int
+    workload: str
+    search_path: str
+    settings: Mapping[str, Any]
+    columns: Mapping[str, Any]
+    batch_size: int
+    shard_items: int
+    seed: int
+    lease_s: float
+    margin_s: float
+    auto_resubmit: int
+    resources: Mapping[str, Any]
+    slurm: Mapping[str, Any]
+    merge: Mapping[str, Any]
+    provenance: Mapping[str, Any]
+    container: Mapping[str, Any] | None = None
+    processes: str = "one"
+    placement: Sequence[str] = ()
+    paths: Sequence[str] = ()
+    environ: Mapping[str, str] = field(default_factory=dict)
+    sample_s: float = 5.0
+    summarizes: bool = False
+    exports: Sequence[str] = ()
+    on_end: str | None = None
+    html: bool = True
+
+    @property
+    def n_shards(self) -> int:
+        """How many shards there are."""
+        return -(-self.n_items // self.shard_items)
+
+    def bounds(self, shard: int) -> tuple[int, int]:
+        """First item of a shard, and the one after its last."""
+        start = shard * self.shard_items
+        return start, min(start + self.shard_items, self.n_items)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of what the rows depend on; every shard carries it."""
+        parts = [self.input_digest, self.n_items, self.workload, self.settings, self.columns]
+        parts += [self.batch_size, self.shard_items, self.seed]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of run.json."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {"format": RUN_FORMAT, "version": RUN_VERSION, "fingerprint": self.fingerprint, **fields}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Plan:
+        """The plan in a run.json."""
+        return cls(**{name: value[name] for name in cls.__dataclass_fields__ if name in value})
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory and the plan in it.
+
+    `recompute` is None, but in what `computing` returns. `status` is that of run.json as it was read; None where this
+    process has made it.
+    """
+
+    folder: Path
+    plan: Plan
+    recompute: Recompute | None = None
+    status: os.stat_result | None = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def open(cls, folder: Path) -> Run:
+        """The run in `folder`; a sentence when there is none, or one of a newer slurmgpu."""
+        folder = folder.expanduser().absolute()
+        try:
+            content, status = read_with_status(folder / "run.json")
+            value = json.loads(content)
+        except (FileNotFoundError, NotADirectoryError):
+            raise SlurmGPUError(
+                f"{folder} is no run directory: it has no run.json. `slurmgpu submit` makes one."
+            ) from None
+        except UnusableFileError as error:
+            raise SlurmGPUError(f"{folder / 'run.json'} cannot be used: {error.strerror}.") from error
+        except (ValueError, RecursionError) as error:
+            raise SlurmGPUError(f"{folder / 'run.json'} is damaged: {error}.") from error
+        if not isinstance(value, dict):
+            raise SlurmGPUError(f"{folder / 'run.json'} is damaged: it is no JSON object.")
+        if value.get("format") != RUN_FORMAT or value.get("version") != RUN_VERSION:
+            raise SlurmGPUError(
+                f"{folder / 'run.json'} is of format {value.get('format')!r} version {value.get('version')}; "
+                f"this slurmgpu reads {RUN_FORMAT!r} version {RUN_VERSION}. Use the slurmgpu that made the run."
+            )
+        return cls(folder, Plan.from_json(private.reveal(folder, private.PLAN, value)), status=status)
+
+    @property
+    def name(self) -> str:
+        """What the run is called: the run directory's name, whatever it was when the run was planned."""
+        return self.folder.name if self.folder.name != ".." else self.folder.resolve().name
+
+    @property
+    def typed(self) -> str:
+        """The run directory as it is typed in a shell, for the commands that messages propose."""
+        return shlex.quote(str(self.folder))
+
+    @property
+    def claims(self) -> Claims:
+        """The claims of this run."""
+        return Claims(self.folder / "claims", self.plan.lease_s)
+
+    @property
+    def shards(self) -> Path:
+        """The folder of published shards."""
+        return self.folder / "shards"
+
+    @property
+    def tasks(self) -> Path:
+        """The folder of attempts, one JSON file each."""
+        return self.folder / "tasks"
+
+    @property
+    def logs(self) -> Path:
+        """The folder of Submitit's files and the workers' output."""
+        return self.folder / "logs"
+
+    @property
+    def merged(self) -> Path:
+        """Where the merge puts the joined file."""
+        return self.folder / "merged.h5"
+
+    @property
+    def index(self) -> Path:
+        """The index of the input's records, made at planning."""
+        return self.folder / "input.idx"
+
+    @property
+    def input(self) -> dict[str, Any]:
+        """The plan's input; of files that lie in the run directory, the paths where that is now."""
+        files = [{**file, "path": str(self.folder / file["path"])} for file in self.plan.input["files"]]
+        return {**self.plan.input, "files": files}
+
+    def computing(self, submission: int) -> Run:
+        """The run as the tasks of a submission see it: what that computes again is not published yet."""
+        return replace(self, recompute=read_recompute(self.folder, submission))
+
+    def shard_path(self, shard: int) -> Path:
+        """Where a shard is published. Its presence is the only meaning of done.
+
+        That is `00005.h5`, or `00005.r1.h5` for a submission that computes items of a published shard again.
+        """
+        return self.revision_path(shard, self.revision_to_make(shard))
+
+    def revision_to_make(self, shard: int) -> int:
+        """The revision of a shard that is computed here; 0 for one of which nothing is published yet."""
+        again = None if self.recompute is None else self.recompute.shards.get(shard)
+        return 0 if again is None else again.revision
+
+    def revision_path(self, shard: int, revision: int) -> Path:
+        """Where a revision of a shard lies; 0 is the shard as it was computed first."""
+        return self.shards / (f"{shard:05d}.r{revision}.h5" if revision else f"{shard:05d}.h5")
+
+    @staticmethod
+    def revision_of(name: str) -> tuple[int, int] | None:
+        """The shard and the revision that a file's name says, `00005.r1.h5` say; None for any other name."""
+        match = _SHARD_NAME.fullmatch(name)
+        return None if match is None else (int(match[1]), int(match[2] or 0))
+
+    def items_of(self, shard: int) -> Sequence[tuple[int, int]]:
+        """The items of a shard that are to be computed, as spans (start, stop): all of them, as a rule."""
+        again = None if self.recompute is None else self.recompute.shards.get(shard)
+        return [self.plan.bounds(shard)] if again is None else again.items
+
+    def shard_files(self, *, anew: bool = False) -> dict[int, list[int]]:
+        """The revisions that are there of each published shard, ascending, from one listing.
+
+        With `anew` no cached answer is believed: the folder is listed as the file server has it now, and each shard
+        that still lacks is asked for by its name.
+        """
+        found: dict[int, list[int]] = {}
+        n_shards = self.plan.n_shards
+        for name in list_anew(self.shards) if anew else list_names(self.shards):
+            numbers = self.revision_of(name) if name.endswith(".h5") else None
+            if numbers is not None and numbers[0] < n_shards:
+                found.setdefault(numbers[0], []).append(numbers[1])
+        if anew:
+            for shard in range(n_shards):
+                if shard not in found and exists(self.revision_path(shard, 0)):
+                    found[shard] = [0]
+        for revisions in found.values():
+            revisions.sort()
+        return found
+
+    def published(self, *, anew: bool = False) -> set[int]:
+        """The shards that are done, from one listing; `anew` as for `shard_files`."""
+        files = self.shard_files(anew=anew)
+        again = {} if self.recompute is None else self.recompute.shards
+        return {shard for shard, there in files.items() if shard not in again or again[shard].revision in there}
+
+    def damaged(self) -> dict[int, str]:
+        """Shards that a merge set aside and nobody has computed since, with what was wrong with them."""
+        found = {}
+        for name in list_names(self.shards):
+            numbers = self.revision_of(name.removesuffix(".damaged.txt") + ".h5")
+            if name.endswith(".damaged.txt") and numbers is not None and not numbers[1]:
+                number, _ = numbers
+                with contextlib.suppress(OSError):  # one that cannot be read, or is gone, says nothing
+                    if not exists(self.revision_path(number, 0)):
+                        found[number] = read_bytes(self.shards / name, max_bytes=1 << 20, patience_s=1.0)
+        return {number: why.decode("utf-8", "replace").strip() for number, why in found.items()}
+
+    def attempts(self) -> list[dict[str, Any]]:
+        """What each attempt wrote of itself, in the order of their start; without those that are damaged."""
+        return self.read_attempts()[0]
+
+    def attempt(self, name: str) -> dict[str, Any] | None:
+        """What one attempt wrote of itself; None if that is damaged."""
+        return _read_record(self.tasks / f"{name}.json")
+
+    def damaged_records(self) -> list[str]:
+        """The attempts whose records cannot be read: a dying node, or a full disk, may have left them so."""
+        return self.read_attempts()[1]
+
+    def read_attempts(self) -> tuple[list[dict[str, Any]], list[str]]:
+        """Both of these, from one reading."""
+        records, damaged = [], []
+        for name in _json_names(self.tasks):
+            if (record := _read_record(self.tasks / name)) is None:
+                damaged.append(name.removesuffix(".json"))
+            else:
+                records.append(record)
+        return sorted(records, key=lambda record: (record["started"], record["attempt"])), damaged
+
+    def submissions(self) -> list[dict[str, Any]]:
+        """The submissions, each with what all its lines say: of before sbatch, of after it, and of its end.
+
+        In a copy of a run that was at work, what works is not the copy's: its submission has ended there, and is
+        `copied`.
+        """
+        merged: dict[int, dict[str, Any]] = {}
+        try:
+            lines = read_bytes(self.folder / "submissions.jsonl").splitlines()
+        except FileNotFoundError:
+            return []
+        for line in lines:
+            try:
+                value = json.loads(line)
+            except ValueError:
+                continue  # blank, or torn by a full disk or a kill; a line that counts was written whole
+            if isinstance(value, dict) and type(value.get("submission")) is int:
+                merged.setdefault(value["submission"], {}).update(value)
+        # Without its first line, a damaged one, nothing is known of a submission that could be used.
+        found = [line for _, line in sorted(merged.items()) if "executor" in line and "state" in line]
+        # Of what has ended the place does not matter: a list of many runs asks the file system for none.
+        place = place_of(self.folder) if any(line["state"] not in ENDS for line in found) else {}
+        return [as_seen_at(line, place) for line in found]
+
+    def as_submitted(self, line: Mapping[str, Any]) -> dict[str, Any]:
+        """A submission with the options that only its owner may read; with dots for others."""
+        return private.reveal(self.folder, str(line["submission"]), line)
+
+    def last_submission(self) -> dict[str, Any]:
+        """The last submission; a sentence when there was none."""
+        lines = self.submissions()
+        if not lines:
+            raise SlurmGPUError(f"{self.folder} was never submitted. `slurmgpu resubmit {self.typed}` does it.")
+        return lines[-1]
+
+    def record_submission(self, value: Mapping[str, Any]) -> None:
+        """Append a line to submissions.jsonl; `submission` in it is the number that lines of one submission share.
+
+        One process at a time, as two that append at once overwrite each other's line on NFS.
+        """
+        place = place_of(self.folder) if "executor" in value else {}
+        path = self.folder / "submissions.jsonl"
+        if exists(path) and not may(path, os.W_OK):
+            if "executor" in value:
+                owner = name_of(path.stat().st_uid)
+                raise SlurmGPUError(f"{path} is {owner}'s alone to write: have {owner} submit this run.")
+            log.warning("%s is not one's own; it is not told: %s", path, value)
+            return
+        with hold(self.folder / ".recording", "recording", patient=True, patience_s=RECORDING_S):
+            shown = private.keep(self.folder, str(value["submission"]), value)
+            line = json.dumps({**shown, **place}).encode() + b"\n"
+            for _ in range(N_APPENDED):
+                retried(lambda: _append(path, line))
+                if line in read_bytes(path).splitlines(keepends=True):
+                    return
+        raise SlurmGPUError(f"A line that was written to {path} is not in it: its file system loses what is written.")
+
+
+def create_run(folder: Path, plan: Plan, files: Sequence[Path]) -> Run:
+    """Make the run directory, whole or not at all; refuse one that exists.
+
+    `files` are moved into it. Of two shells that make the same run at once, one succeeds.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with beside(folder) as partial:
+        make_folder(partial)
+        for name in FOLDERS:
+            make_folder(partial / name)
+        for file in files:
+            move(file, partial / file.name)
+        text = json.dumps(private.keep(partial, private.PLAN, plan.to_json()), indent=2, ensure_ascii=False) + "\n"
+        mode = stat.S_IMODE(retried((partial / "logs").stat).st_mode) & 0o644
+        write_bytes(partial / "run.json", text.encode("utf-8", "backslashreplace"), mode=mode)
+        protect(partial)
+        try:
+            move_over(partial, folder)  # fails on a directory that is not empty
+        except OSError:
+            refuse_existing(folder)
+            raise
+    fsync_dir(folder.parent)
+    return Run(folder, plan)
+
+
+def protect(folder: Path) -> bool:
+    """Keep what is executed the owner's, if that is who asks, where others may write in a run directory.
+
+    They may add files, shards and records; those of the owner's in the directory itself they cannot remove or rename,
+    and in logs/, where the jobs find Submitit's scripts and pickles, they can do nothing. For run.json and
+    submissions.jsonl say what is run. False for who is not the owner, and can change nothing.
+    """
+    found = retried(folder.stat)
+    if found.st_uid != os.geteuid():
+        return False
+    for name in ("logs", "run.json", "submissions.jsonl"):
+        path = folder / name
+        if exists(path) and (status := retried(path.stat)).st_uid == os.geteuid():
+            mode = stat.S_IMODE(status.st_mode) & ~OTHERS_WRITE
+            retried(partial(path.chmod, mode))
+    if (mode := stat.S_IMODE(found.st_mode)) & OTHERS_WRITE:
+        retried(lambda: folder.chmod(mode | stat.S_ISVTX))
+    return True
+
+
+def refuse_existing(folder: Path) -> None:
+    """Raise a sentence when `folder` holds a run, or anything else."""
+    if status_of(folder / "run.json") is not None:
+        typed = shlex.quote(str(folder))
+        raise SlurmGPUError(
+            f"{folder} holds a run already. `slurmgpu resubmit {typed}` computes what it lacks, "
+            f"`slurmgpu status {typed}` shows it; for another run of this file name another directory with --run-dir."
+        )
+    if status_of(folder) is not None and not (is_folder(folder) and not list_names(folder)):
+        raise SlurmGPUError(f"{folder} exists and is no run directory; name another with --run-dir.")
+
+
+def _append(path: Path, line: bytes) -> None:
+    # What it says is executed: that of a line that comes later goes over one before.
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    with os.fdopen(fd, "a+b") as file:
+        if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
+            line = b"\n" + line  # a line of its own, behind a torn one
+        file.write(line)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read_record(path: Path) -> dict[str, Any] | None:
+    """An attempt's record; None for one that makes no sense: progress is not fsynced, and nodes die."""
+    try:
+        # One that could not be read before is not waited for again: it costs itself, and not all that looks.
+        patience_s = 0.0 if path in _told_of else BRIEF_PATIENCE_S
+        record = read_record(read_bytes(path, max_bytes=MOST_RECORD_BYTES, patience_s=patience_s))
+        if record["attempt"] != path.stem:
+            raise ValueError(f"it is that of {record['attempt']!r:.80}")
+    except (ValueError, OSError) as error:
+        if path not in _told_of:
+            _told_of.add(path)
+            log.warning("%s is damaged, and left out: %s", path, error)
+        return None
+    return record
+
+
+_told_of: set[Path] = set()
+"""Damaged records that were warned of: those who follow a run read them every second."""
+
+
+def _json_names(folder: Path) -> list[str]:
+    return [name for name in list_names(folder) if name.endswith(".json") and not name.startswith(".")]

@@ -1,0 +1,168 @@
+"""Heartbeats: the counter in `tasks/ATTEMPT@CLUSTER.alive` goes up from a task's first second until its process ends.
+
+It is there before a record is, while images are staged and models loaded, and goes on while the task itself waits for
+something. Whoever wants to know whether the task lives watches the counter by a clock of its own, whatever the user,
+the host, the cluster or the PID namespace of the task. What died leaves its file, and the counter stands still.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import json
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.run.submissions import cluster_in_names, place_of
+from slurmgpu.util.pids import lives, own_id
+from slurmgpu.util.shared_files import list_anew, read_bytes, remove
+
+BEAT_S = 3.0
+"""How often a task counts up."""
+LONGEST_GAP_S = 15.0
+"""An observer that has not looked for so long was stopped itself, and its clock says nothing of others."""
+SIZE = 1024
+SUFFIX = ".alive"
+
+
+@contextlib.contextmanager
+def beating(folder: Path, attempt: str, job: str, node: int = 0) -> Iterator[None]:
+    """Show others that this process lives, while the block lasts; `node` is its place among those of its task.
+
+    `folder` is the run directory. A file that cannot be written costs the sign, not the task.
+    """
+    cluster = os.environ.get("SLURM_CLUSTER_NAME")
+    # Two clusters that share the disk may give the same job id. A local executor's jobs have none.
+    where = f"@{cluster_in_names(cluster)}" if cluster and job.isdecimal() else ""
+    path = folder / "tasks" / f"{attempt}{where}{f'.node{node}' if node else ''}{SUFFIX}"
+    value: dict[str, Any] = {
+        "token": secrets.token_hex(16),
+        "beat": 0,
+        "attempt": attempt,
+        "job": job,
+        "uid": os.getuid(),
+    }
+    value |= {"user": _user(), "cluster": cluster, **own_id()}
+    with contextlib.suppress(OSError):
+        value |= place_of(folder)
+    over = threading.Event()
+    _write(path, value)
+
+    def beat() -> None:
+        while not over.wait(BEAT_S):
+            value["beat"] += 1
+            _write(path, value)
+
+    thread = threading.Thread(target=beat, daemon=True, name="heartbeat")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        with contextlib.suppress(OSError):
+            if _parse(read_bytes(path, max_bytes=4 * SIZE)).get("token") == value["token"]:
+                remove(path)
+
+
+def _write(path: Path, value: Mapping[str, Any]) -> None:
+    # In place, and of one length: a rename would cost the server more, and readers see the old counter or the new one.
+    # Made anew if it is gone: a merge removes those that are silent, and a task that was stopped may wake.
+    content = json.dumps(dict(value)).encode().ljust(SIZE - 1) + b"\n"
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        try:
+            os.pwrite(fd, content, 0)
+        finally:
+            os.close(fd)
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What an observer knows of one heartbeat; `lives` is None while it cannot tell."""
+
+    name: str
+    told: Mapping[str, Any]
+    lives: bool | None
+
+    @property
+    def in_words(self) -> str:
+        """Which task it is of, and where."""
+        return f"task {self.name} of {self.told.get('user', '?')} on {self.told.get('host', '?')}"
+
+
+@dataclass
+class Observer:
+    """The heartbeats of a run as one process has seen them, by its own clock; it may look again and again."""
+
+    folder: Path
+    patience_s: float
+    _seen: dict[str, tuple[bytes, float, bool, dict[str, Any]]] = field(default_factory=dict)
+    _looked: float = 0.0
+
+    def look(self) -> list[Sign]:
+        """A sign for each task of this run directory, no copy's, that has not ended by itself."""
+        now = time.monotonic()
+        if now - self._looked > LONGEST_GAP_S:
+            self._seen.clear()
+        self._looked = now
+        names = [name for name in list_anew(self._tasks) if name.endswith(SUFFIX) and not name.startswith(".")]
+        place = place_of(self.folder) if names else {}
+        signs = (self._look_at(name, now) for name in sorted(names))
+        return [sign for sign in signs if sign is not None and _is_at(place, sign.told)]
+
+    def forget(self, signs: Sequence[Sign]) -> None:
+        """Remove the files of dead tasks, unless they have changed; one that lives after all makes its own anew."""
+        for sign in signs:
+            path = self._tasks / f"{sign.name}{SUFFIX}"
+            with contextlib.suppress(OSError):
+                if read_bytes(path, max_bytes=4 * SIZE) == self._seen[path.name][0]:
+                    remove(path)
+
+    @property
+    def _tasks(self) -> Path:
+        return self.folder / "tasks"
+
+    def _look_at(self, name: str, now: float) -> Sign | None:
+        try:
+            content = read_bytes(self._tasks / name, max_bytes=4 * SIZE)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            content = str(error).encode()  # it cannot be read, and so does not change
+        seen, since, has_beaten, told = self._seen.get(name, (content, now, False, {}))
+        told = _parse(content) or told  # while it is written, it is of whom it was of
+        if seen != content:
+            since, has_beaten = now, True
+        self._seen[name] = content, since, has_beaten, told
+        is_silent = now - since > self.patience_s
+        known = lives(told)
+        if known is None:
+            known = False if is_silent else True if has_beaten else None
+        return Sign(name.removesuffix(SUFFIX), told, known)
+
+
+def _is_at(place: Mapping[str, Any], told: Mapping[str, Any]) -> bool:
+    """Whether a task works in the run directory at this place, not in one that this is a copy of."""
+    return any(told.get(key, place[key]) == place[key] for key in place)
+
+
+def _parse(content: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError):
+        return {}  # it is being written for the first time, or damaged
+    return value if isinstance(value, dict) else {}
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())  # of no name here

@@ -1,0 +1,351 @@
+"""One lock for whoever submits, joins or merges a run: held by one process at a time, whatever becomes of the others.
+
+The lock is a file with a token and a counter, which its holder counts up. Those who wait judge the counter by their own
+clock, and take the lock of a silent holder away. A holder that was stopped meanwhile may wake: so it asks, right before
+each step that cannot be undone, whether the file still has its token (`Lock.check`), and it never removes another's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import getpass
+import json
+import logging
+import math
+import os
+import random
+import secrets
+import shlex
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.run.owners import name_of
+from slurmgpu.util.early_signals import deferred, heed
+from slurmgpu.util.pids import lives, own_id
+from slurmgpu.util.shared_files import UnusableFileError, read_bytes, remove, replace, retried
+
+log = logging.getLogger(__name__)
+
+RENEW_S = 5.0
+"""How often a holder counts up."""
+PATIENCE_S = 120.0
+"""A lock that has not changed for so long, by the observer's clock, is a dead one's; NFS may show it 60 s late."""
+LONGEST_GAP_S = 10.0
+"""An observer that has not looked for so long was stopped itself, and its clock says nothing of others."""
+CHECKED_S = 1.0
+SIZE = 1024
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+
+_T = TypeVar("_T")
+
+
+class LockLostError(SlurmGPUError):
+    """The lock of this process is another's now: it was taken for dead."""
+
+
+@dataclass
+class Lock:
+    """A lock that this process took; others may have taken it away since, which `check` tells."""
+
+    path: Path
+    content: dict[str, Any]
+    _writing: threading.Lock = field(default_factory=threading.Lock)
+    _beaten: float = field(default_factory=time.monotonic)
+
+    @property
+    def token(self) -> str:
+        """What only the holder's file has."""
+        return str(self.content["token"])
+
+    def beat(self) -> bool:
+        """Count up, so that others see that the holder lives; False if the lock is no longer this process's."""
+        with self._writing:
+            try:
+                # The content is read by the descriptor it is then written by: it cannot become another's in between.
+                fd = retried(lambda: os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC))
+            except FileNotFoundError:
+                return False
+            try:
+                if _parse(retried(lambda: os.pread(fd, SIZE, 0))).get("token") != self.token:
+                    return False
+                self.content["beat"] += 1
+                begun = time.monotonic()  # before: who is stopped behind the writing was silent since
+                retried(lambda: os.pwrite(fd, _encode(self.content), 0))
+            finally:
+                os.close(fd)
+            self._beaten = begun
+            return True
+
+    def check(self) -> None:
+        """Raise LockLostError unless the lock is still this process's: to be asked before what cannot be undone."""
+        was_silent = time.monotonic() - self._beaten > PATIENCE_S / 2
+        # An observer that is about to take the lock may have it under another name for a moment.
+        for pause in (0.0, 0.1, 0.5):
+            time.sleep(pause)
+            if self.beat():
+                break
+        else:
+            self._raise_lost()
+        if was_silent:
+            time.sleep(0.5)  # who has seen the old counter, and was taking it away, has done so by now
+            if not self.beat():
+                self._raise_lost()
+
+    def _raise_lost(self) -> None:
+        successor = _look(self.path)
+        holder = _in_words(_parse(successor)) if successor else "nobody"
+        raise LockLostError(
+            f"This process was stopped, or could not write to {self.path.parent}, for more than {PATIENCE_S:.0f} s, "
+            f"and was taken for dead: {holder} has its lock now. It has changed nothing since. "
+            f"Look at the run with `slurmgpu status`, and start this again if it is still to be done."
+        )
+
+    def release(self) -> None:
+        """Remove the lock, if it is still this process's, and no other's."""
+        content = _look(self.path)
+        seen = None if content is None else _parse(content)
+        if seen is not None and seen.get("token") == self.token:
+            _take_away(self.path, seen, by="token")
+
+
+def checked(values: Iterable[_T], check: Callable[[], None]) -> Iterator[_T]:
+    """Each of `values`, for a loop that removes what they name: `check` comes before the first, and every second.
+
+    So a holder that is stopped in the middle asks for its lock before it goes on.
+    """
+    last = -math.inf
+    for value in values:
+        now = time.monotonic()
+        if now - last > CHECKED_S:
+            check()
+            last = now
+        yield value
+
+
+@contextlib.contextmanager
+def run_lock(
+    folder: Path, doing: str, *, patient: bool = False, on_wait: Callable[[], None] = lambda: None
+) -> Iterator[Lock]:
+    """Hold the lock of the run in `folder` while the block lasts.
+
+    While another process holds it the patient wait, and the others are refused. `doing` is told to those. `on_wait` is
+    called again and again meanwhile; what it raises ends the waiting.
+    """
+    with hold(folder / ".submitting", doing, patient=patient, on_wait=on_wait) as lock, _renewed(lock):
+        yield lock
+
+
+@contextlib.contextmanager
+def hold(
+    path: Path,
+    doing: str,
+    *,
+    patient: bool,
+    on_wait: Callable[[], None] = lambda: None,
+    patience_s: float | None = None,
+) -> Iterator[Lock]:
+    """Hold the lock at `path` for a moment: it is not renewed while the block lasts."""
+    with deferred() as allowed:  # a signal comes while it waits, or while it holds the lock, and never in between
+        lock = _acquire(path, doing, patient, on_wait, PATIENCE_S if patience_s is None else patience_s)
+        try:
+            with allowed():
+                yield lock
+        finally:
+            try:
+                lock.release()
+            except OSError as error:
+                log.warning("%s cannot be removed: %s", path, error)
+
+
+def _acquire(path: Path, doing: str, patient: bool, on_wait: Callable[[], None], patience_s: float) -> Lock:
+    seen, since, looked, is_told = None, time.monotonic(), time.monotonic(), False
+    while True:
+        content = _look(path)  # one request: a thousand tasks may wait here at once
+        if content is None:
+            if lock := _try(path, doing):
+                return lock
+            time.sleep(random.uniform(0.01, 0.1))  # somebody was quicker, and a cache may not show it yet
+            continue
+        holder, now = _parse(content), time.monotonic()
+        life = lives(holder)
+        has_beaten = seen is not None and content != seen
+        if not patient and (life or has_beaten):
+            raise SlurmGPUError(
+                f"Somebody is submitting or merging this run right now: {_in_words(holder)}. "
+                f"Wait for its end; `slurmgpu status {path.parent}` shows how the run stands."
+            )
+        if content != seen or now - looked > LONGEST_GAP_S:
+            seen, since = content, now
+        elif life is False or now - since > patience_s:
+            if _take_away(path, holder):
+                log.warning("removed the lock of one who is dead: %s", _in_words(holder))
+            continue
+        if not is_told and patient:
+            log.info("waiting for %s", _in_words(holder))
+        elif not is_told and life is None:
+            log.warning("waiting up to %.0f s to see whether %s lives", patience_s, _in_words(holder))
+        is_told = True
+        looked = now
+        heed()
+        on_wait()
+        time.sleep(random.uniform(0.05, 0.5) if life is not False else 0.01)
+
+
+def _try(path: Path, doing: str) -> Lock | None:
+    """The lock, if it is free. The file appears with its content: who looks at it finds its holder."""
+    value = {"token": secrets.token_hex(16), "beat": 0, "doing": doing, "user": _user(), "since": time.time()}
+    value |= own_id()
+    mine = path.with_name(f"{path.name}.{value['token']}.partial")
+    try:
+        retried(lambda: _write(mine, value))
+        try:
+            is_mine = _link(mine, path, value)
+        finally:
+            remove(mine)
+    except FileNotFoundError:
+        if not path.parent.is_dir():
+            raise SlurmGPUError(f"{path.parent} is gone.") from None
+        raise
+    except OSError as error:
+        error.filename = str(path)  # what users know of
+        raise
+    return Lock(path, value) if is_mine else None
+
+
+def _write(path: Path, value: Mapping[str, Any], flags: int = os.O_TRUNC) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o644)
+    with os.fdopen(fd, "wb") as file:
+        file.write(_encode(value))
+
+
+def _link(mine: Path, path: Path, value: Mapping[str, Any]) -> bool:
+    """Give a file that was written the name of the lock, if nobody has it; also where the reply to that is lost."""
+    try:
+        try:
+            retried(lambda: os.link(mine, path, follow_symlinks=False))
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            _write(path, value, os.O_EXCL)
+    except FileExistsError:
+        found = _look(path)
+        return found is not None and _parse(found).get("token") == value["token"]
+    return True
+
+
+def _take_away(path: Path, holder: Mapping[str, Any], by: str | None = None) -> bool:
+    """Remove the lock of `holder`, and no other; unless `by` its token alone, only if it has not beaten since.
+
+    Of several who try, one has it after the renaming.
+    """
+    mine = path.with_name(f"{path.name}.{secrets.token_hex(16)}.taken")
+    try:
+        replace(path, mine)
+        content = _parse(read_bytes(mine))
+    except FileNotFoundError:
+        return False  # somebody was quicker
+    except PermissionError as error:
+        if by is not None:
+            raise
+        raise SlurmGPUError(
+            f"{path} is the lock of a process that is dead, {_in_words(holder)}, and you may not remove it: "
+            f"{error.strerror}. Have {_remover(path)} remove it: rm {shlex.quote(str(path))}"
+        ) from error
+    taken = content == holder if by is None else content.get(by) == holder[by]
+    if not taken:
+        _put_back(mine, path, content)  # it changed hands, or was renewed, since it was looked at
+    remove(mine)
+    return taken
+
+
+def _put_back(mine: Path, path: Path, content: Mapping[str, Any]) -> None:
+    """Give a lock its name again, as the file that it is: another user's could not renew a copy of it."""
+    try:
+        retried(lambda: os.link(mine, path, follow_symlinks=False))
+    except FileExistsError:
+        pass  # somebody has taken it since, or the reply was lost
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        # No hard links, or none to the files of others (protected_hardlinks). Who takes it in between is fenced off.
+        if _look(path) is None:
+            replace(mine, path)
+
+
+def _remover(path: Path) -> str:
+    """Who may remove a lock that is another's: its owner, and in a folder with the sticky bit that of the folder."""
+    owners = dict.fromkeys(name_of(each.stat().st_uid) for each in (path, path.parent))
+    return " or ".join(owners)
+
+
+def _look(path: Path) -> bytes | None:
+    try:
+        return read_bytes(path, max_bytes=4 * SIZE)
+    except FileNotFoundError:
+        return None
+    except UnusableFileError as error:
+        raise SlurmGPUError(
+            f"{path} should be the lock of whoever submits or merges the run: {error.strerror}. Remove it, if it is "
+            f"none of yours ask who can write to {path.parent}."
+        ) from error
+
+
+def _parse(content: bytes) -> dict[str, Any]:
+    """What a lock says; of one that makes no sense, of an older slurmgpu say, its text alone."""
+    try:
+        value = json.loads(content)
+        if isinstance(value, dict):
+            return value
+    except (ValueError, RecursionError):
+        pass
+    return {"text": content.decode("utf-8", "replace")}
+
+
+def _encode(value: Mapping[str, Any]) -> bytes:
+    # One length whatever the counter says: a shorter text written in place would leave the end of the longer one.
+    if "text" in value:
+        return str(value["text"]).encode()
+    return json.dumps(dict(value)).encode().ljust(SIZE - 1) + b"\n"
+
+
+def _in_words(holder: Mapping[str, Any]) -> str:
+    if "token" not in holder:
+        return str(holder.get("text") or "a process that has not said which")[:200]
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(holder.get("since") or 0)))
+    return (
+        f"process {holder.get('pid')} of {holder.get('user')} on {holder.get('host')}, "
+        f"which began {holder.get('doing')} it at {since}"
+    )
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())  # of no name here
+
+
+@contextlib.contextmanager
+def _renewed(lock: Lock) -> Iterator[None]:
+    """Show others, while the block lasts, that the holder lives: a merge may take an hour."""
+    over = threading.Event()
+
+    def renew() -> None:
+        while not over.wait(RENEW_S):
+            with contextlib.suppress(OSError):
+                lock.beat()
+
+    thread = threading.Thread(target=renew, daemon=True, name="the lock of the run")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

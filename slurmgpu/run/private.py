@@ -1,0 +1,105 @@
+"""What of a run is its owner's alone: commands and options of Slurm that may hold tokens, in a file of mode 0600.
+
+Everybody who may read a run directory reads run.json and submissions.jsonl. There `on_end`, `setup` and the values of
+`export` are replaced by dots, and so is whatever looks like a token among the other options; `private.json` has what
+stood there. What it holds is executed, so it is believed only if nobody but its reader, or root, can have written it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.util.atomic_files import write_bytes
+from slurmgpu.util.redact import HIDDEN, hidden
+from slurmgpu.util.shared_files import read_own
+
+log = logging.getLogger(__name__)
+
+NAME = "private.json"
+MODE = 0o600
+MOST_BYTES = 16 << 20
+TABLES = ("slurm", "merge")
+"""Where options of sbatch are, in a plan and in a submission."""
+WHOLLY = ("setup", "export")
+"""Options of which nothing is shown: whose value is a secret, their looks do not tell."""
+PLAN = "plan"
+
+
+def public(value: Mapping[str, Any]) -> dict[str, Any]:
+    """A plan or a submission as everybody may read it."""
+    shown = dict(value)
+    for table in TABLES:
+        if isinstance(value.get(table), Mapping):
+            shown[table] = _public_options(value[table])
+    if value.get("on_end"):
+        shown["on_end"] = HIDDEN
+    return shown
+
+
+def _public_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    shown: dict[str, Any] = hidden(options)
+    for name in WHOLLY:
+        if options.get(name) and not (name == "export" and options[name] in ("ALL", "NONE", "NIL")):
+            shown[name] = [HIDDEN] if isinstance(options[name], list) else HIDDEN
+    return shown
+
+
+def keep(folder: Path, key: str, value: Mapping[str, Any]) -> dict[str, Any]:
+    """What everybody may read of a plan or a submission; the rest is kept in `folder` under `key`."""
+    shown = public(value)
+    secret = {name: value[name] for name in (*TABLES, "on_end") if name in value and shown[name] != value[name]}
+    if secret:
+        known = _read(folder, to_keep=True)
+        known[key] = secret
+        write_bytes(folder / NAME, (json.dumps(known, indent=2) + "\n").encode(), mode=MODE)
+    return shown
+
+
+def reveal(folder: Path, key: str, shown: Mapping[str, Any]) -> dict[str, Any]:
+    """The plan or submission of which `shown` is what everybody reads; with dots as they are for who is not its owner.
+
+    Nothing is taken from private.json but what stands behind dots.
+    """
+    if not is_hidden(shown):
+        return dict(shown)
+    secret = _read(folder).get(key)
+    if not isinstance(secret, dict) or any(public(secret).get(name) != shown.get(name) for name in secret):
+        return dict(shown)
+    return {**shown, **secret}
+
+
+def is_hidden(value: Mapping[str, Any]) -> bool:
+    """Whether something of a plan or a submission is not shown."""
+    return HIDDEN in json.dumps([value.get(name) for name in (*TABLES, "on_end")], ensure_ascii=False)
+
+
+def refuse_hidden(folder: Path, options: Mapping[str, Any]) -> None:
+    """Raise a sentence where options are needed that their reader may not know."""
+    names = [name for name, value in options.items() if HIDDEN in json.dumps(value, ensure_ascii=False)]
+    if names:
+        raise SlurmGPUError(
+            f"{' and '.join(names)} of this run are known to its owner alone, who submitted it ({folder / NAME}). "
+            f"Give your own: --slurm {names[0]}=…, or have the owner do this."
+        )
+
+
+def _read(folder: Path, *, to_keep: bool = False) -> dict[str, Any]:
+    """What is kept; nothing of a file that cannot be believed, or a sentence if that is about to be replaced."""
+    try:
+        value = json.loads(read_own(folder / NAME, max_bytes=MOST_BYTES))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        if to_keep:
+            raise SlurmGPUError(
+                f"{folder / NAME} has what on_end and setup are, and cannot be used: {error}. "
+                f"`chmod 600` it if it is yours, or remove it and give them again."
+            ) from error
+        log.debug("%s is not used: %s", folder / NAME, error)
+        return {}
+    return value if isinstance(value, dict) else {}

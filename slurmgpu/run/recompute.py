@@ -1,0 +1,98 @@
+"""Which items of published shards a submission computes again: `resubmit --failed`, kept in recompute.json.
+
+A shard whose items are computed again stays as it is. The new rows are published beside it as its next revision,
+`00005.r1.h5`, a whole shard that holds all good rows of the former one; so no row is gone at any moment. A revision
+is created exclusively: a task that was late and is not the first has published nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.util.atomic_files import write_json
+from slurmgpu.util.shared_files import UnusableFileError, read_bytes
+
+RECOMPUTE_FORMAT = "slurmgpu recompute"
+RECOMPUTE_VERSION = 1
+
+Spans = Sequence[tuple[int, int]]
+"""Items as (start, stop), ascending."""
+
+
+@dataclass(frozen=True)
+class Again:
+    """What is computed again of one shard: the revision that it becomes, and its items."""
+
+    revision: int
+    items: Spans
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What a submission computes again, by shard."""
+
+    submission: int
+    shards: Mapping[int, Again]
+
+    @property
+    def n_items(self) -> int:
+        """How many items are computed again."""
+        return sum(stop - start for again in self.shards.values() for start, stop in again.items)
+
+
+def recompute_path(run_folder: Path) -> Path:
+    """Where it is kept: one file a run, that of the last submission which computed items again."""
+    return run_folder / "recompute.json"
+
+
+def write_recompute(run_folder: Path, value: Recompute) -> None:
+    """Keep what a submission computes again, before anything of it is queued."""
+    shards = {
+        str(shard): [again.revision, [list(span) for span in again.items]] for shard, again in value.shards.items()
+    }
+    head = {"format": RECOMPUTE_FORMAT, "version": RECOMPUTE_VERSION, "submission": value.submission}
+    write_json(recompute_path(run_folder), {**head, "shards": shards})
+
+
+def read_recompute(run_folder: Path, submission: int) -> Recompute | None:
+    """What a submission computes again; None for one that computes what is missing. A sentence if that is damaged."""
+    path = recompute_path(run_folder)
+    try:
+        value = json.loads(read_bytes(path))
+        found = _parsed(value)
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, UnusableFileError) as error:
+        raise SlurmGPUError(
+            f"{path} is damaged ({type(error).__name__}: {error}). Remove it: no row is lost by that, "
+            f"and `slurmgpu resubmit --failed` computes the failed items that are left."
+        ) from error
+    return found if found.submission == submission else None
+
+
+def _parsed(value: Any) -> Recompute:
+    if value["format"] != RECOMPUTE_FORMAT or value["version"] != RECOMPUTE_VERSION:
+        raise ValueError(f"its format is {value['format']!r} version {value['version']!r}")
+    shards = {
+        int(shard): Again(int(revision), tuple((int(start), int(stop)) for start, stop in spans))
+        for shard, (revision, spans) in value["shards"].items()
+    }
+    if not all(again.revision > 0 and again.items for again in shards.values()):
+        raise ValueError("a shard in it has no revision or no items")
+    return Recompute(int(value["submission"]), shards)
+
+
+def spans_of(indices: Sequence[int]) -> list[tuple[int, int]]:
+    """Ascending indices as spans: [3, 4, 7] are (3, 5) and (7, 8)."""
+    spans: list[tuple[int, int]] = []
+    for index in indices:
+        if spans and spans[-1][1] == index:
+            spans[-1] = spans[-1][0], index + 1
+        else:
+            spans.append((index, index + 1))
+    return spans

@@ -1,0 +1,131 @@
+"""What a submission asks for: the same for every executor; kept in submissions.jsonl, before and after it is queued."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.util.shared_files import retried
+
+ENDS = ("ended", "refused")
+"""States of a submission of which nothing will start any more."""
+JOB_KEYS = ("array_job", "merge_job")
+"""What has the ids of its jobs in Slurm."""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """One array job and its merge job, or their like on this machine.
+
+    `after` are merge jobs of other runs that this one waits for. `round` counts the merge job's own resubmissions.
+    `container` is None where it is the plan's. `inject` are faults on demand. `code` is what names the snapshot of the
+    user's modules that its tasks import: its digest, and the versions that were there.
+    """
+
+    submission: int
+    executor: str
+    device: str
+    n_tasks: int
+    n_concurrent: int
+    gpus_per_task: int
+    gpu_type: str | None = None
+    nodes_per_task: int = 1
+    slurm: Mapping[str, Any] = field(default_factory=dict)
+    merge: Mapping[str, Any] = field(default_factory=dict)
+    after: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    round: int = 0
+    resources: Mapping[str, Any] = field(default_factory=dict)
+    container: Mapping[str, Any] | None = None
+    inject: tuple[str, ...] = ()
+    code: Mapping[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The line that is written before anything is queued."""
+        return {**asdict(self), "state": "submitting", "time": time.time(), "uid": os.getuid()}
+
+    @property
+    def sbatch_options(self) -> dict[str, Any]:
+        """[slurm], with the nodes to leave out."""
+        options = dict(self.slurm)
+        if self.exclude:
+            options["exclude"] = ",".join(part for part in (str(options.get("exclude") or ""), *self.exclude) if part)
+        return options
+
+    @property
+    def walltime_s(self) -> float | None:
+        """The walltime that [slurm] asks for; None where it does not, or asks for one without end."""
+        return seconds_of(str(self.slurm.get("time", "")))
+
+    @property
+    def merge_options(self) -> dict[str, Any]:
+        """[merge], which has account, partition, QOS and reservation from [slurm] unless it says otherwise."""
+        inherited = {
+            key: self.slurm[key] for key in ("account", "partition", "qos", "reservation") if key in self.slurm
+        }
+        return {**inherited, **self.merge}
+
+
+def is_over(lines: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether nothing of a run's last submission will start any more; False if there was none."""
+    return bool(lines) and lines[-1]["state"] in ENDS
+
+
+def ended_jobs(lines: Sequence[Mapping[str, Any]]) -> set[str | None]:
+    """The jobs in Slurm of submissions that have ended; None stands for those that never had one."""
+    return {line.get(key) for line in lines if line["state"] == "ended" for key in JOB_KEYS}
+
+
+def place_of(folder: Path) -> dict[str, Any]:
+    """What tells a run directory from its copies: its path, which it has not after a move, and its inode, which it has.
+
+    Both, as some file systems number their files anew whenever they are mounted.
+    """
+    return {"folder": str(folder.resolve()), "inode": retried(folder.stat).st_ino}
+
+
+def as_seen_at(line: Mapping[str, Any], place: Mapping[str, Any]) -> dict[str, Any]:
+    """A submission as the run directory at this place has it: ended, if another folder's tasks are at work for it."""
+    if line["state"] in ENDS or any(line.get(key, place[key]) == place[key] for key in place):
+        return dict(line)
+    return {**line, "state": "ended", "copied": True}
+
+
+def abroad(lines: Sequence[Mapping[str, Any]], cluster: str) -> str:
+    """What tells names of this cluster from equal ones of another: "" on the first that the run was queued on.
+
+    Also "" where there is none. Old names stay as they are.
+    """
+    first = next((line["cluster"] for line in lines if line.get("cluster")), cluster)
+    return "" if first == cluster else cluster_in_names(cluster)
+
+
+def cluster_in_names(cluster: str) -> str:
+    """A cluster's name, as names of files have it."""
+    return re.sub(r"[^\w-]", "-", cluster)
+
+
+def slots_of(line: Mapping[str, Any]) -> list[int]:
+    """The processes of a local submission's slots; the first of all its processes is that which merges."""
+    return list(line.get("pids", ()))[1:]
+
+
+def seconds_of(text: str) -> float | None:
+    """The seconds of a time as sbatch(1) takes it, and as Slurm shows it; None for UNLIMITED and its like.
+
+    "90" and "90:30" are minutes, "1:30:00" and "1-12" begin with hours and days.
+    """
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
+    if found is None:
+        return None
+    days, *parts = found.groups()
+    numbers = [int(part) for part in parts if part is not None]
+    if days is None and len(numbers) < 3:
+        numbers.insert(0, 0)  # minutes come first
+    hours, minutes, seconds = (*numbers, 0, 0)[:3]
+    return float(((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds)

@@ -1,0 +1,133 @@
+"""What the samples in telemetry/ say: read line by line, for as long as each of them makes sense."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.util.shared_files import open_file
+
+log = logging.getLogger(__name__)
+
+TAIL_BYTES = 16384
+"""So much of a file's end is read for its last sample."""
+LINE_BYTES = 256
+"""About as long as a line may be before it is cheaper to look for some of a file's lines than to read them all."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One moment of an attempt, over its GPUs; None is unknown.
+
+    `time` is in seconds since the epoch by the node's clock, `utilisation` the mean in percent, `memory_bytes` the
+    largest of the GPUs', `temperature_c` that of the hottest; `power_w` and `energy_j` are sums.
+    """
+
+    time: float
+    ready: bool
+    utilisation: float | None
+    memory_bytes: int | None
+    temperature_c: int | None
+    power_w: float | None
+    energy_j: float | None
+    rss_bytes: int | None
+
+
+def telemetry_path(folder: Path, attempt: str, node: int = 0) -> Path:
+    """Where an attempt's samples lie in a run directory; `node` counts the nodes of a task from 0."""
+    return folder / "telemetry" / f"{attempt}{f'.node{node}' if node else ''}.jsonl"
+
+
+def last_sample(path: Path) -> Sample | None:
+    """The last sample of a file, from its end alone; None where there is none."""
+    try:
+        with open_file(path) as file:
+            header = file.readline(TAIL_BYTES)
+            file.seek(max(len(header), file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            return next(iter(_samples([header, *file], [], last=True)), None)
+    except OSError as error:
+        log.debug("%s cannot be read: %s", path, error)
+        return None
+
+
+def some_samples(path: Path, n_samples: int, damaged: set[Path] | None = None) -> list[Sample]:
+    """About so many samples of a file, spread evenly over it; all of them where it has few.
+
+    A file with a line that makes no sense is added to `damaged`.
+    """
+    unreadable: list[bytes] = []
+    try:
+        with open_file(path) as file:
+            header = file.readline(TAIL_BYTES)
+            size = os.fstat(file.fileno()).st_size
+            step = (size - len(header)) / max(1, n_samples)
+            if step <= LINE_BYTES:
+                return list(_samples([header, *file], unreadable))
+            places = (len(header) + int(number * step) for number in range(n_samples))
+            return list(_samples([header, *(_line_after(file.fileno(), place) for place in places)], unreadable))
+    except FileNotFoundError:  # nothing was sampled
+        return []
+    except OSError as error:
+        log.debug("%s cannot be read: %s", path, error)
+        unreadable.append(b"")
+        return []
+    finally:
+        if unreadable and damaged is not None:
+            damaged.add(path)
+
+
+def _line_after(file: int, place: int) -> bytes:
+    """The first line that begins behind a place of a file."""
+    for n_bytes in (4 * LINE_BYTES, TAIL_BYTES):
+        lines = os.pread(file, n_bytes, place - 1).split(b"\n", 2)
+        if len(lines) == 3:
+            return lines[1] + b"\n"
+    return b""
+
+
+def _samples(lines: Any, unreadable: list[bytes], *, last: bool = False) -> Iterator[Sample]:
+    """What lines say; those that make no sense are added to `unreadable`, but not one that is still being written."""
+    names: tuple[list[str], list[str]] = ([], [])
+    found: Sample | None = None
+    for line in lines:
+        try:
+            value = json.loads(line)
+            if "gpu_values" in value:
+                names = (list(value["gpu_values"]), list(value["host_values"]))
+                continue
+            sample = _sample(value, *names)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            if line.endswith(b"\n"):
+                unreadable.append(line)
+            continue
+        if not last:
+            yield sample
+        found = sample
+    if last and found is not None:
+        yield found
+
+
+def _sample(value: Mapping[str, Any], gpu_names: list[str], host_names: list[str]) -> Sample:
+    gpus = [dict(zip(gpu_names, numbers, strict=False)) for numbers in value["gpus"]]
+    host = dict(zip(host_names, value["host"] or (), strict=False))
+    utilisations, powers, energies = (_known(gpus, name) for name in ("utilisation", "power_w", "energy_j"))
+    return Sample(
+        time=float(value["time"]),
+        ready=bool(value["ready"]),
+        utilisation=sum(utilisations) / len(utilisations) if utilisations else None,
+        memory_bytes=max(_known(gpus, "memory_used_bytes"), default=None),
+        temperature_c=max(_known(gpus, "temperature_c"), default=None),
+        power_w=sum(powers) if powers else None,
+        energy_j=sum(energies) if energies else None,
+        rss_bytes=host.get("rss_bytes"),
+    )
+
+
+def _known(gpus: list[dict[str, Any]], name: str) -> list[Any]:
+    values = [gpu.get(name) for gpu in gpus]
+    return [value + 0 for value in values if value is not None]  # a text among them is a TypeError

@@ -1,0 +1,146 @@
+"""Every failure of a class, and the line of a log that tells of it."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.logs import LogFile, files_of
+from slurmgpu.logs.places import LINE_BYTES, behind_hole
+from slurmgpu.report.build import read_report
+from slurmgpu.run.directory import Run
+from slurmgpu.run.failures import POLICIES
+from slurmgpu.search.excerpts import (
+    N_LINES,
+    TRACEBACK_ELSEWHERE,
+    Excerpt,
+    excerpt_around,
+    excerpt_of_attempt,
+    excerpt_of_death,
+)
+from slurmgpu.search.remembering import remembering
+from slurmgpu.util.shared_files import open_file
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Event:
+    """A failure of a class: `what` failed, in words, in which attempt; `file` and `number` are its line, if any.
+
+    `item` is the item that failed, `find` makes the excerpt of what is more than a line.
+    """
+
+    what: str
+    attempt: str | None
+    message: str
+    file: LogFile | None = None
+    offset: int = 0
+    number: int = 0
+    item: int | None = None
+    find: Callable[[int], Excerpt | None] | None = None
+
+    def excerpt(self, max_lines: int = N_LINES) -> Excerpt | None:
+        """The place, with the lines around it."""
+        if self.find is not None:
+            return self.find(max_lines)
+        return None if self.file is None else excerpt_around(self.file, self.offset, max_lines)
+
+
+def events_of_class(run: Run, name: str) -> Iterator[Event]:
+    """Every failure of a class: of attempts, of workers, and of items, these as the logs tell of them."""
+    if name not in POLICIES:
+        raise SlurmGPUError(f"{name!r} is no failure class.{did_you_mean(name, POLICIES)}")
+    return _events(run, name)
+
+
+def _events(run: Run, name: str) -> Iterator[Event]:
+    run = remembering(run)
+    for attempt in run.judged.values():
+        if attempt["failure"] == name:
+            who = attempt["attempt"]
+            yield _event(f"attempt {who}", who, attempt["message"], partial(excerpt_of_attempt, run, who))
+    for record in run.attempts():
+        for death in record["deaths"]:
+            if death["class"] == name:
+                find = partial(excerpt_of_death, run, record, death)
+                yield _event("a worker", record["attempt"], death["message"], find)
+    yield from _of_items(run, name)
+
+
+def _event(what: str, attempt: str, message: str, find: Callable[[int], Excerpt | None]) -> Event:
+    if (place := find(4)) is None:
+        return Event(what, attempt, message)
+    line = place.lines[place.mark]
+    return Event(what, attempt, message, line.file, line.offset, place.number, find=find)
+
+
+def _of_items(run: Run, name: str) -> Iterator[Event]:
+    """The failed items; one that was quarantined is told of twice, by its task and by who writes its row."""
+    run = remembering(run)
+    told: set[int] = set()
+    quarantined: dict[int | None, Event] = {}
+    seen: set[Path] = set()
+    for attempt, record in run.logged.items():
+        for file in files_of(run, record, run.submissions()):
+            if file.path in seen:
+                continue
+            seen.add(file.path)
+            for event in _scan(file, attempt, name):
+                if event.item is None:
+                    yield event
+                elif event.what.endswith(QUARANTINED):
+                    quarantined[event.item] = event
+                else:
+                    told.add(event.item)
+                    yield replace(event, what=quarantined[event.item].what) if event.item in quarantined else event
+    left = [event for item, event in quarantined.items() if item not in told]
+    yield from left
+    yield from _only_in_report(run, name, {*told, *quarantined})
+
+
+QUARANTINED = ", quarantined"
+
+
+def _scan(file: LogFile, attempt: str, name: str) -> Iterator[Event]:
+    """What a log says of failures of a class, in one pass."""
+    patterns = {
+        rb"\bitem (\d+): " + name.encode() + rb": (.*)": "item {}",
+        rb"\bitem (\d+) is quarantined: " + name.encode() + rb": (.*)": f"item {{}}{QUARANTINED}",
+    }
+    if name == "cuda_oom":
+        patterns[rb"slurmgpu\.computing: ()(out of memory with a batch.*)"] = "batch"
+    word = b"out of memory" if name == "cuda_oom" else name.encode()
+    offset, number = 0, 1
+    try:
+        with open_file(file.path) as stream:
+            while raw := stream.readline(LINE_BYTES):
+                if word in raw or name.encode() in raw:
+                    for pattern, what in patterns.items():
+                        if match := re.search(pattern, raw):
+                            item = int(match[1]) if match[1] else None
+                            message = re.sub(TRACEBACK_ELSEWHERE, "", match[2].decode(errors="replace").strip())
+                            yield Event(what.format(item), attempt, message, file, offset, number, item)
+                            break
+                end, number = offset + len(raw), number + raw.endswith(b"\n")
+                offset = behind_hole(stream, raw, end)
+                if offset != end:
+                    stream.seek(offset)
+    except OSError as error:
+        log.debug("%s cannot be read: %s", file.path, error)
+
+
+def _only_in_report(run: Run, name: str, told: set[int | None]) -> Iterator[Event]:
+    """Failed items of which no log tells: of a slurmgpu that did not log them all, or whose logs are gone."""
+    try:
+        report = read_report(run)
+    except SlurmGPUError:
+        return
+    for error in (report or {"errors": ()})["errors"]:
+        if error["class"] == name and error["index"] not in told:
+            yield Event(f"item {error['index']}", None, error["message"], item=error["index"])

@@ -1,0 +1,231 @@
+"""Excerpts of an attempt's logs: of its end, of a worker's death, around a line."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.logs import (
+    LINE_BYTES,
+    Line,
+    LogFile,
+    files_of,
+    line_around,
+    line_number,
+    merged,
+    places_of,
+    read_lines,
+    tail_start,
+    text_of,
+    time_start,
+    without_colours,
+)
+from slurmgpu.run.directory import Run
+from slurmgpu.run.failures import POLICIES
+from slurmgpu.search.picking import LOOK_LINES, TRACEBACK_BEGINS, first_whole, pick, with_traceback
+from slurmgpu.search.remembering import remembering
+
+N_LINES = 40
+BEFORE = 5
+"""So many lines before the one that was looked for are shown with it."""
+MARGIN_S = 2.0
+"""How long before and after what a record tells of, logs may do so: times are rounded, and events take a moment."""
+WORKER_BEGINS = " slurmgpu.worker: this worker is process "
+STACK_BEGINS, CRASHED = "Fatal Python error", "Current thread "
+"""What faulthandler writes: first, and above the stack of the thread that is at fault."""
+N_VERDICTS = 3
+N_FRAMES = 10
+"""So many lines of the stack at fault come before what else there is to show."""
+_OF_ITEM = re.compile(rf"\bitem \d+: (?:{'|'.join(POLICIES)}): ")
+TRACEBACK_ELSEWHERE = r" \[traceback: item (\d+)\]$"
+_OF_SUBMITIT = re.compile(
+    r"^submitit INFO \(| INFO submitit: |^(?:submitit WARNING |.* WARNING submitit: ).*Bypassing signal"
+)
+"""What Submitit says of its own doings; the last of it is that a job completed successfully, whatever became of it."""
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """Lines of an attempt's logs in the order of their times; `mark` counts to the one that was looked for, from 0."""
+
+    lines: tuple[Line, ...]
+    mark: int = 0
+
+    @property
+    def path(self) -> Path:
+        """The file of the line that was looked for."""
+        return self.lines[self.mark].file.path
+
+    @property
+    def number(self) -> int:
+        """That line's number in its file, from 1; 0 if there was no time to count, see `excerpts_until`."""
+        return line_number(self.path, self.lines[self.mark].offset)
+
+    @property
+    def where(self) -> str:
+        """The place, as editors take it: FILE:LINE; the file alone if there was no time to count lines."""
+        number = self.number
+        return f"{self.path}:{number}" if number else str(self.path)
+
+    def is_gap(self, number: int) -> bool:
+        """Whether lines of the same file are left out before this one."""
+        line = self.lines[number]
+        before = [other for other in self.lines[:number] if other.file == line.file]
+        return bool(before) and before[-1].end != line.offset
+
+    def texts(self) -> list[str]:
+        """The lines as plain text, with "…" above one where others of its file are left out."""
+        return ["…\n" * self.is_gap(n) + without_colours(line.text) for n, line in enumerate(self.lines)]
+
+
+def excerpt_of_attempt(run: Run, attempt: str, max_lines: int = N_LINES) -> Excerpt | None:
+    """The last lines of an attempt's logs, the mark at its verdict if it failed; None without logs."""
+    run = remembering(run)
+    record = run.logged.get(attempt)
+    files = [] if record is None else files_of(run, record)
+    if record is None or not files:
+        return None
+    ended = record.get("ended")
+    lines = _tail(files, record, LOOK_LINES, None if ended is None else ended + MARGIN_S)
+    lines = [line for line in lines if not _OF_SUBMITIT.search(line.text)] or lines
+    # Nothing says more of it than its own last word.
+    verdict = record.get("failure")
+    of_item = re.compile(rf"\bitem \d+(?: is quarantined)?: {verdict}: ")
+    found = (place for place, line in enumerate(lines) if verdict and f": {verdict}: " in line.text)
+    marks = [place for place in found if not of_item.search(lines[place].text)]
+    return Excerpt(*pick(lines, marks[-1] if marks else len(lines) - 1, (), max_lines)) if lines else None
+
+
+def excerpt_of_death(
+    run: Run, record: Mapping[str, Any], death: Mapping[str, Any], max_lines: int = N_LINES
+) -> Excerpt | None:
+    """The last lines of a worker before it died, and what its task said of that; None without logs."""
+    files, at = files_of(run, record), float(death["at"])
+    words = _tail(workers_of(files), record, LOOK_LINES, at)
+    begun = [place for place, line in enumerate(words) if WORKER_BEGINS in line.text]
+    words = words[begun[-1] :] if begun else words
+    tasks = [file for file in files if not file.is_worker]
+    verdicts: list[Line] = []
+    for line in lines_between(tasks, record, at - 0.01, at + MARGIN_S):
+        if line.is_dated and "slurmgpu." in line.text and len(verdicts) < N_VERDICTS:
+            verdicts.append(line)
+            if f": {death['class']}: {death['message']}" in line.text and "quarantined" not in line.text:
+                break  # what follows is of the next worker
+    if not words and not verdicts:
+        return None
+    lines = [*words, *verdicts]
+    stack = max((place for place, line in enumerate(words) if line.text.startswith(STACK_BEGINS)), default=None)
+    if stack is None:
+        return Excerpt(*pick(lines, len(lines) - 1, (), max_lines))
+    return Excerpt(*pick(lines, stack, _of_stack(lines, stack, len(words)), max_lines))
+
+
+def _of_stack(lines: Sequence[Line], stack: int, n_words: int) -> list[int]:
+    """What to show of a crash before all else: the verdict, and the thread that is at fault rather than the others."""
+    guilty = next((place for place in range(stack, n_words) if lines[place].text.startswith(CRASHED)), stack + 1)
+    verdicts = range(n_words, len(lines))[::-1]
+    first = [*verdicts[:1], *range(guilty, n_words)[:N_FRAMES], *verdicts, *range(max(0, stack - 3), stack)]
+    return [*first, *range(guilty, n_words)]
+
+
+def workers_of(files: Iterable[LogFile]) -> list[LogFile]:
+    """The files among an attempt's that its workers wrote."""
+    return [file for file in files if file.is_worker]
+
+
+def _tail(files: list[LogFile], record: Mapping[str, Any], n_lines: int, until: float | None) -> list[Line]:
+    """The last lines of several files up to a time, by their ends alone."""
+    since = record.get("started", 0.0)
+    stops = {} if until is None else {file.path: time_start(file.path, until + 0.001, since=since) for file in files}
+    starts = {file.path: tail_start(file.path, n_lines, stops.get(file.path)) for file in files}
+    return list(deque(merged(files, since=since, starts=starts, stops=stops), maxlen=n_lines))
+
+
+def part_between(file: LogFile, record: Mapping[str, Any], since: float, until: float) -> tuple[int, int]:
+    """Where in a file of an attempt the lines from one time to another begin and end."""
+    begun = record.get("started", 0.0)
+    start = time_start(file.path, since, since=begun)
+    return start, time_start(file.path, until, since=begun, start=start)
+
+
+def lines_between(files: list[LogFile], record: Mapping[str, Any], since: float, until: float) -> Iterator[Line]:
+    """The lines of an attempt's files from one time to another, found without reading what is before."""
+    parts = {file.path: part_between(file, record, since, until) for file in files}
+    starts, stops = ({path: part[end] for path, part in parts.items()} for end in (0, 1))
+    return merged(files, since=record.get("started", 0.0), starts=starts, stops=stops)
+
+
+def excerpt_around(file: LogFile, offset: int, max_lines: int, begun: int = 0) -> Excerpt:
+    """The line at an offset, a few before it, and what belongs to it: its traceback, also if an earlier line has it.
+
+    No line is shown that is before `begun`, another offset.
+    """
+    width = BEFORE + max(0, max_lines - N_LINES) // 2
+    before = _lines_before(file, offset, width, begun) if offset else []
+    after, end = with_traceback(file, offset, width)
+    if not after:
+        return Excerpt(tuple(before), len(before) - 1)
+    trace: list[Line] = []
+    if match := re.search(TRACEBACK_ELSEWHERE, after[0].text):
+        trace = _trace_of(file, int(match[1]), offset)
+        told = trace[-1].end if trace else 0
+        before = [line for line in before if line.offset >= told]
+    mark = len(trace) + len(before)
+    # What comes after it is of other items: it has what room is left.
+    first = [*range(mark, mark + end + 1)[:0:-1], *range(len(trace))[::-1], *range(len(trace), mark)[::-1]]
+    return Excerpt(*pick([*trace, *before, *after], mark, first, max_lines))
+
+
+def _lines_before(file: LogFile, offset: int, n_lines: int, begun: int) -> list[Line]:
+    """The last lines before an offset, and all that the workload and its children have printed just before it.
+
+    Without the end of a traceback of something else: it would be taken for that of what follows.
+    """
+    start = max(begun, tail_start(file.path, n_lines + LOOK_LINES, offset))
+    lines = list(read_lines(file, start, offset))
+    # The parts of a line that is too long are more than were asked for.
+    return lines[min(first_whole(lines, max(0, len(lines) - n_lines)), _printed_from(lines)) :]
+
+
+def _printed_from(lines: Sequence[Line]) -> int:
+    """From which of some lines on they are what was printed since the last one that slurmgpu logged.
+
+    It may end with the traceback of a child process, which says more than the error of its parent does. The traceback
+    of what was logged is none of them.
+    """
+    # Nor are the parts of a line that is too long.
+    ends = (place for place, line in enumerate(lines) if line.is_dated or line.end - line.offset >= LINE_BYTES)
+    last = max(ends, default=-1)
+    head = "" if last < 0 else lines[last].text
+    if _OF_ITEM.search(head) and last + 1 < len(lines) and TRACEBACK_BEGINS in lines[last + 1].text:
+        last, head = last + 1, lines[last + 1].text
+    if TRACEBACK_BEGINS not in head:
+        return last + 1
+    below = range(last + 1, len(lines))
+    return next((place for place in below if _is_exception(lines[place].text)), len(lines) - 1) + 1
+
+
+def _is_exception(text: str) -> bool:
+    """Whether a line below the head of a traceback is its last."""
+    return bool(text.strip()) and not text[0].isspace()
+
+
+def _trace_of(file: LogFile, item: int, stop: int) -> list[Line]:
+    """The line of an item that raised at the same place before, in the same process, and the traceback under it."""
+    told = failure_of(item)
+    for place in places_of(file.path, f" item {item}: ".encode(), 0, stop, backwards=True):
+        begin, raw = line_around(file.path, place)
+        if not told.search(text_of(raw)):
+            continue
+        lines, end = with_traceback(file, begin, 1)
+        return [line for line in lines[: end + 1] if line.offset < stop]
+    return []
+
+
+def failure_of(item: int) -> re.Pattern[str]:
+    """What a worker logs of an item that failed: its class, and its message."""
+    return re.compile(rf"\bitem {item}: ({'|'.join(POLICIES)}): (.*)")

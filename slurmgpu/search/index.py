@@ -1,0 +1,37 @@
+"""The index of a run's logs: `slurmgpu logs --json`, see docs/reference/report.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slurmgpu.logs import LogFile, files_of, merge_files
+from slurmgpu.run.directory import Run
+from slurmgpu.search.remembering import remembering
+from slurmgpu.util.shared_files import retried
+
+INDEX_FORMAT = "slurmgpu logs"
+INDEX_VERSION = 1
+
+
+def read_index(run: Run) -> dict[str, Any]:
+    """Every attempt with its state, its failure and its log files, and the files of the merge jobs."""
+    run = remembering(run)
+    lines, attempts = run.submissions(), []
+    for name, record in run.logged.items():
+        failure = run.judged.get(name, {}).get("failure")
+        about = {key: record.get(key) for key in ("attempt", "submission", "executor", "node", "state", "started")}
+        files = [_described(file) for file in files_of(run, record, lines)]
+        attempts.append({**about, "failure": failure, "files": files})
+    return {
+        "format": INDEX_FORMAT,
+        "version": INDEX_VERSION,
+        "run": run.name,
+        "run_dir": str(run.folder),
+        "attempts": attempts,
+        "merge": [_described(file) for file in merge_files(run)],
+    }
+
+
+def _described(file: LogFile) -> dict[str, Any]:
+    about = retried(file.path.stat)
+    return {"path": str(file.path), "source": file.source, "size_bytes": about.st_size, "modified": about.st_mtime}

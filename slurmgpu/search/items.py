@@ -1,0 +1,275 @@
+"""What became of one item, which attempts had it, and the place in their logs that tells of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.logs import (
+    Line,
+    LogFile,
+    files_of,
+    line_around,
+    places_of,
+    read_lines,
+    text_of,
+)
+from slurmgpu.report.attempts import makings_of
+from slurmgpu.report.ledger import counting
+from slurmgpu.report.states import is_told
+from slurmgpu.run.crash_history import read_history
+from slurmgpu.run.directory import Run
+from slurmgpu.run.submissions import is_over
+from slurmgpu.search.excerpts import (
+    MARGIN_S,
+    N_LINES,
+    TRACEBACK_ELSEWHERE,
+    Excerpt,
+    excerpt_around,
+    excerpt_of_attempt,
+    excerpt_of_death,
+    failure_of,
+    part_between,
+    workers_of,
+)
+from slurmgpu.search.picking import pick
+from slurmgpu.search.remembering import remembering
+from slurmgpu.search.reported import told_of
+from slurmgpu.util.shared_files import exists
+
+N_NAMED = 10
+"""So many lines that name an item are shown of one that has its row."""
+
+
+@dataclass(frozen=True)
+class Story:
+    """What became of an item.
+
+    `ended` is `ok`, `failed`, or `missing`: it has no row. `failure` and `message` are those of a failed item, or of
+    the attempt that did not finish it. `attempts` had its shard in hand, in order.
+    """
+
+    index: int
+    shard: int
+    ended: str
+    sentence: str
+    failure: str | None
+    message: str
+    attempts: tuple[str, ...]
+    excerpt: Excerpt | None
+
+
+def excerpt_of_item(run: Run, index: int, max_lines: int = N_LINES) -> Excerpt | None:
+    """What the logs say of an item; None if they say nothing."""
+    return story_of_item(run, index, max_lines).excerpt
+
+
+def story_of_item(run: Run, index: int, max_lines: int = N_LINES) -> Story:
+    """What became of an item, and the place in the logs that tells of it, while the run works and after."""
+    plan = run.plan
+    if not 0 <= index < plan.n_items:
+        raise SlurmGPUError(f"There is no item {index}: {run.folder} has the items 0 to {plan.n_items - 1}.")
+    return _Search(run, index, max_lines).story()
+
+
+class _Search:
+    """The search for one item."""
+
+    def __init__(self, run: Run, index: int, max_lines: int) -> None:
+        self.run, self.index, self.max_lines = remembering(run), index, max_lines
+        self.shard = index // run.plan.shard_items
+        start, stop = run.plan.bounds(self.shard)
+        self.which = f"shard {self.shard} (items {start} to {stop - 1})"
+        self.records = self.run.attempts()
+        self.maker: str | None = None
+        self.begun = 0
+        self.computed = [
+            (record, entry)
+            for record in self.records
+            for entry in record.get("published", ())
+            if entry[0] == self.shard
+        ]
+        self.deaths = sorted(
+            (
+                (death, record)
+                for record in self.records
+                for death in record.get("deaths", ())
+                if death.get("shard") == self.shard
+            ),
+            key=lambda pair: float(pair[0]["at"]),
+        )
+
+    def story(self) -> Story:
+        if not exists(self.run.shard_path(self.shard)):
+            return self._missing()
+        record, entry = self._winner()
+        told, marks = (None, []) if record is None else self._lines_of(record, entry)
+        failure = self._failure(told)
+        if failure is None:
+            # Nothing of what stands around these lines is of this item.
+            return self._fine(record, entry, Excerpt(*pick(marks, 0, (), self.max_lines)) if marks else None)
+        kind, message = failure
+        line = self._around(told or next(iter(marks), None))
+        mine = [pair for pair in self.deaths if self._was_in_flight(pair[0])]
+        by, excerpt = record, line
+        if mine and kind == mine[-1][0]["class"]:
+            by = mine[-1][1]
+            excerpt = excerpt_of_death(self.run, by, mine[-1][0], self.max_lines) or line
+        doer = "" if by is None else f" in attempt {by['attempt']}{_on(by, ', on ')}"
+        said = f"Item {self.index} failed{doer}: {kind}: {_first_line(message)}"
+        return self._tell("failed", said, kind, message, excerpt)
+
+    def _tell(self, ended: str, sentence: str, kind: str | None, message: str, excerpt: Excerpt | None) -> Story:
+        if sentence[-1] not in ".!?":
+            sentence += "."
+        names = [record["attempt"] for record, _ in self.computed] + [record["attempt"] for _, record in self.deaths]
+        names += [record["attempt"] for record in self.records if record.get("shard") == self.shard]
+        names += [t["from"] for r in self.records for t in r.get("takeovers", ()) if t["shard"] == self.shard]
+        names += [self.maker] if self.maker is not None else []
+        order = {record["attempt"]: number for number, record in enumerate(self.records)}
+        attempts = sorted(set(names), key=lambda name: (order.get(name, -1), name))
+        return Story(self.index, self.shard, ended, sentence, kind, message, tuple(attempts), excerpt)
+
+    def _winner(self) -> tuple[dict[str, Any] | None, list[Any]]:
+        """The attempt whose copy of the shard is the one that counts, and when it computed that."""
+        for making in makings_of(self.run, [self.shard], self.index):
+            if (record := self.run.logged.get(making.attempt)) is not None:
+                self.maker = making.attempt
+                return record, [self.shard, making.started, making.seconds, True]
+        counts = counting(self.records, {self.shard}).get(self.shard, ())
+        found = [(record, entry) for record, entry in self.computed if (record["attempt"], entry[1]) in counts]
+        return next(iter(found), (None, []))
+
+    def _failure(self, told: Line | None) -> tuple[str, str] | None:
+        """Class and message of a failed item: from the report, or, if that is older than the row, from the logs."""
+        if (known := self._in_report()) is not None:
+            return known or None
+        if told is not None and (match := failure_of(self.index).search(told.text)):
+            return match[1], re.sub(TRACEBACK_ELSEWHERE, "", match[2])
+        quarantined = read_history(self.run.claims.folder, self.shard).quarantined.get(self.index)
+        if quarantined is None:
+            return None
+        kind, _, message = quarantined.partition(": ")
+        return kind, message
+
+    def _in_report(self) -> tuple[str, str] | tuple[()] | None:
+        """What the report says of the item: its failure, () if it has a good row, None if it cannot know."""
+        lines = self.run.submissions()
+        # Reading it for nothing would take long while the run works: one of a million failures is large.
+        if not is_over(lines) or (told := told_of(self.run)) is None:
+            return None
+        if self.shard in told.missing or not is_told(lines, told.submissions, None):
+            return None
+        return told.failures.get(self.index, ())
+
+    def _was_in_flight(self, death: Mapping[str, Any]) -> bool:
+        items = death.get("items") or ()
+        return bool(items) and (self.index in items or min(items) <= self.index <= max(items))
+
+    def _lines_of(self, record: Mapping[str, Any], entry: list[Any]) -> tuple[Line | None, list[Line]]:
+        """From the log of who computed the shard the line of the item's failure; else those that name item or shard.
+
+        The first of these is that where the shard was begun.
+        """
+        since, until = entry[1] - MARGIN_S, entry[1] + entry[2] + MARGIN_S
+        marks: list[Line] = []
+        for file in workers_of(files_of(self.run, record)):
+            start, stop = part_between(file, record, since, until)
+            begun = _first(file, f"shard {self.shard}: items ", start, stop)
+            start = begun[0].offset if begun else start
+            named = self._naming(file, start, stop)
+            if named and failure_of(self.index).search(named[-1].text):
+                self.begun = start
+                return named[-1], []
+            found = [*begun, *named, *_first(file, f"shard {self.shard}: published", start, stop)]
+            marks += {line.offset: line for line in found}.values()
+        return None, marks
+
+    def _naming(self, file: LogFile, start: int, stop: int) -> list[Line]:
+        """The first lines that name the item; the last of them is that of its failure, if there is one."""
+        named, told = re.compile(rf"\bitem {self.index}\b"), failure_of(self.index)
+        found: dict[int, Line] = {}
+        for place in places_of(file.path, f"item {self.index}".encode(), start, stop):
+            begin, raw = line_around(file.path, place)
+            has_failed = told.search(text := text_of(raw))
+            if has_failed or (len(found) < N_NAMED and named.search(text)):
+                found.update((begin, line) for line in islice(read_lines(file, begin), 1))
+            if has_failed:
+                break
+        return list(found.values())
+
+    def _fine(self, record: Mapping[str, Any] | None, entry: list[Any], excerpt: Excerpt | None) -> Story:
+        who = f"{self.which} is published"
+        if record is not None:
+            who = f"attempt {record['attempt']} computed {self.which}{_on(record)} in {entry[2]:.3g} s"
+        return self._tell("ok", f"Item {self.index} has its row: {who}", None, "", excerpt)
+
+    def _missing(self) -> Story:
+        said = f"Item {self.index} has no row: {self.which} is not published"
+        if (damage := self.run.damaged().get(self.shard)) is not None:
+            return self._set_aside(f"{said}; a merge found it damaged, and set it aside: {damage}")
+        deaths = self.deaths
+        claim, history = self.run.claims.read(self.shard), read_history(self.run.claims.folder, self.shard)
+        holder = next((record for record in self.records if claim and record["attempt"] == claim.attempt), None)
+        if holder is not None and claim is not None and not claim.parked and holder["state"] != "ended":
+            excerpt = excerpt_of_attempt(self.run, holder["attempt"], self.max_lines)
+            said += f"; attempt {holder['attempt']} has it in hand, on {holder['node']}"
+            lost = [t["from"] for t in holder.get("takeovers", ()) if t["shard"] == self.shard]
+            said += f", taken over from attempt {lost[-1]}, which had fallen silent" if lost else ""
+            died = f"{len(deaths)} workers have" if len(deaths) > 1 else "a worker has"
+            said += f"; {died} died with it" if deaths else ""
+            return self._tell("missing", said, None, "", excerpt)
+        if deaths:
+            death, record = deaths[-1]
+            why = ", and it is left for a submission with more memory" if history.parked_by else ""
+            said += f": a worker of attempt {record['attempt']} died with it{why}: {death['class']}: {death['message']}"
+            excerpt = excerpt_of_death(self.run, record, death, self.max_lines)
+            return self._tell("missing", said, death["class"], death["message"], excerpt)
+        if (left := self._left(said)) is not None:
+            return left
+        return self._tell("missing", f"{said}, and no attempt is known to have had it in hand", None, "", None)
+
+    def _set_aside(self, said: str) -> Story:
+        """Of a shard that is not there any more: who had computed it, and what the log says of that."""
+        record, entry = self._winner()
+        told, marks = (None, []) if record is None else self._lines_of(record, entry)
+        kind, message = self._failure(told) or (None, "")
+        said += "" if record is None else f"; attempt {record['attempt']} had computed it{_on(record)}"
+        return self._tell("missing", said, kind, message, self._around(told or next(iter(marks), None)))
+
+    def _around(self, place: Line | None) -> Excerpt | None:
+        return None if place is None else excerpt_around(place.file, place.offset, self.max_lines, self.begun)
+
+    def _left(self, said: str) -> Story | None:
+        """Of a shard that an attempt had in hand when it ended, as its log says."""
+        for name, record in reversed(self.run.logged.items()):
+            about = self.run.judged.get(name, {"failure": None, "message": ""})
+            is_unknown = record["state"] == "unknown"
+            if not (about["failure"] or is_unknown) or self.run.last_begun(record) != self.shard:
+                continue
+            self.maker, kind, message = name, about["failure"], about["message"]
+            said += f": attempt {name} had it in hand "
+            said += f"when it ended: {kind}: {_first_line(message)}" if kind else "last, and its record cannot be read"
+            excerpt = excerpt_of_attempt(self.run, name, self.max_lines)
+            return self._tell("missing", said, kind, message, excerpt)
+        return None
+
+
+def _first(file: LogFile, words: str, start: int, stop: int) -> list[Line]:
+    """The first line with these words in a part of a file, if there is one."""
+    for place in islice(places_of(file.path, words.encode(), start, stop), 1):
+        return list(islice(read_lines(file, line_around(file.path, place)[0]), 1))
+    return []
+
+
+def _on(record: Mapping[str, Any], word: str = " on ") -> str:
+    """The node of an attempt, if it is known."""
+    return f"{word}{record['node']}" if record["node"] else ""
+
+
+def _first_line(message: str) -> str:
+    return message.partition("\n")[0]

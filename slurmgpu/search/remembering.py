@@ -1,0 +1,67 @@
+"""A run whose records are read once: reading them for each of a thousand failures would take a quarter of an hour."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+from slurmgpu.logs import TAIL_BYTES, attempts_with_logs, files_of, last_end, line_around, places_of, text_of
+from slurmgpu.report.build import judged_attempts
+from slurmgpu.run.directory import Run
+
+
+class Remembering(Run):
+    """A run as it was when it was first looked at, for one search."""
+
+    @cached_property
+    def _attempts(self) -> tuple[list[dict[str, Any]], list[str]]:
+        return super().read_attempts()
+
+    @cached_property
+    def _submissions(self) -> list[dict[str, Any]]:
+        return super().submissions()
+
+    def read_attempts(self) -> tuple[list[dict[str, Any]], list[str]]:
+        """What each attempt wrote of itself, and the names of those that are damaged."""
+        return self._attempts
+
+    def submissions(self) -> list[dict[str, Any]]:
+        """The submissions."""
+        return self._submissions
+
+    @cached_property
+    def judged(self) -> dict[str, dict[str, Any]]:
+        """Every attempt by its name, as the last report has judged it."""
+        return {attempt["attempt"]: attempt for attempt in judged_attempts(self)}
+
+    @cached_property
+    def logged(self) -> dict[str, dict[str, Any]]:
+        """The record of every attempt by its name, and what is known of those that have logs alone."""
+        return {record["attempt"]: record for record in attempts_with_logs(self)}
+
+    @cached_property
+    def _begun(self) -> dict[str, int | None]:
+        return {}
+
+    def last_begun(self, record: Mapping[str, Any]) -> int | None:
+        """The shard that an attempt began last, by its log and its record."""
+        name = record["attempt"]
+        if name not in self._begun:
+            self._begun[name] = self._last_begun(record)
+        return self._begun[name]
+
+    def _last_begun(self, record: Mapping[str, Any]) -> int | None:
+        """Who was killed may have begun another shard since it wrote its record."""
+        for file in [file for file in files_of(self, record) if file.is_worker][:1]:
+            size = last_end(file.path)
+            for place in places_of(file.path, b": items ", max(0, size - TAIL_BYTES), size, backwards=True):
+                if match := re.search(r" shard (\d+): items ", text_of(line_around(file.path, place)[1])):
+                    return int(match[1])
+        return record.get("shard")
+
+
+def remembering(run: Run) -> Remembering:
+    """The same run, to be asked many things at once."""
+    return run if isinstance(run, Remembering) else Remembering(run.folder, run.plan)

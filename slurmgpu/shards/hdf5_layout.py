@@ -1,0 +1,171 @@
+"""Skeletons: HDF5 files in which every dataset has its place and none has its data yet.
+
+libhdf5 draws the skeleton in memory and never meets a file system. So a full disk is an OSError of ours, not a file
+that libhdf5 can neither flush nor close.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from h5py import h5a, h5d, h5f, h5fd, h5p, h5s, h5t
+
+from slurmgpu.shards.columns import Array, Column, columns_to_json, stored_columns
+from slurmgpu.shards.userblock import FORMAT_VERSION, OFFSET_DTYPE, Region, in_file_order
+
+Attributes = Mapping[str, str | int | bool]
+
+_LIBVER_HIGH = getattr(h5f, "LIBVER_V114", h5f.LIBVER_LATEST)  # an older libhdf5 has no name for it
+_PAGE_BYTES = 4096
+_ALIGNMENT_BYTES = 8  # so that NumPy and Arrow can use the bytes where they lie
+
+
+class Skeleton(NamedTuple):
+    """Where the datasets lie, the bytes that are not theirs (`metadata`, by offset), and the file's size."""
+
+    regions: list[Region]
+    metadata: list[tuple[int, bytes]]
+    size: int
+
+
+def unplaced_regions(columns: Mapping[str, Column], n_rows: int, n_values: Mapping[str, int]) -> list[Region]:
+    """The datasets of a file, in order; `n_values` says how many values a `name/values` has."""
+    regions = []
+    for name, column in stored_columns(columns).items():
+        if isinstance(column, Array):
+            regions.append(_region(name, column.dtype, (n_rows, *column.shape)))
+        else:
+            regions.append(_region(f"{name}/offsets", OFFSET_DTYPE, (n_rows + 1,)))
+            regions.append(_region(f"{name}/values", column.dtype, (n_values.get(f"{name}/values", 0),)))
+    return regions
+
+
+def file_attributes(file_format: str, columns: Mapping[str, Column], others: Attributes) -> dict[str, str | int | bool]:
+    """The attributes of a file, in order: what every file of slurmgpu's has, and the others."""
+    kinds = json.dumps(columns_to_json(columns), separators=(",", ":"))
+    return {"format": file_format, "version": FORMAT_VERSION, "columns": kinds, **others}
+
+
+def draw(regions: Sequence[Region], attributes: Attributes, userblock_size: int) -> Skeleton:
+    """The skeleton of a file with these datasets and attributes; of the same bytes for the same arguments."""
+    memory = _Memory()
+    placed = _create(memory, regions, attributes, userblock_size)
+    metadata = []
+    start = userblock_size
+    for region in in_file_order(placed):
+        metadata.append((start, memory.read_range(start, region.offset)))
+        start = region.offset + region.n_bytes
+    metadata.append((start, memory.read_range(start, memory.size)))
+    return Skeleton(placed, metadata, memory.size)
+
+
+class _Memory:
+    """A file object for libhdf5 to draw in, of which only the pages that are written to take room."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._position = 0
+        self._pages: defaultdict[int, bytearray] = defaultdict(lambda: bytearray(_PAGE_BYTES))
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = offset + (self.size if whence == os.SEEK_END else 0)
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def write(self, content: memoryview) -> int:
+        n_bytes = len(content)
+        for part in self._parts(self._position, self._position + n_bytes):
+            part[:] = content[: len(part)]
+            content = content[len(part) :]
+        self._position += n_bytes
+        self.size = max(self.size, self._position)
+        return n_bytes
+
+    def readinto(self, buffer: memoryview) -> int:
+        buffer[:] = self.read_range(self._position, self._position + len(buffer))
+        self._position += len(buffer)
+        return len(buffer)
+
+    def truncate(self, size: int) -> int:
+        self.size = size
+        return size
+
+    def flush(self) -> None:
+        pass
+
+    def read_range(self, start: int, stop: int) -> bytes:
+        """The bytes from `start` to `stop`; zeros where none were written."""
+        return b"".join(self._parts(start, stop))
+
+    def _parts(self, start: int, stop: int) -> Iterator[memoryview]:
+        while start < stop:
+            page, first = divmod(start, _PAGE_BYTES)
+            last = min(_PAGE_BYTES, first + stop - start)
+            yield memoryview(self._pages[page])[first:last]
+            start += last - first
+
+
+def _region(path: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Region:
+    return Region(path, dtype.str, shape, 0, math.prod(shape) * dtype.itemsize, 0)
+
+
+def _create(memory: Any, regions: Sequence[Region], attributes: Attributes, userblock_size: int) -> list[Region]:
+    """The regions with their offsets, in the file that `memory` now holds.
+
+    h5py's low-level interface takes half the time of its high-level one, which small shards would notice.
+    """
+    access = h5p.create(h5p.FILE_ACCESS)
+    access.set_libver_bounds(h5f.LIBVER_V110, _LIBVER_HIGH)
+    access.set_alignment(1, _ALIGNMENT_BYTES)
+    access.set_fileobj_driver(h5fd.fileobj_driver, memory)
+    creation = h5p.create(h5p.FILE_CREATE)
+    creation.set_userblock(userblock_size)
+    creation.set_obj_track_times(False)
+    file = h5f.create(b"slurmgpu-skeleton", h5f.ACC_TRUNC, creation, access)
+    try:
+        placed = _create_datasets(file, regions)
+        for name, value in attributes.items():
+            _create_attribute(file, name, value)
+    finally:
+        file.close()
+    return placed
+
+
+def _create_datasets(file: Any, regions: Sequence[Region]) -> list[Region]:
+    creation = h5p.create(h5p.DATASET_CREATE)
+    creation.set_layout(h5d.CONTIGUOUS)
+    creation.set_alloc_time(h5d.ALLOC_TIME_EARLY)
+    creation.set_fill_time(h5d.FILL_TIME_NEVER)
+    creation.set_obj_track_times(False)
+    links = h5p.create(h5p.LINK_CREATE)
+    links.set_create_intermediate_group(True)
+    links.set_char_encoding(h5t.CSET_UTF8)
+    placed = []
+    for region in regions:
+        dtype = h5t.py_create(np.dtype(region.dtype), logical=True)
+        space = h5s.create_simple(region.shape)
+        dataset = h5d.create(file, region.path.encode(), dtype, space, creation, lcpl=links)
+        # Without bytes there is no place; what libhdf5 answers then means nothing.
+        placed.append(region._replace(offset=dataset.get_offset() if region.n_bytes else 0))
+    return placed
+
+
+def _create_attribute(file: Any, name: str, value: str | int | bool) -> None:
+    if isinstance(value, str):
+        content = np.array(value.encode())
+        dtype = h5t.C_S1.copy()
+        dtype.set_size(max(1, content.itemsize))
+        dtype.set_cset(h5t.CSET_UTF8)
+        dtype.set_strpad(h5t.STR_NULLPAD)
+    else:
+        content = np.array(value)
+        dtype = h5t.py_create(content.dtype, logical=True)
+    h5a.create(file, name.encode(), dtype, h5s.create(h5s.SCALAR)).write(content, mtype=dtype)

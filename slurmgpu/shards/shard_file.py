@@ -1,0 +1,401 @@
+"""Shards: an HDF5 file for each range of items, which appears whole or not at all, and is verified as bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import logging
+import math
+import os
+import platform
+import zlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slurmgpu.errors import ItemError
+from slurmgpu.shards.columns import Array, Column, Ragged, stored_columns
+from slurmgpu.shards.hdf5_layout import Attributes, draw, file_attributes, unplaced_regions
+from slurmgpu.shards.userblock import (
+    OFFSET_DTYPE,
+    SHARD,
+    DamagedShardError,
+    Piece,
+    Reader,
+    Region,
+    in_file_order,
+    new_directory,
+    pack_userblock,
+    read_userblock,
+    userblock_size,
+    verify,
+    write_at,
+)
+from slurmgpu.util.atomic_files import fsync_dir
+from slurmgpu.util.shared_files import exists, remove, replace, retried
+
+log = logging.getLogger(__name__)
+
+__all__ = [
+    "DamagedShardError",
+    "Directory",
+    "ForeignShardError",
+    "partial_name",
+    "partials_of",
+    "publish",
+    "read_directory",
+    "read_errors",
+    "read_rows",
+    "shard_name",
+    "verify_shard",
+    "write_shard",
+]
+
+FINISHING_PATIENCE_S = 5.0
+"""So long a partial file is removed whose shard is published; the merge removes what stays."""
+_BLOCK_BYTES = 4 << 20
+HEAD_BYTES = 16 << 10  # holds the user block of a shard of up to about a hundred columns
+_NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
+
+
+class ForeignShardError(DamagedShardError):
+    """A shard that is whole, but of another plan or of another range of items."""
+
+
+@dataclass(frozen=True)
+class Directory:
+    """What a shard's user block says: the items `start` to `stop` - 1, and where each dataset's bytes lie."""
+
+    fingerprint: str
+    start: int
+    stop: int
+    n_rows: int
+    n_errors: int
+    datasets: tuple[Region, ...]
+    userblock_size: int
+    file_size: int
+    rest_crc32: int
+    notes: dict[str, Any]
+    made_by: dict[str, Any]
+
+    def n_values(self, offsets: str) -> int:
+        """How many values the dataset has into which `offsets` (NAME/offsets) point."""
+        values = offsets.removesuffix("/offsets") + "/values"
+        return next(_length(region) for region in self.datasets if region.path == values)
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """The datasets' bytes in the order of the file, as `regions.verify` takes them."""
+        return [Piece(path, *place) for path, _, _, *place in in_file_order(self.datasets)]
+
+
+def shard_name(shard: int) -> str:
+    """The name of a shard's file: `00042.h5`."""
+    return f"{shard:05d}.h5"
+
+
+def partial_name(shard: int, attempt: str) -> str:
+    """The name under which this process writes a shard, which no other one uses, of whatever machine."""
+    return f"{shard:05d}.{attempt}.{platform.node()}.{os.getpid()}.partial"
+
+
+def partials_of(folder: Path, attempt: str) -> list[Path]:
+    """What processes of an attempt on this machine have begun to write, if they are dead."""
+    return sorted(folder.glob(f"*.{attempt}.{platform.node()}.*.partial"))
+
+
+def write_shard(
+    path: Path,
+    columns: Mapping[str, Column],
+    *,
+    start: int,
+    rows: Sequence[Mapping[str, Any] | ItemError],
+    fingerprint: str,
+    notes: Mapping[str, Any],
+    made_by: Mapping[str, Any],
+) -> None:
+    """Put the rows of the items from `start` on at `path`, closed and fsynced.
+
+    `rows` are as `convert_row` returns them. Of an ItemError the text is stored as `error`, and its columns
+    are blank. `notes` and `made_by` go into the user block and change no dataset; `not_finite` is added to the notes:
+    in how many rows a column of floats has NaN, and in how many infinities. When the disk is full, or anything else
+    goes wrong, the file is removed and the OSError raised.
+    """
+    contents = _contents(columns, start, rows)
+    identity: Attributes = {"fingerprint": fingerprint, "start": start, "stop": start + len(rows)}
+    attributes = file_attributes(SHARD, columns, identity)
+    regions = unplaced_regions(columns, len(rows), _n_values(contents))
+    # The block has room for the largest numbers: they are known once the values are written.
+    largest = {name: [len(rows)] * 2 for name, column in columns.items() if column.dtype.kind in "fc"}
+    notes = {**notes, "not_finite": largest}
+    directory = new_directory(attributes, len(rows), regions, notes=notes, made_by=dict(made_by))
+    directory["n_errors"] = sum(isinstance(row, ItemError) for row in rows)
+    size = userblock_size(directory)
+    skeleton = draw(regions, attributes, size)
+    try:
+        with open(path, "wb", buffering=0) as file:
+            fd = file.fileno()
+            odd: set[str] = set()
+            directory["datasets"] = [_write(fd, region, contents[region.path], odd) for region in skeleton.regions]
+            notes["not_finite"] = _count_not_finite(odd & largest.keys(), rows)
+            for offset, content in skeleton.metadata:
+                write_at(fd, content, offset)
+                directory["rest_crc32"] = zlib.crc32(content, directory["rest_crc32"])
+            directory["file_size"] = skeleton.size
+            write_at(fd, pack_userblock(directory, size), 0)
+            os.fsync(fd)
+    except BaseException:
+        with contextlib.suppress(OSError):  # where nothing can be written, nothing can be removed
+            path.unlink()
+        raise
+
+
+def publish(partial: Path, target: Path) -> bool:
+    """Make a shard appear at `target`; False if one was there already, for the first one published wins.
+
+    `partial` is gone afterwards in either case. Once the shard is published nothing fails any more. An OSError from
+    before, that of a `partial` which somebody has removed included, is one after which it is to be written anew.
+    """
+    first = retried(lambda: _link(partial, target))
+    for finish in (lambda: remove(partial, FINISHING_PATIENCE_S), lambda: fsync_dir(target.parent)):
+        try:
+            finish()
+        except OSError as error:
+            log.warning("%s is published, and what follows failed: %s", target.name, error)
+    return first
+
+
+def _link(partial: Path, target: Path) -> bool:
+    try:
+        os.link(partial, target)
+    except FileExistsError:
+        # NFS may answer so although it made the link: the reply was lost, and the request sent again.
+        return partial.samefile(target)
+    except OSError as error:
+        if error.errno not in _NO_HARD_LINKS:
+            raise
+        # Without hard links two that publish at the same moment may both be told that they were first. The
+        # file is whole in any case, and both copies hold the same datasets.
+        if exists(target):
+            return False
+        replace(partial, target)
+    return True
+
+
+def read_directory(path: Path) -> Directory:
+    """A shard's directory, from its user block alone; DamagedShardError unless block and size are right."""
+    with Reader(path, buffer_bytes=HEAD_BYTES) as reader:
+        return examine(reader)
+
+
+def verify_shard(
+    path: Path, *, fingerprint: str | None = None, start: int | None = None, stop: int | None = None
+) -> Directory:
+    """The directory of a shard of which every byte has been read and is as it was written.
+
+    Raises DamagedShardError otherwise, and ForeignShardError when it is not the shard that is asked for.
+    """
+    with Reader(path) as reader:
+        directory = examine(reader, fingerprint=fingerprint, start=start, stop=stop)
+        first = directory.userblock_size
+        problems = list(verify(reader, directory.pieces, start=first, rest_crc32=directory.rest_crc32))
+    if problems:
+        raise DamagedShardError("; ".join(problems))
+    return directory
+
+
+def examine(
+    reader: Reader, *, fingerprint: str | None = None, start: int | None = None, stop: int | None = None
+) -> Directory:
+    """The directory of the shard that `reader` reads, once it is known to be the one that is asked for."""
+    found, _, size = read_userblock(reader)
+    try:
+        attributes = found.pop("attributes")
+        if attributes["format"] != SHARD:
+            raise DamagedShardError(f"it is a {attributes['format']!r}, not a {SHARD!r}")
+        regions = found.pop("datasets")
+        datasets = tuple(Region(path, dtype, tuple(shape), *place) for path, dtype, shape, *place in regions)
+        identity = {key: attributes[key] for key in ("fingerprint", "start", "stop")}
+        for key, expected in {"fingerprint": fingerprint, "start": start, "stop": stop}.items():
+            if expected is not None and identity[key] != expected:
+                there = f"{key} is {identity[key]!r}, expected {expected!r}"
+                raise ForeignShardError(f"it belongs to another plan: {there}")
+        return Directory(**identity, **found, datasets=datasets, userblock_size=size)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DamagedShardError(f"its directory makes no sense ({type(error).__name__}: {error})") from error
+
+
+def read_errors(reader: Reader, directory: Directory) -> list[tuple[int, str]]:
+    """The index of each failed item of a shard, and what went wrong."""
+    if not directory.n_errors:
+        return []
+    places = {region.path: (region.offset, region.offset + region.n_bytes) for region in directory.datasets}
+    return errors_in({name: reader.read(*places[name]) for name in ("error/offsets", "error/values")}, directory)
+
+
+def errors_in(contents: Mapping[str, bytes | memoryview], directory: Directory) -> list[tuple[int, str]]:
+    """The same from the bytes of the datasets, by name."""
+    if not directory.n_errors:
+        return []
+    texts, offsets = bytes(contents["error/values"]), np.frombuffer(contents["error/offsets"], OFFSET_DTYPE)
+    failed = np.flatnonzero(np.diff(offsets))
+    return [
+        (directory.start + int(row), texts[offsets[row] : offsets[row + 1]].decode("utf-8", "replace"))
+        for row in failed
+    ]
+
+
+def read_rows(
+    path: Path, columns: Mapping[str, Column], *, fingerprint: str, start: int, stop: int, again: bool = False
+) -> tuple[list[dict[str, Any] | ItemError], Directory]:
+    """The rows of a shard as `write_shard` takes them, and its directory; every byte is verified on the way.
+
+    `again` is for a second reading, which shall not be out of a cache.
+    Raises DamagedShardError and ForeignShardError as `verify_shard` does.
+    """
+    contents: dict[str, bytearray] = {}
+    with Reader(path) as reader:
+        if again:
+            reader.forget_cache()
+        directory = examine(reader, fingerprint=fingerprint, start=start, stop=stop)
+        Shapes(columns).check(directory)
+        problems = list(
+            verify(
+                reader,
+                directory.pieces,
+                start=directory.userblock_size,
+                rest_crc32=directory.rest_crc32,
+                sink=lambda name, chunk: contents.setdefault(name, bytearray()).extend(chunk),
+            )
+        )
+    if problems:
+        raise DamagedShardError("; ".join(problems))
+    return rows_from(contents, columns, stop - start), directory
+
+
+def rows_from(
+    contents: Mapping[str, bytes | bytearray], columns: Mapping[str, Column], n_rows: int
+) -> list[dict[str, Any] | ItemError]:
+    """Rows as `write_shard` takes them, from the bytes of their datasets by name; a name that lacks has none."""
+    values = {name: _values(contents, name, column, n_rows) for name, column in stored_columns(columns).items()}
+    errors = values["error"]
+    return [
+        ItemError(errors[row].decode("utf-8", "replace"))
+        if errors[row]
+        else {name: values[name][row] for name in columns}
+        for row in range(n_rows)
+    ]
+
+
+def _values(contents: Mapping[str, bytes | bytearray], name: str, column: Column, n_rows: int) -> list[Any]:
+    """The value of one column in each row: an ndarray, or bytes of Text and Json."""
+    if isinstance(column, Array):
+        return list(np.frombuffer(contents.get(name, b""), column.dtype).reshape(n_rows, *column.shape))
+    content = bytes(contents.get(f"{name}/values", b""))
+    offsets = np.frombuffer(contents[f"{name}/offsets"], OFFSET_DTYPE).tolist()
+    size = column.dtype.itemsize
+    spans = itertools.pairwise(offsets)
+    parts = [content[size * first : size * last] for first, last in spans]
+    return [np.frombuffer(part, column.dtype) for part in parts] if isinstance(column, Ragged) else parts
+
+
+class Shapes:
+    """What the plan's columns say of the datasets of any shard."""
+
+    def __init__(self, columns: Mapping[str, Column]) -> None:
+        self._regions = []
+        for region in unplaced_regions(columns, 0, {}):
+            row_bytes = np.dtype(region.dtype).itemsize * math.prod(region.shape[1:])
+            self._regions.append((region.path, region.dtype, region.shape[1:], row_bytes))
+
+    def check(self, directory: Directory) -> None:
+        """Raise ForeignShardError unless the datasets are those of the columns, with the rows of all items."""
+        n_rows = directory.stop - directory.start
+        if directory.n_rows != n_rows:
+            raise ForeignShardError(f"it has {directory.n_rows} rows for {n_rows} items")
+        if len(directory.datasets) != len(self._regions):
+            raise ForeignShardError("its datasets are not those of the plan's columns")
+        for region, (path, dtype, tail, row_bytes) in zip(directory.datasets, self._regions, strict=True):
+            if region.path != path or region.dtype != dtype or region.shape[1:] != tail:
+                raise ForeignShardError("its datasets are not those of the plan's columns")
+            length = region.shape[0]
+            n_found = length - 1 if path.endswith("/offsets") else n_rows if path.endswith("/values") else length
+            if n_found != n_rows or region.n_bytes != length * row_bytes:
+                raise ForeignShardError(f"its dataset {path} has {length} entries for {n_rows} items")
+
+
+def _length(region: Region) -> int:
+    return region.shape[0] if len(region.shape) == 1 else -1
+
+
+def _n_values(contents: Mapping[str, list[Any]]) -> dict[str, int]:
+    """How many values each column with offsets has, by the name of their dataset."""
+    ends = {path.removesuffix("/offsets"): offsets for path, offsets in contents.items() if path.endswith("/offsets")}
+    return {f"{name}/values": int(offsets[0][-1]) for name, offsets in ends.items()}
+
+
+def _contents(
+    columns: Mapping[str, Column], start: int, rows: Sequence[Mapping[str, Any] | ItemError]
+) -> dict[str, list[Any]]:
+    """For each dataset the values whose bytes, one after the other, are its own."""
+    blank = {name: column.blank() for name, column in columns.items()}
+    filled = [blank if isinstance(row, ItemError) else row for row in rows]
+    values = {name: [row[name] for row in filled] for name in columns}
+    values["index"] = [np.arange(start, start + len(rows), dtype="<i8")]
+    values["error"] = [_error_text(row) if isinstance(row, ItemError) else b"" for row in rows]
+    contents: dict[str, list[Any]] = {}
+    for name, column in stored_columns(columns).items():
+        if isinstance(column, Array):
+            contents[name] = values[name]
+        else:
+            offsets = np.zeros(len(rows) + 1, OFFSET_DTYPE)
+            np.cumsum([len(value) for value in values[name]], out=offsets[1:])
+            contents[f"{name}/offsets"] = [offsets]
+            contents[f"{name}/values"] = values[name]
+    return contents
+
+
+def _error_text(error: ItemError) -> bytes:
+    # Never empty, for the text is how an item is known to have failed; and a file name in it need not be UTF-8.
+    return (str(error) or type(error).__name__).encode("utf-8", "backslashreplace")
+
+
+def _count_not_finite(
+    names: Collection[str], rows: Sequence[Mapping[str, Any] | ItemError]
+) -> dict[str, tuple[int, int]]:
+    """In how many rows each of these columns has NaN, and in how many infinities, where there are any."""
+    found = {}
+    for name in sorted(names):
+        values = [row[name] for row in rows if not isinstance(row, ItemError)]
+        values = [value for value in values if not np.isfinite(value).all()]
+        if values:
+            found[name] = sum(bool(np.isnan(v).any()) for v in values), sum(bool(np.isinf(v).any()) for v in values)
+    return found
+
+
+def _write(fd: int, region: Region, values: Sequence[Any], odd: set[str]) -> Region:
+    """The region with its checksum, once the values are in their place.
+
+    The column's name is added to `odd` where one of its floats is not finite.
+    """
+    offset, crc32 = region.offset, 0
+    dtype = np.dtype(region.dtype)
+    for block in _blocks(values, region.n_bytes):
+        if dtype.kind in "fc" and not np.isfinite(np.frombuffer(block, dtype)).all():
+            odd.add(region.path.removesuffix("/values"))
+        write_at(fd, block, offset)
+        offset, crc32 = offset + len(block), zlib.crc32(block, crc32)
+    if offset != region.offset + region.n_bytes:
+        raise ValueError(f"{region.path}: {offset - region.offset} bytes, expected {region.n_bytes}; use convert_row")
+    return region._replace(crc32=crc32)
+
+
+def _blocks(values: Sequence[Any], n_bytes: int) -> Iterator[bytes]:
+    """The values' bytes in blocks of a few megabytes, so that large rows are not held twice."""
+    step = max(1, len(values) * _BLOCK_BYTES // max(1, n_bytes))
+    for first in range(0, len(values), step):
+        yield b"".join(values[first : first + step])

@@ -1,0 +1,241 @@
+"""Slurm's own commands and what they answer, for all that ask; a failure of one costs detail, never data."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pwd
+import re
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.report.attempts import Life
+from slurmgpu.run.failures import EXIT_FILE_SYSTEM
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_S = 30
+ARRAY_JOB = "ARRAY_JOB"
+"""What stands for the array's id in the script of a merge that is only shown."""
+NOT_HERE = "There is no {} here. Submit from a node of the cluster, or use this machine: --executor local."
+
+INHERITED = ("SLURM_", "SBATCH_", "SRUN_", "PMI_", "PMIX_", "SUBMITIT_")
+KEPT = {"SLURM_CONF"}
+
+PREFERENCES = ("SQUEUE_", "SINFO_", "SACCT_", "SCONTROL_", "SCANCEL_", "SLURM_CLUSTERS")
+"""Variables that begin so are a user's options for commands: they would hide jobs, say, or ask other clusters."""
+ENVIRON = {"SLURM_BITSTR_LEN": "0", "SLURM_TIME_FORMAT": "standard"}
+"""Arrays are named whole, not cut at 64 characters, and times are as `queue` reads them, whatever the user prefers."""
+
+ENDED_STATES = {
+    "BOOT_FAIL": "node_fail",
+    "CANCELLED": "cancelled",
+    "COMPLETED": None,
+    "DEADLINE": "timeout",
+    "FAILED": "crash",
+    "NODE_FAIL": "node_fail",
+    "OUT_OF_MEMORY": "host_oom",
+    "PREEMPTED": "preempted",
+    "REQUEUED": "preempted",
+    "REVOKED": "cancelled",
+    "TIMEOUT": "timeout",
+}
+"""Slurm's states of a job that has ended, and the failure class of each. Every other state, known or not, is alive."""
+
+
+class SlurmUnavailableError(SlurmGPUError):
+    """A Slurm command is missing, failed or did not answer."""
+
+
+def run(*command: str) -> str:
+    """Standard output of a Slurm command; SlurmUnavailableError says what it complained of.
+
+    It answers what is asked, whatever a user prefers to see.
+    """
+    try:
+        # replace: names and arguments of jobs are any bytes.
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TIMEOUT_S,
+            check=True,
+            env=_environ(),
+        )
+    except FileNotFoundError:
+        raise SlurmUnavailableError(NOT_HERE.format(command[0])) from None
+    except subprocess.TimeoutExpired as error:
+        raise SlurmUnavailableError(f"{command[0]} did not answer within {TIMEOUT_S} s. Try again later.") from error
+    except subprocess.CalledProcessError as error:
+        raise SlurmUnavailableError(f"{' '.join(command[:2])} failed: {error.stderr.strip()}") from error
+    return done.stdout
+
+
+def submit_lines(job_ids: Sequence[str]) -> dict[str, str]:
+    """The command line by which each job was submitted, as accounting has it; without those that it does not know."""
+    asked = ("--allocations", "--format", "JobID,SubmitLine", "--jobs", ",".join(job_ids))
+    found: dict[str, str] = {}
+    current = ""
+    for line in run("sacct", "--noheader", "--parsable2", *asked).splitlines():
+        if match := re.match(r"(\d+)(?:_[^|]*|\+\d+)?\|", line):
+            current = match[1]
+            found[current] = line[match.end() :]
+        elif current:
+            found[current] += f"\n{line}"  # an argument may hold a newline
+    return found
+
+
+def try_script(path: str) -> tuple[bool, str]:
+    """Whether sbatch would take the script at `path`, and what it says of it; nothing is queued."""
+    command = ["sbatch", "--test-only", path]
+    try:
+        with outside_job():
+            # replace: it may quote the script, which holds names of any bytes.
+            done = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, env=_environ()
+            )
+    except FileNotFoundError:
+        raise SlurmUnavailableError(NOT_HERE.format("sbatch")) from None
+    except subprocess.TimeoutExpired as error:
+        raise SlurmUnavailableError(f"sbatch did not answer within {TIMEOUT_S} s. Try again later.") from error
+    lines = [" ".join(line.removeprefix("sbatch: ").split()) for line in done.stderr.splitlines()]
+    return done.returncode == 0, "; ".join(line for line in lines if line)
+
+
+def _environ() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(PREFERENCES)} | ENVIRON
+
+
+@contextlib.contextmanager
+def outside_job() -> Iterator[None]:
+    """Forget the enclosing job, if there is one: its SLURM_* and SBATCH_* variables change what sbatch and srun do."""
+    hidden = {
+        name: os.environ.pop(name) for name in list(os.environ) if name.startswith(INHERITED) and name not in KEPT
+    }
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+def accounting(job_ids: Sequence[str]) -> dict[str, list[Life]]:
+    """What sacct knows: for each array task ("1234_7") its lives in order, one for each restart."""
+    fields = "JobID,State,ElapsedRaw,AllocTRES,NodeList,ExitCode"
+    command = [
+        "sacct",
+        "--noheader",
+        "--parsable2",
+        "--duplicates",
+        "--format",
+        fields,
+        "--jobs",
+        ",".join(job_ids),
+    ]
+    lives: dict[str, list[Life]] = {}
+    for line in run(*command).splitlines():
+        job_id, state, elapsed, tres, node, exit_code = line.split("|")
+        state = state.split(" ")[0].rstrip("+")  # "CANCELLED by 1000"
+        task, is_step, _ = job_id.partition(".")
+        task = task if "_" in task else f"{task}_0"  # Submitit submits an array of one as a plain job
+        if not is_step:
+            gpus = re.search(r"gres/gpu=(\d+)", tres)
+            n_gpus = int(gpus[1]) if gpus else 0
+            failure = ENDED_STATES.get(state)
+            if state == "FAILED" and exit_code == f"{EXIT_FILE_SYSTEM}:0":
+                failure = "file_system"  # of which the task could write nothing down
+            life = Life(state, failure, state in ENDED_STATES, int(elapsed or 0), n_gpus, node)
+            lives.setdefault(task, []).append(life)
+        elif state == "OUT_OF_MEMORY" and task in lives and lives[task][-1].state != "COMPLETED":
+            # The job itself may only say FAILED.
+            lives[task][-1] = replace(lives[task][-1], failure="host_oom")
+    return lives
+
+
+def cancel(*arguments: str) -> None:
+    """Run scancel; jobs that have ended by now are no error."""
+    try:
+        run("scancel", "--quiet", *arguments)
+    except SlurmUnavailableError as error:
+        if "Invalid job id" not in str(error):
+            raise
+
+
+def cancel_pending(array_job: str) -> None:
+    """Take the tasks that have not started out of the queue, so that what waits for the array goes on."""
+    cancel("--state=PENDING", array_job)
+
+
+def name_of(uid: int) -> str | None:
+    """The name of a user on this machine; None where it has none, as in some containers."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return None
+
+
+def own_name() -> str:
+    """The user that Slurm takes this process for. LOGNAME and USER may be another's: `su` and `sudo -E` leave them."""
+    return name_of(os.getuid()) or str(os.getuid())
+
+
+def hostnames(expression: str) -> tuple[str, ...]:
+    """The nodes of a list such as `gpu[1-2]`; none when Slurm does not answer."""
+    try:
+        return tuple(run("scontrol", "show", "hostnames", expression).split())
+    except SlurmUnavailableError as error:
+        log.warning("%s", error)
+        return ()
+
+
+def configuration() -> dict[str, str]:
+    """The cluster's slurm.conf and cgroup.conf, as `scontrol show config` gives them."""
+    return dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", run("scontrol", "show", "config"), re.MULTILINE))
+
+
+def signals_children(config: Mapping[str, str]) -> bool:
+    """Whether cgroup.conf has Slurm signal every process of a step; False where this machine cannot read it.
+
+    It lies beside slurm.conf, or where a configless node keeps both. `scontrol show config` leaves this line out, as
+    of Slurm 26.05.
+    """
+    beside = Path(os.environ.get("SLURM_CONF") or config.get("SLURM_CONF", "/etc/slurm/slurm.conf")).parent
+    for folder in (beside, Path("/run/slurm/conf")):
+        with contextlib.suppress(OSError):
+            text = (folder / "cgroup.conf").read_text(encoding="utf-8", errors="replace")
+            found = re.findall(r"^\s*SignalChildrenProcesses\s*=\s*(\w+)", text, re.MULTILINE | re.IGNORECASE)
+            return bool(found) and found[-1].lower() in ("yes", "up", "true", "1")
+    return False
+
+
+def cluster_name() -> str:
+    """The name of the cluster that Slurm's commands ask here."""
+    return configuration().get("ClusterName", "")
+
+
+def max_array_size() -> int:
+    """MaxArraySize of the cluster; indices run to one less."""
+    return int(configuration().get("MaxArraySize", "1001"))  # Slurm's default
+
+
+def max_submit_jobs() -> int | None:
+    """The smallest limit on submitted jobs of this user's associations; None where there is none, or no accounting."""
+    try:
+        text = run(
+            "sacctmgr",
+            "--noheader",
+            "--parsable2",
+            "show",
+            "assoc",
+            f"user={own_name()}",
+            "format=MaxSubmitJobs,GrpSubmitJobs",
+        )
+    except SlurmUnavailableError as error:
+        log.info("job limits are not known: %s", error)
+        return None
+    limits = [int(line) for line in re.split(r"[|\s]", text) if line.isdecimal()]
+    return min(limits) if limits else None

@@ -1,0 +1,152 @@
+"""What Slurm says of partitions, QOSes, associations and its configuration, as it says it; each where it answers."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import TypeVar
+
+from slurmgpu.slurm import commands
+from slurmgpu.slurm.commands import ARRAY_JOB, SlurmUnavailableError
+from slurmgpu.slurm.survey import GPUS
+
+QOS_KEYS = (
+    *("Name", "Flags", "MaxWall", "MaxTRESPerJob", "MaxTRESPerUser", "MaxTRESPerAccount", "GrpTRES"),
+    *("MaxJobsPerUser", "GrpJobs", "MaxSubmitJobsPerUser", "GrpSubmitJobs"),
+)
+ASSOCIATION_KEYS = (
+    *("User", "Account", "ParentName", "Partition", "DefaultQOS", "MaxWall", "MaxTRESPerJob", "GrpTRES"),
+    *("MaxJobs", "GrpJobs", "MaxSubmitJobs", "GrpSubmitJobs"),
+)
+MAX_ACCOUNTS = 16
+"""So many accounts are asked for, from the user's upwards: each takes a command."""
+START = re.compile(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
+"""As sbatch writes times where SLURM_TIME_FORMAT is standard, which `commands` sees to."""
+
+T = TypeVar("T")
+Row = Mapping[str, str]
+
+
+@dataclass
+class Facts:
+    """A cluster's limits in Slurm's own words; what a command did not answer is empty, and a note says so.
+
+    `partitions` are by name, and so are `gpus`: for each kind of node of a partition its GPUs by type, once for each
+    node. `associations` are this user's with the account, and those of the account and of the ones above it; `qos` and
+    they are empty where they are not enforced.
+    """
+
+    user: str = field(default_factory=commands.own_name)
+    config: Mapping[str, str] = field(default_factory=dict)
+    partitions: Mapping[str, Row] = field(default_factory=dict)
+    gpus: Mapping[str, Sequence[Mapping[str, int]]] = field(default_factory=dict)
+    default_account: str = ""
+    associations: Sequence[Row] = ()
+    qos: Mapping[str, Row] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def read_facts(account: str | None = None) -> Facts:
+    """Ask scontrol, sinfo and sacctmgr, each once; `account` is the one that is asked for, None for the default."""
+    facts = Facts()
+    notes = facts.notes
+    facts.config = _asked("The cluster's configuration is", commands.configuration, {}, notes)
+    facts.partitions = _asked("Limits of partitions are", _partitions, {}, notes)
+    facts.gpus = _asked("GPUs of partitions are", _gpus, {}, notes)
+    enforced = facts.config.get("AccountingStorageEnforce", "limits")
+    if not re.search("limits|safe", enforced):
+        notes.append(f"Limits of QOSes and associations are not enforced here: AccountingStorageEnforce = {enforced}.")
+        return facts
+    cluster = facts.config.get("ClusterName", "")
+    what = "Limits of QOSes and associations are"
+    known = _asked(what, lambda: _accounting(facts.user, account, cluster), None, notes)
+    if known is not None:
+        facts.default_account, facts.associations, facts.qos = known
+    return facts
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What Slurm says of a script; `start` is when the job, or an array's first, would, as things stand.
+
+    None is unknown: of a job that Slurm does not take, and of one that waits for another. Else it has this machine's
+    zone, as sbatch says it by this machine's clock.
+    """
+
+    start: datetime | None
+    said: str
+    taken: bool = True
+
+    def to_json(self) -> dict[str, str | bool | None]:
+        """The keys of an estimate in the JSON of a dry run."""
+        start = None if self.start is None else self.start.isoformat()
+        return {"start": start, "said": self.said, "taken": self.taken}
+
+
+def try_scripts(scripts: Mapping[str, str]) -> dict[str, Trial]:
+    """What sbatch says of each of these scripts, of which nothing is queued; raises SlurmUnavailableError."""
+    found = {}
+    for job, text in scripts.items():
+        # The array has no id yet that the merge could wait for.
+        plain = re.sub(rf"^#SBATCH --dependency=.*:{ARRAY_JOB}\n", "", text, flags=re.MULTILINE)
+        with tempfile.NamedTemporaryFile("w", suffix=".sbatch", encoding="utf-8", errors="surrogateescape") as file:
+            file.write(plain)
+            file.flush()
+            taken, said = commands.try_script(file.name)
+        found[job] = Trial(_start_in(said) if plain == text else None, said, taken)
+    return found
+
+
+def _start_in(said: str) -> datetime | None:
+    found = START.search(said)
+    return None if found is None else datetime.fromisoformat(found[1]).astimezone()
+
+
+def _asked(what: str, ask: Callable[[], T], default: T, notes: list[str]) -> T:
+    try:
+        return ask()
+    except SlurmUnavailableError as error:
+        notes.append(f"{what} not known. {error}")
+        return default
+
+
+def _partitions() -> dict[str, Row]:
+    lines = commands.run("scontrol", "--all", "--oneliner", "show", "partition").splitlines()
+    rows = [dict(re.findall(r"(\w+)=(\S*)", line)) for line in lines]
+    return {row["PartitionName"]: row for row in rows if "PartitionName" in row}
+
+
+def _gpus() -> dict[str, list[dict[str, int]]]:
+    found: dict[str, list[dict[str, int]]] = {}
+    for line in commands.run("sinfo", "--noheader", "--all", "--format", "%R\x1f%D\x1f%G").splitlines():
+        name, n_nodes, gres = line.split("\x1f")
+        kinds: dict[str, int] = {}
+        for kind, count in GPUS.findall(gres):
+            kinds[kind] = kinds.get(kind, 0) + int(count)
+        found.setdefault(name.strip(), []).extend([kinds] * int(n_nodes))
+    return found
+
+
+def _accounting(user: str, account: str | None, cluster: str) -> tuple[str, list[Row], dict[str, Row]]:
+    """The user's default account, the associations of the user, of the account and of those above it, and all QOSes."""
+    if account is None:
+        account = next((row["DefaultAccount"] for row in _table("user", ("DefaultAccount",), user)), "")
+    found: dict[str, list[Row]] = {}
+    above = account
+    while above and above not in found and len(found) < MAX_ACCOUNTS:
+        # A database may serve several clusters.
+        rows = _table("assoc", ASSOCIATION_KEYS, f"account={above}", *([f"cluster={cluster}"] if cluster else []))
+        found[above] = [row for row in rows if row["User"] in ("", user if above == account else "")]
+        above = next((row["ParentName"] for row in rows if not row["User"]), "")
+    own = [row for rows in found.values() for row in rows]
+    return account, own, {row["Name"]: row for row in _table("qos", QOS_KEYS)}
+
+
+def _table(what: str, keys: Sequence[str], *which: str) -> list[Row]:
+    """What `sacctmgr show` says, row by row."""
+    ask = ("sacctmgr", "--noheader", "--parsable2", "show", what, *which, f"format={','.join(keys)}")
+    lines = commands.run(*ask).splitlines()
+    return [dict(zip(keys, line.split("|"), strict=True)) for line in lines if line]

@@ -1,0 +1,293 @@
+"""What Slurm allows this user, and what becomes of a submission that asks for more.
+
+Slurm itself takes most of what is above a limit, and lets it pend for ever; `sbatch --test-only` does not tell either.
+Which of several limits holds: https://slurm.schedmd.com/resource_limits.html#hierarchy. Of two QOSes, and of the QOSes
+and the associations, the first one that sets a limit decides, for each TRES apart; what an account's members share is
+held at every level above a user.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from slurmgpu.run.submissions import Submission, seconds_of
+from slurmgpu.slurm.facts import Facts
+from slurmgpu.util.gpus import number_of
+
+NEVER, REFUSED = "pends for ever", "sbatch refuses it"
+GPU = "gres/gpu"
+QOS, ASSOCIATION = "QOS", "Assoc"
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A limit, what it is, what the submission asks for, and what will happen if that is more; "" if it fits."""
+
+    limit: str
+    value: str
+    asked: str
+    then: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the submission stays within it."""
+        return not self.then
+
+    def to_json(self) -> dict[str, object]:
+        """The keys of `limits` in the JSON of a dry run."""
+        return {"limit": self.limit, "value": self.value, "asked": self.asked, "fits": self.fits, "then": self.then}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Who sets limits, in the words of `Facts`' rows; `reasons` begins Slurm's reasons for what pends."""
+
+    name: str
+    row: Mapping[str, str]
+    reasons: str
+    denies: bool
+
+    @property
+    def is_qos(self) -> bool:
+        """Whether it is a QOS: else it is an association."""
+        return self.reasons == QOS
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A kind of limit, and its keys in QOSes and associations with Slurm's reasons, behind the source's word."""
+
+    kind: str
+    keys: Mapping[str, str]
+
+    @property
+    def counts_gpus(self) -> bool:
+        """Whether its values are lists of TRES, such as "cpu=64,gres/gpu=8"."""
+        return self.kind in ("task", "at once")
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all of an association's users share what it allows."""
+        return all(key.startswith("Grp") for key in self.keys)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A limit that holds: whose it is, its key there, and its value, the GPUs of a list of TRES."""
+
+    rule: Rule
+    source: Source
+    key: str
+    value: str
+
+
+RULES = (
+    Rule("wall", {"MaxWall": "MaxWallDurationPerJobLimit"}),
+    Rule("task", {"MaxTRESPerJob": "MaxGRESPerJob"}),
+    Rule("at once", {"MaxTRESPerUser": "MaxGRESPerUser"}),
+    Rule("at once", {"MaxTRESPerAccount": "MaxGRESPerAccount"}),
+    Rule("at once", {"GrpTRES": "GrpGRES"}),
+    Rule("jobs", {"MaxJobsPerUser": "MaxJobsPerUserLimit", "MaxJobs": "MaxJobsLimit"}),
+    Rule("jobs", {"GrpJobs": "GrpJobsLimit"}),
+    Rule("submit", {"MaxSubmitJobsPerUser": "", "MaxSubmitJobs": ""}),
+    Rule("submit", {"GrpSubmitJobs": ""}),
+)
+
+
+def limits_of(submission: Submission, facts: Facts) -> tuple[list[Limit], float | None]:
+    """The limits that hold for a submission, and the walltime of its tasks in seconds; None if it is not known."""
+    partitions = [facts.partitions[name] for name in _partitions(submission, facts) if name in facts.partitions]
+    associations = _associations(submission, facts, partitions)
+    names = _qos_names(submission, facts, partitions, associations)
+    sources = list(_sources(facts, names, associations))
+    held = [each for rule in RULES for each in _held(rule, sources, submission)]
+    walltime_s = _walltime_s(submission, partitions, [each.value for each in held if each.rule.kind == "wall"])
+    asked = replace(submission, slurm={**submission.slurm, "time": _time(walltime_s)})
+    # The partition's MaxTime does not bind jobs of such a QOS.
+    is_free = any("PartitionTimeLimit" in _flags(facts, name) for name, is_job_s in names if is_job_s)
+    found = [limit for partition in partitions for limit in _of_partition(asked, partition, facts, is_free)]
+    found += [_of_rule(asked, each) for each in held]
+    return [*found, *_of_cluster(asked, facts.config)], walltime_s
+
+
+def bound_gpu_hours(submission: Submission, walltime_s: float | None) -> float | None:
+    """The GPU-hours that all tasks can use at most, without automatic resubmissions; None without a walltime."""
+    if submission.gpus_per_task == 0:
+        return 0.0
+    return None if walltime_s is None else submission.n_tasks * submission.gpus_per_task * walltime_s / 3600
+
+
+def _partitions(submission: Submission, facts: Facts) -> list[str]:
+    if named := str(submission.slurm.get("partition", "")):
+        return named.split(",")
+    return [name for name, row in facts.partitions.items() if row.get("Default") == "YES"]
+
+
+def _associations(
+    submission: Submission, facts: Facts, partitions: Sequence[Mapping[str, str]]
+) -> list[Mapping[str, str]]:
+    """The user's association with the account, or those with it in the partitions, and the accounts' own, upwards."""
+    account = str(submission.slurm.get("account") or facts.default_account)
+    names = [row["PartitionName"] for row in partitions]
+    own = [row for row in facts.associations if row["User"] == facts.user and row["Account"] == account]
+    found = [row for row in own if row["Partition"] in names] or [row for row in own if not row["Partition"]]
+    accounts = {row["Account"]: row for row in facts.associations if not row["User"]}
+    while account in accounts:
+        row = accounts.pop(account)  # so that there is an end to it, whatever the names of parents are
+        found.append(row)
+        account = row.get("ParentName", "")
+    return found
+
+
+def _qos_names(
+    submission: Submission,
+    facts: Facts,
+    partitions: Sequence[Mapping[str, str]],
+    associations: Sequence[Mapping[str, str]],
+) -> list[tuple[str, bool]]:
+    """The QOSes that limit the jobs, the one that decides first; True marks the jobs' own."""
+    default = next((row["DefaultQOS"] for row in associations if row["User"]), "")
+    own = str(submission.slurm.get("qos") or default or "normal")
+    names = [(row.get("QoS", ""), False) for row in partitions]
+    names = [(own, True), *names] if "OverPartQOS" in _flags(facts, own) else [*names, (own, True)]
+    return [(name, is_job_s) for name, is_job_s in names if name in facts.qos]
+
+
+def _flags(facts: Facts, name: str) -> list[str]:
+    return facts.qos.get(name, {}).get("Flags", "").split(",")
+
+
+def _sources(
+    facts: Facts, names: Sequence[tuple[str, bool]], associations: Sequence[Mapping[str, str]]
+) -> Iterator[Source]:
+    """Who sets limits for the jobs: of two that set the same, the first one's holds."""
+    denies = any("DenyOnLimit" in _flags(facts, name) for name, _ in names)  # then the others' are strict as well
+    for name in dict.fromkeys(name for name, _ in names):
+        yield Source(f"QOS {name}", facts.qos[name], QOS, denies)
+    for row in associations:
+        who = f"{row['User']} in account" if row["User"] else "account"
+        yield Source(f"{who} {row['Account']}", row, ASSOCIATION, denies)
+
+
+def _held(rule: Rule, sources: Sequence[Source], submission: Submission) -> list[Held]:
+    """The limits of a rule that hold; of those on GPUs and on GPUs of the type, one source's lower one."""
+    if not rule.counts_gpus:
+        return _deciding(rule, sources)
+    if not submission.gpus_per_task:
+        return []
+    kinds = [GPU, f"{GPU}:{submission.gpu_type}"] if submission.gpu_type else [GPU]
+    found: dict[tuple[str, str], Held] = {}
+    for held in (held for tres in kinds for held in _deciding(rule, sources, tres)):
+        known = found.setdefault((held.source.name, held.key), held)
+        if int(held.value) < int(known.value):
+            found[held.source.name, held.key] = held
+    return list(found.values())
+
+
+def _deciding(rule: Rule, sources: Sequence[Source], tres: str | None = None) -> list[Held]:
+    """Of what sources say of a rule, or of a TRES in it, the first; of what accounts share, what each of them says."""
+    found = [
+        Held(rule, source, key, value)
+        for source in sources
+        for key in rule.keys
+        if (value := source.row.get(key, "") if tres is None else _count(source.row.get(key, ""), tres))
+    ]
+    is_up_to_accounts = rule.is_shared and found and not found[0].source.is_qos
+    return found if is_up_to_accounts else found[:1]
+
+
+def _walltime_s(submission: Submission, partitions: Sequence[Mapping[str, str]], most: Sequence[str]) -> float | None:
+    """What was asked for, or else the partition's default, or else the most that there is."""
+    if "time" in submission.slurm:
+        return submission.walltime_s
+    defaults = [seconds for row in partitions if (seconds := seconds_of(row.get("DefaultTime", ""))) is not None]
+    longest = [row.get("MaxTime", "") for row in partitions]
+    known = defaults or [seconds for text in [*longest, *most] if (seconds := seconds_of(text)) is not None]
+    return min(known, default=None)
+
+
+def _of_partition(asked: Submission, partition: Mapping[str, str], facts: Facts, is_free: bool) -> Iterator[Limit]:
+    name, walltime_s = partition["PartitionName"], asked.walltime_s
+    longest = partition.get("MaxTime", "")
+    then = ""
+    if _is_more(walltime_s, seconds_of(longest)):
+        refuses = facts.config.get("EnforcePartLimits", "NO") != "NO"
+        then = REFUSED if refuses else f"{NEVER} (PartitionTimeLimit)"
+    if not is_free:
+        yield Limit(f"MaxTime of partition {name}", longest, _time(walltime_s), then)
+    if not asked.gpus_per_task or name not in facts.gpus:
+        return
+    kind = asked.gpu_type or ""
+    counts = [gpus.get(kind, 0) if kind else sum(gpus.values()) for gpus in facts.gpus[name]]
+    what = f"{kind} GPUs" if kind else "GPUs"
+    most, per_node = max(counts), asked.gpus_per_task // asked.nodes_per_task
+    then = f"{REFUSED}: no node has {per_node}" if per_node > most else ""
+    yield Limit(f"{what} of a node of partition {name}", str(most), str(per_node), then)
+    yield _at_once(asked, f"{what} of partition {name}", sum(counts), "Resources")
+
+
+def _of_rule(asked: Submission, held: Held) -> Limit:
+    rule, source, value = held.rule, held.source, held.value
+    name, reason = f"{held.key} of {source.name}", f"{source.reasons}{rule.keys[held.key]}"
+    never = REFUSED if source.denies else f"{NEVER} ({reason})"
+    if rule.kind == "wall":
+        is_more = _is_more(asked.walltime_s, seconds_of(value))
+        return Limit(name, value, _time(asked.walltime_s), never if is_more else "")
+    if rule.kind == "jobs":
+        fitting, then = int(value), ""
+        if asked.n_concurrent > fitting:
+            then = _fewer(fitting, reason)
+        return Limit(name, value, f"{asked.n_concurrent} at once", then)
+    if rule.kind == "submit":
+        n_jobs = asked.n_tasks + 1  # the merge job
+        return Limit(name, value, str(n_jobs), REFUSED if n_jobs > int(value) else "")
+    gpus = int(value)
+    if asked.gpus_per_task > gpus:
+        return Limit(name, number_of(gpus), f"{asked.gpus_per_task} for a task", never)
+    if rule.kind == "task":
+        return Limit(name, number_of(gpus), f"{asked.gpus_per_task} for a task")
+    limit = _at_once(asked, name, gpus, reason)
+    return replace(limit, value=number_of(gpus))
+
+
+def _of_cluster(asked: Submission, config: Mapping[str, str]) -> Iterator[Limit]:
+    n_jobs = asked.n_tasks + 1  # the merge job
+    if (most := config.get("MaxArraySize", "")).isdecimal():
+        then = REFUSED if asked.n_tasks > int(most) else ""
+        yield Limit("MaxArraySize", most, f"{asked.n_tasks} task{'' if asked.n_tasks == 1 else 's'}", then)
+    if (most := config.get("MaxJobCount", "")).isdecimal():
+        then = REFUSED if n_jobs > int(most) else ""
+        yield Limit("MaxJobCount, of all users", most, str(n_jobs), then)
+
+
+def _at_once(asked: Submission, name: str, gpus: int, reason: str) -> Limit:
+    """A limit on the GPUs that the tasks may have together."""
+    wanted = asked.n_concurrent * asked.gpus_per_task
+    then = ""
+    if wanted > gpus:
+        then = _fewer(gpus // asked.gpus_per_task, reason)
+    return Limit(name, str(gpus), f"{wanted} at once", then)
+
+
+def _fewer(n_tasks: int, reason: str) -> str:
+    return f"{n_tasks} of its tasks run at once, the others pend ({reason})" if n_tasks else f"{NEVER} ({reason})"
+
+
+def _count(text: str, tres: str) -> str:
+    """The number of one TRES in a list such as "cpu=64,gres/gpu=8,gres/gpu:a100=4"; "" where it has none of it."""
+    counts: dict[str, str] = dict(re.findall(r"([\w/:.-]+)=(\d+)", text))
+    return counts.get(tres, "")
+
+
+def _is_more(seconds: float | None, limit: float | None) -> bool:
+    return seconds is not None and limit is not None and seconds > limit
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "no limit"
+    days, rest = divmod(round(seconds), 86400)
+    clock = f"{rest // 3600:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}"
+    return f"{days}-{clock}" if days else clock

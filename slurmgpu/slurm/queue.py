@@ -1,0 +1,237 @@
+"""What waits and runs in Slurm's queue, as squeue tells it, and which of it belongs to a run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.run.directory import Run
+from slurmgpu.run.submissions import JOB_KEYS, ended_jobs
+from slurmgpu.slurm import commands
+from slurmgpu.util.array_ids import array_of, indices_of
+
+log = logging.getLogger(__name__)
+
+JOB_NAME = "slurmgpu"
+MERGE_NAME = "slurmgpu-merge"
+"""What names of jobs begin with: Submitit's, and those of sbatch/*.sbatch."""
+COMMENT = "slurmgpu:"
+"""What comments of jobs begin with that were submitted by the lines of `slurmgpu plan`; the run directory follows."""
+
+
+@dataclass(frozen=True)
+class QueuedJob:
+    """A line of squeue: an array task, or the not yet started rest of an array.
+
+    `start` is when it started, or will by Slurm's own estimate, in seconds since the epoch; None if that is not known.
+    """
+
+    job_id: str
+    state: str
+    reason: str
+    name: str
+    folder: str
+    command: str
+    start: float | None = None
+    comment: str = ""
+
+    def to_json(self, is_merge: bool) -> dict[str, Any]:
+        """The job in the JSON of status."""
+        n_tasks = 0 if is_merge else self.n_tasks
+        named = {key: getattr(self, key) for key in ("job_id", "state", "reason", "start")}
+        return {**named, "n_tasks": n_tasks}
+
+    @property
+    def n_tasks(self) -> int:
+        """Tasks that this line stands for: of "1234_[5-9,12%4]" six."""
+        return len(indices_of(self.job_id))
+
+    @property
+    def array_job(self) -> str:
+        """The id before the underscore."""
+        return array_of(self.job_id)
+
+    @property
+    def is_merge(self) -> bool:
+        """Whether it merges, rather than computes."""
+        return self.name.startswith(MERGE_NAME)
+
+    def is_submitits(self, run: Run) -> bool:
+        """Whether Submitit wrote its script, into the run directory."""
+        return Path(self.command).parent == run.logs
+
+    @property
+    def lacks_arguments(self) -> bool:
+        """Whether it may be of a run, and nothing but its script is known of it."""
+        if not self.name.startswith(JOB_NAME) or self.comment.startswith(COMMENT) or not self.command:
+            return False
+        is_submitits = "submission_file" in Path(self.command).name
+        return not is_submitits and (" " not in self.command or Path(self.command).is_file())
+
+    def is_of(self, run: Run) -> bool:
+        """Whether it belongs to a run by its script: Submitit's lies in the run directory.
+
+        One that was submitted by hand says the run in its comment; or it bears a name that begins with "slurmgpu", and
+        has the run among its arguments.
+        """
+        if self.is_submitits(run):
+            return True
+        if self.comment.startswith(COMMENT):
+            return Path(self.comment.removeprefix(COMMENT)).resolve() == run.folder.resolve()
+        if not self.name.startswith(JOB_NAME) or run.folder.name not in self.command:
+            return False
+        # squeue shows the arguments joined by blanks, which a path may hold as well.
+        words = self.command.split(" ")[1:]
+        spans = (" ".join(words[a:b]) for a in range(len(words)) for b in range(a + 1, len(words) + 1))
+        folder = run.folder.resolve()
+        return any(Path(self.folder, span).resolve() == folder for span in spans if Path(span).name == folder.name)
+
+
+def find_jobs(
+    job_ids: Sequence[str], of: Run | None = None, among: Sequence[QueuedJob] | None = None
+) -> list[QueuedJob]:
+    """What squeue says of these jobs, and of those whose script tells that they are of a run; not of ended ones.
+
+    `among` are all of the user's jobs, where one call of squeue is for many runs.
+    """
+    if not job_ids and of is None:
+        return []
+    wanted = set(job_ids)
+    return [
+        job
+        for job in (own_jobs() if among is None else among)
+        if job.array_job in wanted or (of is not None and job.is_of(of))
+    ]
+
+
+def own_jobs(and_of: Iterable[int] = ()) -> list[QueuedJob]:
+    """All of the user's jobs in the queue, by one call of squeue; not the ended ones. Those of other users by uid."""
+    uids = {os.getuid(), *and_of}
+    # Named with --jobs, one job that Slurm has forgotten makes squeue fail for all; so all of the user's are asked for.
+    # Arguments hold any character, also newlines. A job whose name or arguments hold these two is no run's.
+    # The arguments come last: of those that do hold them a part is left, and the job is known.
+    fields = "\x1f".join(("%U", "%i", "%T", "%r", "%j", "%S", "%k", "%Z", "%o")) + "\x1e"
+    text = commands.run("squeue", "--noheader", "--all", *_of_users(uids), "--format", fields)
+    records = [[part.strip() for part in record.split("\x1f")] for record in text.split("\x1e\n")]
+    wanted = {str(uid) for uid in uids}
+    jobs = [
+        QueuedJob(job_id, state, reason, name, folder, command, _epoch(start), comment)
+        for uid, job_id, state, reason, name, start, comment, folder, command in (
+            record for record in records if len(record) == 9
+        )
+        if uid in wanted
+    ]
+    # REQUEUED is how a life ended, in accounting; in the queue it is a job that is about to be pending again.
+    return _with_arguments([job for job in jobs if job.state == "REQUEUED" or job.state not in commands.ENDED_STATES])
+
+
+def _of_users(uids: Iterable[int]) -> tuple[str, ...]:
+    """The option of squeue by which it tells of the jobs of these users; none where it would pass over one of them.
+
+    Before Slurm 25.05 it knows no uid that has no name here: its answer is empty, with exit code 0.
+    """
+    names = [commands.name_of(uid) for uid in uids]
+    return () if None in names else ("--user", ",".join(sorted(map(str, uids))))
+
+
+def _with_arguments(jobs: list[QueuedJob]) -> list[QueuedJob]:
+    """The jobs, with the line that submitted them in place of a script whose arguments squeue does not show.
+
+    Slurm 24.11 and later show none. Accounting has the line since 21.08; without it such jobs stay as they are.
+    """
+    doubtful = {job.array_job for job in jobs if job.lacks_arguments}
+    if unknown := sorted(doubtful - _SUBMITTED_BY.keys()):
+        try:
+            _SUBMITTED_BY.update(commands.submit_lines(unknown))
+        except commands.SlurmUnavailableError as error:
+            log.debug("the arguments of jobs %s are not known: %s", ", ".join(unknown), error)
+    lines = {job_id: line for job_id in doubtful if (line := _SUBMITTED_BY.get(job_id))}
+    return [replace(job, command=lines.get(job.array_job, job.command)) for job in jobs]
+
+
+_SUBMITTED_BY: dict[str, str] = {}
+"""The lines that accounting has told: those who watch a run ask for the queue again and again."""
+
+
+def jobs_of(run: Run, among: Sequence[QueuedJob] | None = None) -> list[QueuedJob]:
+    """A run's jobs in the queue, of all submissions that have not ended, and those that have not joined it yet."""
+    lines = run.submissions()
+    over = ended_jobs(lines)
+    ids = [line[key] for line in lines for key in JOB_KEYS if key in line and line["state"] != "ended"]
+    return [job for job in find_jobs(ids, run, among) if job.array_job not in over]
+
+
+def may_be_queued(run: Run) -> bool:
+    """Whether Slurm may have jobs of a run: not of one that was only ever computed on this machine."""
+    lines = run.submissions()
+    return not lines or any(line["executor"] == "slurm" for line in lines)
+
+
+def _epoch(text: str) -> float | None:
+    """Slurm's "2026-11-22T06:17:00", a time of this machine's zone, in seconds since the epoch; None for "N/A"."""
+    try:
+        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+    except (ValueError, OverflowError):
+        return None
+
+
+def queued_jobs(
+    run: Run, among: Sequence[QueuedJob] | None = None, last: list[dict[str, Any]] | None = None
+) -> list[dict[str, Any]] | None:
+    """A run's jobs in the queue, by one call of squeue; None where Slurm has none of it, `last` if it does not answer.
+
+    An empty list is for a run that Slurm should have something of; of one on another cluster it is None.
+    `among` are all of the user's jobs, where they are known already.
+    """
+    if not may_be_queued(run):
+        return None
+    lines = run.submissions()
+    expected = any(line["state"] == "queued" for line in lines)
+    merges = {line.get("merge_job") for line in lines}
+    try:
+        told = [job.to_json(job.is_merge or job.array_job in merges) for job in jobs_of(run, among)]
+        expected = expected and (bool(told) or _are_here(lines))
+    except commands.SlurmUnavailableError as error:
+        log.log(logging.WARNING if expected else logging.DEBUG, "the queue is not known: %s", in_short(error))
+        return last
+    return told if told or expected else None
+
+
+def _are_here(lines: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether all that is queued was submitted on the cluster that is asked here, as far as is known."""
+    clusters = {line["cluster"] for line in lines if line["state"] == "queued" and "cluster" in line}
+    return not clusters or clusters == {commands.cluster_name()}
+
+
+def own_cluster() -> str | None:
+    """The name of the cluster that is asked here; None if it does not say."""
+    try:
+        return os.environ.get("SLURM_CLUSTER_NAME") or commands.cluster_name() or None
+    except commands.SlurmUnavailableError:
+        return None
+
+
+def in_short(error: commands.SlurmUnavailableError) -> str:
+    """Why squeue does not answer, in a line for those who have not asked for it."""
+    return str(error).splitlines()[-1].rpartition("error: ")[2].partition(". ")[0].removesuffix(".")
+
+
+def dependents(job_id: str) -> list[tuple[str, str]]:
+    """Jobs of this user that wait for `job_id`, with their dependency as `scontrol update` takes it."""
+    found = []
+    own = _of_users([os.getuid()])
+    asked = ("--noheader", "--all", *own, "--states", "PENDING", "--format", "%U|%i|%E")
+    for line in commands.run("squeue", *asked).splitlines():
+        uid, waiting, dependency = line.strip().split("|", 2)
+        if uid != str(os.getuid()):
+            continue
+        plain = re.sub(r"\([^)]*\)", "", dependency)  # afterok:12(unfulfilled)
+        if re.search(rf"(?<!\d){job_id}(?!\d)", plain):
+            found.append((array_of(waiting), plain))
+    return sorted(set(found))

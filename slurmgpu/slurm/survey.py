@@ -1,0 +1,90 @@
+"""What Slurm says of this cluster and this user, for the site file that `init --site` proposes."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass, field
+
+from slurmgpu.slurm import commands
+from slurmgpu.slurm.commands import SlurmUnavailableError
+
+GPUS = re.compile(r"\bgpu:(?:([^:,()]+):)?(\d+)")
+"""Of a node's Gres: "gpu:a100:4(S:0-1)" has type and number, "gpu:4" a number alone."""
+
+
+@dataclass
+class Partition:
+    """A partition: its longest walltime as sinfo shows it, its nodes, and the types of GPU on them."""
+
+    name: str
+    is_default: bool
+    time_limit: str
+    n_nodes: int = 0
+    gpus: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def described(self) -> str:
+        """Its nodes and GPUs, in a few words."""
+        kinds = ", ".join(f"{kind or 'gpu'}:{count}" for kind, count in sorted(self.gpus.items()))
+        nodes = f"{self.n_nodes} node{'s' if self.n_nodes > 1 else ''}"
+        return f"{nodes}{f' with {kinds}' if kinds else ', no GPU'}, time limit {self.time_limit}"
+
+
+@dataclass(frozen=True)
+class Survey:
+    """A cluster as this user sees it. The first account is the default one; none where accounting does not answer."""
+
+    cluster: str
+    partitions: list[Partition]
+    accounts: list[str]
+    qos: list[str]
+    scratch: str
+
+    @property
+    def gpu_partitions(self) -> list[Partition]:
+        """Those with GPUs, the cluster's default first."""
+        return sorted((p for p in self.partitions if p.gpus), key=lambda p: not p.is_default)
+
+    @property
+    def gpu_types(self) -> list[str]:
+        """Every type of GPU that has a name."""
+        return sorted({kind for partition in self.partitions for kind in partition.gpus if kind})
+
+
+def survey() -> Survey:
+    """Ask sinfo, scontrol and, where it answers, sacctmgr; SlurmUnavailableError where there is no Slurm."""
+    if shutil.which("sinfo") is None:
+        raise SlurmUnavailableError("There is no sinfo here. A site file is written on a node of the cluster.")
+    partitions = _partitions(commands.run("sinfo", "--noheader", "--format", "%P\x1f%a\x1f%l\x1f%D\x1f%G"))
+    config = dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", commands.run("scontrol", "show", "config"), re.M))
+    accounts, qos = _accounts()
+    return Survey(config.get("ClusterName", "?"), partitions, accounts, qos, config.get("TmpFS", "/tmp"))
+
+
+def _partitions(text: str) -> list[Partition]:
+    """From sinfo, which has a line for each kind of node in a partition."""
+    found: dict[str, Partition] = {}
+    for line in text.splitlines():
+        name, available, limit, nodes, gres = line.split("\x1f")
+        if available.strip() != "up":
+            continue
+        plain = name.strip().rstrip("*")
+        partition = found.setdefault(plain, Partition(plain, name.strip().endswith("*"), limit.strip()))
+        partition.n_nodes += int(nodes)
+        for kind, count in GPUS.findall(gres):
+            partition.gpus[kind] = max(int(count), partition.gpus.get(kind, 0))
+    return list(found.values())
+
+
+def _accounts() -> tuple[list[str], list[str]]:
+    """Accounts of this user, the default one first, and QOSes."""
+    user = commands.own_name()
+    ask = ("sacctmgr", "--noheader", "--parsable2", "show")
+    try:
+        default = commands.run(*ask, "user", user, "format=DefaultAccount").split()
+        lines = commands.run(*ask, "assoc", f"user={user}", "format=Account,QOS").split()
+    except SlurmUnavailableError:
+        return [], []
+    accounts, qos = [line.split("|")[0] for line in lines], [q for line in lines for q in line.split("|")[1].split(",")]
+    return list(dict.fromkeys([*default, *accounts])), sorted(filter(None, set(qos)))

@@ -1,0 +1,106 @@
+"""How a task starts its worker: command and environment, in an image or not, one process or several."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import MappingProxyType
+
+import slurmgpu
+from slurmgpu.containers.command import exec_command, package_binds, python_path
+from slurmgpu.containers.complaints import explain
+from slurmgpu.containers.folders import leave_task_folders
+from slurmgpu.containers.node import Prepared, prepare
+from slurmgpu.containers.settings import Container, ContainerError
+from slurmgpu.plan.binds import container_binds
+from slurmgpu.run.directory import Run
+from slurmgpu.run.records import Attempt
+from slurmgpu.worker.main import Assignment
+
+# Which Python an image has is known only now: one that is too old to read slurmgpu gets a sentence, no SyntaxError.
+START = """\
+import sys
+if sys.version_info < (3, 10):
+    sys.exit("slurmgpu needs Python 3.10 or newer, and this is %d.%d" % sys.version_info[:2])
+if sys.path and sys.path[0] == "":
+    del sys.path[0]  # the run file's folder: a platform.py in it is not the standard library's
+import runpy
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+
+
+class Launcher:
+    """Makes the commands of a task's workers. `prepare` comes first, before anything is claimed."""
+
+    def __init__(self, run: Run, attempt: Attempt) -> None:
+        self.run = run
+        self.attempt = attempt
+        self.container = _container_of(run, attempt.submission)
+        self._prepared: Prepared | None = None
+
+    def prepare(self, pause: Callable[[float], None] = time.sleep) -> None:
+        """Look at what the worker will need of this node; ContainerError says what it lacks.
+
+        Copying an image takes a while: what `pause` raises meanwhile ends it.
+        """
+        if self.container is not None and self._prepared is None:
+            self._prepared = prepare(self.container, container_binds(self.run), os.environ, pause)
+
+    def close(self) -> None:
+        """Remove what the task has for itself on this node, once its worker has ended."""
+        leave_task_folders()
+
+    @property
+    def image(self) -> str | None:
+        """The image that is used on this node, a staged copy perhaps; None without one."""
+        return str(self._prepared.image) if self._prepared else None
+
+    @property
+    def runtime(self) -> str | None:
+        """The container runtime of this node and its version; None without an image."""
+        return self._prepared.runtime_version if self._prepared else None
+
+    def worker(self, assignment: Assignment) -> tuple[list[str], dict[str, str]]:
+        """The worker's argument vector, and its environment."""
+        module = "slurmgpu.worker.groups" if self.run.plan.processes == "per-gpu" else "slurmgpu.worker.main"
+        return self.command(module, str(self.run.folder), json.dumps(asdict(assignment)))
+
+    def command(
+        self, module: str, *arguments: str, environ: Mapping[str, str] = MappingProxyType({})
+    ) -> tuple[list[str], dict[str, str]]:
+        """What runs a module of slurmgpu's where the worker runs, and its environment, `environ` within it."""
+        inner = ["-c", START, module, *arguments]
+        own = {"PYTHONUNBUFFERED": "1", "HDF5_USE_FILE_LOCKING": "FALSE", **self.run.plan.environ, **environ}
+        if self.container is None:
+            # The package that this task runs, wherever it was imported from, is the one that its worker runs.
+            home = str(Path(slurmgpu.__file__).resolve().parent.parent)
+            path = os.pathsep.join(part for part in (home, os.environ.get("PYTHONPATH")) if part)
+            return [sys.executable, *inner], {**os.environ, **own, "PYTHONPATH": path}
+        assert self._prepared is not None, "prepare() comes first"
+        return exec_command(
+            self.container,
+            inner,
+            image=self._prepared.image,
+            binds=[*self._prepared.binds, *package_binds(self.container.packages)],
+            gpus=self.attempt.uses_gpus,
+            folder=Path(self.run.plan.search_path),
+            environ=os.environ,
+            extra_env={**own, "PYTHONPATH": python_path(self.container.packages)},
+            scratch=self._prepared.scratch,
+        )
+
+    def explain(self, said: str, returncode: int) -> ContainerError | None:
+        """Why a worker ended that never said a word; None when it was not for its container."""
+        return explain(said, returncode) if self.container is not None else None
+
+
+def _container_of(run: Run, submission: int) -> Container | None:
+    """The container of a submission: as planned, or as [container] was corrected for it."""
+    line = next((line for line in run.submissions() if line["submission"] == submission), {})
+    found = line.get("container") or run.plan.container
+    return Container.from_json(found) if found else None

@@ -1,0 +1,150 @@
+"""A node of a task that follows: it prepares itself, and starts and ends its part of the group as the leader says.
+
+It has no record and no claims, and it decides nothing. When its leader is gone, so is it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.containers.settings import ContainerError
+from slurmgpu.run.directory import Run
+from slurmgpu.run.records import Attempt
+from slurmgpu.run.rendezvous import Line, join_meeting
+from slurmgpu.task.launcher import Launcher
+from slurmgpu.task.nodes import MEETING_S, group_command, meeting_path
+from slurmgpu.task.telemetry import Sampler
+from slurmgpu.task.worker_process import GRACE_S, PARTING_S, StoppedError, StopSignals, WorkerProcess
+from slurmgpu.util import cgroups, gpus
+from slurmgpu.util.pipes import FAILURES
+
+log = logging.getLogger(__name__)
+
+EXIT_STOPPED = 75
+LOOK_S = 0.2
+
+
+def follow(run: Run, attempt: Attempt, rank: int, node: str) -> int:
+    """Be the node of this rank until the leader says that the task has ended; the exit code."""
+    with StopSignals() as signals:
+        try:
+            line = _find_leader(run, attempt, rank, node, signals)
+        except StoppedError:
+            return EXIT_STOPPED
+        if line is None:
+            log.error("the task's first node was not found within %.0f s", MEETING_S)
+            return EXIT_STOPPED
+        with contextlib.closing(line):
+            return _Follower(run, attempt, rank, node, line, signals).obey()
+
+
+def _find_leader(run: Run, attempt: Attempt, rank: int, node: str, signals: StopSignals) -> Line | None:
+    deadline = time.monotonic() + MEETING_S
+    while time.monotonic() < deadline:
+        if line := join_meeting(meeting_path(run, attempt), {"rank": rank, "node": node}):
+            return line
+        signals.pause(LOOK_S)
+    return None
+
+
+class _Follower:
+    def __init__(self, run: Run, attempt: Attempt, rank: int, node: str, line: Line, signals: StopSignals) -> None:
+        self._attempt, self._rank, self._node = attempt, rank, node
+        self._line, self._events = line, signals.events
+        self._launcher = Launcher(run, attempt)
+        self._log_path: Path = run.logs / f"{attempt.name}.node{rank}.log"
+        self._worker: WorkerProcess | None = None
+        samples = run.folder / "telemetry" / f"{attempt.name}.node{rank}.jsonl"
+        gpu_ids = gpus.visible_ids() if attempt.uses_gpus else []
+        self._sampler = Sampler(samples, gpu_ids, run.plan.sample_s, lambda: self._worker.pid if self._worker else None)
+        self._group = ""
+        self._heard = False
+        self._kills_before = 0
+        self._end_by: float | None = None
+
+    def obey(self) -> int:
+        """Prepare, then do as the leader says; the exit code."""
+        threading.Thread(target=self._listen, daemon=True, name="the leader's words").start()
+        self._line.tell({"problem": self._problem()})
+        with contextlib.closing(self._launcher), self._sampler, contextlib.ExitStack() as stack:
+            while True:
+                try:
+                    event = self._events.get(timeout=1.0 if self._end_by is None else LOOK_S)
+                except queue.Empty:
+                    event = {"event": "tick"}
+                    if self._worker is not None:
+                        self._worker.reap()
+                if self._end_by is not None and time.monotonic() > self._end_by:
+                    log.warning("the leader does not say what a signal means; this node ends")
+                    return EXIT_STOPPED
+                code = self._heed(event, stack)
+                if code is not None:
+                    return code
+
+    def _heed(self, event: Mapping[str, Any], stack: contextlib.ExitStack) -> int | None:
+        """What one event asks for; an exit code to end with."""
+        match event:
+            case {"event": "signal", "signum": signum} if signum != signal.SIGUSR2:
+                # The leader has it, too, and decides. A node that lost its leader ends without it.
+                self._end_by = self._end_by or time.monotonic() + PARTING_S + 2 * GRACE_S
+            case {"event": "leader", "do": "start"}:
+                self._start(event, stack)
+            case {"event": "leader", "do": "stop"}:
+                self._worker = None
+                stack.close()
+            case {"event": "leader", "do": "end"}:
+                return 0
+            case {"event": "leader is gone"}:
+                log.error("the leader is gone")
+                return EXIT_STOPPED
+            case {"event": "eof", "pid": pid} if self._worker is not None and pid == self._worker.pid:
+                self._tell_end(self._worker.wait())
+            case {"event": name} if name not in ("tick", "eof", "signal"):
+                self._heard = True
+                if name in FAILURES:
+                    self._line.tell({**event, "group": self._group})
+        return None
+
+    def _start(self, order: Mapping[str, Any], stack: contextlib.ExitStack) -> None:
+        command, env = group_command(self._launcher, order["assignment"], self._rank, order["group"], self._line.host)
+        self._group, self._heard, self._kills_before = order["group"]["name"], False, cgroups.oom_kills()
+        self._worker = stack.enter_context(WorkerProcess(command, env, self._log_path, self._events))
+
+    def _tell_end(self, code: int) -> None:
+        assert self._worker is not None
+        if code and not self._heard and (complaint := self._launcher.explain(self._worker.said(), code)):
+            self._line.tell({"problem": self._as_problem(complaint)})
+        was_oom = cgroups.oom_kills() > self._kills_before
+        self._line.tell({"exited": code, "was_oom": was_oom, "group": self._group})
+
+    def _problem(self) -> dict[str, Any] | None:
+        """What keeps this node from computing, before anything is started."""
+        try:
+            if self._attempt.uses_gpus:
+                gpus.check_visible(self._attempt.n_gpus)
+            self._launcher.prepare()
+        except (gpus.GPUFaultError, ContainerError, OSError) as error:
+            log.error("%s", error)
+            return self._as_problem(error)
+        return None
+
+    def _as_problem(self, error: Exception) -> dict[str, Any]:
+        kind, node = "gpu_fault", self._node
+        if isinstance(error, ContainerError):
+            kind, node = error.kind, self._node if error.node_at_fault else ""
+        elif isinstance(error, OSError):
+            kind, node = "crash", ""
+        return {"kind": kind, "message": f"{self._node}: {error}", "node": node or None}
+
+    def _listen(self) -> None:
+        while (message := self._line.hear()) is not None:
+            self._events.put({**message, "event": "leader"})
+        self._events.put({"event": "leader is gone"})

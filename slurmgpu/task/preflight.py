@@ -1,0 +1,65 @@
+"""Whether this node could work on a run: the image, its Python, and the GPUs, looked at as a task would."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.containers.complaints import explain
+from slurmgpu.containers.settings import ContainerError
+from slurmgpu.run.directory import Plan, Run
+from slurmgpu.run.records import Attempt, node_name
+from slurmgpu.task.launcher import Launcher
+
+TIMEOUT_S = 300
+
+
+@dataclass(frozen=True)
+class NodeCheck:
+    """What was found on a node: `found` as `probing` says it, and the sentences for what is wrong.
+
+    `start_s` is how long it took to start the Python and hear it; `runtime` the container runtime and its version.
+    """
+
+    found: dict[str, Any]
+    problems: list[str]
+    node: str = ""
+    start_s: float = 0.0
+    runtime: str | None = None
+
+
+def check_here(plan: Plan, n_gpus: int, device: str) -> NodeCheck:
+    """Start the plan's Python once, in its image if it has one, and hear what it sees."""
+    with tempfile.TemporaryDirectory(prefix="slurmgpu-check-") as folder, contextlib.ExitStack() as stack:
+        launcher = Launcher(Run(Path(folder), plan), Attempt("check", 0, n_gpus=n_gpus, device=device))
+        stack.callback(launcher.close)
+        try:
+            launcher.prepare()
+            command, environ = launcher.command("slurmgpu.worker.probing", str(n_gpus if device != "cpu" else 0))
+        except ContainerError as error:
+            return NodeCheck({}, [str(error)])
+        return hear(command, environ, launcher.runtime)
+
+
+def hear(command: Sequence[str], environ: Mapping[str, str], runtime: str | None) -> NodeCheck:
+    """Run a command that starts `slurmgpu.worker.probing`, and understand what it or its container runtime says."""
+    started = time.monotonic()
+    try:
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return NodeCheck({}, [f"its Python did not start within {TIMEOUT_S} s"])
+    # A wrapper, or a sitecustomize, of the image may have said something before.
+    line = next((line for line in reversed(done.stdout.splitlines()) if line.startswith("{")), None)
+    if line is None:
+        complaint = explain(done.stderr, done.returncode) if runtime else None
+        return NodeCheck({}, [str(complaint or done.stderr.strip() or f"exit code {done.returncode}")])
+    found: dict[str, Any] = json.loads(line)
+    problems = [text for _, text in found["problems"]]
+    return NodeCheck(found, problems, node_name(), time.monotonic() - started, runtime)

@@ -1,0 +1,422 @@
+"""One array task on its node: GPU preflight, a worker kept alive, leases renewed, signals obeyed, all of it recorded.
+
+It runs on the host, outside any container image. A worker that dies is started again within the same allocation, and
+an item that kills its workers is found and quarantined.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import signal
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.code import importer
+from slurmgpu.code.snapshots import code_digest
+from slurmgpu.containers.settings import ContainerError
+from slurmgpu.faults import faults_for
+from slurmgpu.report.attempts import TOO_LARGE
+from slurmgpu.run.claims import UNREADABLE, Claim
+from slurmgpu.run.directory import Run
+from slurmgpu.run.failures import EXIT_FILE_SYSTEM, POLICIES, failure_of, signal_of
+from slurmgpu.run.records import Attempt
+from slurmgpu.shards.shard_file import partials_of
+from slurmgpu.task.attempt_writer import Recording
+from slurmgpu.task.crash_tracking import Deaths
+from slurmgpu.task.launcher import Launcher
+from slurmgpu.task.nodes import NodeFaultError, OtherNodes
+from slurmgpu.task.telemetry import Sampler
+from slurmgpu.task.worker_process import PARTING_S, STOP_SIGNALS, Events, StoppedError, StopSignals, WorkerProcess
+from slurmgpu.util import cgroups, gpus
+from slurmgpu.util.shared_files import remove
+from slurmgpu.worker.main import Assignment, Worker, WorkerFailedError
+from slurmgpu.worker.shard_claimer import Scout, open_shards
+
+log = logging.getLogger(__name__)
+
+NOTICE_S = 120
+"""So near to the walltime's end a signal is taken for its notice; sbatch(1) allows itself 60 s of earliness."""
+MOST_DROPPED = 32
+"""So many claims a requeued task looks at, for those that it held before."""
+EXIT_STOPPED = 75  # EX_TEMPFAIL: given back, to be taken up again
+GOOD_ENDS = {"complete": "every shard is published", "others": "living tasks compute the rest"}
+"""Why a task that has not failed takes no more shards; see docs/reference/files.md."""
+
+
+class Task:
+    """An attempt at work. `run_worker` for a worker process, `run_in_process` for the debugger."""
+
+    def __init__(self, run: Run, attempt: Attempt, end_time: Callable[[], float | None] = lambda: None) -> None:
+        self.run = run = run.computing(attempt.submission)
+        self.attempt = attempt
+        self._later_end = end_time  # of an attempt that began before Slurm had told it
+        self._end: float | None = None
+        self._set_end(attempt.end_time)
+        self._launcher = Launcher(run, attempt)
+        self._worker_pid: int | None = None
+        # Without GPUs to use there are none to sample.
+        gpu_ids = gpus.visible_ids() if attempt.uses_gpus else []
+        telemetry = run.folder / "telemetry" / f"{attempt.name}.jsonl"
+        self._sampler = Sampler(telemetry, gpu_ids, run.plan.sample_s, lambda: self._worker_pid)
+        self.recording = Recording(run, attempt, self._sampler.usage)
+        self.record = self.recording.record
+        self._held: dict[int, Claim] = {}  # whose leases are renewed
+        self._claimed: set[int] = set()  # what is to be given back, unless it is published
+        self._deaths = Deaths(run, attempt.submission)
+        self._heard = False
+        self._was_told = False
+        self._keeps_progress = False
+        self._stopped_by: int | None = None
+        self._part_by = float("inf")
+        self._left: int | None = None
+        self._unrenewed: set[int] = set()
+        self._renewed = time.monotonic()
+
+    # What both ways of running share
+
+    def run_worker(self) -> int:
+        """Work with a worker process until no shard is left for this task; its exit code."""
+        signals = StopSignals(self.recording.write_if_due)  # who waits long, for an image say, is seen to live
+        with signals, self._sampler, OtherNodes(self.run, self.attempt, signals) as others:
+            return self._finish(self._guarded(lambda: self._keep_a_worker(signals, others)))
+
+    def run_in_process(self) -> int:
+        """Work in this very process, where `breakpoint()` stops; its exit code."""
+        try:
+            return self._finish(self._guarded(self._work_here))
+        except BaseException as error:  # what leaves the debugger, Ctrl-C above all
+            self._fail(
+                "cancelled" if isinstance(error, KeyboardInterrupt) else "crash", f"{type(error).__name__}: {error}"
+            )
+            self._finish(1)
+            raise
+
+    def _guarded(self, work: Callable[[], int]) -> int:
+        self.recording.write()
+        try:
+            if self.attempt.uses_gpus:
+                gpus.check_visible(self.attempt.n_gpus)
+            self._drop_earlier()
+            return work()
+        except gpus.GPUFaultError as error:
+            return self._fail("gpu_fault", str(error))
+        except ContainerError as error:
+            self.record.bad_node = self.record.node if error.node_at_fault else None
+            return self._fail(error.kind, str(error))
+        except NodeFaultError as error:
+            self.record.bad_node = error.node
+            return self._fail(error.kind, str(error))
+        except WorkerFailedError as error:
+            return self._fail(error.kind, str(error), error.trace)
+        except OSError as error:
+            return self._fail(failure_of(error), str(error), traceback.format_exc())
+        except Exception as error:
+            # A fault of slurmgpu's own: it is recorded, and the claims are given back, before the task ends.
+            return self._fail("crash", f"{type(error).__name__}: {error}", traceback.format_exc())
+
+    def _fail(self, failure: str, message: str, trace: str = "") -> int:
+        if POLICIES[failure].node_at_fault and self.record.bad_node is None:
+            self.record.bad_node = self.record.node
+        if failure == "file_system":
+            message = f"{self.record.bad_node} has lost a file system: {message}"
+        self.recording.fail(failure, message, trace)
+        return 1
+
+    def _drop_earlier(self) -> None:
+        """Give back what earlier attempts of this task held when Slurm requeued it; a claim that is missed goes stale.
+
+        A task takes shards in order: what it held lies beside the shard that its last record names.
+        """
+        if not self.attempt.restart:
+            return
+        former = self.run.attempt(replace(self.attempt, restart=self.attempt.restart - 1).name) or {}
+        published = former.get("published") or [[0]]
+        last = published[-1][0] if former.get("shard") is None else former["shard"]
+        taken = sorted(open_shards(self.run) & self.run.claims.numbers(), key=lambda shard: abs(shard - last))
+        dropped = self.run.claims.drop_earlier(self._claim(), taken[:MOST_DROPPED])
+        if dropped:
+            log.info("dropped the claims of this task's earlier attempts: shards %s", dropped)
+
+    def _claim(self) -> Claim:
+        given = self.attempt
+        return Claim(given.task_name, given.name, self.record.node, os.getpid(), cluster=given.cluster)
+
+    def _finish(self, code: int) -> int:
+        for shard in sorted(self._claimed):
+            self.run.claims.release(shard, self._claim())
+        self._remove_partials()
+        self.recording.end()
+        self._launcher.close()
+        return EXIT_FILE_SYSTEM if code and self.record.failure == "file_system" else code
+
+    def _remove_partials(self) -> None:
+        """Remove what dead workers have left half written; the merge removes what cannot be removed now."""
+        with contextlib.suppress(OSError):
+            for partial in partials_of(self.run.shards, self.attempt.name):
+                remove(partial, 0.0)
+
+    # The worker process
+
+    def _keep_a_worker(self, signals: StopSignals, others: OtherNodes) -> int:
+        try:
+            signals.pause(0.0)  # of what has come before this task listened
+            others.meet()
+            scout = Scout(self.run, self._claim(), pause=signals.pause)
+            if (found := scout.look()) != "work":
+                self._ended_early(found)  # nothing to load a model for
+                return 0
+            self._launcher.prepare(signals.pause)
+            self.record.image = self._launcher.image
+            while True:
+                kills_before = cgroups.oom_kills()
+                self._heard = self._keeps_progress = False
+                self._learn_end()
+                with others.start(self._launcher, self._assignment(), self._log_path()) as worker:
+                    self._worker_pid = worker.pid
+                    if self._was_told:
+                        worker.take_no_more()  # one that died may have left an item that is kept where it was
+                    self._follow(signals.events, worker)
+                    returncode = worker.wait()
+                self._worker_pid = None
+                is_over = returncode == 0 and self.record.reason in GOOD_ENDS
+                if self._stopped_by is not None and self.record.failure is None and not is_over:
+                    raise StoppedError(self._stopped_by)
+                if returncode == 0 and self.record.reason is not None:
+                    parked = self._deaths.parked
+                    return self._fail("host_oom", "; ".join(parked)) if parked else 0
+                if self.record.failure is not None:
+                    return 1
+                if signal_of(returncode) in STOP_SIGNALS:
+                    # A signal to the whole job may reach the worker before this process: then it is no crash.
+                    signals.pause(0.5)
+                if not self._heard and (complaint := self._launcher.explain(worker.said(), returncode)):
+                    raise complaint
+                if not self._bury(returncode, was_oom=worker.was_oom or cgroups.oom_kills() > kills_before):
+                    return 1
+        except StoppedError as stopped:
+            return self._stopped(stopped.signum)
+
+    def _follow(self, events: Events, worker: WorkerProcess) -> None:
+        """Handle the worker's events until it has ended."""
+        tick = min(1.0, self.run.plan.lease_s / 12)
+        while True:
+            try:
+                event = events.get(timeout=tick)
+            except queue.Empty:
+                event = {"event": "tick"}
+                worker.reap()
+            if (end_time := self._learn_end()) is not None:
+                worker.tell_end(end_time)
+            if event["event"] == "signal" and event["signum"] == signal.SIGUSR2:
+                self._heed_notice(worker)
+            elif event["event"] == "signal":
+                self._heed_stop(event["signum"], worker)
+            if self._stopped_by is not None and time.monotonic() > self._part_by:
+                log.warning("the worker did not end within %.0f s of the signal", PARTING_S)
+                worker.stop()
+                raise StoppedError(self._stopped_by)
+            if event["event"] == "eof" and event["pid"] == worker.pid:
+                return
+            self._heard = self._heard or event["event"] not in ("tick", "eof")
+            self.handle(event)
+
+    def _learn_end(self) -> float | None:
+        """When the walltime ends, if that was not known until now."""
+        if self.attempt.end_time is not None or (end_time := self._later_end()) is None:
+            return None
+        self.attempt = replace(self.attempt, end_time=end_time)
+        self.record.end_time = end_time
+        self._set_end(end_time)
+        return end_time
+
+    def _set_end(self, end_time: float | None) -> None:
+        # A clock that is set later changes nothing of how long is left.
+        self._end = None if end_time is None else time.monotonic() + end_time - time.time()
+
+    def _heed_notice(self, worker: WorkerProcess) -> None:
+        """Slurm's notice, of the walltime or of a preemption; SIGTERM follows when the end has come."""
+        if self._interruption() == "preempted":
+            log.warning("SIGUSR2: this task takes no more shards")
+            self._was_told = True
+            worker.take_no_more()
+        # Of the walltime the worker knows itself, and more precisely.
+
+    def _heed_stop(self, signum: int, worker: WorkerProcess) -> None:
+        """A signal that ends the task: at once, unless the worker can keep the progress of what it has in hand."""
+        # Ctrl-C twice is somebody who will not wait. SIGTERM comes twice from Slurm itself: GraceTime, then KillWait.
+        if not self._keeps_progress or (self._stopped_by == signum == signal.SIGINT):
+            worker.stop()
+            raise StoppedError(signum)
+        if self._stopped_by is None:
+            log.warning("%s: the worker keeps its progress, and ends", signal.Signals(signum).name)
+            self._stopped_by, self._part_by = signum, time.monotonic() + PARTING_S
+            worker.take_no_more()
+
+    def handle(self, event: Mapping[str, Any]) -> None:
+        """Take note of one event of the worker, and keep leases and the record fresh."""
+        self.recording.hear(event)
+        match event["event"]:
+            case "gpus":
+                self._sampler.use_gpus(event["uuids"])
+            case "ready":
+                self._keeps_progress = event["resumes"]
+                self._sampler.mark_ready()
+                self.recording.write()
+            case "claim":
+                self._left = None
+                self._held.setdefault(event["shard"], self._claim())
+                self._claimed.add(event["shard"])
+            case "skipped":
+                self._let_go(event["shard"])
+            case "batch":
+                if self.record.shard is not None:
+                    self._deaths.take_up(self.record.shard, event["items"], event["isolated"])
+            case "progress":
+                self._deaths.forgive_in_flight()
+            case "published":
+                self._let_go(event["shard"])
+                self._deaths.put_down()
+                self._deaths.forgive()
+            case "left":
+                self._note_left(event["shard"])
+            case "done":
+                self._ended_early(event["reason"])
+            case "failed":
+                # Of several processes the first to fail says why; the others may fail for want of it.
+                if self.record.failure is None:
+                    if POLICIES[event["class"]].node_at_fault:
+                        self.record.bad_node = event.get("node", self.record.node)
+                    self._fail(event["class"], event["message"], event["traceback"])
+            case "preempt":
+                os.kill(os.getpid(), signal.SIGTERM)  # a fault on demand, by the way of the real ones
+            case "timeout":
+                self.attempt = replace(self.attempt, end_time=event["end_time"])
+                self.record.end_time = event["end_time"]
+                self._set_end(event["end_time"])
+            case "broken":
+                self._deaths.note_broken(event["message"])
+        self._refresh()
+
+    def _ended_early(self, reason: str) -> None:
+        """Write down why the worker took no more shards, and what became of the one that it left."""
+        self.record.reason = reason
+        if reason in GOOD_ENDS:
+            log.info("this task takes no more shards: %s", GOOD_ENDS[reason])
+            return
+        if self._stopped_by is not None:
+            return  # see _stopped
+        done = self._of_what_was_left() or "it took no more shards"
+        if reason == "deadline":
+            self.record.failure = "timeout"
+            self.record.message = f"{done}: too little was left of the walltime"
+        elif reason == "told to stop":
+            self.record.failure = "preempted"
+            self.record.message = f"{done}: Slurm gave notice of the end by SIGUSR2"
+        log.warning("%s: %s", self.record.failure, self.record.message)
+
+    def _of_what_was_left(self) -> str | None:
+        if self._left is None:
+            return None
+        return f"shard {self._left} was given back, and goes on from what is kept of it"
+
+    def _note_left(self, shard: int) -> None:
+        self._left = shard
+        self._deaths.put_down()
+        self._held.pop(shard, None)
+        claim = self.run.claims.observe(shard)
+        # Who has taken it over goes on from what there was then.
+        self.recording.leave(is_kept=claim is UNREADABLE or (claim is not None and claim.is_of(self._claim())))
+
+    def _let_go(self, shard: int) -> None:
+        """A shard is published, by this attempt or by another, or it is another's; its claim stays as it is."""
+        self._held.pop(shard, None)
+        self._claimed.discard(shard)
+
+    def _refresh(self) -> None:
+        now = time.monotonic()
+        if now - self._renewed >= self.run.plan.lease_s / 6:
+            failed = [shard for shard, claim in self._held.items() if not self._renew(shard, claim)]
+            if not failed:
+                self._renewed = now
+        self.recording.write_if_due()
+
+    def _renew(self, shard: int, claim: Claim) -> bool:
+        """Renew a lease; False if that has failed and is to be tried again soon."""
+        try:
+            # None: taken over. The worker finishes all the same; the first of two equal copies is kept.
+            self._held[shard] = self.run.claims.renew(shard, claim) or claim
+        except OSError as error:
+            if shard not in self._unrenewed:
+                self._unrenewed.add(shard)
+                log.warning("the lease of shard %d is not renewed, and tried again: %s", shard, error)
+            return False
+        self._unrenewed.discard(shard)
+        return True
+
+    def _bury(self, returncode: int, was_oom: bool) -> bool:
+        """Write down why a worker died; whether another one shall be started."""
+        death, why_no_more = self._deaths.bury(returncode, was_oom, self._held)
+        self.recording.bury(death)
+        if why_no_more is not None:
+            self._fail(death["class"], why_no_more)
+            return False
+        self.recording.enter("starting")
+        self.recording.write()
+        return True
+
+    def _stopped(self, signum: int) -> int:
+        name = signal.Signals(signum).name
+        by_hand = signum in (signal.SIGINT, signal.SIGHUP) or self._is_cancelled()
+        self.record.failure = "cancelled" if by_hand else self._interruption()
+        self.record.message = f"stopped by {name}; {self._of_what_was_left() or 'its shards were given back'}"
+        if time.monotonic() > self._part_by:
+            self.record.message += f". Its worker did not end within {PARTING_S:g} s"
+        if self.record.failure == "timeout" and self.record.shard is not None:
+            self.record.message += f". Shard {self.record.shard} {TOO_LARGE}"
+        log.warning("%s: %s", self.record.failure, self.record.message)
+        return EXIT_STOPPED
+
+    def _is_cancelled(self) -> bool:
+        """Whether `slurmgpu cancel` has left word that this task's submission shall end."""
+        lines = self.run.submissions()
+        return any(line.get("cancelled") for line in lines if line["submission"] == self.attempt.submission)
+
+    def _interruption(self) -> str:
+        """What Slurm's signal means: the walltime, of which it may warn a minute early, or a preemption."""
+        is_near = self._end is not None and time.monotonic() > self._end - NOTICE_S
+        return "timeout" if is_near else "preempted"
+
+    def _assignment(self) -> Assignment:
+        given, faults = self.attempt, faults_for(self.run, self.attempt.submission)
+        for shard in sorted(self._claimed):  # one that was left, too
+            self._held.setdefault(shard, self._claim())
+        return Assignment(
+            given.task_name,
+            given.name,
+            given.n_gpus,
+            given.device,
+            None if self._end is None else time.time() + self._end - time.monotonic(),
+            sorted(self._held),
+            faults,
+            given.cluster,
+            given.submission,
+            code_digest(self.run.submissions(), given.submission),
+        )
+
+    def _log_path(self) -> Path:
+        return self.run.logs / f"{self.attempt.name}.log"
+
+    # The debugger's way
+
+    def _work_here(self) -> int:
+        assignment = self._assignment()
+        with importer.using(self.run.folder, assignment.code):
+            Worker(self.run, assignment, self.handle).work()
+        return 0

@@ -1,0 +1,133 @@
+"""Files that appear whole or not at all: written beside the target, fsynced, renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import json
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.util.shared_files import PATIENCE_S, replace, retried
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What a disk, or a quota, that is full answers."""
+_CANNOT_SYNC_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
+_NUMBERS = itertools.count()
+
+
+def fsync_dir(path: Path) -> None:
+    """Make renames and links in a directory survive a power loss, on file systems that can sync a directory."""
+    retried(lambda: _fsync_dir(path))
+
+
+def _fsync_dir(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC_FOLDERS:
+            raise
+    finally:
+        os.close(fd)
+
+
+def own_name(path: Path) -> Path:
+    """A hidden name beside `path`, ending in `.partial`, that no other process, thread or machine uses."""
+    return path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}.{next(_NUMBERS)}.partial")
+
+
+@contextlib.contextmanager
+def beside(path: Path) -> Iterator[Path]:
+    """A name beside `path` for what shall appear there whole; after an error it is gone, and the error names `path`."""
+    partial = own_name(path)
+    try:
+        yield partial
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # where nothing can be written, nothing can be removed
+            if partial.is_dir():
+                shutil.rmtree(partial)
+            else:
+                partial.unlink()
+        if isinstance(error, OSError):
+            _tell_of(path, partial, error)
+        raise
+
+
+def _tell_of(path: Path, partial: Path, error: OSError) -> None:
+    """Have an error name what the user knows of; that a disk is full is told of no file at all."""
+    if error.filename is None and error.errno in FULL:
+        error.filename = str(path)
+    elif isinstance(error.filename, str) and Path(error.filename).is_relative_to(partial):
+        error.filename = str(path / Path(error.filename).relative_to(partial))
+
+
+def write_bytes(
+    path: Path, content: bytes, *, durable: bool = True, mode: int | None = None, patience_s: float = PATIENCE_S
+) -> None:
+    """Put `content` at `path` in one step; a reader sees the old file or the new one, never a part.
+
+    Without `durable` nothing is fsynced: for progress that may be lost with the machine. `mode` are its permissions,
+    by default those that the umask leaves. A transient error is tried again for `patience_s`.
+    """
+    retried(lambda: _write_bytes(path, content, durable, mode), patience_s)
+
+
+def _write_bytes(path: Path, content: bytes, durable: bool, mode: int | None) -> None:
+    with beside(path) as partial:
+        with open(partial, "wb") as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
+            file.write(content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        replace(partial, path)
+    if durable:
+        fsync_dir(path.parent)
+
+
+def write_json(path: Path, value: Any, *, durable: bool = True, in_place_if_full: bool = False) -> None:
+    """Put `value` at `path` as indented JSON, in one step; the rest is as with `write_json_text`."""
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    write_json_text(path, text, durable=durable, in_place_if_full=in_place_if_full)
+
+
+def write_json_text(
+    path: Path,
+    text: str,
+    *,
+    durable: bool = True,
+    in_place_if_full: bool = False,
+    patience_s: float = PATIENCE_S,
+) -> None:
+    """Put JSON at `path`, in one step.
+
+    With `in_place_if_full` a disk that has no room for a second file gets the content over the first one's, where
+    another reader may see a part of it.
+    """
+    # A lone surrogate, out of a file name say, becomes the escape that JSON has for it.
+    content = text.encode("utf-8", "backslashreplace")
+    try:
+        write_bytes(path, content, durable=durable, patience_s=patience_s)
+    except OSError as error:
+        if not in_place_if_full or error.errno not in FULL or not path.exists():
+            raise
+        with open(path, "r+b") as file:
+            file.truncate(file.write(content))
+
+
+@contextlib.contextmanager
+def working_folder(path: Path) -> Iterator[None]:
+    """Work in `path` for a while. (`contextlib.chdir` is Python 3.11's.)"""
+    before = Path.cwd()
+    os.chdir(path)
+    try:
+        yield
+    finally:
+        os.chdir(before)

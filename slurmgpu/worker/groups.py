@@ -1,0 +1,373 @@
+"""Several processes for one task: what starts them, and how they keep in step.
+
+`python -m slurmgpu.worker.groups RUN ASSIGNMENT` starts one worker for each GPU, with torchrun's environment.
+The task sees one process: its pipes are rank 0's, and its exit code is that of the rank that failed first. Nothing of
+it outlives it, or the task.
+
+It is not PyTorch's elastic launcher, whose rendezvous listens on all addresses and unpickles what anybody has sent it.
+The TCPStore by which the ranks meet listens on the loopback address alone; from the other nodes of a task its
+connections are carried through `tunnels`. Whatever decides what the ranks do is signed, and so is what
+`torch.distributed` pickles: the store and gloo ask for no secret, and other users of the node reach them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import hmac
+import io
+import json
+import logging
+import os
+import pickle
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.logs import log_to_stderr
+from slurmgpu.run.failures import describe_exit
+from slurmgpu.util.pipes import EXIT_ABANDONED, report_briefly, watch_stdin
+from slurmgpu.worker.tunnels import Entrance, Exit
+
+log = logging.getLogger(__name__)
+
+LAUNCHER = "SLURMGPU_LAUNCHER"
+"""Names, in the environment of a rank, the process that started it."""
+GROUP_SECRET = "SLURMGPU_GROUP_SECRET"
+"""Names, in the environment of a launcher and its ranks, what those of one group know and nobody else."""
+PEER_PATIENCE_S = 60.0
+"""How long a rank whose call failed waits for the others, which may wait for it in a collective, for good."""
+PARTING_PATIENCE_S = 600.0
+"""The same of a rank that has left its item for later: others may be busy with keeping their progress."""
+ALL_CAME = "all"
+FOREVER = timedelta(days=365)
+SIGNATURE_BYTES = 32
+LOOPBACK = "127.0.0.1"
+LOOPBACK_INTERFACE = "lo"
+DEATH_S = 5.0
+"""How long to wait for killed processes: one that waits for a disk or a GPU may not die at all."""
+DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that a launcher blocks: it ends when its task says so, or its ranks have ended. Ranks unblock them."""
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+
+
+class PeersMissingError(Exception):
+    """Some ranks did not come in time; `rank` waited for them, and `value` is what it brought."""
+
+    def __init__(self, rank: int, value: Any, patience_s: float) -> None:
+        super().__init__(f"other ranks did not come within {patience_s:g} s")
+        self.rank = rank
+        self.value = value
+
+
+@dataclass
+class Group:
+    """A process among those that compute together; alone, as by default, it waits for nobody.
+
+    `address` is that of the TCPStore by which they speak, the same that `torch.distributed` finds in the environment.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    address: tuple[str, int] = ("", 0)
+    secret: str = field(default="", repr=False)
+    _turn: int = 0
+
+    @classmethod
+    def of_environment(cls, environ: MutableMapping[str, str] = os.environ) -> Group:
+        """The group that `main` has put this process into, with which the process then ends; else a group of one."""
+        launcher, secret = environ.pop(LAUNCHER, None), environ.pop(GROUP_SECRET, "")
+        if launcher is None:
+            return cls()  # RANK and its like may be somebody else's
+        _die_with(int(launcher))
+        address = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+        return cls(int(environ["RANK"]), int(environ["WORLD_SIZE"]), int(environ["LOCAL_RANK"]), address, secret)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which alone claims, reports and publishes."""
+        return self.rank == 0
+
+    def gather(self, value: Any = None, patience_s: float | None = None) -> list[Any]:
+        """The values of all ranks, each at its place, when all have come here; values are JSON's.
+
+        After `patience_s` without some of them PeersMissingError is raised, here and on those that come later.
+        """
+        if self.world_size == 1:
+            return [value]
+        from torch.distributed import DistNetworkError
+
+        turn, self._turn = self._turn, self._turn + 1
+        try:
+            values = self._exchange(turn, value, patience_s)
+            if turn:
+                # Who has come to this turn has read the last one.
+                self._store.delete_key(f"{turn - 1}/{self.rank}")
+        except DistNetworkError as error:
+            # The launcher is dead, and with it the group. That is no news for the task, which sees it, too.
+            log.error("the group's store is gone: %s", error)
+            os._exit(EXIT_ABANDONED)
+        return values
+
+    def _exchange(self, turn: int, value: Any, patience_s: float | None) -> list[Any]:
+        from torch.distributed import DistStoreError
+
+        keys = [f"{turn}/{rank}" for rank in range(self.world_size)]
+        self._store.set(keys[self.rank], self._signed(keys[self.rank], [value, patience_s]))
+        word = ALL_CAME
+        try:
+            self._store.wait(keys, FOREVER if patience_s is None else timedelta(seconds=patience_s))
+        except DistStoreError:
+            word = self._first_word(turn, str(self.rank))
+        if word == ALL_CAME:
+            said = list(map(self._read, keys, self._store.multi_get(keys)))
+            # Where nobody was impatient, nobody can have left.
+            if all(patience is None for _, patience in said) or (word := self._first_word(turn, word)) == ALL_CAME:
+                return [value for value, _ in said]
+        key = keys[int(word)]
+        [value, patience_s] = self._read(key, self._store.get(key))
+        raise PeersMissingError(int(word), value, patience_s)
+
+    def _first_word(self, turn: int, word: str) -> str:
+        """What was said first of how this turn ended: that all came, or the rank that left."""
+        key = f"{turn}/end"
+        return str(self._read(key, self._store.compare_set(key, "", self._signed(key, word))))
+
+    def _signed(self, key: str, value: Any) -> str:
+        text = json.dumps(value)
+        return f"{sign(self.secret, key, text.encode()).hex()} {text}"
+
+    def _read(self, key: str, said: bytes) -> Any:
+        """What a rank of this group has written under a key; another user of the node may have written over it."""
+        signature, _, text = said.partition(b" ")
+        if not hmac.compare_digest(signature, sign(self.secret, key, text).hex().encode()):
+            log.error("the group's store holds what none of its ranks has written; another user of this node has")
+            os._exit(EXIT_ABANDONED)
+        return json.loads(text)
+
+    def guard(self) -> None:
+        """From now on have `torch.distributed` unpickle nothing that no rank of this group has pickled."""
+        if self.world_size == 1:
+            return
+        from torch.distributed import distributed_c10d
+
+        secret = self.secret
+
+        class Pickler(SigningPickler):
+            key = secret
+
+        class Unpickler(SigningUnpickler):
+            key = secret
+
+        # They have no public place; what every collective of objects calls is the same in torch 2.5 to 2.13.
+        if not (hasattr(distributed_c10d, "_pickler") and hasattr(distributed_c10d, "_unpickler")):
+            log.warning("this torch pickles in a way of its own: what its collectives of objects get is not verified")
+        distributed_c10d._pickler, distributed_c10d._unpickler = Pickler, Unpickler
+
+    def broadcast(self, value: Any = None) -> Any:
+        """The value of rank 0."""
+        return self.gather(value)[0]
+
+    def leave(self) -> None:
+        """End what the workload began with `torch.distributed`: NCCL complains of a process that ends without."""
+        distributed = sys.modules.get("torch.distributed")
+        if self.world_size > 1 and distributed is not None and distributed.is_initialized():
+            distributed.destroy_process_group()
+
+    @cached_property
+    def _store(self) -> Any:
+        from torch.distributed import PrefixStore, TCPStore
+
+        host, port = self.address
+        # Not counted among the workers that init_process_group() waits for, and with keys of its own.
+        return PrefixStore("slurmgpu", TCPStore(host, port, is_master=False, wait_for_workers=False))
+
+
+def sign(secret: str, place: str, content: bytes) -> bytes:
+    """What proves that somebody who knows the secret has written `content` for this place."""
+    return hmac.digest(secret.encode(), place.encode() + b"\0" + content, "sha256")
+
+
+class SigningPickler:
+    """Writes a pickle after what proves whose it is."""
+
+    key = ""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def dump(self, value: Any) -> None:
+        """Write the pickle of `value`."""
+        content = pickle.dumps(value)
+        self._file.write(sign(self.key, "pickle", content))
+        self._file.write(content)
+
+
+class SigningUnpickler:
+    """Reads what SigningPickler wrote with the same key, and nothing else."""
+
+    key = ""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        self._file = file
+
+    def load(self) -> Any:
+        """The value; RuntimeError, before anything is unpickled, if it is not signed."""
+        content = self._file.read()
+        signature, content = content[:SIGNATURE_BYTES], content[SIGNATURE_BYTES:]
+        if not hmac.compare_digest(signature, sign(self.key, "pickle", content)):
+            raise RuntimeError("a collective of torch.distributed got an object that no rank of this group has sent")
+        return pickle.loads(content)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The launcher's process: exits as the rank that failed first, with 128 and the signal's number for a signal."""
+    parser = argparse.ArgumentParser(prog="python -m slurmgpu.worker.groups")
+    parser.add_argument("run")
+    parser.add_argument("assignment")
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--node-rank", type=int, default=0)
+    parser.add_argument("--group", default="alone", help="the group's name, the same on all nodes")
+    parser.add_argument("--endpoint", help="where rank 0's launcher listens, seen from this node")
+    arguments = parser.parse_args(argv)
+    log_to_stderr()
+    n_ranks = max(1, json.loads(arguments.assignment)["n_gpus"])
+    _prepare_environment(n_ranks, arguments.nodes)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    watch_stdin(_abandon)
+    try:
+        return _launch(n_ranks, arguments)
+    except ImportError as error:
+        message = f'processes = "per-gpu" needs PyTorch in the Python of the worker, {sys.executable}: {error}'
+        report_briefly({"event": "failed", "class": "workload_error", "message": message, "traceback": ""})
+        return 1
+    finally:
+        _end_children()
+
+
+def _launch(n_ranks: int, arguments: argparse.Namespace) -> int:
+    from torch.distributed import TCPStore
+
+    secret = os.environ.setdefault(GROUP_SECRET, secrets.token_hex(32))
+    host, _, port = (arguments.endpoint or "").rpartition(":")
+    if arguments.node_rank > 0:
+        # Ranks find the store at the same address on all nodes: their own.
+        place = Entrance(LOOPBACK, host.strip("[]"), int(port), secret).port
+    else:
+        # Given a socket, or it would listen on all addresses. The system chooses the port: groups share nodes.
+        listener = socket.create_server((LOOPBACK, 0))
+        place = listener.getsockname()[1]
+        store = TCPStore(LOOPBACK, place, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+        log.debug("the group meets at port %d", store.port)
+        if arguments.nodes > 1:
+            Exit(LOOPBACK, place, int(port), secret)
+    started = dict(_start_rank(n_ranks, local, place, arguments) for local in range(n_ranks))
+    for rank, code in _ends(started):
+        if code:
+            log.error("rank %d %s", rank, describe_exit(code))
+            return code if code > 0 else 128 - code
+    return 0
+
+
+def _start_rank(n_ranks: int, local_rank: int, port: int, arguments: argparse.Namespace) -> tuple[int, int]:
+    """Start one rank in a session of its own; its process's number, and the rank."""
+    rank, world_size = arguments.node_rank * n_ranks + local_rank, arguments.nodes * n_ranks
+    told = {
+        "RANK": rank,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": n_ranks,
+        "GROUP_RANK": arguments.node_rank,
+        "GROUP_WORLD_SIZE": arguments.nodes,
+        "ROLE_NAME": "worker",
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world_size,
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": arguments.group,
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_MAX_RESTARTS": 0,
+        "TORCHELASTIC_USE_AGENT_STORE": True,  # or rank 0 would open a store of its own, on all addresses
+    }
+    command = [sys.executable, "-m", "slurmgpu.worker.main", arguments.run, arguments.assignment]
+    environ = {**os.environ, **{name: str(value) for name, value in told.items()}}
+    process = subprocess.Popen(command, env=environ, start_new_session=True)
+    process.returncode = 0  # it is waited for by its number
+    return process.pid, rank
+
+
+def _ends(started: dict[int, int]) -> Iterator[tuple[int, int]]:
+    """The ranks in the order in which they end, with their exit codes, -N for signal N. Reaps orphans as well."""
+    while started:
+        pid, status = os.waitpid(-1, 0)
+        if pid in started:
+            yield started.pop(pid), os.waitstatus_to_exitcode(status)
+
+
+def _prepare_environment(n_ranks: int, n_nodes: int) -> None:
+    os.environ[LAUNCHER] = str(os.getpid())
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // n_ranks)))
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun does
+    if n_nodes == 1:
+        # Else they listen on the node's addresses in the network.
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
+    # Slurm's signals are the task's affair. What is ignored here, ranks ignore, too.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    # Blocked, for it ends after its ranks, which may have progress to keep.
+    signal.pthread_sigmask(signal.SIG_BLOCK, DEAF_TO)
+
+
+def _abandon() -> None:
+    _end_children()
+    os._exit(EXIT_ABANDONED)
+
+
+def _end_children() -> None:
+    """Kill the ranks, and what they left: their children became this process's when they died."""
+    deadline = time.monotonic() + DEATH_S
+    while (children := _children(os.getpid())) and time.monotonic() < deadline:
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):  # reaped by another thread
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.005)
+
+
+def _children(parent: int) -> list[int]:
+    """Child processes, also those that have ended and wait to be reaped: proc(5)."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            with contextlib.suppress(OSError):  # it has just ended
+                fields = Path("/proc", name, "stat").read_bytes().rpartition(b")")[2].split()
+                if int(fields[1]) == parent:
+                    found.append(int(name))
+    return found
+
+
+def _die_with(launcher: int) -> None:
+    """Have the kernel kill this process when the launcher dies, also by SIGKILL; each rank leads a session."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:
+        os._exit(EXIT_ABANDONED)  # it died before the kernel was told
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,526 @@
+"""What computes: loads the workload once, then claim → read items → batches → rows → publish, until no shard is left.
+
+`python -m slurmgpu.worker.main RUN` is started by the task, possibly inside an image; the standard library, NumPy and
+h5py are all it needs before it imports the workload. It speaks to the task in lines of JSON on what was its
+standard output (prints of the workload go to standard error instead) and ends when its standard input closes: a task
+that was killed takes its worker along. Of several processes, rank 0 does all of this; the others read the same items
+and take part in each call of the workload.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import faulthandler
+import functools
+import json
+import logging
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from slurmgpu import workload as workloads
+from slurmgpu.code import importer
+from slurmgpu.errors import Interrupted, ItemError, SlurmGPUError
+from slurmgpu.inputs import InputSpec, Reader
+from slurmgpu.logs import log_to_stderr
+from slurmgpu.run.claims import Claim
+from slurmgpu.run.crash_history import History, read_history
+from slurmgpu.run.directory import Run
+from slurmgpu.run.failures import failure_of
+from slurmgpu.run.recompute import Spans
+from slurmgpu.run.revisions import Former, Row, former_rows, made_again, put_over
+from slurmgpu.shards.columns import columns_from_json
+from slurmgpu.shards.shard_file import DamagedShardError, partial_name, publish, write_shard
+from slurmgpu.util import gpus
+from slurmgpu.util.atomic_files import FULL, working_folder
+from slurmgpu.util.env_info import describe, used
+from slurmgpu.util.out_of_memory import is_out_of_memory
+from slurmgpu.util.pipes import Report, close_stdin, listen_on_stdin, outlive_signals, report_on_stdout, watch_stdin
+from slurmgpu.util.shared_files import cause_raised, is_transient, retried
+from slurmgpu.worker import groups
+from slurmgpu.worker.computer import (
+    INTERRUPTED,
+    Computed,
+    Computer,
+    DiskFullError,
+    Failure,
+    WorkerBrokenError,
+    check_debugger_left,
+    settle,
+)
+from slurmgpu.worker.groups import Group, PeersMissingError
+from slurmgpu.worker.shard_claimer import Scout, Tenure
+from slurmgpu.workload import Item, TaskContext
+
+log = logging.getLogger("slurmgpu.worker")  # __name__ is "__main__" in its own process
+
+_T = TypeVar("_T")
+
+GPU_FAULT_TEXTS = (
+    "CUDA driver version is insufficient",
+    "no CUDA-capable device",
+    "CUDA unknown error",
+    "Found no NVIDIA driver",
+    "CUDA-capable device(s) is/are busy or unavailable",
+)
+"""What PyTorch says when the GPU or its driver is at fault rather than the workload."""
+
+
+class WorkerFailedError(Exception):
+    """The worker cannot do its work, and a new one could not either; `kind` is the failure class."""
+
+    def __init__(self, kind: str, message: str, trace: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.trace = trace
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What the task tells its worker.
+
+    `resume` are shards whose claims this attempt holds already, from a worker that died. `end_time` is when the
+    allocation ends, in seconds since the epoch by this node's clock. `inject` are faults on demand. `cluster` is that
+    of the claims. `code` is the digest of the snapshot from which the user's modules come; None in a run of an older
+    slurmgpu.
+    """
+
+    task: str
+    attempt: str
+    n_gpus: int = 0
+    device: str = "cpu"
+    end_time: float | None = None
+    resume: Sequence[int] = ()
+    inject: Sequence[str] = ()
+    cluster: str = ""
+    submission: int = 1
+    code: str | None = None
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A shard that was computed: since `started`, in seconds since the epoch, and since `began`, of no clock's."""
+
+    shard: int
+    computed: Computed
+    started: float
+    began: float
+
+
+@dataclass
+class Worker:
+    """One worker process's way through the shards of a run; once `stopping` is set it takes no more of them.
+
+    With a workload that `resumes`, it then leaves the shard in hand as well, with the progress that the workload keeps;
+    `on_resumable` is called once such a workload is loaded. `end_times` gets what the task learns late.
+    """
+
+    run: Run
+    assignment: Assignment
+    report: Report
+    stopping: threading.Event = field(default_factory=threading.Event)
+    group: Group = field(default_factory=Group)
+    on_resumable: Callable[[], None] = lambda: None
+    end_times: Sequence[float] = ()
+    slowest_s: float = 0.0
+    _noted: dict[str, int] = field(default_factory=dict)
+    _resume: list[int] = field(default_factory=list)
+    _shard: int | None = None
+    _former: dict[int, Former] = field(default_factory=dict)
+    _resumes: bool = False
+    _used: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._resume = list(self.assignment.resume)
+        self._tenure = Tenure(self.assignment.end_time, self.run.plan.margin_s, self.stopping, self.end_times)
+        self._columns = columns_from_json(self.run.plan.columns)
+        given = self.assignment
+        claim = Claim(given.task, given.attempt, platform.node(), os.getpid(), cluster=given.cluster)
+        self._scout = Scout(self.run, claim, self._tell_takeover, held=set(self._resume))
+
+    def work(self) -> None:
+        """Take shards until none is left; raises WorkerFailedError when there is no sense in going on.
+
+        Works in the run file's folder, as planning did: relative paths among the settings mean the same there.
+        """
+        plan = self.run.plan
+        around = describe()
+        self._used = around["used"]
+        self.report({"event": "surroundings", **around})
+        self.report({"event": "loading"})
+        with working_folder(Path(plan.search_path)), self._open_input() as reader:
+            started = time.monotonic()
+            self.group.guard()
+            workload = self._load()
+            if self.assignment.inject:
+                workload = self._inject(workload)
+            outside = self._tell_outside()
+            self._resumes = bool(getattr(workload, "resumes", False))
+            if self._resumes:
+                self.on_resumable()
+            self.group.gather()
+            self._tell_used()
+            self.report({"event": "ready", "load_s": time.monotonic() - started, "resumes": self._resumes})
+            name, leads = plan.workload.rpartition(":")[2], self.group.leads
+            calls, told = (self._tell_batch, self._agree), (self._noted, plan.search_path)
+            computer = Computer(workload, name, self._columns, plan.batch_size, *calls, leads, *told)
+            self._take_and_compute(computer, reader)
+            self._tell_outside(outside)
+
+    def _tell_outside(self, told: Sequence[str] = ()) -> list[str]:
+        """Log which of the user's files were imported that the snapshot lacks, as of names made up as the code runs."""
+        if self.assignment.code is None:
+            return []
+        files = importer.outside(Path(self.run.plan.search_path))
+        if new := [file for file in files if file not in told]:
+            log.warning("not in the snapshot of the code, and imported as it is now: %s", ", ".join(new))
+        return files
+
+    def _take_and_compute(self, computer: Computer, reader: Reader) -> None:
+        waiting: list[Waiting] = []
+        for shard, history, spans in self._shards():
+            started, began = time.time(), time.monotonic()
+            try:
+                computed = computer.compute(self._read(reader, spans), history)
+            except Interrupted:
+                self.report({"event": "left", "shard": shard})
+                log.info("shard %d: left, with what is kept of it", shard)
+                continue  # to the end, as a rule; after a take-over to the next shard
+            except DiskFullError as error:
+                raise WorkerFailedError("disk_full", str(error), error.trace) from error
+            if self.group.leads:
+                waiting.append(Waiting(shard, computed, started, began))
+            # Every item raised at the same place: is it the workload, or this stretch of the input? One more tells.
+            if computed.common_way() is None or len(waiting) == 2:
+                self._publish_all(waiting)
+        self._publish_all(waiting)
+
+    def _shards(self) -> Iterator[tuple[int, History, Spans]]:
+        """The shards to compute, what is known of each, and its items: rank 0 finds them, and tells the others."""
+        while True:
+            found = None
+            if self.group.leads and (shard := self.next_shard()) is not None:
+                self._shard = shard
+                self.report({"event": "claim", "shard": shard})
+                start, stop = self.run.plan.bounds(shard)
+                log.info("shard %d: items %d..%d", shard, start, stop - 1)
+                # Not read by each rank: a network file system may show them different ones.
+                found = shard, asdict(read_history(self.run.claims.folder, shard)), self._spans(shard)
+            found = self.group.broadcast(found)
+            if found is None:
+                return
+            yield found[0], History.from_json(found[1]), found[2]
+
+    def _spans(self, shard: int) -> Spans:
+        """The items of a shard to compute: all of them where the rows of a former revision cannot be read."""
+        if revision := self.run.revision_to_make(shard):
+            try:
+                read = functools.partial(former_rows, self.run, shard, revision, self._columns)
+                self._former[shard] = retried(read, self.run.plan.lease_s)
+            except DamagedShardError as error:
+                log.warning("all items of shard %d are computed again: %s", shard, error)
+                return [self.run.plan.bounds(shard)]
+        return self.run.items_of(shard)
+
+    def _agree(self, failure: Failure | None) -> Failure | None:
+        """How a call of the workload ended for the group, see `settle`; rank 0 knows whether it was asked to stop."""
+        is_asked = self.group.leads and self._shall_leave()
+        if self.group.world_size == 1:
+            return settle([failure], is_asked=is_asked)
+        patience_s = groups.PARTING_PATIENCE_S if failure == INTERRUPTED else groups.PEER_PATIENCE_S
+        try:
+            said = self.group.gather([failure and asdict(failure), is_asked], patience_s if failure else None)
+        except PeersMissingError as error:
+            alone = Failure.from_json(error.value[0])
+            if error.rank == self.group.rank and alone.trace:
+                log.error("%s", alone.trace)
+            raise WorkerBrokenError(f"{alone.message}; {error}") from error
+        return settle([way and Failure.from_json(way) for way, _ in said], is_asked=said[0][1])
+
+    def _publish_all(self, waiting: list[Waiting]) -> None:
+        """Publish what waits, unless all of it failed in one way and no shard yet shows that the workload can work."""
+        ways = [one.computed.common_way() for one in waiting]
+        if ways and ways[0] is not None and all(ways) and not retried(self.run.shard_files, self.run.plan.lease_s):
+            raise WorkerFailedError("workload_error", ways[0].message, ways[0].trace)
+        for one in waiting:
+            self._publish(one)
+        waiting.clear()
+
+    def next_shard(self) -> int | None:
+        """The next shard, claimed; None, after an event that says why, when this worker's work is done."""
+        # An item whose progress is kept need not be finished here.
+        over = self._tenure.over(0.0 if self._resumes else 1.1 * self.slowest_s)
+        while self._resume and not (over and self._resumes):
+            shard = self._resume.pop(0)
+            if self._scout.is_still_own(shard):
+                return shard
+            log.info("shard %d: published, parked or taken over since it was claimed", shard)
+            self.report({"event": "skipped", "shard": shard})
+        found = over or _once_more_if_full(self._scout.next)
+        if isinstance(found, int):
+            return found
+        self.report({"event": "done", "reason": found})
+        return None
+
+    def _shall_leave(self) -> bool:
+        """Whether a workload that keeps its progress shall leave the item in hand: others go on, or have done so."""
+        return self._tenure.over() is not None or (self._shard is not None and self._scout.has_lost(self._shard))
+
+    def _teller(self, event: str) -> Callable[[object], None]:
+        return lambda text: self.report({"event": event, "text": str(text)})
+
+    def _tell_takeover(self, shard: int, former: Claim) -> None:
+        self.report({"event": "takeover", "shard": shard, "from": former.attempt, "host": former.host})
+
+    def _tell_used(self) -> None:
+        """Tell which packages have been imported, if there are more of them: also those that a call imports."""
+        if (now := used()) != self._used:
+            self._used = now
+            self.report({"event": "used", "packages": now})
+
+    def _tell_batch(self, indices: Sequence[int], isolated: bool) -> None:
+        self.report({"event": "batch", "items": list(indices), "isolated": isolated})
+
+    def _open_input(self) -> Reader:
+        spec = InputSpec.from_json(self.run.input)
+        try:
+            return retried(lambda: cause_raised(lambda: Reader(spec, self.run.index)), self.run.plan.lease_s)
+        except (OSError, SlurmGPUError) as error:
+            raise WorkerFailedError(_reading_class(error), str(error)) from error
+
+    def _read(self, reader: Reader, spans: Spans) -> list[Item | tuple[int, ItemError]]:
+        items: list[Item | tuple[int, ItemError]] = []
+        seed = self.run.plan.seed
+        for start, stop in spans:
+            try:
+                records = self._read_span(reader, start, stop)
+            except (OSError, SlurmGPUError) as error:
+                message = f"items {start}..{stop - 1} cannot be read: {error}"
+                raise WorkerFailedError(_reading_class(error), message) from error
+            items += [
+                (start + i, record) if isinstance(record, ItemError) else Item(start + i, record, seed)
+                for i, record in enumerate(records)
+            ]
+        return items
+
+    def _read_span(self, reader: Reader, start: int, stop: int) -> list[Mapping[str, Any] | ItemError]:
+        def read() -> list[Mapping[str, Any] | ItemError]:
+            try:
+                return cause_raised(lambda: reader.read(start, stop))
+            except OSError:
+                reader.reopen()
+                raise
+
+        return retried(read, self.run.plan.lease_s)
+
+    def _load(self) -> workloads.Workload:
+        plan, given, group = self.run.plan, self.assignment, self.group
+        device = "cpu"
+        if given.n_gpus and given.device != "cpu":
+            try:
+                found = gpus.probe(given.n_gpus, mine=group.local_rank if group.world_size > 1 else None)
+            except gpus.GPUFaultError as error:
+                raise WorkerFailedError("gpu_fault", str(error)) from error
+            self.report({"event": "gpus", "names": [gpu.name for gpu in found], "uuids": [gpu.uuid for gpu in found]})
+            device = f"cuda:{group.local_rank}"
+        n_gpus, place = given.n_gpus if device != "cpu" else 0, (group.rank, group.world_size, group.local_rank)
+        told = (self._noted.__setitem__, self._shall_leave if group.leads else lambda: False)
+        context = TaskContext(
+            device,
+            n_gpus,
+            self.run.folder,
+            given.attempt,
+            *place,
+            *told,
+            self._teller("progress"),
+            self._teller("tell"),
+        )
+        try:
+            workload = workloads.build(plan.workload, plan.settings, Path(plan.search_path))
+            workload.load(context)
+        except SlurmGPUError as error:
+            if error.__cause__ is not None:
+                log.info("what led to it:", exc_info=error.__cause__)
+            raise WorkerFailedError(_loading_class(error), str(error)) from error
+        except (Exception, SystemExit) as error:
+            check_debugger_left(error)
+            raise WorkerFailedError(
+                _loading_class(error), f"{type(error).__name__}: {error}", traceback.format_exc()
+            ) from error
+        return workload
+
+    def _inject(self, workload: workloads.Workload) -> workloads.Workload:
+        """A workload that fails as the user has asked for, and is the loaded one in all else."""
+        from slurmgpu.faults import parse_faults
+        from slurmgpu.faults.striking import Injected, Marks
+
+        injected = Injected(
+            workload,
+            parse_faults(self.assignment.inject),
+            Marks.of(self.run, self.assignment.attempt),
+            self.group.leads,
+            self.report,
+            self.stopping,
+            self._tenure.end_now,
+        )
+        self.report = injected.overhear
+        return injected
+
+    def _write(self, one: Waiting, seconds: float) -> bool:
+        """Write a shard's file and publish it; False if another task has published it before."""
+        rows, notes, made_by = self._contents(one, seconds)
+        partial = self.run.shards / partial_name(one.shard, self.assignment.attempt)
+        write_shard(
+            partial,
+            self._columns,
+            start=self.run.plan.bounds(one.shard)[0],
+            rows=rows,
+            fingerprint=self.run.plan.fingerprint,
+            notes=notes,
+            made_by=made_by,
+        )
+        try:
+            return publish(partial, self.run.shard_path(one.shard))
+        except FileNotFoundError as error:  # a merge that took this task for dead has removed it
+            raise OSError(errno.ESTALE, "removed before it was published", str(partial)) from error
+
+    def _contents(self, one: Waiting, seconds: float) -> tuple[list[Row], dict[str, Any], dict[str, Any]]:
+        """The rows of a shard's file, its notes, and what it says of its maker."""
+        rows = {index: row.to_error() if isinstance(row, Failure) else row for index, row in one.computed.rows.items()}
+        made_by: dict[str, Any] = {"attempt": self.assignment.attempt, "started": one.started, "seconds": seconds}
+        made_by["code"] = self.assignment.code
+        if (former := self._former.get(one.shard)) is None:
+            return list(rows.values()), one.computed.notes(), made_by
+        start, _ = self.run.plan.bounds(one.shard)
+        combined = put_over(former.rows, rows, start)
+        replaced = [index for index, row in rows.items() if combined[index - start] is row]
+        notes = {**former.notes, **one.computed.notes()}
+        return combined, notes, made_again(former.made_by, made_by, replaced)
+
+    def _publish(self, one: Waiting) -> None:
+        shard, computed = one.shard, one.computed
+        seconds = time.monotonic() - one.began
+        try:
+            # Written anew after a failure: which of its bytes have arrived is not known.
+            won = _once_more_if_full(lambda: retried(lambda: self._write(one, seconds), self.run.plan.lease_s))
+        except OSError as error:
+            raise WorkerFailedError(failure_of(error), f"shard {shard} cannot be written: {error}") from error
+        self._former.pop(shard, None)
+        self._tell_used()
+        self.slowest_s = max(self.slowest_s, seconds)
+        errors = Counter(row.kind for row in computed.rows.values() if isinstance(row, Failure))
+        how = "published" if won else "computed, and published by another task before"
+        n_rows = len(computed.rows)
+        log.info("shard %d: %s after %.1f s; %d of %d items failed", shard, how, seconds, errors.total(), n_rows)
+        self.report(
+            {
+                "event": "published",
+                "shard": shard,
+                "items": n_rows,
+                "errors": dict(errors),
+                "started": one.started,
+                "won": won,
+                "revision": self.run.revision_to_make(shard),
+            }
+            | {"seconds": seconds, "oom": bool(computed.oom_batch)}
+        )
+
+
+def _once_more_if_full(operation: Callable[[], _T]) -> _T:
+    """What `operation` returns, made again after a second if the disk was full: others may be making room just now."""
+    try:
+        return operation()
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        log.warning("tried again in a second: %s", error)
+    time.sleep(1.0)
+    return operation()
+
+
+def _reading_class(error: BaseException) -> str:
+    return "file_system" if is_transient(error) else "input_error"
+
+
+def _loading_class(error: BaseException) -> str:
+    if is_out_of_memory(error):
+        return "cuda_oom"
+    if any(text in str(error) for text in GPU_FAULT_TEXTS):
+        return "gpu_fault"
+    return "workload_error"
+
+
+def _use_code(run: Run, digest: str) -> None:
+    try:
+        importer.use(run.folder, digest)
+    except SlurmGPUError as error:
+        raise WorkerFailedError("workload_error", str(error)) from error
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The worker process: 0 when its work is done, 1 after a `failed` event, 70 when a new process is needed."""
+    parser = argparse.ArgumentParser(prog="python -m slurmgpu.worker.main")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("assignment", type=json.loads)
+    arguments = parser.parse_args(argv)
+    log_to_stderr()
+    # A segmentation fault leaves the Python stack in the log.
+    faulthandler.enable()
+    # Where Slurm signals every process of a job, its notice comes here as well; the task alone heeds it.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, groups.DEAF_TO)
+    os.environ.pop("PYTHONSAFEPATH", None)  # meant for this process, not for those that the workload starts
+    group = Group.of_environment()
+    report = report_on_stdout(group.rank, group.local_rank)
+    stopping, end_times = threading.Event(), list[float]()
+    if group.leads:
+        listen_on_stdin(stopping, end_times.append)
+    else:
+        watch_stdin()
+        close_stdin()
+    try:
+        assignment = Assignment(**arguments.assignment)
+        run = Run.open(arguments.run).computing(assignment.submission)
+        if assignment.code is not None:
+            _use_code(run, assignment.code)
+        if group.leads:
+            log.info("this worker is process %d of attempt %s", os.getpid(), assignment.attempt)
+        Worker(run, assignment, report, stopping, group, outlive_signals, end_times).work()
+        group.leave()
+    except WorkerFailedError as error:
+        log.error("%s: %s%s", error.kind, error, f"\n{error.trace}" if error.trace else "")
+        report({"event": "failed", "class": error.kind, "message": str(error), "traceback": error.trace})
+        return 1
+    except WorkerBrokenError as error:
+        log.error("this process cannot go on: %s", error)
+        report({"event": "broken", "message": str(error)})
+        return 70
+    except Exception as error:
+        # What the workload raises was caught where it was called: this is a fault of slurmgpu's, and no item's.
+        trace = traceback.format_exc()
+        kind = failure_of(error) if isinstance(error, OSError) else "crash"
+        report({"event": "failed", "class": kind, "message": f"{type(error).__name__}: {error}", "traceback": trace})
+        raise
+    return 0
+
+
+if __name__ == "__mp_main__":
+    # A process that the workload spawns by multiprocessing begins with the main module of this one.
+    importer.use_as_parent()
+
+if __name__ == "__main__":
+    exit_code = main()
+    if exit_code:
+        # A lost CUDA context, or a collective that waits for a rank that failed, may keep Python from ending.
+        sys.stderr.flush()
+        os._exit(exit_code)

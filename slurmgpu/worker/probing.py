@@ -1,0 +1,48 @@
+"""What a worker would find where it is started: `python -m slurmgpu.worker.probing N_GPUS` prints it as JSON.
+
+Standard library only; that NumPy and h5py can be imported is part of what it finds out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from slurmgpu.util import env_info, gpus
+
+NEEDED = ("numpy", "h5py")
+
+
+def probe(n_gpus: int) -> dict[str, Any]:
+    """The surroundings, the GPUs that CUDA can use, and `problems`: a failure class and a sentence for each."""
+    found: dict[str, Any] = {**env_info.describe(), "gpus": [], "problems": []}
+    for name in NEEDED:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            found["problems"].append(["container", f"{name} cannot be imported by {sys.executable}: {error}"])
+    if n_gpus:
+        torch = found["packages"].get("torch", "")
+        if torch.endswith("+cpu"):
+            found["problems"].append(["container", f"torch {torch} is built for CPUs alone; take an image with CUDA"])
+        try:
+            found["gpus"] = [asdict(gpu) for gpu in gpus.probe(n_gpus)]
+        except gpus.GPUFaultError as error:
+            found["problems"].append(["gpu_fault", str(error)])
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print what is found; 1 if there are problems."""
+    arguments = sys.argv[1:] if argv is None else argv
+    found = probe(int(arguments[0]) if arguments else 0)
+    sys.stdout.write(json.dumps(found) + "\n")
+    return 1 if found["problems"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

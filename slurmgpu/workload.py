@@ -1,0 +1,326 @@
+"""What a workload is, and how a name in a run file becomes one.
+
+The worker imports this: standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from slurmgpu.code import importer
+from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
+
+if TYPE_CHECKING:
+    from slurmgpu.shards.columns import Column
+
+BUILT_IN = {
+    "embed": "slurmgpu.workloads.embed:Embed",
+    "generate": "slurmgpu.workloads.generate:Generate",
+    "classify": "slurmgpu.workloads.classify:Classify",
+    "judge": "slurmgpu.workloads.judge:Judge",
+    "collect": "slurmgpu.workloads.collect:Collect",
+    "tracin": "slurmgpu.workloads.tracin:Tracin",
+    "train": "slurmgpu.workloads.train:Train",
+}
+"""Short names of the workloads that come with slurmgpu."""
+
+FILE = "file:"
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One record of the input: its 0-based `index`, its `data`, and a `seed` that belongs to it alone."""
+
+    index: int
+    data: Mapping[str, Any]
+    run_seed: int = 0
+
+    @property
+    def seed(self) -> int:
+        """A 63-bit number derived from the run's seed and the index: the same on every GPU, at every attempt."""
+        digest = hashlib.blake2b(f"{self.run_seed}:{self.index}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
+
+
+@dataclass(frozen=True)
+class TaskContext:
+    """Where a workload finds itself: what `load` is given.
+
+    `device` is PyTorch's name of this process's device ("cuda:0" or "cpu"); `gpus` how many GPUs it sees.
+    `rank`, `world_size` and `local_rank` are those of torchrun; 0, 1 and 0 for a worker of one process.
+    `note(name, value)` writes a number into the notes of the shard that is computed, as of a batch made smaller.
+    `stopping()` is true, on rank 0, once this task shall end: a workload that `resumes` keeps its progress then, and
+    raises Interrupted. `progress(text)` tells how far the item is, when that is kept and further than ever before;
+    `tell(text)` tells the same of what is not kept yet, for who watches.
+    """
+
+    device: str
+    gpus: int
+    run_dir: Path
+    attempt: str = "debug"
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    note: Callable[[str, int], None] = lambda name, value: None
+    stopping: Callable[[], bool] = lambda: False
+    progress: Callable[[str], None] = lambda text: None
+    tell: Callable[[str], None] = lambda text: None
+
+
+@dataclass(frozen=True)
+class Share:
+    """What each task of a run is going to hold, as far as that is known where the run is planned.
+
+    `gpus` is 0 for tasks that compute on CPUs. `gpu_memory` is in bytes, None if nothing tells it. `processes` is what
+    the run file asks for, "one" or "per-gpu"; None leaves it to the workload. `slots` is how many processes "per-gpu"
+    would be, also where they compute on CPUs.
+    """
+
+    gpus: int
+    nodes: int = 1
+    gpu_memory: int | None = None
+    gpu_type: str | None = None
+    processes: str | None = None
+    slots: int = 1
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How a workload uses its share: in `processes` "one" or "per-gpu"; `lines` tell the user of it, with numbers."""
+
+    processes: str = "one"
+    lines: tuple[str, ...] = ()
+
+
+@dataclass
+class Translated:
+    """The run file that another script's flags mean; `lines` tell what became of each flag."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    input: str = "test.txt"
+    items: list[dict[str, Any]] | None = None
+    resources: dict[str, Any] = field(default_factory=lambda: {"gpus": 1, "array": False})
+    lines: list[tuple[str, str]] = field(default_factory=list)
+
+
+class Workload(Protocol):
+    """What users write: see docs/how-to/write-a-workload.md.
+
+    Optional beside these: `sort_key(item)`, by which the worker sorts a shard's items before it cuts batches;
+    `place(share)`, which planning asks for a `Placement`; `paths`, what a task reads beside the input, for the image;
+    `environ`, variables that workers find; `fetch()`, which `check --fetch` calls; `summarize(merged)`, JSON for the
+    report, from the merged file; `texts`, the names of settings in place of whose text "file:PATH" may stand; `fields`,
+    the names of the items' fields that it takes, which planning looks for in the input, and `advice`, by such a name
+    what to say besides where it is not there;
+    `frozen_settings`, what the plan keeps in place of settings that name files which may change;
+    `check_input(files, n_items)`, which planning calls with the input, and which raises a SlurmGPUError to refuse it,
+    or returns lines about it that `submit --dry-run` shows, if it has any;
+    `default_items`, mappings that are the items of a run file with neither input nor [sweep];
+    `exports`, by formats that it writes itself, functions of the merged file and an open binary file, which may
+    return what they wrote ("3 test triples, 90 lines"); `takes_one`, true if it is called with one item, whatever the
+    run file says; `resumes`, true if it keeps the progress of an item, and raises Interrupted to leave one for later.
+    """
+
+    columns: Mapping[str, Column]
+    batch_size: int
+
+    def load(self, task: TaskContext) -> None:
+        """Load the model on the GPU; called once for each worker."""
+
+    def __call__(self, items: Sequence[Item]) -> Sequence[Row | ItemError]:
+        """One row, or ItemError, for each item, in order."""
+
+
+class UnknownSettingError(SlurmGPUError):
+    """A workload has no setting `name`."""
+
+    def __init__(self, message: str, name: str) -> None:
+        super().__init__(message)
+        self.name = name
+
+
+def resolve_use(use: str, base: Path) -> str:
+    """The full name of what a run file in `base` uses: `package.module:Class` or `/path/to/file.py:Class`."""
+    full = BUILT_IN.get(use, use)
+    module, colon, name = full.rpartition(":")
+    if not colon or not module or not name.isidentifier():
+        raise SlurmGPUError(
+            f"Workload {use!r} is neither a built-in name nor of the form 'package.module:Class' or 'file.py:Class'."
+            + did_you_mean(use, BUILT_IN)
+        )
+    if module.endswith(".py"):
+        path = (base / Path(module).expanduser()).resolve()
+        if not path.is_file():
+            raise SlurmGPUError(f"Workload {use!r}: there is no file {path}.")
+        return f"{path}:{name}"
+    return full
+
+
+def load_class(full_name: str, search_path: Path) -> type:
+    """Import the class that `resolve_use` named; `search_path` is put on `sys.path`, as Python does for a script."""
+    module_name, _, class_name = full_name.rpartition(":")
+    if str(search_path) not in sys.path:
+        sys.path.insert(0, str(search_path))
+    module = import_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
+    found = getattr(module, class_name, None)
+    if not isinstance(found, type):
+        classes = [name for name, value in vars(module).items() if isinstance(value, type)]
+        raise SlurmGPUError(f"{module_name} has no class {class_name!r}." + did_you_mean(class_name, classes))
+    for needed in ("load", "__call__"):
+        if not callable(getattr(found, needed, None)) or (needed == "__call__" and "__call__" not in _members(found)):
+            raise SlurmGPUError(
+                f"Workload {full_name}: the class has no method {needed!r}, which every workload needs."
+            )
+    return found
+
+
+def build(full_name: str, settings: Mapping[str, Any], search_path: Path) -> Workload:
+    """A workload with its settings checked: a sentence that names workload and setting where one is wrong."""
+    cls = load_class(full_name, search_path)
+    _check_names(full_name, cls, settings)
+    try:
+        workload: Workload = cls(**settings)
+    except (ValueError, TypeError, ItemError) as error:
+        raise SlurmGPUError(f"Workload {full_name} refuses its settings: {error}") from error
+    if not isinstance(getattr(workload, "columns", None), Mapping):
+        raise SlurmGPUError(f"Workload {full_name} has no 'columns': a mapping of name to Array, Text, Json or Ragged.")
+    return workload
+
+
+def texts_of_files(cls: type, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Of the settings that the class lists in `texts`: the content of the file that one names as "file:PATH".
+
+    The plan has the text, so that a file that changes later changes no row.
+    """
+    found = {}
+    for name in getattr(cls, "texts", ()):
+        value = settings.get(name)
+        if isinstance(value, str) and value.startswith(FILE):
+            path = Path(value.removeprefix(FILE)).expanduser()
+            try:
+                found[name] = path.read_text(encoding="utf-8").removesuffix("\n")
+            except (OSError, ValueError) as error:
+                raise SlurmGPUError(
+                    f"{name} is {value!r}, and {path.absolute()} cannot be read: {error}. "
+                    f"Expected a text, or {FILE!r} and the path of one, relative to the run file."
+                ) from error
+    return found
+
+
+@contextlib.contextmanager
+def at_planning(full_name: str) -> Iterator[None]:
+    """Say where the workload cannot be imported: what it lacks here, only the image may have."""
+    try:
+        yield
+    except SyntaxError as error:
+        raise SlurmGPUError(
+            f"Workload {full_name}: {error.filename}, line {error.lineno}, is not Python: {error.msg}. "
+            f"Correct it there, and submit again."
+        ) from error
+    except ImportError as error:
+        if not isinstance(error, ModuleNotFoundError) or error.name is None:
+            raise SlurmGPUError(
+                f"Workload {full_name}: {_users_line(error)}, has {type(error).__name__}: {error}. "
+                f"Correct it there, and submit again."
+            ) from error
+        raise SlurmGPUError(
+            f"Workload {full_name} needs the module {error.name!r}, which is not installed here. Planning imports the "
+            f"workload on this machine, outside of any image: import it in `load`, or install it here as well. "
+            f"It is imported at {_users_line(error)}."
+        ) from error
+
+
+def _users_line(error: BaseException) -> str:
+    """Where an import failed: the last file and line that are neither Python's own nor an installed package's."""
+    others = tuple(str(Path(module.__file__ or "").parent) for module in (contextlib, sys.modules["slurmgpu"]))
+    frames = traceback.extract_tb(error.__traceback__)
+    mine = [frame for frame in frames if not frame.filename.startswith(("<", *others))]
+    last = (mine or frames)[-1]
+    return f"{last.filename}, line {last.lineno}"
+
+
+def _import_module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
+            raise SlurmGPUError(
+                f"There is no module {error.name!r} on the path for workload module {name!r}."
+            ) from error
+        raise
+
+
+def import_file(path: Path) -> ModuleType:
+    """The module in a Python file."""
+    name = importer.name_of_file(path)
+    if name in sys.modules:
+        return sys.modules[name]
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(name, path, loader=importer.loader_of(name, path))
+    if spec is None or spec.loader is None:
+        raise SlurmGPUError(f"{path} cannot be imported as Python.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _members(cls: type) -> set[str]:
+    # `callable(getattr(cls, "__call__"))` is true for every class, through its metaclass.
+    return {name for base in cls.__mro__ if base is not object for name in vars(base)}
+
+
+def settings_hints(cls: type) -> dict[str, Any]:
+    """The annotations of the settings that a class takes by name, those of a `**settings: Unpack[TypedDict]` included.
+
+    Raises NameError or TypeError for annotations that exist for type checkers only.
+    """
+    takes = inspect.getattr_static(cls, "__init__")  # its own, or one that it inherits
+    hints = typing.get_type_hints(cls if takes is object.__init__ else takes)
+    for parameter in inspect.signature(cls).parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            [table] = typing.get_args(hints.pop(parameter.name, None)) or (None,)
+            hints |= typing.get_type_hints(table) if typing.is_typeddict(table) else {}
+    return hints
+
+
+def _check_names(full_name: str, cls: type, settings: Mapping[str, Any]) -> None:
+    parameters = {parameter.name: parameter for parameter in inspect.signature(cls).parameters.values()}
+    known = {name: p for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
+    if len(known) < len(parameters):
+        unpacked = settings_hints(cls).keys() - known.keys() - {"return"}
+        if not unpacked:
+            return
+        known |= {name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in unpacked}
+    for name in settings:
+        if name not in known:
+            hint = did_you_mean(name, known) or " It takes none."
+            raise UnknownSettingError(f"Workload {full_name} has no setting {name!r}.{hint}", name)
+    missing = [
+        name
+        for name, p in known.items()
+        if p.default is p.empty and name not in settings and p.kind is not p.VAR_POSITIONAL
+    ]
+    if missing:
+        raise SlurmGPUError(
+            f"Workload {full_name} needs the setting {missing[0]!r}: put it under [settings], or --set."
+        )

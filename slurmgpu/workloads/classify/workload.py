@@ -1,0 +1,286 @@
+"""Classification with any causal language model: `use = "classify"`, as in docs/how-to/classify-text.md."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import compress
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import Unpack
+
+from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.llm import metrics
+from slurmgpu.llm.engine import Prompt, Question, Request, Scores
+from slurmgpu.llm.parsing import Labels, check_labels, compile_pattern, json_field, search_last
+from slurmgpu.llm.prompts import Prompts, take, text_of
+from slurmgpu.llm.sampling import mix
+from slurmgpu.llm.settings import SamplingSettings, check_scored, sampling
+from slurmgpu.shards.columns import Array, Column, Text
+from slurmgpu.workload import Item, Row, TaskContext
+from slurmgpu.workloads.generate.workload import answered, ends_summary
+from slurmgpu.workloads.language_model import LanguageModelWorkload, blocks, keep_columns, kept
+
+if TYPE_CHECKING:
+    from slurmgpu.results import Merged
+
+Method = Literal["score", "parse"]
+
+NO_CONTENT = "N/A"
+"""What stands in for an item where the prompt alone is asked: the content-free input of Zhao et al. 2021."""
+
+MAX_GROUPS = 100
+"""Groups that a summary has; the largest ones."""
+
+Asked = tuple[Prompt, Mapping[str, Any]]
+
+
+class Classify(LanguageModelWorkload):
+    """One of `labels` for each item, which a model chooses when it is asked `prompt`, or the chat in `messages`.
+
+    With `method = "score"` it is the label that the model finds most likely as its answer; with "parse" the one that
+    its free answer names. `truth` and `group` are fields of the input: with the first the report has metrics, with
+    the second it has them for each group. docs/reference/language-models.md has all settings.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        labels: list[str] | dict[str, str],
+        prompt: str | None = None,
+        messages: str | None = None,
+        system: str | None = None,
+        method: Method = "score",
+        choices: Sequence[str] = (),
+        length_normalize: bool = False,
+        calibrate: bool = False,
+        pattern: str | None = None,
+        json: str | None = None,
+        truth: str | None = None,
+        group: str | None = None,
+        keep: Sequence[str] = (),
+        **settings: Unpack[SamplingSettings],
+    ) -> None:
+        self.labels = check_labels(list(labels))
+        if method not in ("score", "parse"):
+            raise SlurmGPUError(f"method is {method!r}; expected 'score' or 'parse'.")
+        self.method, self.length_normalize, self.calibrate = method, length_normalize, calibrate
+        self.truth, self.group, self.keep = truth, group, tuple(keep)
+        given = {"choices": choices, "length_normalize": length_normalize, "calibrate": calibrate}
+        given |= {"pattern": pattern, "json": json}
+        _check_method(method, [name for name, value in given.items() if value], settings)
+        self.choices = _choices(self.labels, choices)
+        self.given = {"labels": _described(labels)}
+        self.prompts = Prompts(prompt, messages, system, given=("labels",))
+        if calibrate and prompt is None:
+            raise SlurmGPUError("calibrate asks the prompt without an item, so it needs prompt, a template.")
+        self.sampling = sampling(settings)
+        if pattern is not None and json is not None:
+            raise SlurmGPUError("pattern and json are two ways to find the label in an answer; set one of them.")
+        self._pattern = None if pattern is None else compile_pattern(pattern)
+        self._json, self._finder = json, Labels(self.labels)
+        self._offsets = np.zeros(len(self.labels))
+        self.columns = keep_columns(self.keep, self._own_columns())
+        self.fields = {*self.prompts.fields, *self.keep, *filter(None, (truth, group))} - self.given.keys()
+        self.use_model(model, settings, max_tokens=self.sampling.max_tokens if method == "parse" else 0)
+
+    def _own_columns(self) -> dict[str, Column]:
+        columns: dict[str, Column] = {"label": Text()}
+        if self.method == "score":
+            columns |= {"scores": Array("float32", (len(self.labels),)), "margin": Array("float32")}
+        else:
+            columns |= {"raw": Text(), "finish_reason": Text()}
+        columns["parse_ok"] = Array("bool")
+        return columns | {name: Text() for name in ("truth", "group") if getattr(self, name) is not None}
+
+    def load(self, task: TaskContext) -> None:
+        """Load the model; where scores are calibrated, ask it what it says to no item at all."""
+        super().load(task)
+        if self.calibrate:
+            # Once and alone: what is taken from every score must not depend on a batch.
+            [found] = self.engine.score([self._question(0, self.prompts.fill(NO_CONTENT, self.given))])
+            if found.error is not None:
+                raise SlurmGPUError(f"calibrate: the prompt without an item cannot be scored: {found.error}")
+            self._offsets = self._by_label(found)
+
+    def sort_key(self, item: Item) -> int:
+        """Long prompts first."""
+        return -self.prompts.length(item.data, self.given)
+
+    def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
+        """The label of each item, or an ItemError for one that has no prompt, or no answer."""
+        asked = [self._ask(item) for item in items]
+        good = [number for number, prompt in enumerate(asked) if not isinstance(prompt, ItemError)]
+        if not good:
+            found: dict[int, Row | ItemError] = {}
+        elif self.method == "score":
+            found = self._score({number: asked[number][0] for number in good})  # type: ignore[index]
+        else:
+            found = self._parse({number: (asked[number][0], items[number].seed) for number in good})  # type: ignore[index]
+        return [_joined(prompt, found.get(number)) for number, prompt in enumerate(asked)]
+
+    def _ask(self, item: Item) -> Asked | ItemError:
+        """What the model is asked of an item, and the columns that come from its input."""
+        try:
+            values = kept(item, self.keep)
+            for name, field in (("truth", self.truth), ("group", self.group)):
+                if field is not None:
+                    value = take(item.data, field)
+                    values[name] = "" if value is None else text_of(value)
+            return self.prompts.of(item.data, self.given), values
+        except ItemError as error:
+            return error
+
+    def _question(self, number: int, prompt: Prompt) -> Question:
+        choices = tuple(choice for ways in self.choices for choice in ways)
+        return Question(number, prompt, choices, len(self.choices[0]))
+
+    def _score(self, prompts: Mapping[int, Prompt]) -> dict[int, Row | ItemError]:
+        questions = [self._question(number, prompt) for number, prompt in prompts.items()]
+        return {scores.id: self._scored(scores) for scores in self.engine.score(questions)}
+
+    def _scored(self, scores: Scores) -> Row | ItemError:
+        if scores.error is not None:
+            return ItemError(scores.error)
+        found = self._by_label(scores) - self._offsets
+        # A label may be impossible (-inf), all of them or an overflow may not.
+        if np.isnan(found).any() or not np.isfinite(found.max()):
+            return ItemError('the labels\' scores are not finite numbers; precision = "fp32" reaches further than fp16')
+        shares = np.exp(found - found.max())
+        shares /= shares.sum()
+        best, second = np.sort(shares)[::-1][:2]
+        label = self.labels[int(shares.argmax())]
+        return {"label": label, "scores": shares, "margin": best - second, "parse_ok": True}
+
+    def _by_label(self, scores: Scores) -> npt.NDArray[np.float64]:
+        """Of each label log p(label | prompt): of any of the ways to write it, or the best mean over a way's tokens."""
+        logprobs = np.asarray(scores.logprobs, np.float64).reshape(len(self.labels), -1)
+        if self.length_normalize:
+            best: npt.NDArray[np.float64] = (logprobs / np.reshape(scores.n_tokens, logprobs.shape)).max(axis=1)
+            return best
+        summed: npt.NDArray[np.float64] = np.logaddexp.reduce(logprobs, axis=1)
+        return summed
+
+    def _parse(self, prompts: Mapping[int, tuple[Prompt, int]]) -> dict[int, Row | ItemError]:
+        requests = [Request(number, prompt, self.sampling, mix(seed, 0)) for number, (prompt, seed) in prompts.items()]
+        found: dict[int, Row | ItemError] = {}
+        for output in self.engine.generate(requests):
+            try:
+                [answer] = answered([output])
+                label = self.label_of(answer.text)
+            except ItemError as error:
+                found[output.id] = error
+                continue
+            row = {"label": label or "", "raw": answer.text, "finish_reason": answer.finish_reason}
+            found[output.id] = {**row, "parse_ok": label is not None}
+        return found
+
+    def label_of(self, text: str) -> str | None:
+        """The label that an answer names; None if it names none, or several."""
+        if self._json is not None:
+            value = json_field(text, self._json)
+            return None if value is None else self._finder.exactly(text_of(value))
+        if self._pattern is not None:
+            found = search_last(self._pattern, text)
+            return None if found is None else self._finder.exactly(found) or self._finder.within(found)
+        return self._finder.within(text)
+
+    def summarize(self, merged: Merged) -> dict[str, Any]:
+        """How many items have each label; with their true labels, how many of those are right."""
+        counted, ends = self._count(merged)
+        n_failed = int(merged.failed.sum())
+        labels = Counter[str]()
+        for (_, _, label), count in counted.items():
+            labels[label] += count
+        summary: dict[str, Any] = {"n_failed": n_failed, "n_unparsed": labels.pop("", 0)}
+        summary["labels"] = {label: labels[label] for label in self.labels}
+        if self.method == "parse":
+            summary |= ends_summary(ends, self.sampling.max_tokens)
+        return summary if self.truth is None else summary | self._metrics(counted, n_failed)
+
+    def _count(self, merged: Merged) -> tuple[Counter[tuple[str, str, str]], Counter[str]]:
+        """How many rows have each group, truth and label; and how many answers ended for each reason."""
+        counted, ends = Counter[tuple[str, str, str]](), Counter[str]()
+        for start, stop in blocks(len(merged)):
+            good = (~merged.failed[start:stop]).tolist()
+            nothing = [""] * len(good)
+            truths = merged["truth"][start:stop] if self.truth is not None else nothing
+            groups = merged["group"][start:stop] if self.group is not None else nothing
+            rows = zip(groups, truths, merged["label"][start:stop], strict=True)
+            counted.update(compress(rows, good))
+            if self.method == "parse":
+                ends.update(compress(merged["finish_reason"][start:stop], good))
+        return counted, ends
+
+    def _metrics(self, counted: Mapping[tuple[str, str, str], int], n_failed: int) -> dict[str, Any]:
+        pairs, by_group = Counter[tuple[str, str]](), dict[str, Counter[tuple[str, str]]]()
+        for (group, truth, label), count in counted.items():
+            pairs[truth, label] += count
+            by_group.setdefault(group, Counter())[truth, label] += count
+        known = set(self.labels)
+        summary: dict[str, Any] = {
+            "n_without_truth": sum(count for (truth, _), count in pairs.items() if truth == ""),
+            "n_unknown_truth": sum(count for (truth, _), count in pairs.items() if truth not in known and truth),
+        }
+        summary |= metrics.classification_summary(metrics.count_matrix(pairs, self.labels), self.labels, n_failed)
+        return summary if self.group is None else summary | self._group_metrics(by_group)
+
+    def _group_metrics(self, by_group: Mapping[str, Counter[tuple[str, str]]]) -> dict[str, Any]:
+        largest = sorted(by_group, key=lambda group: (-by_group[group].total(), group))[:MAX_GROUPS]
+        matrices = {group: metrics.count_matrix(by_group[group], self.labels) for group in sorted(largest)}
+        accuracy = {
+            group: {
+                "n": int(counts.sum()),
+                "accuracy": metrics.ratio(int(np.trace(counts)), int(counts.sum())),
+                "macro_f1": metrics.macro_f1(counts),
+            }
+            for group, counts in matrices.items()
+        }
+        rates = {
+            label: {group: metrics.label_rates(counts, place) for group, counts in matrices.items()}
+            for place, label in enumerate(self.labels)
+        }
+        return {"n_groups": len(by_group), "by_group": accuracy, "label_by_group": rates}
+
+
+def _check_method(method: Method, given: Sequence[str], settings: Mapping[str, Any]) -> None:
+    """Refuse settings of the other method."""
+    if method == "score":
+        check_scored(settings, [name for name in ("pattern", "json") if name in given])
+    elif wrong := [name for name in ("choices", "length_normalize", "calibrate") if name in given]:
+        raise SlurmGPUError(
+            f"{wrong[0]} is set, and method is 'parse': it is for method = \"score\"; free answers are parsed here. "
+            f"Leave it out, or set method."
+        )
+
+
+def _choices(labels: Sequence[str], choices: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """The ways to write each label: what `choices` has, else its name, with and without a space before it.
+
+    Which of the two a model writes depends on how the prompt ends and on its chat template; both mean the label.
+    """
+    if not choices:
+        return tuple((label, f" {label}") for label in labels)
+    if len(choices) != len(labels):
+        raise SlurmGPUError(
+            f"choices has {len(choices)} texts, and there are {len(labels)} labels; expected one for each."
+        )
+    return tuple((choice,) for choice in check_labels(choices, "choices"))
+
+
+def _described(labels: Sequence[str] | Mapping[str, str]) -> str:
+    """What `{labels}` in a prompt stands for: a line for each if they are described, else their names."""
+    if isinstance(labels, Mapping):
+        return "\n".join(f"- {name}: {description}" for name, description in labels.items())
+    return ", ".join(labels)
+
+
+def _joined(asked: Asked | ItemError, row: Row | ItemError | None) -> Row | ItemError:
+    if isinstance(asked, ItemError):
+        return asked
+    if row is None:
+        return ItemError("the engine gave no answer")
+    return row if isinstance(row, ItemError) else {**row, **asked[1]}

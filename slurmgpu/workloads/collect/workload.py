@@ -1,0 +1,284 @@
+"""Reasoning paths with values for their steps: `use = "collect"`, as in docs/how-to/collect-paths.md."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path as FilePath
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import Unpack
+
+from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.llm.checkers import open_checker
+from slurmgpu.llm.engine import Output, Prompt, Request
+from slurmgpu.llm.prompts import Prompts
+from slurmgpu.llm.sampling import mix
+from slurmgpu.llm.settings import SamplingSettings, sampling
+from slurmgpu.llm.steps import ROOT, Path, Tree, prefix_key
+from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
+from slurmgpu.workload import Item, Row
+from slurmgpu.workloads.collect.shapes import check_shape, check_stops
+from slurmgpu.workloads.generate.workload import answered
+from slurmgpu.workloads.language_model import LanguageModelWorkload, keep_columns, kept
+
+if TYPE_CHECKING:
+    from slurmgpu.results import Merged
+
+
+@dataclasses.dataclass
+class Search:
+    """What is known of one item while its paths are sampled; `error` ends that."""
+
+    item: Item
+    prompt: Prompt
+    tree: Tree
+    kept: Mapping[str, Any]
+    n_tokens: int = 0
+    n_rollouts: int = 0
+    error: ItemError | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """One completion that is wanted: of which search, from which node, and the how many-th from there."""
+
+    search: Search
+    node: int
+    number: int
+
+
+class Collect(LanguageModelWorkload):
+    """Several reasoning paths for each question, which of them are right, and how promising each step is.
+
+    Either `paths` are sampled for each question, and `rollouts` completions of every beginning of theirs tell its
+    value; or a `tree` of them, with so many branches at each depth, whose leaves do. `checker` compares a path's final
+    answer with the item's field `reference`. docs/reference/language-models.md has all settings.
+    """
+
+    batch_size = 32
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        prompt: str | None = None,
+        messages: str | None = None,
+        system: str | None = None,
+        paths: int | None = None,
+        tree: Sequence[int] = (),
+        rollouts: int | None = None,
+        step_delimiter: str = "\n",
+        max_steps: int = 64,
+        reference: str = "answer",
+        checker: str = "numeric",
+        pattern: str | None = None,
+        tolerance: float | None = None,
+        keep: Sequence[str] = (),
+        **settings: Unpack[SamplingSettings],
+    ) -> None:
+        self.prompts = Prompts(prompt, messages, system)
+        self.tree = tuple(tree)
+        check_shape(self.tree, paths, rollouts)
+        self.n_paths = 8 if paths is None else paths
+        self.rollouts = 0 if self.tree else 4 if rollouts is None else rollouts
+        if not step_delimiter:
+            raise SlurmGPUError('step_delimiter is empty; expected what stands between two steps, such as "\\n".')
+        if max_steps < 1:
+            raise SlurmGPUError(f"max_steps is {max_steps}; expected at least 1 for each path.")
+        self.delimiter, self.max_steps = step_delimiter, max_steps
+        self._rules = checker.rpartition(":")[0]
+        self.checker = open_checker(checker, reference=reference, pattern=pattern, tolerance=tolerance)
+        self.sampling = sampling(settings, temperature=1.0)
+        check_stops(self.sampling.stop, step_delimiter)
+        if self.sampling.temperature == 0:
+            raise SlurmGPUError("temperature is 0, so that all paths would be the same; expected more than 0.")
+        self.keep = tuple(keep)
+        self.fields = {*self.prompts.fields, *self.keep, *([] if ":" in checker else [reference])}
+        self.columns = keep_columns(self.keep, COLUMNS)
+        self.use_model(model, settings, max_tokens=self.sampling.max_tokens)
+
+    @property
+    def paths(self) -> list[FilePath]:
+        """What a task reads beside the input: the model's files, and the checker's, if it is a function in a file."""
+        rules = [FilePath(self._rules).expanduser().absolute().parent] if self._rules.endswith(".py") else []
+        return super().paths + rules
+
+    def sort_key(self, item: Item) -> int:
+        """Long prompts first."""
+        return -self.prompts.length(item.data)
+
+    def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
+        """The paths of each item, or an ItemError for one without a prompt or a reference answer."""
+        begun = [self._begin(item) for item in items]
+        searches = [search for search in begun if isinstance(search, Search)]
+        n_first = self.tree[0] if self.tree else self.n_paths
+        self._sample([Draw(search, ROOT, number) for search in searches for number in range(n_first)])
+        for depth, n_branches in enumerate(self.tree[1:], 1):
+            self._sample([draw for search in searches for draw in _missing_branches(search, depth, n_branches)])
+        if self.rollouts:
+            self._roll_out(searches)
+        return [search if isinstance(search, ItemError) else self._row(search) for search in begun]
+
+    def _begin(self, item: Item) -> Search | ItemError:
+        try:
+            prompt = self.prompts.of(item.data)
+            self.checker.check_item(item.data)
+            return Search(item, prompt, Tree(self.delimiter, self.max_steps), kept(item, self.keep))
+        except ItemError as error:
+            return error
+
+    def _complete(self, draws: Sequence[Draw]) -> list[tuple[Draw, Output]]:
+        """What the engine makes of the draws, in their order; those of an item that fails are left out.
+
+        A sample depends on its item, on the steps that it goes on from, and on its number among those, and on nothing
+        else: whoever else is sampled, and in which order, is the same to it.
+        """
+        requests = []
+        for number, draw in enumerate(draws):
+            start = draw.search.tree.nodes[draw.node]
+            key = mix(mix(draw.search.item.seed, prefix_key(start.prefix)), draw.number)
+            prompt = dataclasses.replace(draw.search.prompt, answer=start.prefix)
+            # A question must have room for a whole answer; a beginning of one has what is left.
+            sampling = dataclasses.replace(self.sampling, fit=bool(start.prefix))
+            requests.append(Request(number, prompt, sampling, key))
+        outputs = {output.id: output for output in self.engine.generate(requests)} if requests else {}
+        found = []
+        for number, draw in enumerate(draws):
+            try:
+                [output] = answered([outputs.get(number)])
+            except ItemError as error:
+                draw.search.error = error
+                continue
+            draw.search.n_tokens += len(output.tokens)
+            found.append((draw, output))
+        return found
+
+    def _sample(self, draws: Sequence[Draw]) -> None:
+        """Add a path for each draw."""
+        for draw, output in self._complete([draw for draw in draws if draw.search.error is None]):
+            tree, cut = draw.search.tree, output.finish_reason == "length"
+            told = self._check(draw.search, tree.whole_text(draw.node, output.text), cut)
+            if told is not None:
+                correct, answer = told
+                tree.add(draw.node, output.text, answer=answer, correct=correct, cut=cut)
+
+    def _roll_out(self, searches: Sequence[Search]) -> None:
+        """Complete every beginning of the paths, each once however many paths share it, to learn its value."""
+        draws = [
+            Draw(search, node, number)
+            for search in searches
+            if search.error is None
+            for node in search.tree.open_nodes()
+            for number in range(self.rollouts)
+        ]
+        for draw, output in self._complete(draws):
+            node = draw.search.tree.nodes[draw.node]
+            told = self._check(draw.search, node.prefix + output.text, output.finish_reason == "length")
+            if told is not None:
+                node.visits += 1
+                node.hits += told[0]
+                draw.search.n_rollouts += 1
+
+    def _check(self, search: Search, text: str, cut: bool) -> tuple[bool, str | None] | None:
+        """Whether an answer is right, and which it is; one that was cut is not right, whatever it says.
+
+        None where the checker cannot tell: that is the item's error, and it is not asked again, as it may take long.
+        """
+        if search.error is not None:
+            return None
+        try:
+            return not cut and self.checker.is_correct(text, search.item.data), self.checker.answer(text)
+        except ItemError as error:  # a function of the user's raised, or a pattern takes too long
+            search.error = error
+            return None
+
+    def _row(self, search: Search) -> Row | ItemError:
+        if search.error is not None:
+            return search.error
+        tree, paths = search.tree, search.tree.paths
+        values = tree.values()[1:]
+        nodes = tree.nodes[1:]
+        n_correct = sum(path.correct for path in paths)
+        vote = self._vote(paths)
+        return {
+            "n_paths": len(paths),
+            "n_correct": n_correct,
+            "accuracy": n_correct / len(paths),
+            "n_cut": sum(path.cut for path in paths),
+            "n_long": sum(path.is_long for path in paths),
+            "n_rollouts": search.n_rollouts,
+            "n_tokens": search.n_tokens,
+            "vote": "" if vote is None else vote.answer,
+            "vote_correct": vote is not None and vote.correct,
+            "prompt": _shown(search.prompt),
+            "paths": [_path_to_json(path, tree) for path in paths],
+            "rewards": [float(path.correct) for path in paths],
+            "steps": [node.text for node in nodes],
+            "parents": [node.parent - 1 for node in nodes],
+            "depths": [node.depth for node in nodes],
+            "values": [value for value, _ in values],
+            "visits": [n_visits for _, n_visits in values],
+            **search.kept,
+        }
+
+    def _vote(self, paths: Sequence[Path]) -> Path | None:
+        """A path with the answer that most paths have (Wang et al. 2023, arXiv:2203.11171), the first of equals."""
+        voters = [
+            (self.checker.normal(path.answer), path) for path in paths if path.answer is not None and not path.cut
+        ]
+        if not voters:
+            return None
+        [(winner, _)] = Counter(answer for answer, _ in voters).most_common(1)
+        return next(path for answer, path in voters if answer == winner)
+
+    def summarize(self, merged: Merged) -> dict[str, Any]:
+        """How many paths there are, how many of them are right, and how many questions that would answer."""
+        from slurmgpu.workloads.collect.path_totals import summarize
+
+        # The paths of a tree share steps, so they are not the independent samples that pass@k is about.
+        return summarize(merged, 0 if self.tree else self.n_paths, self.sampling.max_tokens)
+
+
+COLUMNS: Mapping[str, Column] = {
+    **dict.fromkeys(("n_paths", "n_correct"), Array("int32")),
+    "accuracy": Array("float32"),
+    **dict.fromkeys(("n_cut", "n_long", "n_rollouts"), Array("int32")),
+    "n_tokens": Array("int64"),
+    "vote": Text(),
+    "vote_correct": Array("bool"),
+    "prompt": Text(),
+    "paths": Json(),
+    "rewards": Ragged("float32"),
+    "steps": Json(),
+    **dict.fromkeys(("parents", "depths"), Ragged("int32")),
+    "values": Ragged("float32"),
+    "visits": Ragged("int32"),
+}
+"""The columns; those from `steps` on have an entry for each node of the tree of steps."""
+
+
+def _missing_branches(search: Search, depth: int, n_branches: int) -> list[Draw]:
+    """What a tree lacks of branches at a depth.
+
+    A path that was sampled from further above and passes through a node is a branch of it like any other.
+    """
+    tree = search.tree
+    return [
+        Draw(search, node, number)
+        for node in tree.open_nodes(depth)
+        for number in range(n_branches - tree.n_drawn(node))
+    ]
+
+
+def _path_to_json(path: Path, tree: Tree) -> dict[str, Any]:
+    steps = [tree.nodes[node].text for node in path.nodes]
+    nodes = [node - 1 for node in path.nodes]
+    told = {"text": path.text, "steps": steps, "nodes": nodes, "answer": path.answer}
+    return {**told, "correct": path.correct, "cut": path.cut}
+
+
+def _shown(prompt: Prompt) -> str:
+    """The prompt as the column has it: its text, or that of the last message of a chat."""
+    return str(prompt.messages[-1]["content"]) if prompt.messages else prompt.text

@@ -1,0 +1,206 @@
+"""Sentence embeddings with any transformers encoder: `use = "embed"`, as in docs/examples/embed.
+
+Only `load` imports torch and transformers: settings are also checked on login nodes, which may have neither.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
+from slurmgpu.llm.engine import TORCH_NAMES
+from slurmgpu.llm.models import fetch_files, locate, read_json
+from slurmgpu.shards.columns import Array
+from slurmgpu.workload import Item, Row, TaskContext
+from slurmgpu.workloads.progress import Telling
+
+log = logging.getLogger(__name__)
+
+Dtype = Literal["float16", "float32"]
+Pooling = Literal["mean", "cls"]
+Precision = Literal["fp32", "bf16", "fp16"]
+
+HIDDEN_SIZE_KEYS = ("hidden_size", "dim", "d_model", "n_embd")  # BERT's, DistilBERT's, XLNet's, GPT-2's
+MIN_TOKENS = 4  # The special tokens at a text's ends count too.
+
+
+class Embed:
+    """One vector for each item's text, in the column `embedding`.
+
+    `model` is a name on the Hugging Face hub (pin its `revision`), a folder, or "package:NAME" for the model
+    that an installed Python package carries. `field` names the text in an item; `prefix` is put before it, as
+    E5 models want. `pooling` makes one vector of a text's tokens: their "mean", or the first, "cls".
+    `max_tokens` cuts a text. Without these two, the model's own are used where sentence-transformers made it;
+    else "mean", and as many tokens as tokenizer and model allow. `normalize` scales vectors to length 1, so
+    that a dot product is a cosine. `precision` is the computation's: "fp32", "bf16" or "fp16"; `dtype` is the
+    column's: "float16" or "float32".
+    """
+
+    batch_size = 64
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        field: str = "text",
+        dtype: Dtype = "float16",
+        pooling: Pooling | None = None,
+        normalize: bool = True,
+        max_tokens: int | None = None,
+        precision: Precision = "fp32",
+        prefix: str = "",
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        # Planning checks the types, by the annotations above; here are checked the values.
+        _expect_one_of(Dtype, dtype=dtype)
+        _expect_one_of(Precision, precision=precision)
+        _expect_one_of(Pooling, pooling=pooling or "mean")
+
+        with _said_by_embed():
+            folder, repository = locate(model, revision)
+        self._source, self._found = repository or str(folder), (folder, repository, revision)
+        config = read_json(folder / "config.json")
+        hidden_size = next((config[key] for key in HIDDEN_SIZE_KEYS if key in config), None)
+        if hidden_size is None:
+            raise SlurmGPUError(
+                f"embed: {folder}/config.json is missing or has none of {', '.join(HIDDEN_SIZE_KEYS)};"
+                " expected the folder of a transformers encoder."
+            )
+        longest = config.get("max_position_embeddings")
+        if max_tokens is not None and not MIN_TOKENS <= max_tokens <= (longest or max_tokens):
+            raise SlurmGPUError(
+                f"embed: max_tokens is {max_tokens}; expected at least {MIN_TOKENS}, and at most as many as"
+                f" the model has positions for, {longest or 'of which it has no number'}."
+            )
+
+        self.columns = {"embedding": Array(dtype, (hidden_size,))}
+        self.pooling = pooling or _own_pooling(folder) or "mean"
+        self.max_tokens = max_tokens or read_json(folder / "sentence_bert_config.json").get("max_seq_length")
+        self.field, self.prefix, self.normalize = field, prefix, normalize
+        self.dtype, self.precision = dtype, precision
+        self._options = {"revision": revision, "trust_remote_code": trust_remote_code}
+
+    def fetch(self) -> str:
+        """Download the model to the hub's cache."""
+        return fetch_files(*self._found)
+
+    def load(self, task: TaskContext) -> None:
+        """Load tokenizer and model on the task's device."""
+        import torch
+        from transformers import AutoModel, AutoTokenizer
+
+        if task.gpus > 1:
+            log.warning("embed computes on one GPU and this task holds %d: submit with --array.", task.gpus)
+        # Padding on the right: "cls" takes the first position, and absolute positions are counted from there.
+        self._tokenizer = AutoTokenizer.from_pretrained(self._source, padding_side="right", **self._options)
+        precision = getattr(torch, TORCH_NAMES[self.precision])
+        model = AutoModel.from_pretrained(self._source, dtype=precision, **self._options)
+        self._model = model.to(task.device)
+        self._limit = min(self.max_tokens or self._tokenizer.model_max_length, _n_positions(model))
+        self._telling = Telling(task.tell, "texts embedded")
+        log.info("%s: %s pooling, texts cut at %d tokens", self._source, self.pooling, self._limit)
+
+    def sort_key(self, item: Item) -> int:
+        """Long texts first: like lengths share a batch, and a batch too large for the GPU shows at once."""
+        text = item.data.get(self.field)
+        return -len(text) if isinstance(text, str) else 0
+
+    def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
+        """The embedding of each item, or an ItemError for one without a text."""
+        texts = [self._text(item) for item in items]
+        good = [text for text in texts if isinstance(text, str)]
+        vectors = iter(self._embed(good) if good else ())
+        self._telling.add(len(good))
+        return [_row(next(vectors)) if isinstance(text, str) else text for text in texts]
+
+    def _text(self, item: Item) -> str | ItemError:
+        if self.field not in item.data:
+            return ItemError(f"no field {self.field!r}.{did_you_mean(self.field, item.data)}")
+        text = item.data[self.field]
+        if not isinstance(text, str):
+            return ItemError(f"field {self.field!r} holds {text!r:.80}; expected a string")
+        return self.prefix + text
+
+    def _embed(self, texts: list[str]) -> npt.NDArray[Any]:
+        """The vectors of `texts`: (text, hidden)."""
+        import torch
+
+        batch = self._tokenizer(texts, padding=True, truncation=True, max_length=self._limit, return_tensors="pt")
+        with torch.inference_mode():
+            batch = batch.to(self._model.device)
+            tokens = self._model(**batch).last_hidden_state.float()  # (text, token, hidden)
+            if self.pooling == "cls":
+                vectors = tokens[:, 0]
+            else:
+                mask = batch["attention_mask"].unsqueeze(-1)
+                vectors = (tokens * mask).sum(1) / mask.sum(1)
+            if self.normalize:
+                vectors = torch.nn.functional.normalize(vectors)
+            found: npt.NDArray[Any] = vectors.to(getattr(torch, self.dtype)).cpu().numpy()
+        return found
+
+
+def _row(vector: npt.NDArray[Any]) -> Row | ItemError:
+    if np.isfinite(vector).all():
+        return {"embedding": vector}
+    return ItemError('the embedding is not finite; precision = "fp32" and dtype = "float32" reach further')
+
+
+def _n_positions(model: Any) -> int:
+    """How many tokens the model has positions for; sys.maxsize where nothing limits them."""
+    n_positions = getattr(model.config, "max_position_embeddings", None)
+    if not n_positions or n_positions < 0:  # XLNet says -1.
+        return sys.maxsize
+    # RoBERTa, MPNet and their kin count from behind the padding's index: 514 positions serve 512 tokens.
+    table = getattr(getattr(model, "embeddings", None), "position_embeddings", None)
+    padding_idx = getattr(table, "padding_idx", None)
+    return int(n_positions) if padding_idx is None else int(n_positions) - padding_idx - 1
+
+
+def _expect_one_of(choice: Any, **setting: str) -> None:
+    for name, value in setting.items():
+        if value not in get_args(choice):
+            raise SlurmGPUError(f"embed: {name} is {value!r}; expected one of {', '.join(get_args(choice))}.")
+
+
+@contextlib.contextmanager
+def _said_by_embed() -> Iterator[None]:
+    try:
+        yield
+    except SlurmGPUError as error:
+        raise SlurmGPUError(f"embed: {error}") from error
+
+
+# What a model's folder says of it.
+
+
+def _own_pooling(folder: Path) -> str | None:
+    """The pooling that a sentence-transformers model was trained with; None where the folder does not say."""
+    pooling = None
+    for module in read_json(folder / "modules.json"):
+        step = module["type"].rpartition(".")[2]
+        if step == "Pooling":
+            step = pooling = _pooling_mode(read_json(folder / module["path"] / "config.json"))
+        if step not in ("Transformer", "Normalize", *get_args(Pooling)):
+            raise SlurmGPUError(
+                f"embed: the model in {folder} takes a step {step!r}, which embed does not compute;"
+                ' give pooling = "mean" or "cls" to go without it.'
+            )
+    return pooling
+
+
+def _pooling_mode(said: Mapping[str, Any]) -> str:
+    # sentence-transformers 6 names one mode or several; before, each had a flag: pooling_mode_mean_tokens.
+    flags = [flag for flag, is_on in said.items() if flag.startswith("pooling_mode_") and is_on]
+    modes = [flag.removeprefix("pooling_mode_").removesuffix("s").removesuffix("_token") for flag in flags]
+    named = said.get("pooling_mode", modes)
+    return named if isinstance(named, str) else "+".join(named) or "mean"

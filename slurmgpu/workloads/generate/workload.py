@@ -1,0 +1,175 @@
+"""Text generation with any causal language model: `use = "generate"`, as in docs/how-to/generate-text.md."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, compress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from typing_extensions import Unpack
+
+from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.llm.engine import Output, Prompt, Request
+from slurmgpu.llm.metrics import ratio
+from slurmgpu.llm.prompts import Prompts
+from slurmgpu.llm.sampling import mix
+from slurmgpu.llm.settings import SamplingSettings, sampling
+from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
+from slurmgpu.workload import Item, Row
+from slurmgpu.workloads.language_model import LanguageModelWorkload, blocks, keep_columns, kept
+
+if TYPE_CHECKING:
+    from slurmgpu.results import Merged
+
+CUT_RATE = 0.1
+"""From this share of answers on, those that max_tokens cut are worth a hint."""
+
+
+class Generate(LanguageModelWorkload):
+    """One answer for each item, or `n` of them, of a `prompt` over its fields, or of the chat in its field `messages`.
+
+    `system` comes before either. `keep` copies fields of the input into columns of their names; `tokens`, `logprobs`
+    and `keep_reasoning` add columns. The other settings are those that all language models share; all are in
+    docs/reference/language-models.md.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        prompt: str | None = None,
+        messages: str | None = None,
+        system: str | None = None,
+        n: int = 1,
+        keep: Sequence[str] = (),
+        tokens: bool = False,
+        logprobs: bool = False,
+        keep_reasoning: bool = False,
+        **settings: Unpack[SamplingSettings],
+    ) -> None:
+        self.prompts = Prompts(prompt, messages, system)
+        self.sampling = sampling(settings, logprobs=logprobs)
+        if n < 1:
+            raise SlurmGPUError(f"n is {n}, the answers to each item; expected at least 1.")
+        if n > 1 and self.sampling.temperature == 0:
+            raise SlurmGPUError(
+                f"n = {n} answers with temperature = 0 would all be the same; set temperature, or n = 1."
+            )
+        self.n = n
+        self.tokens, self.logprobs, self.keep_reasoning = tokens, logprobs, keep_reasoning
+        self.keep = tuple(keep)
+        self.columns = keep_columns(self.keep, self._own_columns())
+        self.fields = {*self.prompts.fields, *self.keep}
+        self.use_model(model, settings, max_tokens=self.sampling.max_tokens)
+
+    def _own_columns(self) -> dict[str, Column]:
+        each: Column = Text() if self.n == 1 else Json()
+        columns: dict[str, Column] = {"text": each}
+        if self.keep_reasoning:
+            columns["reasoning"] = each
+        columns["n_prompt_tokens"] = Array("int32")
+        columns["n_tokens"] = Array("int32", () if self.n == 1 else (self.n,))
+        columns["finish_reason"] = each
+        if self.tokens:
+            columns["tokens"] = Ragged("int32")
+        if self.logprobs:
+            columns["logprobs"] = Ragged("float32")
+        return columns
+
+    def sort_key(self, item: Item) -> int:
+        """Long prompts first."""
+        return -self.prompts.length(item.data)
+
+    def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
+        """The answers to each item, or an ItemError for one that has no prompt, or no answer."""
+        asked = [self._ask(item) for item in items]
+        requests = [
+            Request(number * self.n + sample, prompt[0], self.sampling, mix(item.seed, sample))
+            for number, (item, prompt) in enumerate(zip(items, asked, strict=True))
+            if not isinstance(prompt, ItemError)
+            for sample in range(self.n)
+        ]
+        outputs = {output.id: output for output in self.engine.generate(requests)} if requests else {}
+        return [
+            prompt
+            if isinstance(prompt, ItemError)
+            else self._row([outputs.get(number * self.n + sample) for sample in range(self.n)], prompt[1])
+            for number, prompt in enumerate(asked)
+        ]
+
+    def _ask(self, item: Item) -> tuple[Prompt, Mapping[str, Any]] | ItemError:
+        try:
+            return self.prompts.of(item.data), kept(item, self.keep)
+        except ItemError as error:
+            return error
+
+    def _row(self, found: Sequence[Output | None], kept_values: Mapping[str, Any]) -> Row | ItemError:
+        try:
+            outputs = answered(found)
+        except ItemError as error:
+            return error
+        each: dict[str, list[Any]] = {
+            "text": [output.text for output in outputs],
+            "n_tokens": [len(output.tokens) for output in outputs],
+            "finish_reason": [output.finish_reason for output in outputs],
+        }
+        if self.keep_reasoning:
+            each["reasoning"] = [output.reasoning for output in outputs]
+        row = {name: values if self.n > 1 else values[0] for name, values in each.items()}
+        row["n_prompt_tokens"] = outputs[0].n_prompt_tokens
+        if self.tokens:
+            row["tokens"] = np.concatenate([output.tokens for output in outputs])
+        if self.logprobs:
+            row["logprobs"] = np.concatenate([output.logprobs for output in outputs if output.logprobs is not None])
+        return row | dict(kept_values)
+
+    def summarize(self, merged: Merged) -> dict[str, Any]:
+        """How many tokens went in and out, and why answers ended."""
+        n_prompt_tokens, n_tokens, reasons = 0, 0, Counter[str]()
+        for start, stop in blocks(len(merged)):
+            good = ~merged.failed[start:stop]
+            n_prompt_tokens += int(merged["n_prompt_tokens"][start:stop][good].sum(dtype=np.int64))
+            n_tokens += int(merged["n_tokens"][start:stop][good].sum(dtype=np.int64))
+            ends = compress(merged["finish_reason"][start:stop], good.tolist())
+            reasons.update(ends if self.n == 1 else chain.from_iterable(ends))
+        n_answers = sum(reasons.values())
+        summary = {
+            "n_answers": n_answers,
+            "n_failed": int(merged.failed.sum()),
+            "n_prompt_tokens": n_prompt_tokens,
+            "n_tokens": n_tokens,
+            "tokens_per_answer": ratio(n_tokens, n_answers),
+        }
+        return summary | ends_summary(reasons, self.sampling.max_tokens)
+
+
+def answered(outputs: Iterable[Output | None]) -> list[Output]:
+    """The outputs, if the engine gave all of them and none has an error; ItemError otherwise."""
+    found = []
+    for output in outputs:
+        if output is None:
+            raise ItemError("the engine gave no answer")
+        if output.error is not None:
+            raise ItemError(output.error)
+        found.append(output)
+    return found
+
+
+def ends_summary(reasons: Mapping[str, int], max_tokens: int) -> dict[str, Any]:
+    """Of a summary: why answers ended, the share that max_tokens cut, and a hint where that is large."""
+    n_answers, n_cut = sum(reasons.values()), reasons.get("length", 0)
+    cut_rate = ratio(n_cut, n_answers)
+    summary: dict[str, Any] = {"finish_reasons": dict(sorted(reasons.items())), "cut_rate": cut_rate}
+    return summary | cut_hint(n_cut, n_answers, max_tokens, "answers")
+
+
+def cut_hint(n_cut: int, n_all: int, max_tokens: int, what: str) -> dict[str, str]:
+    """Of a summary: a hint where a large share of answers, or of `what` they are called, was cut; else nothing."""
+    if n_cut <= CUT_RATE * n_all:
+        return {}
+    return {
+        "hint": f"{n_cut:,} of {n_all:,} {what} were cut at max_tokens = {max_tokens}, and lack their end. A larger "
+        f"max_tokens gives it to them; a stop text ends those that have said all."
+    }

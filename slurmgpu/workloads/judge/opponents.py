@@ -1,0 +1,117 @@
+"""The second run of a comparison: its merged file, found by the items' indices."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.workload import Item
+from slurmgpu.workloads.language_model import kept
+
+if TYPE_CHECKING:
+    from slurmgpu.results import Merged
+
+
+class Opponent:
+    """A complete merged file, and what is known of its run since the comparison was planned.
+
+    That is its fingerprint, and in `keep` the fields that it has kept of its items.
+    """
+
+    def __init__(self, path: Path, fingerprint: str, keep: Sequence[str] = ()) -> None:
+        self.path = path
+        self.fingerprint = fingerprint
+        self.keep = tuple(keep)
+        self._merged: Merged | None = None
+
+    @classmethod
+    def find(cls, against: str | Mapping[str, Any]) -> Opponent:
+        """The run of that merged file or directory, or as `to_json` gave it.
+
+        SlurmGPUError unless the file is complete and its bytes are those that were written.
+        """
+        if not isinstance(against, str):
+            return cls(Path(against["path"]), against["fingerprint"], against.get("keep", ()))
+        path = Path(against).expanduser().absolute()
+        opponent = cls(path / "merged.h5" if path.is_dir() else path, "")
+        with opponent._read(verify=True) as merged:
+            opponent.fingerprint = str(merged.attributes["fingerprint"])
+            found = plan_beside(opponent.path).get("settings", {}).get("keep", ())
+            opponent.keep = tuple(name for name in found if name in merged.columns)
+        return opponent
+
+    def to_json(self) -> dict[str, Any]:
+        """The path, the fingerprint of the plan that its rows belong to, and the fields that it has kept."""
+        return {"path": str(self.path), "fingerprint": self.fingerprint, "keep": list(self.keep)}
+
+    def check_input(self, files: Sequence[Path], n_items: int) -> None:
+        """Refuse a judged run that is not of the same items, as far as the two files and their plans tell."""
+        with self._read() as merged:
+            n_found = len(merged)
+        advice = (
+            "Rows are joined by their index, so both runs must be of the same input. Items of different inputs are "
+            "compared in one file, with both texts in each item and without against."
+        )
+        if n_found != n_items:
+            raise SlurmGPUError(f"{self.path} has {n_found} items, and the input has {n_items}. {advice}")
+        ours = plan_beside(files[0]).get("input_digest") if len(files) == 1 else None
+        theirs = plan_beside(self.path).get("input_digest")
+        if None not in (ours, theirs) and ours != theirs:
+            raise SlurmGPUError(f"{self.path} and {files[0]} are of runs with different inputs. {advice}")
+
+    def open(self) -> None:
+        """Open the file; SlurmGPUError if it is of another run than the one that was planned with."""
+        merged = self._read()
+        if merged.attributes["fingerprint"] != self.fingerprint:
+            raise SlurmGPUError(
+                f"{self.path} is no longer of the run that this one was planned with; plan the comparison anew."
+            )
+        self._merged = merged
+
+    def row(self, item: Item, compared: Sequence[str]) -> Mapping[str, Any]:
+        """The second run's row for an item; ItemError if it failed there, if there is none, or it is of another item.
+
+        ItemError as well if the bytes of its shard have changed since they were written.
+        Whether it is the same item the fields tell that both have kept, those aside that are `compared`.
+        """
+        assert self._merged is not None, "open() comes first"
+        index = item.index
+        if index >= len(self._merged):
+            raise ItemError(f"{self.path} has no item {index}: it has {len(self._merged)}")
+        try:
+            self._merged.check_rows(index, index + 1)
+        except SlurmGPUError as error:
+            raise ItemError(f"{error} Then `slurmgpu resubmit --failed` of this run computes the item.") from error
+        row = self._merged.row(index)
+        if index in self._merged.errors:
+            raise ItemError(f"the item failed in {self.path}: {self._merged.errors[index]}")
+        names = [name for name in self.keep if name in item.data and name not in compared]
+        for name, ours in kept(item, names).items():
+            if ours != row[name]:
+                raise ItemError(
+                    f"field {name!r} is {ours!r:.80}, and in {self.path} it is {row[name]!r:.80}: these are two items"
+                )
+        return row
+
+    def _read(self, *, verify: bool = False) -> Merged:
+        from slurmgpu import results
+
+        merged = results.open(self.path, verify=verify)
+        if not merged.complete:
+            merged.close()
+            raise SlurmGPUError(f"{self.path} lacks rows: its run is incomplete. `slurmgpu resubmit` completes it.")
+        return merged
+
+
+def plan_beside(path: Path) -> Mapping[str, Any]:
+    """The plan of the run whose merged file that is; nothing if it lies elsewhere."""
+    if path.name != "merged.h5":
+        return {}
+    try:
+        found: Mapping[str, Any] = json.loads((path.parent / "run.json").read_bytes())
+    except FileNotFoundError:
+        return {}
+    return found

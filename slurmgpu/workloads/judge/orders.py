@@ -1,0 +1,94 @@
+"""What became of what a judge was asked of an item: once, or once in each order of its two texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from slurmgpu.errors import ItemError
+from slurmgpu.llm.engine import Prompt, Scores
+from slurmgpu.workload import Row
+from slurmgpu.workloads.judge.rubrics import TIE, Rubric
+
+HOW = ("parsed", "parsed again", "scored", "not at all")
+"""How a verdict was found, from the plainest way on."""
+
+
+@dataclass
+class Asked:
+    """One prompt to the judge, and what became of it: for each item one, or one for each order of its two texts.
+
+    `how` says how the verdict was found: "parsed", "parsed again" behind a retry, "scored", or "not at all".
+    """
+
+    item: int
+    order: int
+    prompt: Prompt
+    seed: int
+    rationale: str = ""
+    finish_reason: str = ""
+    verdict: str | None = None
+    probabilities: npt.NDArray[np.float64] | None = None
+    how: str = "not at all"
+    error: str | None = None
+
+
+def verdict_row(rubric: Rubric, asked: Sequence[Asked]) -> Row | ItemError:
+    """The columns of the verdict on an item; two orders that disagree are a tie."""
+    for one in asked:
+        if one.error is not None:
+            return ItemError(one.error)
+    first = asked[0]
+    verdicts = [first.verdict, *(one.verdict and rubric.mirrored(one.verdict) for one in asked[1:])]
+    parsed = None not in verdicts
+    agree = parsed and len(set(verdicts)) == 1
+    row: dict[str, Any] = {
+        "verdict": "" if not parsed else verdicts[0] if agree else TIE,
+        "score": _worth(rubric, asked, verdicts),
+        "parse_ok": parsed,
+        "rationale": first.rationale,
+        "how": max((one.how for one in asked), key=HOW.index),
+    }
+    if rubric.method == "score":
+        row["probabilities"] = _mean_shares(rubric, asked)
+    else:
+        row["finish_reason"] = first.finish_reason
+    if rubric.swap:
+        row |= {"agreement": agree, "verdicts": verdicts, "rationale_swapped": asked[1].rationale}
+    return row
+
+
+def shares_of(scores: Scores | None) -> npt.NDArray[np.float64]:
+    """Each verdict's share of the probability of all of them, of scores of the two ways to write each."""
+    if scores is None or scores.error is not None:
+        raise ItemError("the engine gave no scores" if scores is None else str(scores.error))
+    logprobs = np.logaddexp.reduce(np.asarray(scores.logprobs, np.float64).reshape(-1, 2), axis=1)
+    shares: npt.NDArray[np.float64] = np.exp(logprobs - logprobs.max())
+    if not np.isfinite(shares).all():
+        raise ItemError('the verdicts\' scores are not finite numbers; precision = "fp32" reaches further than fp16')
+    shares /= shares.sum()
+    return shares
+
+
+def _worth(rubric: Rubric, asked: Sequence[Asked], verdicts: Sequence[str | None]) -> float:
+    """What the verdict is worth: the mean over both orders; expected values where verdicts are scored.
+
+    The expected value over the verdicts' probabilities is the score of G-Eval (Liu et al. 2023, arXiv:2303.16634).
+    """
+    if rubric.method == "score":
+        return float(_mean_shares(rubric, asked) @ np.array([rubric.values[name] for name in rubric.names]))
+    return float(np.mean([np.nan if name is None else rubric.values[name] for name in verdicts]))
+
+
+def _mean_shares(rubric: Rubric, asked: Sequence[Asked]) -> npt.NDArray[np.float64]:
+    """Each verdict's probability, the mean over both orders."""
+    total = np.zeros(len(rubric.names))
+    for one in asked:
+        if one.probabilities is not None:
+            for name, share in zip(rubric.names, one.probabilities, strict=True):
+                total[rubric.names.index(rubric.mirrored(name) if one.order else name)] += share
+    return total / len(asked)

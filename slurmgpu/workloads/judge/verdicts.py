@@ -1,0 +1,129 @@
+"""What a judge's verdicts say of the judged run: accuracy, win rate or mean, and how far the judge can be trusted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import compress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from slurmgpu.llm.metrics import cohen_kappa, count_matrix, ratio, wilson_list
+from slurmgpu.workloads.generate.workload import ends_summary
+from slurmgpu.workloads.judge.rubrics import Rubric
+from slurmgpu.workloads.language_model import blocks
+
+if TYPE_CHECKING:
+    from slurmgpu.results import Merged
+
+
+class _Counts:
+    """What is counted over the rows."""
+
+    def __init__(self) -> None:
+        self.verdicts = Counter[str]()
+        self.how = Counter[str]()
+        self.ends = Counter[str]()
+        self.pairs = Counter[tuple[str, str]]()
+        self.firsts = Counter[tuple[str | None, str | None]]()
+        self.n_failed = 0
+        self.total = self.squares = 0.0
+
+
+def summarize(merged: Merged, rubric: Rubric, max_tokens: int, *, with_truth: bool) -> dict[str, Any]:
+    """The verdicts' counts and what they say, as JSON has it.
+
+    Items that failed or have no verdict count as wrong in `accuracy`; `parsed_accuracy` leaves them out. So it is with
+    the win rate, where they count as lost, and not with the mean, for which they have no number.
+    """
+    counts = _count(merged, rubric, with_truth)
+    n, n_parsed = len(merged), sum(counts.verdicts.values())
+    summary: dict[str, Any] = {"n_items": n, "n_failed": counts.n_failed}
+    summary |= {"n_unparsed": n - counts.n_failed - n_parsed, "unparsed_rate": ratio(n - counts.n_failed - n_parsed, n)}
+    summary["verdicts"] = {name: counts.verdicts[name] for name in rubric.names}
+    summary["how"] = dict(sorted(counts.how.items()))
+    if rubric.method == "parse":
+        summary |= ends_summary(counts.ends, max_tokens)
+    if rubric.measure == "accuracy":
+        summary |= _accuracy(counts, rubric, n, n_parsed)
+    elif rubric.measure == "win_rate":
+        summary |= {"win_rate": ratio(counts.total, n), "parsed_win_rate": ratio(counts.total, n_parsed)}
+    else:
+        mean = ratio(counts.total, n_parsed)
+        deviation = None if mean is None else max(counts.squares / n_parsed - mean * mean, 0.0) ** 0.5
+        summary |= {"mean_score": mean, "standard_deviation": deviation}
+    if rubric.swap:
+        summary |= _positions(counts, rubric)
+    return summary | (_agreement(counts, rubric) if with_truth else {})
+
+
+def _count(merged: Merged, rubric: Rubric, with_truth: bool) -> _Counts:
+    counts = _Counts()
+    for start, stop in blocks(len(merged)):
+        is_good = ~merged.failed[start:stop]
+        good = is_good.tolist()
+        counts.n_failed += good.count(False)
+        verdicts = list(compress(merged["verdict"][start:stop], good))
+        counts.verdicts.update(filter(None, verdicts))
+        counts.how.update(compress(merged["how"][start:stop], good))
+        if rubric.method == "parse":
+            counts.ends.update(compress(merged["finish_reason"][start:stop], good))
+        scores = np.asarray(merged["score"][start:stop][is_good], np.float64)
+        counts.total += float(np.nansum(scores))
+        counts.squares += float(np.nansum(scores**2))
+        if with_truth:
+            counts.pairs.update(zip(compress(merged["truth"][start:stop], good), verdicts, strict=True))
+        if rubric.swap:
+            counts.firsts.update(map(tuple, compress(merged["verdicts"][start:stop], good)))
+    return counts
+
+
+def _accuracy(counts: _Counts, rubric: Rubric, n: int, n_parsed: int) -> dict[str, Any]:
+    n_right = sum(count for name, count in counts.verdicts.items() if rubric.values[name] == 1)
+    return {
+        "n_right": n_right,
+        "accuracy": ratio(n_right, n),
+        "accuracy_interval": wilson_list(n_right, n),
+        "parsed_accuracy": ratio(n_right, n_parsed),
+        "parsed_accuracy_interval": wilson_list(n_right, n_parsed),
+    }
+
+
+def _positions(counts: _Counts, rubric: Rubric) -> dict[str, Any]:
+    """How often both orders agree; and how often one position won in both, as of a judge that looks at nothing else.
+
+    The words are those of Shi et al. 2024 (arXiv:2406.07791): position consistency, and preference for a position.
+    """
+    parsed = {pair: count for pair, count in counts.firsts.items() if None not in pair}
+    n = sum(parsed.values())
+    n_flipped = sum(count for (one, other), count in parsed.items() if one != other)
+    found = {"agreement_rate": ratio(n - n_flipped, n), "position_bias_rate": ratio(n_flipped, n)}
+    toward = Counter[str]()
+    for (one, other), count in parsed.items():
+        # The second order's verdict is about the texts; the text that stood first there is the second. Of a win and
+        # a tie no position tells.
+        if one is not None and one != other and rubric.mirrored(one) == other:
+            toward["first" if rubric.values[one] > rubric.values[other] else "second"] += count
+    return {**found, "preferred_position": {place: toward[place] for place in ("first", "second")}}
+
+
+def _agreement(counts: _Counts, rubric: Rubric) -> dict[str, Any]:
+    """How far the judge agrees with the truth that items carry, beyond chance."""
+    matrix = count_matrix(counts.pairs, rubric.names)
+    square = matrix[:, :-1]
+    n_with_truth, n_agree = int(matrix.sum()), int(np.trace(square))
+    truths = Counter[str]()
+    for (truth, _), count in counts.pairs.items():
+        truths[truth] += count
+    n_without = truths.pop("", 0)
+    return {
+        "n_with_truth": n_with_truth,
+        "n_without_truth": n_without,
+        "n_unknown_truth": truths.total() - n_with_truth,
+        "truth_agreement_rate": ratio(n_agree, n_with_truth),
+        "truth_kappa": cohen_kappa(square),
+        "truth_by_verdict": {
+            name: dict(zip((*rubric.names, "(none)"), matrix[i].tolist(), strict=True))
+            for i, name in enumerate(rubric.names)
+        },
+    }

@@ -1,0 +1,223 @@
+"""`init tracin --from-args`: a run file from the command line of the TracIn scripts that this workload replaces.
+
+Of each of their flags it says what became of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.workload import Translated
+from slurmgpu.workloads.tracin.script_flags import (
+    CHOSEN,
+    EXPORTED,
+    FLAGS,
+    LAYERS,
+    OF_THE_BATCH_SCRIPT,
+    ONE_CSV,
+    SHAPE_OF_SINGLE,
+    SHORT,
+    SORTED,
+    Flag,
+)
+
+MODES = ("test", "self", "single")
+
+
+def translate(text: str, folder: Path, stem: str) -> Translated:
+    """What a command line of the replaced scripts means, for a run file in `folder`; SlurmGPUError for a wrong one."""
+    given = parse(text)
+    found = Translated()
+    for name, values in given.items():
+        flag = FLAGS[name]
+        if flag.setting is None:
+            found.lines.append((name, flag.said))
+            continue
+        value = _value(flag, name, values, folder)
+        if flag.setting == "parameters" and not flag.many and "--last-layer-names" in given:
+            found.lines.append((name, "not needed: --last-layer-names says which"))
+            continue
+        found.settings[flag.setting] = value
+        found.lines.append((name, f"{flag.setting} = {json.dumps(value)}{flag.said}"))
+    _add_outputs(found, given, folder / "runs" / stem)
+    _add_filter(found, given)
+    _add_resources(found, given)
+    _choose_tests(found, given, folder, stem)
+    if "--learning-rate" not in given:
+        said = (
+            "not given: the checkpoint's optimizer tells it; the scripts took 0.001: learning_rate = 0.001 for theirs"
+        )
+        found.lines.append(("--learning-rate", said))
+    if "--top-k" not in given and found.settings.get("top_k") != 0:
+        said = 'not given: the 100 strongest of either sign; with full = "float32", export writes every influence'
+        found.lines.append(("--top-k", said))
+    return found
+
+
+def parse(text: str) -> dict[str, list[str]]:
+    """The flags in a command line with their values; what stands before the first, a script's name say, is skipped."""
+    try:
+        words = shlex.split(re.sub(r"\\\r?\n", "", text))  # lines go on after a backslash, as in a shell
+    except ValueError as error:
+        raise SlurmGPUError(
+            f"--from-args cannot be read as a command line: {error}. Quote it as a shell does."
+        ) from error
+    given: dict[str, list[str]] = {}
+    for word in words:
+        if word.startswith("-") and not _is_number(word):
+            name, equals, value = word.partition("=")
+            name = SHORT.get(name, name)
+            if name not in FLAGS:
+                raise SlurmGPUError(
+                    f"--from-args: {name!r} is no flag of the TracIn scripts that `init tracin` knows."
+                    f"{did_you_mean(name, FLAGS)}"
+                )
+            given[name] = [value] if equals else []
+        elif given:
+            given[next(reversed(given))].append(word)
+    for name, values in given.items():
+        _check_count(name, values)
+    if not given:
+        raise SlurmGPUError('--from-args has no flag; expected some, such as "--model-path m.pt --train t.txt".')
+    return given
+
+
+def _check_count(name: str, values: Sequence[str]) -> None:
+    flag = FLAGS[name]
+    expected = "one or more values" if flag.many else "one value" if flag.takes else "no value"
+    right = len(values) >= 1 if flag.many else len(values) == int(flag.takes)
+    if not right:
+        raise SlurmGPUError(f"--from-args: {name} takes {expected}; found {' '.join(values) or 'none'}.")
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _value(flag: Flag, name: str, values: Sequence[str], folder: Path) -> Any:
+    if not flag.takes:
+        return flag.value
+    if flag.is_path:
+        return _relative(values[0], folder)
+    if name == "--last-layer-names":
+        return [LAYERS.get(value, value) for value in values]
+    return _parsed(name, values)[0]
+
+
+def _parsed(name: str, values: Sequence[str]) -> list[Any]:
+    parse_one = FLAGS[name].parse
+    try:
+        return [parse_one(value) for value in values]
+    except ValueError as error:
+        kind = "whole numbers" if parse_one is int else "numbers"
+        raise SlurmGPUError(f"--from-args: {name} takes {kind}; found {' '.join(values)}.") from error
+
+
+def _relative(path: str, folder: Path) -> str:
+    """A path that was relative to the working directory, relative to the run file's folder."""
+    return path if Path(path).is_absolute() else os.path.relpath(path, folder)
+
+
+def _say(found: Translated, name: str, said: str) -> None:
+    found.lines = [(flag, said if flag == name else before) for flag, before in found.lines]
+
+
+def _add_outputs(found: Translated, given: Mapping[str, Sequence[str]], run: Path) -> None:
+    is_single = given.get("--mode") == ["single"]
+    for name, file_format, shape in (("--output", "json", SHAPE_OF_SINGLE), ("--csv-output", "csv", ONE_CSV)):
+        if name in given:
+            path = Path(given[name][0])
+            said = EXPORTED.format(
+                shape=shape if is_single else "",
+                folder="" if path.parent.is_dir() else f"mkdir -p {shlex.quote(str(path.parent))} && ",
+                run=shlex.quote(str(run)),
+                format=file_format,
+                path=shlex.quote(str(path)),
+            )
+            _say(found, name, said)
+
+
+def _add_filter(found: Translated, given: Mapping[str, Sequence[str]]) -> None:
+    if "--skip-filtering" in given:
+        return
+    if given.keys() & OF_THE_BATCH_SCRIPT and "--n-hops" not in given:
+        found.settings["n_hops"] = 2
+        found.lines.append(("--n-hops", "not given: n_hops = 2, which was the batch script's default"))
+
+
+def _add_resources(found: Translated, given: Mapping[str, Sequence[str]]) -> None:
+    if "--enable-multi-gpu" in given:
+        found.resources = {"gpus": 4, "array": True}
+    if "--device" in given:
+        [device] = given["--device"]
+        if device not in ("cpu", "cuda"):
+            raise SlurmGPUError(f"--from-args: --device is {device!r}; expected cpu or cuda.")
+        if device == "cpu":
+            found.resources = {"gpus": 0, "array": False}
+            _say(found, "--enable-multi-gpu", "not carried over: --device cpu says that no GPU is used")
+        _say(found, "--device", f"[resources] gpus = {found.resources['gpus']}")
+
+
+def _choose_tests(found: Translated, given: Mapping[str, Sequence[str]], folder: Path, stem: str) -> None:
+    """The input: the test triples, those chosen of them in a file of their own, or the training triples."""
+    [mode] = given.get("--mode", ["test"])
+    if mode not in MODES:
+        raise SlurmGPUError(f"--from-args: --mode is {mode!r}; expected {', '.join(MODES)}.{did_you_mean(mode, MODES)}")
+    file = next((given[name][0] for name in ("--test", "--test-triples") if name in given), None)
+    if mode == "self":
+        found.settings["top_k"] = 0
+        found.input = found.settings.get("train", "train.txt")
+        _say(found, "--mode", "the input is the training triples, and top_k = 0: their influence on themselves alone")
+        _say(found, "--top-k", "not carried over: mode self lists nothing, so top_k = 0")
+        _say(found, "--csv-output", "not carried over: mode self never wrote it; export --format csv has all columns")
+        return
+    _say(found, "--mode", "the run file's input says which triples")
+    if file is None:
+        return
+    found.input = _relative(file, folder)
+    chosen = _chosen(given, mode)
+    if chosen is None:
+        return
+    found.items = _items(Path(file), chosen)
+    found.input = f"{stem}.tests.jsonl"
+    for name, said in found.lines:
+        if said == CHOSEN:
+            counted = SORTED if name in ("--test-indices", "--max-test-triples") else ""
+            _say(found, name, f"{found.input} has the chosen triples: numbers are lines of {file}, from 0{counted}")
+
+
+def _chosen(given: Mapping[str, Sequence[str]], mode: str) -> Sequence[int] | slice | None:
+    """Which lines are chosen; None for all."""
+    if mode == "single" or "--test-indices" in given:
+        return _parsed("--test-indices", given.get("--test-indices", ["0"]))
+    start = _parsed("--start-index", given.get("--start-index", ["0"]))[0]
+    counts = [_parsed(name, given[name])[0] for name in ("--max-test-triples", "--max-triples") if name in given]
+    return slice(start, start + min(counts) if counts else None) if start or counts else None
+
+
+def _items(file: Path, chosen: Sequence[int] | slice) -> list[dict[str, Any]]:
+    try:
+        lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")  # as the input is cut
+    except (OSError, ValueError) as error:
+        raise SlurmGPUError(f"--from-args: {file} cannot be read, of which triples are chosen: {error}.") from error
+    numbers = range(len(lines))[chosen] if isinstance(chosen, slice) else chosen
+    items = []
+    for number in numbers:
+        if not 0 <= number < len(lines):
+            raise SlurmGPUError(f"--from-args: there is no triple {number} in {file}: it has {len(lines)}, from 0 on.")
+        fields = lines[number].split("\t")
+        if len(fields) != 3:
+            raise SlurmGPUError(f"{file}, line {number + 1}: expected head, relation and tail, with tabs between them.")
+        items.append({"head": fields[0], "relation": fields[1], "tail": fields[2], "line": number})
+    return items

@@ -1,0 +1,73 @@
+"""The items of tracin: test triples, as lines of text or as records of three fields."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
+from slurmgpu.workload import Item
+from slurmgpu.workloads.tracin.kge.graph import Dictionary, parse_triple, triple_of
+
+FIELDS = ("head", "relation", "tail")
+"""The fields of an item that is no line of text."""
+LOOKED_AT = 100
+"""Items of the input of which one, at least, must be a triple."""
+
+
+def triple_in(data: Mapping[str, Any], entities: Dictionary, relations: Dictionary) -> tuple[int, int, int]:
+    """The numbers of an item's head, relation and tail; an ItemError says what is wrong with it."""
+    if "text" in data and not set(FIELDS) <= data.keys():
+        return parse_triple(str(data["text"]), entities, relations)
+    for name in FIELDS:
+        if name not in data:
+            raise ItemError(f"no field {name!r}.{did_you_mean(name, data)}")
+    head, relation, tail = (str(data[name]) for name in FIELDS)
+    return triple_of(head, relation, tail, entities, relations)
+
+
+def line_of(item: Item) -> int:
+    """The line, from 0, that a test triple is known by: what the item says, else its index in the input.
+
+    The latter is its line in a text file that is the only one; of several files it counts on from one to the next.
+    """
+    line = item.data.get("line", item.index)
+    try:
+        return int(line)
+    except (TypeError, ValueError):
+        return item.index
+
+
+def check_items(path: Path, entities: Dictionary, relations: Dictionary) -> None:
+    """Refuse a file none of whose first items is a triple: it is another file, or the dictionaries are others."""
+    first: ItemError | None = None
+    n_seen = 0
+    for data in itertools.islice(_items(path), LOOKED_AT):
+        n_seen += 1
+        try:
+            triple_in(data, entities, relations)
+            return
+        except ItemError as error:
+            first = first or error
+    if first is not None:
+        these = f"the first {n_seen} items" if n_seen == LOOKED_AT else f"its {n_seen} items" if n_seen > 1 else ""
+        none = f"None of {these} is a" if these else "Its only item is no"
+        raise SlurmGPUError(
+            f"{path}, line {2 if path.suffix == '.csv' else 1}: {first} {none} triple of {entities.path} and "
+            f"{relations.path}. Correct the input, or the dictionaries in [settings]."
+        )
+
+
+def _items(path: Path) -> Iterator[Mapping[str, Any]]:
+    """The data of a file's items, in the formats that are text; of others none."""
+    if path.suffix not in (".txt", ".jsonl", ".csv"):
+        return
+    with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
+        if path.suffix == ".csv":
+            yield from csv.DictReader(file)
+        for line in file:
+            yield {"text": line} if path.suffix == ".txt" else json.loads(line)

@@ -1,0 +1,266 @@
+"""How the checkpoints of `train` come about: what is trained, and a trainer that takes an epoch at a time."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.workloads.tracin.kge.complex import ComplEx
+from slurmgpu.workloads.tracin.kge.conve import ConvE
+from slurmgpu.workloads.tracin.kge.differentiable import Model
+from slurmgpu.workloads.tracin.kge.distmult import DistMult
+from slurmgpu.workloads.tracin.kge.layouts import Architecture
+from slurmgpu.workloads.tracin.kge.losses import Loss, find_loss
+from slurmgpu.workloads.tracin.kge.naming import Inverse, Stack
+from slurmgpu.workloads.tracin.kge.queries import Known, Queries
+from slurmgpu.workloads.tracin.kge.ranking import filtered_ranks
+from slurmgpu.workloads.tracin.kge.transe import TransE
+
+LOSSES = r"kvsall|bce-1n|ce|ns:[1-9]\d*"
+"""Those that one can train with; the others know no false triple."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained, and how."""
+
+    model: Architecture = "conve"
+    dim: int = 200
+    epochs: int = 100
+    loss: str = "kvsall"
+    label_smoothing: float = 0.1
+    inverse: Inverse = "appended"
+    """Where the inverse of each relation lies in the table, whose triples are then trained with; or "none"."""
+    batch_size: int = 128
+    """Queries of a step: different pairs of a head and a relation, with all their tails."""
+    learning_rate: float = 1e-3
+    dropouts: tuple[float, ...] = (0.2, 0.2, 0.3)
+    """ConvE: of the input, of feature maps, of the linear layer's output. Others: the first, of the query."""
+    image: tuple[int, int] | None = None
+    """ConvE: height and width of an embedding's image; None: as square as it can be."""
+    stack: Stack = "height"
+    channels: int = 32
+    kernel: tuple[int, int] = (3, 3)
+    norm: float = 1
+    """TransE: the p of the distance."""
+    seed: int = 0
+    device: str = "cpu"
+
+    def check(self) -> None:
+        """Refuses what cannot be trained."""
+        if self.model not in BUILDERS:
+            raise SlurmGPUError(f"model is {self.model!r}.{did_you_mean(self.model, BUILDERS)}")
+        if not re.fullmatch(LOSSES, self.loss):
+            expected = "'kvsall', 'bce-1n', 'ce', or 'ns:K' with K negatives"
+            raise SlurmGPUError(f"loss is {self.loss!r}; expected one that knows false triples: {expected}.")
+        if self.inverse not in ("appended", "interleaved", "none"):
+            raise SlurmGPUError(f"inverse is {self.inverse!r}; expected 'appended', 'interleaved' or 'none'.")
+        for name in ("dim", "epochs", "batch_size", "learning_rate", "channels"):
+            if getattr(self, name) <= 0:
+                raise SlurmGPUError(f"{name} is {getattr(self, name)}; expected more than 0.")
+        if not (0 <= self.label_smoothing < 1 and all(0 <= share < 1 for share in self.dropouts)):
+            found = f"{self.label_smoothing} and {', '.join(map(str, self.dropouts))}"
+            raise SlurmGPUError(f"expected label smoothing and dropouts from 0 to less than 1, found {found}.")
+        if self.norm < 1:
+            raise SlurmGPUError(f"norm is {self.norm}; expected 1, 2 or another that is not below 1.")
+        if self.model == "conve":
+            self._check_images()
+        try:
+            torch.empty(0, device=self.device)
+        except (RuntimeError, AssertionError) as error:
+            raise SlurmGPUError(f"device is {self.device!r}, which PyTorch cannot use: {error}") from error
+
+    def _check_images(self) -> None:
+        (height, width), (high, wide) = self.image_size, self.kernel
+        if height * width != self.dim:
+            raise SlurmGPUError(f"an image of {height} x {width} does not hold the {self.dim} numbers of an embedding.")
+        height, width = (2 * height, width) if self.stack == "height" else (height, 2 * width)
+        if high > height or wide > width:
+            raise SlurmGPUError(f"the kernel of {high} x {wide} is larger than both images, {height} x {width}.")
+        if len(self.dropouts) != 3:
+            raise SlurmGPUError(f"ConvE has three dropouts, found {len(self.dropouts)}.")
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """The image's height and width; of those that fit, the one nearest to a square."""
+        if self.image is not None:
+            return self.image
+        height = max(h for h in range(1, self.dim + 1) if h * h <= self.dim and self.dim % h == 0)
+        return height, self.dim // height
+
+
+def rows_of(inverse: Inverse, n_relations: int) -> tuple[Tensor, Tensor | None]:
+    """The rows (R,) that relations have in the model's table, and those of their inverses."""
+    relations = torch.arange(n_relations)
+    if inverse == "none":
+        return relations, None
+    return (relations, relations + n_relations) if inverse == "appended" else (2 * relations, 2 * relations + 1)
+
+
+class Trainer:
+    """A model that is being trained on `triples` (n, 3), of which each counts once.
+
+    `dictionaries`: digests of the files of "entities" and "relations", for the checkpoint.
+    """
+
+    def __init__(
+        self,
+        triples: Tensor,
+        n_entities: int,
+        n_relations: int,
+        recipe: Recipe,
+        dictionaries: Mapping[str, str] | None = None,
+    ) -> None:
+        recipe.check()
+        self.dictionaries = dict(dictionaries or {})
+        self.recipe, self.n_entities, self.epoch = recipe, n_entities, 0
+        self.rows, self.inverse_rows = rows_of(recipe.inverse, n_relations)
+        self.n_rows = n_relations if self.inverse_rows is None else 2 * n_relations
+        self._examples = torch.unique(self.examples_of(triples), dim=0).to(recipe.device)
+        _, self._of, self._counts = torch.unique(self._examples[:, :2], dim=0, return_inverse=True, return_counts=True)
+        if len(self._counts) < 2:
+            raise SlurmGPUError("the training triples have one query; expected two or more pairs of head and relation.")
+        self._known = self._tails_of(self._examples)
+        with self._seeded():
+            self.module = BUILDERS[recipe.model](n_entities, self.n_rows, recipe).to(recipe.device)
+        self._optimizer = torch.optim.Adam(self.module.parameters(), lr=recipe.learning_rate)
+
+    def train_epoch(self) -> float:
+        """The mean loss of another epoch; afterwards the model is in evaluation mode."""
+        self.epoch += 1
+        self.module.train()
+        with self._seeded():
+            loss = self._loss()
+            losses = [self._step(loss, examples) for examples in self._batches()]
+        self.module.eval()
+        return sum(losses) / len(losses)
+
+    def checkpoint(self) -> dict[str, Any]:
+        """What a checkpoint file holds."""
+        return {
+            "epoch": self.epoch,
+            "model_state_dict": self.module.state_dict(),
+            "optimizer_state_dict": self._optimizer.state_dict(),
+            "model_config": self._config(),
+        }
+
+    def ranks(self, triples: Tensor, known: Tensor) -> dict[str, Tensor]:
+        """The filtered ranks of the tails of `triples` (n, 3), and of their heads where inverses are trained.
+
+        `known` (m, 3): all that is true, training triples besides.
+        """
+        everything = torch.cat([self._examples, self.examples_of(known).to(self._examples.device)])
+        tails_of = self._tails_of(everything)
+        examples = self.examples_of(triples).to(self._examples.device).split(len(triples))
+        found = (filtered_ranks(cast(Model, self.module.eval()), tails_of, part, self.n_rows) for part in examples)
+        return dict(zip(("tails", "heads"), found, strict=False))
+
+    def examples_of(self, triples: Tensor) -> Tensor:
+        """Triples with rows of the table for relations; their inverses follow, where they are trained."""
+        heads, relations, tails = triples.T
+        found = [torch.stack([heads, self.rows[relations], tails], dim=1)]
+        if self.inverse_rows is not None:
+            found.append(torch.stack([tails, self.inverse_rows[relations], heads], dim=1))
+        return torch.cat(found)
+
+    def _tails_of(self, examples: Tensor) -> Known:
+        heads, relations, tails = examples.T
+        return Known(heads, relations, tails, self.n_rows)
+
+    def _step(self, loss: Loss, examples: Tensor) -> float:
+        heads, relations, tails = examples.T
+        queries = Queries.of_examples(heads, relations, tails, self.n_rows)
+        scores = cast(Model, self.module).scores(queries.heads, queries.relations)[queries.of]
+        losses = loss.plain(scores, *loss.targets(queries, self.n_entities))
+        # With kvsall the triples of a query share its loss.
+        mean = losses.sum() / (len(queries.heads) if self.recipe.loss == "kvsall" else len(queries))
+        self._optimizer.zero_grad()
+        mean.backward()
+        self._optimizer.step()
+        return float(mean.detach())
+
+    def _batches(self) -> Iterator[Tensor]:
+        """All examples of some queries at a time, in a new order."""
+        # Drawn on the CPU, so that the order is the same on every device.
+        order = torch.randperm(len(self._counts)).to(self._of.device)
+        place = torch.argsort(order)
+        examples = self._examples[torch.argsort(place[self._of], stable=True)]
+        # Even batches: batch norm cannot train on a last one of a single query.
+        n_batches = max(1, min(math.ceil(len(order) / self.recipe.batch_size), len(order) // 2))
+        sizes = [int(counts.sum()) for counts in self._counts[order].tensor_split(n_batches)]
+        yield from examples.split(sizes)
+
+    def _loss(self) -> Loss:
+        """Negatives are others in each epoch."""
+        return find_loss(
+            self.recipe.loss,
+            n_entities=self.n_entities,
+            known=lambda: self._known,
+            label_smoothing=self.recipe.label_smoothing,
+            seed=self._epoch_seed,
+        )
+
+    @property
+    def _epoch_seed(self) -> int:
+        return self.recipe.seed * 1_000_003 + self.epoch
+
+    @contextmanager
+    def _seeded(self) -> Iterator[None]:
+        """Draws that depend on the seed and the epoch alone, and leave the caller's as they were."""
+        device = torch.device(self.recipe.device)
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(self._epoch_seed)
+            yield
+
+    def _config(self) -> dict[str, Any]:
+        """What the tensors do not say, in the words of the checkpoints that there are."""
+        recipe = self.recipe
+        config: dict[str, Any] = {
+            "architecture": recipe.model,
+            "num_entities": self.n_entities,
+            "num_relations": self.n_rows,
+            "embedding_dim": recipe.dim,
+            "inverse": recipe.inverse,
+            "loss": recipe.loss,
+            "label_smoothing": recipe.label_smoothing,
+            "dropouts": list(recipe.dropouts),
+            "seed": recipe.seed,
+        }
+        if self.dictionaries:
+            config["dictionaries"] = self.dictionaries
+        if recipe.model == "conve":
+            config |= {"image": list(recipe.image_size), "stack": recipe.stack}
+            config |= {"output_channels": recipe.channels, "kernel": list(recipe.kernel)}
+        return config | {"norm": recipe.norm} if recipe.model == "transe" else config
+
+
+def _conve(n_entities: int, n_rows: int, recipe: Recipe) -> nn.Module:
+    first, maps, last = recipe.dropouts
+    return ConvE(
+        n_entities,
+        n_rows,
+        recipe.dim,
+        image=recipe.image_size,
+        stack=recipe.stack,
+        channels=recipe.channels,
+        kernel=recipe.kernel,
+        dropouts=(first, maps, last),
+    )
+
+
+BUILDERS: Mapping[str, Callable[[int, int, Recipe], nn.Module]] = {
+    "conve": _conve,
+    "distmult": lambda n_entities, n_rows, recipe: DistMult(n_entities, n_rows, recipe.dim, recipe.dropouts[0]),
+    "complex": lambda n_entities, n_rows, recipe: ComplEx(n_entities, n_rows, recipe.dim, recipe.dropouts[0]),
+    "transe": lambda n_entities, n_rows, recipe: TransE(
+        n_entities, n_rows, recipe.dim, recipe.norm, recipe.dropouts[0]
+    ),
+}

@@ -1,0 +1,126 @@
+"""Gradients of triples' losses that have no factors: each formed whole, by the generic path."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Collection, Mapping
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from slurmgpu.influence.generic import Generic
+from slurmgpu.influence.models import Gradients, Side
+from slurmgpu.workloads.tracin.kge.differentiable import Model, TriplesModel
+from slurmgpu.workloads.tracin.kge.losses import Loss
+
+log = logging.getLogger(__name__)
+
+
+def differentiable(
+    model: Model, losses: Mapping[Side, Loss], rows: Tensor, inverse_rows: Tensor | None, example: Tensor
+) -> TriplesModel:
+    """A model of triples: by factors where there are some for both losses, and else by the generic path.
+
+    `example` (3,): any triple, with which is measured what one takes.
+    """
+    if all(model.is_factored(loss) for loss in losses.values()):
+        return TriplesModel(model, losses, rows, inverse_rows)
+    found = Unfactored(model, losses, rows, inverse_rows, example)
+    n_numbers = sum(value.numel() for value in found.parameters_by_name().values())
+    log.warning(
+        "%s has no factors of the gradients of this loss: each is formed whole, up to %s numbers for a triple",
+        type(model).__name__,
+        f"{n_numbers:,}",
+    )
+    return found
+
+
+class Unfactored(TriplesModel):
+    """Triples whose gradients are formed whole.
+
+    The generic path cannot look at values, so what a loss must look up is laid beside the triple before: for each of
+    its queries head, row of the relation, tail and targets, as one row of whole numbers.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        losses: Mapping[Side, Loss],
+        rows: Tensor,
+        inverse_rows: Tensor | None,
+        example: Tensor,
+    ) -> None:
+        super().__init__(model, losses, rows, inverse_rows)
+        self._forward = _Scores(model)
+        self._n_entities = len(self.parameters_by_name()["entity"])
+        of_example: dict[Side, list[Tensor]] = {side: self._looked_up(example[None], side)[0] for side in losses}
+        # What a query of one triple needs: () for a number, (w,) for several.
+        self._shapes = {side: [columns.shape[1:] for columns in found] for side, found in of_example.items()}
+        self._n_columns = max(sum(columns.numel() for columns in found) for found in of_example.values())
+        laid = self._laid(example[None], "train")
+        self._generic = Generic(
+            self._losses_of, self.parameters_by_name(), self.groups, laid[0], scores=self._scores_of, module=self.module
+        )
+
+    def gradients(self, examples: Tensor, side: Side, wanted: Collection[str]) -> Gradients:
+        """See Differentiable."""
+        return self._generic.gradients(self._laid(examples, side), side, wanted)
+
+    def bytes_of_work(self, side: Side) -> int:
+        """See Differentiable."""
+        return self._generic.bytes_of_work(side)
+
+    def bytes_of_result(self, side: Side) -> int:
+        """See Differentiable."""
+        return self._generic.bytes_of_result(side)
+
+    def _looked_up(self, examples: Tensor, side: Side) -> list[list[Tensor]]:
+        """For each query of n triples its head, row of the relation, tail and targets: each (n,) or (n, w)."""
+        loss, found = self._losses[side], []
+        for queries in self._queries(examples):
+            ids = [queries.heads[queries.of], queries.relations[queries.of], queries.tails]
+            found.append([*ids, *loss.targets(queries, self._n_entities)])
+        return found
+
+    def _laid(self, examples: Tensor, side: Side) -> Tensor:
+        """The same as rows of whole numbers (n, c); of the side that has fewer, zeros follow."""
+        laid = []
+        for columns in self._looked_up(examples, side):
+            row = torch.cat([values.reshape(len(examples), -1).long() for values in columns], dim=1)
+            laid.append(nn.functional.pad(row, (0, self._n_columns - row.shape[1])))
+        return torch.cat(laid, dim=1)
+
+    def _losses_of(self, parameters: Mapping[str, Tensor], laid: Tensor, side: Side) -> Tensor:
+        return torch.stack([self._loss_of(parameters, row, side) for row in laid.split(self._n_columns, 1)]).sum(0)
+
+    def _loss_of(self, parameters: Mapping[str, Tensor], row: Tensor, side: Side) -> Tensor:
+        """Of one query of each triple."""
+        widths = [math.prod(shape) for shape in self._shapes[side]]
+        columns = row[:, : sum(widths)].split(widths, 1)
+        ids = [values.reshape(len(row), *shape) for values, shape in zip(columns, self._shapes[side], strict=True)]
+        heads, relations, _, *targets = ids
+        return self._losses[side].plain(self._rows_of(parameters, heads, relations), *targets)
+
+    def _scores_of(self, parameters: Mapping[str, Tensor], laid: Tensor, side: Side) -> Tensor:
+        heads, relations, tails = laid[:, 0], laid[:, 1], laid[:, 2:3]
+        return self._rows_of(parameters, heads, relations).gather(1, tails)[:, 0]
+
+    def _rows_of(self, parameters: Mapping[str, Tensor], heads: Tensor, relations: Tensor) -> Tensor:
+        """The scores of all entities (n, N)."""
+        named = {f"model.{name}": value for name, value in parameters.items()}
+        return cast(Tensor, functional_call(self._forward, named, (heads, relations)))
+
+
+class _Scores(nn.Module):
+    """A model's scores as what a module computes when it is called."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, heads: Tensor, relations: Tensor) -> Tensor:
+        """The scores of all entities as tails of u queries (u, N)."""
+        return self.model.scores(heads, relations)

@@ -1,0 +1,136 @@
+"""From a run's settings to models on a device whose gradients can be asked for. Imports torch at the top."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.influence.engine import Checkpoint, Influences, Options
+from slurmgpu.influence.models import Differentiable, Side
+from slurmgpu.influence.probing import probe
+from slurmgpu.workloads.tracin.kge.checkpoints import adam_weights, load_checkpoint
+from slurmgpu.workloads.tracin.kge.complex import ComplEx
+from slurmgpu.workloads.tracin.kge.conve import ConvE
+from slurmgpu.workloads.tracin.kge.distmult import DistMult
+from slurmgpu.workloads.tracin.kge.graph import Graph
+from slurmgpu.workloads.tracin.kge.layouts import Layout
+from slurmgpu.workloads.tracin.kge.losses import Loss, find_loss
+from slurmgpu.workloads.tracin.kge.queries import Known
+from slurmgpu.workloads.tracin.kge.transe import TransE
+from slurmgpu.workloads.tracin.kge.unfactored import differentiable
+from slurmgpu.workloads.tracin.own_model import Place, own_model
+from slurmgpu.workloads.tracin.planning import Planned, layout_of, rates_line, wanted_parameters
+from slurmgpu.workloads.tracin.settings import TracinSettings
+
+log = logging.getLogger(__name__)
+
+MODELS: Mapping[str, Any] = {"conve": ConvE, "distmult": DistMult, "complex": ComplEx, "transe": TransE}
+
+
+def open_influences(settings: TracinSettings, planned: Planned, known: Graph, device: str) -> Influences:
+    """The influences of a run's training triples, with all checkpoints on the device, probed."""
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    dtype = torch.float64 if settings.precision == "fp64" else torch.float32
+    place = Place(device, dtype, torch.from_numpy(known.train).to(device))
+    checkpoints, wanted = [], []
+    for path, rate in zip(planned.checkpoints, planned.learning_rates, strict=True):
+        weights: dict[str, Tensor] | None = None
+        if settings.is_own_model:
+            model = own_model(settings.architecture, path, known, place)
+        else:
+            layout = layout_of(settings, path, known)
+            model = known_model(settings, layout, path, known, place)
+            if settings.precondition == "adam":
+                weights = {name: w.to(device, dtype) for name, w in adam_weights(path, layout).items()}
+        wanted = wanted_parameters(settings.parameters, planned.architecture, list(model.parameters_by_name()))
+        weights = weights and {name: weights[name] for name in wanted}
+        probe(model, place.train, wanted, weights)
+        checkpoints.append(Checkpoint(model, rate, weights))
+    _say(planned, checkpoints[-1].model, wanted)
+    influences = Influences(checkpoints, place.train, _options(settings, wanted, len(known.train), device))
+    if set(influences.groups) - set(planned.groups):
+        raise SlurmGPUError(
+            f"The model has the parameter groups {', '.join(influences.groups)}, and its checkpoint was planned with "
+            f"{', '.join(planned.groups)}; plan a new run with the class as it is now."
+        )
+    log.info("%d training triples, %d chunks of up to %d", len(known.train), influences.n_chunks, influences.chunk_size)
+    return influences
+
+
+def known_model(settings: TracinSettings, layout: Layout, path: str, known: Graph, place: Place) -> Differentiable:
+    """A model of one of the known architectures, with the losses that are set, on its device."""
+    module = MODELS[layout.architecture].from_layout(layout).to(place.dtype)  # before: weights may be float64
+    unmatched = module.load_state_dict(load_checkpoint(path, layout), strict=False)
+    assert all(name.endswith("num_batches_tracked") for name in unmatched.missing_keys), unmatched
+    module = module.to(place.device).eval()
+    rows, inverse_rows = relation_rows(layout, known.relations.size)
+    rows, inverse_rows = rows.to(place.device), inverse_rows.to(place.device)
+    both = settings.directions == "both"
+    losses = find_losses(settings, layout, place.train, rows, inverse_rows if both else None)
+    return differentiable(module, losses, rows, inverse_rows if both else None, place.train[0])
+
+
+def relation_rows(layout: Layout, n_relations: int) -> tuple[Tensor, Tensor]:
+    """Of each relation its row in the model's table, and the rows of their inverses, if there are any."""
+    relations = torch.arange(n_relations)
+    if layout.inverse == "interleaved":
+        return 2 * relations, 2 * relations + 1
+    if layout.inverse == "appended":
+        return relations, relations + layout.n_relations // 2
+    return relations, relations[:0]
+
+
+def find_losses(
+    settings: TracinSettings, layout: Layout, train: Tensor, rows: Tensor, inverse_rows: Tensor | None
+) -> Mapping[Side, Loss]:
+    """The losses of training and of test triples."""
+
+    def known_tails() -> Known:
+        head, relation, tail = train.T
+        queries = [(head, rows[relation], tail)]
+        if inverse_rows is not None:
+            queries.append((tail, inverse_rows[relation], head))
+        heads, relations, tails = (torch.cat(values) for values in zip(*queries, strict=True))
+        return Known(heads, relations, tails, layout.n_relations)
+
+    def find(name: str) -> Loss:
+        return find_loss(
+            name,
+            n_entities=layout.n_entities,
+            known=known_tails,
+            label_smoothing=settings.label_smoothing,
+            seed=0,
+        )
+
+    return {"train": find(settings.loss), "test": find(settings.test_loss or settings.loss)}
+
+
+def _options(settings: TracinSettings, wanted: Sequence[str], n_train: int, device: str) -> Options:
+    is_gpu = torch.device(device).type == "cuda"
+    if settings.keep_mb is not None:
+        keep_bytes = settings.keep_mb * 10**6
+    else:
+        keep_bytes = torch.cuda.mem_get_info(device)[0] // 2 if is_gpu else 0
+    return Options(
+        tuple(wanted),
+        min(settings.top_k, n_train),
+        settings.normalize,
+        settings.precision,
+        settings.memory_mb_on(is_gpu=is_gpu) * 10**6,
+        keep_bytes,
+        settings.full,
+    )
+
+
+def _say(planned: Planned, model: Differentiable, wanted: Sequence[str]) -> None:
+    """What is computed of, for the log."""
+    parameters = model.parameters_by_name()
+    n_wanted, n_all = (sum(parameters[name].numel() for name in names) for names in (wanted, parameters))
+    log.info("%s", rates_line(planned))
+    log.info("%s of %s numbers in the model's parameters: %s", f"{n_wanted:,}", f"{n_all:,}", ", ".join(wanted))

@@ -1,0 +1,125 @@
+"""The summary of a run of tracin: where influence lies, how exact it is, and which training triples are listed most."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.workloads.tracin.kge.graph import read_graph
+from slurmgpu.workloads.tracin.planning import check_unchanged
+
+if TYPE_CHECKING:
+    from slurmgpu.results import Merged
+    from slurmgpu.workloads.tracin.workload import Tracin
+
+log = logging.getLogger(__name__)
+
+KEYS = (
+    *("n_tests", "n_failed", "n_training_triples", "n_checkpoints", "median_self_influence"),
+    *("median_counted", "least_counted", "n_none_counted"),
+    *("precision_error", "top10_overlap", "group_share", "listed_most_often", "hint"),
+)
+"""All that a summary may have."""
+
+BLOCK_ROWS = 4096
+N_LISTED = 10
+"""Training triples in the summary."""
+FEW_IN_COMMON = 0.9
+"""From this mean overlap of the ten strongest downwards, a reduced precision is worth a hint."""
+
+
+def summarize(workload: Tracin, merged: Merged) -> dict[str, Any]:
+    """How many tests; how influence is shared among parameter groups; which training triples are listed most often."""
+    good = ~merged.failed
+    own = np.asarray(merged["self_influence"][:], np.float64)[good]
+    summary: dict[str, Any] = {
+        "n_tests": int(good.sum()),
+        "n_failed": int(merged.failed.sum()),
+        "n_training_triples": workload.facts.n_train,
+        "n_checkpoints": len(workload.facts.checkpoints),
+        "median_self_influence": float(np.median(own)) if len(own) else None,
+    }
+    hints: list[str] = []
+    if workload.n_hops is not None and "n_counted" in merged.columns and len(own):
+        n_listed = min(workload.top_k, workload.facts.n_train)
+        summary |= _counted(np.asarray(merged["n_counted"][:])[good], n_listed, hints)
+    if workload.is_reduced and len(own):
+        summary |= _precision(merged, good, workload.precision, hints)
+    if workload.top_k:
+        summary |= _lists(workload, merged)
+    return {**summary, "hint": " ".join(hints)} if hints else summary
+
+
+def _counted(counts: NDArray[np.int64], n_listed: int, hints: list[str]) -> dict[str, Any]:
+    """How many training triples the filter leaves a test triple."""
+    n_none, n_few = int((counts == 0).sum()), int((counts < n_listed).sum())
+    if n_none:
+        few = f"leaves {n_none:,} of {len(counts):,} test triples no training triple: their lists are empty"
+        hints.append(f"The filter {few}. Raise n_hops, or lower min_degree.")
+    elif n_few:
+        few = f"leaves {n_few:,} of {len(counts):,} test triples fewer than {n_listed:,} training triples"
+        hints.append(f"The filter {few}: their lists end early.")
+    return {"median_counted": float(np.median(counts)), "least_counted": int(counts.min()), "n_none_counted": n_none}
+
+
+def _precision(merged: Merged, good: NDArray[np.bool_], precision: str, hints: list[str]) -> dict[str, Any]:
+    """How far a reduced precision is off, over all tests."""
+    errors, overlaps = (np.asarray(merged[name][:], float)[good] for name in ("precision_error", "top10_overlap"))
+    found: dict[str, Any] = {
+        "precision_error": {"mean": float(errors.mean()), "worst": float(errors.max())},
+        "top10_overlap": {"mean": float(overlaps.mean()), "worst": float(overlaps.min())},
+    }
+    if overlaps.mean() < FEW_IN_COMMON:
+        hints.append(
+            f'With precision = "{precision}" the ten strongest training triples are the exact ones to '
+            f'{overlaps.mean():.0%} on average; precision = "fp32" has them all.'
+        )
+    return found
+
+
+def _lists(workload: Tracin, merged: Merged) -> dict[str, Any]:
+    """The parameter groups' shares of the listed influences, and the training triples that are listed most often."""
+    groups = workload.facts.groups
+    shares = np.zeros(len(groups))
+    counts = {side: np.zeros(workload.facts.n_train, np.int64) for side in ("proponent", "opponent")}
+    for side, count in counts.items():
+        for lines, split in _blocks(merged, side):
+            count += np.bincount(lines[lines >= 0], minlength=len(count))
+            shares += np.abs(split, dtype=np.float64).sum((0, 1))
+    whole = float(shares.sum())
+    by_group = {name: share / whole if whole else None for name, share in zip(groups, shares.tolist(), strict=True)}
+    total = counts["proponent"] + counts["opponent"]
+    most = np.lexsort((np.arange(len(total)), -total))[:N_LISTED]
+    listed = {
+        name: {"n_tests": int(total[line]), **{f"as_{side}": int(count[line]) for side, count in counts.items()}}
+        for line, name in zip(most.tolist(), _names(workload, most), strict=True)
+        if total[line]
+    }
+    return {"group_share": by_group, "listed_most_often": listed}
+
+
+def _blocks(merged: Merged, side: str) -> Iterator[tuple[NDArray[np.int64], NDArray[Any]]]:
+    for start in range(0, len(merged), BLOCK_ROWS):
+        good = ~merged.failed[start : start + BLOCK_ROWS]
+        rows = slice(start, start + BLOCK_ROWS)
+        yield merged[f"{side}s"][rows][good], merged[f"{side}_shares"][rows][good]
+
+
+def _names(workload: Tracin, lines: NDArray[np.int64]) -> list[str]:
+    """What training triples say, with the number of their line, from 0; the number alone where the files are gone."""
+    try:
+        graph = read_graph(workload.train, workload.entities, workload.relations)
+        check_unchanged(workload.facts, graph.digests, only=graph.digests)
+    except SlurmGPUError as error:
+        log.warning("training triples have no names in the summary: %s", error)
+        return [f"train[{line}]" for line in lines.tolist()]
+    entities, relations = graph.entities.names, graph.relations.names
+    return [
+        f"train[{line}]: {entities[head]} {relations[relation]} {entities[tail]}"
+        for line, (head, relation, tail) in zip(lines.tolist(), graph.train[lines].tolist(), strict=True)
+    ]

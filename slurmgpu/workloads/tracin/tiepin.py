@@ -1,0 +1,221 @@
+"""Exports of tracin in the formats of TiePin, the system that it replaces: its JSON, and its CSV with the exact header.
+
+Both list the training triples of each test triple by absolute value, the largest first. Test triples that failed are
+left out. The rows are streamed; in memory are the training triples. Each writer returns what it wrote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.workloads.tracin.kge.graph import Graph, read_edge_map, read_graph, read_names
+
+if TYPE_CHECKING:
+    from slurmgpu.results import Merged
+    from slurmgpu.workloads.tracin.workload import Tracin
+
+HEADER = (
+    *("TestHead", "TestHead_label", "TestRel", "TestRel_label", "TestTail", "TestTail_label"),
+    *("TrainHead", "TrainHead_label", "TrainRel", "TrainRel_label", "TrainTail", "TrainTail_label"),
+    *("TracInScore", "SelfInfluence"),
+)
+BLOCK_BYTES = 4 << 20
+PARTS = ("head", "relation", "tail")
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The names of entities and relations by number, and what people call them."""
+
+    entities: Mapping[int, str]
+    relations: Mapping[int, str]
+    entity_labels: Mapping[int, str]
+    relation_labels: Mapping[int, str]
+
+    @classmethod
+    def of(cls, workload: Tracin, graph: Graph) -> Labels:
+        """From the dictionaries, and from `names` and `edge_map` where they are set."""
+        entities, relations = graph.entities.names, graph.relations.names
+        with _as_planned():
+            meanings = {} if workload.edge_map is None else read_edge_map(workload.edge_map)
+            labels = {} if workload.names is None else read_names(workload.names)
+        return cls(
+            entities,
+            relations,
+            labels,
+            {number: meanings[name] for number, name in relations.items() if name in meanings},
+        )
+
+    def cells(self, triple: NDArray[np.int64]) -> list[str]:
+        """Name and label of head, relation and tail: the six cells of the CSV."""
+        head, relation, tail = triple.tolist()
+        said = self.relation_labels.get(relation) or predicate_of(self.relations[relation])
+        return [*self._entity(head), self.relations[relation], said, *self._entity(tail)]
+
+    def _entity(self, number: int) -> tuple[str, str]:
+        name = self.entities[number]
+        return name, self.entity_labels.get(number, name)
+
+    def fields(self, triple: NDArray[np.int64], prefix: str) -> dict[str, Any]:
+        """The fields of the JSON: numbers, names ("label"), and labels ("name") where there are any."""
+        keys = [f"{prefix}_{part}" for part in PARTS]
+        cells = self.cells(triple)
+        found: dict[str, Any] = dict(zip(keys, triple.tolist(), strict=True))
+        found |= {f"{key}_label": name for key, name in zip(keys, cells[::2], strict=True)}
+        has_label = (bool(self.entity_labels), bool(self.relation_labels), bool(self.entity_labels))
+        named = zip(keys, cells[1::2], has_label, strict=True)
+        return found | {f"{key}_name": label for key, label, there in named if there}
+
+
+def predicate_of(name: str) -> str:
+    """The predicate of a relation that is called by JSON, as some dictionaries have it; else the name."""
+    if not name.startswith("{"):
+        return name
+    try:
+        return str(json.loads(name).get("predicate", name))
+    except ValueError:
+        return name
+
+
+def write_csv(workload: Tracin, merged: Merged, file: IO[bytes]) -> str:
+    """A record for each pair of a test triple and a listed training triple."""
+    graph = _graph(workload)
+    labels = Labels.of(workload, graph)
+    text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+    writer = csv.writer(text)
+    writer.writerow(HEADER)
+    n_tests = n_lines = 0
+    for test in _tests(workload, merged):
+        n_tests, n_lines = n_tests + 1, n_lines + len(test.lines)
+        before = labels.cells(test.triple)
+        for line, value in zip(test.lines.tolist(), test.values.tolist(), strict=True):
+            writer.writerow([*before, *labels.cells(graph.train[line]), value, test.self_influence])
+    text.detach()
+    return f"{_count(n_tests, 'test triple')}, {_count(n_lines, 'line')} below the header"
+
+
+def write_json(workload: Tracin, merged: Merged, file: IO[bytes]) -> str:
+    """One object, with a result for each test triple."""
+    graph = _graph(workload)
+    labels = Labels.of(workload, graph)
+    rates = workload.facts.learning_rates
+    head = {
+        "num_test_triples": int((~merged.failed).sum()),
+        "num_training_triples": len(graph.train),
+        "top_k": None if _is_whole(workload) else workload.top_k,
+        "learning_rate": rates[0] if len(rates) == 1 else rates,
+    }
+    file.write(json.dumps(head)[:-1].encode() + b', "results": [')
+    separator = b"\n"
+    n_tests = n_listed = 0
+    for test in _tests(workload, merged):
+        result = {"test_index": test.line, **labels.fields(test.triple, "test"), "self_influence": test.self_influence}
+        result["top_influences"] = [
+            {**labels.fields(graph.train[line], "train"), "influence": value}
+            for line, value in zip(test.lines.tolist(), test.values.tolist(), strict=True)
+        ]
+        file.write(separator + json.dumps(result, ensure_ascii=False).encode())
+        separator = b",\n"
+        n_tests, n_listed = n_tests + 1, n_listed + len(test.lines)
+    file.write(b"\n]}\n")
+    return f"{_count(n_tests, 'test triple')}, {_count(n_listed, 'influence')}"
+
+
+def write_self_influences(merged: Merged, file: IO[bytes]) -> str:
+    """A list of triples with their influence on themselves, the largest first, of equals the first line."""
+    good = np.flatnonzero(~merged.failed)
+    own = merged["self_influence"][:]
+    order = good[np.argsort(-own[good], kind="stable")]
+    file.write(b"[")
+    separator = b"\n"
+    for row in order.tolist():
+        triple = dict(zip(PARTS, merged["triple"][row].tolist(), strict=True))
+        file.write(separator + json.dumps({**triple, "self_influence": float(own[row])}).encode())
+        separator = b",\n"
+    file.write(b"\n]\n")
+    return _count(len(order), "triple")
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
+
+
+@dataclass(frozen=True)
+class _Test:
+    line: int
+    triple: NDArray[np.int64]
+    self_influence: float
+    lines: NDArray[np.int64]
+    values: NDArray[Any]
+
+
+def _tests(workload: Tracin, merged: Merged) -> Iterator[_Test]:
+    """The test triples that did not fail, with their training triples by absolute value."""
+    names = ["proponents", "proponent_values", "opponents", "opponent_values"]
+    if _is_whole(workload):
+        names += ["influence", *(["influence_scale"] if workload.full == "float16" else [])]
+    row_bytes = sum(merged[name].values[:1].nbytes for name in names)
+    n_rows = max(1, BLOCK_BYTES // max(1, row_bytes))
+    for start in range(0, len(merged), n_rows):
+        rows = slice(start, start + n_rows)
+        listed = [merged[name][rows] for name in names]
+        own = zip(merged["line"][rows], merged["triple"][rows], merged["self_influence"][rows], strict=True)
+        for row, ((line, triple, self_influence), failed) in enumerate(zip(own, merged.failed[rows], strict=True)):
+            if not failed:
+                lines, values = _by_size([column[row] for column in listed], workload.top_k)
+                yield _Test(int(line), triple, float(self_influence), lines, values)
+
+
+def _by_size(columns: list[NDArray[Any]], top_k: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
+    """Lines and values, the largest absolute value first, of equals the lowest line.
+
+    Where all influences are there, they follow what is listed, whose values are never rounded to float16.
+    """
+    lines, values = np.concatenate(columns[:4:2]), np.concatenate(columns[1:4:2])
+    lines, values = lines[lines >= 0], values[lines >= 0]
+    order = np.lexsort((lines, -np.abs(values)))[:top_k]
+    lines, values = lines[order], values[order]
+    if len(columns) == 4:
+        return lines, values
+    others = columns[4].astype(values.dtype) * (columns[5] if len(columns) > 5 else 1)
+    rest = np.argsort(-np.abs(others), kind="stable")
+    rest = rest[~np.isin(rest, lines)]
+    return np.concatenate([lines, rest]), np.concatenate([values, others[rest]])
+
+
+def _is_whole(workload: Tracin) -> bool:
+    """Whether all influences are exported: they are in the file, and no filter leaves some out."""
+    return bool(workload.full) and workload.n_hops is None
+
+
+def _graph(workload: Tracin) -> Graph:
+    """The training triples and dictionaries; SlurmGPUError if they are not those that the run was planned with."""
+    with _as_planned():
+        graph = read_graph(workload.train, workload.entities, workload.relations)
+        planned = workload.facts.digests
+        changed = [path for path, digest in graph.digests.items() if planned.get(path) != digest]
+        if changed:
+            raise SlurmGPUError(f"{', '.join(changed)} changed since this run was planned.")
+    return graph
+
+
+@contextlib.contextmanager
+def _as_planned() -> Iterator[None]:
+    """Sentences about files say what to do at an export: planning has read them, so they were others then."""
+    try:
+        yield
+    except SlurmGPUError as error:
+        found = re.sub(r" [A-Z][^.]*\.$", "", str(error))  # without the advice to plan again
+        again = "An export takes names from the files of the plan: put the former one back, and export again."
+        raise SlurmGPUError(f"{found} {again}") from error

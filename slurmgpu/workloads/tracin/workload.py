@@ -1,0 +1,290 @@
+"""Influences of training triples on test triples: `use = "tracin"`, as in docs/how-to/trace-influence.md.
+
+An item is a test triple. Only `load` imports torch: settings are also checked on login nodes, which may have none.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.shards.columns import Array, Column
+from slurmgpu.workload import Item, Placement, Row, Share, TaskContext, Translated
+from slurmgpu.workloads.progress import Telling
+from slurmgpu.workloads.tracin.items import check_items, line_of, triple_in
+from slurmgpu.workloads.tracin.kge.graph import Graph, read_dictionary, read_graph
+from slurmgpu.workloads.tracin.kge.reach import Reach, ReachOptions
+from slurmgpu.workloads.tracin.planning import (
+    Planned,
+    check_there,
+    check_unchanged,
+    file_digests,
+    own_files,
+    plan,
+    rates_line,
+)
+from slurmgpu.workloads.tracin.settings import FILTER, TracinSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from slurmgpu.influence.engine import Influences
+    from slurmgpu.influence.found import Found, Listed
+    from slurmgpu.results import Merged
+
+log = logging.getLogger(__name__)
+
+STATISTICS = {
+    "n_counted": "n_counted",
+    "influence_sum": "sum",
+    "influence_abs_sum": "abs_sum",
+    "influence_std": "std",
+    "positive_share": "positive_share",
+}
+"""Columns about the whole row of influences, and what they are called where they are computed."""
+
+
+class Tracin(TracinSettings):
+    """The training triples that a model's prediction of each test triple owes most to, and least; exactly.
+
+    `train`, `entities` and `relations` are the graph's files, `model` one or several checkpoints of one training.
+    docs/reference/tracin.md has all settings.
+    """
+
+    batch_size = 256
+
+    @functools.cached_property
+    def facts(self) -> Planned:
+        """What is in the files: as it was when the run was planned; without a plan they are read."""
+        return plan(self) if self.planned is None else Planned(**self.planned)
+
+    @property
+    def frozen_settings(self) -> dict[str, Any]:
+        """What the plan keeps more exactly: which checkpoints, their learning rates, and what the files hold."""
+        facts = self.facts
+        return {"model": facts.checkpoints, "learning_rate": facts.learning_rates, "planned": facts.to_json()}
+
+    @functools.cached_property
+    def columns(self) -> dict[str, Column]:
+        """The columns; those of lists are there with a top_k, `influence` with full."""
+        number, k = Array(self.number_dtype), self.n_listed
+        columns: dict[str, Column] = {"triple": Array("int64", (3,)), "line": Array("int64")}
+        for side in ("proponent", "opponent") if k else ():
+            columns[f"{side}s"] = Array("int64", (k,))
+            columns[f"{side}_values"] = Array(self.number_dtype, (k,))
+            columns[f"{side}_shares"] = Array(self.number_dtype, (k, len(self.facts.groups)))
+        columns |= {"self_influence": number, "loss": number, "score": number}
+        if k or self.full:
+            columns |= {name: Array("int64" if name == "n_counted" else "float64") for name in STATISTICS}
+        if self.full:
+            columns["influence"] = Array(self.full, (self.facts.n_train,))
+        if self.full == "float16":
+            columns["influence_scale"] = Array("float32")
+        if self.is_reduced:
+            columns |= {"precision_error": Array("float32"), "top10_overlap": Array("float32")}
+        return columns
+
+    @property
+    def n_listed(self) -> int:
+        """The places of each list: `top_k`, or as many as there are training triples."""
+        return self.top_k and min(self.top_k, self.facts.n_train)
+
+    @property
+    def list_bytes(self) -> int:
+        """What both lists of a test triple take."""
+        return 2 * self.n_listed * (8 + np.dtype(self.number_dtype).itemsize * (1 + len(self.facts.groups)))
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether the precision causes errors, which are measured."""
+        return self.precision in ("tf32", "bf16", "fp16") and bool(self.top_k or self.full)
+
+    @property
+    def paths(self) -> list[Path]:
+        """What a task reads beside the input."""
+        names = [self.train, self.entities, self.relations, *self.facts.checkpoints, *own_files(self)]
+        return [Path(name).expanduser() for name in (*names, *filter(None, (self.names, self.edge_map)))]
+
+    def place(self, share: Share) -> Placement:
+        """One process on one GPU; the lines say what is computed of."""
+        if share.processes == "per-gpu":
+            raise SlurmGPUError(
+                'tracin computes in one process on one GPU, and [resources] has processes = "per-gpu". Leave it out; '
+                "--array spreads the test triples over several GPUs."
+            )
+        facts = self.facts
+        numbers = f"{facts.n_parameters:,} numbers in {len(facts.groups)} groups"
+        lines = [
+            f"tracin: {Path(facts.architecture).name}, {rates_line(facts)}",
+            f"{facts.n_train:,} training triples, {numbers}: {', '.join(facts.groups)}; "
+            f"{self.memory_mb_on(is_gpu=share.gpus > 0):,} MB of memory above the model",
+        ]
+        lines += self._about_lists(self.memory_mb_on(is_gpu=share.gpus > 0))
+        if facts.training_loss not in (None, self.loss):
+            lines.append(
+                f"The checkpoint says that it was trained with {facts.training_loss}; influences are of {self.loss}."
+            )
+        if self.parameters == "last":
+            lines.append(
+                'parameters = "last" is no approximation of all: of the ten strongest training triples it had 2 % to '
+                "83 % in common where that was measured, and it is hardly quicker."
+            )
+        if share.gpus > 1:
+            lines.append(f"A task computes on one of its {share.gpus} GPUs: submit with --array, one for each task.")
+        return Placement("one", tuple(lines))
+
+    def _about_lists(self, memory_mb: int) -> list[str]:
+        """What the plan says of lists that are not as long, or not as small, as one may think."""
+        lines = []
+        if self.n_listed < self.top_k:
+            lines.append(
+                f"top_k is {self.top_k:,} and there are {self.n_listed:,} training triples: a list has "
+                f"{self.n_listed:,} places."
+            )
+        if self.list_bytes * self.batch_size > memory_mb * 10**6:
+            lines.append(
+                f"The lists of a test triple take {self.list_bytes / 1e6:,.1f} MB, and those of a whole batch are held "
+                f"beside memory_mb: a smaller batch_size, or top_k, takes less."
+            )
+        return lines
+
+    def check_input(self, files: Sequence[Path], n_items: int) -> None:
+        """Refuse an input without triples, and results that would take more than `full_limit_gb` together."""
+        full = n_items * self.facts.n_train * np.dtype(self.full).itemsize if self.full else 0
+        listed = n_items * self.list_bytes
+        if full + listed > self.full_limit_gb * 1e9:
+            kept = [f"full keeps {n_items:,} × {self.facts.n_train:,} influences, {full / 1e9:,.1f} GB"] if full else []
+            if listed:
+                kept.append(f"lists of top_k = {self.top_k:,} for {n_items:,} test triples take {listed / 1e9:,.1f} GB")
+            advice = ' Without full, top_k keeps the strongest; full = "float16" takes half of float32.' if full else ""
+            raise SlurmGPUError(
+                f"{', '.join(kept)}, and full_limit_gb is {self.full_limit_gb:g}. Raise it, lower top_k, or take fewer "
+                f"test triples.{advice}"
+            )
+        found = [path for path in files if path.exists()]  # none, if the run waits for another that makes it
+        if found:
+            entities, relations = read_dictionary(self.entities), read_dictionary(self.relations)
+            for path in found:
+                check_items(path, entities, relations)
+
+    @staticmethod
+    def from_args(text: str, folder: Path, stem: str) -> Translated:
+        """What a command line of the scripts that this replaces means: `init tracin --from-args`."""
+        from slurmgpu.workloads.tracin.from_args import translate
+
+        return translate(text, folder, stem)
+
+    def load(self, task: TaskContext) -> None:
+        """Read the graph, and load all checkpoints on the task's device; SlurmGPUError if a file has changed."""
+        from slurmgpu.workloads.tracin.models import open_influences
+
+        if task.gpus > 1:
+            log.warning("tracin computes on one GPU and this task holds %d: submit with --array.", task.gpus)
+        check_there(self.facts)
+        self.graph: Graph = read_graph(self.train, self.entities, self.relations)
+        others = file_digests([*self.facts.checkpoints, *own_files(self)])
+        check_unchanged(self.facts, {**self.graph.digests, **others})
+        self._influences: Influences = open_influences(self, self.facts, self.graph, task.device)
+        self._device = task.device
+        self._telling = Telling(task.tell, "test triples traced")
+        self._reach = None
+        if self.n_hops is not None:
+            given = {name: getattr(self, name) for name in FILTER if getattr(self, name) is not None}
+            options = ReachOptions(n_hops=self.n_hops, **given)
+            self._reach = Reach(self.graph.train, self.graph.entities.size, options)
+
+    def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
+        """The influences on each test triple, or an ItemError for an item that is none."""
+        triples = [self._triple(item) for item in items]
+        good = [number for number, triple in enumerate(triples) if not isinstance(triple, ItemError)]
+        if not good:
+            return list(triples)  # type: ignore[arg-type]
+        tests = np.array([triples[number] for number in good], np.int64)
+        rows: list[Row | ItemError] = list(triples)  # type: ignore[arg-type]
+        for number, row in zip(good, self._rows(tests), strict=True):
+            rows[number] = row if isinstance(row, ItemError) else {**row, "line": line_of(items[number])}
+        self._telling.add(len(good))
+        return rows
+
+    def _triple(self, item: Item) -> tuple[int, int, int] | ItemError:
+        """The numbers of an item's head, relation and tail."""
+        try:
+            return triple_in(item.data, self.graph.entities, self.graph.relations)
+        except ItemError as error:
+            place = f"line {line_of(item) + 1} of the input: " if {"text", "line"} & item.data.keys() else ""
+            return ItemError(f"{place}{error}")
+
+    def _rows(self, tests: NDArray[np.int64]) -> list[Row | ItemError]:
+        """The rows of tests (n, 3), but for `line`."""
+        import torch
+
+        found = self._influences.of(torch.from_numpy(tests), self._allowed(tests))
+        values = self._values(found)
+        order = [self.facts.groups.index(name) for name in found.groups]
+        rows: list[Row | ItemError] = []
+        for number, triple in enumerate(tests):
+            if number in found.problems:
+                rows.append(ItemError(found.problems[number]))
+                continue
+            row = {name: column[number] for name, column in values.items()}
+            for side, listed in self._lists(found):
+                row |= _listed_row(side, listed, number, order, len(self.facts.groups))
+            rows.append({"triple": triple, **row})
+        return rows
+
+    def _allowed(self, tests: NDArray[np.int64]) -> Callable[[Any], Any] | None:
+        """Which training triples are listed and counted; None for all."""
+        import torch
+
+        if self._reach is None:
+            return None
+        mask = self._reach.mask(tests)
+        return lambda lines: torch.from_numpy(mask(lines.cpu().numpy())).to(lines.device)
+
+    def _values(self, found: Found) -> dict[str, Any]:
+        """The columns that have one value for each test, or a row of all training triples."""
+        values: dict[str, Any] = {"self_influence": found.self_influence, "loss": found.loss, "score": found.score}
+        if self.top_k or self.full:
+            values |= {name: getattr(found, source) for name, source in STATISTICS.items()}
+        if self.full:
+            values["influence"] = found.full
+        if self.full == "float16":
+            values["influence_scale"] = found.full_scale
+        if self.is_reduced:
+            values |= {"precision_error": found.precision_error, "top10_overlap": found.top10_overlap}
+        return values
+
+    def _lists(self, found: Found) -> list[tuple[str, Listed]]:
+        return [("proponent", found.proponents), ("opponent", found.opponents)] if self.top_k else []
+
+    def summarize(self, merged: Merged) -> dict[str, Any]:
+        """What all rows say together: where influence lies, and which training triples are listed most often."""
+        from slurmgpu.workloads.tracin.summary import summarize
+
+        return summarize(self, merged)
+
+    @property
+    def exports(self) -> Mapping[str, Callable[[Merged, IO[bytes]], str]]:
+        """The formats of the system that this workload replaces."""
+        from slurmgpu.workloads.tracin import tiepin
+
+        if not self.top_k:
+            return {"json": tiepin.write_self_influences}
+        return {
+            "csv": functools.partial(tiepin.write_csv, self),
+            "json": functools.partial(tiepin.write_json, self),
+        }
+
+
+def _listed_row(side: str, listed: Listed, number: int, order: Sequence[int], n_groups: int) -> dict[str, Any]:
+    """The columns of one list; the shares in the order of the plan's groups."""
+    shares = np.zeros((len(listed.lines[number]), n_groups), listed.shares.dtype)
+    shares[:, list(order)] = listed.shares[number]
+    return {f"{side}s": listed.lines[number], f"{side}_values": listed.values[number], f"{side}_shares": shares}

@@ -1,0 +1,98 @@
+"""One training of one process, among the others of its task, from a configuration to its row. Imports torch."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slurmgpu.training.checkpoints import Checkpoints
+from slurmgpu.training.loop import Training
+from slurmgpu.training.modes import join
+from slurmgpu.training.places import Place
+from slurmgpu.training.ranks import led, together
+from slurmgpu.training.settings import TrainingSettings
+from slurmgpu.training.states import seed_everything
+from slurmgpu.util.gpus import visible_ids
+from slurmgpu.util.nvml import Cards, open_cards
+from slurmgpu.workload import Row, TaskContext
+from slurmgpu.workloads.train.rows import read_result, row_of, write_result
+
+log = logging.getLogger(__name__)
+
+
+def row(
+    make: Callable[[], Any], settings: TrainingSettings, task: TaskContext, folder: Path, config: Mapping[str, Any]
+) -> Row:
+    """The row of a training, on all ranks; the kept one where it is finished, so that nothing is trained twice.
+
+    Leaves `result.json` and weights in the folder, and no checkpoints. Raises Interrupted after one, and whatever the
+    user's class raises.
+    """
+    told = (task.stopping, task.progress, task.tell)
+    place = Place(task.device, task.rank, task.world_size, task.local_rank, *told)
+    join(place)
+    kept = led(place, lambda: read_result(folder))
+    if kept is None:
+        _free_memory(settings)
+        with _energy(place) as used_j, _advised(settings):
+            seed_everything(settings.seed or 0)  # __init__ may draw numbers: which part of the data is whose, say
+            outcome = Training(make(), settings, place, folder).run()
+            energy_j = sum(together(place, used_j))
+        kept = row_of(outcome, config=config, weights=_weights(folder), seed=settings.seed, energy_j=energy_j)
+        led(place, lambda: write_result(folder, kept))
+    Checkpoints(folder, place).clear()  # after the result, which takes their place
+    return kept
+
+
+def _free_memory(settings: TrainingSettings) -> None:
+    """Let go of what the training before has left in this process."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if settings.compile:
+        torch.compiler.reset()  # all models share their code, of which a few are compiled at most
+
+
+@contextmanager
+def _energy(place: Place) -> Iterator[Callable[[], float]]:
+    """The joules of this process's GPU since the beginning; NaN where nothing tells them."""
+    cards = open_cards(visible_ids()) if place.device != "cpu" else None
+    before = _joules(cards, place.local_rank)
+    try:
+        yield lambda: _joules(cards, place.local_rank) - before
+    finally:
+        if cards is not None:
+            cards.close()
+
+
+def _joules(cards: Cards | None, number: int) -> float:
+    if cards is None or number >= len(cards.cards):
+        return math.nan
+    found = cards.cards[number].read().energy_j
+    return math.nan if found is None else found
+
+
+@contextmanager
+def _advised(settings: TrainingSettings) -> Iterator[None]:
+    """Say what to do about a lack of GPU memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        said = str(error).partition("\n")[0]
+        raise torch.OutOfMemoryError(
+            f'batch_size = {settings.batch_size} needs more memory than the GPU has: set batch_size = "auto", or a '
+            f"smaller one with more accumulation, or gradient_checkpointing = true. {said}"
+        ) from error
+
+
+def _weights(folder: Path) -> str:
+    """The weights to take, relative to the run directory: the best ones, where they are kept."""
+    name = next((name for name in ("best.pt", "last.pt") if (folder / name).exists()), "")
+    return f"{folder.parent.name}/{folder.name}/{name}" if name else ""
