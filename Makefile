@@ -7,7 +7,7 @@ MAKEFLAGS += --jobs
 # The tests start thousands of processes that import the package: none but the first is to compile it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-tracin demo-train test packages lint types bench chaos docs dist clean
+.PHONY: demo demo-tracin demo-train test check packages lint types bench chaos docs dist clean
 
 demo: $(VENV)/demo
 	$(BIN)/python docs/examples/embed/demo.py
@@ -20,7 +20,10 @@ demo-train: $(VENV)/demo
 	$(BIN)/python docs/examples/digits/demo.py
 
 test: packages lint types
-	$(BIN)/python -m pytest -n 3
+	$(BIN)/python -m pytest -n 5
+
+check: lint types
+	$(BIN)/python -m pytest -n 2 tests/unit tests/files
 
 packages:
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then bash tests/cluster/install.sh && bash tests/install_browser.sh; fi

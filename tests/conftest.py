@@ -7,10 +7,10 @@ import sys
 import pytest
 
 from tests.cluster.fixture import cluster, memory_limits  # noqa: F401
-from tests.images import apptainer, normal_user  # noqa: F401
-from tests.runs import make_project
-from tests.somebody import somebody  # noqa: F401
-from tests.tiny_models import adder, one_thread  # noqa: F401
+from tests.support.images import apptainer, normal_user  # noqa: F401
+from tests.support.runs import make_project
+from tests.support.somebody import somebody  # noqa: F401
+from tests.support.tiny_models import adder, one_thread  # noqa: F401
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -28,21 +28,22 @@ def _no_site_file(tmp_path_factory):
         yield
 
 
-WAITING = {"cluster", "apptainer"}
-"""Fixtures of tests that wait most of their time, and take longest."""
+TIERS = ("slurm", "containers", "local", "models", "docs", "files", "unit")
+"""The folders of the tests, those that take longest first: none of them is alone at the end."""
 
 
 def pytest_collection_modifyitems(items):
-    """With `-n 3`, as `make test` runs them, files go side by side; those with tests that wait come first.
+    """Sort tests by their tiers."""
+    order = {name: number for number, name in enumerate(TIERS)}
+    items.sort(key=lambda item: order.get(item.path.parent.name, len(TIERS)))
 
-    So cores that they leave idle are not idle, and none of them is alone at the end. Tests that look at which images
-    the machine serves go one after another.
-    """
-    waiting = {item.path for item in items if WAITING & set(item.fixturenames)}
-    items.sort(key=lambda item: item.path not in waiting)
-    for item in items:
-        shared = "apptainer" if "apptainer" in item.fixturenames else item.path.name
-        item.add_marker(pytest.mark.xdist_group(shared))
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Have some workers take the tests that wait, and others those that compute."""
+    from tests.support.scheduling import Scheduling
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(autouse=True)

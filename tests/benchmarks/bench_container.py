@@ -26,7 +26,7 @@ from slurmgpu.plan.planner import draft_run
 from slurmgpu.run.directory import Run, create_run
 from tests.benchmarks import judge, print_table, private_slurm, write_project
 from tests.benchmarks.bench_overhead import SMALL_ROWS, check, wall
-from tests.images import Apptainer, make_images
+from tests.support.images import Apptainer, make_images
 
 HOME = Path(__file__).parents[2]
 LIMIT = 1.3

@@ -27,7 +27,7 @@ from slurmgpu.merge.join import join, verify_joined
 from slurmgpu.shards.columns import Array, Column, Text, convert_row
 from slurmgpu.shards.shard_file import shard_name, write_shard
 from tests.benchmarks import judge, print_table
-from tests.shard_files import peak_memory_bytes
+from tests.support.shard_files import peak_memory_bytes
 
 FINGERPRINT = "5f" * 32
 N_ROUNDS = 3

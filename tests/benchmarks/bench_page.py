@@ -18,7 +18,7 @@ from pathlib import Path
 
 from slurmgpu.page import page_path, write_page
 from slurmgpu.run.directory import Run
-from tests.pretend_runs import pretend_run, reported
+from tests.support.pretend_runs import pretend_run, reported
 
 TARGET_BYTES = 2_000_000
 

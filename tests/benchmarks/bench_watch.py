@@ -23,8 +23,8 @@ from slurmgpu.cli.views.screens import Screen
 from slurmgpu.cli.views.state_words import tasks_of
 from slurmgpu.report.pace import pace_of
 from slurmgpu.report.status import read_status
-from tests.pretend_runs import BEGIN, Pretended, pretend_run, update
-from tests.test_pace import SHAPES, end_of, queue_at, records_at
+from tests.support.pretend_runs import BEGIN, Pretended, pretend_run, update
+from tests.unit.test_pace import SHAPES, end_of, queue_at, records_at
 
 
 def main() -> int:

@@ -22,7 +22,7 @@ import h5py
 import slurmgpu
 from tests.pretend_nfs.client import Behaviour
 from tests.pretend_nfs.nodes import REPOSITORY, Node, Server
-from tests.runs import make_project
+from tests.support.runs import make_project
 
 SHARD_ITEMS, ITEM_S, LEASE_S = 8, 0.01, 4.0
 PATIENCE_S = 120.0

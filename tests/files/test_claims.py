@@ -1,0 +1,261 @@
+import errno
+import os
+import threading
+from dataclasses import replace
+
+import pytest
+
+from slurmgpu.run.claims import NOBODYS, UNREADABLE, Claim, Claims, Watch
+from tests.support.failing import TRANSIENT, Failing
+
+
+def owner(name: str) -> Claim:
+    return Claim(task=name, attempt=f"{name}.0", host="node1", pid=1)
+
+
+@pytest.fixture
+def claims(tmp_path):
+    return Claims(tmp_path)
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    return Failing(monkeypatch)
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_of_many_takers_one_wins_each_shard(claims):
+    wins: dict[int, list[str]] = {shard: [] for shard in range(50)}
+
+    def take_all(name):
+        for shard in wins:
+            if claims.take(shard, owner(name)):
+                wins[shard].append(name)
+
+    threads = [threading.Thread(target=take_all, args=(f"1_{n}",)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(len(winners) == 1 for winners in wins.values())
+    assert all(claims.read(shard).task == winners[0] for shard, winners in wins.items())
+
+
+def test_renewing_counts_the_lease_up_and_keeps_the_file_readable(claims):
+    claim = owner("1_0")
+    claims.take(3, claim)
+    for n in range(1, 1001):
+        claim = claims.renew(3, claim)
+        assert claim.renewals == n
+    assert claims.read(3) == claim
+
+
+def test_a_claim_that_was_taken_over_is_not_renewed_parked_or_released_by_its_former_owner(claims):
+    former, taker = owner("1_0"), owner("1_1")
+    claims.take(3, former)
+    assert claims.take_over(3, former, taker)
+    assert claims.renew(3, former) is None
+    claims.park(3, former)
+    claims.release(3, former)
+    assert claims.read(3) == taker
+
+
+def test_of_two_observers_of_a_stale_claim_one_takes_it_over(claims):
+    stale, first, second = owner("1_0"), owner("1_1"), owner("1_2")
+    claims.take(3, stale)
+    assert claims.take_over(3, stale, first)
+    assert not claims.take_over(3, stale, second)  # it renames the first one's new claim, sees it, and puts it back
+    assert claims.read(3) == first
+    assert claims.numbers() == {3}
+    assert [path.name for path in claims.folder.iterdir()] == ["00003"]
+
+
+def test_a_claim_that_was_given_back_cannot_be_taken_over(claims):
+    stale = owner("1_0")
+    claims.take(3, stale)
+    claims.release(3, stale)
+    assert not claims.take_over(3, stale, owner("1_1"))
+    assert claims.read(3) is None
+
+
+def test_a_lease_is_stale_only_when_this_observer_has_not_seen_it_change(claims):
+    clock = Clock()
+    watch = Watch(lease_s=10, clock=clock)
+    claim = owner("1_0")
+    assert watch.look(3, claim) == "unknown"
+    clock.now = 9
+    assert watch.look(3, claim) == "unknown"
+    clock.now = 9.5
+    claim = replace(claim, renewals=1)
+    assert watch.look(3, claim) == "alive"
+    clock.now = 19
+    assert watch.look(3, claim) == "alive"
+    clock.now = 20
+    assert watch.look(3, claim) == "stale"
+
+
+def test_a_claim_never_seen_renewed_becomes_stale_after_one_lease():
+    clock = Clock()
+    watch = Watch(lease_s=10, clock=clock)
+    watch.look(3, owner("1_0"))
+    clock.now = 10.1
+    assert watch.look(3, owner("1_0")) == "stale"
+
+
+def test_a_requeued_task_drops_its_own_earlier_claims_and_no_others(claims):
+    claims.take(1, Claim("1_0", "1_0.0", "n", 1))
+    claims.take(2, Claim("1_1", "1_1.0", "n", 1))
+    claims.take(3, Claim("1_0", "1_0.0", "n", 1, parked=True))
+    assert claims.drop_earlier(Claim("1_0", "1_0.1", "n", 1)) == [1]
+    assert claims.numbers() == {2, 3}
+
+
+def test_a_claim_whose_writer_died_before_writing_it_can_be_taken_over(claims):
+    claims.path(3).touch()
+    empty = claims.read(3)
+    assert empty is not None
+    assert empty.attempt == ""
+    assert claims.take_over(3, empty, owner("1_1"))
+
+
+def test_clearing_keeps_the_histories(claims):
+    claims.take(1, owner("1_0"))
+    (claims.folder / "00001.history").write_text("{}")
+    assert claims.clear() == [1]
+    assert [path.name for path in claims.folder.iterdir()] == ["00001.history"]
+
+
+@pytest.mark.parametrize("number", TRANSIENT)
+def test_a_claim_that_cannot_be_read_is_neither_stale_nor_alive_before_a_lease_is_over(claims, failing, number):
+    clock = Clock()
+    watch = Watch(lease_s=10, clock=clock)
+    claims.take(3, owner("1_0"))
+    failing("open", number, of="00003", times=4)
+    for clock.now in (0.0, 9.9):
+        assert claims.observe(3) is UNREADABLE
+        assert watch.look(3, UNREADABLE) == "unknown"
+    assert [claim for _, claim in claims.held()] == [UNREADABLE]
+    assert watch.look(3, claims.observe(3)) == "unknown"
+    assert watch.look(3, claims.observe(3)) == "unknown"
+    watch.look(3, UNREADABLE)
+    clock.now = 20.1
+    assert watch.look(3, UNREADABLE) == "stale"
+
+
+def test_what_an_attempt_must_know_of_its_own_claim_is_asked_for_again(claims, failing):
+    mine = owner("1_0")
+    claims.take(3, mine)
+    failing("open", errno.ESTALE, of="00003", times=2)
+    assert claims.holds(3, mine)
+    failing("open", errno.EIO, of="00003", times=2)
+    claims.release(3, mine)
+    assert claims.read(3) is None
+    assert failing.n_failed == 4
+
+
+def test_a_renewal_that_fails_says_so_and_the_next_one_counts_further(claims, failing):
+    first = owner("1_0")
+    claims.take(3, first)
+    second = claims.renew(3, first)
+    failing("open", errno.EIO, of="00003")
+    with pytest.raises(OSError, match="Input/output"):
+        claims.renew(3, second)
+    claims._rewrite(3, replace(second, renewals=2))  # one whose reply was lost
+    assert claims.renew(3, second).renewals == 3
+
+
+def test_a_claim_is_written_anew_after_an_error_and_is_no_hole_after_a_lost_reply(claims, failing, monkeypatch):
+    real, left = os.fdopen, [2]
+
+    def fdopen(fd, *args, **kwargs):
+        if left[0]:
+            left[0] -= 1
+            os.close(fd)
+            raise OSError(errno.EIO, "injected")
+        return real(fd, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fdopen", fdopen)
+        assert claims.take(3, owner("1_0"))
+    assert claims.read(3) == owner("1_0")
+    failing("open", errno.EIO, of="00004", lost=True)
+    assert not claims.take(4, owner("1_0"))
+    assert claims.take_over(4, claims.observe(4), owner("1_1"))  # nobody's, and stale after a lease
+
+
+@pytest.mark.parametrize("function", ["rename", "unlink"])
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_take_over_works_when_an_operation_fails_or_its_reply_is_lost(claims, failing, function, lost):
+    claims.take(3, owner("1_0"))
+    failing(function, errno.ETIMEDOUT, of="00003", lost=lost)
+    assert claims.take_over(3, owner("1_0"), owner("1_1"))
+    assert claims.read(3) == owner("1_1")
+    assert failing.n_failed == 1
+    assert os.listdir(claims.folder) == ["00003"]
+
+
+def test_without_hard_links_a_take_over_that_comes_late_loses_no_living_claim(claims, failing, monkeypatch):
+    stale, first, second = owner("1_0"), owner("1_1"), owner("1_2")
+    claims.take(3, stale)
+    reads = [claims.read(3)]
+    assert claims.take_over(3, stale, first)
+    # What it read before it renamed was the stale claim still.
+    real = Claims._stands
+    monkeypatch.setattr(Claims, "_stands", lambda self, path: reads.pop() if reads else real(self, path))
+    failing("link", errno.EPERM, of="00003")
+    assert not claims.take_over(3, stale, second)
+    assert claims.read(3) == first
+    assert claims.renew(3, first).renewals == 1
+    assert os.listdir(claims.folder) == ["00003"]
+
+
+def test_tasks_of_two_clusters_with_one_job_id_have_claims_of_their_own(claims):
+    ours, theirs = owner("1_0"), replace(owner("1_0"), cluster="b")
+    claims.take(3, ours)
+    assert claims.renew(3, theirs) is None
+    claims.park(3, theirs)
+    claims.release(3, theirs)
+    assert claims.drop_earlier(replace(theirs, attempt="1_0.1")) == []
+    assert not claims.holds(3, theirs)
+    assert claims.read(3) == ours
+    assert claims.drop_earlier(replace(ours, attempt="1_0.1")) == [3]
+
+
+def test_claims_of_an_older_slurmgpu_are_read(claims):
+    content = '{"task": "1_0", "attempt": "1_0.0", "host": "node1", "pid": 1, "renewals": 4, "parked": false}'
+    claims.path(3).write_text(content.ljust(512) + "\n")
+    assert claims.read(3) == replace(owner("1_0"), renewals=4)
+    assert claims.renew(3, owner("1_0")).renewals == 5
+
+
+STRANGE = {
+    "a FIFO": os.mkfifo,
+    "a folder": os.mkdir,
+    "a link": lambda path: path.symlink_to("/dev/zero"),
+    "an empty file": lambda path: path.touch(),
+    "a huge file": lambda path: (path.touch(), os.truncate(path, 1 << 40)),
+    "another object": lambda path: path.write_text('{"task": 1, "attempt": [], "host": "", "pid": "x"}'),
+    "no UTF-8": lambda path: path.write_bytes(b"\xff\xfe"),
+    "too deep": lambda path: path.write_text("[" * 60_000),
+}
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_what_lies_where_a_claim_should_be_costs_itself_alone(claims, kind):
+    STRANGE[kind](claims.path(3))
+    (claims.folder / "000003").touch()
+    claims.take(4, owner("1_0"))
+    assert claims.read(3) == NOBODYS
+    assert not claims.take(3, owner("1_0"))
+    assert claims.renew(3, owner("1_0")) is None
+    assert dict(claims.held()) == {3: NOBODYS, 4: owner("1_0")}
+    assert claims.take_over(3, NOBODYS, owner("1_0"))
+    assert claims.read(3) == owner("1_0")
+    assert claims.clear() == [3, 4]

@@ -1,0 +1,272 @@
+"""Who is alive: a task shows it from its first second, and no command that assumes silence acts while one beats."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.executors import liveness
+from slurmgpu.run import heartbeats
+from slurmgpu.run.heartbeats import Observer, beating
+from slurmgpu.run.submissions import place_of
+from slurmgpu.slurm import commands, queue
+from slurmgpu.util.pids import own_id
+from tests.cluster.fixture import leave_out
+from tests.support.images import NOBODY
+from tests.support.pretend_runs import pretend_run
+from tests.support.runs import records, wait_until
+
+ELSEWHERE = {"boot": "another machine"}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run whose last submission has ended, as far as is written."""
+    run = pretend_run(tmp_path / "run", 0, n_tasks=1, executor="local")
+    run.record_submission({"submission": 1, "state": "ended"})
+    monkeypatch.setattr(liveness, "patience", lambda lease_s: 0.4)
+    liveness._OBSERVERS.clear()
+    return run
+
+
+def beat(run, number, **changes):
+    """The heartbeat of a task as another process has written it."""
+    told = {"token": "t", "beat": number, "attempt": "7_0.0", "job": "7", "uid": 4242, "user": "bob", "cluster": None}
+    told |= {**own_id(), **place_of(run.folder), **ELSEWHERE, **changes}
+    (run.tasks / "7_0.0.alive").write_text(json.dumps(told).ljust(heartbeats.SIZE))
+
+
+def test_a_heartbeat_is_there_from_the_first_second_goes_on_and_ends_with_its_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(heartbeats, "BEAT_S", 0.02)
+    (tmp_path / "tasks").mkdir()
+    path = tmp_path / "tasks" / "7_0.0.alive"
+    with beating(tmp_path, "7_0.0", "7"):
+        first = json.loads(path.read_text())
+        assert first["attempt"] == "7_0.0"
+        wait_until(lambda: json.loads(path.read_text())["beat"] > first["beat"] + 2, "beats")
+        path.unlink()
+        wait_until(path.exists, "a file made anew")
+        [sign] = Observer(tmp_path, 30.0).look()
+        assert sign.lives
+    assert not path.exists()
+
+
+def test_two_clusters_that_give_the_same_id_have_a_heartbeat_each(tmp_path, monkeypatch):
+    (tmp_path / "tasks").mkdir()
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", "here")
+    with beating(tmp_path, "7_0.0", "7"):
+        monkeypatch.setenv("SLURM_CLUSTER_NAME", "the/re")
+        with beating(tmp_path, "7_0.0", "7"):
+            assert [sign.name for sign in Observer(tmp_path, 30.0).look()] == ["7_0.0@here", "7_0.0@the-re"]
+        assert [sign.name for sign in Observer(tmp_path, 30.0).look()] == ["7_0.0@here"]
+
+
+def test_what_cannot_be_written_costs_the_sign_alone(tmp_path):
+    with beating(tmp_path / "gone", "7_0.0", "7"):
+        pass
+
+
+def test_a_task_elsewhere_that_beats_is_alive_and_one_that_is_silent_is_not(run):
+    beat(run, 1)
+    with subprocess.Popen([sys.executable, "-c", BEATS, str(run.tasks / "7_0.0.alive")]) as process:
+        try:
+            what = liveness.alive(run)
+        finally:
+            process.kill()
+    assert what.startswith("task 7_0.0 of bob on ")
+    assert what.endswith(" is alive")
+    wait_until(lambda: liveness.alive(run) is None, "its silence")
+    begun = time.monotonic()
+    assert liveness.alive(run) is None  # who was silent for long is not watched again
+    assert time.monotonic() - begun < 0.4
+    liveness.forget_the_dead(run)
+    assert not (run.tasks / "7_0.0.alive").exists()
+
+
+BEATS = """
+import json, sys, time
+from pathlib import Path
+path = Path(sys.argv[1])
+told = json.loads(path.read_text())
+with path.open("r+") as file:
+    for told["beat"] in range(10, 10**6):
+        file.seek(0)
+        file.write(json.dumps(told).ljust(1024))
+        file.flush()
+        time.sleep(0.02)
+"""
+
+
+def test_a_heartbeat_that_is_empty_for_a_moment_is_still_its_tasks(run):
+    observer = Observer(run.folder, 30.0)
+    beat(run, 1)
+    observer.look()
+    (run.tasks / "7_0.0.alive").write_bytes(b"")
+    [sign] = observer.look()
+    assert sign.lives
+    assert sign.in_words.startswith("task 7_0.0 of bob on ")
+
+
+def test_what_a_dead_process_of_this_machine_left_and_a_copys_files_are_not_watched(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(liveness, "patience", lambda lease_s: 3600.0)
+    beat(run, 1, **{**own_id(), "pid": 4194304})
+    assert liveness.alive(run) is None
+    beat(run, 1, **own_id())
+    assert "is alive" in liveness.alive(run)  # also if it is stopped
+    liveness._OBSERVERS.clear()
+    beat(run, 1, folder="/elsewhere", inode=1)
+    assert liveness.alive(run) is None
+
+
+def test_of_ones_own_cluster_the_queue_tells_and_nothing_is_watched(run, monkeypatch):
+    monkeypatch.setattr(liveness, "patience", lambda lease_s: 3600.0)
+    first = run.submissions()[0]
+    run.record_submission({**first, "executor": "slurm", "state": "queued", "array_job": "7", "cluster": "here"})
+    monkeypatch.setattr(queue, "own_cluster", lambda: "here")
+    monkeypatch.setattr(queue, "own_jobs", lambda and_of: [])
+    beat(run, 1, cluster="here", uid=os.getuid())
+    assert liveness.alive(run) is None
+    monkeypatch.setattr(liveness, "patience", lambda lease_s: 0.4)
+    liveness._OBSERVERS.clear()
+    beat(run, 1, cluster="there", uid=os.getuid())
+    assert liveness.alive(run) is None
+
+
+def queued_on(run, monkeypatch, **line):
+    """A submission of Slurm's of which the queue here has nothing."""
+    first = {key: value for key, value in run.submissions()[0].items() if key not in ("uid", "pids")}
+    changes = {"submission": 2, "executor": "slurm", "state": "queued", "array_job": "7"}
+    run.record_submission({**first, **changes, **line})
+    monkeypatch.setattr(queue, "own_cluster", lambda: "here")
+    monkeypatch.setattr(queue, "own_jobs", lambda and_of: [])
+
+
+def test_a_queue_that_is_not_seen_here_is_no_silence_but_a_merge_that_waits_goes_on(run, monkeypatch):
+    queued_on(run, monkeypatch, cluster="there", uid=os.getuid())
+    with pytest.raises(SlurmGPUError, match=r"may wait in the queue of the cluster there, .* --force"):
+        liveness.refuse_alive(run, "resubmit")
+    liveness.refuse_alive(run, "resubmit", force=True)
+    assert liveness.alive(run, "8") is None
+    run.record_submission({"submission": 2, "cancelled": True})
+    liveness.refuse_alive(run, "resubmit")
+
+
+def test_of_a_submission_that_names_no_user_or_cluster_records_are_watched(run, monkeypatch):
+    queued_on(run, monkeypatch, cluster="here")
+    begun = time.monotonic()
+    assert liveness.alive(run) is None
+    assert time.monotonic() - begun > 0.4
+    path = next(run.tasks.glob("*.json"))
+    record = {**json.loads(path.read_text()), "state": "loading", "updated": 1.0}
+    path.write_text(json.dumps(record))
+    writes = iter(range(2, 10**6))
+
+    def pause(seconds):
+        path.write_text(json.dumps({**record, "updated": float(next(writes))}))
+
+    monkeypatch.setattr(liveness.time, "sleep", pause)
+    assert liveness.alive(run) == f"task {record['attempt']} writes of itself"
+
+
+def test_a_merge_job_waits_for_tasks_elsewhere_and_not_for_its_own_array(run, monkeypatch):
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", "here")
+    monkeypatch.setattr(liveness, "MERGE_PAUSE_S", 0.01)
+    beat(run, 1, cluster="here", **own_id())  # of its own array, which is over: Slurm has started the merge
+    liveness.wait_for_others(run, "7")
+    # The same number on another cluster is another job.
+    beat(run, 1, cluster="there")
+    with subprocess.Popen([sys.executable, "-c", BEATS, str(run.tasks / "7_0.0.alive")]) as process:
+        assert liveness.others_alive(run, "7").startswith("task 7_0.0 of bob on ")
+        process.kill()
+    liveness.wait_for_others(run, "7")
+    assert liveness.others_alive(run, "7") is None
+
+
+def test_where_squeue_does_not_answer_it_is_refused_and_force_goes_on(run, monkeypatch):
+    def silent(and_of):
+        raise commands.SlurmUnavailableError("squeue did not answer within 30 s.")
+
+    first = run.submissions()[0]
+    run.record_submission({**first, "executor": "slurm", "state": "queued", "array_job": "7", "cluster": "here"})
+    monkeypatch.setattr(queue, "own_jobs", silent)
+    with pytest.raises(SlurmGPUError, match=r"cannot be known .* --force"):
+        liveness.refuse_alive(run, "merge")
+    liveness.refuse_alive(run, "merge", force=True)
+
+
+def test_force_merges_under_a_task_that_beats(run, slurmgpu):
+    beat(run, 1, **own_id())  # this process lives
+    assert "--force" in slurmgpu("merge", run.folder, expect=2).stderr
+    slurmgpu("merge", "--force", run.folder, expect=3)
+    assert "goes neither with" in slurmgpu("merge", "--force", "--wait", run.folder, expect=2).stderr
+
+
+# Whole runs
+
+
+def in_another_namespace(argv, **options):
+    """A command in PID and mount namespaces of its own, as on another machine: its processes are not numbered here."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        leave_out("only root can make namespaces")
+    words = ["unshare", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc"]
+    if subprocess.run([*words, "true"], capture_output=True).returncode:
+        leave_out("namespaces cannot be made here")
+    return subprocess.Popen([*words, *argv], start_new_session=True, **options)
+
+
+def test_a_task_that_loads_for_long_elsewhere_keeps_merge_and_resubmit_away(project, slurmgpu, tmp_path):
+    """Of another user, too, nothing more is known than its heartbeat: no claim is held, no process is numbered here."""
+    folder = project(16, "LoadsLong", settings={"until": str(tmp_path / "loaded")})
+    (folder / "run").parent.mkdir(exist_ok=True)
+    argv = [sys.executable, "-m", "slurmgpu", "submit", "--executor", "local", "--gpus", "0", "--tasks", "1"]
+    with in_another_namespace(argv, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            wait_until(lambda: any(r["state"] == "loading" for r in _records(folder)), "a task that loads")
+            assert list((folder / "run" / "claims").iterdir()) == []
+            for command in ("merge", "resubmit"):
+                done = slurmgpu(command, "run", cwd=folder, expect=2)
+                assert "waiting up to 30 s to see whether task local1_0.0" in done.stderr
+                assert "still at work: task local1_0.0 of " in done.stderr
+            assert not (folder / "run" / "report.json").exists()
+            (tmp_path / "loaded").touch()
+            assert process.wait(280) == 0
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    slurmgpu("merge", "run", cwd=folder, expect=0)
+
+
+def test_a_task_of_another_user_that_loads_keeps_merge_from_clearing_claims(somebody, project, slurmgpu):
+    """Started on what is another machine to us; not even its claims are, before it has loaded."""
+    own = project(16, "LoadsLong", settings={"until": str(somebody.folder / "loaded")})
+    folder = somebody.folder / "project"
+    shutil.copytree(own, folder)
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, NOBODY, NOBODY)
+    argv = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", somebody.python, "-m", "slurmgpu"]
+    argv += ["submit", "--executor", "local", "--gpus", "0", "--tasks", "1"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with in_another_namespace(argv, cwd=folder, env={**os.environ, **somebody.env}, **quiet) as process:
+        try:
+            wait_until(lambda: any(r["state"] == "loading" for r in _records(folder)), "a task that loads")
+            (folder / "run" / "claims" / "00001").touch()
+            done = slurmgpu("merge", "run", cwd=folder, expect=2)
+            assert "still at work: task local1_0.0 of " in done.stderr
+            assert (folder / "run" / "claims" / "00001").exists()
+            (folder / "run" / "claims" / "00001").unlink()
+            (somebody.folder / "loaded").touch()
+            assert process.wait(280) == 0
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _records(folder):
+    return records(folder) if (folder / "run").exists() else []

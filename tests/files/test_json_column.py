@@ -1,0 +1,83 @@
+"""Columns of JSON: any nested value in, the same value out, wherever results are read."""
+
+import csv
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import slurmgpu
+from slurmgpu.errors import ItemError
+from slurmgpu.inputs import tables
+from slurmgpu.merge.export import export
+from slurmgpu.shards.columns import Json, columns_from_json, columns_to_json, convert_row
+from tests.support.shard_files import join_parts, write
+
+COLUMNS = {"told": Json()}
+VALUES = [{"steps": ["a\nb", "größe ⚠"], "right": True}, ["12", 12, 0.1, None], "12", 12, None]
+FAILED = len(VALUES)
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+)
+
+
+def convert(value):
+    return convert_row(COLUMNS, {"told": value})["told"]
+
+
+@pytest.fixture
+def merged(tmp_path):
+    rows = [convert_row(COLUMNS, {"told": value}) for value in VALUES] + [ItemError("too dark")]
+    part = write(tmp_path / "part.h5", 0, len(rows), columns=COLUMNS, rows=rows)
+    join_parts([(0, part, 0, len(rows))], tmp_path / "merged.h5", columns=COLUMNS)
+    return tmp_path / "merged.h5"
+
+
+@settings(deadline=None)
+@given(json_values)
+def test_a_value_is_stored_as_its_compact_json(value):
+    assert json.loads(convert(value)) == value
+    assert convert({"a": ["ß", 1]}) == '{"a":["ß",1]}'.encode()
+
+
+@pytest.mark.parametrize("value", [float("nan"), [float("inf")], {1, 2}, b"x", {(1, 2): 3}, object(), "\ud800"])
+def test_what_json_has_no_words_for_is_the_items_error(value):
+    with pytest.raises(ValueError, match="column 'told': found"):
+        convert(value)
+
+
+def test_the_kind_survives_the_file_that_describes_it():
+    assert columns_to_json(COLUMNS) == {"told": {"kind": "json"}}
+    assert columns_from_json(columns_to_json(COLUMNS)) == COLUMNS
+
+
+def test_values_come_back_and_a_failed_item_has_none(merged):
+    with slurmgpu.open(merged) as found:
+        assert found["told"][:] == [*VALUES, None]
+        assert found["told"][1] == VALUES[1]
+        assert found["told"][[0, 3]] == [VALUES[0], VALUES[3]]
+        assert [row["told"] for row in found.rows()] == [*VALUES, None]
+        assert found.to_pandas()["told"].tolist() == [*VALUES, None]
+        texts = found.to_arrow()["told"].to_pylist()
+        assert texts[-1] is None
+        assert [json.loads(text) for text in texts[:-1]] == VALUES
+
+
+def test_an_export_has_the_value_as_jsonl_and_as_csv_its_json_but_for_texts_and_null(merged, tmp_path):
+    export(merged, "jsonl", tmp_path / "a.jsonl")
+    lines = (tmp_path / "a.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["told"] for line in lines] == [*VALUES, None]
+    export(merged, "csv", tmp_path / "a.csv")
+    with open(tmp_path / "a.csv", encoding="utf-8", newline="") as file:
+        texts = [row["told"] for row in csv.DictReader(file)]
+    for text, value in zip(texts, [*VALUES, None], strict=True):
+        assert ((text or None) if value is None or isinstance(value, str) else json.loads(text)) == value
+
+
+def test_a_later_run_finds_the_value_in_its_items(merged):
+    items = tables.open_table(str(merged), "h5").read(0, len(VALUES) + 1)
+    assert [item["told"] for item in items] == [*VALUES, None]
+    assert items[FAILED]["error"] == "too dark"

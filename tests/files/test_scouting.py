@@ -1,0 +1,366 @@
+"""Scouts: free shards, those of the dead, and the knowledge that there is nothing left; by a clock of the tests'."""
+
+import functools
+import itertools
+import os
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from slurmgpu.run.claims import UNREADABLE, Claim, Claims, Watch
+from slurmgpu.worker import shard_claimer
+from slurmgpu.worker.shard_claimer import OBSERVED, Scout, Tenure
+from tests.support.failing import TRANSIENT, Failing
+from tests.support.runs import planned_run
+
+ME = Claim("1_0", "1_0.0", "here", 1)
+OTHER = Claim("1_1", "1_1.0", "there", 2)
+LEASE_S = 60.0
+
+
+class Clock:
+    """Seconds that pass when somebody pauses."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+    def go(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", clock)
+    monkeypatch.setattr(shard_claimer, "Watch", functools.partial(Watch, clock=clock))
+    return clock
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run of five shards."""
+    return planned_run(tmp_path / "run", n_items=10, batch_size=2, shard_items=2, lease_s=LEASE_S)
+
+
+def publish(run, *shards):
+    for shard in shards:
+        run.shard_path(shard).touch()
+
+
+def never(seconds):
+    raise AssertionError("it waited")
+
+
+def test_free_shards_are_taken_in_order_and_published_ones_left(run):
+    publish(run, 1)
+    run.claims.take(3, OTHER)
+    scout = Scout(run, ME)
+    assert [scout.next(), scout.next(), scout.next()] == [0, 2, 4]
+
+
+def test_a_shard_that_was_given_back_is_taken_behind_the_others(run):
+    run.claims.take(0, OTHER)
+    scout = Scout(run, ME, pause=never)
+    assert [scout.next() for _ in range(4)] == [1, 2, 3, 4]
+    run.claims.release(0, OTHER)
+    assert scout.next() == 0
+
+
+def test_a_complete_run_is_known_at_once(run):
+    publish(run, *range(5))
+    assert Scout(run, ME, pause=never).next() == "complete"
+    assert Scout(run, ME, pause=never).look() == "complete"
+
+
+def test_what_living_owners_hold_is_left_to_them(run, clock):
+    publish(run, *range(4))
+    run.claims.take(4, OTHER)
+    claims = [OTHER]
+
+    def live(seconds):
+        clock.go(seconds)
+        claims.append(run.claims.renew(4, claims[-1]))
+
+    assert Scout(run, ME, pause=live).next() == "others"
+    assert Scout(run, ME, pause=live).look() == "others"
+    assert len(claims) > 2  # each had to see it
+
+
+def test_the_claim_of_a_dead_owner_is_taken_over(run, clock):
+    publish(run, *range(4))
+    run.claims.take(4, OTHER)
+    taken, began = [], clock.now
+    scout = Scout(run, ME, on_takeover=lambda shard, former: taken.append((shard, former)), pause=clock.go)
+    assert scout.next() == 4
+    assert clock.now > began + LEASE_S
+    assert taken == [(4, OTHER)]
+    assert run.claims.read(4) == ME
+
+
+def test_who_died_while_this_worker_was_busy_is_known_when_it_is_idle(run, clock):
+    run.claims.take(0, OTHER)
+    scout = Scout(run, ME, pause=never)
+    for shard in (1, 2, 3, 4):
+        assert scout.next() == shard
+        publish(run, shard)
+        clock.go(0.4 * LEASE_S)  # computing: longer, in all, than a lease
+    assert scout.next() == 0
+
+
+def test_who_was_seen_alive_long_ago_must_show_it_again(run, clock):
+    run.claims.take(0, OTHER)
+    scout = Scout(run, ME, pause=clock.go)
+    assert scout.next() == 1
+    run.claims.renew(0, OTHER)
+    clock.go(0.4 * LEASE_S)
+    assert scout.next() == 2  # here the renewal is seen
+    publish(run, 1, 2, 3, 4)
+    scout._ahead.clear()
+    assert scout.next() == 0  # the owner has died since: it is taken over, not left to him
+
+
+def test_a_parked_shard_is_nobodys_in_this_submission(run):
+    publish(run, *range(4))
+    run.claims.take(4, OTHER)
+    run.claims.park(4, OTHER)
+    assert Scout(run, ME, pause=never).next() == "others"
+
+
+def test_looking_for_work_claims_nothing(run):
+    assert Scout(run, ME, pause=never).look() == "work"
+    assert not run.claims.numbers()
+
+
+# What listings do not tell
+
+
+def stale(monkeypatch, run, folder, names):
+    """Have a folder's listing be an old one, until something is created in it."""
+    real_listing, real_open, is_stale = os.listdir, os.open, [True]
+
+    def listing(path="."):
+        return list(names) if is_stale[0] and Path(path) == folder else real_listing(path)
+
+    def opened(path, flags, *args, **kwargs):
+        if flags & os.O_CREAT and Path(path).parent == folder:
+            is_stale[0] = False
+        return real_open(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "listdir", listing)
+    monkeypatch.setattr(os, "open", opened)
+
+
+def test_no_run_is_complete_because_an_old_listing_says_so(run, monkeypatch):
+    publish(run, *range(5))
+    before = os.listdir(run.shards)
+    run.shard_path(2).unlink()  # set aside by a merge
+    stale(monkeypatch, run, run.shards, before)
+    assert Scout(run, ME, pause=lambda seconds: None).next() == 2
+
+
+def test_shards_that_no_listing_shows_are_asked_for_by_their_names(run, monkeypatch):
+    publish(run, *range(5))
+    monkeypatch.setattr(type(run), "published", lambda self: {0, 1})  # for ever
+    scout = Scout(run, ME, pause=lambda seconds: None)
+    assert scout.next() == "complete"
+    assert not run.claims.numbers()
+
+
+def test_a_claim_that_only_an_old_listing_shows_keeps_no_shard_from_being_computed(run, monkeypatch):
+    publish(run, *range(4))
+    stale(monkeypatch, run, run.claims.folder, ["00004"])
+    assert Scout(run, ME, pause=never).look() == "work"
+    assert Scout(run, ME, pause=never).next() == 4
+
+
+def test_a_stale_claim_of_a_shard_that_is_published_meanwhile_is_given_back(run, clock, monkeypatch):
+    publish(run, *range(4))
+    run.claims.take(4, OTHER)
+    before = os.listdir(run.shards)
+    publish(run, 4)
+    stale(monkeypatch, run, run.shards, before)
+    taken = []
+    scout = Scout(run, ME, on_takeover=lambda *what: taken.append(what), pause=clock.go)
+    assert scout.next() == "complete"
+    assert not taken
+    assert run.claims.read(4) is None
+
+
+def test_a_claim_that_a_dead_worker_of_this_attempt_left_is_taken_up(run):
+    publish(run, *range(4))
+    run.claims.take(4, ME)
+    assert Scout(run, ME, pause=never, held={4}).next() == "others"
+    assert Scout(run, ME, pause=never).look() == "work"
+    assert Scout(run, ME, pause=never).next() == 4
+
+
+def test_a_task_of_another_cluster_with_this_ones_job_id_is_another_task(run, clock):
+    publish(run, *range(4))
+    theirs = replace(ME, cluster="b")
+    run.claims.take(4, theirs)
+    taken = []
+    scout = Scout(run, ME, on_takeover=lambda *what: taken.append(what), pause=clock.go)
+    assert scout.next() == 4
+    assert taken == [(4, theirs)]
+    assert Scout(run, theirs).has_lost(4)
+
+
+@pytest.mark.parametrize("number", TRANSIENT)
+def test_another_ones_claim_that_cannot_be_read_ends_nothing(run, clock, monkeypatch, number):
+    publish(run, *range(4))
+    run.claims.take(4, OTHER)
+    failing = Failing(monkeypatch)
+    failing("open", number, of="00004", times=3)
+    claims = [OTHER]
+
+    def live(seconds):
+        clock.go(seconds)
+        if failing.n_failed == 3:
+            claims.append(run.claims.renew(4, claims[-1]))
+
+    assert Scout(run, ME, pause=live).next() == "others"
+
+
+def test_a_claim_that_nobody_can_read_is_taken_over_in_the_end(run, clock, monkeypatch):
+    publish(run, *range(4))
+    run.claims.take(4, OTHER)
+    real = Claims.observe
+    monkeypatch.setattr(Claims, "observe", lambda self, shard: UNREADABLE if shard == 4 else real(self, shard))
+    run.claims.path(4).write_text("unreadable for good")
+    began = clock.now
+    assert Scout(run, ME, pause=clock.go).next() == 4
+    assert LEASE_S < clock.now - began < 2 * LEASE_S
+
+
+def test_a_shard_that_was_resumed_is_not_computed_when_it_is_published_or_another_ones(run):
+    for shard in range(3):
+        run.claims.take(shard, ME)
+    publish(run, 0)
+    run.claims.take_over(1, ME, OTHER)
+    scout = Scout(run, ME, held={0, 1, 2})
+    assert [scout.is_still_own(shard) for shard in range(3)] == [False, False, True]
+
+
+def test_a_clock_that_is_set_while_a_worker_works_is_no_deadline(monkeypatch):
+    tenure = Tenure(time.time() + 3600, 60, threading.Event())
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 12 * 3600)
+    assert tenure.over(1000) is None
+    assert tenure.over(3600) == "deadline"
+
+
+# Scale
+
+
+class Opens:
+    """Counts files opened below a folder, by this process."""
+
+    def __init__(self, folder):
+        self.folder, self.n = str(folder), 0
+        self.is_on = True
+        sys.addaudithook(self._hook)
+
+    def _hook(self, event, arguments):
+        if self.is_on and event == "open" and str(arguments[0]).startswith(self.folder):
+            self.n += 1
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info):
+        self.is_on = False
+
+
+@pytest.fixture
+def large(tmp_path):
+    """A run of 200,000 shards, as it looks from listings."""
+    return planned_run(tmp_path / "run", n_items=200_000, batch_size=1, shard_items=1, lease_s=LEASE_S)
+
+
+@pytest.fixture
+def listings(large, monkeypatch):
+    """What listings of the large run's folders show beside what is there: `listings["claims"] = range(...)`."""
+    shown, real = {"claims": range(0), "shards": range(0)}, os.listdir
+
+    @functools.cache
+    def names(shards, end):
+        return frozenset(f"{shard:05d}{end}" for shard in shards)
+
+    def listing(path="."):
+        name = Path(path).name
+        end = {"claims": "", "shards": ".h5"}.get(name)
+        return real(path) if end is None else [*names(shown[name], end).union(real(path))]
+
+    monkeypatch.setattr(os, "listdir", listing)
+    return shown
+
+
+def test_a_worker_finds_its_first_shard_with_few_opens_however_many_claims_there_are(large, listings):
+    listings["claims"] = range(199_000)  # of as many dead or living tasks; none is published
+    with Opens(large.folder) as opens:
+        assert 199_000 <= Scout(large, ME, pause=never).next() < 200_000
+    assert opens.n < 50
+    listings["claims"], listings["shards"] = range(200_000), range(199_990)
+    large.claims.take(199_995, ME)
+    with Opens(large.folder) as opens:
+        assert Scout(large, ME, pause=never).look() == "work"
+        assert opens.n < 50
+
+
+def test_many_tasks_that_start_at_once_try_different_shards(large):
+    tasks = [Claim(f"1_{number}", f"1_{number}.0", "here", 1) for number in range(20)]
+    scouts = [Scout(large, task) for task in tasks]
+    with Opens(large.folder) as opens:
+        first = [scout.next() for scout in scouts]
+        second = [scout.next() for scout in scouts]
+    assert second == [shard + 1 for shard in first]  # what lies together is computed by one task
+    gaps = [after - before for before, after in itertools.pairwise(sorted(first))]
+    assert min(gaps) > 1000
+    assert opens.n < 20 * (OBSERVED + 10)
+
+
+def test_a_task_whose_listing_is_old_does_not_try_each_shard_of_it(large, monkeypatch):
+    scout = Scout(large, ME)
+    assert scout.next() == 0
+    tried, real = [], Claims.take
+    others = range(1, 150_000)  # have been taken since
+
+    def take(self, shard, claim):
+        tried.append(shard)
+        return shard not in others and real(self, shard, claim)
+
+    monkeypatch.setattr(Claims, "take", take)
+    monkeypatch.setattr(Claims, "numbers", lambda self: set(others))
+    assert scout.next() >= 150_000
+    assert len(tried) < 20
+
+
+def test_an_idle_task_reads_few_claims_a_second_and_finds_a_dead_owner_within_two_leases(large, listings, clock):
+    n_open, dead = 300, 42
+    listings["claims"], listings["shards"] = range(200_000), range(n_open, 200_000)
+    holders = {shard: Claim(f"2_{shard}", f"2_{shard}.0", "there", 2) for shard in range(n_open)}
+    for shard, claim in holders.items():
+        large.claims.take(shard, claim)
+
+    def live(seconds):
+        clock.go(seconds)
+        for shard in holders.keys() - {dead}:
+            holders[shard] = large.claims.renew(shard, holders[shard])
+
+    began = clock.now
+    with Opens(large.folder) as opens:
+        scout = Scout(
+            large,
+            ME,
+            pause=lambda seconds: (setattr(opens, "is_on", False), live(seconds), setattr(opens, "is_on", True)),
+        )
+        assert scout.next() == dead
+    assert LEASE_S < clock.now - began <= 1.6 * LEASE_S
+    assert opens.n <= 8 * n_open  # each is looked at four times in a lease

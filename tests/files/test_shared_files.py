@@ -1,0 +1,165 @@
+"""Files on a file system that fails for a moment, shows what was, and holds what is no file."""
+
+import errno
+import os
+import socket
+import stat
+import time
+
+import pytest
+
+from slurmgpu.util import shared_files
+from slurmgpu.util.atomic_files import write_bytes
+from slurmgpu.util.shared_files import UnusableFileError, exists, list_anew, open_regular, read_bytes, remove, retried
+from tests.support.failing import Failing
+
+
+def failing(times, number, then=lambda: "done"):
+    left = [number] * times
+
+    def operation():
+        if left:
+            raise OSError(left.pop(), "for a moment")
+        return then()
+
+    return operation
+
+
+@pytest.mark.parametrize("number", sorted(shared_files.TRANSIENT))
+def test_a_transient_error_is_tried_again(number):
+    assert retried(failing(3, number)) == "done"
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES, errno.ENOSPC, errno.EDQUOT])
+def test_an_error_that_will_remain_is_raised_at_once(number):
+    operation = failing(1, number)
+    with pytest.raises(OSError) as failed:
+        retried(operation)
+    assert failed.value.errno == number
+    assert operation() == "done"
+
+
+def test_patience_has_an_end(monkeypatch):
+    monkeypatch.setattr(shared_files, "FIRST_PAUSE_S", 0.01)
+    with pytest.raises(OSError, match="for a moment"):
+        retried(failing(10**6, errno.EIO), patience_s=0.1)
+
+
+def make_fifo(path):
+    os.mkfifo(path)
+
+
+def make_socket(path):
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+
+
+UNUSABLE = {
+    "a FIFO": make_fifo,
+    "a folder": os.mkdir,
+    "symbolic link": lambda path: path.symlink_to("/dev/zero"),
+    "socket": make_socket,
+}
+
+
+@pytest.mark.parametrize("what", UNUSABLE)
+def test_what_is_no_file_is_refused_without_waiting(tmp_path, what):
+    UNUSABLE[what](tmp_path / "x")
+    with pytest.raises(UnusableFileError, match=what) as refused:
+        open_regular(tmp_path / "x")
+    assert refused.value.filename == str(tmp_path / "x")
+
+
+def test_a_device_is_refused():
+    with pytest.raises(UnusableFileError, match="a device"):
+        open_regular("/dev/zero")
+
+
+def test_a_file_beyond_what_makes_sense_is_not_read(tmp_path):
+    (tmp_path / "x").touch()
+    os.truncate(tmp_path / "x", 1 << 40)
+    with pytest.raises(UnusableFileError, match="more than the 1,000 that make sense"):
+        read_bytes(tmp_path / "x", max_bytes=1000)
+    (tmp_path / "y").write_bytes(b"abc")
+    assert read_bytes(tmp_path / "y", max_bytes=3) == b"abc"
+
+
+def test_a_listing_changes_the_folder_first(tmp_path):
+    (tmp_path / "a").touch()
+    os.utime(tmp_path, ns=(0, 0))
+    assert list_anew(tmp_path) == ["a"]
+    assert tmp_path.stat().st_mtime_ns > 0
+
+
+def test_a_folder_that_is_not_ones_own_is_listed_all_the_same(tmp_path, monkeypatch):
+    (tmp_path / "a").touch()
+
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "not yours")
+
+    monkeypatch.setattr(shared_files, "_touch", refuse)
+    assert list_anew(tmp_path) == ["a"]
+
+
+def test_what_is_gone_already_is_no_error(tmp_path):
+    (tmp_path / "a").touch()
+    assert remove(tmp_path / "a")
+    assert not remove(tmp_path / "a")
+    assert not exists(tmp_path / "a")
+
+
+def test_a_write_whose_reply_is_lost_has_happened(tmp_path, monkeypatch):
+    """The rename happens and fails; sent again, it does not find what it has renamed."""
+    real, answers = os.replace, [errno.ETIMEDOUT]
+
+    def replace(source, target):
+        real(source, target)
+        if answers:
+            raise OSError(answers.pop(), "the reply was lost")
+
+    monkeypatch.setattr(os, "replace", replace)
+    write_bytes(tmp_path / "x", b"abc")
+    assert (tmp_path / "x").read_bytes() == b"abc"
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_an_fsync_that_fails_once_costs_a_second_write(tmp_path, monkeypatch):
+    real, answers = os.fsync, [errno.EIO, errno.EIO]
+
+    def fsync(fd):
+        if answers:
+            raise OSError(answers.pop(), "for a moment")
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_bytes(tmp_path / "x", b"abc")
+    assert (tmp_path / "x").read_bytes() == b"abc"
+
+
+def test_a_folder_that_cannot_be_synced_is_written_all_the_same(tmp_path, monkeypatch):
+    real = os.fsync
+
+    def fsync(fd):
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_bytes(tmp_path / "x", b"abc")
+    assert (tmp_path / "x").read_bytes() == b"abc"
+
+
+def test_pauses_grow(monkeypatch):
+    pauses = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    monkeypatch.setattr(shared_files.random, "uniform", lambda low, high: 1.0)
+    retried(failing(9, errno.ESTALE), patience_s=1e6)
+    assert pauses == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
+
+
+def test_a_folder_is_listed_anew_though_the_reply_to_its_change_is_lost(tmp_path, monkeypatch):
+    (tmp_path / "a").touch()
+    failing = Failing(monkeypatch)
+    failing("open", errno.EEXIST, of=".anew", lost=True)
+    assert list_anew(tmp_path) == ["a"]
+    assert failing.n_failed == 1

@@ -1,0 +1,414 @@
+"""How a run stands, by its files and by what the queue said some time ago."""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+from slurmgpu.cli.views.polling import Look
+from slurmgpu.cli.views.state_words import failure_words, merge_words, parting_words, queue_words
+from slurmgpu.cli.views.tables import show_status
+from slurmgpu.report.attempts import Life
+from slurmgpu.report.build import judged_attempts, read_report
+from slurmgpu.report.states import is_told
+from slurmgpu.report.status import StatusReader, read_status
+from slurmgpu.run.directory import Run
+from slurmgpu.run.liveness import processes_here
+from slurmgpu.slurm import queue as slurms_queue
+from slurmgpu.util.atomic_files import write_json
+from tests.support import pretend_runs
+from tests.support.pretend_runs import BEGIN, pretend_run, reported, write_merged_head
+
+NOW = BEGIN + 300
+MERGE = {"job_id": "4712", "state": "PENDING", "reason": "Dependency", "start": None, "n_tasks": 0}
+
+
+def job(job_id, state, n_tasks=1):
+    return {"job_id": job_id, "state": state, "reason": "Priority", "start": None, "n_tasks": n_tasks}
+
+
+def change(run, name, **values):
+    path = run.tasks / f"{name}.json"
+    write_json(path, {**json.loads(path.read_text()), **values}, durable=False)
+
+
+def submit_again(run, **values):
+    """The second submission, of which nothing has started; the merge of the first one made it, and has ended."""
+    again = {**run.submissions()[0], "submission": 2, "state": "queued", "array_job": "4800", "merge_job": "4801"}
+    run.record_submission({**again, **values})
+    run.record_submission({"submission": 1, "state": "ended"})
+
+
+def report_of(run, **what):
+    """The report that a merge writes now, as the run has it from then on."""
+    report = reported(run, errors=(), **what)
+    (run.folder / "report.json").write_text(json.dumps(report))
+    return report
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Three tasks at work."""
+    return pretend_run(tmp_path / "judge", 300, n_tasks=3)
+
+
+@pytest.fixture
+def ended_run(run):
+    """Three tasks that have just ended, and not all is computed."""
+    for task in range(3):
+        change(run, f"4711_{task}.0", state="ended", shard=None, ended=NOW, failure="preempted", message="SIGTERM")
+    return run
+
+
+def test_tasks_that_started_since_the_queue_was_asked_are_not_pending(run):
+    for task in range(3):
+        change(run, f"4711_{task}.0", updated=NOW - 1)
+    reader, queue = StatusReader(run), [job("4711_[1-5]", "PENDING", 5), MERGE]
+    first = reader.read(queue, now=NOW)  # these may have been put back
+    assert (first["pace"]["n_waiting"], first["state"]) == (5, "running")
+    change(run, "4711_1.0", updated=NOW + 3)
+    change(run, "4711_2.0", updated=NOW + 3)
+    status = reader.read(queue, now=NOW + 4)
+    assert status["pace"]["n_waiting"] == status["queue"][0]["n_tasks"] == 3
+    assert queue_words(status).startswith("3 pending (Priority)")
+    assert status["pace"]["left_if_queued_start_s"] > first["pace"]["left_if_queued_start_s"]
+
+
+LATE = [job(f"4711_{task}", "RUNNING") for task in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("queue", "state"),
+    [
+        ([*LATE, MERGE], "merging"),  # the queue was asked before they ended, or they are leaving it
+        ([MERGE], "merging"),
+        ([*LATE], "ended"),  # submitted by hand, without a merge
+        ([], "ended"),
+        (None, "ended"),
+        ([*LATE, job("4711_3", "RUNNING"), MERGE], "running"),  # it has not written of itself yet
+        ([*LATE, job("4711_[3-9]", "PENDING", 7), MERGE], "queued"),
+    ],
+)
+def test_once_all_tasks_have_ended_the_run_is_not_said_to_run(ended_run, queue, state):
+    status = read_status(ended_run, queue, now=NOW + 5)
+    assert status["state"] == state
+    assert merge_words(status) == ("3 of 3 tasks ended; waiting for the merge" if state == "merging" else "")
+
+
+def test_a_task_that_was_put_back_and_runs_again_runs(ended_run):
+    assert read_status(ended_run, [*LATE, MERGE], now=NOW + 60)["state"] == "running"
+
+
+def test_the_state_does_not_contradict_the_attempts(run):
+    def seen(queue, now):
+        status = read_status(run, queue, now=now)
+        return status["state"], {attempt["silent"] for attempt in status["attempts"]}
+
+    assert seen(LATE, NOW + 20) == ("running", {False})
+    assert seen([], NOW + 5) == ("running", {False})  # they write
+    assert seen([], NOW + 20) == ("ended", {True})  # killed, and out of the queue
+    assert seen(None, NOW + 20) == ("running", {False})  # what Slurm says is not known
+
+
+@pytest.mark.parametrize("uid", ["theirs", "the folder's"])
+def test_of_what_another_user_has_submitted_the_own_queue_says_nothing(run, monkeypatch, uid):
+    owner = run.folder.stat().st_uid
+    if uid == "theirs":
+        run.record_submission({"submission": 1, "uid": owner + 1})
+    else:  # submissions of an older slurmgpu do not say whose they are
+        path = run.folder / "submissions.jsonl"
+        path.write_text(path.read_text().replace(f'"uid": {owner}', '"name": 1'))
+        monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    status = read_status(run, [], now=NOW + 20)
+    assert (status["state"], status["queue"], status["at_work"]) == ("running", None, None)
+
+
+def test_a_run_of_which_nobody_can_tell_whether_more_is_queued_is_not_over(ended_run, capsys):
+    change(ended_run, "4711_2.0", state="starting", ended=None, failure=None)  # an image is copied to its node
+    look = Look(ended_run)
+    for now_s in (150, 1000, 100_000):
+        status, _ = look.read(None, (), NOW + now_s)
+        assert (status["state"], look.has_ended(status)) == ("ended", False)
+    assert parting_words(status) == "nobody here can tell whether more of it is queued"
+    show_status(status)
+    told = capsys.readouterr()
+    assert parting_words(status) in told.out
+    assert "next:" not in told.err
+    assert [look.has_ended(look.read([], (), NOW + 200_000 + now_s)[0]) for now_s in (0, 60)] == [False, True]
+
+
+def test_a_run_that_was_just_submitted_again_waits_whatever_the_queue_said_before(ended_run):
+    reader, queue = StatusReader(ended_run), [{**MERGE, "state": "RUNNING"}]
+    assert reader.read(queue, now=NOW + 10)["state"] == "merging"
+    submit_again(ended_run)
+    status = reader.read(queue, now=NOW + 22)
+    assert (status["state"], status["queue"]) == ("queued", None)
+    assert reader.read(None, now=NOW + 30)["state"] == "queued"
+    assert reader.read([], now=NOW + 40)["state"] == "ended"  # by now squeue would tell
+
+
+def test_the_merge_waits_for_the_tasks_of_the_last_submission(ended_run):
+    submit_again(ended_run)
+    computed_anew(ended_run, 0, 3)
+    change(ended_run, "4800_0.0", state="ended", shard=None, ended=NOW + 200, updated=NOW + 200)
+    status = read_status(ended_run, [{**MERGE, "job_id": "4801"}], now=NOW + 205)
+    assert (status["state"], merge_words(status)) == ("merging", "1 of 1 task ended; waiting for the merge")
+
+
+def test_jobs_of_a_submission_that_has_ended_since_are_out_of_the_queue(ended_run):
+    reader, queue = StatusReader(ended_run), [*LATE, {**MERGE, "state": "RUNNING"}]
+    assert merge_words(reader.read(queue, now=NOW + 5)) == "3 of 3 tasks ended; the merge is at work"
+    ended_run.record_submission({"submission": 1, "state": "ended"})
+    assert reader.read(queue, now=NOW + 20)["state"] == "incomplete"
+
+
+def test_jobs_in_slurms_queue_are_not_those_of_a_copy_of_the_run(run):
+    again = {**run.submissions()[0], "submission": 2, "array_job": "4800", "merge_job": "4801"}
+    run.record_submission(again)
+    jobs = [slurms_queue.QueuedJob(f"{number}", "PENDING", "", "judge", "/", "x") for number in (4800, 4801)]
+    copy = Run.open(shutil.copytree(run.folder, run.folder.parent / "copy"))
+    assert slurms_queue.jobs_of(copy, jobs) == []
+    assert read_status(copy, slurms_queue.queued_jobs(copy, jobs), now=NOW + 500)["state"] == "ended"
+    moved = Run.open(run.folder.rename(run.folder.parent / "moved"))
+    assert slurms_queue.jobs_of(moved, jobs) == jobs
+    assert read_status(moved, slurms_queue.queued_jobs(moved, jobs), now=NOW + 500)["state"] == "queued"
+    path = moved.folder / "submissions.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    renumbered = [{**line, "folder": str(moved.folder), "inode": 9} for line in lines]
+    path.write_text("".join(json.dumps(line) + "\n" for line in renumbered))
+    assert slurms_queue.jobs_of(moved, jobs) == jobs  # a file system that numbers its files anew at each mount
+
+
+def test_the_report_knows_better_why_attempts_ended(ended_run):
+    change(ended_run, "4711_2.0", state="running", ended=None, failure=None, message="")
+    before = read_status(ended_run, None, now=NOW + 500)
+    assert before["failures"] == {"preempted": 2}
+    verdicts = [("4711_0.0", "cancelled"), ("4711_1.0", None), ("4711_2.0", "node_fail")]
+    report = reported(ended_run, errors=())
+    for row, (name, failure) in zip(report["attempts"], verdicts, strict=True):
+        row.update(attempt=name, failure=failure, message="so it was")
+    (ended_run.folder / "report.json").write_text(json.dumps(report))
+    status = read_status(ended_run, None, now=NOW + 500)
+    assert status["failures"] == {"cancelled": 1, "node_fail": 1}
+    assert [a["failure"] for a in status["attempts"]] == ["cancelled", None, "node_fail"]
+    # One that lives, of a later submission, is none of its business.
+    assert read_status(ended_run, None, now=NOW + 1)["attempts"][2]["failure"] is None
+
+
+def test_status_and_logs_say_the_same_of_every_attempt(ended_run):
+    def agreed(**failures):
+        status, judged = read_status(ended_run, [], now=NOW + 500), judged_attempts(ended_run)
+        found = {a["attempt"]: (a["failure"], a["message"]) for a in status["attempts"]}
+        assert found.items() <= {a["attempt"]: (a["failure"], a["message"]) for a in judged}.items()
+        assert status["failures"] == failures
+        return {name: failure for name, (failure, _) in found.items()}
+
+    lives = {"4711_3": [Life("NODE_FAIL", "node_fail", True, 100, 1, "gpu9")]}  # it left no record
+    change(ended_run, "4711_1.0", state="running", ended=None, failure=None, message="")
+    assert report_of(ended_run, lives=lives)["failures"] == {"lost": 1, "node_fail": 1, "preempted": 2}
+    assert agreed(lost=1, node_fail=1, preempted=2)["4711_1.0"] == "lost"
+    # It was slow, and lived on to a good end.
+    change(ended_run, "4711_1.0", state="ended", ended=NOW + 50, updated=NOW + 50, reason="others")
+    assert agreed(node_fail=1, preempted=2)["4711_1.0"] is None
+    hours = read_status(ended_run, [], now=NOW + 500)["gpu_hours"]
+    assert hours == pytest.approx((3 * 300 + 50 + 100) / 3600, abs=1e-3)
+    (ended_run.folder / "report.json").write_text("{")
+    # Near the walltime's end it was `slurmgpu cancel`, and no walltime.
+    change(ended_run, "4711_0.0", failure="timeout")
+    change(ended_run, "4711_2.0", state="running", ended=None, failure=None, message="")
+    ended_run.record_submission({"submission": 1, "cancelled": True})
+    assert agreed(cancelled=1)["4711_2.0"] is None
+    ended_run.record_submission({"submission": 1, "state": "ended"})
+    assert agreed(cancelled=2)["4711_0.0"] == "cancelled"
+    ended_run.record_submission({"submission": 1, "cancelled": False})
+    assert agreed(lost=1, timeout=1)["4711_2.0"] == "lost"
+
+
+def test_a_report_is_read_once_and_again_when_it_is_another(ended_run, monkeypatch):
+    times = []
+    monkeypatch.setattr("slurmgpu.report.status.read_report", lambda run: times.append(run) or read_report(run))
+    report_of(ended_run)
+    reader = StatusReader(ended_run)
+    for now_s in (0, 1, 12, 24, 100):
+        assert reader.read([], now=NOW + now_s)["failures"] == {"preempted": 3}
+        assert len(times) == 1
+    ended_run.shard_path(150).touch()
+    change(ended_run, "4711_0.0", failure="timeout")
+    report_of(ended_run)
+    assert reader.read([], now=NOW + 101)["failures"] == {"preempted": 2, "timeout": 1}
+    assert len(times) == 2
+
+
+def test_a_refused_submission_leaves_the_report_in_force(ended_run):
+    merged = ended_run.submissions()
+    ended_run.record_submission({"submission": 1, "state": "ended"})
+    assert is_told(ended_run.submissions(), merged, [])
+    ended_run.record_submission({**merged[0], "submission": 2, "state": "refused"})
+    assert is_told(ended_run.submissions(), merged, [])
+    ended_run.record_submission({"submission": 2, "state": "ended"})
+    assert not is_told(ended_run.submissions(), merged, [])
+    assert is_told(ended_run.submissions(), ended_run.submissions(), None)
+
+
+@pytest.mark.parametrize("text", ["torn", "[]", '{"complete": true, "attempts": [1]}'])
+def test_a_damaged_report_costs_what_only_the_report_knows(ended_run, text):
+    (ended_run.folder / "report.json").write_text(text)
+    status = read_status(ended_run, [], now=NOW + 60)
+    assert (status["state"], status["complete"], status["failures"]) == ("ended", False, {"preempted": 3})
+
+
+def test_a_run_whose_rows_are_all_merged_is_complete_though_its_report_is_damaged(tmp_path, caplog):
+    run = pretend_run(tmp_path / "judge", 300, n_tasks=3, n_shards=3)
+    for shard in range(3):
+        run.shard_path(shard).touch()
+    run.record_submission({"submission": 1, "state": "ended"})
+    (run.folder / "report.json").write_text("torn")
+    assert read_status(run, [], now=NOW + 60)["state"] == "incomplete"  # there is no merged file
+    for n_rows, state in [(run.plan.n_items - 1, "incomplete"), (run.plan.n_items, "complete")]:
+        write_merged_head(run, n_rows)
+        assert read_status(run, [], now=NOW + 60)["state"] == state
+    assert "`slurmgpu merge" in caplog.text
+
+
+# Failed items
+
+
+@pytest.fixture
+def failing_run(run):
+    """Of two shards items have failed, as the first task and the second one wrote."""
+    for task, errors in enumerate(({"item_error": 2}, {"item_error": 1, "crash": 1})):
+        [[shard, *_], *_] = json.loads((run.tasks / f"4711_{task}.0.json").read_text())["published"]
+        change(run, f"4711_{task}.0", n_errors=2, failed=[[shard, errors]])
+    return run
+
+
+def computed_anew(run, task, shard, **errors):
+    """An attempt of a second submission has computed a shard."""
+    record = json.loads((run.tasks / f"4711_{task}.0.json").read_text())
+    name, failed = f"4800_{task}.0", [[shard, errors]] if errors else []
+    record |= {"attempt": name, "job": "4800", "submission": 2, "published": [[shard, NOW, 5.0, True]]}
+    record |= {"failed": failed, "n_errors": sum(errors.values())}
+    write_json(run.tasks / f"{name}.json", record, durable=False)
+
+
+def test_failed_items_are_told_by_class_as_they_happen(failing_run):
+    status = read_status(failing_run, now=NOW)
+    assert (status["n_errors"], status["errors_by_class"]) == (4, {"crash": 1, "item_error": 3})
+    assert failure_words(status) == "items: 1 crash, 3 item_error"
+
+
+def test_items_that_were_set_aside_or_computed_anew_have_failed_no_more(failing_run):
+    [[shard, _]] = json.loads((failing_run.tasks / "4711_0.0.json").read_text())["failed"]
+    reader = StatusReader(failing_run)
+    assert reader.read(now=NOW)["n_errors"] == 4
+    failing_run.shard_path(shard).rename(failing_run.shards / f"{shard:05d}.failed")
+    # So far apart that the folder is read anew, also where all this happens within a tick of the clock.
+    assert reader.read(now=NOW + 20)["errors_by_class"] == {"crash": 1, "item_error": 1}
+    failing_run.shard_path(shard).touch()
+    computed_anew(failing_run, 0, shard)
+    assert reader.read(now=NOW + 40)["errors_by_class"] == {"crash": 1, "item_error": 1}
+    computed_anew(failing_run, 0, shard, cuda_oom=1)
+    assert reader.read(now=NOW + 60)["errors_by_class"] == {"crash": 1, "cuda_oom": 1, "item_error": 1}
+
+
+def test_of_records_that_only_count_failed_items_none_is_forgotten(failing_run):
+    change(failing_run, "4711_2.0", n_errors=5)
+    assert read_status(failing_run, now=NOW)["errors_by_class"] == {"crash": 1, "item_error": 8}
+
+
+def test_of_a_run_that_has_ended_the_report_tells_what_failed_and_what_it_cost(failing_run):
+    lives = {"4711_3": [Life("NODE_FAIL", "node_fail", True, 7200, 2, "gpu9")]}  # it left no record
+    report = reported(failing_run, errors=[(3, "cuda_oom: too long")], lives=lives)
+    failing_run.record_submission({"submission": 1, "state": "ended"})
+    (failing_run.folder / "report.json").write_text(json.dumps(report))
+    status = read_status(failing_run, [], now=NOW + 500)
+    assert (status["n_errors"], status["errors_by_class"]) == (1, {"cuda_oom": 1})
+    assert status["gpu_hours"] == report["gpu_hours"] > 4
+    # Not of what was submitted since, and was cancelled before it was merged.
+    failing_run.record_submission(
+        {**failing_run.submissions()[0], "submission": 2, "state": "ended", "cancelled": True}
+    )
+    assert read_status(failing_run, [], now=NOW + 500)["n_errors"] == 4
+
+
+# A run of this machine
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A run of this machine that was just submitted, at work, and one of its processes."""
+    monkeypatch.setattr(pretend_runs, "BEGIN", time.time() - 300)
+    run = pretend_run(tmp_path / "here", 300, n_tasks=2, executor="local")
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        pids = {"host": platform.node(), "pids": [process.pid], "time": time.time()}
+        run.record_submission({"submission": 1, "state": "running", **pids})
+        yield run, process
+        process.kill()
+
+
+def test_a_run_of_this_machine_whose_processes_were_killed_is_not_said_to_run(here):
+    run, process = here
+    now = pretend_runs.BEGIN + 300  # when its attempts have written last
+    assert read_status(run, now=now)["state"] == "running"
+    assert read_status(run, now=now + 500)["state"] == "running"  # it was suspended
+    process.kill()
+    process.wait()
+    assert read_status(run, now=now + 5)["state"] == "running"  # they may be others' children by now
+    status = read_status(run, now=now + 20)
+    assert (status["state"], {a["silent"] for a in status["attempts"]}) == ("ended", {True})
+    assert (status["pace"]["n_living"], status["pace"]["left_s"]) == (0, None)
+
+
+def test_a_run_of_this_machine_whose_tasks_have_ended_is_merged_as_long_as_it_has_a_process(here):
+    run, process = here
+    for task in range(2):
+        change(run, f"4711_{task}.0", state="ended", ended=time.time(), shard=None)
+    assert read_status(run)["state"] == "merging"
+    process.kill()
+    process.wait()
+    assert read_status(run)["state"] == "ended"
+
+
+def test_a_run_of_this_machine_that_was_just_submitted_again_waits_for_its_tasks(here):
+    run, _ = here
+    for task in range(2):
+        change(run, f"4711_{task}.0", state="ended", ended=time.time(), shard=None)
+    again = {**run.submissions()[0], "submission": 2}
+    run.record_submission(again)  # the first one ends when this one has
+    assert read_status(run)["state"] == "queued"
+
+
+def test_of_a_process_that_is_hidden_nobody_can_tell_whether_it_lives(here, monkeypatch):
+    run, process = here
+    [line] = run.submissions()
+    assert processes_here(line) == [process.pid]
+    process.kill()
+    process.wait()
+    assert processes_here(line) == []
+
+    def hidden(pid, signum):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", hidden)
+    assert processes_here(line) is None
+
+
+def test_where_nobody_can_tell_who_works_attempts_that_are_silent_are_dead(run):
+    assert read_status(run, None, now=NOW + 60)["state"] == "running"
+    assert read_status(run, None, now=NOW + 500)["state"] == "ended"
+
+
+def test_a_task_whose_nodes_clock_is_wrong_leaves_the_queue_when_it_has_ended(run):
+    reader = StatusReader(run)
+    for task in range(3):
+        change(run, f"4711_{task}.0", updated=NOW - 900)
+    reader.read(LATE, now=NOW)
+    for task in range(3):
+        ended = NOW - 890
+        change(run, f"4711_{task}.0", state="ended", shard=None, updated=ended, ended=ended, failure="preempted")
+    assert reader.read([*LATE, MERGE], now=NOW + 10)["state"] == "merging"

@@ -1,0 +1,521 @@
+"""The snapshot of the user's modules: what is in it, that tasks import nothing else, what is told of changes."""
+
+import errno
+import json
+import os
+import sys
+import textwrap
+import zipfile
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import h5py
+import pytest
+
+from slurmgpu import open as slurmgpu_open
+from slurmgpu.code import importer, snapshots
+from slurmgpu.code.ast_digest import tree_digest
+from slurmgpu.code.tracer import snapshot_of
+from slurmgpu.code.versions import in_words, makers_of, rows_by_code, stretches_of, within
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.plan.planner import draft_run
+from slurmgpu.run.directory import Run
+from tests.support.runs import kill_workers, let_go, report, start, wait_until_held
+
+WORKLOAD = """
+import time
+from pathlib import Path
+
+from helpers.signs import SIGN
+from slurmgpu import Array, Text
+
+
+class Signed:
+    columns = {"x": Array("int64"), "said": Text()}
+    batch_size = 2
+
+    def __init__(self, *, held: str = "") -> None:
+        self.held = held
+
+    def load(self, task) -> None:
+        pass
+
+    def __call__(self, items):
+        while self.held and Path(self.held).exists():
+            time.sleep(0.05)
+        import late
+
+        return [{"x": SIGN * (1 + item.index), "said": late.said()} for item in items]
+"""
+SIGNS = """
+# A helper.
+SIGN = 1
+"""
+LATE = """
+from pathlib import Path
+
+
+def said():
+    return (Path(__file__).parent / "words.txt").read_text()
+"""
+
+
+NAMES = ["helpers/__init__.py", "helpers/signs.py", "late.py", "signed.py"]
+
+
+@pytest.fixture
+def signed(tmp_path):
+    """A project whose workload imports a package, and within its call a module that reads a file beside it."""
+
+    def make(**top):
+        folder = tmp_path / "project"
+        (folder / "helpers").mkdir(parents=True, exist_ok=True)
+        (folder / "helpers" / "__init__.py").touch()
+        (folder / "helpers" / "signs.py").write_text(SIGNS)
+        (folder / "late.py").write_text(LATE)
+        (folder / "unused.py").write_text("x = 1\n")
+        (folder / "words.txt").write_text("first words")
+        (folder / "signed.py").write_text(WORKLOAD)
+        (folder / "items.jsonl").write_text("".join(f'{{"i": {i}}}\n' for i in range(8)))
+        keys = {"input": "items.jsonl", "run_dir": "run", "shard_items": 2, "lease_s": 4.0, "html": False, **top}
+        text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())
+        text += '\n[workload]\nuse = "signed.py:Signed"\n\n[resources]\ngpus = 0\nexecutor = "local"\n\n[settings]\n'
+        (folder / "slurmgpu.toml").write_text(text)
+        return folder
+
+    return make
+
+
+def values(folder, name="x"):
+    with h5py.File(folder / "run" / "merged.h5") as file:
+        return file[name][:].tolist()
+
+
+def held(folder):
+    """Have the items of the project wait until `let_go`."""
+    (folder / "held").touch()
+    with open(folder / "slurmgpu.toml", "a") as file:
+        file.write(f"held = {json.dumps(str(folder / 'held'))}\n")
+
+
+def lack(folder, shard):
+    (folder / "run" / "shards" / f"{shard:05d}.h5").unlink()
+
+
+def codes(folder):
+    return [line["code"]["digest"] for line in Run.open(folder / "run").submissions()]
+
+
+def makers(folder):
+    from slurmgpu.shards.shard_file import read_directory
+
+    run = Run.open(folder / "run")
+    return {shard: read_directory(run.shard_path(shard)).made_by["code"] for shard in run.published()}
+
+
+def test_the_snapshot_has_what_the_workload_imports_and_every_shard_names_it(signed, slurmgpu):
+    folder = signed()
+    slurmgpu("submit", cwd=folder, expect=0)
+    [digest] = codes(folder)
+    about = json.loads((folder / "run" / "code" / f"{digest}.json").read_text())
+    assert [file["name"] for file in about["files"]] == NAMES
+    assert (folder / "run" / "code" / digest / "late.py").read_text() == LATE
+    assert about["distributions"]["numpy"]
+    assert set(makers(folder).values()) == {digest}
+
+
+def test_a_task_that_waits_never_runs_what_was_edited_since(signed, slurmgpu):
+    folder = signed()
+    held(folder)
+    process = start("submit", cwd=folder)
+    wait_until_held(folder, 0)
+    # The workload is loaded, and late.py is not imported yet; a second worker imports all of it later.
+    (folder / "helpers" / "signs.py").write_text("SIGN = -1\n")
+    (folder / "late.py").write_text("def said():\n    return 'edited'\n")
+    (folder / "signed.py").write_text("not Python at all\n")
+    kill_workers(folder)
+    let_go(folder)
+    process.communicate(timeout=200)
+    assert process.returncode == 0
+    assert values(folder) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert bytes(values(folder, "said/values")).decode() == 8 * "first words"
+
+
+def test_a_file_beside_a_module_is_read_as_it_is(signed, slurmgpu):
+    folder = signed()
+    held(folder)
+    process = start("submit", cwd=folder)
+    wait_until_held(folder, 0)
+    (folder / "words.txt").write_text("new words")
+    let_go(folder)
+    process.communicate(timeout=200)
+    assert bytes(values(folder, "said/values")).decode() == 8 * "new words"
+
+
+def test_comments_and_layout_are_no_change_and_a_sign_is_told_at_once(signed, slurmgpu):
+    folder = signed()
+    slurmgpu("submit", cwd=folder, expect=0)
+    (folder / "helpers" / "signs.py").write_text("SIGN = (1)   # the sign\n")
+    lack(folder, 0)
+    assert "has changed" not in slurmgpu("resubmit", "run", cwd=folder, expect=0).stderr
+    (folder / "helpers" / "signs.py").write_text("SIGN = -1\n")
+    lack(folder, 1)
+    said = slurmgpu("resubmit", "run", cwd=folder, expect=0).stderr
+    assert "The code has changed since submission 2: helpers/signs.py differs." in said
+    first, second, third = codes(folder)
+    assert first == second != third
+    assert f"is by {third[:4]}, what was computed then by {first[:4]}" in said
+    assert values(folder) == [1, 2, -3, -4, 5, 6, 7, 8]
+    assert makers(folder) == {0: first, 1: third, 2: first, 3: first}
+    lack(folder, 1)
+    said = slurmgpu("resubmit", "run", "--code", first[:4], cwd=folder, expect=0).stderr
+    assert f"It computes with the code of submission 2, {first[:4]}." in said
+    assert values(folder) == [1, 2, 3, 4, 5, 6, 7, 8]
+    (folder / "signed.py").unlink()
+    lack(folder, 2)
+    said = slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
+    assert "There is no file" in said
+    assert "--code former" in said
+    slurmgpu("resubmit", "run", "--code", "former", cwd=folder, expect=0)
+    assert values(folder) == [1, 2, 3, 4, 5, 6, 7, 8]
+    lack(folder, 2)
+    assert "expected 'former', or the digest" in slurmgpu("resubmit", "run", "--code", "x", cwd=folder, expect=2).stderr
+
+
+def test_the_rows_of_two_versions_are_told_apart_and_computed_again(signed, slurmgpu):
+    folder = signed()
+    slurmgpu("submit", cwd=folder, expect=0)
+    [version] = report(folder)["code"]
+    assert (version["items"], version["submissions"], set(version["files"])) == (8, [1], {*NAMES})
+    (folder / "helpers" / "signs.py").write_text("SIGN = -1\n")
+    lack(folder, 1)
+    # Also where the rows of the shard that is gone are in merged.h5: those are theirs who have computed them.
+    assert values(folder) == [1, 2, 3, 4, 5, 6, 7, 8]
+    (folder / "run" / "merged.h5").unlink()
+    said = slurmgpu("resubmit", "run", cwd=folder, expect=0).stdout
+    first, second = codes(folder)
+    words = f"code: 6 rows by {first[:4]}, 2 by {second[:4]}"
+    assert words in said
+    assert words in slurmgpu("status", "run", cwd=folder, expect=0).stdout
+    told = report(folder)["code"]
+    assert [(version["digest"], version["items"]) for version in told] == [(first, 6), (second, 2)]
+    with slurmgpu_open(folder / "run" / "merged.h5") as merged:
+        assert merged.code.tolist() == 2 * [first] + 2 * [second] + 4 * [first]
+    with slurmgpu_open(folder / "run" / "shards" / "00001.h5") as shard:
+        assert shard.code.tolist() == 2 * [second]
+    said = slurmgpu("resubmit", "run", "--other-code", cwd=folder, expect=0)
+    assert "6 items are computed again, in 3 shards" in said.stderr
+    assert values(folder) == [-1, -2, -3, -4, -5, -6, -7, -8]
+    assert [(version["digest"], version["items"]) for version in report(folder)["code"]] == [(second, 8)]
+    said = slurmgpu("resubmit", "run", "--other-code", cwd=folder, expect=2).stderr
+    assert "all its rows are by this code" in said
+    slurmgpu("resubmit", "run", "--other-code", "--code", first, cwd=folder, expect=0)
+    assert values(folder) == [1, 2, 3, 4, 5, 6, 7, 8]
+    # What a merge takes out of an earlier merged.h5 stays by the code that computed it.
+    for path in (folder / "run" / "shards").glob("00002*"):
+        path.unlink()
+    (folder / "helpers" / "signs.py").write_text("SIGN = 5\n")
+    slurmgpu("merge", "run", cwd=folder, expect=0)
+    assert values(folder) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [(version["digest"], version["items"]) for version in report(folder)["code"]] == [(first, 8)]
+
+
+def test_stretches_keep_apart_what_is_whose():
+    by = {"code": "a", "revisions": [{"code": "b", "items": [[2, 4]]}, {"code": "c", "items": [[3, 4], [9, 10]]}]}
+    found = stretches_of(by, 0, 10)
+    assert found == [(0, 2, "a"), (2, 3, "b"), (3, 4, "c"), (4, 9, "a"), (9, 10, "c")]
+    assert stretches_of(makers_of(found), 0, 10) == found
+    assert within(found, 1, 4) == [(1, 2, "a"), (2, 3, "b"), (3, 4, "c")]
+    assert rows_by_code(found) == {"a": 7, "b": 1, "c": 2}
+    versions = [{"digest": "9f2c11", "items": 1920}, {"digest": None, "items": 80}]
+    assert in_words(versions) == "1,920 rows by 9f2c, 80 by code that is not known"
+
+
+def test_a_snapshot_that_was_changed_is_not_computed_with(signed, slurmgpu):
+    folder = signed()
+    slurmgpu("submit", cwd=folder, expect=0)
+    [digest] = codes(folder)
+    lack(folder, 0)
+    (folder / "run" / "code" / digest / "late.py").write_text("def said():\n    return 'somebody else'\n")
+    assert "was changed" in slurmgpu("resubmit", "run", "--code", "former", cwd=folder, expect=2).stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_a_snapshot_that_a_stranger_has_put_there_is_not_computed_with(signed, slurmgpu):
+    folder = signed()
+    slurmgpu("submit", cwd=folder, expect=0)
+    [digest] = codes(folder)
+    assert (folder / "run" / "code").stat().st_mode & 0o022 == 0
+    lack(folder, 0)
+    os.chown(folder / "run" / "code" / digest, 12345, 12345)
+    said = slurmgpu("resubmit", "run", "--code", "former", cwd=folder, expect=2).stderr
+    assert "belongs to the user with the number 12345" in said
+
+
+@pytest.mark.parametrize("file", ["signed.py", "helpers/signs.py"])
+def test_a_syntax_error_is_the_users_with_file_and_line(signed, slurmgpu, file):
+    folder = signed()
+    slurmgpu("submit", cwd=folder, expect=0)
+    (folder / file).write_text("x = 1\ndef broken(:\n")
+    lack(folder, 0)
+    for command in (["submit", "--run-dir", "other"], ["check"], ["resubmit", "run"]):
+        done = slurmgpu(*command, cwd=folder, expect=2)
+        assert f"{folder / file}, line 2, is not Python: invalid syntax" in done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
+    (folder / file).write_text("import json\nfrom json import nothing_like_it\n")
+    done = slurmgpu("submit", "--run-dir", "other", cwd=folder, expect=2)
+    assert f"{folder / file}, line 2, has ImportError: cannot import name 'nothing_like_it'" in done.stderr
+
+
+def test_what_the_process_imported_before_is_not_taken_for_what_is_on_disk(signed):
+    folder = signed()
+    for sign in (1, -1):
+        (folder / "helpers" / "signs.py").write_text(f"SIGN = {sign}\n")
+        with draft_run(folder / "slurmgpu.toml") as draft:
+            [file] = [file for file in draft.code.files if file.name == "helpers/signs.py"]
+            assert file.source.decode() == f"SIGN = {sign}\n"
+            assert sign == sys.modules["helpers.signs"].SIGN
+    importer.forget_changed()
+
+
+def test_the_debug_executor_computes_with_the_snapshot_that_its_shards_name(signed, slurmgpu):
+    folder = signed()
+    slurmgpu("submit", "--executor", "debug", cwd=folder, expect=0)
+    (folder / "helpers" / "signs.py").write_text("SIGN = -1\n")
+    lack(folder, 0)
+    slurmgpu("resubmit", "run", "--code", "former", cwd=folder, expect=0)
+    assert values(folder) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_an_editable_install_is_in_the_snapshot(signed, slurmgpu, tmp_path):
+    folder, source = signed(), tmp_path / "mylib" / "src"
+    (source / "mylib").mkdir(parents=True)
+    (source / "mylib" / "__init__.py").write_text("from mylib.core import SIGN\n")
+    (source / "mylib" / "core.py").write_text("SIGN = 3\n")
+    (folder / "helpers" / "signs.py").write_text("from mylib import SIGN\n")
+    # What a .pth file of an editable install does, without installing into this environment.
+    site = tmp_path / "usersite"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(f"import sys\nsys.path.append({str(source)!r})\n")
+    slurmgpu("submit", cwd=folder, expect=0, PYTHONPATH=str(site))
+    [digest] = codes(folder)
+    about = json.loads((folder / "run" / "code" / f"{digest}.json").read_text())
+    assert {"mylib/__init__.py", "mylib/core.py"} < {file["name"] for file in about["files"]}
+    (source / "mylib" / "core.py").write_text("SIGN = 5\n")
+    lack(folder, 0)
+    slurmgpu("resubmit", "run", "--code", "former", cwd=folder, expect=0, PYTHONPATH=str(site))
+    assert values(folder) == [3, 6, 9, 12, 15, 18, 21, 24]
+    lack(folder, 0)
+    said = slurmgpu("resubmit", "run", cwd=folder, expect=0, PYTHONPATH=str(site)).stderr
+    assert "mylib/core.py differs" in said
+    assert values(folder) == [5, 10, 9, 12, 15, 18, 21, 24]
+
+
+def test_processes_that_a_workload_spawns_import_the_snapshot(signed, slurmgpu):
+    folder = signed()
+    (folder / "late.py").write_text(
+        textwrap.dedent(
+            """
+            import multiprocessing
+            from concurrent.futures import ProcessPoolExecutor
+
+
+            def sign(_):
+                from helpers.signs import SIGN
+
+                return str(SIGN)
+
+
+            def said():
+                with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                    return next(pool.map(sign, [0]))
+            """
+        )
+    )
+    (folder / "items.jsonl").write_text('{"i": 0}\n')
+    held(folder)
+    process = start("submit", cwd=folder)
+    wait_until_held(folder, 0)
+    (folder / "helpers" / "signs.py").write_text("SIGN = -1\n")
+    let_go(folder)
+    process.communicate(timeout=200)
+    assert bytes(values(folder, "said/values")).decode() == "1"
+
+
+def test_a_run_of_an_older_slurmgpu_goes_on(signed, slurmgpu):
+    folder = signed()
+    slurmgpu("submit", cwd=folder, expect=0)
+    path = folder / "run" / "submissions.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        line.pop("code", None)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lack(folder, 0)
+    assert "older slurmgpu" in slurmgpu("resubmit", "run", "--code", "former", cwd=folder, expect=2).stderr
+    slurmgpu("resubmit", "run", cwd=folder, expect=0)
+    assert report(folder)["complete"]
+
+
+def test_a_module_named_by_a_setting_or_imported_by_a_made_up_name_is_in_it(signed):
+    folder = signed()
+    (folder / "kinds").mkdir()
+    for name in ("__init__", "red", "blue"):
+        (folder / "kinds" / f"{name}.py").touch()
+    (folder / "kinds" / "__init__.py").write_text("import importlib\ndef kind(n): return importlib.import_module(n)\n")
+    (folder / "rules.py").write_text("def check(text, item): return True\n")
+    (folder / "signed.py").write_text("import kinds\n" + WORKLOAD.replace("held: str", "rule: str = '', held: str"))
+    with open(folder / "slurmgpu.toml", "a") as file:
+        file.write('rule = "rules.py:check"\n')
+    with draft_run(folder / "slurmgpu.toml") as draft:
+        names = {file.name for file in draft.code.files}
+        assert {"rules.py", "kinds/red.py", "kinds/blue.py"} < names
+        again = snapshot_of(draft.plan, None, None)
+    assert again.digest == draft.code.digest
+    importer.forget_changed()
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("x = 1 # one", "x=(1)\n\n", True),
+        ("def f(a, b=2): return a", "def f(a,\n      b = 2):\n    # note\n    return a", True),
+        ("x = 'a' 'b'", 'x = "ab"', True),
+        ("x = 1", "x = 1.0", False),
+        ("x = 1", "x = True", False),
+        ("x = None", "x = ...", False),
+        ("def f(): 'doc'", "def f(): 'dock'", False),
+        ("x = a - b", "x = b - a", False),
+        ("x = " + hex(10**5000), "x = " + hex(10**5000 + 1), False),
+        ("x = " + "+".join(["1"] * 5000), "x = " + "+".join(["1"] * 5000) + " # note", False),
+    ],
+)
+def test_the_digest_is_that_of_the_syntax_tree(one, other, same):
+    found = tree_digest(one.encode(), "a.py") == tree_digest(other.encode(), "a.py")
+    assert found == same
+
+
+def test_digests_are_told_by_as_many_digits_as_tell_them_apart():
+    assert snapshots.short("9f2c1111", ["77ab0000"]) == "9f2c"
+    assert snapshots.short("9f2c1111", ["9f2c1000"]) == "9f2c11"
+
+
+def names_in(folder, **more):
+    with draft_run(folder / "slurmgpu.toml") as draft:
+        importer.forget_changed()
+        code = snapshot_of(draft.plan, None, None, **more)
+    return [file.name for file in code.files], list(code.left_out)
+
+
+def test_plugins_whose_names_are_made_up_behind_a_package_are_in_it(signed):
+    folder = signed()
+    for package in ("reds", "blues", "greens", "greys"):
+        (folder / package).mkdir()
+        (folder / package / "one.py").touch()
+    (folder / "signed.py").write_text(
+        "from importlib import import_module\n"
+        "def plug(name):\n"
+        "    import_module(f'reds.{name}'), import_module('blues.' + name), import_module('greens.%s' % name)\n"
+        "    return import_module('greys.{}'.format(name))\n" + WORKLOAD
+    )
+    names, left_out = names_in(folder)
+    assert {"reds/one.py", "blues/one.py", "greens/one.py", "greys/one.py"} < set(names)
+    assert left_out == []
+    with open(folder / "signed.py", "a") as file:
+        file.write("\n\ndef other(name):\n    return __import__(name)\n")
+    _, [said] = names_in(folder)
+    line = len((folder / "signed.py").read_text().splitlines())
+    assert f"{folder / 'signed.py'}, line {line}, imports by a name that is made up as it runs" in said
+
+
+def test_what_cannot_be_taken_is_told_at_submit_and_in_the_report(signed, slurmgpu):
+    folder = signed()
+    (folder / f"fast{EXTENSION_SUFFIXES[0]}").write_bytes(b"no library at all")
+    text = "try:\n    import fast\nexcept ImportError:\n    fast = None\n" + WORKLOAD
+    (folder / "signed.py").write_text(text)
+    said = slurmgpu("submit", cwd=folder, expect=0).stderr
+    [sentence] = report(folder)["code"][0]["left_out"]
+    assert "Compiled modules are not in the snapshot" in sentence
+    assert str(folder / f"fast{EXTENSION_SUFFIXES[0]}") in sentence
+    assert sentence in said
+    [digest] = codes(folder)
+    assert json.loads((folder / "run" / "code" / f"{digest}.json").read_text())["left_out"] == [sentence]
+
+
+def test_a_folder_that_code_puts_on_the_path_is_known_to_a_resubmission(signed, slurmgpu, tmp_path):
+    folder, shared = signed(), tmp_path / "shared"
+    shared.mkdir()
+    (shared / "outside.py").write_text("import beyond\nTIMES = beyond.TIMES\n")
+    (shared / "beyond.py").write_text("TIMES = 10\n")
+    begin = f"import sys\nsys.path.append({str(shared)!r})\nfrom outside import TIMES\n"
+    (folder / "signed.py").write_text(begin + WORKLOAD.replace("SIGN * (", "TIMES * SIGN * ("))
+    slurmgpu("submit", cwd=folder, expect=0)
+    lack(folder, 0)
+    (shared / "beyond.py").write_text("TIMES = 100\n")
+    said = slurmgpu("resubmit", "run", cwd=folder, expect=0).stderr
+    assert "beyond.py differs" in said
+    assert "not imported any more" not in said
+    assert set(report(folder)["code"][0]["files"]) == {*NAMES, "outside.py", "beyond.py"}
+
+
+def test_a_module_in_an_archive_on_the_path_is_no_error(signed, tmp_path, monkeypatch):
+    with zipfile.ZipFile(tmp_path / "zipped.zip", "w") as archive:
+        archive.writestr("zipped.py", "x = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "zipped.zip"))
+    folder = signed()
+    (folder / "signed.py").write_text("import zipped\n" + WORKLOAD)
+    names, left_out = names_in(folder)
+    assert (names, left_out) == (NAMES, [])
+
+
+def test_a_file_that_may_be_imported_and_cannot_be_read_is_told(signed, monkeypatch):
+    folder = signed()
+    (folder / "secret.py").touch()
+    (folder / "signed.py").write_text("try:\n    import secret\nexcept OSError:\n    pass\n" + WORKLOAD)
+    read = Path.read_bytes
+
+    def refuse(path):
+        if path.name == "secret.py":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return read(path)
+
+    with draft_run(folder / "slurmgpu.toml") as draft:
+        importer.forget_changed()
+        monkeypatch.setattr(Path, "read_bytes", refuse)
+        code = snapshot_of(draft.plan, None, None)
+        assert [file.name for file in code.files] == NAMES
+        assert code.left_out == (
+            f"{folder / 'secret.py'} cannot be read, and is imported as it is then: Permission denied.",
+        )
+        (folder / "signed.py").write_text("import secret\n" + WORKLOAD)
+        with pytest.raises(SlurmGPUError, match=r"secret\.py, which the workload imports, cannot be read: Permission"):
+            snapshot_of(draft.plan, None, None)
+
+
+def test_what_is_gone_is_told_apart_from_what_is_not_imported_any_more(tmp_path):
+    (tmp_path / "kept.py").touch()
+    files = [snapshots.SourceFile(name, str(tmp_path / name), (), "d", b"") for name in ("gone.py", "kept.py")]
+    before, now = snapshots.Snapshot(tuple(files), {}), snapshots.Snapshot((), {})
+    assert snapshots.changes(before, now) == ["gone.py is gone", "kept.py is not imported any more"]
+
+
+def test_a_module_that_has_vanished_is_missed_before_anything_is_queued(signed, monkeypatch):
+    folder = signed()
+    for name in ("vanishing", "helpers/vanishing"):
+        (folder / f"{name}.py").touch()
+    (folder / "signed.py").write_text("import vanishing\nfrom helpers import vanishing\n" + WORKLOAD)
+    with draft_run(folder / "slurmgpu.toml") as draft:
+        importer.forget_changed()
+        before = draft.code.files
+        (folder / "helpers" / "vanishing.py").unlink()
+        snapshot_of(draft.plan, None, None, former=before)  # helpers/__init__.py may have that name
+        (folder / "vanishing.py").unlink()
+        with pytest.raises(SlurmGPUError, match=r"imports vanishing, and its file \S+ is not there.*--code former"):
+            snapshot_of(draft.plan, None, None, former=before)
+        installed = folder / "installed" / "site-packages"
+        installed.mkdir(parents=True)
+        (installed / "vanishing.py").touch()
+        monkeypatch.syspath_prepend(str(installed))
+        assert [file.name for file in snapshot_of(draft.plan, None, None, former=before).files] == NAMES
+        (installed / "vanishing.py").unlink()
+        (folder / "signed.py").write_text("try:\n    import vanishing\nexcept ImportError:\n    pass\n" + WORKLOAD)
+        assert [file.name for file in snapshot_of(draft.plan, None, None, former=before).files] == NAMES

@@ -1,0 +1,192 @@
+"""From its first instruction on a task understands what asks it to end: under Submitit, and by hand."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from submitit.core.utils import DelayedSubmission
+
+from slurmgpu.executors import job_entry
+from slurmgpu.executors.resubmission import first_submission
+from slurmgpu.plan.planner import draft_run
+from slurmgpu.report.attempts import Life, attempts_of
+from slurmgpu.run.directory import create_run
+from slurmgpu.slurm.own_job import own_job
+from tests.support.runs import holders, let_go, published, records, wait_until
+
+# Sends its process a signal at the moment that SIGNAL_AT names, the first time: an audit event and a part of what is
+# audited, such as "import numpy" or "open submissions.jsonl".
+HOOK = """
+import os, sys
+def hook(event, arguments):
+    kind, part = os.environ["SIGNAL_AT"].split(" ")
+    if event == kind and arguments and part in str(arguments[0]) and "AT" not in os.environ:
+        os.environ["AT"] = "sent"
+        os.kill(os.getpid(), int(os.environ["SIGNAL"]))
+sys.addaudithook(hook)
+"""
+NAMES = ("NTASKS=1", "JOB_NUM_NODES=1", "NODEID=0", "GLOBALID=0", "LOCALID=0", "JOB_ID=1")
+JOB = {"SUBMITIT_EXECUTOR": "local", **{f"SUBMITIT_LOCAL_{k}": v for k, v in (name.split("=") for name in NAMES)}}
+MOMENTS = [
+    "import numpy",  # Submitit begins
+    "open 1_submitted.pkl",
+    "import slurmgpu.executors.job_entry",  # the job's function is unpickled, before Submitit takes the signals
+    "open run.json",  # and behind that
+    "open 7_0.0@here.alive",
+    "open submissions.jsonl",
+    "open telemetry",
+]
+
+
+def make_run(project, n_items=16, **options):
+    """A run that was submitted to Slurm, of which no task has started."""
+    folder = project(n_items, resources={"device": "cpu"}, **options)
+    with draft_run(folder / "slurmgpu.toml") as draft:
+        run = create_run(draft.run_dir, draft.plan, draft.items.files)
+    submission = first_submission({**run.plan.resources, "executor": "slurm"}, run.plan.n_shards)
+    run.record_submission({**submission.to_json(), "state": "queued", "array_job": "7"})
+    return run
+
+
+@pytest.fixture
+def run(project):
+    return make_run(project)
+
+
+def environment(tmp_path, signum=0, moment="import nothing", **others):
+    (tmp_path / "hook").mkdir(exist_ok=True)
+    (tmp_path / "hook" / "sitecustomize.py").write_text(HOOK)
+    hooked = {"PYTHONPATH": str(tmp_path / "hook"), "SIGNAL": str(int(signum)), "SIGNAL_AT": moment}
+    # No squeue: what it says is another test's.
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_CLUSTER_NAME": "here", "PATH": "/nowhere"}
+    return {**os.environ, **hooked, **slurm, **others}
+
+
+def check_that_it_has_ended(run, done, signum):
+    assert done.returncode == 75, done.stderr
+    [record] = records(run.folder.parent)
+    expected = "cancelled" if signum == signal.SIGINT else "preempted"
+    assert (record["state"], record["failure"]) == ("ended", expected)
+    assert published(run.folder.parent) == []
+    assert list(run.claims.folder.iterdir()) == []
+    assert not list(run.tasks.glob("*.alive"))
+
+
+EARLY = [(signum, moment) for signum in (signal.SIGUSR2, signal.SIGTERM) for moment in MOMENTS]
+
+
+@pytest.mark.parametrize(("signum", "moment"), [*EARLY, (signal.SIGINT, MOMENTS[2])])
+def test_a_signal_before_a_task_of_submitits_listens_is_obeyed(run, tmp_path, signum, moment):
+    DelayedSubmission(job_entry.run_task, run.folder, 1).dump(run.logs / "1_submitted.pkl")
+    command = [sys.executable, *job_entry.BEGIN.split(), "-u", "-m", "submitit.core._submit", str(run.logs)]
+    env = environment(tmp_path, signum, moment, **JOB)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+    check_that_it_has_ended(run, done, signum)
+
+
+@pytest.mark.parametrize("moment", ["import typer", "open run.json", "open submissions.jsonl"])
+@pytest.mark.parametrize("signum", [signal.SIGUSR2, signal.SIGTERM], ids=["USR2", "TERM"])
+def test_a_signal_before_a_task_by_hand_listens_is_obeyed(run, tmp_path, signum, moment):
+    command = [sys.executable, "-m", "slurmgpu", "task", str(run.folder)]
+    env = environment(tmp_path, signum, moment)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+    check_that_it_has_ended(run, done, signum)
+
+
+def test_without_a_signal_the_same_task_computes_all(run, tmp_path):
+    DelayedSubmission(job_entry.run_task, run.folder, 1).dump(run.logs / "1_submitted.pkl")
+    command = [sys.executable, *job_entry.BEGIN.split(), "-u", "-m", "submitit.core._submit", str(run.logs)]
+    done = subprocess.run(command, env=environment(tmp_path, **JOB), capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert len(published(run.folder.parent)) == 2
+
+
+def test_what_came_before_is_told_to_whoever_listens():
+    code = (
+        "import os, signal\nfrom slurmgpu.util import early_signals\nearly_signals.remember()\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\nfrom slurmgpu.task.worker_process import StopSignals\n"
+        "with StopSignals() as signals: print(signals.events.get()['signum'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{int(signal.SIGTERM)}\n"
+
+
+# Job ids of two clusters
+
+
+def test_a_job_of_another_cluster_with_the_same_id_is_a_submission_of_its_own(run, tmp_path):
+    first = run.submissions()[0]
+    run.record_submission({"submission": 1, "cluster": "here"})
+    for cluster in ("there", "there", "here"):
+        command = [sys.executable, "-m", "slurmgpu", "task", str(run.folder)]
+        env = environment(tmp_path) | {"SLURM_CLUSTER_NAME": cluster}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stderr
+    assert first["array_job"] == "7"
+    lines = run.submissions()
+    assert [(line["array_job"], line["cluster"]) for line in lines] == [("7", "here"), ("7", "there")]
+    assert {(record["attempt"], record["submission"]) for record in records(run.folder.parent)} == {
+        ("7_0.0@there", 2),
+        ("7_0.0", 1),
+    }
+    lives = {"7_0": [Life("FAILED", "crash", True, 5, 1, "n1")] * 2}
+    rows = {row["attempt"]: row["slurm_state"] for row in attempts_of(run, lives)}
+    assert rows == {"7_0.0": "FAILED", "7_0.0@there": None, "7_0.1": "FAILED"}
+
+
+# When its walltime ends
+
+
+SQUEUE = """#!{python}
+import sys, time
+from pathlib import Path
+while not Path({go!r}).exists():
+    time.sleep(0.02)
+print("7 7 N/A 0 {left}")
+"""
+
+
+@pytest.fixture
+def slow_squeue(tmp_path):
+    """A squeue that answers once it may: `slow_squeue(left)` gives a PATH with it and what lets it."""
+
+    def make(left):
+        folder, go = tmp_path / "bin", tmp_path / "go"
+        folder.mkdir()
+        (folder / "squeue").write_text(SQUEUE.format(python=sys.executable, go=str(go), left=left))
+        (folder / "squeue").chmod(0o755)
+        return str(folder), go
+
+    return make
+
+
+def test_no_task_waits_for_squeue_and_its_worker_learns_the_end_when_it_is_told(project, tmp_path, slow_squeue):
+    run = make_run(project, 40, held_from=8)
+    path, go = slow_squeue("0:02")
+    DelayedSubmission(job_entry.run_task, run.folder, 1).dump(run.logs / "1_submitted.pkl")
+    command = [sys.executable, *job_entry.BEGIN.split(), "-u", "-m", "submitit.core._submit", str(run.logs)]
+    env = environment(tmp_path, **JOB) | {"PATH": path}
+    with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        wait_until(lambda: published(run.folder.parent) == ["00000.h5"], "a shard, while squeue does not answer")
+        wait_until(lambda: holders(run.folder.parent), "a task with the second shard")
+        assert records(run.folder.parent)[0]["end_time"] is None
+        go.touch()
+        wait_until(lambda: records(run.folder.parent)[0]["end_time"] is not None, "the end of the walltime")
+        let_go(run.folder.parent)
+        assert process.wait(280) == 0
+    [record] = records(run.folder.parent)
+    assert (record["failure"], record["reason"]) == ("timeout", "deadline")
+    assert published(run.folder.parent) == ["00000.h5", "00001.h5"]
+
+
+def test_slurm_says_the_end_in_the_environment_and_squeue_is_not_asked(monkeypatch, slow_squeue):
+    path, _ = slow_squeue("0:02")
+    for name, value in {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "2000000000", "PATH": path}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("SLURM_ARRAY_JOB_ID", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    assert own_job(by_hand=True).end_time() == 2e9
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(0xFFFFFFFE))  # a job without a limit
+    assert own_job(by_hand=False).end_time() is None

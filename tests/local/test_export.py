@@ -1,0 +1,255 @@
+"""Exports: the rows of a merged file as other programs read them, whole or not at all."""
+
+import csv
+import errno
+import io
+import json
+import os
+import subprocess
+import sys
+import tracemalloc
+
+import numpy as np
+import pytest
+
+import slurmgpu.merge.export
+from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.merge.export import FORMATS, export, export_to
+from slurmgpu.shards.columns import Array, Json, Ragged, Text, convert_row
+from tests.support.shard_files import (
+    COLUMNS,
+    FINGERPRINT,
+    changed,
+    join_parts,
+    one_bit_everywhere,
+    plain_row,
+    write,
+    write_parts,
+)
+
+FAILED = {2, 7, 8}
+N_ROWS = 12
+
+
+@pytest.fixture
+def merged(tmp_path):
+    join_parts(write_parts(tmp_path, [0, 4, 5, N_ROWS], FAILED), tmp_path / "merged.h5")
+    return tmp_path / "merged.h5"
+
+
+@pytest.fixture(params=["in one block", "row by row"])
+def _blocks(request, monkeypatch):
+    if request.param == "row by row":
+        monkeypatch.setattr(slurmgpu.merge.export, "_BLOCK_BYTES", 1)
+        monkeypatch.setattr(slurmgpu.merge.export, "_ROW_GROUP_BYTES", 1)
+
+
+def plain(value):
+    """A value as JSON has it."""
+    match value:
+        case complex():
+            return [value.real, value.imag]
+        case bytes():
+            return value.decode()
+        case list() | range() | np.ndarray():
+            return [plain(one) for one in value]
+        case np.generic():
+            return value.item()
+    return value
+
+
+def expected_rows():
+    for index in range(N_ROWS):
+        row = plain_row(index)
+        values = {name: None if index in FAILED else plain(row[name]) for name in COLUMNS}
+        yield {"index": index, **values, "error": f"item {index} is schlecht ⚠" if index in FAILED else None}
+
+
+@pytest.mark.usefixtures("_blocks")
+def test_jsonl_has_an_object_for_each_row(merged, tmp_path):
+    assert export(merged, "jsonl", tmp_path / "a.jsonl").n_rows == N_ROWS
+    lines = (tmp_path / "a.jsonl").read_text("utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == list(expected_rows())
+    assert "Größe ⚠" in lines[1]
+
+
+@pytest.mark.usefixtures("_blocks")
+def test_csv_has_a_record_for_each_row_and_json_for_what_is_neither_number_nor_text(merged, tmp_path):
+    assert export(merged, "csv", tmp_path / "a.csv").n_rows == N_ROWS
+    with open(tmp_path / "a.csv", newline="", encoding="utf-8") as file:
+        header, *records = csv.reader(file)
+    assert header == ["index", *COLUMNS, "error"]
+    for record, row in zip(records, expected_rows(), strict=True):
+        for cell, value in zip(record, row.values(), strict=True):
+            if value is None:
+                assert cell == ""
+            else:
+                assert (cell if isinstance(value, str) else json.loads(cell)) == value
+
+
+def test_csv_has_texts_of_a_json_column_without_quotes(tmp_path):
+    columns = {"kept": Json()}
+    values = ["q0", 'say "hi"', "1", 1, None, True, ["a"], {"a": None}]
+    rows = [convert_row(columns, {"kept": value}) for value in values]
+    export(write(tmp_path / "a.h5", columns=columns, rows=rows), "csv", tmp_path / "a.csv")
+    with open(tmp_path / "a.csv", newline="", encoding="utf-8") as file:
+        cells = [record[1] for record in csv.reader(file)][1:]
+    assert cells == ["q0", 'say "hi"', "1", "1", "", "true", '["a"]', '{"a":null}']
+
+
+@pytest.mark.usefixtures("_blocks")
+def test_parquet_has_every_row(merged, tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    assert export(merged, "parquet", tmp_path / "a.parquet").n_rows == N_ROWS
+    table = parquet.read_table(tmp_path / "a.parquet")
+    assert str(table.schema.field("logits").type).count("halffloat") == 1
+    for row, wanted in zip(table.to_pylist(), expected_rows(), strict=True):
+        assert list(row) == list(wanted)
+        for name in wanted.keys() - {"phase", "phases", "tag", "told"}:
+            assert row[name] == wanted[name], name
+        if wanted["error"] is None:
+            assert row["phase"] == {"real": wanted["phase"][0], "imag": wanted["phase"][1]}
+            assert row["phases"] == [{"real": real, "imag": imag} for real, imag in wanted["phases"]]
+            assert row["tag"].decode() == wanted["tag"]
+            assert json.loads(row["told"]) == wanted["told"]
+
+
+def test_pt_has_tensors_that_torch_loads_and_totals_beside_them(merged, tmp_path):
+    torch = pytest.importorskip("torch")
+    report = {"fingerprint": FINGERPRINT, "summary": {"accuracy": 0.75}}
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    (tmp_path / "run.json").write_text(json.dumps({"fingerprint": "of another run", "settings": {}}))
+    assert export(merged, "pt", tmp_path / "a.pt").n_rows == N_ROWS
+    found = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert list(found) == ["index", *COLUMNS, "error"]
+    for index in set(range(N_ROWS)) - FAILED:
+        row = plain_row(index)
+        assert found["index"][index] == index
+        for name in ("score", "logits", "ok", "phase", "nothing", "lengths", "phases"):
+            np.testing.assert_array_equal(found[name][index].numpy(), np.asarray(row[name]))
+        assert [found[name][index] for name in ("tag", "shout", "told", "error")] == [
+            row["tag"].decode(),
+            row["shout"],
+            row["told"],
+            None,
+        ]
+    assert found["shout"][2] is None
+    assert found["score"][2].isnan()
+    assert "schlecht" in found["error"][2]
+    about = json.loads((tmp_path / "a.pt.json").read_text())
+    assert (about["n_rows"], about["n_errors"], about["complete"]) == (N_ROWS, len(FAILED), True)
+    assert about["summary"] == {"accuracy": 0.75}
+    assert about["settings"] is None
+
+
+def test_pt_without_pytorch_says_what_to_install(merged, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(SlurmGPUError, match=r"slurmgpu\[torch\]"):
+        export(merged, "pt", tmp_path / "a.pt")
+    assert list(tmp_path.glob("*a.pt*")) == []
+
+
+def test_what_json_has_no_words_for_is_null(tmp_path):
+    columns = {"x": Array("float32"), "v": Array("float16", (2,)), "r": Ragged("float64"), "z": Array("complex64")}
+    row = {"x": np.inf, "v": [np.nan, 1], "r": [-np.inf, 2], "z": complex(np.nan, 1)}
+    path = write(tmp_path / "a.h5", columns=columns, rows=[convert_row(columns, row)])
+    export(path, "jsonl", tmp_path / "a.jsonl")
+    found = json.loads((tmp_path / "a.jsonl").read_text())
+    assert found == {"index": 0, "x": None, "v": [None, 1], "r": [None, 2], "z": [None, 1], "error": None}
+
+
+def test_csv_keeps_quotes_commas_and_line_ends_of_texts(tmp_path):
+    texts = ['"quoted", and more', "two\nlines", "a\r\nb", "\rc", " blanks ", ""]
+    rows = [{"t": text.encode()} for text in texts]
+    path = write(tmp_path / "a.h5", columns={"t": Text()}, rows=[*rows, ItemError("bad,\nworse")])
+    export(path, "csv", tmp_path / "a.csv")
+    with open(tmp_path / "a.csv", newline="", encoding="utf-8") as file:
+        records = list(csv.reader(file))
+    assert [record[1] for record in records[1:]] == [*texts, ""]
+    assert records[-1] == ["6", "", "bad,\nworse"]
+
+
+@pytest.mark.parametrize("file_format", FORMATS)
+def test_no_rows_are_exported_as_no_rows(tmp_path, file_format):
+    join_parts([], tmp_path / "merged.h5", n_items=5)
+    output = tmp_path / f"a.{file_format}"
+    assert export(tmp_path / "merged.h5", file_format, output).n_rows == 0
+    if file_format == "parquet":
+        parquet = pytest.importorskip("pyarrow.parquet")
+        assert parquet.read_table(output).column_names == ["index", *COLUMNS, "error"]
+    elif file_format == "pt":
+        torch = pytest.importorskip("torch")
+        assert list(torch.load(output, weights_only=True)) == ["index", *COLUMNS, "error"]
+    else:
+        assert len(output.read_text().splitlines()) == {"csv": 1, "jsonl": 0}[file_format]
+
+
+def test_an_unknown_format_is_refused_with_the_closest_one(merged, tmp_path):
+    with pytest.raises(SlurmGPUError, match=r"no export to 'json'\. Did you mean 'jsonl'"):
+        export(merged, "json", tmp_path / "a.json")
+
+
+def test_without_pyarrow_a_sentence_says_what_to_install(merged, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.delitem(sys.modules, "pyarrow.parquet", raising=False)
+    with pytest.raises(SlurmGPUError, match=r"pip install 'slurmgpu\[parquet\]'"):
+        export(merged, "parquet", tmp_path / "a.parquet")
+    assert not list(tmp_path.glob("*a.parquet*"))
+
+
+@pytest.mark.parametrize("file_format", FORMATS)
+def test_an_export_that_fails_leaves_the_old_file_alone(merged, tmp_path, file_format):
+    output = tmp_path / f"a.{file_format}"
+    output.write_bytes(b"old")
+    before = sorted(os.listdir(tmp_path))
+    code = f"""
+import resource, sys
+from pathlib import Path
+sys.path[:0] = {sys.path!r}
+from slurmgpu.merge.export import export
+resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700))
+try:
+    export(Path({str(merged)!r}), {file_format!r}, Path({str(output)!r}))
+except OSError as error:
+    print(error.errno)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout.strip(), done.stderr) == (str(errno.EFBIG), "")
+    assert output.read_bytes() == b"old"
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_no_turned_bit_is_exported_and_nothing_is_left(merged, tmp_path):
+    stream = io.BytesIO()
+    (tmp_path / "a.jsonl").write_bytes(b"old")
+    before = sorted(os.listdir(tmp_path))
+    for name, at, _ in one_bit_everywhere(merged):
+        with pytest.raises(SlurmGPUError, match=r"`slurmgpu merge RUN` writes merged\.h5 anew"):
+            export(merged, "jsonl", tmp_path / "a.jsonl")
+        with pytest.raises(SlurmGPUError):
+            export_to(merged, "csv", stream)
+        assert (tmp_path / "a.jsonl").read_bytes() == b"old", (name, at)
+    assert sorted(os.listdir(tmp_path)) == before
+    assert stream.getvalue() == b""
+
+
+@pytest.mark.parametrize("file_format", FORMATS)
+def test_no_format_exports_a_turned_bit(merged, tmp_path, file_format):
+    before = sorted(os.listdir(tmp_path))
+    with changed(merged, merged.stat().st_size - 1, b"\xa5"), pytest.raises(SlurmGPUError, match="has changed since"):
+        export(merged, file_format, tmp_path / f"a.{file_format}")
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize("file_format", ["jsonl", "csv"])
+def test_an_export_needs_little_memory_however_many_rows_there_are(tmp_path, file_format):
+    columns = {"t": Text()}
+    path = write(tmp_path / "a.h5", columns=columns, rows=[{"t": b"x" * 2000}] * 50_000)
+    assert path.stat().st_size > 96 << 20
+    tracemalloc.start()
+    try:
+        assert export(path, file_format, tmp_path / "a").n_rows == 50_000
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 32 << 20

@@ -1,0 +1,134 @@
+"""Several processes for one task, on this machine: they compute what one would, and none outlives another."""
+
+import contextlib
+import os
+import re
+import signal
+
+import pytest
+
+from tests.support.held_ranks import hold
+from tests.support.runs import check_rows, datasets, records, report, start, wait_until, wait_until_held, workers
+
+pytest.importorskip("torch")
+
+LOCAL = ("submit", "--executor", "local", "--device", "cpu")
+PER_GPU = {"processes": "per-gpu"}
+
+
+def living(folder):
+    """All processes of a run: launchers, ranks, and what ranks started."""
+    return workers(folder, "slurmgpu.worker.groups") + workers(folder) + workers(folder, "child")
+
+
+def wait_for_silence(folder):
+    wait_until(lambda: not living(folder), "the end of all processes")
+
+
+def test_several_processes_compute_what_one_does(project, slurmgpu):
+    settings = {"faults": {"17": "exception", "30": "item_error"}, "max_batch": 2}
+    merged = []
+    for processes, n_gpus in (("one", 1), ("per-gpu", 2), ("per-gpu", 4)):
+        folder = project(40, "Ranks", settings=settings, resources={"processes": processes})
+        slurmgpu(*LOCAL, "--gpus", n_gpus, cwd=folder, expect=0)
+        check_rows(folder, 40, errors={17, 30})
+        assert len(records(folder)) == 1
+        merged.append(datasets(folder))
+        assert "torch" not in (folder / "run" / "logs" / "local1_0.0.log").read_text()  # which has much to say
+        (folder / "run").rename(folder / f"run{n_gpus}")
+    assert merged[0] == merged[1] == merged[2]
+
+
+def test_an_item_that_fails_on_one_rank_alone_is_found(project, slurmgpu):
+    # One kills its rank; the other raises there, while the other rank waits for it in a collective.
+    settings = {"faults": {"9": "segfault", "17": "exception"}, "fault_rank": 1}
+    folder = project(24, "Ranks", settings=settings, resources=PER_GPU)
+    slurmgpu(*LOCAL, "--gpus", "2", cwd=folder, expect=0)
+    check_rows(folder, 24, errors={9, 17})
+    messages = {item["index"]: (item["class"], item["message"]) for item in report(folder)["errors"]}
+    assert messages[9] == ("crash", "the worker died by SIGSEGV")
+    assert messages[17][0] == "crash"
+    assert re.search(r"ValueError: cannot do item 17 \(workloads.py, line \d+\); other ranks did not", messages[17][1])
+    [record] = records(folder)
+    assert [death["items"] for death in record["deaths"]] == [[8, 11], [9], [16, 19], [17]]
+
+
+def test_a_rank_that_cannot_load_ends_the_task_with_its_reason(project, slurmgpu):
+    folder = project(16, "Ranks", settings={"faults": {"0": "load"}, "fault_rank": 1}, resources=PER_GPU)
+    slurmgpu(*LOCAL, "--gpus", "2", cwd=folder, expect=3)
+    [record] = records(folder)
+    assert (record["failure"], record["message"]) == ("workload_error", "rank 1: RuntimeError: no such model")
+    assert "in load" in record["traceback"]
+    wait_for_silence(folder)
+
+
+def test_without_pytorch_a_sentence_says_that_it_is_needed(project, slurmgpu):
+    folder = project(16, resources=PER_GPU)
+    (folder / "site").mkdir()
+    (folder / "site" / "torch.py").write_text("raise ImportError('there is no torch')\n")
+    slurmgpu(*LOCAL, "--gpus", "2", cwd=folder, expect=3, PYTHONPATH=str(folder / "site"))
+    [record] = records(folder)
+    assert record["failure"] == "workload_error"
+    assert 'processes = "per-gpu" needs PyTorch' in record["message"]
+
+
+def test_whatever_of_a_group_is_killed_the_rest_goes_with_it_and_a_new_one_loses_nothing(project):
+    folder = hold(project, 40, {8: "first", 24: "second"}, settings={"child": True}, resources=PER_GPU)
+    process = start(*LOCAL, "--gpus", "2", cwd=folder)
+    for module, n_shards, held in (("slurmgpu.worker.main", 1, "first"), ("slurmgpu.worker.groups", 3, "second")):
+        wait_until_held(folder, n_shards)
+        former = living(folder)
+        victim = workers(folder, module)[-1][0]
+        os.kill(victim, signal.SIGKILL)
+        if module == "slurmgpu.worker.main":
+            wait_until(lambda former=former: not set(former) & set(living(folder)), "the group to follow its rank")
+        else:  # which cannot clean up any more
+            ranks = [rank for rank in former if "child" not in rank[1]]
+            wait_until(lambda ranks=ranks: not set(ranks) & set(living(folder)), "the ranks to follow their launcher")
+            for pid, _ in set(former) - set(ranks):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        (folder / held).unlink()
+    output, _ = process.communicate(timeout=280)
+    assert process.returncode == 0, output
+    check_rows(folder, 40)
+    assert len(records(folder)[0]["deaths"]) == 2
+
+
+def test_a_killed_task_leaves_no_process(project):
+    folder = hold(project, 16, {8: "held"}, settings={"child": True}, resources=PER_GPU)
+    process = start(*LOCAL, "--gpus", "2", cwd=folder)
+    wait_until_held(folder, 1)
+    os.kill(records(folder)[0]["pid"], signal.SIGKILL)
+    wait_for_silence(folder)
+    process.communicate(timeout=280)
+    assert process.returncode == 3
+    assert report(folder)["failures"] == {"lost": 1}
+
+
+def test_two_groups_share_a_machine_and_one_that_is_told_to_takes_no_more_shards(project):
+    folder = hold(project, 40, {0: "held", 8: "held"}, resources=PER_GPU)
+    process = start(*LOCAL, "--gpus", "4", "--gpus-per-task", "2", "--array", cwd=folder)
+    wait_until_held(folder, 0, n_tasks=2)
+    os.kill(records(folder)[0]["pid"], signal.SIGUSR2)  # the notice of a preemption
+    wait_until(lambda: records(folder)[0]["state"] == "ended", "the end of the task")
+    (folder / "held").unlink()
+    output, _ = process.communicate(timeout=280)
+    assert process.returncode == 0, output
+    check_rows(folder, 40)
+    assert [record["reason"] for record in records(folder)] == ["told to stop", "complete"]
+    assert [record["deaths"] for record in records(folder)] == [[], []]
+
+
+def test_ctrl_c_ends_a_group_that_hangs_and_gives_its_shards_back(project):
+    folder = project(
+        40, "Ranks", settings={"faults": {"17": "hang"}, "fault_rank": 1, "child": True}, resources=PER_GPU
+    )
+    process = start(*LOCAL, "--gpus", "2", cwd=folder)
+    wait_until_held(folder, 2)
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=280)
+    assert process.returncode == 130, output
+    wait_for_silence(folder)
+    assert [record["failure"] for record in records(folder)] == ["cancelled"]
+    assert {path.name for path in (folder / "run" / "claims").glob("[0-9]*")} <= {"00000", "00001"}

@@ -1,0 +1,750 @@
+"""Whole runs on this machine, through the command line: what goes wrong in a worker, and what becomes of it."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from slurmgpu.cli import console as output
+from slurmgpu.report.status import read_status
+from slurmgpu.run.claims import Claim
+from slurmgpu.run.directory import Run
+from slurmgpu.run.records import Attempt
+from slurmgpu.task.attempt_writer import Recording
+from slurmgpu.task.supervisor import Task
+from tests.support import failing
+from tests.support.runs import (
+    check_rows,
+    datasets,
+    holders,
+    kill_workers,
+    let_go,
+    planned_run,
+    published,
+    records,
+    report,
+    shard_times,
+    start,
+    wait_until,
+    wait_until_held,
+    workers,
+)
+
+LOCAL = ("submit", "--executor", "local", "--gpus", "0")
+
+
+def test_a_run_ends_with_every_row_in_input_order(project, slurmgpu):
+    folder = project(100)
+    done = slurmgpu(*LOCAL, "--tasks", "3", cwd=folder, expect=0)
+    check_rows(folder, 100)
+    assert "complete" in done.stdout
+    assert report(folder)["complete"] is True
+    assert len(records(folder)) == 3
+    assert not workers(folder)
+
+
+def test_the_number_of_tasks_does_not_change_a_byte_of_the_results(project, slurmgpu):
+    merged = []
+    for n_tasks in (1, 3):
+        folder = project(100)
+        slurmgpu(*LOCAL, "--tasks", n_tasks, "--run-dir", "run", cwd=folder, expect=0)
+        merged.append(datasets(folder))
+        (folder / "run").rename(folder / f"run{n_tasks}")
+    assert merged[0] == merged[1]
+
+
+def test_the_debug_executor_runs_the_same_in_one_process(project, slurmgpu):
+    folder = project(20)
+    slurmgpu("submit", "--executor", "debug", "--gpus", "0", cwd=folder, expect=0)
+    check_rows(folder, 20)
+
+
+def test_a_breakpoint_stops_the_debug_executor(project):
+    folder = project(8)
+    source = (folder / "workloads.py").read_text()
+    (folder / "workloads.py").write_text(
+        source.replace("        rows = []\n", "        rows = []\n        breakpoint()\n")
+    )
+    process = start(
+        "submit", "--executor", "debug", "--gpus", "0", cwd=folder, PYTHONBREAKPOINT="builtins.breakpointed"
+    )
+    output, _ = process.communicate(timeout=200)
+    assert "builtins.breakpointed" in output  # Python tried to call it, in the process that the user started
+
+
+def test_exceptions_and_item_errors_cost_their_item_alone(project, slurmgpu):
+    folder = project(40, settings={"faults": {"17": "exception", "3": "item_error"}})
+    slurmgpu(*LOCAL, cwd=folder, expect=0)
+    check_rows(folder, 40, errors={3, 17})
+    source = (folder / "workloads.py").read_text()
+    line = source[: source.index("raise ValueError")].count("\n") + 1
+    messages = {item["index"]: (item["class"], item["message"]) for item in report(folder)["errors"]}
+    assert messages == {
+        3: ("item_error", "not this one"),
+        17: ("item_error", f"ValueError: cannot do item 17 (workloads.py, line {line})"),
+    }
+
+
+@pytest.mark.parametrize(("fault", "said"), [("segfault", "died by SIGSEGV"), ("hard_exit", "exited with code 3")])
+def test_an_item_that_kills_its_worker_is_quarantined(project, slurmgpu, fault, said):
+    folder = project(40, settings={"faults": {"17": fault}})
+    slurmgpu(*LOCAL, cwd=folder, expect=0)
+    check_rows(folder, 40, errors={17})
+    [item] = report(folder)["errors"]
+    assert (item["index"], item["class"]) == (17, "crash")
+    assert said in item["message"]
+    [record] = records(folder)
+    assert [death["items"] for death in record["deaths"]] == [[16, 19], [17]]
+
+
+def test_a_killed_worker_is_started_again_and_changes_nothing(project, slurmgpu, tmp_path):
+    undisturbed = project(40)
+    slurmgpu(*LOCAL, cwd=undisturbed, expect=0)
+    before = datasets(undisturbed)
+    (undisturbed / "run").rename(undisturbed / "undisturbed")
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    folder = project(40, settings={"faults": {"17": "kill_once"}, "marks": str(marks)})
+    slurmgpu(*LOCAL, cwd=folder, expect=0)
+    assert datasets(folder) == before
+    assert [death["class"] for death in records(folder)[0]["deaths"]] == ["crash"]
+
+
+def test_a_killed_task_loses_nothing(project):
+    folder = project(100, held_from=24)
+    process = start(*LOCAL, "--tasks", "2", cwd=folder)
+    wait_until_held(folder, 3, 2)
+    victim = holders(folder)[0]
+    os.kill(victim["pid"], signal.SIGKILL)
+    let_go(folder)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    check_rows(folder, 100)
+    outcome = report(folder)
+    assert outcome["failures"] == {"lost": 1}
+    assert [taken["from"] for attempt in outcome["attempts"] for taken in attempt["takeovers"]] == [victim["attempt"]]
+    assert not workers(folder)
+
+
+def test_a_task_whose_shards_were_taken_over_while_it_lived_does_no_harm(project, tmp_path):
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    folder = project(120, held_from=24, settings={"marks": str(marks)})
+    process = start(*LOCAL, "--tasks", "2", cwd=folder)
+    wait_until_held(folder, 3, 2)
+    frozen = holders(folder)[0]
+    its_worker = [pid for pid, line in workers(folder) if f'"{frozen["attempt"]}"' in line]
+    for pid in (frozen["pid"], *its_worker):
+        os.kill(pid, signal.SIGSTOP)
+    let_go(folder)
+    try:
+        wait_until(lambda: len(published(folder)) == 15, "the other task to finish the run")
+    finally:
+        for pid in (*its_worker, frozen["pid"]):
+            os.kill(pid, signal.SIGCONT)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    check_rows(folder, 120)
+    assert sum(len(record["takeovers"]) for record in records(folder)) == 1
+    assert max(path.read_text().count("\n") for path in marks.iterdir()) == 2  # the shard in hand was computed twice
+    assert not list((folder / "run" / "shards").glob("*.partial"))
+
+
+def test_a_killed_run_leaves_no_worker_and_resubmit_computes_only_what_is_missing(project, slurmgpu, tmp_path):
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    folder = project(100, held_from=32, settings={"marks": str(marks)})
+    process = start(*LOCAL, "--tasks", "2", cwd=folder)
+    wait_until_held(folder, 4, 2)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    wait_until(lambda: not workers(folder), "the workers to follow their tasks")
+    let_go(folder)
+    kept = shard_times(folder)
+    assert slurmgpu("report", "run", cwd=folder).returncode == 2  # there is none yet, says a sentence
+    slurmgpu("resubmit", "run", cwd=folder, expect=0)
+    check_rows(folder, 100)
+    assert kept.items() <= shard_times(folder).items()
+    computed = {int(path.name): path.read_text().count("\n") for path in marks.iterdir()}
+    done_before = {item for name in kept for item in range(int(name[:5]) * 8, int(name[:5]) * 8 + 8)}
+    assert all(computed[item] == 1 for item in done_before)
+
+
+def test_ctrl_c_gives_the_shards_back_and_says_how_to_go_on(project, slurmgpu):
+    folder = project(100, held_from=24)
+    process = start(*LOCAL, "--tasks", "2", cwd=folder)
+    wait_until_held(folder, 3, 2)
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=200)
+    let_go(folder)
+    assert process.returncode == 130
+    assert f"slurmgpu resubmit {folder / 'run'}" in output
+    assert {record["failure"] for record in records(folder)} == {"cancelled"}
+    done = {int(name[:5]) for name in published(folder)}
+    assert {int(path.name) for path in (folder / "run" / "claims").glob("[0-9]*")} <= done  # none but of what is done
+    slurmgpu("resubmit", "run", cwd=folder, expect=0)
+    check_rows(folder, 100)
+
+
+def test_a_local_run_is_cancelled_from_a_second_shell_and_a_second_submission_is_refused(project, slurmgpu):
+    folder = project(40, held_from=16)
+    process = start(*LOCAL, cwd=folder)
+    wait_until_held(folder, 2)
+    assert "holds a run already" in slurmgpu(*LOCAL, cwd=folder, expect=2).stderr
+    assert "still at work" in slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
+    assert "still at work" in slurmgpu("merge", "run", cwd=folder, expect=2).stderr
+    status = json.loads(slurmgpu("status", "run", "--json", cwd=folder, expect=0).stdout)
+    assert status["state"] == "running"
+    assert status["n_items_done"] == 16
+    assert "cancelled" in slurmgpu("cancel", "run", cwd=folder, expect=0).stdout
+    process.communicate(timeout=200)
+    assert process.returncode == 3
+    assert report(folder)["failures"] == {"cancelled": 1}
+    assert records(folder)[0]["failure"] == "cancelled"
+
+
+def test_a_copy_of_a_run_at_work_is_none_of_its_tasks_business(project, slurmgpu):
+    folder = project(40, held_from=16)
+    process = start(*LOCAL, cwd=folder)
+    wait_until_held(folder, 2)
+    # Not checked: a file that is renamed meanwhile is not there.
+    subprocess.run(["cp", "-r", "run", "copy"], cwd=folder, check=False)
+    assert "nothing of this run is alive" in slurmgpu("cancel", "copy", cwd=folder, expect=0).stdout
+    status = json.loads(slurmgpu("status", "copy", "--json", cwd=folder, expect=0).stdout)
+    assert (status["state"], status["at_work"]) == ("ended", False)
+    let_go(folder)
+    assert "complete" in slurmgpu("resubmit", "copy", cwd=folder, expect=0).stdout
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    check_rows(folder, 40)
+    (folder / "copy").rename(folder / "moved")
+    status = json.loads(slurmgpu("status", "moved", "--json", cwd=folder, expect=0).stdout)
+    assert status["state"] == "complete"
+
+
+def test_a_workload_that_fails_for_every_item_ends_the_run_with_its_traceback(project, slurmgpu):
+    folder = project(100, workload="Broken")
+    done = slurmgpu(*LOCAL, "--tasks", "2", cwd=folder, expect=3)
+    outcome = report(folder)
+    assert set(outcome["failures"]) == {"workload_error"}
+    assert "KeyError: 'no such key'" in done.stdout
+    assert published(folder) == []
+    assert f"slurmgpu resubmit {folder / 'run'}" in done.stdout
+    # The user mends the workload and goes on with the same run.
+    source = (folder / "workloads.py").read_text().replace('item.data["no such key"]', "1.0")
+    (folder / "workloads.py").write_text(source)
+    slurmgpu("resubmit", "run", cwd=folder, expect=0)
+    assert report(folder)["complete"]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="PYTHONSAFEPATH is Python 3.11's")
+def test_a_module_of_pythons_name_beside_the_run_file_does_no_harm(project, slurmgpu):
+    folder = project(20)
+    (folder / "numbers.py").write_text("raise RuntimeError('this is not the module that NumPy wants')\n")
+    slurmgpu(*LOCAL, cwd=folder, expect=0, PYTHONSAFEPATH="1")
+    check_rows(folder, 20)
+
+
+def test_a_task_that_dies_before_its_first_word_is_in_the_report(project, slurmgpu, tmp_path):
+    folder = project(20)
+    (tmp_path / "site").mkdir()
+    # Where Submitit's pickle is opened, and nowhere else: the function in it cannot be imported.
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        "import sys\nif any('submitit.core._submit' in word for word in sys.orig_argv):\n    raise SystemExit(9)\n"
+    )
+    slurmgpu(*LOCAL, cwd=folder, expect=3, PYTHONPATH=f"{tmp_path / 'site'}:{os.environ.get('PYTHONPATH', '')}")
+    [attempt] = report(folder)["attempts"]
+    assert attempt["failure"] == "lost"
+    assert "before it could write a record" in attempt["message"]
+
+
+QUIT_OF_3_14 = """
+import pdb
+exec("def do_quit(self, arg):\\n    sys.exit(1)", vars(pdb))
+pdb.Pdb.do_quit = pdb.Pdb.do_q = pdb.do_quit
+"""
+
+
+@pytest.mark.parametrize("where", ["        rows = []\n", "        time.sleep(self.load_s)\n"])
+@pytest.mark.parametrize("quitting", ["", QUIT_OF_3_14])
+def test_leaving_the_debugger_ends_the_run(project, where, quitting):
+    folder = project(20)
+    source = (folder / "workloads.py").read_text()
+    (folder / "workloads.py").write_text(source.replace(where, f"{where}        breakpoint()\n") + quitting)
+    process = start("submit", "--executor", "debug", "--gpus", "0", cwd=folder, stdin="q\n")
+    output, _ = process.communicate("q\n", timeout=60)
+    assert process.returncode == 130, output
+    assert "slurmgpu resubmit" in output
+    assert records(folder)[0]["failure"] == "cancelled"
+    assert not list((folder / "run" / "claims").iterdir())
+
+
+@pytest.mark.parametrize("typed", ["q\n", ""])
+def test_leaving_the_debugger_in_the_summary_is_no_error_of_the_workload(project, typed):
+    folder = project(20)
+    summary = "\n\ndef _look(self, merged):\n    breakpoint()\n    return {}\n\n\nRows.summarize = _look\n"
+    (folder / "workloads.py").write_text((folder / "workloads.py").read_text() + summary)
+    process = start("submit", "--executor", "debug", "--gpus", "0", cwd=folder, stdin=typed)
+    output, _ = process.communicate(typed, timeout=60)
+    assert process.returncode == 130, output
+    assert "cannot summarize" not in output
+
+
+def test_two_shells_that_resubmit_at_once_start_one_submission(project, slurmgpu):
+    folder = project(80, workload="Unloadable")
+    slurmgpu(*LOCAL, cwd=folder, expect=3)
+    source = (folder / "workloads.py").read_text()
+    (folder / "workloads.py").write_text(
+        source.replace("class Unloadable", "class Other")
+        .replace("class Rows", "class Unloadable")
+        .replace('held: str = ""', f"held: str = {str(folder / 'held')!r}")
+    )
+    (folder / "held").touch()
+    shells = [start("resubmit", "run", cwd=folder) for _ in range(4)]
+    wait_until(lambda: sum(shell.poll() is not None for shell in shells) == 3, "three of them to be refused")
+    let_go(folder)
+    outputs = [shell.communicate(timeout=200)[0] for shell in shells]
+    codes = [shell.returncode for shell in shells]
+    assert codes.count(2) == 3, outputs
+    assert len((folder / "run" / "submissions.jsonl").read_text().splitlines()) >= 2
+    assert {record["submission"] for record in records(folder)} == {1, 2}
+
+
+def test_a_fault_of_slurmgpus_own_is_blamed_on_no_item(project, slurmgpu):
+    folder = project(20, workload="Unloadable")
+    slurmgpu(*LOCAL, cwd=folder, expect=3)
+    source = (folder / "workloads.py").read_text()
+    fault = "import slurmgpu.worker.shard_claimer; slurmgpu.worker.shard_claimer.Scout.next = None"
+    (folder / "workloads.py").write_text(source.replace("raise ImportError(\"No module named 'torch'\")", fault))
+    done = slurmgpu("resubmit", "run", cwd=folder, expect=3)
+    assert records(folder)[1]["failure"] == "crash"
+    assert records(folder)[1]["deaths"] == []
+    assert "'NoneType' object is not callable" in done.stdout
+    assert published(folder) == []
+
+
+def test_a_damaged_history_costs_no_row(project, slurmgpu):
+    folder = project(20)
+    slurmgpu("plan", "--gpus", "0", cwd=folder, expect=0)
+    (folder / "run" / "claims" / "00000.history").write_text("{")
+    slurmgpu("resubmit", "run", "--executor", "local", cwd=folder, expect=0)
+    check_rows(folder, 20)
+    assert "00000.history is damaged" in (folder / "run" / "logs" / "local1_0.0.log").read_text()
+
+
+def test_a_workload_that_cannot_load_is_not_tried_again(project, slurmgpu):
+    folder = project(20, workload="Unloadable", auto_resubmit=3)
+    done = slurmgpu(*LOCAL, cwd=folder, expect=3)
+    assert "No module named 'torch'" in done.stdout
+    assert len(records(folder)) == 1
+    assert records(folder)[0]["failure"] == "workload_error"
+
+
+def test_a_sentence_that_loading_refuses_with_is_reported_without_a_traceback(project, slurmgpu):
+    folder = project(20, workload="Unloadable")
+    source = (folder / "workloads.py").read_text()
+    raised = 'from slurmgpu.errors import SlurmGPUError; raise SlurmGPUError("mend the model") from KeyError("why")'
+    (folder / "workloads.py").write_text(source.replace("raise ImportError(\"No module named 'torch'\")", raised))
+    done = slurmgpu(*LOCAL, cwd=folder, expect=3)
+    [record] = records(folder)
+    assert (record["failure"], record["message"], record["traceback"]) == ("workload_error", "mend the model", "")
+    assert "Traceback" not in done.stdout
+    logs = [path.read_bytes() for path in (folder / "run" / "logs").iterdir()]
+    assert b"KeyError: 'why'" in b"".join(logs)
+
+
+def test_a_shard_of_bad_items_does_not_hold_up_the_others(project, slurmgpu):
+    # The first shard fails as a broken workload would; the second one shows that it is the items.
+    folder = project(40, settings={"faults": {str(index): "exception" for index in range(8)}})
+    slurmgpu(*LOCAL, cwd=folder, expect=0)
+    check_rows(folder, 40, errors=set(range(8)))
+
+
+def test_failed_items_alone_are_computed_again_when_they_are_asked_for(project, slurmgpu):
+    folder = project(40, settings={"faults": {"17": "exception", "33": "segfault"}})
+    slurmgpu(*LOCAL, cwd=folder, expect=0)
+    assert "--failed" in slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
+    failed = sorted(each for record in records(folder) for each in record["failed"])
+    assert failed == [[2, {"item_error": 1}], [4, {"crash": 1}]]
+    kept = shard_times(folder)
+    source = (
+        (folder / "workloads.py").read_text().replace("if fault := self.faults.get(item.index)", "if fault := None")
+    )
+    (folder / "workloads.py").write_text(source)
+    slurmgpu("resubmit", "--failed", "run", cwd=folder, expect=0)
+    check_rows(folder, 40)
+    again = shard_times(folder)
+    assert {name for name in again if kept.get(name) != again[name]} == {"00002.r1.h5", "00004.r1.h5"}
+    assert sum(record["n_items"] for record in records(folder) if record["submission"] == 2) == 2
+    assert report(folder)["ledger"]["repeated"] == 0
+    refused = slurmgpu("resubmit", "--failed", "run", cwd=folder, expect=2).stderr
+    assert "lacks no shard, and no item has failed" in refused
+    assert read_status(Run.open(folder / "run"))["n_errors"] == 0
+
+
+def test_a_damaged_shard_whose_failed_items_are_computed_again_is_computed_whole(project, slurmgpu):
+    folder = project(24, settings={"faults": {"3": "exception", "17": "exception"}})
+    slurmgpu(*LOCAL, cwd=folder, expect=0)
+    path = folder / "run" / "shards" / "00000.h5"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    (folder / "run" / "merged.h5").unlink()
+    source = (folder / "workloads.py").read_text()
+    (folder / "workloads.py").write_text(source.replace("if fault := self.faults.get(item.index)", "if fault := None"))
+    slurmgpu("resubmit", "--failed", "run", cwd=folder, expect=0)
+    check_rows(folder, 24)
+    assert sum(record["n_items"] for record in records(folder) if record["submission"] == 2) == 8 + 1
+
+
+def test_malformed_lines_are_their_items_errors(project, slurmgpu):
+    folder = project(1000)
+    lines = (folder / "items.jsonl").read_text().splitlines()
+    lines[531] = '{"text": '
+    (folder / "items.jsonl").write_text("\n".join(lines) + "\n")
+    done = slurmgpu(*LOCAL, cwd=folder)
+    if done.returncode == 2:  # the sample may meet the line at planning
+        assert "line 532" in done.stderr
+    else:
+        check_rows(folder, 1000, errors={531})
+        assert "line 532" in report(folder)["errors"][0]["message"]
+
+
+def test_an_input_that_changed_since_planning_is_refused(project, slurmgpu):
+    folder = project(40, workload="Unloadable")
+    slurmgpu(*LOCAL, cwd=folder, expect=3)
+    with open(folder / "items.jsonl", "a") as file:
+        file.write('{"text": "one more"}\n')
+    slurmgpu("resubmit", "run", cwd=folder, expect=3)
+    assert [record["failure"] for record in records(folder)] == ["workload_error", "input_error"]
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate"])
+def test_a_damaged_shard_is_reported_and_computed_again(project, slurmgpu, damage):
+    folder = project(40)
+    slurmgpu(*LOCAL, cwd=folder, expect=0)
+    before = datasets(folder)
+    path = folder / "run" / "shards" / "00002.h5"
+    content = bytearray(path.read_bytes())
+    if damage == "flip":
+        content[len(content) // 2] ^= 1
+    else:
+        del content[-100:]
+    path.write_bytes(content)
+    done = slurmgpu("merge", "run", cwd=folder, expect=3)
+    assert "damaged" in done.stdout
+    [hole] = report(folder)["missing"]
+    assert (hole["shard"], hole["start"], hole["stop"]) == (2, 16, 24)
+    kept = shard_times(folder)
+    slurmgpu("resubmit", "run", cwd=folder, expect=0)
+    assert datasets(folder) == before
+    assert kept.items() <= shard_times(folder).items()
+
+
+def test_a_shard_of_another_plan_is_not_merged(project, slurmgpu):
+    folder = project(40)
+    slurmgpu(*LOCAL, "--run-dir", "other", cwd=project(40, seed=1), expect=0)
+    project(40)
+    slurmgpu(*LOCAL, cwd=folder, expect=0)
+    (folder / "other" / "shards" / "00001.h5").replace(folder / "run" / "shards" / "00001.h5")
+    slurmgpu("merge", "run", cwd=folder, expect=3)
+    assert "plan" in report(folder)["missing"][0]["damaged"]
+
+
+def test_a_flipped_bit_in_the_merged_file_is_found_and_mended_by_a_merge(project, slurmgpu):
+    folder = project(40)
+    slurmgpu(*LOCAL, cwd=folder, expect=0)
+    slurmgpu("merge", "run", "--verify", cwd=folder, expect=0)
+    path = folder / "run" / "merged.h5"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert slurmgpu("merge", "run", "--verify", cwd=folder, expect=1).stderr
+    for target in ("out.csv", "-"):
+        done = slurmgpu("export", "run", "--format", "csv", "-o", target, cwd=folder, expect=2)
+        assert done.stdout == ""
+        assert "merged.h5 has changed since it was written: the checksum of" in done.stderr
+        assert f"`slurmgpu merge {folder}/run` writes merged.h5 anew" in done.stderr
+    assert not list(folder.glob("*out.csv*"))
+    slurmgpu("merge", "run", cwd=folder, expect=0)
+    slurmgpu("export", "run", "-o", "out.csv", cwd=folder, expect=0)
+
+
+def test_random_kills_of_workers_and_tasks_change_no_byte(project, slurmgpu):
+    folder = project(320)
+    slurmgpu(*LOCAL, cwd=folder, expect=0)
+    before = datasets(folder)
+    (folder / "run").rename(folder / "undisturbed")
+    folder = project(320, settings={"item_s": 0.02})
+    process = start(*LOCAL, "--tasks", "2", cwd=folder)
+    kills = 0
+    while process.poll() is None and kills < 12:
+        before_kill = len(published(folder))
+        wait_until(lambda n=before_kill: process.poll() is not None or len(published(folder)) > n, "progress")
+        kills += kill_workers(folder / "run")
+    process.communicate(timeout=200)
+    assert kills > 5
+    if process.returncode == 3:
+        slurmgpu("resubmit", "run", cwd=folder, expect=0)
+    assert datasets(folder) == before
+
+
+def test_a_dry_run_shows_no_secret_and_says_so_and_the_run_has_it(project, slurmgpu, capsys):
+    key, token = "sk-proj-" + "a1" * 16, "hf_" + "b" * 34
+    folder = project(8, settings={"marks": key}, on_end=f"HF_TOKEN={token} true")
+    (folder / key).mkdir()
+    argv = ("submit", "--executor", "debug", "--gpus", "0")
+    shown = slurmgpu(*argv, "--dry-run", cwd=folder, expect=0).stdout
+    assert key not in shown
+    assert token not in shown
+    assert "what looks like a secret is shown as •••" in shown
+    output.show_scripts({"array": f"export HF_TOKEN={token}\n"})
+    assert "export HF_TOKEN=•••" in capsys.readouterr().out
+    slurmgpu(*argv, cwd=folder, expect=0)
+    plan = json.loads((folder / "run" / "run.json").read_text())
+    private = json.loads((folder / "run" / "private.json").read_text())
+    assert (plan["settings"]["marks"], private["plan"]["on_end"]) == (key, f"HF_TOKEN={token} true")
+    assert "shown as" not in slurmgpu(*argv, "--dry-run", cwd=project(8, run_dir="other"), expect=0).stdout
+
+
+def test_gpus_that_this_machine_lacks_are_refused_before_anything_is_written(project, slurmgpu):
+    folder = project(20)
+    done = slurmgpu(
+        "submit", "--executor", "local", "--gpus", "2", "--array", cwd=folder, expect=2, CUDA_VISIBLE_DEVICES="0"
+    )
+    assert "--gpus" in done.stderr
+    assert not (folder / "run").exists()
+
+
+def test_an_allocated_gpu_that_cuda_cannot_use_is_a_fault_and_never_the_cpu(project, slurmgpu):
+    folder = project(20)
+    done = slurmgpu("submit", "--executor", "local", "--gpus", "1", cwd=folder, CUDA_VISIBLE_DEVICES="0")
+    if done.returncode == 0:
+        pytest.skip("this machine has a GPU that works")
+    assert report(folder)["failures"] == {"gpu_fault": 1}
+    assert not list((folder / "run" / "claims").iterdir())
+
+
+def test_without_slurm_a_dry_run_shows_the_plan_and_a_submission_says_what_is_missing(project, slurmgpu):
+    folder = project(20)
+    done = slurmgpu("submit", "--dry-run", cwd=folder, expect=0, PATH="/nowhere")
+    assert "20 items" in done.stdout
+    assert "--executor local" in done.stdout
+    done = slurmgpu("submit", cwd=folder, expect=2, PATH="/nowhere")
+    assert "There is no sbatch here" in done.stderr
+    assert not (folder / "run").exists()
+
+
+def test_each_slot_gets_gpus_of_its_own(project, slurmgpu):
+    folder = project(200, settings={"item_s": 0.005})
+    argv = ("submit", "--executor", "local", "--gpus", "4", "--gpus-per-task", "2", "--array", "--device", "cpu")
+    slurmgpu(*argv, cwd=folder, expect=0, CUDA_VISIBLE_DEVICES="0,1,2,3")
+    assert [record["gpus"] for record in records(folder)] == [["0", "1"], ["2", "3"]]
+
+
+def test_export_writes_every_row(project, slurmgpu):
+    folder = project(20, settings={"faults": {"3": "item_error"}})
+    slurmgpu(*LOCAL, cwd=folder, expect=0)
+    slurmgpu("export", "run", "-o", "rows.jsonl", cwd=folder, expect=0)
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    assert [row["index"] for row in rows] == list(range(20))
+    assert rows[4]["shout"] == "ITEM 4 OF MANY"
+    assert rows[3]["error"] == "item_error: not this one"
+    assert "csv" in slurmgpu("export", "run", "-o", "rows.xls", cwd=folder, expect=2).stderr
+    streamed = slurmgpu("export", "run", "--format", "jsonl", "-o", "-", cwd=folder, expect=0)
+    assert streamed.stdout == (folder / "rows.jsonl").read_text()
+    assert slurmgpu("export", "run", "--format", "csv", "-o", "-", cwd=folder, expect=0).stdout.startswith("index,")
+    assert not (folder / "-").exists()
+    said = slurmgpu("export", "run", "--format", "parquet", "-o", "-", cwd=folder, expect=2).stderr
+    assert "Format 'parquet' needs a file of its own; a stream gets jsonl or csv." in said
+
+
+def test_the_merged_file_of_a_run_is_the_input_of_the_next(project, slurmgpu):
+    folder = project(20)
+    slurmgpu(*LOCAL, "--run-dir", "first", cwd=folder, expect=0)
+    text = (folder / "slurmgpu.toml").read_text().replace("items.jsonl", "first/merged.h5")
+    (folder / "next.toml").write_text(text.replace("workloads.py:Rows", "next.py:Again"))
+    (folder / "next.py").write_text(
+        "from slurmgpu import Text\n\n\nclass Again:\n    columns = {'text': Text()}\n    batch_size = 4\n\n"
+        "    def load(self, task):\n        pass\n\n"
+        "    def __call__(self, items):\n        return [{'text': item.data['shout'].lower()} for item in items]\n"
+    )
+    slurmgpu("submit", "next.toml", *LOCAL[1:], cwd=folder, expect=0)
+    slurmgpu("export", "run", "-o", "rows.jsonl", cwd=folder, expect=0)
+    texts = [json.loads(line)["text"] for line in (folder / "rows.jsonl").read_text().splitlines()]
+    assert texts == [f"item {i} of many" for i in range(20)]
+
+
+def test_text_in_brackets_and_colons_is_shown_as_it_is(project, slurmgpu):
+    folder = project(20, settings={"faults": {"3": "item_error"}})
+    source = (folder / "workloads.py").read_text().replace('"not this one"', '"[INST] 3:100:7 [/INST]"')
+    (folder / "workloads.py").write_text(source)
+    done = slurmgpu("submit", "--dry-run", "--executor", "debug", "--set", "marks=a [/b] c", cwd=folder, expect=0)
+    assert "a [/b] c" in done.stdout
+    done = slurmgpu(*LOCAL, cwd=folder, expect=0)
+    assert re.search(r"item 3 \(.*\): item_error: \[INST\] 3:100:7 \[/INST\]", done.stdout)
+
+
+def test_paths_that_cannot_be_written_get_a_sentence(project, slurmgpu):
+    folder = project(20)
+    slurmgpu(*LOCAL, cwd=folder, expect=0)
+    for argv in (
+        ("export", "run", "-o", "nowhere/rows.csv"),
+        ("export", "run", "-o", "run", "--format", "csv"),
+        ("submit", "--run-dir", "items.jsonl/run"),
+        ("init", "-o", "nowhere/slurmgpu.toml"),
+    ):
+        done = slurmgpu(*argv, cwd=folder, expect=2)
+        assert done.stderr.startswith("error: ")
+        assert "Traceback" not in done.stderr
+        if "nowhere/rows.csv" in argv:
+            assert done.stderr.startswith("error: nowhere/rows.csv: No such file")
+
+
+def test_a_submission_that_came_to_nothing_leaves_nothing_and_a_run_never_submitted_is_resumed(project, slurmgpu):
+    folder = project(20)
+    slurmgpu(*LOCAL, "--tasks", "1", cwd=folder, expect=0)
+    (folder / "run" / "submissions.jsonl").unlink()
+    for path in (folder / "run" / "shards").glob("0000[01].h5"):
+        path.unlink()
+    argv = ("resubmit", "run", "--executor", "local", "--gpus", "0")
+    slurmgpu(*argv, cwd=folder, expect=0)
+    check_rows(folder, 20)
+
+
+def test_torn_lines_and_records_cost_detail_only(project, slurmgpu):
+    folder = project(20)
+    slurmgpu(*LOCAL, cwd=folder, expect=0)
+    with open(folder / "run" / "submissions.jsonl", "a") as file:
+        file.write('{"submission": 1, "st')
+    (folder / "run" / "tasks" / "local1_9.0.json").touch()
+    (folder / "run" / "shards" / "00001.h5").unlink()
+    slurmgpu("status", "run", cwd=folder, expect=0)
+    slurmgpu("resubmit", "run", cwd=folder, expect=0)
+    check_rows(folder, 20)
+
+
+def test_what_is_printed_before_the_worker_takes_its_pipe_does_no_harm(project, slurmgpu, tmp_path):
+    folder = project(20)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text("print('hello')\nprint('{\"a\": 1}')\n")
+    slurmgpu(*LOCAL, cwd=folder, expect=0, PYTHONPATH=f"{tmp_path / 'site'}:{os.environ.get('PYTHONPATH', '')}")
+    check_rows(folder, 20)
+
+
+def test_a_claim_that_its_worker_did_not_live_to_report_is_no_hole(project, slurmgpu, tmp_path):
+    folder = project(40)
+    slurmgpu(*LOCAL, cwd=folder, expect=0)
+    run = Run.open(folder / "run")
+    run.shard_path(2).unlink()
+    attempt = Attempt("local2", 0, submission=2)
+    run.claims.take(2, Claim(attempt.task_name, attempt.name, "here", 1))
+    assert Task(run, attempt).run_worker() == 0
+    assert len(published(folder)) == 5
+    assert not run.claims.numbers() - run.published()
+
+
+def test_a_requeued_task_drops_what_it_held_before_among_many_claims(tmp_path):
+    run = planned_run(tmp_path / "run", n_items=500, batch_size=1, shard_items=1)
+    for shard in range(500):
+        name = "7_0" if shard in (250, 251) else f"7_{shard + 1}"
+        run.claims.take(shard, Claim(name, f"{name}.0", "here", 1))
+    before = Recording(run, Attempt("7", 0))
+    before.record.shard = 248  # written before the last ones were claimed
+    before.write()
+    assert not Task(run, Attempt("7", 0))._drop_earlier()
+    assert len(run.claims.numbers()) == 500
+    Task(run, Attempt("7", 0, restart=1))._drop_earlier()
+    assert set(range(500)) - run.claims.numbers() == {250, 251}
+
+
+def test_a_disk_that_was_full_for_a_moment_ends_no_task(project, slurmgpu, tmp_path):
+    (tmp_path / "site").mkdir()
+    once = "once = {'link': 1, 'open': 1}\nERRORS = [errno.EDQUOT]\n"
+    site = failing.SITE.replace("chance = random", once + "chance = random")
+    site = site.replace("if chance.random() < CHANCE:", "if once.pop(real.__name__, 0):")
+    (tmp_path / "site" / "sitecustomize.py").write_text(site.replace("chance.random() < 0.5", "False"))
+    folder = project(20)
+    path = f"{tmp_path / 'site'}:{os.environ.get('PYTHONPATH', '')}"
+    slurmgpu(*LOCAL, cwd=folder, expect=0, PYTHONPATH=path)
+    check_rows(folder, 20)
+    assert "injected: link" in (folder / "run" / "logs" / "local1_0.0.log").read_text()
+
+
+def test_no_task_dies_of_operations_that_fail_or_whose_replies_are_lost(project, slurmgpu, tmp_path):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(failing.SITE)
+    (tmp_path / "marks").mkdir()
+    folder = project(400, settings={"marks": str(tmp_path / "marks"), "faults": {"100": "segfault"}})
+    path = f"{tmp_path / 'site'}:{os.environ.get('PYTHONPATH', '')}"
+    slurmgpu(*LOCAL, "--tasks", "3", cwd=folder, PYTHONPATH=path)
+    check_rows(folder, 400, errors=[100])
+    assert [(record["failure"], record["message"]) for record in records(folder)] == [(None, "")] * 3
+    # Leases are four seconds here, which a busy machine may let pass: then some items are computed twice.
+    once = [len(mark.read_text().splitlines()) for mark in (tmp_path / "marks").iterdir()]
+    assert sum(once) - len(once) <= 100
+    logs = "".join(path.read_text() for path in (folder / "run" / "logs").glob("local*.log"))
+    assert logs.count("injected") > 3
+
+
+def test_a_node_that_has_lost_the_file_system_for_good_is_named_and_its_shards_are_computed_elsewhere(
+    project, slurmgpu, tmp_path, monkeypatch
+):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(failing.SITE)
+    folder = project(20, lease_s=1.0)
+    slurmgpu("plan", "--gpus", "1", "--device", "cpu", cwd=folder, expect=0)
+    run = Run.open(folder / "run")
+    with monkeypatch.context() as patched:  # in its worker
+        patched.setenv("PYTHONPATH", str(tmp_path / "site"))
+        patched.setenv("CHANCE", "1")
+        patched.setattr(Attempt, "uses_gpus", False)
+        task = Task(run, Attempt("local1", 0))
+        assert task.run_worker() == 74
+    [record] = records(folder)
+    assert (record["failure"], record["bad_node"]) == ("file_system", record["node"])
+    assert record["message"].startswith(f"{record['node']} has lost a file system: ")
+    slurmgpu("resubmit", "run", "--executor", "local", "--gpus", "0", cwd=folder, expect=0)
+    check_rows(folder, 20)
+
+
+def test_input_that_cannot_be_read_for_a_moment_is_read_again(project, slurmgpu, tmp_path):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(failing.SITE.replace("/run/shards/", "/items.jsonl"))
+    folder = project(80)
+    path = f"{tmp_path / 'site'}:{os.environ.get('PYTHONPATH', '')}"
+    slurmgpu(*LOCAL, cwd=folder, expect=0, PYTHONPATH=path, CHANCE="0.3")
+    check_rows(folder, 80)
+    assert "items.jsonl" in (folder / "run" / "logs" / "local1_0.0.log").read_text()
+
+
+def test_the_python_interface_does_what_the_command_line_does(project, monkeypatch):
+    import slurmgpu
+
+    folder = project(20, settings={"faults": {"3": "item_error"}})
+    monkeypatch.chdir(folder)
+    run = slurmgpu.submit("slurmgpu.toml", gpus=0, executor="debug", settings={"faults": {}})
+    assert run.report()["complete"]
+    assert run.status()["state"] == "complete"
+    with slurmgpu.open(run.folder / "merged.h5") as merged:
+        assert len(merged["shout"][:]) == 20
+        assert not merged.errors
+
+
+def test_a_daemon_that_the_workload_starts_does_not_hold_up_the_task(project, slurmgpu):
+    folder = project(8)
+    source = (folder / "workloads.py").read_text()
+    daemon = (
+        "        if os.fork() == 0:\n            os.setsid()\n"
+        "            if os.fork() == 0:\n                time.sleep(60)\n            os._exit(0)\n"
+    )
+    (folder / "workloads.py").write_text(
+        source.replace("        self.task = task\n", f"        self.task = task\n{daemon}")
+    )
+    slurmgpu(*LOCAL, cwd=folder, expect=0)
+    check_rows(folder, 8)
+    [record] = records(folder)
+    assert record["ended"] - record["started"] < 50  # the daemon would have held it for a minute

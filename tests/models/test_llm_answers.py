@@ -1,0 +1,153 @@
+import pytest
+
+from slurmgpu.llm.answers import Codec, Encoded, Finished, PromptError
+from slurmgpu.llm.engine import EngineOptions, Prompt, Request, Sampling
+from slurmgpu.llm.prompts import Template
+from tests.support.tiny_models import TEMPLATE, make_tokenizer
+
+
+def codec(folder, *, added=(), template=TEMPLATE, **options):
+    tokenizer = make_tokenizer(folder, template)
+    tokenizer.add_tokens([*added])
+    return Codec(tokenizer, EngineOptions(None, **options), 2048), tokenizer
+
+
+def split(made, tokenizer, answer, prompt="<s>1"):
+    ids = [tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (prompt, answer)]
+    output = made.decode(Finished(Encoded(Request(0, Prompt(), Sampling()), ids[0]), ids[1], "stop"))
+    return output.text, output.reasoning
+
+
+HARMONY = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>")
+HARMONY_TEMPLATE = "<|start|>user<|message|>{{ messages[0]['content'] }}<|end|><|start|>assistant"
+THOUGHTFUL = "{{ messages[0]['content'] }}{{ '<think>\n' }}"
+
+NO_SYSTEM = "{% for m in messages %}{{ m.content if m.role == 'user' else raise_exception('no') }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (
+            "<|channel|>analysis<|message|>sum<|end|><|start|>assistant<|channel|>final<|message|>46<|return|>",
+            ("46", "sum"),
+        ),
+        ("<|channel|>analysis<|message|>su", ("", "su")),
+        ("<|channel|>final<|message|>46", ("46", "")),
+        ("46<|return|>", ("46", "")),
+        ("<|channel|>commentary to=a<|message|>1<|call|>", ("", "1")),
+    ],
+)
+def test_harmony_channels_become_text_and_reasoning(tmp_path, answer, expected):
+    assert split(*codec(tmp_path, added=HARMONY), answer) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "expected"),
+    [
+        ("1", "<think>\nsum\n</think>\n\n46", ("46", "sum")),
+        ("1<think>\n", "sum\n</think>\n\n46", ("46", "sum")),
+        ("1<think>\n", "sum and", ("", "sum and")),
+        ("1<think>\n\n</think>\n\n", "46", ("46", "")),
+        ("1", "46", ("46", "")),
+    ],
+)
+def test_thoughts_become_reasoning(tmp_path, prompt, answer, expected):
+    assert split(*codec(tmp_path, added=("<think>", "</think>")), answer, prompt) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "options", "expected"),
+    [
+        (None, Prompt("1+1=", answer="2"), {}, "<s>1+1=2"),
+        (TEMPLATE, Prompt("1+1="), {}, "<s>1+1="),
+        (TEMPLATE, Prompt("1+1=", answer="2"), {"chat": False}, "<s>1+1=2"),
+        ("{{ messages[0]['content'] }}{{ note }}", Prompt("1"), {"chat_options": {"note": "yes"}}, "1yes"),
+        ("{{ messages[1]['content'] }}", Prompt(messages=({"content": "1"}, {"content": "2"})), {}, "2"),
+        (HARMONY_TEMPLATE, Prompt("1"), {}, "<|start|>user<|message|>1<|end|><|start|>assistant"),
+        (
+            HARMONY_TEMPLATE,
+            Prompt("1", answer="so "),
+            {},
+            "<|start|>user<|message|>1<|end|><|start|>assistant<|channel|>final<|message|>so ",
+        ),
+        (None, Prompt("1+1=", system="be", answer="2"), {}, "<s>be\n\n1+1=2"),
+        (TEMPLATE, Prompt("1+1=", system="be"), {"chat": False}, "<s>be\n\n1+1="),
+        (TEMPLATE, Prompt("1+1=", system="be"), {}, "<s>be1+1="),
+        (NO_SYSTEM, Prompt("1+1=", system="be"), {}, "be\n\n1+1="),
+        (THOUGHTFUL, Prompt("1"), {}, "1<think>\n"),
+        (THOUGHTFUL, Prompt("1", answer="so"), {}, "1<think>\n\n</think>\n\nso"),
+    ],
+)
+def test_a_prompt_is_put_into_its_template_and_the_answer_begins_as_asked(
+    tmp_path, template, prompt, options, expected
+):
+    made, tokenizer = codec(tmp_path, added=(*HARMONY, "<think>", "</think>"), template=template, **options)
+    tokens = made.encode(Request(0, prompt, Sampling())).tokens
+    assert list(tokens) == tokenizer(expected, add_special_tokens=False)["input_ids"]
+
+
+def test_half_of_a_surrogate_pair_fails_its_own_prompt(tmp_path):
+    made, _ = codec(tmp_path)
+    with pytest.raises(PromptError, match=r"half of a surrogate pair, .ud83d"):
+        made.encode(Request(0, Prompt("1\ud83d"), Sampling()))
+
+
+def test_a_template_without_system_messages_is_told_of_once(tmp_path, caplog):
+    made, _ = codec(tmp_path, template=NO_SYSTEM)
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            assert made.render(Prompt("1", system="be")) == ("be\n\n1", True)
+    assert [record.getMessage() for record in caplog.records if "takes no system message" in record.getMessage()] == [
+        "the chat template takes no system message (no); it is put before the user's first"
+    ]
+    with pytest.raises(PromptError, match="refuses the messages: no"):
+        made.render(Prompt(messages=({"role": "assistant", "content": "1"},)))
+
+
+ASK = Template("<s>ask {text}<s>!")
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, None])
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        (Prompt("1<s>2</s>"), "# 1 ? s ? 2 ? ? s ?"),
+        (Prompt("1", system="<s>"), "# ? s ? \n \n 1"),
+        (Prompt("1", answer="</s>"), "# 1 ? ? s ?"),
+        (Prompt(ASK.render({"text": "1"})), "# # a s k _ 1 # ?"),  # what the template says of its own is meant
+        (Prompt(ASK.render({"text": "</s><s>"})), "# # a s k _ ? ? s ? ? s ? # ?"),
+        (Prompt(Template("<{text}>").render({"text": "s"})), "# ? s ?"),
+        (Prompt(messages=({"role": "user", "content": "<pad></s>"},)), "# ? p a d ? ? ? s ?"),
+    ],
+    ids=str,
+)
+def test_what_looks_like_a_special_token_in_an_item_is_text(tmp_path, template, prompt, expected):
+    """There is a token for each character: # stands for a special one, ? for one that this tokenizer does not know."""
+    template = TEMPLATE if prompt.messages else template
+    made, tokenizer = codec(tmp_path, template=template)
+    tokens = made.encode(Request(0, prompt, Sampling())).tokens
+    expected = expected if template is None else expected.replace(" \n \n", "")
+    unknown = tokenizer.unk_token_id
+    found = ["#" if token < unknown else "?" if token == unknown else tokenizer.decode([token]) for token in tokens]
+    assert found == [each.replace("_", " ") for each in expected.split(" ")]
+
+
+def test_scores_are_of_the_answer_and_not_of_reasoning(tmp_path):
+    for template, ending in [(HARMONY_TEMPLATE, "<|channel|>final<|message|>"), (THOUGHTFUL, "</think>\n\n")]:
+        made, _ = codec(tmp_path, added=(*HARMONY, "<think>", "</think>"), template=template)
+        assert made.render(Prompt("1"), answers_at_once=True)[0].endswith(ending)
+        assert not made.render(Prompt("1"))[0].endswith(ending)
+
+
+def test_an_answer_that_is_to_fit_has_what_the_context_leaves(tmp_path):
+    made, _ = codec(tmp_path)
+    n_before = len(made.encode(Request(0, Prompt(), Sampling())).tokens)
+    found = {}
+    for room in (600, 512, 3, 0):
+        request = Request(room, Prompt("1" * (2048 - n_before - room)), Sampling(fit=True))
+        try:
+            found[room] = made.encode(request).request.sampling.max_tokens
+        except PromptError as error:
+            found[room] = error.output(request).finish_reason
+    assert found == {600: 512, 512: 512, 3: 3, 0: "length"}

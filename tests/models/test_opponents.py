@@ -1,0 +1,100 @@
+"""The second run of a comparison: that it is of the same items is checked when it is planned, and at each item."""
+
+import json
+
+import pytest
+
+from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.shards.columns import Json, Text, convert_row
+from slurmgpu.shards.piece_table import pieces_of
+from slurmgpu.shards.userblock import Reader, read_userblock
+from slurmgpu.workload import Item
+from slurmgpu.workloads.judge.opponents import Opponent
+from tests.support.shard_files import flips, join_parts, write
+
+COLUMNS = {"text": Text(), "question": Json(), "id": Json(), "finish_reason": Json()}
+KEPT = {"question": {"sum": [1, 1]}, "id": 7}
+
+
+def made(folder, n_items=2, digest="d" * 64, keep=("question", "id")):
+    """A run directory with its plan and merged file."""
+    folder.mkdir()
+    row = convert_row(COLUMNS, {"text": "2", **KEPT, "finish_reason": ["stop"]})
+    rows = [row] * (n_items - 1) + [ItemError("too dark")]
+    part = write(folder / "part.h5", 0, n_items, columns=COLUMNS, rows=rows)
+    join_parts([(0, part, 0, n_items)], folder / "merged.h5", columns=COLUMNS)
+    plan = {"input_digest": digest, "settings": {"keep": list(keep)} if keep else {}}
+    (folder / "run.json").write_text(json.dumps(plan))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("ours", "problem"),
+    [
+        ({}, None),
+        ({"n_items": 3}, "has 2 items, and the input has 3"),
+        ({"digest": "e" * 64}, "are of runs with different inputs"),
+    ],
+)
+def test_runs_of_other_items_are_not_compared(tmp_path, ours, problem):
+    judged, opponent = made(tmp_path / "one", **ours), Opponent.find(str(made(tmp_path / "two")))
+    files, n_items = [judged / "merged.h5"], ours.get("n_items", 2)
+    if problem is None:
+        opponent.check_input(files, n_items)
+    else:
+        with pytest.raises(SlurmGPUError, match=problem):
+            opponent.check_input(files, n_items)
+    (judged / "run.json").unlink()
+    if "n_items" not in ours:
+        opponent.check_input(files, n_items)  # without a plan only the number tells
+
+
+def test_planning_asks_the_workload_about_its_input(tmp_path, slurmgpu, project):
+    folder = project(items=[])
+    made(folder / "one", 3)
+    made(folder / "two", 2)
+    model = folder / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64}))
+    (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    (model / "tokenizer.json").write_text("{}")
+    settings = f'[settings]\nmodel = "{model}"\nrubric = "pairwise"\nagainst = "two"\n'
+    (folder / "judge.toml").write_text(f'input = "one/merged.h5"\n[workload]\nuse = "judge"\n{settings}')
+    done = slurmgpu("submit", "judge.toml", "--gpus", "0", "--dry-run", cwd=folder)
+    assert done.returncode != 0
+    assert "has 2 items, and the input has 3" in " ".join(done.stderr.split())
+
+
+def test_a_pair_of_two_items_is_an_error_where_kept_fields_tell(tmp_path):
+    found = Opponent.find(str(made(tmp_path / "two")))
+    opponent = Opponent.find(json.loads(json.dumps(found.to_json())))  # as the plan keeps it
+    opponent.open()
+    assert opponent.row(Item(0, {"text": "3", **KEPT, "finish_reason": ["length"]}), ["text"])["text"] == "2"
+    assert opponent.row(Item(0, {"text": "3", "id": 7.0}), ["text"])["text"] == "2"
+    with pytest.raises(ItemError, match=r"field 'id' is 8, and in .* it is 7: these are two items"):
+        opponent.row(Item(0, {"text": "3", **KEPT, "id": 8}), ["text"])
+    assert opponent.row(Item(0, {"id": 8}), ["text", "id"])["id"] == 7  # it is what is compared
+    for index, reason in ((1, "the item failed in .*: too dark"), (2, "has no item 2: it has 2")):
+        with pytest.raises(ItemError, match=reason):
+            opponent.row(Item(index, {}), ["text"])
+
+
+def test_a_run_that_keeps_nothing_is_joined_by_index_alone(tmp_path):
+    opponent = Opponent.find(str(made(tmp_path / "two", keep=())))
+    opponent.open()
+    assert opponent.row(Item(0, {"id": 8}), ["text"])["id"] == 7
+
+
+def test_an_opponents_bytes_are_verified_at_planning_and_at_each_item(tmp_path):
+    folder = made(tmp_path / "two", 3)
+    path, opponent = folder / "merged.h5", Opponent.find(str(folder))
+    opponent.open()
+    with Reader(path) as reader:
+        directory, table, _ = read_userblock(reader)
+    [piece] = [piece for piece in pieces_of(directory, table) if piece.name == "text/values of shard 0"]
+    for _ in flips(path, [piece.offset]):
+        with pytest.raises(ItemError, match=r"text/values of shard 0 differs.*slurmgpu merge.*resubmit --failed"):
+            opponent.row(Item(0, dict(KEPT), 0), ["text"])
+        with pytest.raises(SlurmGPUError, match=r"text/values of shard 0 differs.*slurmgpu merge"):
+            Opponent.find(str(folder))
+    assert opponent.row(Item(0, dict(KEPT), 0), ["text"])["text"] == "2"

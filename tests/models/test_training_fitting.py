@@ -1,0 +1,210 @@
+"""find_batch_size: what it tries, what it answers, and that it leaves nothing behind."""
+
+import contextlib
+import gc
+import random
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from slurmgpu import find_batch_size
+from slurmgpu.training import fitting
+from slurmgpu.util.out_of_memory import is_out_of_memory
+
+
+@pytest.fixture(autouse=True)
+def _little_to_collect():
+    """Garbage is collected at each try; what the tests have imported shall not be looked through again and again."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def tried(most, **options):
+    """What is found where batches of up to `most` fit, and all that was tried for it."""
+    sizes = []
+
+    def fn(size):
+        sizes.append(size)
+        if size > most:
+            raise MemoryError(f"no room for {size}")
+
+    return find_batch_size(fn, device="cpu", **options), sizes
+
+
+@pytest.mark.parametrize(
+    ("most", "options", "found", "sizes"),
+    [
+        (33, {}, 32, [1, 2, 4, 8, 16, 32, 64, 48, 40]),
+        (60, {}, 56, [1, 2, 4, 8, 16, 32, 64, 48, 56]),
+        (3, {}, 3, [1, 2, 4, 3]),
+        (1, {}, 1, [1, 2]),
+        (99, {"limit": 24}, 24, [1, 2, 4, 8, 16, 24]),
+        (99, {"limit": 24, "start": 64}, 24, [24]),
+        (5, {"start": 32}, 5, [32, 16, 8, 4, 6, 5]),
+        (20, {"sizes": [1, 2, 3, 4, 6, 8, 12, 16, 24, 48]}, 16, [1, 2, 4, 8, 16, 24]),
+        (20, {"sizes": [48, 3, 5, 40, 50]}, 5, [3, 5, 40]),
+        (45, {"sizes": range(8, 64), "start": 16}, 45, [16, 32, 63, 48, 40, 44, 46, 45]),
+        (9, {"sizes": [4, 8, 16], "limit": 10}, 8, [4, 8]),
+    ],
+)
+def test_the_largest_that_fits_is_found_by_doubling_and_halving(most, options, found, sizes):
+    assert tried(most, **options) == (found, sizes)
+
+
+def test_a_function_that_needs_no_memory_ends_the_search_at_a_limit(monkeypatch):
+    monkeypatch.setattr(fitting, "LIMIT", 5)
+    assert tried(10**9) == (5, [1, 2, 4, 5])
+
+
+def test_where_nothing_fits_the_error_is_one_of_memory():
+    with pytest.raises(MemoryError, match=r"memory was short at 2, the smallest: no room for 2") as caught:
+        tried(1, sizes=[2, 4])
+    assert is_out_of_memory(caught.value)
+
+
+@pytest.mark.parametrize("options", [{"start": 0}, {"limit": 0}, {"sizes": []}, {"sizes": [0, 1]}])
+def test_sizes_that_cannot_be_are_refused(options):
+    with pytest.raises(ValueError, match="expected sizes of at least 1"):
+        tried(1, **options)
+
+
+def test_other_errors_go_through():
+    with pytest.raises(RuntimeError, match="shapes"):
+        find_batch_size(lambda size: (_ for _ in ()).throw(RuntimeError("shapes")), device="cpu")
+
+
+def test_random_numbers_go_on_as_if_nothing_had_been_tried():
+    def draw():
+        return random.random(), np.random.random(), torch.rand(1).item()
+
+    def fn(size):
+        draw()
+        if size > 4:
+            raise MemoryError
+
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    expected = draw()
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    assert find_batch_size(fn, device="cpu") == 4
+    assert draw() == expected
+
+
+def test_what_a_try_allocated_is_gone_before_the_next():
+    left = []
+
+    def fn(size):
+        assert not [ref for ref in left if ref() is not None]
+        tensor = torch.zeros(size)
+        left.append(weakref.ref(tensor))
+        circle = [tensor]
+        circle.append(circle)
+        try:
+            if size > 4:
+                raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
+        except RuntimeError as error:
+            raise MemoryError from error
+
+    assert find_batch_size(fn, device="cpu") == 4
+    assert len(left) == 6
+
+
+def test_all_processes_go_the_way_of_the_one_with_the_least():
+    asked = []
+
+    def agree(fitted):
+        asked.append(fitted)
+        return fitted and len(asked) != 4  # another process has no room for 8
+
+    assert tried(9, agree=agree, limit=8) == (7, [1, 2, 4, 8, 6, 7])
+    assert asked == [True] * 6
+
+
+MEMORY = """
+import resource, sys, torch
+from slurmgpu import find_batch_size
+from slurmgpu.training import fitting
+
+torch.set_num_threads(1)
+left = fitting.memory_left()
+fitting.memory_left = lambda: left  # others on this machine come and go
+model = torch.nn.Sequential(torch.nn.Linear(4, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def step(size):
+    optimizer.zero_grad()
+    model(torch.ones(size, 4)).mean().backward()
+    optimizer.step()
+
+step(1)
+before = resource.getrlimit(resource.RLIMIT_DATA)
+part = left // 8
+print(find_batch_size(lambda size: torch.empty(size * part, dtype=torch.uint8), sizes=range(1, 40)))
+print(resource.getrlimit(resource.RLIMIT_DATA) == before)
+
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + 400 * 2**20, resource.RLIM_INFINITY))
+found = find_batch_size(step)
+step(found)
+try:
+    step(2 * found)
+except RuntimeError as error:
+    print(found, error)
+"""
+
+
+def test_a_real_shortage_is_found_and_memory_that_does_not_exist_is_not_promised():
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    of_memory_left, put_back, limited = done.stdout.split("\n", 2)
+    assert of_memory_left == "7"  # eighths, for a tenth stays free
+    assert put_back == "True"
+    found, said = limited.split(" ", 1)
+    # A sample has two rows of 16 kB, or three. Blocks of more than 32 MB are given back to the system, not kept.
+    assert 2**12 <= int(found) <= 2**14
+    assert "can't allocate memory" in said
+
+
+class FakeGPU:
+    """Of torch.cuda, what is asked about memory: a GPU with 100 bytes, of which others hold 20."""
+
+    def __init__(self, monkeypatch):
+        self.peak = 0
+        answers = {
+            "device": lambda device: contextlib.nullcontext(),
+            "mem_get_info": lambda: (80, 100),
+            "memory_reserved": lambda: 0,
+            "max_memory_reserved": lambda: self.peak,
+            "reset_peak_memory_stats": lambda: setattr(self, "peak", 0),
+            "empty_cache": lambda: None,
+        }
+        for name, answer in answers.items():
+            monkeypatch.setattr(torch.cuda, name, answer)
+        monkeypatch.setattr(fitting, "random_state", lambda device: {})
+        monkeypatch.setattr(fitting, "set_random_state", lambda state, device: None)
+
+    def step(self, size):
+        if size > 80:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+        self.peak = size
+
+
+def test_a_margin_of_the_gpus_memory_stays_free(monkeypatch, caplog):
+    gpu = FakeGPU(monkeypatch)
+    assert find_batch_size(gpu.step, device="cuda", sizes=[64, 72, 76, 80, 81, 128]) == 72
+    assert find_batch_size(gpu.step, device="cuda", sizes=[64, 72, 76, 80, 81, 128], margin=0) == 80
+    assert not caplog.records
+    assert find_batch_size(gpu.step, device="cuda", sizes=[76, 152]) == 76
+    assert "A batch size of 76 leaves less than 10 % of the memory free." in caplog.text
+    with pytest.raises(MemoryError, match=r"at 90, the smallest: CUDA out of memory\."):
+        find_batch_size(gpu.step, device="cuda", sizes=[90, 152])

@@ -1,0 +1,142 @@
+"""How verdicts are read, scored and counted, without a model."""
+
+import numpy as np
+import pytest
+
+from slurmgpu.errors import ItemError
+from slurmgpu.llm import parsing
+from slurmgpu.llm.answers import Codec
+from slurmgpu.llm.engine import EngineOptions, Output
+from slurmgpu.llm.scoring import ask, scores_of
+from slurmgpu.workload import Item
+from slurmgpu.workloads.judge.judged import has_failed
+from slurmgpu.workloads.judge.rubrics import read_rubric
+from slurmgpu.workloads.judge.verdicts import summarize
+from slurmgpu.workloads.judge.workload import Judge
+from tests.support.tiny_models import make_llama, make_tokenizer
+
+ITEM = Item(3, {"question": "1+1", "reference": 2, "text": "2"})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(make_llama(tmp_path_factory.mktemp("model")))
+
+
+@pytest.mark.parametrize(
+    ("rubric", "answer", "verdict"),
+    [
+        ("rating", "Rating (1-10): 8", "8"),
+        ("rating", "Rating: 8\n\n(Rating 1 is worst, 10 is best)", "8"),
+        ("rating", "**RATING:** 10/10", "10"),
+        ("rating", "Rating: 7.5", None),
+        ("rating", "Rating: 17.5", None),
+        ("rating", "Rating: 4\nRating: 11", "4"),
+        ("pairwise", "Verdict: A tie", "tie"),
+        ("pairwise", "Verdict: Tie.", "tie"),
+        ("pairwise", "Verdict: answer B", "b"),
+        ("pairwise", "Verdict: A", "a"),
+        ("pairwise", "Verdict: A and B are equal", None),
+        ("correctness", "VERDICT: CORRECT", "correct"),
+        ("correctness", "The verdict is: Correct", "correct"),
+        ("correctness", "Verdict: Correct\n\nThe verdict is based on this: nothing", "correct"),
+        ("correctness", "The verdict may be incorrect.", None),
+        ("correctness", "Verdict: not correct", None),
+    ],
+)
+def test_a_judge_says_its_verdict_in_many_ways(rubric, answer, verdict):
+    assert read_rubric(rubric).reader().verdict(answer) == verdict
+
+
+class Digits:
+    """An engine whose tokens are characters, and that says 10 nearly always, else 9."""
+
+    def __init__(self, folder):
+        self.codec = Codec(make_tokenizer(folder, None), EngineOptions(None), 2048)
+
+    def score(self, questions):
+        for question in questions:
+            begins = {"1": 0.9, "10": 0.9, "9": 0.1}
+            logprobs = np.log([begins.get(choice, 1e-9) for choice in question.choices])
+            yield scores_of(ask(question, self.codec, 2048), logprobs)
+
+
+def test_a_rating_of_10_is_none_of_1_where_digits_are_tokens(tmp_path, model):
+    judge = Judge(model=model, rubric="rating", method="score")
+    judge.engine = Digits(tmp_path)
+    [row] = judge([ITEM])
+    assert (row["verdict"], row["score"]) == ("10", pytest.approx(9.9, abs=1e-5))
+
+
+class Says:
+    """An engine that always says the same, and keeps what it was asked."""
+
+    def __init__(self, answer):
+        self.answer, self.asked = answer, []
+
+    def generate(self, requests):
+        self.asked += requests
+        yield from (Output(request.id, self.answer) for request in requests)
+
+
+def test_a_rubrics_system_text_can_be_another_or_none(model):
+    given = [({}, "You are a careful and impartial grader."), ({"system": ""}, "")]
+    for settings, expected in [*given, ({"system": "Grade {question}."}, "Grade 1+1.")]:
+        judge = Judge(model=model, **settings)
+        judge.engine = Says("Verdict: Correct")
+        judge([ITEM])
+        assert judge.engine.asked[0].prompt.system == expected
+        assert judge.frozen_settings["rubric"]["system"] == settings.get("system", expected)
+
+
+def test_a_pattern_that_never_ends_is_the_error_of_its_item(model, monkeypatch):
+    monkeypatch.setattr(parsing, "TIME_LIMIT_S", 0.1)
+    rubric = {**read_rubric("correctness").to_json(), "pattern": "(a+)+b"}
+    judge = Judge(model=model, rubric=rubric)
+    judge.engine = Says("a" * 5000)
+    [row] = judge([ITEM])
+    assert isinstance(row, ItemError)
+    assert str(row).startswith("pattern of the rubric '(a+)+b' took more than 0.1 s to search a text of 5000 char")
+
+
+@pytest.mark.parametrize(
+    ("data", "failed"),
+    [
+        ({"index": 3, "text": "", "kept": None, "n": 0, "error": "too dark"}, True),
+        ({"index": 3, "text": None, "error": "too dark"}, True),
+        ({"index": 3, "text": "2", "error": "unit missing"}, False),  # data about errors
+        ({"text": "", "error": "unit missing"}, False),
+        ({"index": 3, "text": "", "error": None}, False),
+        ({"index": 3, "text": "", "error": 1}, False),
+    ],
+)
+def test_only_the_blank_row_of_a_merged_file_is_an_item_that_failed(data, failed):
+    assert has_failed(data) is failed
+
+
+class Rows:
+    """What a summary needs of a merged file."""
+
+    def __init__(self, pairs):
+        self.columns = {
+            "verdict": ["tie" if len({*pair}) > 1 else pair[0] or "" for pair in pairs],
+            "how": ["parsed"] * len(pairs),
+            "finish_reason": ["stop"] * len(pairs),
+            "score": np.full(len(pairs), 0.5),
+            "verdicts": [list(pair) for pair in pairs],
+        }
+        self.failed = np.zeros(len(pairs), bool)
+
+    def __len__(self):
+        return len(self.failed)
+
+    def __getitem__(self, name):
+        return self.columns[name]
+
+
+def test_a_position_is_preferred_where_it_won_in_both_orders():
+    """Verdicts are of the texts: what stood first won both times if they are a, then b. Beside a tie nothing tells."""
+    pairs = [("a", "b"), ("a", "b"), ("b", "a"), ("a", "tie"), ("tie", "b"), ("a", "a"), ("tie", "tie"), ("a", None)]
+    summary = summarize(Rows(pairs), read_rubric("pairwise"), 9, with_truth=False)
+    assert summary["preferred_position"] == {"first": 2, "second": 1}
+    assert (summary["agreement_rate"], summary["position_bias_rate"]) == (2 / 7, 5 / 7)

@@ -1,0 +1,484 @@
+"""The scripts in sbatch/, submitted by hand on a real Slurm: the same runs, seen and treated like any other."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slurmgpu.executors import manual_jobs
+from slurmgpu.executors.manual import lines_to_type
+from slurmgpu.run.directory import Run
+from slurmgpu.run.submissions import Submission
+from slurmgpu.slurm import queue
+from slurmgpu.util.pids import own_id
+from tests.support.runs import check_rows, datasets, holders, let_go, published, records, report, toml, wait_until
+
+SCRIPTS = Path(__file__).parents[2] / "sbatch"
+
+
+@pytest.fixture
+def sbatch(cluster, monkeypatch):
+    """sbatch as a user types it, in a folder: the id of the job."""
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+
+    def call(folder, *argv):
+        command = ["sbatch", "--parsable", *map(str, argv)]
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+
+    return call
+
+
+def submissions(folder):
+    return Run.open(folder / "run").submissions()
+
+
+def accounted(job):
+    """The states that Slurm's accounting gives a job, or the tasks of an array."""
+    text = subprocess.run(["sacct", "-nPX", "-o", "State,ExitCode", "-j", job], capture_output=True, text=True).stdout
+    return {tuple(line.split("|")) for line in text.splitlines()}
+
+
+def merge_behind(sbatch, folder, job):
+    return sbatch(folder, f"--dependency=afterany:{job}", SCRIPTS / "merge.sbatch", "run")
+
+
+def wait_for_end(job):
+    wait_until(lambda: not queue.find_jobs([job]), f"the end of job {job}", 300)
+
+
+def wait_for_holders(folder, *jobs):
+    """Until one task of each of these jobs, an array's among them, holds a shard."""
+    wait_until(lambda: sorted(record["job"] for record in holders(folder)) == sorted(jobs), "tasks with a shard", 300)
+
+
+# Whole runs
+
+
+@pytest.mark.slurm
+def test_the_two_lines_of_plan_make_the_file_that_submit_makes(project, slurmgpu, sbatch):
+    tables = {"resources": {"gpus": 3, "array": True, "device": "cpu"}}
+    folder = project(200, **tables, slurm={"time": "00:10:00"})
+    slurmgpu("submit", "--executor", "local", "--gpus", "0", cwd=folder, expect=0)
+    before = datasets(folder)
+    (folder / "run").rename(folder / "local")
+
+    done = slurmgpu("plan", cwd=folder, expect=0)
+    tasks, merge = done.stdout.splitlines()
+    assert "nothing is queued" in done.stderr
+    shown = slurmgpu("status", "run", cwd=folder, expect=0)
+    assert "run  planned" in shown.stdout
+    assert f"next: slurmgpu resubmit {folder}/run, or the two lines that `slurmgpu plan` printed" in shown.stderr
+    held = tasks.replace("--parsable", "--parsable --hold")
+    subprocess.run(["bash", "-ec", f"{held}\n{merge}\necho $J > array_job"], cwd=folder, check=True)
+    array = (folder / "array_job").read_text().strip()
+
+    # Nothing of it has started, and it is known all the same.
+    assert submissions(folder) == []
+    assert "run  queued" in slurmgpu("status", "run", cwd=folder, expect=0).stdout
+    assert "still at work" in slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
+    # A submission that was killed has left its lock; the tasks do not wait for a dead one.
+    lock = {"token": "t", "beat": 3, "doing": "submitting", "user": "ada", "since": 0.0, **own_id(), "pid": 4194304}
+    (folder / "run" / ".submitting").write_text(json.dumps(lock))
+    subprocess.run(["scontrol", "release", array], check=True)
+    wait_until(lambda: (folder / "run" / "report.json").exists(), "the merge", 300)
+
+    assert datasets(folder) == before
+    outcome = report(folder)
+    assert outcome["complete"]
+    assert outcome["accounting"]
+    assert len(outcome["attempts"]) == 3
+    [line] = outcome["submissions"]
+    assert (line["by_hand"], line["executor"], line["device"]) == (True, "slurm", "cpu")
+    assert (line["array_job"], line["n_tasks"], line["gpus_per_task"]) == (array, 3, 1)
+    assert all(record["n_gpus"] == 1 and len(record["gpus"]) == 1 for record in records(folder))
+    assert all(record["memory_mb"] == 2000 for record in records(folder))
+    wait_for_end(line["merge_job"])
+    assert "run  complete" in slurmgpu("status", "run", cwd=folder, expect=0).stdout
+    said = slurmgpu("logs", "run", f"{array}_1", cwd=folder, expect=0).stdout
+    assert f"attempt {array}_1.0 of {folder}/run: 1 GPU, device cpu" in said
+    assert all(line in said for line in (folder / f"slurmgpu-{array}_1.out").read_text().splitlines())
+    said = slurmgpu("logs", "run", "--merge", cwd=folder, expect=0).stdout
+    assert said
+    assert all(text in (folder / f"slurmgpu-merge-{line['merge_job']}.out").read_text() for text in said.splitlines())
+    assert not (folder / "run" / ".submitting").exists()
+
+
+@pytest.mark.slurm
+def test_ten_tasks_that_start_at_once_are_one_submission(project, slurmgpu, sbatch):
+    folder = project(160)
+    slurmgpu("plan", "--gpus", "0", cwd=folder, expect=0)
+    options = ("--array=0-9", "--gpus-per-node=0", "--cpus-per-task=1")
+    array = sbatch(folder, *options, "--hold", SCRIPTS / "array.sbatch", "run")
+    merges = sbatch(folder, SCRIPTS / "merge.sbatch", "run"), merge_behind(sbatch, folder, array)
+    early = folder / f"slurmgpu-merge-{merges[0]}.out"
+    wait_until(lambda: early.exists() and "waiting: Slurm has" in early.read_text(), "a merge that is early")
+    subprocess.run(["scontrol", "release", array], check=True)
+    for merge in merges:  # the one waits for the tasks, not for the other
+        wait_for_end(merge)
+    check_rows(folder, 160)
+    lines = (folder / "run" / "submissions.jsonl").read_text().splitlines()
+    assert [json.loads(line)["submission"] for line in lines] == [1] * len(lines)
+    assert sum("array_job" in json.loads(line) for line in lines) == 1
+    assert {record["submission"] for record in records(folder)} == {1}
+    assert {record["n_gpus"] for record in records(folder)} == {0}
+    for merge in merges:
+        wait_until(lambda job=merge: accounted(job) == {("COMPLETED", "0:0")}, "the accounting of the merges")
+
+
+@pytest.mark.slurm
+def test_a_killed_task_and_a_requeued_one_lose_nothing(project, slurmgpu, sbatch, cluster):
+    folder = project(80, held_from=16)
+    slurmgpu("plan", "--gpus", "3", "--array", "--device", "cpu", cwd=folder, expect=0)
+    array = sbatch(folder, "--array=0-2", SCRIPTS / "array.sbatch", "run")
+    merge = merge_behind(sbatch, folder, array)
+    wait_for_holders(folder, array, array, array)
+    assert len(published(folder)) == 2
+    cluster.run("scontrol", "requeue", f"{array}_1")
+    wait_until(lambda: any(job.reason == "BeginTime" for job in queue.find_jobs([array])), "the requeue")
+    cluster.run("scontrol", "update", f"JobId={array}_1", "StartTime=now")
+    wait_until(lambda: any(record["restart"] == 1 for record in records(folder)), "the second life")
+    [victim] = [record for record in records(folder) if record["task"] == 0]
+    os.kill(victim["pid"], signal.SIGKILL)
+    let_go(folder)
+    wait_for_end(merge)
+    check_rows(folder, 80)
+    outcome = report(folder)
+    assert {record["submission"] for record in records(folder)} == {1}
+    failures = {attempt["attempt"]: attempt["failure"] for attempt in outcome["attempts"]}
+    assert failures[f"{array}_0.0"] in ("crash", "lost")
+    assert failures[f"{array}_1.0"] == "preempted"
+    assert outcome["complete"]
+
+
+@pytest.mark.slurm
+def test_cancel_resubmit_and_another_array_by_hand_go_on_with_such_a_run(project, slurmgpu, sbatch):
+    folder = project(80, held_from=16, resources={"gpus": 2, "array": True, "device": "cpu"})
+    slurmgpu("plan", cwd=folder, expect=0)
+    array = sbatch(folder, "--array=0-1", SCRIPTS / "array.sbatch", "run")
+    merge = merge_behind(sbatch, folder, array)
+    wait_for_holders(folder, array, array)
+    assert "still at work" in slurmgpu("merge", "run", cwd=folder, expect=2).stderr
+    done = slurmgpu("cancel", "run", cwd=folder, expect=0)
+    assert f"Slurm jobs {array}, {merge}" in done.stdout
+    wait_for_end(array)
+    assert submissions(folder)[0]["cancelled"]
+
+    again = sbatch(folder, SCRIPTS / "array.sbatch", folder / "run")  # a plain job, that names the run in full
+    wait_for_holders(folder, again)
+    assert [line["array_job"] for line in submissions(folder)] == [array, again]
+    shown = slurmgpu("status", "run", cwd=folder, expect=0).stdout
+    assert "run  running" in shown
+    subprocess.run(["scancel", again], check=True)
+    wait_for_end(again)
+    wait_for_end(merge_behind(sbatch, folder, again))
+    assert report(folder)["failures"] == {"cancelled": 3}
+    assert {line["state"] for line in submissions(folder)} == {"ended"}
+
+    let_go(folder)
+    slurmgpu("resubmit", "run", "--wait", cwd=folder, expect=0)
+    check_rows(folder, 80)
+    assert [line.get("by_hand", False) for line in submissions(folder)] == [True, True, False]
+    assert submissions(folder)[2]["n_tasks"] == 2
+
+
+@pytest.mark.slurm
+def test_an_incomplete_run_ends_its_merge_job_with_exit_code_3(project, slurmgpu, sbatch):
+    folder = project(40, workload="Unloadable")
+    slurmgpu("plan", "--gpus", "0", cwd=folder, expect=0)
+    array = sbatch(folder, "--gpus-per-node=0", SCRIPTS / "array.sbatch", "run")
+    merge = merge_behind(sbatch, folder, array)
+    wait_for_end(merge)
+    assert report(folder)["failures"] == {"workload_error": 1}
+    wait_until(lambda: accounted(array) == {("FAILED", "1:0")}, "the accounting of the task")
+    wait_until(lambda: accounted(merge) == {("FAILED", "3:0")}, "the accounting of the merge")
+
+
+@pytest.mark.slurm
+def test_a_script_by_hand_helps_a_run_that_submit_has_at_work_and_its_merge_waits_for_it(project, slurmgpu, sbatch):
+    folder = project(80, held_from=16)
+    slurmgpu("submit", "--gpus", "1", "--device", "cpu", cwd=folder, expect=0)
+    [first] = submissions(folder)
+    job = sbatch(folder, SCRIPTS / "array.sbatch", "run")
+    nothing = sbatch(folder, SCRIPTS / "array.sbatch")
+    wait_for_holders(folder, first["array_job"], job)
+    subprocess.run(["scancel", first["array_job"]], check=True)
+    log = folder / "run" / "logs" / f"{first['merge_job']}_0_log.err"
+    wait_until(lambda: log.exists() and f"waiting: task {job}_0.0" in log.read_text(), "a merge that waits", 300)
+    assert not (folder / "run" / "report.json").exists()
+    let_go(folder)
+    wait_for_end(first["merge_job"])
+    check_rows(folder, 80)
+    assert [(line["state"], line.get("by_hand", False)) for line in submissions(folder)] == [
+        ("ended", False),
+        ("ended", True),
+    ]
+    assert "run  complete" in slurmgpu("status", "run", cwd=folder, expect=0).stdout
+    assert submissions(folder)[1]["cluster"] == first["cluster"]
+    wait_for_end(nothing)
+    assert "the run directory is missing: sbatch" in next(folder.glob(f"slurmgpu-{nothing}_*.out")).read_text()
+
+
+@pytest.mark.slurm
+def test_the_image_comes_from_the_run_not_from_the_script(project, slurmgpu, sbatch, apptainer, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    site = tmp_path / "config" / "slurmgpu" / "site.toml"
+    site.parent.mkdir(parents=True)
+    site.write_text(f"container = {toml(apptainer.table())}\n")
+    folder = project(40)
+    slurmgpu("plan", "--device", "cpu", cwd=folder, expect=0)
+    site.unlink()
+    job = sbatch(folder, SCRIPTS / "array.sbatch", "run")
+    wait_for_end(merge_behind(sbatch, folder, job))
+    check_rows(folder, 40)
+    [record] = records(folder)
+    assert record["image"] == str(apptainer.sif)
+    assert record["surroundings"]["image"] == apptainer.sif.name
+
+
+@pytest.mark.slurm
+def test_a_planned_run_is_submitted_by_resubmit_as_well(project, slurmgpu, sbatch):
+    folder = project(40)
+    slurmgpu("plan", cwd=folder, expect=0)
+    argv = ("--gpus", "2", "--array", "--device", "cpu", "--slurm", "time=5")
+    slurmgpu("resubmit", "run", *argv, "--wait", cwd=folder, expect=0)
+    check_rows(folder, 40)
+    [line] = submissions(folder)
+    assert (line["n_tasks"], line["slurm"]) == (2, {"time": "5"})
+
+
+@pytest.mark.slurm
+def test_a_run_can_wait_for_one_that_was_submitted_by_hand(project, slurmgpu, sbatch):
+    folder = project(80, resources={"gpus": 1, "device": "cpu"})
+    slurmgpu("plan", cwd=folder, expect=0)
+    array = sbatch(folder, "--hold", SCRIPTS / "array.sbatch", "run")
+    merge = merge_behind(sbatch, folder, array)
+    slurmgpu("submit", "--after", "run", "--run-dir", "second", cwd=folder, expect=0)
+    [line] = Run.open(folder / "second").submissions()
+    assert line["after"] == [merge]
+    subprocess.run(["scontrol", "release", array], check=True)
+    wait_for_end(line["merge_job"])
+    check_rows(folder, 80)
+    assert (folder / "second" / "merged.h5").exists()
+
+
+@pytest.mark.slurm
+def test_a_model_parallel_task_holds_all_gpus_of_its_job(project, slurmgpu, sbatch):
+    folder = project(40)
+    slurmgpu("plan", "--gpus", "4", "--device", "cpu", cwd=folder, expect=0)
+    job = sbatch(folder, SCRIPTS / "model-parallel.sbatch", "run")
+    wait_for_end(merge_behind(sbatch, folder, job))
+    check_rows(folder, 40)
+    [record] = records(folder)
+    assert (record["n_gpus"], len(record["gpus"])) == (4, 4)
+    assert submissions(folder)[0]["gpus_per_task"] == 4
+
+
+@pytest.mark.slurm
+def test_a_task_that_trains_has_a_process_for_each_gpu_of_its_node(project, slurmgpu, sbatch):
+    pytest.importorskip("torch")
+    folder = project(40)
+    slurmgpu("plan", "--gpus", "4", "--processes", "per-gpu", "--device", "cpu", cwd=folder, expect=0)
+    job = sbatch(folder, "--gpus-per-node=2", "--cpus-per-task=2", SCRIPTS / "train.sbatch", "run")
+    wait_for_end(merge_behind(sbatch, folder, job))
+    check_rows(folder, 40)
+    [record] = records(folder)
+    assert record["n_gpus"] == 2  # what Slurm gave, not what was planned
+    assert (folder / f"slurmgpu-train-{job}.out").read_text()
+
+
+@pytest.mark.slurm
+def test_a_task_on_two_nodes_is_one_task(project, slurmgpu, sbatch):
+    pytest.importorskip("torch")
+    folder = project(40)
+    argv = ("--gpus", "2", "--nodes-per-task", "2", "--processes", "per-gpu", "--device", "cpu")
+    slurmgpu("plan", *argv, cwd=folder, expect=0)
+    job = sbatch(folder, "--gpus-per-node=1", "--cpus-per-task=2", SCRIPTS / "multi-node.sbatch", "run")
+    wait_for_end(merge_behind(sbatch, folder, job))
+    check_rows(folder, 40)
+    [record] = records(folder)
+    assert (record["n_gpus"], record["n_nodes"]) == (1, 2)
+    [line] = submissions(folder)
+    assert (line["gpus_per_task"], line["nodes_per_task"]) == (2, 2)
+
+
+# The lines that plan prints
+
+
+@pytest.mark.parametrize(
+    ("asked", "shown"),
+    [
+        ({"gpus_per_task": 1}, "--gpus-per-node=1 --array=0 {}/array.sbatch"),
+        ({"gpus_per_task": 0}, "--gpus-per-node=0 --array=0 {}/array.sbatch"),
+        ({"gpus_per_task": 4, "gpu_type": "a100"}, "--gpus-per-node=a100:4 --array=0 {}/model-parallel.sbatch"),
+        ({"gpus_per_task": 8, "nodes_per_task": 2}, "--gpus-per-node=4 --nodes=2 --array=0 {}/multi-node.sbatch"),
+        ({"n_tasks": 20, "n_concurrent": 4}, "--gpus-per-node=1 --array=0-19%4 {}/array.sbatch"),
+        ({"n_tasks": 3, "n_concurrent": 3}, "--gpus-per-node=1 --array=0-2 {}/array.sbatch"),
+        ({"slurm": {"gres": "gpu:a100:1,shard:2"}}, "--gpus-per-node=a100:1 --gres=shard:2 --array=0 {}/array.sbatch"),
+        ({"slurm": {"comment": "a b", "exclusive": True, "hold": False, "setup": ["x"]}, "exclude": ("n1", "n2")},
+         "'--comment=a b' --exclusive --exclude=n1,n2 --gpus-per-node=1 --array=0 {}/array.sbatch"),
+    ],
+)  # fmt: skip
+def test_a_line_has_the_script_that_fits_and_its_options(tmp_path, monkeypatch, asked, shown):
+    monkeypatch.chdir(tmp_path)
+    run = Run(tmp_path / "runs" / "x y", None)
+    usual = {"n_tasks": 1, "n_concurrent": 1, "gpus_per_task": 1}
+    submission = Submission(submission=1, executor="slurm", device="auto", **{**usual, **asked})
+    tasks, merge = lines_to_type(run, submission)
+    comment = f"'--comment=slurmgpu:{tmp_path}/runs/x y'"
+    shown = shown if "--comment" in shown else f"{comment} {shown}"
+    assert tasks == f"J=$(sbatch --parsable {shown.format(SCRIPTS)} 'runs/x y')"
+    options = f"{comment} --kill-on-invalid-dep=yes"
+    assert merge == f"sbatch --dependency=afterany:$J {options} {SCRIPTS}/merge.sbatch 'runs/x y'"
+
+
+def test_a_copy_of_the_scripts_in_the_working_directory_is_the_one_to_submit(project, slurmgpu):
+    folder = project(4, slurm={"setup": "module load apptainer"})
+    (folder / "sbatch").symlink_to(SCRIPTS)
+    done = slurmgpu("plan", "--json", cwd=folder, expect=0, PATH="/nowhere")
+    shown = json.loads(done.stdout)
+    assert shown["run_dir"] == str(folder / "run")
+    options = f"--comment=slurmgpu:{folder}/run --gpus-per-node=1 --array=0"
+    assert shown["lines"][0] == f"J=$(sbatch --parsable {options} sbatch/array.sbatch run)"
+    assert shown["lines"][1].endswith("sbatch/merge.sbatch run")
+    assert "write it into them: module load apptainer" in done.stderr
+    assert "holds a run already" in slurmgpu("plan", cwd=folder, expect=2).stderr
+
+
+def test_the_scripts_ask_for_what_the_task_and_slurm_need():
+    for path in SCRIPTS.glob("*.sbatch"):
+        text = path.read_text()
+        assert re.search(r"^#SBATCH --job-name=slurmgpu", text, re.M), path
+        assert re.search(r"^#SBATCH --open-mode=append$", text, re.M), path
+        [output] = re.findall(r"^#SBATCH --output=(.*)$", text, re.M)
+        assert "/" not in output, path
+        if path.name != "merge.sbatch":
+            assert re.search(r"^#SBATCH --requeue$", text, re.M), path
+            assert re.search(r"^#SBATCH --signal=USR2@\d+$", text, re.M), path
+            step = """sh -c 'trap "" USR2; exec "$0" "$@"' slurmgpu task "$RUN"\n"""
+            assert text.endswith(f'srun --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" {step}'), path
+
+
+# What a task is told of its job
+
+
+def test_a_task_outside_slurm_says_what_to_do_instead(project, slurmgpu):
+    done = slurmgpu("task", "run", cwd=project(4), expect=2)
+    assert "slurmgpu resubmit RUN --executor local" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "1", "SLURM_JOB_NUM_NODES": "1"},
+        {"SLURM_JOB_NUM_NODES": "2"},
+    ],
+    ids=["four on one node", "two nodes without srun"],
+)
+def test_a_task_that_is_not_alone_on_its_node_or_leaves_one_out_is_refused(project, slurmgpu, environment):
+    done = slurmgpu("task", "run", cwd=project(4), expect=2, SLURM_JOB_ID="1", **environment)
+    assert "expected once on each: srun --ntasks-per-node=1" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "n_gpus"),
+    [
+        ({"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "0,1"}, 4),
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, 2),
+        ({}, 0),
+    ],
+)
+def test_the_gpus_of_a_task_are_those_that_slurm_gave(monkeypatch, environment, n_gpus):
+    for name in ("SLURM_GPUS_ON_NODE", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert manual_jobs.gpus_here() == n_gpus
+
+
+# Jobs of a run, by their names and arguments
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "command", "is_of"),
+    [
+        ("slurmgpu", "/home/ada", "/home/ada/sbatch/array.sbatch runs/x", True),
+        ("slurmgpu-merge", "/home/ada", "merge.sbatch /home/ada/runs/x", True),
+        ("slurmgpu", "/home/ada/runs", "array.sbatch ./x", True),
+        ("slurmgpu", "/home/ada", "array.sbatch runs/x --device cpu", True),
+        ("slurmgpu", "/home/ada", "array.sbatch runs/xy", False),
+        ("slurmgpu", "/home/bob", "array.sbatch runs/x", False),
+        ("plots", "/home/ada", "plots.sbatch runs/x", False),
+        ("slurmgpu:x", "/elsewhere", "/home/ada/runs/x/logs/submission_file.sh", True),
+    ],
+)
+def test_a_job_is_of_a_run_by_its_script_or_its_name_and_arguments(name, folder, command, is_of):
+    run = Run(Path("/home/ada/runs/x"), None)
+    assert queue.QueuedJob("7", "PENDING", "None", name, folder, command).is_of(run) is is_of
+    blank = Run(Path("/home/ada/runs/x y"), None)
+    assert queue.QueuedJob("7", "PENDING", "None", name, folder, f"{command} y").is_of(blank) is (
+        is_of and "submission" not in command and "--device" not in command
+    )
+
+
+@pytest.mark.parametrize(
+    ("comment", "is_of"),
+    [("slurmgpu:/home/ada/runs/x", True), ("slurmgpu:/home/ada/runs/../runs/x", True), ("slurmgpu:/home/ada/x", False)],
+)
+def test_a_job_is_of_the_run_that_its_comment_names(comment, is_of):
+    run = Run(Path("/home/ada/runs/x"), None)
+    job = queue.QueuedJob("7", "PENDING", "None", "any", "/", "array.sbatch", comment=comment)
+    assert job.is_of(run) is is_of
+
+
+NEWER_SQUEUE = r"""#!{python}
+import os, subprocess, sys
+done = subprocess.run([{squeue!r}, *sys.argv[1:]], stdout=subprocess.PIPE)
+records = done.stdout.split(b"\x1e\n")
+for number, record in enumerate(records):
+    *fields, command = record.split(b"\x1f")
+    records[number] = b"\x1f".join([*fields, command.split(b" ")[0]])
+sys.stdout.buffer.write(b"\x1e\n".join(records))
+sys.exit(done.returncode)
+"""
+
+
+@pytest.mark.slurm
+def test_jobs_by_hand_are_known_where_squeue_shows_no_arguments(project, slurmgpu, sbatch, tmp_path, monkeypatch):
+    """As in Slurm 24.11 and later, whichever squeue is here."""
+    folder = project(24, resources={"device": "cpu"})
+    tasks, _ = slurmgpu("plan", cwd=folder, expect=0).stdout.splitlines()
+    newer = tmp_path / "newer" / "squeue"
+    newer.parent.mkdir()
+    newer.write_text(NEWER_SQUEUE.format(python=sys.executable, squeue=shutil.which("squeue")))
+    newer.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{newer.parent}:{os.environ['PATH']}")
+    short = "J=$(sbatch --parsable --hold --array=0-1 array.sbatch run)"
+    shutil.copy(SCRIPTS / "array.sbatch", folder)
+    for line in (tasks.replace("--parsable", "--parsable --hold"), short):
+        subprocess.run(["bash", "-ec", f"{line}\necho $J > array_job"], cwd=folder, check=True)
+        array = (folder / "array_job").read_text().strip()
+        wait_until(lambda: "run  queued" in slurmgpu("status", "run", cwd=folder, expect=0).stdout, "accounting")
+        assert array in slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
+        assert array in slurmgpu("cancel", "run", cwd=folder, expect=0).stdout
+        wait_for_end(array)
+        assert "run  planned" in slurmgpu("status", "run", cwd=folder, expect=0).stdout
+
+
+@pytest.mark.slurm
+def test_a_job_that_an_array_task_submits_is_itself_and_not_that_array(project, slurmgpu, sbatch):
+    folder = project(24, resources={"device": "cpu"})
+    slurmgpu("plan", cwd=folder, expect=0)
+    inner = "sbatch --wait --job-name=slurmgpu --gpus-per-node=1 --output=/dev/null --wrap 'srun slurmgpu task run'"
+    outer = sbatch(folder, "--array=0-1%1", "--output=/dev/null", "--wrap", f"{inner}; touch over$SLURM_ARRAY_TASK_ID")
+    wait_for_end(outer)
+    assert sorted(path.name for path in folder.glob("over*")) == ["over0", "over1"]  # none was cancelled
+    assert len(published(folder)) == 3
+    jobs = [record["job"] for record in records(folder)]
+    assert outer not in jobs
+    assert len(set(jobs)) == 2

@@ -1,0 +1,596 @@
+"""Whole runs on a real Slurm: everything that dies there, what the report calls it, and what resubmit computes."""
+
+import json
+import os
+import random
+import signal
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from slurmgpu import open as open_merged
+from slurmgpu.executors import slurm
+from slurmgpu.slurm import commands, queue
+from tests.support.runs import (
+    check_ledger,
+    check_rows,
+    datasets,
+    holders,
+    kill_workers,
+    let_go,
+    published,
+    records,
+    report,
+    shard_times,
+    start,
+    submissions,
+    wait_for_end,
+    wait_until,
+    wait_until_held,
+)
+
+pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("cluster")]
+
+# Stand-in GPUs are allocated, and the CPU computes.
+SUBMIT = ("submit", "--device", "cpu", "--array")
+WAIT = (*SUBMIT, "--wait")
+
+
+def test_four_tasks_make_one_verified_file(project, slurmgpu):
+    folder = project(200, settings={"item_s": 0.01})
+    done = slurmgpu(*WAIT, "--gpus", "4", cwd=folder, expect=0)
+    check_rows(folder, 200)
+    outcome = report(folder)
+    assert outcome["complete"]
+    assert len(outcome["attempts"]) == 4
+    assert all(len(attempt["gpus"]) == 1 for attempt in outcome["attempts"])
+    assert "complete" in done.stdout
+    files = [path for name in ("logs", "tasks", "telemetry") for path in (folder / "run" / name).iterdir()]
+    assert len(files) <= 12 * 4
+
+
+def test_a_dry_run_prints_the_scripts_that_are_then_submitted_and_queues_nothing(project, slurmgpu, cluster):
+    folder = project(40, slurm={"time": "00:05:00", "comment": "a, b"}, merge={"partition": "cpu"})
+    done = slurmgpu(*SUBMIT, "--gpus", "2", "--dry-run", cwd=folder, expect=0)
+    assert not (folder / "run").exists()
+    assert "#SBATCH --array=0-1%2" in done.stdout
+    assert "#SBATCH --time=00:05:00" in done.stdout
+    slurmgpu(*WAIT, "--gpus", "2", cwd=folder, expect=0)
+    texts = [path.read_text() for path in (folder / "run" / "logs").glob("*_submission.sh")]
+    [written] = [text for text in texts if "--array" in text]
+    shown = done.stdout.partition("# ---- array.sbatch ----\n")[2].partition("\n# ---- merge.sbatch")[0]
+    assert shown.strip() == written.strip()
+
+
+def test_a_killed_worker_and_a_killed_task_lose_nothing(project, slurmgpu):
+    folder = project(160, held_from=24)
+    process = start(*WAIT, "--gpus", "3", cwd=folder)
+    wait_until_held(folder, 3, 3)
+    assert kill_workers(folder / "run") == 3
+    victim = holders(folder)[0]
+    os.kill(victim["pid"], signal.SIGKILL)
+    let_go(folder)
+    output, _ = process.communicate(timeout=250)
+    assert process.returncode == 0, output
+    check_rows(folder, 160)
+    outcome = report(folder)
+    assert outcome["worker_deaths"]["crash"] >= 2
+    [dead] = [a for a in outcome["attempts"] if a["attempt"] == victim["attempt"]]
+    assert dead["failure"] in ("crash", "lost")
+
+
+def test_faults_of_items_cost_their_items_alone(project, slurmgpu):
+    folder = project(80, settings={"faults": {"17": "segfault", "33": "hard_exit", "50": "exception"}})
+    slurmgpu(*WAIT, "--gpus", "2", cwd=folder, expect=0)
+    check_rows(folder, 80, errors={17, 33, 50})
+    assert report(folder)["errors_by_class"] == {"crash": 2, "item_error": 1}
+    # And the logs have the line behind each, while Submitit's times do not say their zone.
+    [crash, exit_, error] = (
+        slurmgpu("logs", "run", "--item", index, cwd=folder, expect=0, TZ="Asia/Tokyo").stdout for index in (17, 33, 50)
+    )
+    assert "Fatal Python error: Segmentation fault" in crash
+    assert "crash: the worker died by SIGSEGV; item 17 of shard 2 was in flight" in crash
+    assert "crash: the worker exited with code 3" in exit_
+    assert "ValueError: cannot do item 50" in error
+    name = report(folder)["attempts"][0]["attempt"]
+    said = slurmgpu("logs", "run", name, cwd=folder, expect=0, TZ="Asia/Tokyo").stdout
+    order = [said.index(text) for text in ("Loading pickle", "this worker is process", "takes no more shards")]
+    assert order == sorted(order)
+    said = slurmgpu("logs", "run", "--merge", cwd=folder, expect=0).stdout
+    assert "merged: complete, 80 of 80 rows, 3 of them failed" in said
+
+
+def test_a_dead_node_is_replaced_by_the_others_and_excluded_from_then_on(project, slurmgpu, cluster):
+    folder = project(240, held_from=64, settings={"item_s": 0.1}, slurm={"no-requeue": True})
+    process = start(*WAIT, "--gpus", "8", cwd=folder)
+    try:
+        wait_until_held(folder, 8, 8)
+        cluster.kill_node("gpu2")
+        let_go(folder)
+        output, _ = process.communicate(timeout=250)
+    finally:
+        cluster.start_node("gpu2")
+    assert process.returncode == 0, output
+    check_rows(folder, 240)
+    outcome = report(folder)
+    failures = {a["failure"] for a in outcome["attempts"] if a["node"] == "gpu2"}
+    assert failures <= {"node_fail"}
+    assert outcome["failures"]["node_fail"] >= 1
+    assert check_ledger(outcome)["unit"] == "GPU-hours"
+    last_words = {record["attempt"]: record for record in records(folder)}
+    for attempt in outcome["attempts"]:
+        if attempt["failure"] == "node_fail" and (last := last_words[attempt["attempt"]])["shard_started"]:
+            # The shard in hand, and until Slurm took the node for dead.
+            lost = attempt["seconds"] - (last["shard_started"] - last["started"])
+            assert attempt["spent"]["lost"] == pytest.approx(lost, abs=0.01)
+            assert attempt["spent"]["useful"] > 0 or not attempt["n_shards"]
+
+
+@pytest.mark.usefixtures("memory_limits")
+def test_host_memory_that_runs_out_is_named_and_raised_on_resubmission(project, slurmgpu):
+    folder = project(80, settings={"faults": {"17": "memory"}}, slurm={"mem": "800M"})
+    done = slurmgpu(*WAIT, "--gpus", "2", cwd=folder, expect=3)
+    outcome = report(folder)
+    assert outcome["failures"] == {"host_oom": 1}
+    assert [hole["shard"] for hole in outcome["missing"]] == [2]
+    assert "slurmgpu resubmit" in done.stdout
+    kept = shard_times(folder)
+    done = slurmgpu("resubmit", "run", "--wait", cwd=folder, expect=0)
+    assert "mem is 1200M instead of 800M" in done.stderr
+    check_rows(folder, 80)
+    assert kept.items() <= shard_times(folder).items()
+
+
+def test_a_task_takes_no_shard_that_would_not_fit_in_the_walltime(project, slurmgpu):
+    folder = project(400, settings={"item_s": 0.2}, slurm={"time": "00:01:00"}, margin_s=48.0, auto_resubmit=9)
+    slurmgpu(*SUBMIT, "--gpus", "4", cwd=folder, expect=0)
+    wait_until(lambda: len(submissions(folder)) > 1, "the automatic resubmission")
+    wait_until(lambda: len(published(folder)) == 50, "the last shard")
+    wait_for_end(folder)
+    check_rows(folder, 400)
+    first = [r for r in records(folder) if r["submission"] == 1]
+    assert {(r["failure"], r["reason"]) for r in first} == {("timeout", "deadline")}
+    logs = [(folder / "run" / "logs" / f"{r['job']}_{r['task']}_0_log.err").read_text() for r in first]
+    assert all(log.splitlines()[-1].endswith("too little was left of the walltime") for log in logs)
+
+
+def test_items_that_outlast_the_walltime_go_on_from_their_progress_in_the_next_submissions(project, slurmgpu):
+    # Of a minute, about ten seconds are left for two items of thirteen: a third task begins neither.
+    tables = {"settings": {"n": 130, "step_s": 0.1}, "slurm": {"time": "00:01:00"}, "margin_s": 48.0}
+    folder = project(2, "Long", batch_size=1, shard_items=1, auto_resubmit=9, **tables)
+    slurmgpu(*SUBMIT, "--gpus", "2", cwd=folder, expect=0)
+    wait_until(lambda: len(published(folder)) == 2, "both items")
+    wait_for_end(folder)
+    check_rows(folder, 2)
+    for index in range(2):
+        lines = (folder / "run" / "counts" / str(index)).read_text().splitlines()
+        assert [int(line.split()[0]) for line in lines] == list(range(1, 131))
+        assert len({line.split()[1] for line in lines}) > 1
+    first = [r for r in records(folder) if r["submission"] == 1]
+    assert {(r["failure"], r["reason"], r["n_errors"], len(r["deaths"])) for r in first} == {
+        ("timeout", "deadline", 0, 0)
+    }
+
+
+def test_a_shard_that_outlasts_the_walltime_is_given_back_as_a_timeout(project, slurmgpu):
+    folder = project(40, settings={"faults": {"9": "hang"}}, slurm={"time": "00:01:00"})
+    slurmgpu(*WAIT, "--gpus", "1", cwd=folder, expect=3)
+    assert report(folder)["failures"] == {"timeout": 1}
+    assert [hole["shard"] for hole in report(folder)["missing"]] == [1, 2, 3, 4]
+    shown = slurmgpu("status", "run", cwd=folder, expect=0).stdout
+    assert "timeout" in shown
+    assert "Shard 1 did not fit in the walltime" in shown
+    said = slurmgpu("logs", "run", "--class", "timeout", "-n", "1", cwd=folder, expect=0).stdout
+    assert " WARNING slurmgpu.task.supervisor: timeout: stopped by SIGTERM" in said
+    assert not any("Bypassing" in log.read_text() for log in (folder / "run" / "logs").glob("*_log.*"))
+
+
+def test_a_preempted_task_is_requeued_and_the_run_completes(project, slurmgpu, cluster):
+    settings = {"item_s": 0.15, "load_s": 0.1}
+    folder = project(100, held_from=24, settings=settings, slurm={"qos": "normal", "requeue": True})
+    process = start(*WAIT, "--gpus", "2", cwd=folder)
+    wait_until_held(folder, 3, 2)
+    urgent = ["--qos=high", "--nodes=2", "--exclusive", "--wrap", "sleep 3"]
+    cluster.run("sbatch", "--parsable", "--output=/dev/null", *urgent)
+    array = submissions(folder)[0]["array_job"]
+    wait_until(lambda: any(r["failure"] == "preempted" for r in records(folder)), "the preemption")
+    # Slurm lets a requeued job wait for two minutes; that is not what is tested here.
+    wait_until(lambda: any(job.reason == "BeginTime" for job in queue.find_jobs([array])), "the requeue")
+    let_go(folder)
+    cluster.run("scontrol", "update", f"JobId={array}", "StartTime=now")
+    output, _ = process.communicate(timeout=250)
+    assert process.returncode == 0, output
+    check_rows(folder, 100)
+    outcome = report(folder)
+    assert outcome["failures"].get("preempted", 0) >= 1
+    assert any(record["restart"] == 1 for record in records(folder))
+    check_ledger(outcome)
+    lost = {record["attempt"]: record["lost_s"] for record in records(folder)}
+    first = next(a for a in outcome["attempts"] if a["failure"] == "preempted" and a["n_shards"])
+    assert first["spent"]["lost"] == lost[first["attempt"]] > 0
+    assert first["spent"]["useful"] >= 0.9 * 0.15 * first["n_items"]  # records have milliseconds
+    assert sum(a["spent"]["loading"] > 0 for a in outcome["attempts"]) > 2  # also of the restart
+
+
+def test_scancel_of_a_task_is_no_error_of_the_run(project, slurmgpu, cluster):
+    folder = project(80, held_from=16)
+    process = start(*WAIT, "--gpus", "2", cwd=folder)
+    wait_until_held(folder, 2, 2)
+    victim = holders(folder)[0]
+    cluster.run("scancel", f"{victim['job']}_{victim['task']}")
+    wait_until(lambda: len(holders(folder)) == 1, "the end of the task")
+    let_go(folder)
+    output, _ = process.communicate(timeout=250)
+    assert process.returncode == 0, output
+    check_rows(folder, 80)
+    assert report(folder)["failures"] == {"cancelled": 1}
+
+
+def test_an_array_that_the_user_cancelled_is_not_resubmitted_automatically(project, slurmgpu, cluster):
+    folder = project(80, held_from=16, auto_resubmit=3)
+    slurmgpu(*SUBMIT, "--gpus", "2", cwd=folder, expect=0)
+    wait_until_held(folder, 2, 2)
+    cluster.run("scancel", submissions(folder)[0]["array_job"])
+    wait_for_end(folder)
+    assert len(submissions(folder)) == 1
+    assert set(report(folder)["failures"]) == {"cancelled"}
+
+
+def test_a_cancelled_run_is_resumed_by_resubmit(project, slurmgpu):
+    folder = project(80, held_from=16)
+    slurmgpu(*SUBMIT, "--gpus", "2", cwd=folder, expect=0)
+    wait_until_held(folder, 2, 2)
+    assert "still at work" in slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
+    assert "holds a run already" in slurmgpu(*SUBMIT, "--gpus", "2", cwd=folder, expect=2).stderr
+    slurmgpu("cancel", "run", cwd=folder, expect=0)
+    ids = [submissions(folder)[0][key] for key in ("array_job", "merge_job")]
+    wait_until(lambda: not queue.find_jobs(ids), "the end of the jobs")
+    assert slurmgpu("report", "run", cwd=folder).returncode == 2  # its merge was cancelled, too
+    slurmgpu("merge", "run", cwd=folder, expect=3)
+    assert set(report(folder)["failures"]) == {"cancelled"}
+    kept = shard_times(folder)
+    let_go(folder)
+    slurmgpu("resubmit", "run", "--gpus", "4", "--wait", cwd=folder, expect=0)
+    check_rows(folder, 80)
+    assert kept.items() <= shard_times(folder).items()
+
+
+def test_a_full_disk_loses_nothing_that_was_published(project, slurmgpu, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small disk needs root")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=320k", "tmpfs", str(disk)], check=True)
+    try:
+        folder = project(480, run_dir=str(disk / "run"))
+        (folder / "run").symlink_to(disk / "run")
+        slurmgpu(*SUBMIT, "--gpus", "2", cwd=folder, expect=0)
+        ids = [submissions(folder)[0][key] for key in ("array_job", "merge_job")]
+        wait_until(lambda: not queue.find_jobs(ids), "the end of the jobs")
+        n_before = len(published(folder))
+        assert 0 < n_before < 60
+        subprocess.run(["mount", "-o", "remount,size=20M", str(disk)], check=True)
+        kept = shard_times(folder)
+        slurmgpu("merge", "run", cwd=folder, expect=3)
+        assert "disk_full" in report(folder)["failures"]
+        slurmgpu("resubmit", "run", "--wait", cwd=folder, expect=0)
+        check_rows(folder, 480)
+        assert kept.items() <= shard_times(folder).items()
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_an_input_that_vanished_is_named_and_the_run_resumed_when_it_is_back(project, slurmgpu):
+    folder = project(80, settings={"load_s": 0.5})
+    (folder / "items.jsonl").rename(folder / "items.away")
+    (folder / "items.away").rename(folder / "items.jsonl")
+    slurmgpu(*SUBMIT, "--gpus", "1", "--slurm", "begin=now+10", cwd=folder, expect=0)
+    (folder / "items.jsonl").rename(folder / "items.away")
+    wait_for_end(folder)
+    assert report(folder)["failures"] == {"input_error": 1}
+    (folder / "items.away").rename(folder / "items.jsonl")
+    slurmgpu("resubmit", "run", "--wait", cwd=folder, expect=0)
+    check_rows(folder, 80)
+
+
+def test_a_gpu_that_cuda_cannot_use_is_a_fault_before_anything_is_claimed(project, slurmgpu):
+    folder = project(40)
+    slurmgpu("submit", "--array", "--gpus", "1", "--wait", "--slurm", "nodelist=gpu1", cwd=folder, expect=3)
+    outcome = report(folder)
+    assert outcome["failures"] == {"gpu_fault": 1}
+    assert "libcuda" in outcome["attempts"][0]["message"]
+    assert published(folder) == []
+    done = slurmgpu("resubmit", "run", "--device", "cpu", "--slurm", "nodelist=gpu2", "--wait", cwd=folder, expect=0)
+    assert "Excluded: gpu1" in done.stderr
+    assert {r["node"] for r in records(folder) if r["submission"] == 2} == {"gpu2"}
+
+
+def test_the_last_one_out_takes_pending_tasks_out_of_the_queue(project, slurmgpu, cluster):
+    folder = project(160)
+    slurmgpu(*WAIT, "--gpus", "2", "--tasks", "20", cwd=folder, expect=0)
+    assert len(records(folder)) < 20
+    assert report(folder)["failures"] == {}
+
+
+def test_an_array_larger_than_the_cluster_allows_is_cut_and_finishes_the_run(project, slurmgpu, cluster):
+    folder = project(2000, shard_items=1, batch_size=1)
+    done = slurmgpu(*SUBMIT, "--gpus", "4", "--tasks", "1500", "--dry-run", "--json", cwd=folder, expect=0)
+    plan = json.loads(done.stdout)
+    assert plan["submission"]["n_tasks"] == 1001
+    assert "MaxArraySize" in plan["notes"][0]
+    assert "--array=0-1000%4" in plan["scripts"]["array"]
+
+
+def test_fewer_tasks_are_queued_where_the_account_allows_no_more(project, slurmgpu, cluster):
+    folder = project(160)
+    cluster.run("sacctmgr", "--immediate", "modify", "user", "root", "set", "MaxSubmitJobs=4")
+    try:
+        wait_until(lambda: commands.max_submit_jobs() == 4, "the limit")
+        done = slurmgpu(*WAIT, "--gpus", "8", cwd=folder, expect=0)
+    finally:
+        cluster.run("sacctmgr", "--immediate", "modify", "user", "root", "set", "MaxSubmitJobs=-1")
+    assert "MaxSubmitJobs" in done.stderr
+    assert submissions(folder)[0]["n_tasks"] == 3
+    check_rows(folder, 160)
+
+
+def test_a_submission_that_died_before_it_wrote_its_job_ids_is_still_found(project, slurmgpu):
+    folder = project(40, held_from=0)
+    slurmgpu(*SUBMIT, "--gpus", "1", cwd=folder, expect=0)
+    path = folder / "run" / "submissions.jsonl"
+    path.write_text(path.read_text().splitlines()[0] + "\n")
+    assert "still at work" in slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
+    let_go(folder)
+    wait_until(lambda: (folder / "run" / "report.json").exists(), "the merge")
+    check_rows(folder, 40)
+
+
+def test_gpus_asked_for_by_gres_are_not_asked_for_twice(project, slurmgpu):
+    folder = project(40, slurm={"gres": "gpu:a100:1"})
+    slurmgpu(*WAIT, "--gpus", "2", cwd=folder, expect=0)
+    assert all(len(record["gpus"]) == 1 for record in records(folder))
+    shown = slurmgpu(*SUBMIT, "--gpus", "2", "--run-dir", "other", "--dry-run", cwd=folder, expect=0).stdout
+    assert "gpus-per-node" not in shown
+
+
+def test_each_core_that_was_asked_for_reaches_the_step(project, slurmgpu):
+    folder = project(40, slurm={"cpus-per-task": 3})
+    done = slurmgpu(*SUBMIT, "--gpus", "1", "--dry-run", cwd=folder, expect=0)
+    assert "#SBATCH --cpus-per-task=3" in done.stdout
+    assert "--cpus-per-task=3 " in done.stdout.partition("srun")[2]
+    slurmgpu(*WAIT, "--gpus", "1", cwd=folder, expect=0)
+
+
+def test_a_run_waits_for_another_runs_merge_also_across_its_resubmissions(project, slurmgpu, cluster, tmp_path):
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    folder = project(48, settings={"marks": str(marks)}, slurm={"time": "00:01:00"}, margin_s=45.0, auto_resubmit=9)
+    text = (folder / "slurmgpu.toml").read_text().replace("items.jsonl", "run/merged.h5").replace('"run"', '"second"')
+    (folder / "second.toml").write_text(text.replace("workloads.py:Rows", "second.py:Second").split("[settings]")[0])
+    (folder / "second.py").write_text(
+        "from slurmgpu import Text\n\n\nclass Second:\n    columns = {'text': Text()}\n    batch_size = 4\n\n"
+        "    def load(self, task):\n        pass\n\n"
+        "    def __call__(self, items):\n        return [{'text': item.data['shout']} for item in items]\n"
+    )
+    slurmgpu(*SUBMIT, "--gpus", "1", "--set", "item_s=0.4", cwd=folder, expect=0)
+    slurmgpu("submit", "second.toml", *SUBMIT[1:], "--gpus", "1", "--after", "run", cwd=folder, expect=0)
+    wait_until(lambda: (folder / "second" / "merged.h5").exists(), "the second run")
+    assert len(submissions(folder)) > 1
+    check_rows(folder, 48)
+    slurmgpu("export", "second", "-o", "rows.jsonl", cwd=folder, expect=0)
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    assert [row["text"] for row in rows] == [f"ITEM {i} OF MANY" for i in range(48)]
+
+
+def test_a_task_that_lost_the_file_system_is_known_by_its_exit_code(cluster):
+    job = cluster.run("sbatch", "--parsable", "--array=0", "--output=/dev/null", "--wrap", "exit 74").strip()
+    wait_until(lambda: [life for life in commands.accounting([job]).get(f"{job}_0", ()) if life.ended], "its end")
+    assert [life.failure for life in commands.accounting([job])[f"{job}_0"]] == ["file_system"]
+
+
+def test_without_accounting_nothing_is_lost_but_detail(project, slurmgpu, cluster):
+    folder = project(80, settings={"item_s": 0.02})
+    cluster.break_accounting()
+    try:
+        slurmgpu(*WAIT, "--gpus", "2", cwd=folder, expect=0)
+        assert report(folder)["accounting"] is False
+    finally:
+        cluster.mend_accounting()
+    check_rows(folder, 80)
+
+
+def test_options_that_slurm_refuses_leave_nothing_behind(project, slurmgpu, cluster):
+    folder = project(40, slurm={"partition": "nowhere"})
+    done = slurmgpu(*SUBMIT, "--gpus", "1", cwd=folder, expect=2)
+    assert "invalid partition" in done.stderr.lower()
+    assert not (folder / "run").exists()
+
+
+def test_a_merge_job_that_slurm_refuses_takes_the_array_along(project, slurmgpu, cluster):
+    folder = project(40, merge={"partition": "nowhere"})
+    slurmgpu(*SUBMIT, "--gpus", "1", cwd=folder, expect=2)
+    assert not (folder / "run").exists()
+    wait_until(lambda: not cluster.run("squeue", "--noheader", "--name", "slurmgpu:run").strip(), "an empty queue")
+
+
+def test_a_submission_from_within_a_job_does_not_inherit_that_job(project, slurmgpu, cluster):
+    folder = project(40)
+    foreign = {"SLURM_JOB_ID": "99999", "SBATCH_PARTITION": "nowhere", "SLURM_CPUS_PER_TASK": "64", "SRUN_DEBUG": "7"}
+    slurmgpu(*WAIT, "--gpus", "2", cwd=folder, expect=0, **foreign)
+    check_rows(folder, 40)
+
+
+def test_a_run_goes_on_when_the_login_session_ends(project):
+    folder = project(80, held_from=8)
+    process = start(*WAIT, "--gpus", "2", cwd=folder)
+    wait_until_held(folder, 1, 2)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    let_go(folder)
+    wait_until(lambda: (folder / "run" / "report.json").exists(), "the merge job")
+    check_rows(folder, 80)
+
+
+@pytest.mark.model
+def test_the_embed_example_runs_on_the_cluster_as_it_does_here(slurmgpu, tmp_path):
+    example = Path(__file__).parents[2] / "docs" / "examples" / "embed"
+    texts = (example / "glosses.jsonl").read_text().splitlines(keepends=True)[:256]
+    (tmp_path / "glosses.jsonl").write_text("".join(texts))
+    text = (example / "slurmgpu.toml").read_text().replace("shard_items = 320", "shard_items = 64")
+    (tmp_path / "slurmgpu.toml").write_text(text)
+    slurmgpu(*WAIT, "--gpus", "2", "--run-dir", "there", cwd=tmp_path, expect=0, OMP_NUM_THREADS="1")
+    slurmgpu(
+        "submit", "--executor", "local", "--gpus", "0", "--run-dir", "here", cwd=tmp_path, expect=0, OMP_NUM_THREADS="1"
+    )
+    with open_merged(tmp_path / "there" / "merged.h5") as there, open_merged(tmp_path / "here" / "merged.h5") as here:
+        assert there["embedding"][:].shape == (256, 384)
+        assert (there["embedding"][:] == here["embedding"][:]).all()
+
+
+def test_the_notice_of_the_walltimes_end_kills_no_task_that_has_just_started(tmp_path):
+    # As Submitit does it, whose `_submit` this stands for; python itself starts with the signal ignored.
+    module = tmp_path / "sent.py"
+    module.write_text("import os, signal; os.kill(os.getpid(), signal.SIGUSR2); print('lives')")
+    command = f"{slurm.PYTHON} -u -m sent"
+    done = subprocess.run(
+        ["sh", "-c", command], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)}
+    )
+    assert (done.returncode, done.stdout) == (0, "lives\n")
+
+
+def test_chaos_changes_no_byte(project, slurmgpu, cluster):
+    """Workers and tasks are killed at random at least 30 times in one run."""
+    n_items = 960
+    undisturbed = project(n_items)
+    slurmgpu("submit", "--executor", "local", "--gpus", "0", cwd=undisturbed, expect=0)
+    before = datasets(undisturbed)
+    (undisturbed / "run").rename(undisturbed / "undisturbed")
+    folder = project(n_items, settings={"item_s": 0.1}, lease_s=2.0)
+    slurmgpu(*SUBMIT, "--gpus", "6", cwd=folder, expect=0)
+    dice = random.Random(20)
+    killed_at: dict[str, int] = {}
+    kills = 0
+    while len(published(folder)) < n_items // 8:
+        n_before = len(published(folder))
+        wait_until(
+            lambda n=n_before: (
+                len(published(folder)) > n or not queue.find_jobs([submissions(folder)[-1]["array_job"]])
+            ),
+            "progress",
+        )
+        # The one that was left alone for longest: killed again and again, an item would be blamed for it.
+        alive = [record for record in records(folder) if record["state"] == "running"] if kills < 40 else []
+        alive.sort(key=lambda record: killed_at.get(record["attempt"], 0))
+        killed = 0
+        while alive and not killed:
+            record = alive.pop(0)
+            killed = _kill_something(dice, record)
+            killed_at[record["attempt"]] = kills = kills + killed
+        ids = [submissions(folder)[-1][key] for key in ("array_job", "merge_job")]
+        if not killed and not queue.find_jobs(ids):
+            slurmgpu("resubmit", "run", "--gpus", "6", cwd=folder, expect=0)
+    assert kills >= 30
+    wait_for_end(folder)
+    assert datasets(folder) == before
+    check_rows(folder, n_items)
+
+
+def _kill_something(dice, record):
+    """SIGKILL a task, one time in four, or its worker; how many died."""
+    try:
+        if dice.random() < 0.25:
+            os.kill(record["pid"], signal.SIGKILL)
+            return 1
+        children = subprocess.run(["pgrep", "-P", str(record["pid"])], capture_output=True, text=True).stdout.split()
+        for child in children:
+            os.kill(int(child), signal.SIGKILL)
+        return len(children)
+    except ProcessLookupError:
+        return 0
+
+
+def test_types_of_gpus_nodes_and_setup_reach_the_script(project, slurmgpu, cluster):
+    options = {"gpus": 4, "nodes_per_task": 2, "processes": "per-gpu", "gpu_type": "a100"}
+    folder = project(8, resources=options, slurm={"setup": ["export SHEEP=wool", "module() { true; }"]})
+    shown = slurmgpu("submit", "--dry-run", cwd=folder, expect=0).stdout
+    array = shown.partition("# ---- array.sbatch ----")[2].partition("# ---- merge.sbatch")[0]
+    assert "#SBATCH --gpus-per-node=a100:2" in array
+    assert "#SBATCH --nodes=2" in array
+    assert array.index("export SHEEP=wool") < array.index("srun")
+
+
+def test_setup_makes_the_environment_of_the_tasks(project, slurmgpu):
+    folder = project(8, slurm={"setup": ["export SHEEP=wool"]})
+    source = (folder / "workloads.py").read_text()
+    (folder / "workloads.py").write_text(source.replace("text.upper()", "os.environ['SHEEP']"))
+    slurmgpu(*WAIT, "--gpus", "1", cwd=folder, expect=0)
+    with open_merged(folder / "run" / "merged.h5") as merged:
+        assert merged["shout"][0] == "wool"
+
+
+def test_a_type_of_gpu_that_the_cluster_lacks_is_refused_and_nothing_stays(project, slurmgpu):
+    folder = project(8)
+    done = slurmgpu(*SUBMIT, "--gpus", "1", "--gpu-type", "h900", cwd=folder, expect=2)
+    assert "Slurm refuses the job" in done.stderr
+    assert not (folder / "run").exists()
+
+
+ODD = "one\ntwo\x1e\nthree\x1ffour\x85five\u2028six"
+
+
+def test_jobs_with_any_characters_in_their_arguments_are_told_apart(project, slurmgpu, cluster, tmp_path):
+    script = tmp_path / "plain.sh"
+    script.write_text("#!/bin/bash\n")
+    command = ["sbatch", "--parsable", "--begin=now+1hour", "--job-name=slurmgpu", str(script)]
+    odd = [subprocess.check_output([*command, text], text=True).strip() for text in (ODD, b"caf\xe9", "one\ntwo")]
+    folder = project(8)
+    try:
+        assert {job.job_id: job.state for job in queue.find_jobs(odd)} == dict.fromkeys(odd, "PENDING")
+        slurmgpu(*WAIT, "--gpus", "1", cwd=folder, expect=0)
+        assert "complete" in slurmgpu("status", "run", cwd=folder, expect=0).stdout
+    finally:
+        commands.cancel(*odd)
+    check_rows(folder, 8)
+
+
+def test_a_refusal_names_the_nodes_that_failures_have_excluded(project, slurmgpu):
+    folder = project(8, workload="Unloadable")
+    slurmgpu(*WAIT, "--gpus", "1", cwd=folder, expect=3)
+    last = submissions(folder)[-1]["submission"]
+    with open(folder / "run" / "submissions.jsonl", "a") as file:
+        file.write(json.dumps({"submission": last, "exclude": ["gpu1", "gpu2"]}) + "\n")
+    done = slurmgpu("resubmit", "run", cwd=folder, expect=2)
+    assert "not available. gpu1, gpu2 are excluded, because tasks failed there; `--slurm exclude=` " in done.stderr
+    for given in ("exclude=", "exclude=false"):
+        done = slurmgpu("resubmit", "run", "--slurm", given, "--wait", cwd=folder)
+        assert "refuses" not in done.stderr
+        assert done.returncode == 3
+    assert submissions(folder)[-1]["exclude"] == []
+
+
+def test_only_the_owner_reads_what_jobs_are_started_with(project, slurmgpu):
+    token = "a1b2c3d4e5"  # which nothing tells by its looks
+    umask = os.umask(0o022)
+    os.umask(umask)
+    folder = project(40, slurm={"setup": [f"export KEY={token}"]}, on_end=f"test {token} && touch told")
+    slurmgpu(*WAIT, "--gpus", "2", cwd=folder, expect=0)
+    check_rows(folder, 40)
+    assert (folder / "told").exists()
+    seen = [path for path in (folder / "run").rglob("*") if path.is_file() and token.encode() in path.read_bytes()]
+    assert {path.name.partition("_")[2] or path.name for path in seen if not path.is_symlink()} == {
+        "private.json",
+        "submission.sh",
+    }
+    seen += (folder / "run" / "logs").glob("*_submitted.pkl")
+    assert {stat.S_IMODE(path.stat().st_mode) for path in seen} == {0o600}
+    assert stat.S_IMODE((folder / "run" / "shards" / "00000.h5").stat().st_mode) == 0o666 & ~umask
+    # What is resubmitted has it, too.
+    (folder / "told").unlink()
+    (folder / "run" / "shards" / "00000.h5").unlink()
+    slurmgpu("resubmit", "run", cwd=folder, expect=0)
+    wait_for_end(folder)
+    assert (folder / "told").exists()
+    scripts = (folder / "run" / "logs").glob("*_submission.sh")
+    assert sum(token in script.read_text() for script in scripts) == 2  # the arrays, and not the merges

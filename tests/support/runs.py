@@ -1,0 +1,214 @@
+"""What the tests look at in run directories and merged files."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import h5py
+
+import slurmgpu
+from slurmgpu.run.claims import Claims
+from slurmgpu.run.directory import Plan, create_run
+from slurmgpu.slurm import queue
+
+
+def make_project(folder, n_items=100, workload="Rows", items=None, batch_size=4, held_from=None, **tables):
+    """A folder with an input, a run file and the tests' workloads; items wait from `held_from` on (see `let_go`)."""
+    folder.mkdir(exist_ok=True)
+    if held_from is not None:
+        (folder / "held").touch()
+        tables["settings"] = {**tables.get("settings", {}), "held": str(folder / "held"), "held_from": held_from}
+    lines = items if items is not None else [{"text": f"item {i} of many", "x": i} for i in range(n_items)]
+    (folder / "items.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "workloads.py").write_text((Path(__file__).parent / "sample_workloads.py").read_text())
+    # Pages have their own tests; drawing one takes longer than most of these runs.
+    top = {"input": "items.jsonl", "shard_items": 8, "run_dir": "run", "lease_s": 4.0, "margin_s": 1.0, "html": False}
+    top |= {key: tables.pop(key) for key in list(tables) if not isinstance(tables[key], dict)}
+    tables = {"workload": {"use": f"workloads.py:{workload}", "batch_size": batch_size}, **tables}
+    text = _toml(top) + "".join(f"\n[{name}]\n{_toml(table)}" for name, table in tables.items())
+    (folder / "slurmgpu.toml").write_text(text)
+    return folder
+
+
+def _toml(table):
+    return "".join(f"{key} = {toml(value)}\n" for key, value in table.items())
+
+
+def let_go(folder):
+    """Let the items of a project be computed that were held, so that a test could look at a run at work."""
+    (folder / "held").unlink()
+
+
+def holders(folder):
+    """The records of the tasks that hold shards which are not published yet."""
+    run = Path(folder) / "run"
+    if not run.exists():
+        return []
+    claimed = {int(path.name) for path in (run / "claims").iterdir() if path.name.isdigit()}
+    claims = [Claims(run / "claims").read(shard) for shard in claimed - {int(name[:5]) for name in published(folder)}]
+    held = {claim.attempt for claim in claims if claim}
+    return [r for r in records(folder) if r["state"] == "running" and r["attempt"] in held]
+
+
+def toml(value):
+    """A value as TOML."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)} = {toml(inner)}" for key, inner in value.items()) + "}"
+    return json.dumps(value)  # JSON's scalars and lists are TOML's
+
+
+def start(*argv, cwd, stdin=None, **env):
+    """The command line in the background, in a process group of its own; `stdin` is there to be written."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "slurmgpu", *map(str, argv)],
+        cwd=cwd,
+        env={**os.environ, **env},
+        stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def report(folder):
+    return json.loads((Path(folder) / "run" / "report.json").read_text())
+
+
+def records(folder):
+    return [json.loads(path.read_text()) for path in sorted((Path(folder) / "run" / "tasks").glob("[!.]*.json"))]
+
+
+def published(folder):
+    return sorted(path.name for path in (Path(folder) / "run" / "shards").glob("*.h5"))
+
+
+def datasets(folder):
+    """The bytes of every dataset of the merged file."""
+    found = {}
+    with h5py.File(Path(folder) / "run" / "merged.h5", "r") as file:
+        file.visititems(
+            lambda name, node: found.__setitem__(name, node[()].tobytes()) if isinstance(node, h5py.Dataset) else None
+        )
+    return found
+
+
+def check_rows(folder, n_items, errors=()):
+    """Every item has its row, in order, with the right values; the failed ones are exactly `errors`."""
+    with slurmgpu.open(Path(folder) / "run" / "merged.h5") as merged:
+        assert merged.index[:].tolist() == list(range(n_items))
+        assert sorted(merged.errors) == sorted(errors)
+        double, shout = merged["double"][:], merged["shout"][:]
+        for index in range(n_items):
+            if index not in errors:
+                assert double[index] == 2.0 * index
+                assert shout[index] == f"ITEM {index} OF MANY"
+
+
+def check_ledger(outcome):
+    """The seconds of every attempt of a report are divided without a rest, and so are the run's hours: its ledger."""
+    for attempt in outcome["attempts"]:
+        assert round(sum(attempt["spent"].values()), 3) == attempt["seconds"]
+        assert min(attempt["spent"].values()) >= 0
+    ledger = outcome["ledger"]
+    parts = sum(ledger[kind] for kind in ("useful", "loading", "idle", "lost", "repeated"))
+    assert abs(parts - ledger["allocated"]) < 1e-9
+    task_hours = sum(a["seconds"] for a in outcome["attempts"]) / 3600
+    hours = outcome["gpu_hours"] if ledger["unit"] == "GPU-hours" else task_hours
+    assert abs(ledger["allocated"] - hours) < 1e-4
+    return ledger
+
+
+def wait_until(condition, what, timeout_s=250):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
+        time.sleep(0.05)
+
+
+def wait_until_held(folder, n_shards, n_tasks=1):
+    """Until so many shards are published, and so many tasks hold another one each."""
+
+    def are_held():
+        return len(published(folder)) == n_shards and len(holders(folder)) == n_tasks
+
+    wait_until(are_held, f"{n_tasks} tasks to hold shards behind {n_shards}")
+
+
+def planned_run(folder, **values):
+    """A run without a workload, of one shard of 40 items, or as `values` of its plan say."""
+    texts = dict.fromkeys(("input_digest", "workload", "search_path"), "")
+    tables = {name: {} for name in ("input", "settings", "columns", "resources", "slurm", "merge", "provenance")}
+    items = {"n_items": 40, "batch_size": 4, "shard_items": 40, "seed": 0}
+    times = {"lease_s": 120.0, "margin_s": 0.0, "auto_resubmit": 0}
+    plan = {"name": "run", **texts, **tables, **items, **times}
+    return create_run(folder, Plan(**plan | values), ())
+
+
+def copy_run(folder, copy):
+    """A copy of a run directory that stands for the run itself: what was submitted there, was submitted here."""
+    shutil.copytree(folder, copy)
+    path = copy / "submissions.jsonl"
+    path.write_text(re.sub(r', "folder": "[^"]*", "inode": \d+', "", path.read_text()))
+
+
+def shard_times(folder):
+    return {path.name: path.stat().st_mtime_ns for path in (Path(folder) / "run" / "shards").glob("*.h5")}
+
+
+def workers(folder, module="slurmgpu.worker.main"):
+    """The living worker processes of the runs in a folder, with their command lines."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if module in line and str(folder) in line:
+            found.append((int(path.name), line))
+    return found
+
+
+def kill_workers(folder):
+    """SIGKILL the workers of a run; how many there were."""
+    mine = workers(folder)
+    for pid, _ in mine:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return len(mine)
+
+
+def submissions(folder):
+    """What submissions.jsonl says of each, read as any user might."""
+    merged = {}
+    for line in (folder / "run" / "submissions.jsonl").read_text().splitlines():
+        value = json.loads(line)
+        merged.setdefault(value["submission"], {}).update(value)
+    return [merged[number] for number in sorted(merged)]
+
+
+def wait_for_end(folder):
+    """Until the last submission is merged, and Slurm has none of the jobs."""
+    wait_until(lambda: submissions(folder)[-1]["state"] == "ended", "the merge")
+    ids = [i for line in submissions(folder) for i in (line.get("array_job"), line.get("merge_job")) if i]
+    wait_until(lambda: not queue.find_jobs(ids), "the end of the merge job")
+
+
+def run_module(name, folder):
+    """Run a module of the tests with a folder as its argument, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", f"tests.{name}", str(folder)],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]

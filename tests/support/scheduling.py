@@ -1,0 +1,30 @@
+"""Which worker of pytest-xdist runs which tests: some have those that wait, for Slurm say, and the others compute."""
+
+from __future__ import annotations
+
+from xdist.scheduler import LoadScopeScheduling
+
+WAITING = ("tests/slurm/", "tests/containers/", "tests/local/")
+"""The tiers whose tests wait most of their time: for leases, queues, and processes that are killed."""
+ALONE = "tests/slurm/"
+"""Whose tests share nothing but the cluster, which lives as long as its worker: they go one by one."""
+
+
+class Scheduling(LoadScopeScheduling):
+    """A file at a time, so that its fixtures are made once; as long as there are any, those that wait beside others.
+
+    Of the workers three fifths take tests that wait, and the others those that compute; who has none left takes the
+    others'. So cores that waiting tests leave idle are not idle.
+    """
+
+    def _split_scope(self, nodeid):
+        return nodeid if nodeid.startswith(ALONE) else nodeid.partition("::")[0]
+
+    def _assign_work_unit(self, node):
+        workers = sorted(self.nodes, key=lambda each: each.gateway.id)
+        waits = workers.index(node) < round(0.6 * len(workers)) if node in workers else False
+        mine = (scope for scope in self.workqueue if scope.startswith(WAITING) == waits)
+        scope = next(mine, None)
+        if scope is not None:
+            self.workqueue.move_to_end(scope, last=False)
+        super()._assign_work_unit(node)

@@ -1,0 +1,80 @@
+import signal
+
+import pytest
+
+from slurmgpu.run.claims import Claim
+from slurmgpu.run.crash_history import History, read_history
+from slurmgpu.task.crash_tracking import MAX_DEATHS, MAX_DEATHS_LOADING, Deaths
+from tests.support.runs import planned_run
+
+ME = Claim("1_0", "1_0.0", "here", 1)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run of one shard of 40 items."""
+    return planned_run(tmp_path / "run")
+
+
+def test_a_task_gives_up_when_too_many_workers_die_while_loading(run):
+    deaths = Deaths(run, 1)
+    found = [deaths.bury(-signal.SIGSEGV, was_oom=False, held={}) for _ in range(MAX_DEATHS_LOADING)]
+    assert [why for _, why in found[:-1]] == [None] * (MAX_DEATHS_LOADING - 1)
+    assert found[-1][1] == "the worker died by SIGSEGV; 3 workers died one after another"
+    assert all(death == {"class": "crash", "message": "the worker died by SIGSEGV"} for death, _ in found)
+
+
+def test_a_task_gives_up_when_workers_die_of_ever_other_items_and_no_shard_is_published(run):
+    deaths = Deaths(run, 1)
+    for n in range(MAX_DEATHS):
+        deaths.take_up(0, [2 * n, 2 * n + 1], False)
+        death, why = deaths.bury(-signal.SIGKILL, was_oom=False, held={})
+        assert (death["shard"], death["items"]) == (0, [2 * n, 2 * n + 1])
+        assert (why is not None) is (n == MAX_DEATHS - 1)
+
+
+def test_a_published_shard_makes_the_deaths_before_it_forgotten(run):
+    deaths = Deaths(run, 1)
+    for n in range(3 * MAX_DEATHS):
+        if n % (MAX_DEATHS - 1) == 0:
+            deaths.forgive()
+        deaths.take_up(0, [n], False)
+        assert deaths.bury(-signal.SIGTERM, was_oom=False, held={})[1] is None
+
+
+def test_an_item_that_kills_by_itself_is_quarantined_with_what_was_said_of_it(run):
+    deaths = Deaths(run, 1)
+    for items, is_isolated in (([4, 5, 6], False), ([5], True)):
+        assert read_history(run.claims.folder, 0).quarantined == {}
+        deaths.take_up(0, items, is_isolated)
+        deaths.note_broken("a device-side assert")
+        deaths.note_broken("what came of it")
+        deaths.bury(1, was_oom=False, held={})
+    assert read_history(run.claims.folder, 0).quarantined == {5: "crash: a device-side assert"}
+
+
+def test_who_was_put_down_is_not_suspected(run):
+    deaths = Deaths(run, 1)
+    deaths.take_up(0, [4], True)
+    deaths.put_down()
+    death, _ = deaths.bury(-signal.SIGSEGV, was_oom=False, held={})
+    assert "items" not in death
+    assert read_history(run.claims.folder, 0) == History()
+
+
+def test_an_item_that_needs_more_host_memory_leaves_its_shard_to_a_submission_that_has_it_once(run):
+    claims = run.claims
+    assert claims.take(0, ME)
+    deaths, held = Deaths(run, 1), {0: claims.read(0)}
+    for n in range(2):
+        for items, is_isolated in (([4, 5], False), ([4, 5], False), ([5], True), ([5], True)):
+            deaths.take_up(0, items, is_isolated)
+            deaths.bury(-signal.SIGKILL, was_oom=True, held=held)
+        if n == 0:
+            assert held == {}
+            assert claims.read(0).parked
+            assert deaths.parked == ["item 5 needs more host memory; its shard 0 was left"]
+            assert read_history(claims.folder, 0).quarantined == {}
+            deaths = Deaths(run, 2)
+    assert list(read_history(claims.folder, 0).quarantined) == [5]
+    assert deaths.parked == []

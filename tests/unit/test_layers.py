@@ -1,0 +1,190 @@
+"""The walls of docs/explanation/architecture.md: imports point down, and each outside library has its rooms."""
+
+import ast
+import functools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.pretend_runs import pretend_run
+
+PACKAGE = Path(__file__).parents[2] / "slurmgpu"
+
+FLOORS = {
+    0: ["__init__", "errors"],
+    1: ["util"],
+    2: ["shards", "containers", "influence", "training"],
+    3: ["run"],
+    4: ["code", "logs"],
+    5: ["report", "results", "workload", "llm"],
+    6: ["slurm", "search", "inputs", "faults"],
+    7: ["plan", "worker", "page", "workloads"],
+    8: ["task", "merge"],
+    9: ["executors"],
+    10: ["api"],
+    11: ["cli"],
+    12: ["__main__"],
+}
+FLOOR = {name: number for number, names in FLOORS.items() for name in names}
+
+LIBRARIES = {"influence", "training", "llm"}
+"""What workloads are built on: they know no run."""
+
+FOREIGN = {
+    "submitit": {"executors"},
+    "typer": {"cli"},
+    "rich": {"cli"},
+    "pydantic": {"plan"},
+    "torch": {"workloads", "llm", "influence", "training", "merge.export", "worker.groups"},
+    "transformers": {"workloads", "llm"},
+    "huggingface_hub": {"llm"},
+    "vllm": {"llm"},
+    "pyarrow": {"inputs", "results", "merge.export"},
+    "pandas": {"results"},
+    "pynvml": {"util.nvml"},
+    "matplotlib": {"page"},
+    "jinja2": {"page"},
+    "h5py": {"shards", "results", "merge.join"},
+}
+"""Each outside library, and the folders or modules that may import it."""
+
+
+CIRCLES = {f"executors.{name}" for name in ("job_entry", "liveness", "local", "slurm", "submission")}
+"""Known circles: what Submitit pickles, `job_entry`, merges, and so submits again."""
+
+
+def modules():
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def dotted(path):
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+@functools.cache
+def is_module(name):
+    path = PACKAGE.parent / name.replace(".", "/")
+    return path.with_suffix(".py").is_file() or path.is_dir()
+
+
+def room(path):
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+@functools.cache
+def imports(path):
+    """Every module that a file imports, also within functions; not those for type checkers alone."""
+    return list(_imports(path))
+
+
+def _imports(path):
+    tree = ast.parse(path.read_text())
+    skipped = {
+        id(node)
+        for test in ast.walk(tree)
+        if isinstance(test, ast.If) and isinstance(test.test, ast.Name) and test.test.id == "TYPE_CHECKING"
+        for node in ast.walk(test)
+    }
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            found = [name for name in inner if is_module(name)]
+            yield from found
+            if len(found) < len(inner):
+                yield node.module
+
+
+def opened_as_the_locale_has_it(path):
+    """The calls of a file that read or write text and do not say how it is encoded."""
+    for call in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if not isinstance(call, ast.Call) or "encoding" in {keyword.arg for keyword in call.keywords}:
+            continue
+        name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", None)
+        mode = [*call.args[1:2], *(keyword.value for keyword in call.keywords if keyword.arg == "mode")]
+        is_text = not mode or "b" not in str(getattr(mode[0], "value", "b"))
+        if (
+            (name == "read_text" and not call.args)
+            or (name == "write_text" and len(call.args) < 2)
+            or (is_text and isinstance(call.func, ast.Name) and name == "open")
+            or (is_text and name == "fdopen")
+        ):
+            yield f"{path.relative_to(PACKAGE)}:{call.lineno}: {ast.unparse(call)}"
+
+
+def test_no_text_is_read_or_written_as_the_locale_has_it():
+    assert [found for path in modules() for found in opened_as_the_locale_has_it(path)] == []
+
+
+def test_every_room_has_a_floor_and_the_root_has_five_modules():
+    assert {room(path) for path in modules()} == set(FLOOR)
+    assert {path.stem for path in PACKAGE.glob("*.py")} == {"__init__", "__main__", "api", "errors", "workload"}
+
+
+@pytest.mark.parametrize("path", modules(), ids=dotted)
+def test_imports_point_down_and_libraries_stay_in_their_rooms(path):
+    here = room(path)
+    for name in imports(path):
+        top, _, rest = name.partition(".")
+        if top == "slurmgpu" and rest and (there := rest.split(".")[0]) in FLOOR and there != here:
+            assert FLOOR[there] < FLOOR[here], f"{here} (floor {FLOOR[here]}) imports {there} (floor {FLOOR[there]})"
+        elif top in FOREIGN:
+            assert {here, dotted(path)} & FOREIGN[top], f"{dotted(path)} imports {top}"
+
+
+def test_the_core_imports_no_built_in_workload_and_their_libraries_no_run():
+    beside = {"workloads", *LIBRARIES}
+    for path in modules():
+        for name in imports(path):
+            there = name.removeprefix("slurmgpu.").split(".")[0] if name.startswith("slurmgpu.") else ""
+            if room(path) not in beside:
+                assert there not in {"workloads", "llm", "influence"}, f"{dotted(path)} imports {name}"
+            if room(path) in LIBRARIES:
+                assert there in {"", "__init__", "errors", "util", "code", *LIBRARIES}, f"{dotted(path)} imports {name}"
+
+
+def test_each_folder_says_what_lives_there_and_what_it_may_import():
+    for path in PACKAGE.glob("*/__init__.py"):
+        said = ast.get_docstring(ast.parse(path.read_text()))
+        assert said.splitlines()[0].endswith("."), path
+        assert "May import" in said, path
+
+
+def test_no_two_modules_of_a_room_import_each_other():
+    names = {dotted(path) for path in modules()}
+    graph = {dotted(path): {each.removeprefix("slurmgpu.") for each in imports(path)} & names for path in modules()}
+    for start in graph.keys() - CIRCLES:
+        seen, todo = set(), list(graph[start] - {start})
+        while todo:
+            name = todo.pop()
+            assert name != start, f"{start} imports itself in a circle"
+            if name not in seen:
+                seen.add(name)
+                todo += graph.get(name, set()) - {name}
+
+
+def loaded_after(code):
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\nimport sys\nprint(*sys.modules)"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return {name.split(".")[0] for name in done.stdout.split()}
+
+
+def test_the_worker_needs_the_standard_library_numpy_and_h5py_alone():
+    foreign = loaded_after("import slurmgpu.worker.main") & {*FOREIGN, "pandas", "cloudpickle"}
+    assert foreign == {"h5py"}
+
+
+def test_help_and_status_import_nothing_that_takes_long(tmp_path):
+    folder = pretend_run(tmp_path / "run", 300, n_tasks=2, executor="local").folder
+    run = "from slurmgpu.cli.app import app\napp(%r, standalone_mode=False)"
+    for argv in (["--help"], ["status", str(folder)]):
+        heavy = {"torch", "submitit", "h5py", "numpy", "pydantic", "pydantic_core"}
+        assert not loaded_after(run % argv) & heavy, argv

@@ -1,0 +1,254 @@
+"""The time left: what a third of a steady run says of the rest, and when it is better to say nothing."""
+
+from dataclasses import asdict
+
+import pytest
+
+from slurmgpu.report.pace import pace_of
+from slurmgpu.report.queued import still_waiting
+from tests.support.pretend_runs import BEGIN, Pretended
+
+SHAPES = {
+    "few large shards": {"n_tasks": 8, "n_shards": 40, "seconds": 1500, "shard_items": 100},
+    "many small shards": {"n_tasks": 64, "n_shards": 4000, "seconds": 3, "shard_items": 4},
+    "faults": {"n_tasks": 64, "n_shards": 1500, "faulty": True},
+    "shards that differ": {"n_tasks": 10, "n_shards": 100, "seconds": 100, "spread": 0.5},
+    "tasks that are slower than others": {"n_tasks": 12, "n_shards": 300, "slow": 3.0},
+    "a thousand tasks": {"n_tasks": 1000, "n_shards": 5000},
+    "one task": {"n_tasks": 1, "n_shards": 30},
+    "tasks that start one after another": {"n_tasks": 16, "n_shards": 600, "staggered": True},
+    "an array that is throttled": {"n_tasks": 40, "n_concurrent": 8, "n_shards": 500, "walltime_s": None},
+}
+
+
+def records_at(pretended, now_s):
+    records, published = pretended.records(now_s)
+    return [asdict(record) for record in records], published
+
+
+def end_of(pretended):
+    records, _ = pretended.records(1e7)
+    return max(started + seconds for record in records for _, started, seconds, _ in record.published) - BEGIN
+
+
+def pending(n_tasks, reason="Priority", start=None):
+    return {"job_id": "4711_[9]", "state": "PENDING", "reason": reason, "start": start, "n_tasks": n_tasks}
+
+
+def queue_at(pretended, records):
+    """What squeue says of the tasks that have not started."""
+    waiting = sorted(set(range(pretended.n_tasks)) - {record["task"] for record in records})
+    if pretended.staggered:
+        return [pending(1, start=BEGIN + 60 * task) for task in waiting]
+    return [pending(len(waiting), "JobArrayTaskLimit")] if waiting else []
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_after_a_third_of_a_steady_run_the_time_left_is_right_within_a_fifth(shape):
+    pretended = Pretended(**shape)
+    end = end_of(pretended)
+    for part in (1 / 3, 1 / 2, 0.8):
+        records, published = records_at(pretended, part * end)
+        queue = queue_at(pretended, records)
+        pace = pace_of(pretended.plan(), records, published, queue, BEGIN + part * end)
+        assert pace.left_s == pytest.approx((1 - part) * end, rel=0.2), part
+        assert pace.n_shards_left_over == 0
+
+
+@pytest.fixture
+def steady():
+    """Four tasks of 0.25 items a second; 50 s after they have loaded the first shard is not done yet."""
+    return Pretended(n_tasks=4, n_shards=200, seconds=64.0, spread=0.0)
+
+
+def test_nothing_is_said_before_anything_is_computed(steady):
+    records, published = records_at(steady, 30)
+    pace = pace_of(steady.plan(), records, published, None, BEGIN + 30)
+    assert (pace.items_per_s, pace.left_s, pace.left_if_queued_start_s, pace.n_living) == (None, None, None, 4)
+
+
+def test_the_first_shard_need_not_be_done_for_an_estimate(steady):
+    end = end_of(steady)
+    records, published = records_at(steady, 95)
+    assert not published
+    pace = pace_of(steady.plan(), records, published, None, BEGIN + 95)
+    assert pace.left_s == pytest.approx(end - 95, rel=0.2)
+
+
+def test_an_item_that_takes_the_whole_run_is_given_no_time():
+    pretended = Pretended(n_tasks=2, n_shards=2, shard_items=1, seconds=3600)
+    plan = pretended.plan()
+    records, published = records_at(pretended, 1800)
+    assert pace_of(plan, records, published, None, BEGIN + 1800).left_s is None
+
+
+def test_who_has_written_nothing_for_a_lease_does_not_count(steady):
+    records, published = records_at(steady, 1000)
+    plan, now = steady.plan(), BEGIN + 1000
+    of_all = pace_of(plan, records, published, None, now)
+    for record in records[:2]:
+        record["updated"] = now - plan.lease_s - 1
+    of_two = pace_of(plan, records, published, None, now)
+    assert of_two.n_living == 2
+    assert of_two.items_per_s == pytest.approx(of_all.items_per_s / 2)
+    assert of_two.left_s == pytest.approx(2 * of_all.left_s, rel=0.1)
+
+
+def test_queued_tasks_are_counted_apart_unless_it_is_known_when_they_start(steady):
+    records, published = records_at(steady, 1000)
+    plan, now = steady.plan(), BEGIN + 1000
+    alone = pace_of(plan, records, published, [], now)
+    unknown = pace_of(plan, records, published, [pending(4)], now)
+    known = pace_of(plan, records, published, [pending(4, start=now)], now)
+    late = pace_of(plan, records, published, [pending(4, start=now + 1e6)], now)
+    assert (unknown.left_s, unknown.n_waiting) == (alone.left_s, 4)
+    assert unknown.left_if_queued_start_s == pytest.approx(alone.left_s / 2, rel=0.1)
+    assert known.left_s == known.left_if_queued_start_s == unknown.left_if_queued_start_s
+    assert late.left_s == pytest.approx(alone.left_s)
+
+
+def test_with_no_task_alive_the_time_left_counts_from_slurms_start_of_the_next(steady):
+    records, published = records_at(steady, 1000)
+    for record in records:
+        record |= {"state": "ended", "ended": record["updated"], "shard": None, "shard_started": None}
+    plan, now = steady.plan(), BEGIN + 1000
+    assert pace_of(plan, records, published, [pending(4)], now).left_s is None
+    at_once = pace_of(plan, records, published, [pending(4, start=now)], now)
+    in_an_hour = pace_of(plan, records, published, [pending(4, start=now + 3600)], now)
+    assert in_an_hour.left_s == pytest.approx(at_once.left_s + 3600)
+
+
+def test_shards_for_which_walltimes_leave_no_time_are_counted(steady):
+    steady.walltime_s = 1600.0
+    records, published = records_at(steady, 1000)
+    pace = pace_of(steady.plan(), records, published, [], BEGIN + 1000)
+    assert pace.left_s is None
+    # To 60 s before the end each can compute 8 more, beside what is in hand.
+    assert pace.n_shards_left_over == pytest.approx(200 - len(published) - 4 * 9, abs=4)
+    throttled = pace_of(steady.plan(), records, published, [pending(96, "JobArrayTaskLimit")], BEGIN + 1000)
+    assert throttled.left_s == pytest.approx((200 - len(published)) * 64 / 4, rel=0.2)
+
+
+def test_shards_are_left_over_if_all_that_wait_cannot_compute_them(steady):
+    steady.walltime_s = 1600.0
+    records, published = records_at(steady, 1000)
+    n_over = pace_of(steady.plan(), records, published, [], BEGIN + 1000).n_shards_left_over
+
+    def left_over(job):
+        pace = pace_of(steady.plan(), records, published, [*running(4), job], BEGIN + 1000)
+        return pace.n_shards_left_over
+
+    # Each of the two that follow computes for 1,500 s.
+    for job in (
+        pending(2, "JobArrayTaskLimit"),
+        pending(2, start=BEGIN + 2000),
+        {**pending(2), "job_id": "4711_[4-5%4]"},
+    ):
+        assert left_over(job) == pytest.approx(n_over - 2 * 1500 / 64, abs=4)
+    assert left_over(pending(2)) == left_over(pending(2, "JobHeldUser")) == 0
+
+
+def running(n_tasks):
+    return [{**pending(1, "None"), "job_id": f"4711_{task}", "state": "RUNNING"} for task in range(n_tasks)]
+
+
+@pytest.mark.parametrize(
+    ("reason", "start"),
+    [("JobArrayTaskLimit", None), ("Priority", None), ("Resources", None), ("Priority", BEGIN + 1060)],
+)
+def test_an_arrays_own_limit_holds_whatever_reason_slurm_names(steady, reason, start):
+    steady.walltime_s = 7200.0
+    records, published = records_at(steady, 1000)
+    rest = {**pending(60, reason, start), "job_id": "4711_[4-63%4]"}
+    for queue in ([*running(4), rest], [rest]):  # squeue may have been asked before the four had started
+        pace = pace_of(steady.plan(), records, published, queue, BEGIN + 1000)
+        assert pace.left_s == pace.left_if_queued_start_s == pytest.approx((200 - len(published)) * 64 / 4, rel=0.2)
+        assert (pace.n_waiting, pace.n_shards_left_over) == (60, 0)
+
+
+def test_where_an_array_has_room_as_many_tasks_as_it_has_room_for_may_start(steady):
+    records, published = records_at(steady, 1000)
+    plan, now = steady.plan(), BEGIN + 1000
+    rest = {**pending(60), "job_id": "4711_[4-63%8]"}
+    requeued = {**pending(1), "job_id": "4711_2"}
+    eight = pace_of(plan, records, published, [*running(4), pending(4)], now)
+    for queue in ([*running(4), rest], [*running(4), rest, requeued], [*running(4), requeued, rest]):
+        throttled = pace_of(plan, records, published, queue, now)
+        assert throttled.left_if_queued_start_s == pytest.approx(eight.left_if_queued_start_s, rel=0.05)
+
+
+def test_a_task_that_slows_down_is_noticed_within_its_shard(steady):
+    records, published = records_at(steady, 1000)
+    plan, now = steady.plan(), BEGIN + 1000
+    before = pace_of(plan, records, published, None, now).items_per_s
+    for record in records:
+        record |= {"shard_started": now - 640, "shard_done": 8, "updated": now}
+    assert pace_of(plan, records, published, None, now).items_per_s < before / 1.5
+
+
+@pytest.mark.parametrize("seconds", [64.0, 1.0, 0.05])
+def test_a_task_that_wrote_between_two_shards_computes(seconds):
+    pretended = Pretended(n_tasks=4, n_shards=4000, seconds=seconds, spread=0.0)
+    records, published = records_at(pretended, 42 + 50 * seconds)
+    plan, now = pretended.plan(), BEGIN + 42 + 50 * seconds
+    before = pace_of(plan, records, published, None, now)
+    assert before.items_per_s == pytest.approx(4 * 16 / seconds, rel=0.2)
+    for record in records:
+        _, started, took, _ = record["published"][-1]
+        record |= {"shard": None, "shard_started": None, "shard_done": 0, "updated": started + took + 0.2}
+    between = pace_of(plan, records, published, None, now)
+    assert between.items_per_s == pytest.approx(before.items_per_s, rel=0.1)
+    assert sum(between.rates.values()) == pytest.approx(between.items_per_s)
+    # Who found no shard that is free, and who loads again, does not.
+    records[0]["updated"] += 30
+    records[1] |= {"state": "loading", "phases": [*records[1]["phases"], [records[1]["updated"], "loading"]]}
+    two = pace_of(plan, records, published, None, now)
+    assert two.items_per_s == pytest.approx(before.items_per_s / 2, rel=0.1)
+    assert sorted(two.rates) == [record["attempt"] for record in records[2:]]
+
+
+def test_what_lies_between_very_short_shards_counts_as_well(steady):
+    records, published = records_at(steady, 1000)
+    plan, now = steady.plan(), BEGIN + 1000
+    for record in records:
+        record["published"] = [[shard, now - 10 + shard, 0.1, True] for shard in range(10)]  # one in a second
+        record |= {"shard_started": now, "shard_done": 0, "updated": now, "shard": 99}
+    assert pace_of(plan, records, published, None, now).items_per_s == pytest.approx(4 * 16, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("job_id", "n_tasks", "tasks", "n_left"),
+    [
+        ("7_[4-7%4]", 4, [4, 5, 12], 2),
+        ("7_[0-9:3,12]", 5, [3, 4, 12], 3),
+        ("7_4", 1, [4], 0),
+        ("7", 1, [0], 0),
+        ("8_[4-7]", 4, [4, 5], 4),
+        ("7_[4-7]", 4, [], 4),
+    ],
+)
+def test_a_task_that_has_written_of_itself_since_the_queue_was_asked_waits_no_more(job_id, n_tasks, tasks, n_left):
+    job = {**pending(n_tasks), "job_id": job_id}
+    merge = {**pending(0, "Dependency"), "job_id": "9"}
+    running = {**pending(1, "None"), "job_id": "7_4", "state": "RUNNING"}
+    records = [{"job": "7", "task": task, "updated": BEGIN + 1} for task in tasks]
+    earlier = [{"job": "7", "task": task, "updated": BEGIN - 1} for task in (6, 7)]  # they ended, and were put back
+    left = still_waiting([job, merge, running], [*records, *earlier], BEGIN)
+    assert left == [{**job, "n_tasks": n_left}] * (n_left > 0) + [merge, running]
+
+
+def test_records_of_an_older_slurmgpu_will_do(steady):
+    end = end_of(steady)
+    records, published = records_at(steady, end / 3)
+    for record in records:
+        for key in ("phases", "shard_started", "shard_done", "end_time", "lost_s"):
+            del record[key]
+        record["published"] = [entry[:3] for entry in record["published"]]
+    pace = pace_of(steady.plan(), records, published, None, BEGIN + end / 3)
+    assert pace.left_s == pytest.approx(end * 2 / 3, rel=0.2)
+
+
+def test_nothing_is_left_of_a_run_whose_shards_are_published(steady):
+    records, published = records_at(steady, 1e7)
+    pace = pace_of(steady.plan(), records, published, [], BEGIN + 1e7)
+    assert (pace.left_s, pace.items_per_s, pace.n_living) == (0.0, None, 0)
