@@ -22,12 +22,6 @@ from slurmgpu.task.image_build import build_command, definition, find_runtime
 from tests.cluster.fixture import leave_out
 from tests.images import NOBODY
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-
 ROOT = Path(__file__).parent.parent
 
 
@@ -296,13 +290,6 @@ def test_every_argument_of_a_definition_has_a_default_and_its_scripts_are_shell(
         done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, ""), part
         assert script.strip()
-
-
-def test_an_installed_package_has_the_definitions_where_they_are_looked_for():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    targets = project["tool"]["hatch"]["build"]["targets"]
-    assert targets["wheel"]["force-include"]["containers"] == "slurmgpu/definitions"
-    assert "containers" in targets["sdist"]["include"]
 
 
 def test_an_installation_without_definitions_says_so():

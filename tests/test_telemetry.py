@@ -385,7 +385,7 @@ def test_a_process_that_comes_later_is_seen_among_those_of_others(start):
 
 def test_surroundings_are_told_without_importing_what_they_tell_of():
     code = (
-        "import sys, json\nfrom slurmgpu import surroundings\nfound = surroundings.describe()\n"
+        "import sys, json\nfrom slurmgpu.util import env_info\nfound = env_info.describe()\n"
         "json.dump([found, sorted({name.split('.')[0] for name in sys.modules})], sys.stdout)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
