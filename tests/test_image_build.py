@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from slurmgpu.containers.apptainer_complaints import why_build_failed
 from slurmgpu.containers.images import identify
 from slurmgpu.containers.settings import Bind
 from slurmgpu.errors import SlurmGPUError
@@ -258,7 +259,7 @@ WRAPPER = "FATAL:   While performing build: while running engine: while running 
     ],
 )
 def test_what_a_build_complains_of_is_said_in_words(said, meaning):
-    why = image_build._why(said)
+    why = why_build_failed(said)
     assert why is None if meaning is None else meaning in why
 
 

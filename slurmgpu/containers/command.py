@@ -7,16 +7,13 @@ from pathlib import Path
 
 import slurmgpu
 from slurmgpu.containers import INSIDE
-from slurmgpu.containers.environment import inner_environment, outer_environment
-from slurmgpu.containers.folders import task_folder
+from slurmgpu.containers.apptainer import exec_argv, outer_environment
+from slurmgpu.containers.environment import inner_environment
 from slurmgpu.containers.links import Known, names, upwards
-from slurmgpu.containers.settings import Bind, Container, home_folder
+from slurmgpu.containers.settings import Bind, Container
 
 SHARED = ("/tmp", "/var/tmp")
 """What a container shares with its node unless it is strict."""
-
-QUOTE = '"'
-CSV_SPECIAL = frozenset(',"\r\n')
 
 
 def exec_command(
@@ -37,40 +34,10 @@ def exec_command(
     environment, of which little comes in; `extra_env` is slurmgpu's own, which comes in and overrides.
     """
     needed = needed_binds([*binds, Bind(str(scratch), str(scratch))])
-    argv = [container.runtime, "--quiet", "exec", "--cleanenv", "--no-eval"]
-    if gpus:
-        argv.append("--nv")
-    argv += _home_options(container, environ, scratch)
-    for bind in needed:
-        argv += ["--mount", mount(bind)]
-    argv += ["--pwd", str(folder), str(image), container.python, *inner]
     inside = inner_environment(container, environ, extra_env, scratch)
     _drop_invisible(inside, container, needed)
+    argv = exec_argv(container, inner, image, needed, gpus=gpus, folder=folder, environ=environ, scratch=scratch)
     return argv, outer_environment(container, environ, inside)
-
-
-def _home_options(container: Container, environ: Mapping[str, str], scratch: Path) -> list[str]:
-    own = task_folder(scratch)
-    options = ["--containall", "--workdir", str(own)] if container.strict else []
-    if container.home == "none":
-        # Without the latter, home comes in all the same when the task was started below it.
-        return [*options, "--no-home", "--no-mount", "cwd"]
-    if container.home == "private" and not container.strict:
-        return [*options, "--home", f"{own / 'home'}:{home_folder(environ)}", "--no-mount", "cwd"]
-    return options
-
-
-def mount(bind: Bind, *, filled: bool = False) -> str:
-    """The bind as `--mount` takes it: a line of CSV, so that any character may stand in a path.
-
-    `filled`: with as many fields whether read-only or not. A build reads all its mounts as one CSV text.
-    """
-    fields = ["type=bind", f"src={bind.src}", f"dst={bind.dst}"]
-    if bind.read_only:
-        fields.append("ro")
-    elif filled:
-        fields.append("type=bind")  # changes nothing; `rw` is refused, and `ro=false` means `ro`
-    return ",".join(f'"{text.replace(QUOTE, 2 * QUOTE)}"' if set(text) & CSV_SPECIAL else text for text in fields)
 
 
 def needed_binds(binds: Sequence[Bind]) -> list[Bind]:

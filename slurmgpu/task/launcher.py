@@ -12,8 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 import slurmgpu
+from slurmgpu.containers.apptainer_complaints import explain
 from slurmgpu.containers.command import exec_command, package_binds, python_path
-from slurmgpu.containers.complaints import explain
 from slurmgpu.containers.folders import leave_task_folders
 from slurmgpu.containers.node import Prepared, prepare
 from slurmgpu.containers.settings import Container, ContainerError

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurmgpu.containers.complaints import explain
+from slurmgpu.containers.apptainer_complaints import explain
 from slurmgpu.containers.settings import ContainerError
 from slurmgpu.run.directory import Plan, Run
 from slurmgpu.run.records import Attempt, node_name
