@@ -1,4 +1,4 @@
-"""The one function that turns a container's settings into an argument vector; the only place that knows the options."""
+"""Binds and variables of a program in a container, from its settings and this node; its runtime makes the command."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import slurmgpu
-from slurmgpu.containers import INSIDE
-from slurmgpu.containers.apptainer import exec_argv, outer_environment
+from slurmgpu.containers import IMAGE, INSIDE
 from slurmgpu.containers.environment import inner_environment
+from slurmgpu.containers.folders import task_folder
 from slurmgpu.containers.links import Known, names, upwards
-from slurmgpu.containers.settings import Bind, Container
-
-SHARED = ("/tmp", "/var/tmp")
-"""What a container shares with its node unless it is strict."""
+from slurmgpu.containers.registry import runtime_named
+from slurmgpu.containers.runtime import Start
+from slurmgpu.containers.settings import Bind, Container, home_folder
 
 
 def exec_command(
@@ -33,11 +32,22 @@ def exec_command(
     `image`, `binds` and `scratch` are those of this node, which `node.prepare` has checked. `environ` is the task's
     environment, of which little comes in; `extra_env` is slurmgpu's own, which comes in and overrides.
     """
+    runtime = runtime_named(container.runtime)
     needed = needed_binds([*binds, Bind(str(scratch), str(scratch))])
-    inside = inner_environment(container, environ, extra_env, scratch)
-    _drop_invisible(inside, container, needed)
-    argv = exec_argv(container, inner, image, needed, gpus=gpus, folder=folder, environ=environ, scratch=scratch)
-    return argv, outer_environment(container, environ, inside)
+    inside = inner_environment(container, environ, {**extra_env, IMAGE: image.name}, scratch)
+    _drop_invisible(inside, container, needed, runtime.shared)
+    start = Start(
+        container=container,
+        image=image,
+        argv=(container.python, *inner),
+        binds=tuple(needed),
+        gpus=gpus,
+        folder=folder,
+        environ=inside,
+        home=home_folder(environ),
+        own_folder=task_folder(scratch),
+    )
+    return runtime.command(start, environ)
 
 
 def needed_binds(binds: Sequence[Bind]) -> list[Bind]:
@@ -91,13 +101,15 @@ def _below(path: str, folder: str) -> str | None:
     return path[len(folder) :] if path == folder or path.startswith(f"{folder}/") else None
 
 
-def _drop_invisible(inside: dict[str, str], container: Container, binds: Sequence[Bind]) -> None:
+def _drop_invisible(
+    inside: dict[str, str], container: Container, binds: Sequence[Bind], shared: tuple[str, ...]
+) -> None:
     """Forget TMPDIR where it is not seen inside: `mktemp` would fail, and Python would quietly take /tmp."""
     path = inside.get("TMPDIR")
     if path is None or "TMPDIR" in container.env:
         return
-    seen = [bind.dst for bind in binds if not bind.read_only] + ([] if container.strict else list(SHARED))
-    if path not in SHARED and not any(_below(path, folder) is not None for folder in seen):
+    seen = [bind.dst for bind in binds if not bind.read_only] + ([] if container.strict else list(shared))
+    if path not in shared and not any(_below(path, folder) is not None for folder in seen):
         del inside["TMPDIR"]
 
 
