@@ -23,8 +23,7 @@ import slurmgpu
 from slurmgpu.code import snapshots
 from slurmgpu.code.ast_digest import tree_digest
 from slurmgpu.code.snapshots import Snapshot, SourceFile
-from slurmgpu.containers import INSIDE
-from slurmgpu.util.env_info import image_name
+from slurmgpu.containers import INSIDE, image_name
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, retried
 
 BY_PATH = "slurmgpu_workload_"
