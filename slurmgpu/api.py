@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.code import former, snapshots
-from slurmgpu.containers.images import same_image
+from slurmgpu.containers.registry import runtime_named
 from slurmgpu.containers.settings import ContainerError
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import liveness, resubmission
@@ -225,9 +225,10 @@ def check_executor(submission: Submission, container: Mapping[str, Any] | None) 
     from slurmgpu.executors import local
 
     local.gpu_ids(submission)
-    if submission.executor == "local" and container and shutil.which(container["runtime"]) is None:
+    program = runtime_named(container["runtime"]).program if container else None
+    if submission.executor == "local" and program and shutil.which(program) is None:
         raise SlurmGPUError(
-            f"{container['runtime']}, in which the run file's image is to run, is not on the PATH of this machine. "
+            f"{program}, in which the run file's image is to run, is not on the PATH of this machine. "
             f'Load its module, or set runtime = "none" in [container] to run without the image.'
         )
 
@@ -235,7 +236,7 @@ def check_executor(submission: Submission, container: Mapping[str, Any] | None) 
 def check_image(container: Mapping[str, Any]) -> None:
     """Refuse an image that is not the one that the run was planned with."""
     try:
-        same_image(Path(container["image"]), container["identity"])
+        runtime_named(container["runtime"]).same_image(Path(container["image"]), container["identity"])
     except ContainerError as error:
         text = str(error)
         raise SlurmGPUError(f"{text[:1].upper()}{text[1:].rstrip('.')}.") from error

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.cli.console import result
+from slurmgpu.containers.registry import DEFAULT, runtime_named
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.plan.site_file import site_path
 from slurmgpu.slurm.survey import Survey, survey
@@ -157,7 +158,7 @@ gpus = {gpus}                           # held at once
 # device = "cpu"                   # compute on the CPU whatever is allocated
 
 # [container]                      # without it tasks run in the Python that submits
-# image = "image.sif"              # an Apptainer image, with what the workload imports
+# image = "image.sif"              # an {title} image, with what the workload imports
 # binds = ["/data", "/scratch/ada:/scratch"]
 # env = {{HF_HOME = "/data/hf", HF_TOKEN = true}}   # true: as it is where the task starts
 
@@ -246,7 +247,7 @@ def site_file_template(found: Survey) -> str:
     types = _choices("gpu_type", [(name, "") for name in found.gpu_types], n_taken=0)
     slurm = _choices("partition", with_gpus) + _choices("account", account)
     slurm += _choices("qos", [(name, "") for name in found.qos], n_taken=0)
-    slurm += '# time = "04:00:00"\n# setup = ["module load apptainer"]   # what a job\'s script runs first\n'
+    slurm += '# time = "04:00:00"\n# setup = ["module load ' + DEFAULT + "\"]   # what a job's script runs first\n"
     return SITE_TEMPLATE.format(
         cluster=found.cluster,
         slurm=slurm if with_gpus else f"# No partition has GPUs.\n{slurm}",
@@ -279,6 +280,7 @@ def _filled(
     use: str, settings: str, stem: str, input_path: str | None = "items.jsonl", gpus: int = 4, array: bool = True
 ) -> str:
     return TEMPLATE.format(
+        title=runtime_named(DEFAULT).title,
         run_dir=f'# run_dir = "runs/{stem}"',
         use=use,
         settings=settings,

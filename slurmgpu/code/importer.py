@@ -19,11 +19,11 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
+import slurmgpu
 from slurmgpu.code import snapshots
 from slurmgpu.code.ast_digest import tree_digest
 from slurmgpu.code.snapshots import Snapshot, SourceFile
-from slurmgpu.containers import INSIDE
-from slurmgpu.util.env_info import image_name
+from slurmgpu.containers import INSIDE, image_name
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, retried
 
 BY_PATH = "slurmgpu_workload_"
@@ -171,7 +171,7 @@ def outside(folder: Path) -> list[str]:
     known = finder.by_path if finder else {}
     mine = {path for path in _files_of_modules().values() if path.startswith(f"{folder}{os.sep}")}
     if image_name() is None:
-        others = tuple(f"{Path(each).parent}{os.sep}" for each in (os.__file__, __file__))
+        others = tuple(f"{Path(each).parent}{os.sep}" for each in (os.__file__, slurmgpu.__file__))
         mine |= {path for path in _files_of_modules().values() if not path.startswith(others)}
     mine = {path for path in mine - known.keys() if path.endswith(".py")}
     return sorted(path for path in mine if not INSTALLED.intersection(Path(path).parts))

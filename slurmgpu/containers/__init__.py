@@ -1,7 +1,17 @@
-"""Apptainer: images, the command that runs a worker in one, and its complaints in words. Nothing else knows it.
+"""Container runtimes and their images: `Runtime` is the interface, `registry` finds one by its name.
 
-May import: util, errors. Nothing else knows a runtime's options.
+May import: util, errors. Nothing else knows a runtime's options, its images or its complaints.
 """
+
+import os
 
 INSIDE = "/opt/slurmgpu"
 """Where slurmgpu, and what the workload is imported from, lie in the container: its PYTHONPATH."""
+IMAGE = "SLURMGPU_IMAGE"
+"""The variable that names the image to a process that slurmgpu starts in one."""
+
+
+def image_name() -> str | None:
+    """The name of the image that this process is in; None outside of any."""
+    names = (os.environ.get(name) for name in (IMAGE, "APPTAINER_NAME", "SINGULARITY_NAME"))
+    return next((name for name in names if name), None)

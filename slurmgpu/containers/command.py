@@ -1,4 +1,4 @@
-"""The one function that turns a container's settings into an argument vector; the only place that knows the options."""
+"""Binds and variables of a program in a container, from its settings and this node; its runtime makes the command."""
 
 from __future__ import annotations
 
@@ -6,17 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import slurmgpu
-from slurmgpu.containers import INSIDE
-from slurmgpu.containers.environment import inner_environment, outer_environment
+from slurmgpu.containers import IMAGE, INSIDE
+from slurmgpu.containers.environment import inner_environment
 from slurmgpu.containers.folders import task_folder
 from slurmgpu.containers.links import Known, names, upwards
+from slurmgpu.containers.registry import runtime_named
+from slurmgpu.containers.runtime import Start
 from slurmgpu.containers.settings import Bind, Container, home_folder
-
-SHARED = ("/tmp", "/var/tmp")
-"""What a container shares with its node unless it is strict."""
-
-QUOTE = '"'
-CSV_SPECIAL = frozenset(',"\r\n')
 
 
 def exec_command(
@@ -36,41 +32,22 @@ def exec_command(
     `image`, `binds` and `scratch` are those of this node, which `node.prepare` has checked. `environ` is the task's
     environment, of which little comes in; `extra_env` is slurmgpu's own, which comes in and overrides.
     """
+    runtime = runtime_named(container.runtime)
     needed = needed_binds([*binds, Bind(str(scratch), str(scratch))])
-    argv = [container.runtime, "--quiet", "exec", "--cleanenv", "--no-eval"]
-    if gpus:
-        argv.append("--nv")
-    argv += _home_options(container, environ, scratch)
-    for bind in needed:
-        argv += ["--mount", mount(bind)]
-    argv += ["--pwd", str(folder), str(image), container.python, *inner]
-    inside = inner_environment(container, environ, extra_env, scratch)
-    _drop_invisible(inside, container, needed)
-    return argv, outer_environment(container, environ, inside)
-
-
-def _home_options(container: Container, environ: Mapping[str, str], scratch: Path) -> list[str]:
-    own = task_folder(scratch)
-    options = ["--containall", "--workdir", str(own)] if container.strict else []
-    if container.home == "none":
-        # Without the latter, home comes in all the same when the task was started below it.
-        return [*options, "--no-home", "--no-mount", "cwd"]
-    if container.home == "private" and not container.strict:
-        return [*options, "--home", f"{own / 'home'}:{home_folder(environ)}", "--no-mount", "cwd"]
-    return options
-
-
-def mount(bind: Bind, *, filled: bool = False) -> str:
-    """The bind as `--mount` takes it: a line of CSV, so that any character may stand in a path.
-
-    `filled`: with as many fields whether read-only or not. A build reads all its mounts as one CSV text.
-    """
-    fields = ["type=bind", f"src={bind.src}", f"dst={bind.dst}"]
-    if bind.read_only:
-        fields.append("ro")
-    elif filled:
-        fields.append("type=bind")  # changes nothing; `rw` is refused, and `ro=false` means `ro`
-    return ",".join(f'"{text.replace(QUOTE, 2 * QUOTE)}"' if set(text) & CSV_SPECIAL else text for text in fields)
+    inside = inner_environment(container, environ, {**extra_env, IMAGE: image.name}, scratch)
+    _drop_invisible(inside, container, needed, runtime.shared)
+    start = Start(
+        container=container,
+        image=image,
+        argv=(container.python, *inner),
+        binds=tuple(needed),
+        gpus=gpus,
+        folder=folder,
+        environ=inside,
+        home=home_folder(environ),
+        own_folder=task_folder(scratch),
+    )
+    return runtime.command(start, environ)
 
 
 def needed_binds(binds: Sequence[Bind]) -> list[Bind]:
@@ -124,13 +101,15 @@ def _below(path: str, folder: str) -> str | None:
     return path[len(folder) :] if path == folder or path.startswith(f"{folder}/") else None
 
 
-def _drop_invisible(inside: dict[str, str], container: Container, binds: Sequence[Bind]) -> None:
+def _drop_invisible(
+    inside: dict[str, str], container: Container, binds: Sequence[Bind], shared: tuple[str, ...]
+) -> None:
     """Forget TMPDIR where it is not seen inside: `mktemp` would fail, and Python would quietly take /tmp."""
     path = inside.get("TMPDIR")
     if path is None or "TMPDIR" in container.env:
         return
-    seen = [bind.dst for bind in binds if not bind.read_only] + ([] if container.strict else list(SHARED))
-    if path not in SHARED and not any(_below(path, folder) is not None for folder in seen):
+    seen = [bind.dst for bind in binds if not bind.read_only] + ([] if container.strict else list(shared))
+    if path not in shared and not any(_below(path, folder) is not None for folder in seen):
         del inside["TMPDIR"]
 
 

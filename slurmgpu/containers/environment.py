@@ -45,19 +45,6 @@ FOLDERS = (
 )
 """Variables that name folders of the host: they come in together with a bind, or are of no use."""
 
-DROPPED = re.compile(
-    r"""
-    (APPTAINER|SINGULARITY)ENV_.*                   # get in in spite of --cleanenv
-    | (APPTAINER|SINGULARITY)_(                     # options of exec that the run decides
-        BIND | BINDPATH | MOUNT | ENV | ENV_FILE | HOME | NO_HOME | NO_MOUNT | WORKDIR | PWD | CWD | TARGET_PWD | NV
-        | NVCCLI | ROCM | CONTAIN | CONTAINALL | CLEANENV | NO_EVAL | SCRATCH | OVERLAY | WRITABLE | WRITABLE_TMPFS
-        | COMPAT | CONTAINLIBS | NO_INIT | UNSHARE_PID | PID | HOSTNAME | SHELL | APP
-    )
-    | BASH_FUNC_.* | LD_PRELOAD | PYTHONHOME | PYTHONPATH
-    """,
-    re.VERBOSE,
-)
-
 
 def inner_environment(
     container: Container, environ: Mapping[str, str], own: Mapping[str, str], scratch: Path
@@ -87,14 +74,6 @@ def inner_environment(
     if given and "PYTHONPATH" in own:
         inside["PYTHONPATH"] = os.pathsep.join((own["PYTHONPATH"], given))
     return inside
-
-
-def outer_environment(container: Container, environ: Mapping[str, str], inside: Mapping[str, str]) -> dict[str, str]:
-    """The environment that the runtime is started with: the host's, and `inside` under the names that it hands on."""
-    outside = {name: value for name, value in environ.items() if not DROPPED.fullmatch(name)}
-    # `singularity` may be Apptainer under its old name, which prefers its new one and complains of the old alone.
-    prefixes = ("APPTAINERENV_",) if container.runtime == "apptainer" else ("APPTAINERENV_", "SINGULARITYENV_")
-    return outside | {prefix + name: value for prefix in prefixes for name, value in inside.items()}
 
 
 def _allowed(name: str) -> bool:

@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurmgpu.containers.command import SHARED, needed_binds
+from slurmgpu.containers.command import needed_binds
 from slurmgpu.containers.environment import FOLDERS, inner_environment
 from slurmgpu.containers.folders import take_task_folder, task_folder
-from slurmgpu.containers.images import same_image
+from slurmgpu.containers.registry import runtime_named
 from slurmgpu.containers.settings import Bind, Container, ContainerError, expand, home_folder
-from slurmgpu.containers.staging import stage
 from slurmgpu.containers.unpacking import Pause
 from slurmgpu.containers.versions import runtime_version
+from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.atomic_files import FULL
 
 INFINIBAND = "/dev/infiniband"
@@ -45,17 +45,21 @@ def prepare(
     `folders.leave_task_folders` removes what is the task's own, also after an error. What `pause` raises ends a wait.
     """
     scratch = _scratch(container, environ)
-    version = runtime_version(container.runtime, environ, scratch)
+    try:
+        runtime = runtime_named(container.runtime)
+    except SlurmGPUError as error:
+        raise ContainerError(str(error)) from error
+    version = runtime_version(runtime, environ, scratch)
     of_user = set(container.binds)
     wanted = [bind.expanded(environ) if bind in of_user else bind for bind in (*binds, *container.binds)]
-    wanted += _folder_binds(container, environ)
+    wanted += _folder_binds(container, environ, runtime.shared)
     _check_binds(wanted)
     if container.strict or container.home == "private":
         _make_places([*wanted, Bind(str(scratch), str(scratch))], task_folder(scratch) / "home", environ)
     inner_environment(container, environ, {}, scratch)  # a variable that is to be handed on is there
     image = Path(container.image)
-    same_image(image, container.identity)
-    image = stage(image, container.identity, scratch / "images", container.stage, pause)
+    runtime.same_image(image, container.identity)
+    image = runtime.stage(image, container.identity, scratch / "images", container.stage, pause)
     return Prepared(image, scratch, tuple(needed_binds(wanted)), version)
 
 
@@ -104,12 +108,12 @@ def _make_places(binds: Sequence[Bind], own_home: Path, environ: Mapping[str, st
                 place.mkdir(exist_ok=True) if Path(bind.src).is_dir() else place.touch()
 
 
-def _folder_binds(container: Container, environ: Mapping[str, str]) -> list[Bind]:
+def _folder_binds(container: Container, environ: Mapping[str, str], shared: tuple[str, ...]) -> list[Bind]:
     """Folders that variables name come in with them; a strict container gets InfiniBand, too."""
     given = {name: environ.get(name) if value is True else value for name, value in container.env.items()}
     paths = {name: given.get(name, environ.get(name)) for name in FOLDERS}
     found = [os.path.normpath(path) for path in paths.values() if isinstance(path, str) and Path(path).is_absolute()]
-    found = [path for path in found if path not in SHARED] + ([INFINIBAND] if container.strict else [])
+    found = [path for path in found if path not in shared] + ([INFINIBAND] if container.strict else [])
     return [Bind(path, path) for path in found if Path(path).is_dir()]
 
 

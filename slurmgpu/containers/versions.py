@@ -5,27 +5,23 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+from slurmgpu.containers.runtime import Runtime
 from slurmgpu.containers.settings import ContainerError
 from slurmgpu.util.atomic_files import write_json
 
-OLDEST = {"apptainer": (1, 1), "singularity": (3, 10)}
-"""The first versions with --no-eval, without which a value `$(…)` in the environment is run by a shell."""
-VERSION = re.compile(r"(apptainer|singularity)\S* version (\d+)\.(\d+)\S*")
 
-
-def runtime_version(runtime: str, environ: Mapping[str, str], scratch: Path) -> str:
-    """What `runtime --version` says, remembered in `scratch`; ContainerError if it is absent, broken or too old."""
-    found = shutil.which(runtime, path=environ.get("PATH", os.defpath))
+def runtime_version(runtime: Runtime, environ: Mapping[str, str], scratch: Path) -> str:
+    """The runtime's version here, remembered in `scratch`; ContainerError if it is absent, broken or too old."""
+    found = shutil.which(runtime.program, path=environ.get("PATH", os.defpath))
     if found is None:
         raise ContainerError(
-            f"{runtime} is not on this node's PATH. If it is a module here, load it in the run file: "
-            f'[slurm] setup = ["module load {runtime}"]',
+            f"{runtime.program} is not on this node's PATH. If it is a module here, load it in the run file: "
+            f'[slurm] setup = ["module load {runtime.program}"]',
             node_at_fault=True,
         )
     program, memory = Path(found).resolve(), scratch / "runtime.json"
@@ -42,9 +38,9 @@ def runtime_version(runtime: str, environ: Mapping[str, str], scratch: Path) -> 
     return version
 
 
-def _ask(program: str, runtime: str, environ: Mapping[str, str]) -> str:
+def _ask(program: str, runtime: Runtime, environ: Mapping[str, str]) -> str:
     done = subprocess.run(
-        [program, "--version"],
+        [program, *runtime.version_arguments],
         env=dict(environ),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -53,16 +49,11 @@ def _ask(program: str, runtime: str, environ: Mapping[str, str]) -> str:
         errors="replace",
     )
     text = done.stdout.strip()
-    match = VERSION.search(text)
-    if match is None or done.returncode != 0:
-        raise ContainerError(f"`{runtime} --version` does not work on this node: {text!r}", node_at_fault=True)
-    oldest = OLDEST[match[1]]
-    if (int(match[2]), int(match[3])) < oldest:
-        raise ContainerError(
-            f"this node has {text}, and slurmgpu needs {match[1]} {oldest[0]}.{oldest[1]} or newer (for --no-eval)",
-            node_at_fault=True,
-        )
-    return match[0]
+    version = runtime.read_version(text) if done.returncode == 0 else None
+    if version is None:
+        command = " ".join((runtime.program, *runtime.version_arguments))
+        raise ContainerError(f"`{command}` does not work on this node: {text!r}", node_at_fault=True)
+    return version
 
 
 def _is_binary(program: Path) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import submitit
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
+from slurmgpu.containers.registry import runtime_named
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import job_entry
 from slurmgpu.executors.resubmission import first_submission
@@ -53,10 +54,10 @@ def respect_limits(asked: Submission) -> tuple[Submission, list[str]]:
 def hazards(container: Mapping[str, Any] | None) -> list[str]:
     """A sentence when Slurm's signals would kill the image under its worker; none when they do not.
 
-    A SIF is served by a process of the job. Where Slurm signals all processes of a job, that one dies, and the worker
-    of a bus error with it. An unpacked image needs no such process.
+    A packed image is served by a process of the job. Where Slurm signals all processes of a job, that one dies, and
+    the worker of a bus error with it. An unpacked image needs no such process.
     """
-    if container is None or container["stage"] == "unpack" or container["identity"]["kind"] != "sif":
+    if not container or not runtime_named(container["runtime"]).serves_image(container["identity"], container["stage"]):
         return []
     config = commands.configuration()
     tracking = config.get("ProctrackType", "")

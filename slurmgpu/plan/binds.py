@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from slurmgpu.containers.command import SHARED
 from slurmgpu.containers.links import Known, names, upwards
+from slurmgpu.containers.runtime import SHARED
 from slurmgpu.containers.settings import Bind, ContainerError, home_folder
 from slurmgpu.run.directory import Run
 
@@ -21,7 +21,7 @@ MANY_FOLDERS = 100
 MOST_BYTES = 64 * 1024
 """So long may be the paths of files whose folder cannot be bound.
 
-Apptainer puts all binds into one variable, APPTAINER_BIND, and the kernel takes none of more than 128 kB.
+Some runtimes put all binds into one variable, and the kernel takes none of more than 128 kB.
 """
 
 OF_THE_IMAGE = ("/bin", "/dev", "/etc", "/lib", "/lib64", "/opt", "/proc", "/run", "/sbin", "/sys", "/usr", "/var")

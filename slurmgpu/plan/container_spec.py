@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slurmgpu.containers.images import identify
+from slurmgpu.containers.registry import DEFAULT, runtime_named
 from slurmgpu.containers.settings import Bind, Container, check_env, home_folder, whole_path
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.run_file import ContainerTable
@@ -23,10 +23,12 @@ def image_path(table: ContainerTable, base: Path) -> Path | None:
     return (base / Path(table.image).expanduser()).resolve()
 
 
-def identify_image(image: Path, run_file: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def identify_image(
+    image: Path, runtime: str, run_file: Path, overrides: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """What tells a run file's image from others; SlurmGPUError, also of where it is named, if it is none."""
     try:
-        return identify(image)
+        return runtime_named(runtime).identify(image)
     except SlurmGPUError as error:
         source = origins(run_file, overrides or {})["container"]["image"]["from"]
         where = source if source.startswith("--") else f"[container] image in {source}"
@@ -48,8 +50,10 @@ def contain(
     if image is None:
         return None
     settings = _settings(table, base)
-    identity = identify_image(image, run_file, overrides)
-    return Container(image=str(image), identity=identity, packages=packages_of(full_name, base), **settings)
+    identity = identify_image(image, settings["runtime"], run_file, overrides)
+    made = Container(image=str(image), identity=identity, packages=packages_of(full_name, base), **settings)
+    runtime_named(made.runtime).check(made)
+    return made
 
 
 def _settings(table: ContainerTable, base: Path) -> dict[str, Any]:
@@ -59,7 +63,7 @@ def _settings(table: ContainerTable, base: Path) -> dict[str, Any]:
     given = [bind if isinstance(bind, str) else bind.model_dump() for bind in table.binds]
     return {
         # Without an image there is no runtime either; of a run that has one, the file may have lost it.
-        "runtime": "apptainer" if table.runtime == "none" else table.runtime,
+        "runtime": DEFAULT if table.runtime == "none" else table.runtime,
         "python": table.python,
         "binds": tuple(Bind.parse(bind, base) for bind in given),
         "env": table.env,
@@ -113,6 +117,7 @@ def contain_anew(frozen: Mapping[str, Any], run_file: Path) -> tuple[dict[str, A
     except SlurmGPUError as error:
         return dict(frozen), [f"[container] stays as it was: {error}"] if run_file.exists() else []
     after = replace(before, **_settings(table, base), image=str(image_path(table, base) or before.image))
+    runtime_named(after.runtime).check(after)
     changed = [name for name in before.__dataclass_fields__ if getattr(before, name) != getattr(after, name)]
     notes = [f"[container] of {run_file} is read anew; changed: {', '.join(changed)}."] if changed else []
     return after.to_json(), notes

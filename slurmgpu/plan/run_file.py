@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
+from slurmgpu.containers.registry import BUILT_IN, DEFAULT, runtime_names
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, retried
 
@@ -88,6 +89,15 @@ def _checked_size(text: str) -> str:
 GpuMemory = Annotated[str, AfterValidator(_checked_size)]
 
 
+def _known_runtime(value: Any) -> Any:
+    if value not in ("none", *BUILT_IN) and value not in (known := runtime_names()):
+        raise ValueError(f"should be {', '.join(map(repr, known))} or 'none'")
+    return value
+
+
+RuntimeName = Annotated[str, BeforeValidator(_known_runtime)]
+
+
 class Table(BaseModel):
     """What refuses keys that it does not know, and values of another type."""
 
@@ -128,7 +138,7 @@ class ContainerTable(Table):
     """[container]: the image in which the workers run, and what they see of the node."""
 
     image: str | None = None
-    runtime: Literal["apptainer", "singularity", "none"] = "apptainer"
+    runtime: RuntimeName = DEFAULT
     python: str = "python3"
     binds: list[str | BindTable] = Field(default_factory=list)
     env: dict[str, str | bool] = Field(default_factory=dict)

@@ -4,104 +4,52 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import slurmgpu
 from slurmgpu.containers import INSIDE
-from slurmgpu.containers.command import exec_command, mount, package_binds
+from slurmgpu.containers.command import exec_command, package_binds
 from slurmgpu.containers.folders import leave_task_folders
 from slurmgpu.containers.node import prepare
+from slurmgpu.containers.registry import BUILT_IN, runtime_named, runtime_names
+from slurmgpu.containers.runtime import Runtime
 from slurmgpu.containers.settings import Bind, Container, ContainerError
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.task.launcher import START
 from slurmgpu.task.preflight import NodeCheck, hear
 
-RUNTIMES = ("apptainer", "singularity")
-SQUASHFS = "-comp zstd -all-root"
-"""zstd: smaller than gzip, and quicker to import from. Owned by root: an image that is unpacked as a normal user, to
-build another on top of it, must not name owners."""
 
-COMPLAINTS = {
-    r"no space left on device": "a disk is full. The build works in /tmp; APPTAINER_TMPDIR names another folder, which "
-    "must be on a local disk, and needs three times the image's size",
-    r"CERTIFICATE_VERIFY_FAILED|x509: certificate signed by unknown authority": "a server's certificate is not known: "
-    "is this network's authority a private one? docs/how-to/build-an-image.md says how to bring its certificate in",
-    r"toomanyrequests|TOOMANYREQUESTS": "the registry has served this address too often today; "
-    "log in (`apptainer registry login`), or give another base with --base",
-    r"manifest unknown|MANIFEST_UNKNOWN|requested access to the resource is denied": "the registry has no such base "
-    "image; --base names another",
-    r"no such host|Temporary failure (?:in name )?resol|Network is unreachable|i/o timeout|connection refused": "there "
-    "is no way from here to the registry or to PyPI. Build where there is one, or offline: --base BASE.sif and wheels "
-    "with --bind WHEELS:/mnt:ro",
-    r"No matching distribution found for (\S+)": r"pip finds no package \1, or none for the image's Python; "
-    r"offline, it must be among the wheels in /mnt",
-    r"failed to change uid|set_attributes": "the base was packed with other owners than root, and a normal user "
-    "cannot unpack it. Build the base with --mksquashfs-args -all-root, or start from a registry",
-    r"searching for mksquashfs": "mksquashfs is not on PATH: install squashfs-tools, or build on another machine",
-    r"newuidmap was not found": "this machine lists you in /etc/subuid, and lacks newuidmap (package uidmap): "
-    "have it installed, or build on another machine",
-    r"not allowed to create user namespace|user namespace (?:disabled|not supported)|apparmor_restrict_unprivileged":
-    "this machine forbids user namespaces, without which only root can build. Build on another machine",
-    r"Requesting capability set": "Apptainer as root wants all capabilities, and some are missing here: build from an "
-    "unpacked base, or set APPTAINER_DROP_CAPS, or build as a normal user",
-    r"unknown flag: (\S+)": r"this version is too old: it does not know \1; Apptainer 1.2 does",
-}  # fmt: skip
-"""What a build that failed says, and what it means."""
-
-NO_CAUSE = re.compile(r"(INFO|WARNING|VERBOSE|DEBUG)\b|\++ ")
-"""Lines of a build that say no cause: news, and the commands of its script as a shell shows them."""
-LAST_WORD = re.compile(r"(?:FATAL|ERROR)\s*:\s*(.+)")
-WRAPPER = re.compile(r"While performing build: .*\bexit status \d+$")
-"""What Apptainer says of any script that fails."""
-
-
-def definition(name: str) -> Path:
-    """The definition file slurmgpu-NAME.def: of the installed package, or of the repository."""
+def definition(name: str, suffix: str = ".def") -> Path:
+    """The definition file slurmgpu-NAME with this suffix: of the installed package, or of the repository."""
     package = Path(slurmgpu.__file__).resolve().parent
     folders = (package / "definitions", package.parent / "containers")
     for folder in folders:
-        path = folder / f"slurmgpu-{name}.def"
+        path = folder / f"slurmgpu-{name}{suffix}"
         if path.exists():
             return path
-    raise SlurmGPUError(f"This installation lacks slurmgpu-{name}.def; it should be in {folders[0]}. Install it anew.")
-
-
-def find_runtime() -> str:
-    """The container runtime on PATH; a sentence if there is none."""
-    for name in RUNTIMES:
-        if shutil.which(name) is not None:
-            return name
     raise SlurmGPUError(
-        "Neither apptainer nor singularity is on PATH. On a cluster it may be a module: `module load apptainer`."
+        f"This installation lacks slurmgpu-{name}{suffix}; it should be in {folders[0]}. Install it anew."
     )
 
 
-def build_command(
-    runtime: str, target: Path, recipe: Path, *, base: str | None, arguments: Mapping[str, str], binds: Sequence[Bind]
-) -> list[str]:
-    """The argument vector that builds the definition file `recipe` into the file `target`.
+def installed() -> Iterator[Runtime]:
+    """The container runtimes on PATH."""
+    return (runtime for runtime in map(runtime_named, runtime_names()) if shutil.which(runtime.program) is not None)
 
-    `base` is a file or folder that holds an image, or a name in a registry; None for the recipe's own.
-    """
-    given = {"VERSION": slurmgpu.__version__}
-    if base is not None:
-        path = Path(base).expanduser()
-        is_local = path.exists() or base.endswith(".sif")
-        given["BOOTSTRAP"] = "localimage" if is_local else "docker"
-        given["BASE"] = str(path.absolute()) if is_local else base.removeprefix("docker://")
-    command = [runtime, "build"]
-    if "APPTAINER_MKSQUASHFS_ARGS" not in os.environ:
-        command += ["--mksquashfs-args", SQUASHFS]
-    for bind in binds:
-        command += ["--mount", mount(bind, filled=True)]
-    for name, value in (given | dict(arguments)).items():
-        command += ["--build-arg", f"{name}={value}"]
-    return [*command, str(target), str(recipe)]
+
+def find_runtime(*, builds: bool = False) -> Runtime:
+    """The first container runtime on PATH, with `builds` of those that build images; a sentence if there is none."""
+    for runtime in installed():
+        if runtime.definitions or not builds:
+            return runtime
+    programs = [runtime_named(name).program for name in BUILT_IN]
+    raise SlurmGPUError(
+        f"Neither {' nor '.join(programs)} is on PATH. On a cluster it may be a module: `module load {programs[0]}`."
+    )
 
 
 def build_image(
@@ -122,15 +70,18 @@ def build_image(
     if not output.absolute().parent.is_dir():
         raise SlurmGPUError(f"The folder of {output} does not exist.")
     binds = [_existing(bind) for bind in binds]
-    runtime = find_runtime()
+    runtime = find_runtime(builds=True)
     partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
     log = output.with_name(f"{output.name}.log")
-    command = build_command(runtime, partial, definition(name), base=base, arguments=arguments or {}, binds=binds)
+    recipe = definition(name, runtime.definitions or "")
+    command = runtime.build_command(partial, recipe, base=base, arguments=arguments or {}, binds=binds)
     try:
         code = _follow(command, log, progress)
         if code != 0:
             said = log.read_text("utf-8", "replace")
-            raise SlurmGPUError(f"The build failed: {_why(said) or f'exit code {code}'}. All it said is in {log}.")
+            raise SlurmGPUError(
+                f"The build failed: {runtime.why_build_failed(said) or f'exit code {code}'}. All it said is in {log}."
+            )
         partial.replace(output)
         log.unlink()
     finally:
@@ -167,7 +118,8 @@ def look_inside(container: Container, *, n_gpus: int) -> NodeCheck:
             extra_env={"PYTHONPATH": INSIDE},
             scratch=prepared.scratch,
         )
-        return hear(command, environ, prepared.runtime_version)
+        runtime = runtime_named(container.runtime)
+        return hear(command, environ, prepared.runtime_version, runtime.explain, runtime.if_slow)
 
 
 def _follow(command: Sequence[str], log: Path, progress: Callable[[str], None]) -> int:
@@ -192,15 +144,3 @@ def _follow(command: Sequence[str], log: Path, progress: Callable[[str], None]) 
             process.wait()  # it removes what it has unpacked
             raise
     return process.returncode
-
-
-def _why(said: str) -> str | None:
-    """The meaning of what a build has said; its own last words where it is not known."""
-    for pattern, meaning in COMPLAINTS.items():
-        if match := re.search(pattern, said):
-            return match.expand(meaning)
-    lines = [line.strip() for line in said.splitlines() if line.strip() and not NO_CAUSE.match(line)]
-    words = [match[1] for line in lines if (match := LAST_WORD.match(line))]
-    causes = [word for word in words if not WRAPPER.match(word)]
-    said_else = [line for line in lines if not LAST_WORD.match(line)]
-    return next((found[-1] for found in (causes, said_else, words) if found), None)

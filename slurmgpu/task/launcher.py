@@ -13,9 +13,9 @@ from types import MappingProxyType
 
 import slurmgpu
 from slurmgpu.containers.command import exec_command, package_binds, python_path
-from slurmgpu.containers.complaints import explain
 from slurmgpu.containers.folders import leave_task_folders
 from slurmgpu.containers.node import Prepared, prepare
+from slurmgpu.containers.registry import runtime_named
 from slurmgpu.containers.settings import Container, ContainerError
 from slurmgpu.plan.binds import container_binds
 from slurmgpu.run.directory import Run
@@ -61,6 +61,11 @@ class Launcher:
         return str(self._prepared.image) if self._prepared else None
 
     @property
+    def if_slow(self) -> str:
+        """What to suspect when the worker's Python takes long to start; empty if nothing is known."""
+        return "" if self.container is None else runtime_named(self.container.runtime).if_slow
+
+    @property
     def runtime(self) -> str | None:
         """The container runtime of this node and its version; None without an image."""
         return self._prepared.runtime_version if self._prepared else None
@@ -96,7 +101,7 @@ class Launcher:
 
     def explain(self, said: str, returncode: int) -> ContainerError | None:
         """Why a worker ended that never said a word; None when it was not for its container."""
-        return explain(said, returncode) if self.container is not None else None
+        return None if self.container is None else runtime_named(self.container.runtime).explain(said, returncode)
 
 
 def _container_of(run: Run, submission: int) -> Container | None:

@@ -7,12 +7,11 @@ import json
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurmgpu.containers.complaints import explain
 from slurmgpu.containers.settings import ContainerError
 from slurmgpu.run.directory import Plan, Run
 from slurmgpu.run.records import Attempt, node_name
@@ -25,7 +24,8 @@ TIMEOUT_S = 300
 class NodeCheck:
     """What was found on a node: `found` as `probing` says it, and the sentences for what is wrong.
 
-    `start_s` is how long it took to start the Python and hear it; `runtime` the container runtime and its version.
+    `start_s` is how long it took to start the Python and hear it; `runtime` the container runtime and its version;
+    `if_slow` says what to suspect when that took long.
     """
 
     found: dict[str, Any]
@@ -33,6 +33,7 @@ class NodeCheck:
     node: str = ""
     start_s: float = 0.0
     runtime: str | None = None
+    if_slow: str = ""
 
 
 def check_here(plan: Plan, n_gpus: int, device: str) -> NodeCheck:
@@ -45,11 +46,17 @@ def check_here(plan: Plan, n_gpus: int, device: str) -> NodeCheck:
             command, environ = launcher.command("slurmgpu.worker.probing", str(n_gpus if device != "cpu" else 0))
         except ContainerError as error:
             return NodeCheck({}, [str(error)])
-        return hear(command, environ, launcher.runtime)
+        return hear(command, environ, launcher.runtime, launcher.explain, launcher.if_slow)
 
 
-def hear(command: Sequence[str], environ: Mapping[str, str], runtime: str | None) -> NodeCheck:
-    """Run a command that starts `slurmgpu.worker.probing`, and understand what it or its container runtime says."""
+def hear(
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    runtime: str | None,
+    explain: Callable[[str, int], ContainerError | None],
+    if_slow: str,
+) -> NodeCheck:
+    """Run a command that starts `slurmgpu.worker.probing`, and understand what it says; its stderr by `explain`."""
     started = time.monotonic()
     try:
         done = subprocess.run(command, env=environ, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S)
@@ -58,8 +65,8 @@ def hear(command: Sequence[str], environ: Mapping[str, str], runtime: str | None
     # A wrapper, or a sitecustomize, of the image may have said something before.
     line = next((line for line in reversed(done.stdout.splitlines()) if line.startswith("{")), None)
     if line is None:
-        complaint = explain(done.stderr, done.returncode) if runtime else None
+        complaint = explain(done.stderr, done.returncode)
         return NodeCheck({}, [str(complaint or done.stderr.strip() or f"exit code {done.returncode}")])
     found: dict[str, Any] = json.loads(line)
     problems = [text for _, text in found["problems"]]
-    return NodeCheck(found, problems, node_name(), time.monotonic() - started, runtime)
+    return NodeCheck(found, problems, node_name(), time.monotonic() - started, runtime, if_slow)

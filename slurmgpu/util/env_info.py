@@ -13,8 +13,8 @@ PACKAGES = ("numpy", "h5py", "torch", "transformers", "accelerate", "vllm")
 """Distributions whose versions explain results and failures."""
 
 
-def describe() -> dict[str, Any]:
-    """Python, versions of installed packages, /dev/shm, the image's name, kernel and C library; nothing is imported.
+def describe(image: str | None = None) -> dict[str, Any]:
+    """Python, versions of installed packages, /dev/shm, kernel, C library and the given `image`; nothing is imported.
 
     A package that is not installed is absent; `shm_*` are None where there is no /dev/shm.
     """
@@ -26,15 +26,10 @@ def describe() -> dict[str, Any]:
         "used": used(),
         "shm_bytes": shm[0],
         "shm_free_bytes": shm[1],
-        "image": image_name(),
+        "image": image,
         "kernel": os.uname().release,
         "libc": _libc(),
     }
-
-
-def image_name() -> str | None:
-    """The name of the image that this process is in; None outside of any."""
-    return os.environ.get("APPTAINER_NAME") or os.environ.get("SINGULARITY_NAME")
 
 
 def used() -> dict[str, str]:

@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 
 from slurmgpu import workload as workloads
 from slurmgpu.code import importer
+from slurmgpu.containers import image_name
 from slurmgpu.errors import Interrupted, ItemError, SlurmGPUError
 from slurmgpu.inputs import InputSpec, Reader
 from slurmgpu.logs import log_to_stderr
@@ -154,7 +155,7 @@ class Worker:
         Works in the run file's folder, as planning did: relative paths among the settings mean the same there.
         """
         plan = self.run.plan
-        around = describe()
+        around = describe(image_name())
         self._used = around["used"]
         self.report({"event": "surroundings", **around})
         self.report({"event": "loading"})

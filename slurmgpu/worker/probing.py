@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from slurmgpu.containers import image_name
 from slurmgpu.util import env_info, gpus
 
 NEEDED = ("numpy", "h5py")
@@ -19,7 +20,7 @@ NEEDED = ("numpy", "h5py")
 
 def probe(n_gpus: int) -> dict[str, Any]:
     """The surroundings, the GPUs that CUDA can use, and `problems`: a failure class and a sentence for each."""
-    found: dict[str, Any] = {**env_info.describe(), "gpus": [], "problems": []}
+    found: dict[str, Any] = {**env_info.describe(image_name()), "gpus": [], "problems": []}
     for name in NEEDED:
         try:
             importlib.import_module(name)

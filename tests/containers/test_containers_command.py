@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from slurmgpu.containers.command import exec_command, mount, needed_binds, package_binds
+from slurmgpu.containers.apptainer import mount
+from slurmgpu.containers.command import exec_command, needed_binds, package_binds
 from slurmgpu.containers.folders import task_folder
 from slurmgpu.containers.settings import Bind, Container, ContainerError
 from tests.support.runs import wait_until

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy
 import pytest
 
+from slurmgpu.containers.apptainer_complaints import explain
 from slurmgpu.containers.command import exec_command, package_binds
-from slurmgpu.containers.complaints import explain
 from slurmgpu.containers.settings import Bind, Container
 from slurmgpu.containers.sif import DESCRIPTOR, HEADER, read_sif
 from slurmgpu.task.launcher import START

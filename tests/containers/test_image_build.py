@@ -14,19 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from slurmgpu.containers.apptainer import SQUASHFS, Apptainer
+from slurmgpu.containers.apptainer_complaints import why_build_failed
 from slurmgpu.containers.images import identify
 from slurmgpu.containers.settings import Bind
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.task import image_build
-from slurmgpu.task.image_build import build_command, definition, find_runtime
+from slurmgpu.task.image_build import definition, find_runtime
 from tests.cluster.fixture import leave_out
 from tests.support.images import NOBODY
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,7 +35,7 @@ def workshop(apptainer):
         tempfile.TemporaryDirectory(prefix="slurmgpu-test-build-", dir="/tmp") as name,
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setenv("APPTAINER_MKSQUASHFS_ARGS", f"{image_build.SQUASHFS} -Xcompression-level 1")  # quick
+        patch.setenv("APPTAINER_MKSQUASHFS_ARGS", f"{SQUASHFS} -Xcompression-level 1")  # quick
         folder = Path(name)
         folder.chmod(0o755)
         shutil.copytree(apptainer.sandbox, folder / "base", symlinks=True)
@@ -124,8 +119,7 @@ def test_a_normal_user_builds_the_same_image(workshop, apptainer, normal_user):
         alias.mkdir()
         aliases += [bind.src, str(alias)]
         shown.append(Bind(str(alias), bind.dst, True))
-    command = build_command(
-        "apptainer",
+    command = Apptainer().build_command(
         out / "cpu.sif",
         Path(shutil.copy(definition("cpu"), out)),
         base=str(base),
@@ -174,7 +168,7 @@ def test_binds_that_can_be_written_and_others_go_together_in_a_build(workshop, a
         "%labels\n    v {{ VERSION }}\n%post\n    touch /mnt/here\n    ! touch /usr/bin/there\n"
     )
     binds = [Bind("/usr", "/usr", True), Bind(str(tmp_path / "made"), "/mnt")]
-    command = build_command("apptainer", tmp_path / "x.sif", recipe, base=None, arguments={}, binds=binds)
+    command = Apptainer().build_command(tmp_path / "x.sif", recipe, base=None, arguments={}, binds=binds)
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "made" / "here").exists()
@@ -230,7 +224,7 @@ def test_without_a_runtime_a_build_is_a_sentence(slurmgpu, tmp_path):
 def test_an_older_runtime_is_taken_where_there_is_no_apptainer(monkeypatch, tmp_path):
     (tmp_path / "singularity").touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert find_runtime() == "singularity"
+    assert find_runtime().name == "singularity"
 
 
 WRAPPER = "FATAL:   While performing build: while running engine: while running %post section: exit status 1"
@@ -258,7 +252,7 @@ WRAPPER = "FATAL:   While performing build: while running engine: while running 
     ],
 )
 def test_what_a_build_complains_of_is_said_in_words(said, meaning):
-    why = image_build._why(said)
+    why = why_build_failed(said)
     assert why is None if meaning is None else meaning in why
 
 
@@ -274,14 +268,14 @@ def test_what_a_build_complains_of_is_said_in_words(said, meaning):
 def test_a_base_is_a_registrys_name_or_an_image_on_this_machine(base, bootstrap, name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "unpacked").mkdir()
-    command = build_command("apptainer", Path("x.sif"), Path("x.def"), base=base, arguments={}, binds=[])
+    command = Apptainer().build_command(Path("x.sif"), Path("x.def"), base=base, arguments={}, binds=[])
     assert f"BOOTSTRAP={bootstrap}" in command
     assert f"BASE={name.format(here=tmp_path)}" in command
 
 
 def test_what_the_user_says_goes_over_what_slurmgpu_says(monkeypatch):
     monkeypatch.setenv("APPTAINER_MKSQUASHFS_ARGS", "-comp gzip")
-    command = build_command("apptainer", Path("x.sif"), Path("x.def"), base=None, arguments={"VERSION": "9"}, binds=[])
+    command = Apptainer().build_command(Path("x.sif"), Path("x.def"), base=None, arguments={"VERSION": "9"}, binds=[])
     assert command == ["apptainer", "build", "--build-arg", "VERSION=9", "x.sif", "x.def"]
 
 
@@ -296,13 +290,6 @@ def test_every_argument_of_a_definition_has_a_default_and_its_scripts_are_shell(
         done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, ""), part
         assert script.strip()
-
-
-def test_an_installed_package_has_the_definitions_where_they_are_looked_for():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    targets = project["tool"]["hatch"]["build"]["targets"]
-    assert targets["wheel"]["force-include"]["containers"] == "slurmgpu/definitions"
-    assert "containers" in targets["sdist"]["include"]
 
 
 def test_an_installation_without_definitions_says_so():

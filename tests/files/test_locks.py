@@ -184,7 +184,7 @@ def test_a_lost_reply_to_the_link_costs_nothing(tmp_path, monkeypatch):
 HOLDER = """
 import sys
 from pathlib import Path
-from slurmgpu import locks
+from slurmgpu.run import lock as locks
 locks.RENEW_S, locks.PATIENCE_S = 0.1, 1.0
 try:
     with locks.run_lock(Path(sys.argv[1]), "merging") as lock:
@@ -250,7 +250,7 @@ def test_a_living_process_that_proc_hides_is_not_dead(tmp_path):
     """Under hidepid=2, as another user: the lock's holder, this process, counts as alive or unknown, never as dead."""
     if os.geteuid() != 0 or shutil.which("unshare") is None or shutil.which("setpriv") is None:
         leave_out("only root can hide processes")
-    code = "import json, sys; from slurmgpu import pids; print(pids.lives(json.loads(sys.argv[1])))"
+    code = "import json, sys; from slurmgpu.util import pids; print(pids.lives(json.loads(sys.argv[1])))"
     hide = "mount -t proc -o hidepid=2 proc /proc && exec setpriv --reuid=65534 --regid=65534 --clear-groups "
     probe = ["unshare", "--mount", "--propagation", "private", "sh", "-c"]
     if subprocess.run([*probe, f"{hide} true"], capture_output=True).returncode:

@@ -50,6 +50,7 @@ EXCEPTIONS = {
     **dict.fromkeys(
         ("cli/completion.py", "cli/views/follow.py", "cli/views/polling.py", "cli/views/run_list.py"), COSTS_NOTHING
     ),
+    "workload.py": NOT_OF_A_RUN,
     "util/shared_files.py": "it is what tries again",
     "run/heartbeats.py": "a beat that fails is followed by the next one",
     "run/rendezvous.py": "a node that does not find its leader looks again",

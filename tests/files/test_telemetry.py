@@ -12,6 +12,7 @@ import types
 import pytest
 
 from slurmgpu.cli.views.tables import show_report
+from slurmgpu.containers import image_name
 from slurmgpu.run.directory import Run
 from slurmgpu.task import telemetry
 from slurmgpu.task.telemetry import Sampler
@@ -385,7 +386,7 @@ def test_a_process_that_comes_later_is_seen_among_those_of_others(start):
 
 def test_surroundings_are_told_without_importing_what_they_tell_of():
     code = (
-        "import sys, json\nfrom slurmgpu import surroundings\nfound = surroundings.describe()\n"
+        "import sys, json\nfrom slurmgpu.util import env_info\nfound = env_info.describe()\n"
         "json.dump([found, sorted({name.split('.')[0] for name in sys.modules})], sys.stdout)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -405,7 +406,7 @@ def test_surroundings_are_told_without_importing_what_they_tell_of():
 
 def test_the_image_is_named_by_its_runtime(monkeypatch):
     monkeypatch.setenv("SINGULARITY_NAME", "judge.sif")
-    assert env_info.describe()["image"] == "judge.sif"
+    assert image_name() == "judge.sif"
 
 
 @pytest.mark.parametrize(

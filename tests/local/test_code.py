@@ -64,8 +64,11 @@ NAMES = ["helpers/__init__.py", "helpers/signs.py", "late.py", "signed.py"]
 
 
 @pytest.fixture
-def signed(tmp_path):
+def signed(tmp_path, monkeypatch):
     """A project whose workload imports a package, and within its call a module that reads a file beside it."""
+    for name in [*sys.modules]:
+        if name.partition(".")[0] in ("helpers", "late", "vanishing"):  # another test's
+            monkeypatch.delitem(sys.modules, name)
 
     def make(**top):
         folder = tmp_path / "project"

@@ -102,7 +102,7 @@ def test_that_slurm_signals_every_process_is_read_from_cgroup_conf(pretending, t
     """`scontrol show config` says nothing of it, from 23.11, where it came, to 26.05."""
     (tmp_path / "cgroup.conf").write_text(f"CgroupPlugin=autodetect\n{line}\n")
     pretending("scontrol", f"echo 'ProctrackType = proctrack/cgroup'; echo 'SLURM_CONF = {tmp_path}/slurm.conf'")
-    container = {"stage": "copy", "identity": {"kind": "sif"}}
+    container = {"runtime": "apptainer", "stage": "copy", "identity": {"kind": "sif"}}
     for name in (None, f"{tmp_path}/slurm.conf"):
         monkeypatch.delenv("SLURM_CONF", raising=False)
         if name:

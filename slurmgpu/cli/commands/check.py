@@ -28,7 +28,7 @@ from slurmgpu.util.atomic_files import working_folder
 from slurmgpu.util.plurals import count_of
 
 SLOW_S = 10.0
-"""Without squashfuse Apptainer unpacks the whole image at every start, and says nothing."""
+"""A start of a container that takes longer has a reason that the runtime does not say."""
 NOWHERE = ".slurmgpu-check"
 """In a place of its own: that a run directory exists is no fault of the run file."""
 MARKS = ("✓", "✗")
@@ -106,7 +106,7 @@ class _Checks:
         path = image_path(config.container, run_file.parent)
         if path is None:
             return "none: the workers run in this Python"
-        return describe_image(path, identify_image(path, run_file))
+        return describe_image(path, identify_image(path, config.container.runtime, run_file))
 
     def _draft(self) -> str:
         with draft_run(self._run_file, run_dir=Path(NOWHERE)) as draft:
@@ -181,7 +181,7 @@ def describe_node(checked: NodeCheck) -> Iterable[tuple[str, str]]:
         return
     start = f"started in {checked.start_s:.1f} s"
     if checked.runtime and checked.start_s > SLOW_S:
-        start += ', which is slow: is there no squashfuse on this node? With stage = "unpack" it is not needed'
+        start += f", which is slow: {checked.if_slow}" if checked.if_slow else ", which is slow"
     yield "node", ", ".join(part for part in (checked.node, checked.runtime, start) if part)
     packages = ", ".join(f"{name} {version}" for name, version in found["packages"].items())
     where = f" in {found['image']}" if found["image"] else ""

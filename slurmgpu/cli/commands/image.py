@@ -85,17 +85,17 @@ def check(
 
 def _check(image: Path, python: str, binds: list[Bind], *, n_gpus: int) -> int:
     from slurmgpu.cli.commands.check import describe_image, describe_node, print_line
-    from slurmgpu.containers.images import identify
+    from slurmgpu.containers.registry import DEFAULT, runtime_named
     from slurmgpu.containers.settings import Container
-    from slurmgpu.task.image_build import find_runtime, look_inside
+    from slurmgpu.task.image_build import find_runtime, installed, look_inside
 
     try:
-        identity = identify(image)
+        identity = next(installed(), runtime_named(DEFAULT)).identify(image)
     except SlurmGPUError as error:
         print_line(False, "image", str(error))
         return 2
     print_line(True, "image", describe_image(image, identity))
-    container = Container(str(image.absolute()), find_runtime(), python, tuple(binds), identity=identity)
+    container = Container(str(image.absolute()), find_runtime().name, python, tuple(binds), identity=identity)
     checked = look_inside(container, n_gpus=n_gpus)
     for name, text in describe_node(checked):
         print_line(True, name, text)

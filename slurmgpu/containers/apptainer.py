@@ -1,0 +1,165 @@
+"""Apptainer and SingularityCE: how they are asked, started and understood, and the images that they take."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import slurmgpu
+from slurmgpu.containers import apptainer_complaints, images, staging
+from slurmgpu.containers.runtime import Runtime, Start
+from slurmgpu.containers.settings import Bind, ContainerError
+from slurmgpu.containers.unpacking import Pause
+
+OLDEST = {"apptainer": (1, 1), "singularity": (3, 10)}
+"""The first versions with --no-eval, without which a value `$(…)` in the environment is run by a shell."""
+VERSION = re.compile(r"(apptainer|singularity)\S* version (\d+)\.(\d+)\S*")
+
+SQUASHFS = "-comp zstd -all-root"
+"""zstd: smaller than gzip, and quicker to import from. Owned by root: an image that is unpacked as a normal user, to
+build another on top of it, must not name owners."""
+
+QUOTE = '"'
+CSV_SPECIAL = frozenset(',"\r\n')
+
+DROPPED = re.compile(
+    r"""
+    (APPTAINER|SINGULARITY)ENV_.*                   # get in in spite of --cleanenv
+    | (APPTAINER|SINGULARITY)_(                     # options of exec that the run decides
+        BIND | BINDPATH | MOUNT | ENV | ENV_FILE | HOME | NO_HOME | NO_MOUNT | WORKDIR | PWD | CWD | TARGET_PWD | NV
+        | NVCCLI | ROCM | CONTAIN | CONTAINALL | CLEANENV | NO_EVAL | SCRATCH | OVERLAY | WRITABLE | WRITABLE_TMPFS
+        | COMPAT | CONTAINLIBS | NO_INIT | UNSHARE_PID | PID | HOSTNAME | SHELL | APP
+    )
+    | BASH_FUNC_.* | LD_PRELOAD | PYTHONHOME | PYTHONPATH
+    """,
+    re.VERBOSE,
+)
+
+
+class Apptainer(Runtime):
+    """Apptainer: images are SIF files and sandboxes, which are folders."""
+
+    name = "apptainer"
+    title = "Apptainer"
+    program = "apptainer"
+    homes = ("host", "private", "none")
+    stages = ("none", "node", "unpack")
+    can_be_strict = True
+    if_slow = 'is there no squashfuse on this node? With stage = "unpack" it is not needed'
+    definitions = ".def"
+    prefixes: ClassVar[tuple[str, ...]] = ("APPTAINERENV_",)
+    """A variable of this name and another one is handed on under the other one."""
+
+    def read_version(self, said: str) -> str | None:
+        """The version; which of the two it is stands in the text, as `singularity` may be Apptainer's old name."""
+        match = VERSION.search(said)
+        if match is None:
+            return None
+        oldest = OLDEST[match[1]]
+        if (int(match[2]), int(match[3])) < oldest:
+            raise ContainerError(
+                f"this node has {said}, and slurmgpu needs {match[1]} {oldest[0]}.{oldest[1]} or newer (for --no-eval)",
+                node_at_fault=True,
+            )
+        return match[0]
+
+    def identify(self, path: Path) -> dict[str, Any]:
+        """A SIF by its digests, a sandbox by that of its labels."""
+        return images.identify(path)
+
+    def same_image(self, path: Path, identity: Mapping[str, Any]) -> None:
+        """Nothing is hashed as long as size, time of change and UUID agree."""
+        images.same_image(path, identity)
+
+    def stage(
+        self, image: Path, identity: Mapping[str, Any], folder: Path, how: str, pause: Pause = time.sleep
+    ) -> Path:
+        """A copy on the node's disk, as a file or unpacked."""
+        return staging.stage(image, identity, folder, how, pause)
+
+    def serves_image(self, identity: Mapping[str, Any], how: str) -> bool:
+        """Yes, of a SIF: squashfuse is started in the job."""
+        return how != "unpack" and bool(identity["kind"] == "sif")
+
+    def command(self, start: Start, environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+        """`exec`, with the variables under the names by which they are handed on."""
+        argv = [self.program, "--quiet", "exec", "--cleanenv", "--no-eval"]
+        if start.gpus:
+            argv.append("--nv")
+        argv += _home_options(start)
+        for bind in start.binds:
+            argv += ["--mount", mount(bind)]
+        argv += ["--pwd", str(start.folder), str(start.image), *start.argv]
+        outside = {name: value for name, value in environ.items() if not DROPPED.fullmatch(name)}
+        handed = {prefix + name: value for prefix in self.prefixes for name, value in start.environ.items()}
+        return argv, outside | handed
+
+    def explain(self, said: str, returncode: int) -> ContainerError | None:
+        """By its exit code, and what it and the image's shell and Python are known to say."""
+        return apptainer_complaints.explain(said, returncode)
+
+    def build_command(
+        self,
+        target: Path,
+        recipe: Path,
+        *,
+        base: str | None,
+        arguments: Mapping[str, str],
+        binds: Sequence[Bind],
+    ) -> list[str]:
+        """`build`, with the definition's arguments."""
+        given = {"VERSION": slurmgpu.__version__}
+        if base is not None:
+            path = Path(base).expanduser()
+            is_local = path.exists() or base.endswith(".sif")
+            given["BOOTSTRAP"] = "localimage" if is_local else "docker"
+            given["BASE"] = str(path.absolute()) if is_local else base.removeprefix("docker://")
+        command = [self.program, "build"]
+        if "APPTAINER_MKSQUASHFS_ARGS" not in os.environ:
+            command += ["--mksquashfs-args", SQUASHFS]
+        for bind in binds:
+            command += ["--mount", mount(bind, filled=True)]
+        for name, value in (given | dict(arguments)).items():
+            command += ["--build-arg", f"{name}={value}"]
+        return [*command, str(target), str(recipe)]
+
+    def why_build_failed(self, said: str) -> str | None:
+        """The meaning of what a build has said."""
+        return apptainer_complaints.why_build_failed(said)
+
+
+class SingularityCE(Apptainer):
+    """SingularityCE, or Apptainer under its old name, which prefers its new one and complains of the old alone."""
+
+    name = "singularity"
+    title = "SingularityCE"
+    program = "singularity"
+    prefixes = ("APPTAINERENV_", "SINGULARITYENV_")
+
+
+def _home_options(start: Start) -> list[str]:
+    home = start.container.home
+    options = ["--containall", "--workdir", str(start.own_folder)] if start.container.strict else []
+    if home == "none":
+        # Without the latter, home comes in all the same when the task was started below it.
+        return [*options, "--no-home", "--no-mount", "cwd"]
+    if home == "private" and not start.container.strict:
+        return [*options, "--home", f"{start.own_folder / 'home'}:{start.home}", "--no-mount", "cwd"]
+    return options
+
+
+def mount(bind: Bind, *, filled: bool = False) -> str:
+    """The bind as `--mount` takes it: a line of CSV, so that any character may stand in a path.
+
+    `filled`: with as many fields whether read-only or not. A build reads all its mounts as one CSV text.
+    """
+    fields = ["type=bind", f"src={bind.src}", f"dst={bind.dst}"]
+    if bind.read_only:
+        fields.append("ro")
+    elif filled:
+        fields.append("type=bind")  # changes nothing; `rw` is refused, and `ro=false` means `ro`
+    return ",".join(f'"{text.replace(QUOTE, 2 * QUOTE)}"' if set(text) & CSV_SPECIAL else text for text in fields)

@@ -1,0 +1,151 @@
+"""`Runtime`, the interface of a container runtime: all that differs from one to the next.
+
+`containers/apptainer.py` implements it; `containers/registry.py` finds implementations by name, those of other
+packages by the entry-point group `slurmgpu.runtimes`.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from slurmgpu.containers.complaints import INTERPRETER, find_complaint
+from slurmgpu.containers.settings import Bind, Container, ContainerError
+from slurmgpu.containers.unpacking import Pause
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.util.ansi import without_escapes
+
+SHARED = ("/tmp", "/var/tmp")
+"""A node's folders for temporary files."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """A program that is to run in an image on this node; everything is decided but how the runtime is told.
+
+    `argv` is the program in the image and its arguments. `binds` exist, parents before what lies in them.
+    `environ` are all variables that the program finds. `home` is the path of home, `own_folder` the task's own folder
+    on the node's disk, with an empty `home` in it for a private one.
+    """
+
+    container: Container
+    image: Path
+    argv: tuple[str, ...]
+    binds: tuple[Bind, ...]
+    gpus: bool
+    folder: Path
+    environ: Mapping[str, str]
+    home: str
+    own_folder: Path
+
+
+class Runtime(ABC):
+    """A container runtime. It has no state; what it needs of a run comes with each call.
+
+    `name` stands in [container] runtime and in run.json, `title` in sentences, and `program` is looked for on PATH.
+    What follows says which values of [container] it can do; `check` refuses others when a run is planned.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    program: ClassVar[str]
+    version_arguments: ClassVar[tuple[str, ...]] = ("--version",)
+    homes: ClassVar[tuple[str, ...]] = ("host",)
+    stages: ClassVar[tuple[str, ...]] = ("none",)
+    can_be_strict: ClassVar[bool] = False
+    shared: ClassVar[tuple[str, ...]] = SHARED
+    """Folders of the node that a container shows, and can write in, unless it is strict."""
+    if_slow: ClassVar[str] = ""
+    """What to suspect and do when a container takes more than 10 s to start; empty if nothing is known."""
+    definitions: ClassVar[str | None] = None
+    """The suffix of the definition files that it builds images from; None if it builds none."""
+
+    def check(self, container: Container) -> None:
+        """Refuse, with a SlurmGPUError, settings of [container] that this runtime cannot do."""
+        for key, value, can in (("home", container.home, self.homes), ("stage", container.stage, self.stages)):
+            if value not in can:
+                choice = " or ".join(f'"{each}"' for each in can)
+                raise SlurmGPUError(f'[container] {key} = "{value}" is not for {self.title}, which can {choice}.')
+        if container.strict and not self.can_be_strict:
+            raise SlurmGPUError(f"[container] strict = true is not for {self.title}. Take the line away.")
+
+    @abstractmethod
+    def read_version(self, said: str) -> str | None:
+        """The version in what `program` says to `version_arguments`, for records; None if it says none.
+
+        ContainerError if it is too old.
+        """
+
+    @abstractmethod
+    def identify(self, path: Path) -> dict[str, Any]:
+        """What tells this image from all others, as run.json keeps it; SlurmGPUError if it is none or cannot run here.
+
+        Keys: `kind`, a word for the format; `sha256`; `partition_sha256`, of the root file system alone, or None;
+        `uuid`, `arch` as `platform.machine()` says it, `created`, each a text or None; `labels`, texts by name;
+        `size_bytes`, None where it is a folder; `mtime_ns`. Called where runs are planned: nothing is started for it.
+        """
+
+    def same_image(self, path: Path, identity: Mapping[str, Any]) -> None:
+        """Nothing if the image on this node is the one that was planned with, `identity`; else ContainerError."""
+        try:
+            found = self.identify(path)
+        except SlurmGPUError as error:
+            raise ContainerError(str(error)) from error
+        if found["sha256"] != identity["sha256"]:
+            raise ContainerError(
+                f"the image {path} is not the one that this run was planned with: digest {found['sha256'][:12]}…, not "
+                f"{identity['sha256'][:12]}…. Put the old one back, or plan a new run with this one"
+            )
+
+    def stage(
+        self, image: Path, identity: Mapping[str, Any], folder: Path, how: str, pause: Pause = time.sleep
+    ) -> Path:
+        """The image to run on this node: `image`, or a copy of it in `folder`; `how` is one of `stages`.
+
+        ContainerError if it cannot be copied. `pause` is called again and again meanwhile, and ends it by what it
+        raises.
+        """
+        return image
+
+    def serves_image(self, identity: Mapping[str, Any], how: str) -> bool:
+        """Whether a process of the job serves the image's files, so that the worker dies of a signal that ends it."""
+        return False
+
+    @abstractmethod
+    def command(self, start: Start, environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+        """The argument vector that runs the program, and the environment of that command; `environ` is the task's.
+
+        The exit code is the program's, signals reach it once, and standard streams are its own. No value of
+        `start.environ` is an argument: `ps` shows these to everybody.
+        """
+
+    def explain(self, said: str, returncode: int) -> ContainerError | None:
+        """Why a worker ended that never said a word, from its stderr; None if the container is not to blame.
+
+        `returncode` as in `subprocess`.
+        """
+        return find_complaint(without_escapes(said), INTERPRETER)
+
+    def build_command(
+        self,
+        target: Path,
+        recipe: Path,
+        *,
+        base: str | None,
+        arguments: Mapping[str, str],
+        binds: Sequence[Bind],
+    ) -> list[str]:
+        """The argument vector that builds the definition file `recipe` into the file `target`.
+
+        `base` is a file or folder that holds an image, or a name in a registry; None for the recipe's own.
+        Needed only where `definitions` is set.
+        """
+        raise NotImplementedError
+
+    def why_build_failed(self, said: str) -> str | None:
+        """What the output of a build that failed means; its own last words, or None, where that is not known."""
+        return None
