@@ -13,9 +13,9 @@ from slurmgpu.containers.node import prepare
 from slurmgpu.containers.registry import BUILT_IN, runtime_named
 from slurmgpu.containers.settings import Bind, Container, ContainerError
 from slurmgpu.errors import SlurmGPUError
-from tests.runs import check_rows, datasets, records, report
+from tests.support.runs import check_rows, datasets, records, report
 
-PACKAGE = Path(__file__).parent.parent / "slurmgpu"
+PACKAGE = Path(__file__).parents[2] / "slurmgpu"
 
 BARE = '''
 import hashlib, json, os
