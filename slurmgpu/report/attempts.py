@@ -15,6 +15,7 @@ from typing import Any
 from slurmgpu.report.ledger import last_sign, spent_unrecorded
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
+from slurmgpu.run.records import Unread
 from slurmgpu.util.plurals import count_of
 
 log = logging.getLogger(__name__)
@@ -66,13 +67,13 @@ def attempts_of(
 def rows_of(
     run: Run,
     records: Sequence[Mapping[str, Any]],
-    damaged: Sequence[str],
+    left_out: Mapping[str, Unread],
     lives: Lives | None,
     told: Rows | None = None,
     *,
     may_live: bool = False,
 ) -> list[dict[str, Any]]:
-    """The same from records that were read, and the names of those that are damaged."""
+    """The same from records that were read, and by attempt why others are left out."""
     cancelled = {line["submission"] for line in run.submissions() if line.get("cancelled")}
     lost_leases = leases_lost(records)
     rows = []
@@ -96,8 +97,8 @@ def rows_of(
             name = f"{job_task}.{restart}{at}{cluster}"
             # The last one out cancels what is pending: a task that never ran and was cancelled is no failure.
             failed = life.failure not in (None, "cancelled")
-            if name not in recorded and life.ended and (failed or name in damaged):
-                rows.append(_attempt_without_record(name, life, name in damaged))
+            if name not in recorded and life.ended and (failed or name in left_out):
+                rows.append(_attempt_without_record(name, life, left_out.get(name)))
     return rows
 
 
@@ -294,8 +295,8 @@ def node_of(row: Mapping[str, Any]) -> str:
     return f"{row['node'] or ''}" + (f" +{n_nodes - 1}" if n_nodes > 1 else "")
 
 
-def _attempt_without_record(name: str, life: Life, is_damaged: bool) -> dict[str, Any]:
-    what = "its record is damaged" if is_damaged else "it ended before it could write a record"
+def _attempt_without_record(name: str, life: Life, why: Unread | None) -> dict[str, Any]:
+    what = why.value if why else "it ended before it could write a record"
     return {
         "attempt": name,
         "submission": None,
