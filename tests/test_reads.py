@@ -33,7 +33,8 @@ EXCEPTIONS = {
         ("workloads/tracin/from_args.py", "cli/options.py", "cli/views/page_file.py", "cli/streams.py"), NOT_OF_A_RUN
     ),
     **dict.fromkeys(
-        ("cli/templates.py", "page/page.py", "code/tracer.py", "slurm/commands.py", "slurm/queue.py"), NOT_OF_A_RUN
+        ("workload.py", "cli/templates.py", "page/page.py", "code/tracer.py", "slurm/commands.py", "slurm/queue.py"),
+        NOT_OF_A_RUN,
     ),
     **dict.fromkeys(
         (
