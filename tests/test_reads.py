@@ -29,11 +29,9 @@ EXCEPTIONS = {
         ),
         NOT_OF_A_RUN,
     ),
+    **dict.fromkeys(("cli/options.py", "cli/views/page_file.py", "cli/streams.py"), NOT_OF_A_RUN),
     **dict.fromkeys(
-        ("workloads/tracin/from_args.py", "cli/options.py", "cli/views/page_file.py", "cli/streams.py"), NOT_OF_A_RUN
-    ),
-    **dict.fromkeys(
-        ("workload.py", "cli/templates.py", "page/page.py", "code/tracer.py", "slurm/commands.py", "slurm/queue.py"),
+        ("cli/templates.py", "page/page.py", "code/tracer.py", "slurm/commands.py", "slurm/queue.py"),
         NOT_OF_A_RUN,
     ),
     **dict.fromkeys(
@@ -51,6 +49,7 @@ EXCEPTIONS = {
     **dict.fromkeys(
         ("cli/completion.py", "cli/views/follow.py", "cli/views/polling.py", "cli/views/run_list.py"), COSTS_NOTHING
     ),
+    "workload.py": NOT_OF_A_RUN,
     "util/shared_files.py": "it is what tries again",
     "run/heartbeats.py": "a beat that fails is followed by the next one",
     "run/rendezvous.py": "a node that does not find its leader looks again",
