@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 class Life:
     """What others than the task itself know of one attempt: Slurm's accounting, or who started it on this machine.
 
-    `failure` is the class; None for a good end, or none yet.
+    `failure` is the class; None for a good end, or none yet. `message` says what `state` cannot.
     """
 
     state: str
@@ -34,6 +34,7 @@ class Life:
     elapsed_s: int
     n_gpus: int
     node: str
+    message: str = ""
 
 
 IDLE_PERCENT = 10
@@ -243,7 +244,7 @@ def verdict_of(
     if cancelled:
         return "cancelled", "it was killed before it could write down its end"
     if life is not None and life.failure not in (None, "lost"):
-        return life.failure, f"it wrote no end; Slurm: {life.state}"
+        return life.failure, f"it wrote no end; {life.message or f'Slurm: {life.state}'}"
     lease = f"; others took {n_lost} of its shards over" if n_lost else ""
     return "lost", f"no end was recorded{lease}"
 
@@ -322,7 +323,7 @@ def _attempt_without_record(name: str, life: Life, why: Unread | None) -> dict[s
         "n_errors": 0,
         "reason": None,
         "failure": life.failure,
-        "message": f"{what} ({life.state}); its log may say why",
+        "message": f"{what} ({life.message or life.state}); its log may say why",
         "bad_node": _bad_node(life.failure, life.node, 2 if "[" in life.node or "," in life.node else 1),
         "traceback": "",
         "deaths": [],
