@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-from .trial import LEASE_S, Disturbance, Trial
+from .trial import LEASE_S, SHARDS_APPEAR, Disturbance, Trial
 
 STEP = "tests.chaos.steps"
 WORKER = "slurmgpu.worker.main"
@@ -173,9 +173,10 @@ def merge_is_killed(trial):
     trial.kills_merge = True
 
 
-@_named("merge: begins with shards away")
+@_named(SHARDS_APPEAR)
 def shards_appear(trial):
     trial.n_late_shards = trial.random.randint(1, 10)
+    return False  # it counts when it has happened
 
 
 @_named("code: some items fail until it is mended")

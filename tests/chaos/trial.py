@@ -36,6 +36,7 @@ shards = os.path.join(sys.argv[1], "shards")
 os.listdir(sys.argv[1]), os.listdir(shards), [os.path.exists(os.path.join(shards, name)) for name in sys.argv[2:]]
 """
 """What has a node believe a listing, and that these names are missing."""
+SHARDS_APPEAR = "merge: shards appear while it is at work, and its node believes old listings"
 TYPED = (sys.executable, "-m", "tests.chaos.steps", "type")
 Disturbance = Callable[["Trial"], None]
 
@@ -304,7 +305,7 @@ class Trial:
         while self._merging and not list(self.kept.glob(".merged.h5*")):
             time.sleep(0.01)
         if self._merging:
-            self.note("merge: shards appear while it is at work, and its node believes old listings")
+            self.note(SHARDS_APPEAR)
         times = (self.kept / "shards").stat()
         for name in hidden:
             (self.server.exported / "hidden" / name).rename(self.kept / "shards" / name)
