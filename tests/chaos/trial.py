@@ -28,6 +28,8 @@ from tests.runs import make_project
 SHARD_ITEMS, ITEM_S, LEASE_S = 8, 0.01, 4.0
 PATIENCE_S = 120.0
 """Tasks that have not ended so long after the last thing that was done to them are taken for hung."""
+MEND_S = 2.0
+"""So long, on average, `resubmit --failed` and the merge after it hold the lock before they are killed."""
 MOST_TRIES = 20
 """Commands that compute or merge the rest, also those that end with an error."""
 PRIME = """
@@ -127,7 +129,6 @@ class Trial:
         self.n_deleted = 0
         self._best: set[int] = set()
         self._good: set[int] = set()
-        self._span_s = 5.0
         self._mend = ("resubmit", self.run, "--failed", "--tasks", "1")
         self._merging = True
         self._timers: list[tuple[float, Callable[[], None]]] = []
@@ -327,10 +328,12 @@ class Trial:
     def _kill_one(self, argv: Sequence[object], name: str, kind: str) -> None:
         node = self._client(name)
         started = node.start(*TYPED, *argv, cwd=REPOSITORY, OMP_NUM_THREADS="1")
-        # Before that it has read nothing: the moments that count are those of its work.
-        until = time.monotonic() + self.random.uniform(0.3, 1.5) * self._span_s
+        # Before it holds the lock it has changed nothing: the moments that count are those of its work.
+        while started.poll() is None and not (self.kept / ".submitting").exists():
+            time.sleep(0.01)
+        until = time.monotonic() + self.random.expovariate(1 / MEND_S)
         while started.poll() is None and time.monotonic() < until:
-            time.sleep(0.02)
+            time.sleep(0.01)
         if started.poll() is None:
             self.note(kind)
         node.kill()
@@ -366,10 +369,8 @@ class Trial:
 
     def command(self, node: Node, *argv: object, is_alone: bool = True) -> bool:
         """Type a command that merges, and check what it says; whether it says that the run is complete."""
-        before, begun = self._stamp(), time.monotonic()
+        before = self._stamp()
         done = node.run(*TYPED, *argv, cwd=REPOSITORY, OMP_NUM_THREADS="1")
-        if argv[0] == "merge":
-            self._span_s = time.monotonic() - begun
         said = f"{argv[0]} on {node.name}"
         self.outcome.n_rounds += argv[0] == "resubmit"
         if done.returncode not in (0, 3):
