@@ -1,0 +1,127 @@
+"""What a user's class may have: it is read in one place, checked at planning, and may come from a package."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.plan.planner import draft_run
+from slurmgpu.workload import Adapted, adapt
+
+PACKAGE = Path(__file__).parent.parent / "slurmgpu"
+BESIDE = {"workloads", "llm", "training", "influence"}
+
+CLASS = """
+from functools import cached_property
+from pathlib import Path
+
+from slurmgpu import Array
+
+
+class Rows:
+    columns = {{"x": Array("float32")}}
+    batch_size = 4
+
+    def load(self, task):
+        pass
+
+    def __call__(self, items):
+        return [{{"x": 1.0}} for item in items]
+
+    {more}
+"""
+
+
+@pytest.fixture
+def having(tmp_path):
+    """What makes a project whose workload has more, and plans it."""
+
+    def make(more):
+        source = CLASS.format(more=more.replace("\n", "\n    "))
+        (tmp_path / "mine.py").write_text(source)
+        (tmp_path / "items.jsonl").write_text('{"text": "a"}\n' * 8)
+        run_file = 'input = "items.jsonl"\n[workload]\nuse = "mine.py:Rows"\n[resources]\ngpus = 0\n'
+        (tmp_path / "slurmgpu.toml").write_text(run_file)
+        with draft_run(tmp_path / "slurmgpu.toml") as draft:
+            return draft
+
+    return make
+
+
+def reads_of_users_objects(path):
+    """The calls of getattr, hasattr and setattr in a file whose first argument is called as users' objects are."""
+    for call in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("getattr", "hasattr", "setattr"):
+            name = ast.unparse(call.args[0]).rpartition(".")[2].lstrip("_")
+            if name in ("workload", "cls", "user"):
+                yield f"{path.relative_to(PACKAGE)}:{call.lineno}: {ast.unparse(call)}"
+
+
+def test_the_core_reads_users_objects_in_one_place():
+    core = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in BESIDE]
+    assert [found for path in core if path != PACKAGE / "workload.py" for found in reads_of_users_objects(path)] == []
+    assert list(reads_of_users_objects(PACKAGE / "workload.py"))
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (
+            "batch_size = 'auto'",
+            "batch_size = 'auto'; expected a whole number of at least 1. Set it in the class or in",
+        ),
+        ("batch_size = True", "batch_size = True; expected a whole number of at least 1."),
+        ("takes_one = 'yes'", "takes_one = 'yes'; expected True or False."),
+        ("def resumes(self): pass", "resumes = a method, resumes(self); expected True or False."),
+        ("processes = 4", "processes = 4; expected 'one' or 'per-gpu'."),
+        ("fields = 'text'", "fields = 'text'; expected a list of names."),
+        ("texts = 'prompt'", "texts = 'prompt'; expected a list of names of settings, as an attribute of the class."),
+        ("@property\ndef texts(self): return ('a',)", "texts = a property; expected a list of names of settings"),
+        ("advice = ['text']", "advice = ['text']; expected a mapping of fields to sentences."),
+        ("paths = 'model.pt'", "paths = 'model.pt'; expected a list of paths."),
+        ("def paths(self): return []", "paths = a method, paths(self); expected a list of paths."),
+        ("environ = ['A=1']", "environ = ['A=1']; expected a mapping of names to texts."),
+        ("frozen_settings = 'x'", "frozen_settings = 'x'; expected a mapping of settings to values."),
+        ("default_items = [1]", "default_items = [1]; expected a list of mappings."),
+        ("exports = ['loud']", "exports = ['loud']; expected a mapping of formats to functions"),
+        ("place = 'one'", "place = 'one'; expected a method, place(self, share)."),
+        ("def place(self): pass", "place = a method, place(self); expected a method, place(self, share)."),
+        ("def place(self, share): pass", "place(share) returned None; expected a Placement."),
+        ("check_input = True", "check_input = True; expected a method, check_input(self, files, n_items)."),
+        ("def sort_key(self): pass", "sort_key = a method, sort_key(self); expected a method, sort_key(self, item)."),
+        ("summarize = 'mean'", "summarize = 'mean'; expected a method, summarize(self, merged)."),
+        ("fetch = 'model'", "fetch = 'model'; expected a method, fetch(self)."),
+    ],
+)
+def test_an_attribute_of_a_wrong_type_is_refused_at_planning_in_a_sentence(having, tmp_path, more, said):
+    with pytest.raises(SlurmGPUError) as caught:
+        having(more)
+    assert f"Workload {tmp_path / 'mine.py'}:Rows" in str(caught.value)
+    assert said in str(caught.value)
+
+
+def test_attributes_may_be_absent_none_properties_and_iterators(having, tmp_path):
+    plain = having("").plan
+    assert (plain.batch_size, plain.paths, plain.environ, plain.exports, plain.summarizes) == (4, (), {}, [], False)
+    names = [name for name in vars(Adapted) if name not in ("batch_size", "columns") and not name.startswith("_")]
+    optional = [name for name in names if name not in ("user", "name", "call", "load", "check")]
+    assert len(optional) == 15
+    nothing = "\n".join(f"{name} = None" for name in (*optional, "texts"))
+    assert having(nothing).plan.fingerprint == plain.fingerprint
+    more = "environ = {'A': 1}\n@cached_property\ndef paths(self):\n    return Path('.').glob('items.*')\n"
+    given = having(f"{more}def sort_key(self, item): return 0\nresumes = True")
+    assert given.plan.paths == (str(tmp_path / "items.jsonl"),)
+    assert given.plan.environ == {"A": "1"}
+    assert given.resumes
+
+
+def test_an_attribute_that_is_not_used_is_not_read():
+    class Own:
+        takes_one = True
+
+        @property
+        def paths(self):
+            raise FileNotFoundError
+
+    assert adapt(Own(), "own.py:Own").takes_one
