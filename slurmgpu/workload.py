@@ -6,6 +6,7 @@ The worker imports this: standard library only.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -19,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from slurmgpu.code import importer
@@ -267,6 +268,39 @@ class Adapted:
 def adapt(user: Any, name: str) -> Adapted:
     """A user's workload as slurmgpu sees it; `name` is the full name of its class."""
     return Adapted(user, name, user)
+
+
+def near_misses(workload: Adapted) -> list[str]:
+    """Sentences on public attributes of the user's class that are nearly called as one that slurmgpu looks for.
+
+    Not on settings, nor on what code of the class or of its module uses: those have a purpose of their own.
+    """
+    cls = type(workload.user)
+    classes = [each for each in cls.__mro__ if each.__module__ == cls.__module__]
+    known = {name for name, value in vars(Adapted).items() if isinstance(value, cached_property)} | {"texts", "columns"}
+    found = {name for each in classes for name in vars(each) if not name.startswith("_")}
+    found -= {*known, "load", *inspect.signature(cls).parameters}
+    close = {name: difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.7) for name in sorted(found)}
+    if not any(close.values()):
+        return []
+    values = [*vars(sys.modules[cls.__module__]).values(), *(each for base in classes for each in vars(base).values())]
+    used = {name for value in values for name in _names_used(value)}
+    return [
+        f"Workload {workload.name}: nothing uses {name!r}; slurmgpu looks for {meant!r}. Rename it, or begin its name "
+        f"with _ if it is for something else."
+        for name, [meant] in ((name, match) for name, match in close.items() if match)
+        if name not in used
+    ]
+
+
+def _names_used(value: Any) -> Iterator[str]:
+    """The names that the code of a function, method or property reads."""
+    for function in (value, *(getattr(value, name, None) for name in ("fget", "func", "__func__"))):
+        todo = [code] if isinstance(code := getattr(function, "__code__", None), CodeType) else []
+        while todo:
+            code = todo.pop()
+            yield from code.co_names
+            todo += [each for each in code.co_consts if isinstance(each, CodeType)]
 
 
 def _read(user: Any, name: str, attribute: str, expected: str, is_good: Callable[[Any], bool]) -> Any:

@@ -7,7 +7,7 @@ import pytest
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.planner import draft_run
-from slurmgpu.workload import Adapted, adapt
+from slurmgpu.workload import BUILT_IN, Adapted, adapt, load_class, near_misses
 
 PACKAGE = Path(__file__).parent.parent / "slurmgpu"
 BESIDE = {"workloads", "llm", "training", "influence"}
@@ -125,3 +125,29 @@ def test_an_attribute_that_is_not_used_is_not_read():
             raise FileNotFoundError
 
     assert adapt(Own(), "own.py:Own").takes_one
+
+
+def test_a_name_that_is_nearly_one_that_is_looked_for_is_told_once(having, tmp_path, slurmgpu):
+    names = {"summarise": "summarize", "sortkey": "sort_key", "sort_keys": "sort_key", "takes_item": "takes_one"}
+    names |= {"export": "exports", "sortKey": "sort_key"}
+    for name, meant in names.items():
+        [note] = having(f"{name} = None").notes
+        assert f"Rows: nothing uses {name!r}; slurmgpu looks for {meant!r}." in note
+    having("def summarise(self, merged): return {}")
+    for more in (["--dry-run"], []):
+        done = slurmgpu("submit", "--executor", "debug", *more, cwd=tmp_path, expect=0)
+        assert " ".join((done.stdout + done.stderr).split()).count("nothing uses 'summarise'") == 1
+
+
+def test_what_the_class_uses_itself_or_takes_as_a_setting_is_no_near_miss(having):
+    assert having("").notes == ()
+    uses = "def summarise(self): pass\ndef rows(self): return [self.summarise() for _ in ()]"
+    assert having(uses).notes == ()
+    assert having("field = 'text'\ndef __init__(self, field: str = 'text'): pass").notes == ()
+    assert having("_summarise = None").notes == ()
+
+
+@pytest.mark.parametrize("full_name", BUILT_IN.values())
+def test_built_in_workloads_have_no_near_miss(full_name, tmp_path):
+    cls = load_class(full_name, tmp_path)
+    assert near_misses(adapt(cls.__new__(cls), full_name)) == []

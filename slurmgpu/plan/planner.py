@@ -41,7 +41,7 @@ TARGET_SHARDS = 2048
 class Draft:
     """A run not yet written: its plan, where it would lie, its items, whose files are temporary ones, and its code.
 
-    `resumes` is true where the workload keeps the progress of its items.
+    `resumes` is true where the workload keeps the progress of its items; `notes` are for who plans it.
     """
 
     plan: Plan
@@ -50,6 +50,7 @@ class Draft:
     resources: Resources
     code: Snapshot
     resumes: bool = False
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ def draft_run(
         settings |= workload.frozen_settings
         paths, environ = workload.paths, workload.environ
         workload.check()
+    notes = workloads.near_misses(workload)
     container = contain(config.container, full_name, path, overrides)
     columns = columns_to_json(check_columns(workload.columns, f"workload {full_name}"))
     batch_size = _batch_size(config, workload)
@@ -126,7 +128,7 @@ def draft_run(
             exports=sorted(workload.exports),
         )
         code = snapshot_of(plan, plan.container, plan.provenance["git"], also=imported)
-        yield Draft(plan, target, items, config.resources, code, workload.resumes)
+        yield Draft(plan, target, items, config.resources, code, workload.resumes, tuple(notes))
 
 
 def workload_of(run_file: Path) -> workloads.Adapted:
