@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 import reprlib
 import sys
 import traceback
@@ -39,7 +40,10 @@ BUILT_IN = {
     "tracin": "slurmgpu.workloads.tracin:Tracin",
     "train": "slurmgpu.workloads.train:Train",
 }
-"""Short names of the workloads that come with slurmgpu."""
+"""Short names of the workloads that come with slurmgpu; its entry points in pyproject.toml are the same."""
+
+ENTRY_POINTS = "slurmgpu.workloads"
+"""The group of entry points by which a package gives its workloads short names."""
 
 FILE = "file:"
 TEXTS = "a list of names of settings, as an attribute of the class"
@@ -277,7 +281,8 @@ def near_misses(workload: Adapted) -> list[str]:
     """
     cls = type(workload.user)
     classes = [each for each in cls.__mro__ if each.__module__ == cls.__module__]
-    known = {name for name, value in vars(Adapted).items() if isinstance(value, cached_property)} | {"texts", "columns"}
+    known = {name for name, value in vars(Adapted).items() if isinstance(value, cached_property)}
+    known |= {"texts", "template", "columns"}
     found = {name for each in classes for name in vars(each) if not name.startswith("_")}
     found -= {*known, "load", *inspect.signature(cls).parameters}
     close = {name: difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.7) for name in sorted(found)}
@@ -363,13 +368,58 @@ class UnknownSettingError(SlurmGPUError):
         self.name = name
 
 
+def installed_workloads() -> dict[str, dict[str, str]]:
+    """What packages other than slurmgpu offer as `use`: by short name, full names and the distributions of each."""
+    import importlib.metadata  # takes long
+
+    found: dict[str, dict[str, str]] = {}
+    for point in sorted(importlib.metadata.entry_points(group=ENTRY_POINTS)):
+        full_name = point.value.partition("[")[0].replace(" ", "")
+        if BUILT_IN.get(point.name) != full_name:
+            found.setdefault(point.name, {})[full_name] = point.dist.name if point.dist else "a package"
+    return found
+
+
+def hidden_by_built_in(use: str) -> list[str]:
+    """A sentence where an installed package offers a workload under the name of a built-in one, which `use` means."""
+    others = installed_workloads().get(use, {}) if use in BUILT_IN else {}
+    return [
+        f'use = "{use}" is the built-in workload; {package} has one of that name: use = "{full_name}".'
+        for full_name, package in others.items()
+    ]
+
+
+def _of_a_package(use: str) -> str:
+    """The full name of the workload that an installed package calls so."""
+    installed = installed_workloads()
+    others = installed.get(use)
+    if others is None:
+        known = {*BUILT_IN, *installed}
+        raise SlurmGPUError(
+            f"Workload {use!r} is neither built in, nor of an installed package, nor of the form "
+            f"'package.module:Class' or 'file.py:Class'.{did_you_mean(use, known)}"
+        )
+    [(full_name, package), *more] = others.items()
+    if more:
+        offered = " and ".join(f"{name} of {package}" for name, package in others.items())
+        raise SlurmGPUError(f"Workload {use!r} may be {offered}. Write the full name of one.")
+    if not re.fullmatch(r"[\w.]+:\w+", full_name):
+        raise SlurmGPUError(
+            f"Workload {use!r}: the entry point of {package} is {full_name!r}; expected 'package.module:Class'."
+        )
+    return full_name
+
+
 def resolve_use(use: str, base: Path) -> str:
-    """The full name of what a run file in `base` uses: `package.module:Class` or `/path/to/file.py:Class`."""
-    full = BUILT_IN.get(use, use)
+    """The full name of what a run file in `base` uses: `package.module:Class` or `/path/to/file.py:Class`.
+
+    A short name is of a built-in workload, else of an installed package's entry point.
+    """
+    full = BUILT_IN.get(use) or (use if ":" in use else _of_a_package(use))
     module, colon, name = full.rpartition(":")
     if not colon or not module or not name.isidentifier():
         raise SlurmGPUError(
-            f"Workload {use!r} is neither a built-in name nor of the form 'package.module:Class' or 'file.py:Class'."
+            f"Workload {use!r} is not of the form 'package.module:Class' or 'file.py:Class'."
             + did_you_mean(use, BUILT_IN)
         )
     if module.endswith(".py"):
@@ -408,6 +458,15 @@ def build(full_name: str, settings: Mapping[str, Any], search_path: Path) -> Ada
         raise SlurmGPUError(f"Workload {full_name} refuses its settings: {error}") from error
     _ = workload.columns  # raises where there are none
     return workload
+
+
+def template_of(use: str, base: Path) -> str:
+    """What stands under [settings] in the run file that `init` writes: the class's attribute `template`, or empty."""
+    full_name = resolve_use(use, base)
+    with at_planning(full_name):
+        cls = load_class(full_name, base)
+    expected = "a text, the lines under [settings], as an attribute of the class"
+    return _read(cls, full_name, "template", expected, lambda value: isinstance(value, str)) or ""
 
 
 def texts_of_files(full_name: str, cls: type, settings: Mapping[str, Any]) -> dict[str, str]:

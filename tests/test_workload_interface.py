@@ -1,13 +1,16 @@
 """What a user's class may have: it is read in one place, checked at planning, and may come from a package."""
 
 import ast
+import json
+import re
 from pathlib import Path
 
 import pytest
 
+from slurmgpu.cli import completion
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.planner import draft_run
-from slurmgpu.workload import BUILT_IN, Adapted, adapt, load_class, near_misses
+from slurmgpu.workload import BUILT_IN, Adapted, adapt, hidden_by_built_in, load_class, near_misses, resolve_use
 
 PACKAGE = Path(__file__).parent.parent / "slurmgpu"
 BESIDE = {"workloads", "llm", "training", "influence"}
@@ -151,3 +154,62 @@ def test_what_the_class_uses_itself_or_takes_as_a_setting_is_no_near_miss(having
 def test_built_in_workloads_have_no_near_miss(full_name, tmp_path):
     cls = load_class(full_name, tmp_path)
     assert near_misses(adapt(cls.__new__(cls), full_name)) == []
+
+
+@pytest.fixture
+def installed(tmp_path, slurmgpu):
+    """An installed package that has a workload `theirs`, and another one `embed`; what runs commands with it."""
+    site = tmp_path / "site"
+    (site / "theirs").mkdir(parents=True)
+    (site / "theirs" / "__init__.py").write_text(CLASS.format(more="template = '# loud = true\\n'"))
+    info = site / "theirs-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    points = "theirs = theirs:Rows\nembed = theirs:Rows\nodd = theirs\n"
+    (info / "entry_points.txt").write_text(f"[slurmgpu.workloads]\n{points}")
+    (tmp_path / "items.jsonl").write_text('{"text": "a"}\n' * 8)
+
+    def call(*argv, use="theirs", **env):
+        run_file = f'input = "items.jsonl"\n[workload]\nuse = "{use}"\n[resources]\ngpus = 0\n'
+        (tmp_path / "slurmgpu.toml").write_text(run_file)
+        return slurmgpu(*argv, cwd=tmp_path, PYTHONPATH=str(site), **env)
+
+    return call
+
+
+def test_a_workload_of_an_installed_package_is_used_by_its_short_name(installed, tmp_path):
+    done = installed("submit", "--executor", "debug", "--run-dir", "run")
+    assert done.returncode == 0, done.stderr
+    assert "8 of 8 rows" in done.stdout
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["workload"] == "theirs:Rows"
+
+
+def test_a_name_that_no_package_has_or_has_wrongly_is_refused_with_those_there_are(installed):
+    assert "nor of an installed package" in (said := installed("submit", "--dry-run", use="qqqq").stderr)
+    assert re.findall(r"Known: (.*)\.", " ".join(said.split())) == [", ".join(sorted({*BUILT_IN, "odd", "theirs"}))]
+    said = " ".join(installed("submit", "--dry-run", use="odd").stderr.split())
+    assert "the entry point of theirs is 'theirs'; expected 'package.module:Class'" in said
+
+
+def test_a_built_in_workload_goes_before_another_of_its_name_and_this_is_said(installed, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    assert resolve_use("embed", tmp_path) == BUILT_IN["embed"]
+    [said] = hidden_by_built_in("embed")
+    assert said == 'use = "embed" is the built-in workload; theirs has one of that name: use = "theirs:Rows".'
+    assert hidden_by_built_in("theirs") == hidden_by_built_in("train") == []
+
+
+def test_init_and_tab_know_the_workloads_of_packages(installed, tmp_path, monkeypatch):
+    assert installed("init", "theirs", "-o", "new.toml").returncode == 0
+    text = (tmp_path / "new.toml").read_text()
+    assert 'use = "theirs"\n' in text
+    assert "# loud = true\n" in text
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    assert completion.complete_workload("th") == ["theirs"]
+    assert completion.complete_workload("em") == ["embed"]
+
+
+def test_the_entry_points_of_slurmgpu_are_its_built_in_workloads():
+    text = (PACKAGE.parent / "pyproject.toml").read_text()
+    table = text.partition('[project.entry-points."slurmgpu.workloads"]\n')[2].partition("\n\n")[0]
+    assert dict(re.findall(r'^(\w+) = "(.*)"$', table, re.MULTILINE)) == BUILT_IN

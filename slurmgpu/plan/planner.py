@@ -89,7 +89,7 @@ def draft_run(
         settings |= workload.frozen_settings
         paths, environ = workload.paths, workload.environ
         workload.check()
-    notes = workloads.near_misses(workload)
+    notes = workloads.hidden_by_built_in(config.workload.use) + workloads.near_misses(workload)
     container = contain(config.container, full_name, path, overrides)
     columns = columns_to_json(check_columns(workload.columns, f"workload {full_name}"))
     batch_size = _batch_size(config, workload)
