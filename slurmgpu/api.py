@@ -32,7 +32,6 @@ from slurmgpu.run.recompute import Recompute, recompute_path, write_recompute
 from slurmgpu.run.submissions import Submission, is_over
 from slurmgpu.slurm import commands, queue
 from slurmgpu.util.shared_files import remove
-from slurmgpu.workload import load_class
 
 log = logging.getLogger(__name__)
 
@@ -168,8 +167,7 @@ def probe_draft(
     if failed is not None or seen is None:
         failed = failed or probes.Failed("lost", "no record tells of its batches", str(run.logs))
         return {"format": FORECAST_FORMAT, "version": FORECAST_VERSION, **head, "failure": failed.to_json()}
-    cls = load_class(draft.plan.workload, Path(draft.plan.search_path))
-    found = forecast(draft.plan, submission, seen, resumes=bool(getattr(cls, "resumes", False)))
+    found = forecast(draft.plan, submission, seen, resumes=draft.resumes)
     return {**found, **head, "failure": None, "errors": probes.failed_items(run, report)}
 
 

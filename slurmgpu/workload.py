@@ -6,23 +6,29 @@ The worker imports this: standard library only.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
+import re
+import reprlib
 import sys
 import traceback
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from types import CodeType, ModuleType
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from slurmgpu.code import importer
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 
 if TYPE_CHECKING:
+    from slurmgpu.results import Merged
     from slurmgpu.shards.columns import Column
 
 BUILT_IN = {
@@ -34,9 +40,13 @@ BUILT_IN = {
     "tracin": "slurmgpu.workloads.tracin:Tracin",
     "train": "slurmgpu.workloads.train:Train",
 }
-"""Short names of the workloads that come with slurmgpu."""
+"""Short names of the workloads that come with slurmgpu; its entry points in pyproject.toml are the same."""
+
+ENTRY_POINTS = "slurmgpu.workloads"
+"""The group of entry points by which a package gives its workloads short names."""
 
 FILE = "file:"
+TEXTS = "a list of names of settings, as an attribute of the class"
 
 Row = Mapping[str, Any]
 
@@ -118,22 +128,7 @@ class Translated:
 
 
 class Workload(Protocol):
-    """What users write: see docs/how-to/write-a-workload.md.
-
-    Optional beside these: `sort_key(item)`, by which the worker sorts a shard's items before it cuts batches;
-    `place(share)`, which planning asks for a `Placement`; `paths`, what a task reads beside the input, for the image;
-    `environ`, variables that workers find; `fetch()`, which `check --fetch` calls; `summarize(merged)`, JSON for the
-    report, from the merged file; `texts`, the names of settings in place of whose text "file:PATH" may stand; `fields`,
-    the names of the items' fields that it takes, which planning looks for in the input, and `advice`, by such a name
-    what to say besides where it is not there;
-    `frozen_settings`, what the plan keeps in place of settings that name files which may change;
-    `check_input(files, n_items)`, which planning calls with the input, and which raises a SlurmGPUError to refuse it,
-    or returns lines about it that `submit --dry-run` shows, if it has any;
-    `default_items`, mappings that are the items of a run file with neither input nor [sweep];
-    `exports`, by formats that it writes itself, functions of the merged file and an open binary file, which may
-    return what they wrote ("3 test triples, 90 lines"); `takes_one`, true if it is called with one item, whatever the
-    run file says; `resumes`, true if it keeps the progress of an item, and raises Interrupted to leave one for later.
-    """
+    """What users write: see docs/how-to/write-a-workload.md. What it may have besides, `Adapted` names and checks."""
 
     columns: Mapping[str, Column]
     batch_size: int
@@ -145,6 +140,226 @@ class Workload(Protocol):
         """One row, or ItemError, for each item, in order."""
 
 
+@dataclass(frozen=True)
+class Adapted:
+    """A user's workload as slurmgpu sees it: what it has besides a `Workload`'s attributes is typed, and may be absent.
+
+    Only this reads attributes of a user's object. Each is read once, when it is asked for: one that is a property may
+    read files, as planning does and a worker does not. None is as good as absent. SlurmGPUError where one is of a wrong
+    type. `name` is the full name of the class, and `call` what computes rows.
+    """
+
+    user: Any
+    name: str
+    call: Callable[[Sequence[Item]], Sequence[Row | ItemError]]
+
+    @property
+    def columns(self) -> Mapping[str, Column]:
+        """The columns that a row has."""
+        found = getattr(self.user, "columns", None)
+        if not isinstance(found, Mapping):
+            raise SlurmGPUError(
+                f"Workload {self.name} has no 'columns': a mapping of name to Array, Text, Json or Ragged."
+            )
+        return found
+
+    def load(self, task: TaskContext) -> None:
+        """Let the workload load its model; called once for each worker."""
+        self.user.load(task)
+
+    def check(self) -> None:
+        """Raise a sentence for what planning itself has no use for, and jobs do."""
+        _ = self.sort_key, self.resumes, self.summarize, self.exports, self.fetch, self.default_items
+
+    @cached_property
+    def batch_size(self) -> int | None:
+        """Items of a call, at most."""
+        expected = "a whole number of at least 1. Set it in the class or in [workload]"
+        found: int | None = self._read("batch_size", expected, lambda size: _is_a(int, size) and size > 0)
+        return found
+
+    @cached_property
+    def takes_one(self) -> bool:
+        """Whether it is called with one item at a time, whatever the run file says."""
+        return self._read_flag("takes_one")
+
+    @cached_property
+    def resumes(self) -> bool:
+        """Whether it keeps the progress of an item, and raises Interrupted to leave one for later."""
+        return self._read_flag("resumes")
+
+    @cached_property
+    def processes(self) -> str:
+        """How many processes a task has, "one" or "per-gpu", where `place` does not say so."""
+        return self._read("processes", "'one' or 'per-gpu'", ("one", "per-gpu").__contains__) or "one"
+
+    @cached_property
+    def fields(self) -> Collection[str]:
+        """Names of the items' fields that it takes, which planning looks for in the input."""
+        return self._read("fields", "a list of names", _is_collection_of(str)) or ()
+
+    @cached_property
+    def advice(self) -> Mapping[str, str]:
+        """By the name of a field, what to say besides where the input has none of it."""
+        return self._read("advice", "a mapping of fields to sentences", _is_mapping_to(str)) or {}
+
+    @cached_property
+    def paths(self) -> tuple[str, ...]:
+        """What a task reads beside the input, as absolute paths, to be bound into an image."""
+        found = self._read("paths", "a list of paths", _is_collection_of(str, os.PathLike)) or ()
+        return tuple(str(path.absolute()) for path in map(Path, found))
+
+    @cached_property
+    def environ(self) -> dict[str, str]:
+        """Variables that workers find in their environment."""
+        is_good = _is_mapping_to(str, int, float, os.PathLike)
+        found = self._read("environ", "a mapping of names to texts", is_good) or {}
+        return {name: str(value) for name, value in found.items()}
+
+    @cached_property
+    def frozen_settings(self) -> Mapping[str, Any]:
+        """What the plan keeps in place of settings that name what may change."""
+        return self._read("frozen_settings", "a mapping of settings to values", _is_mapping_to(object)) or {}
+
+    @cached_property
+    def default_items(self) -> Sequence[Mapping[str, Any]]:
+        """The items of a run file with neither input nor [sweep]."""
+        return self._read("default_items", "a list of mappings", _is_collection_of(Mapping)) or ()
+
+    @cached_property
+    def exports(self) -> Mapping[str, Callable[[Merged, IO[bytes]], object]]:
+        """By formats that it writes itself: what writes them, and may return a text that says what it wrote."""
+        expected = "a mapping of formats to functions of the merged file and an open one"
+        return self._read("exports", expected, _is_mapping_to(Callable)) or {}
+
+    @cached_property
+    def place(self) -> Callable[[Share], Placement] | None:
+        """Tells planning how a task uses what it holds."""
+        return self._read_method("place", "share")
+
+    @cached_property
+    def check_input(self) -> Callable[[Sequence[Path], int], Sequence[str] | None] | None:
+        """Refuses an input by a SlurmGPUError, or returns lines about it for `submit --dry-run`."""
+        return self._read_method("check_input", "files", "n_items")
+
+    @cached_property
+    def sort_key(self) -> Callable[[Item], Any] | None:
+        """Orders a shard's items before batches are cut."""
+        return self._read_method("sort_key", "item")
+
+    @cached_property
+    def summarize(self) -> Callable[[Merged], Mapping[str, Any]] | None:
+        """JSON for the report, from the merged file."""
+        return self._read_method("summarize", "merged")
+
+    @cached_property
+    def fetch(self) -> Callable[[], object] | None:
+        """Downloads what tasks need, and says what; `check --fetch` calls it."""
+        return self._read_method("fetch")
+
+    def _read(self, attribute: str, expected: str, is_good: Callable[[Any], bool]) -> Any:
+        return _read(self.user, self.name, attribute, expected, is_good)
+
+    def _read_flag(self, attribute: str) -> bool:
+        return bool(self._read(attribute, "True or False", lambda value: isinstance(value, bool)))
+
+    def _read_method(self, attribute: str, *arguments: str) -> Callable[..., Any] | None:
+        expected = f"a method, {attribute}({', '.join(('self', *arguments))})"
+        found: Callable[..., Any] | None = self._read(attribute, expected, lambda value: _takes(value, len(arguments)))
+        return found
+
+
+def adapt(user: Any, name: str) -> Adapted:
+    """A user's workload as slurmgpu sees it; `name` is the full name of its class."""
+    return Adapted(user, name, user)
+
+
+def near_misses(workload: Adapted) -> list[str]:
+    """Sentences on public attributes of the user's class that are nearly called as one that slurmgpu looks for.
+
+    Not on settings, nor on what code of the class or of its module uses: those have a purpose of their own.
+    """
+    cls = type(workload.user)
+    classes = [each for each in cls.__mro__ if each.__module__ == cls.__module__]
+    known = {name for name, value in vars(Adapted).items() if isinstance(value, cached_property)}
+    known |= {"texts", "template", "columns"}
+    found = {name for each in classes for name in vars(each) if not name.startswith("_")}
+    found -= {*known, "load", *inspect.signature(cls).parameters}
+    close = {name: difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.7) for name in sorted(found)}
+    if not any(close.values()):
+        return []
+    values = [*vars(sys.modules[cls.__module__]).values(), *(each for base in classes for each in vars(base).values())]
+    used = {name for value in values for name in _names_used(value)}
+    return [
+        f"Workload {workload.name}: nothing uses {name!r}; slurmgpu looks for {meant!r}. Rename it, or begin its name "
+        f"with _ if it is for something else."
+        for name, [meant] in ((name, match) for name, match in close.items() if match)
+        if name not in used
+    ]
+
+
+def _names_used(value: Any) -> Iterator[str]:
+    """The names that the code of a function, method or property reads."""
+    for function in (value, *(getattr(value, name, None) for name in ("fget", "func", "__func__"))):
+        todo = [code] if isinstance(code := getattr(function, "__code__", None), CodeType) else []
+        while todo:
+            code = todo.pop()
+            yield from code.co_names
+            todo += [each for each in code.co_consts if isinstance(each, CodeType)]
+
+
+def _read(user: Any, name: str, attribute: str, expected: str, is_good: Callable[[Any], bool]) -> Any:
+    value = getattr(user, attribute, None)
+    if isinstance(value, Iterator):
+        value = tuple(value)
+    if value is not None and not is_good(value):
+        raise SlurmGPUError(f"Workload {name} has {attribute} = {_shown(value)}; expected {expected}.")
+    return value
+
+
+def _shown(value: Any) -> str:
+    if inspect.ismethod(value):
+        return f"a method, {value.__name__}{inspect.signature(value.__func__)}"
+    if isinstance(value, (property, cached_property)):
+        return "a property"
+    return reprlib.repr(value)
+
+
+def _is_a(kind: type, value: Any) -> bool:
+    """Whether a value is of a type; True and False are no numbers."""
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _is_collection_of(*kinds: type) -> Callable[[Any], bool]:
+    def is_good(value: Any) -> bool:
+        is_many = isinstance(value, Iterable) and isinstance(value, Sized) and not isinstance(value, (str, bytes))
+        return is_many and all(isinstance(each, kinds) for each in value)
+
+    return is_good
+
+
+def _is_mapping_to(*kinds: Any) -> Callable[[Any], bool]:
+    def is_good(value: Any) -> bool:
+        return isinstance(value, Mapping) and all(
+            isinstance(key, str) and isinstance(each, kinds) for key, each in value.items()
+        )
+
+    return is_good
+
+
+def _takes(value: Any, n_arguments: int) -> bool:
+    """Whether a value can be called with so many arguments; what is built into Python may not tell."""
+    if not callable(value):
+        return False
+    try:
+        inspect.signature(value).bind(*[None] * n_arguments)
+    except TypeError:
+        return False
+    except ValueError:
+        pass
+    return True
+
+
 class UnknownSettingError(SlurmGPUError):
     """A workload has no setting `name`."""
 
@@ -153,13 +368,58 @@ class UnknownSettingError(SlurmGPUError):
         self.name = name
 
 
+def installed_workloads() -> dict[str, dict[str, str]]:
+    """What packages other than slurmgpu offer as `use`: by short name, full names and the distributions of each."""
+    import importlib.metadata  # takes long
+
+    found: dict[str, dict[str, str]] = {}
+    for point in sorted(importlib.metadata.entry_points(group=ENTRY_POINTS)):
+        full_name = point.value.partition("[")[0].replace(" ", "")
+        if BUILT_IN.get(point.name) != full_name:
+            found.setdefault(point.name, {})[full_name] = point.dist.name if point.dist else "a package"
+    return found
+
+
+def hidden_by_built_in(use: str) -> list[str]:
+    """A sentence where an installed package offers a workload under the name of a built-in one, which `use` means."""
+    others = installed_workloads().get(use, {}) if use in BUILT_IN else {}
+    return [
+        f'use = "{use}" is the built-in workload; {package} has one of that name: use = "{full_name}".'
+        for full_name, package in others.items()
+    ]
+
+
+def _of_a_package(use: str) -> str:
+    """The full name of the workload that an installed package calls so."""
+    installed = installed_workloads()
+    others = installed.get(use)
+    if others is None:
+        known = {*BUILT_IN, *installed}
+        raise SlurmGPUError(
+            f"Workload {use!r} is neither built in, nor of an installed package, nor of the form "
+            f"'package.module:Class' or 'file.py:Class'.{did_you_mean(use, known)}"
+        )
+    [(full_name, package), *more] = others.items()
+    if more:
+        offered = " and ".join(f"{name} of {package}" for name, package in others.items())
+        raise SlurmGPUError(f"Workload {use!r} may be {offered}. Write the full name of one.")
+    if not re.fullmatch(r"[\w.]+:\w+", full_name):
+        raise SlurmGPUError(
+            f"Workload {use!r}: the entry point of {package} is {full_name!r}; expected 'package.module:Class'."
+        )
+    return full_name
+
+
 def resolve_use(use: str, base: Path) -> str:
-    """The full name of what a run file in `base` uses: `package.module:Class` or `/path/to/file.py:Class`."""
-    full = BUILT_IN.get(use, use)
+    """The full name of what a run file in `base` uses: `package.module:Class` or `/path/to/file.py:Class`.
+
+    A short name is of a built-in workload, else of an installed package's entry point.
+    """
+    full = BUILT_IN.get(use) or (use if ":" in use else _of_a_package(use))
     module, colon, name = full.rpartition(":")
     if not colon or not module or not name.isidentifier():
         raise SlurmGPUError(
-            f"Workload {use!r} is neither a built-in name nor of the form 'package.module:Class' or 'file.py:Class'."
+            f"Workload {use!r} is not of the form 'package.module:Class' or 'file.py:Class'."
             + did_you_mean(use, BUILT_IN)
         )
     if module.endswith(".py"):
@@ -188,26 +448,35 @@ def load_class(full_name: str, search_path: Path) -> type:
     return found
 
 
-def build(full_name: str, settings: Mapping[str, Any], search_path: Path) -> Workload:
+def build(full_name: str, settings: Mapping[str, Any], search_path: Path) -> Adapted:
     """A workload with its settings checked: a sentence that names workload and setting where one is wrong."""
     cls = load_class(full_name, search_path)
     _check_names(full_name, cls, settings)
     try:
-        workload: Workload = cls(**settings)
+        workload = adapt(cls(**settings), full_name)
     except (ValueError, TypeError, ItemError) as error:
         raise SlurmGPUError(f"Workload {full_name} refuses its settings: {error}") from error
-    if not isinstance(getattr(workload, "columns", None), Mapping):
-        raise SlurmGPUError(f"Workload {full_name} has no 'columns': a mapping of name to Array, Text, Json or Ragged.")
+    _ = workload.columns  # raises where there are none
     return workload
 
 
-def texts_of_files(cls: type, settings: Mapping[str, Any]) -> dict[str, str]:
+def template_of(use: str, base: Path) -> str:
+    """What stands under [settings] in the run file that `init` writes: the class's attribute `template`, or empty."""
+    full_name = resolve_use(use, base)
+    with at_planning(full_name):
+        cls = load_class(full_name, base)
+    expected = "a text, the lines under [settings], as an attribute of the class"
+    return _read(cls, full_name, "template", expected, lambda value: isinstance(value, str)) or ""
+
+
+def texts_of_files(full_name: str, cls: type, settings: Mapping[str, Any]) -> dict[str, str]:
     """Of the settings that the class lists in `texts`: the content of the file that one names as "file:PATH".
 
     The plan has the text, so that a file that changes later changes no row.
     """
     found = {}
-    for name in getattr(cls, "texts", ()):
+    texts: Collection[str] = _read(cls, full_name, "texts", TEXTS, _is_collection_of(str)) or ()
+    for name in texts:
         value = settings.get(name)
         if isinstance(value, str) and value.startswith(FILE):
             path = Path(value.removeprefix(FILE)).expanduser()

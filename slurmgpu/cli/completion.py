@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -71,10 +73,22 @@ def complete_task(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def complete_workload(incomplete: str) -> list[str]:
-    """The built-in workloads."""
-    from slurmgpu.workload import BUILT_IN
+    """The built-in workloads, and those of installed packages."""
+    from slurmgpu.workload import BUILT_IN, installed_workloads
 
-    return _words(incomplete, BUILT_IN)
+    return _words(incomplete, dict.fromkeys([*BUILT_IN, *(installed_workloads() if _are_offered() else ())]))
+
+
+def _are_offered() -> bool:
+    """Whether a package other than slurmgpu has workloads: cheaper than to import importlib.metadata."""
+    for folder in sys.path:
+        with contextlib.suppress(OSError):
+            for name in os.listdir(folder or "."):
+                if name.endswith((".dist-info", ".egg-info")) and not name.startswith("slurmgpu-"):
+                    with contextlib.suppress(OSError):
+                        if b"[slurmgpu.workloads]" in Path(folder, name, "entry_points.txt").read_bytes():
+                            return True
+    return False
 
 
 def complete_class(incomplete: str) -> list[str]:

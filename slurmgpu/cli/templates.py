@@ -9,10 +9,10 @@ from typing import Any
 
 from slurmgpu.cli.console import result
 from slurmgpu.containers.registry import DEFAULT, runtime_named
-from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.site_file import site_path
 from slurmgpu.slurm.survey import Survey, survey
-from slurmgpu.workload import Translated, load_class, resolve_use
+from slurmgpu.workload import Translated, load_class, resolve_use, template_of
 
 _NAME = """model = "meta-llama/Llama-3.1-8B-Instruct"       # a folder, or a name on the hub, and -8bit, -4bit or -fp8
 """
@@ -271,7 +271,7 @@ def run_file_template(workload: str | None, stem: str = "slurmgpu") -> str:
     if workload is None:
         return _filled("my_workload.py:MyWorkload", '# field = "text"\n', stem)
     if workload not in SETTINGS:
-        raise SlurmGPUError(f"There is no built-in workload {workload!r}.{did_you_mean(workload, SETTINGS)}")
+        return _filled(workload, template_of(workload, Path.cwd()), stem)
     input_path, resources = INPUTS.get(workload, "items.jsonl"), RESOURCES.get(workload, {})
     return _filled(workload, SETTINGS[workload], stem, input_path, **resources)
 

@@ -90,7 +90,7 @@ def run_task(folder: Path, submission: int) -> None:
     early_signals.remember()
     _log_like_ours()
     with blaming(node_name()):
-        run, own = Run.open(folder), own_job(by_hand=False)
+        run, own = Run.open(folder), own_job(own_array=True)
         with _beating(folder, own):
             code = _work_as_submitted(run, own, submission)
     if code:
@@ -110,11 +110,11 @@ def _beating(folder: Path, own: OwnJob) -> contextlib.AbstractContextManager[Non
     return beating(folder, f"{own.array_job}_{own.task}.{own.restart}", own.array_job, node_rank())
 
 
-def run_task_by_hand(folder: Path, device: str | None = None, *, trust: bool = False) -> int:
+def run_task_by_hand(folder: Path, device: str | None = None, *, trust: bool = False, own_array: bool = False) -> int:
     """A task of a job that was submitted by hand, sbatch/array.sbatch say; its exit code.
 
     The allocation is what Slurm's environment says, not what the plan asked for. With `trust` what the run says is run,
-    whoever may have written it.
+    whoever may have written it. `own_array` is whether the job's script makes it an array, whoever submits it.
     """
     from slurmgpu.executors import manual_jobs
 
@@ -122,10 +122,10 @@ def run_task_by_hand(folder: Path, device: str | None = None, *, trust: bool = F
     manual_jobs.check_job()
     log_to_stderr(force=True)
     with blaming(node_name()):
-        return _work_by_hand(folder, device, trust=trust)
+        return _work_by_hand(folder, device, trust=trust, own_array=own_array)
 
 
-def _work_by_hand(folder: Path, device: str | None, *, trust: bool) -> int:
+def _work_by_hand(folder: Path, device: str | None, *, trust: bool, own_array: bool) -> int:
     from slurmgpu.executors import manual_jobs
 
     if trust:
@@ -133,7 +133,7 @@ def _work_by_hand(folder: Path, device: str | None, *, trust: bool) -> int:
     run = Run.open(folder)
     owners.refuse_unwritable(run, "compute it", computes=True)
     owners.refuse_foreign(run, "compute it", [run.folder / "submissions.jsonl"])
-    own = own_job(by_hand=True)
+    own = own_job(own_array=own_array)
     with _beating(run.folder, own), manual_jobs.log_beside(run, f"{own.array_job}_{own.task}"):
         given = manual_jobs.join(run, own, device, _end_if_asked)
         n_gpus, n_nodes = manual_jobs.gpus_here(), manual_jobs.nodes_here()

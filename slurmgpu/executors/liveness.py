@@ -190,7 +190,9 @@ def cancel(run: Run) -> str:
 
     stopped = []
     if jobs := sorted({job.array_job for job in _queued(run, None, _queue_of(run))}, key=int):
-        lines = [line for line in run.submissions() if line["state"] != "ended" and line["executor"] == "slurm"]
+        cluster = queue.own_cluster()
+        here = [line for line in run.submissions() if cluster is None or line.get("cluster", cluster) == cluster]
+        lines = [line for line in here if line["state"] != "ended" and line["executor"] == "slurm"]
         # One that has no ids may not have written them.
         lines = [line for line in lines if ({line[key] for key in JOB_KEYS if key in line} or set(jobs)) & set(jobs)]
         for line in lines:

@@ -7,6 +7,7 @@ import os
 import platform
 import shlex
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -14,12 +15,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import submitit
+from submitit.local.local import LocalJob
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import job_entry
 from slurmgpu.executors.steady import make_steady
 from slurmgpu.report.attempts import Life
 from slurmgpu.run.directory import Run
+from slurmgpu.run.failures import EXIT_FILE_SYSTEM
 from slurmgpu.run.submissions import Submission
 from slurmgpu.util import gpus
 from slurmgpu.util.shared_files import retried
@@ -61,25 +64,51 @@ def job_name(submission: int) -> str:
     return f"local{submission}"
 
 
-def lives_of(submission: Submission) -> dict[str, list[Life]]:
+def lives_of(submission: Submission, slots: list[Any]) -> dict[str, list[Life]]:
     """The slots, when all have ended: so that the report misses those that died before they wrote a record."""
-    life = Life("ENDED", "lost", True, 0, submission.gpus_per_task, platform.node())
-    return {f"{job_name(submission.submission)}_{slot}": [life] for slot in range(submission.n_concurrent)}
+    lives = {}
+    for number, slot in enumerate(slots):
+        node, failure, message = platform.node(), "lost", ""
+        if slot._process.poll() == EXIT_FILE_SYSTEM:
+            failure, message = "file_system", f"{node} has lost a file system (exit code {EXIT_FILE_SYSTEM})"
+        life = Life("ENDED", failure, True, 0, submission.gpus_per_task, node, message)
+        lives[f"{job_name(submission.submission)}_{number}"] = [life]
+    return lives
+
+
+class _Executor(submitit.LocalExecutor):  # type: ignore[misc]  # Submitit's is not typed
+    """Submitit's, with a controller that exits as its task."""
+
+    def _submit_command(self, command: str) -> Any:
+        given = {
+            "EXECUTOR": "local",
+            "STDERR_TO_STDOUT": "",
+            "LOCAL_NTASKS": "1",
+            "LOCAL_COMMAND": command,
+            "LOCAL_TIMEOUT_S": str(60 * NEVER_MIN),
+            "LOCAL_SIGNAL_DELAY_S": "30",
+            "LOCAL_NODEID": "0",
+            "LOCAL_JOB_NUM_NODES": "1",
+            "LOCAL_WITH_SHELL": "",
+        }
+        env = {**os.environ, **{f"SUBMITIT_{key}": value for key, value in given.items()}, "CUDA_VISIBLE_DEVICES": ""}
+        argv = [sys.executable, "-m", "slurmgpu.executors.slot", str(self.folder)]
+        process = subprocess.Popen(argv, env=env)
+        return LocalJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
 
 
 def start(run: Run, submission: Submission) -> list[Any]:
     """Start the slots; Submitit's jobs."""
     job = job_name(submission.submission)
     make_steady()
-    executor = submitit.LocalExecutor(run.logs, python=f"{shlex.quote(sys.executable)} {job_entry.BEGIN}")
-    executor.update_parameters(timeout_min=NEVER_MIN)
+    executor = _Executor(run.logs, python=f"{shlex.quote(sys.executable)} {job_entry.BEGIN}")
     slots = gpu_ids(submission)
     n_threads = max(1, len(os.sched_getaffinity(0)) // len(slots))
     number, device = submission.submission, submission.device
     with job_entry.safe_path(), _deaf_to_ctrl_c():
         jobs = []
         for slot, ids in enumerate(slots):
-            with job_entry.owners_files(submitit.LocalExecutor, "_submit_command"):
+            with job_entry.owners_files(_Executor, "_submit_command"):
                 given = (run.folder, job, slot, number, ids, device, n_threads)
                 jobs.append(retried(lambda: executor.submit(job_entry.run_local_task, *given)))  # noqa: B023
         return jobs

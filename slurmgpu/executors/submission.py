@@ -123,8 +123,12 @@ def _launch(run: Run, submission: Submission) -> Callable[[Callable[[], None]], 
     slots = local.start(run, submission)
     pids = [os.getpid(), *(int(slot.job_id) for slot in slots)]  # this process merges when the slots have ended
     run.record_submission({"submission": number, "state": "running", **here, "pids": pids})
-    lives = local.lives_of(submission)
-    return lambda on_tick: _until_cancelled(run, number, lambda: local.wait(slots, on_tick), lives)
+
+    def wait(on_tick: Callable[[], None]) -> Lives:
+        _until_cancelled(run, number, lambda: local.wait(slots, on_tick), {})
+        return local.lives_of(submission, slots)
+
+    return wait
 
 
 def _work_here(run: Run, attempt: Attempt) -> int:

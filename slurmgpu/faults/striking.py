@@ -21,7 +21,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.shards.shard_file import read_directory
 from slurmgpu.util.pipes import Report
 from slurmgpu.util.shared_files import read_bytes
-from slurmgpu.workload import Item, Row, Workload
+from slurmgpu.workload import Adapted, Item, Row
 
 log = logging.getLogger(__name__)
 
@@ -66,13 +66,13 @@ class Marks:
 
 @dataclass
 class Injected:
-    """A workload that fails as `faults` say; for all else the workload that it is given.
+    """Computes rows as a workload does, and fails as `faults` say.
 
     Those that end a process, or strike once, are of rank 0 alone, which `leads`. `report` tells the task, `stopping` is
     what it answers; `end_now` ends the walltime with the shard in hand, and says when that is.
     """
 
-    workload: Workload
+    workload: Adapted
     faults: Sequence[Fault]
     marks: Marks
     leads: bool
@@ -81,18 +81,15 @@ class Injected:
     end_now: Callable[[], float]
     _in_hand: list[int] = field(default_factory=list)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.workload, name)
-
     def __call__(self, items: Sequence[Item]) -> Sequence[Row | Any]:
         """The rows of the workload, unless a fault strikes."""
         self._in_hand = [item.index for item in items]
         # Of a workload that keeps its progress, what strikes once strikes when there is some.
-        waits = bool(getattr(self.workload, "resumes", False))
+        waits = self.workload.resumes
         for fault in self.faults:
             if not (waits and KINDS[fault.kind].once):
                 self._meet(fault)
-        return self.workload(items)
+        return self.workload.call(items)
 
     def overhear(self, event: Mapping[str, Any]) -> None:
         """Report what the worker says; behind progress that is kept, strike with what waits for it."""

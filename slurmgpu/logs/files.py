@@ -30,14 +30,14 @@ class LogFile:
 
 
 def attempts_with_logs(run: Run) -> list[dict[str, Any]]:
-    """Every attempt's record; and what little is known of those that wrote to a log, and whose record is damaged.
+    """Every attempt's record; and what little is known of those that wrote to a log, and whose record is left out.
 
     Also of tasks that died before they wrote one.
     """
-    recorded, damaged = run.read_attempts()
+    recorded, left_out = run.read_attempts()
     records: list[dict[str, Any]] = list(recorded)
     restarts: dict[str, list[int]] = {f"{record['job']}_{record['task']}": [] for record in records}
-    for name in damaged:
+    for name in left_out:
         task, _, number = name.rpartition(".")
         restarts.setdefault(task, []).extend([int(number)] if number.isdecimal() else [])
     names = list_names(run.logs)

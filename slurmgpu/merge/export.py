@@ -146,8 +146,10 @@ def _write_by_workload(run: Run, format: str, merged: Merged, file: IO[bytes]) -
     # As the merge does for a summary: in the run file's folder, to which relative settings are relative.
     plan, base = run.plan, Path(run.plan.search_path)
     with working_folder(base), importer.using(run.folder, code_digest(run.submissions())):
-        workload: Any = workloads.build(plan.workload, plan.settings, base)
-        said = workload.exports[format](merged, file)
+        exports = workloads.build(plan.workload, plan.settings, base).exports
+        if format not in exports:
+            raise SlurmGPUError(f"Workload {plan.workload} has no export to {format!r} any more.")
+        said = exports[format](merged, file)
     return said if isinstance(said, str) else None
 
 

@@ -320,8 +320,10 @@ def _summary(run: Run) -> dict[str, Any]:
             importer.using(run.folder, code_digest(run.submissions())),
             results.open(run.merged) as merged,
         ):
-            workload: Any = workloads.build(plan.workload, plan.settings, Path(plan.search_path))
-            summary: dict[str, Any] = json.loads(json.dumps(dict(workload.summarize(merged)), allow_nan=False))
+            summarize = workloads.build(plan.workload, plan.settings, Path(plan.search_path)).summarize
+            if summarize is None:
+                raise SlurmGPUError(f"Workload {plan.workload} has no `summarize` any more.")
+            summary: dict[str, Any] = json.loads(json.dumps(dict(summarize(merged)), allow_nan=False))
     except EndedBySignalError:
         raise
     except (Exception, SystemExit) as error:

@@ -84,6 +84,7 @@ def render(run: Run, report: Mapping[str, Any], task: str | None = None) -> str:
         "columns": columns,
         "rows": rows,
         "damaged": [plain(name) for name in report.get("damaged_records") or ()],
+        "unreadable": [plain(name) for name in report.get("unreadable_records") or ()],
         "provenance": provenance.provenance_of(run, report),
         "settings": provenance.settings_of(run),
         "submissions": provenance.submissions_of(report),

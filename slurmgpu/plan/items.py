@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu import inputs
-from slurmgpu import workload as workloads
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.inputs import sweeps
 from slurmgpu.plan.run_file import RunFile
@@ -16,6 +15,7 @@ from slurmgpu.report.build import is_complete
 from slurmgpu.run.directory import Run
 from slurmgpu.util.atomic_files import working_folder
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, cause_raised, retried
+from slurmgpu.workload import Adapted
 
 Configurations = Sequence[Mapping[str, Any]]
 
@@ -38,8 +38,7 @@ class Items:
 def items_of(
     config: RunFile,
     path: Path,
-    workload: workloads.Workload,
-    full_name: str,
+    workload: Adapted,
     stride: int,
     folder: Path,
     after: Run | None = None,
@@ -53,12 +52,12 @@ def items_of(
     if config.input is not None:
         spec = _promised(config.input, path.parent, after, index, stride)
         spec = spec or _scan(config.input, path.parent, index, stride, progress)
-        lines = _check(spec, index, workload, full_name, path)
+        lines = _check(spec, index, workload, path)
         return Items(spec, [index], lines=lines)
     own, made = configurations or _default_items(workload, path), folder / sweeps.FILE
     sweeps.write(own, made)
     spec = inputs.scan([made], index, stride=stride)
-    lines = _check(spec, index, workload, full_name, path, called="[sweep]" if configurations else None)
+    lines = _check(spec, index, workload, path, called="[sweep]" if configurations else None)
     # Relative to the run directory, which may be moved.
     spec = replace(spec, files=tuple(replace(file, path=made.name) for file in spec.files))
     count = f"{len(own)} item{'' if len(own) == 1 else 's'} of the workload's own"
@@ -69,19 +68,16 @@ def items_of(
 def _check(
     spec: inputs.InputSpec,
     index: Path,
-    workload: workloads.Workload,
-    full_name: str,
+    workload: Adapted,
     path: Path,
     called: str | None = None,
 ) -> Sequence[str]:
     """Refuse items that the workload does not take; what it says of the others."""
-    fields, advice = getattr(workload, "fields", ()), getattr(workload, "advice", {})
-    inputs.check_fields(spec, index, fields, f"Workload {full_name}", advice, called)
-    if callable(check_input := getattr(workload, "check_input", None)):
-        with working_folder(path.parent):
-            said: Sequence[str] | None = check_input([Path(file.path) for file in spec.files], spec.n_items)
-        return said or ()
-    return ()
+    inputs.check_fields(spec, index, workload.fields, f"Workload {workload.name}", workload.advice, called)
+    if workload.check_input is None:
+        return ()
+    with working_folder(path.parent):
+        return workload.check_input([Path(file.path) for file in spec.files], spec.n_items) or ()
 
 
 def _scan(
@@ -104,15 +100,14 @@ def _configurations(config: RunFile, path: Path) -> Configurations | None:
     return sweeps.expand(config.sweep, config.seed)
 
 
-def _default_items(workload: workloads.Workload, path: Path) -> Configurations:
+def _default_items(workload: Adapted, path: Path) -> Configurations:
     """What a workload computes where the run file names no items, if it has such a thing."""
-    items: Configurations | None = getattr(workload, "default_items", None)
-    if not items:
+    if not workload.default_items:
         raise SlurmGPUError(
             f'{path}: input is missing. Name the files with the items, as in input = "items.jsonl", '
             f"or give configurations under [sweep]."
         )
-    return items
+    return workload.default_items
 
 
 def _promised(

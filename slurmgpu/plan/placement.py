@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.run_file import Resources, size_bytes
-from slurmgpu.workload import Placement, Share, Workload
+from slurmgpu.workload import Adapted, Placement, Share
 
 _MEMORY_GB = """
     gh200 96, b300 288, b200 180, h200 141, h100_nvl 94, h100 80, h800 80,
@@ -42,13 +41,15 @@ def gpu_memory_of(resources: Resources) -> tuple[int, int] | None:
     return least * 10**9, most * 10**9
 
 
-def place(workload: Workload, resources: Resources, gpus_per_task: int, name: str) -> Placement:
+def place(workload: Adapted, resources: Resources, gpus_per_task: int) -> Placement:
     """How many processes a task has, and lines on why: what the run file says, else what the workload wants."""
-    asked = getattr(workload, "place", None)
-    if callable(asked):
-        found = _ask(asked, resources, gpus_per_task)
+    name = workload.name
+    if workload.place is not None:
+        found = _ask(workload.place, resources, gpus_per_task)
     else:
-        found = Placement(resources.processes or str(getattr(workload, "processes", "one")))
+        found = Placement(resources.processes or workload.processes)
+    if not isinstance(found, Placement):
+        raise SlurmGPUError(f"Workload {name}: place(share) returned {found!r}; expected a Placement.")
     if found.processes not in ("one", "per-gpu"):
         raise SlurmGPUError(f"Workload {name} has processes = {found.processes!r}; expected 'one' or 'per-gpu'.")
     if resources.nodes_per_task > 1 and found.processes == "one":
@@ -86,14 +87,3 @@ def _ask(asked: Callable[[Share], Placement], resources: Resources, gpus_per_tas
         f'gpu_memory = "{most // 10**9}G" under [resources] says which it is; a task on a smaller one ends at once.'
     )
     return replace(found, lines=(*found.lines, warning))
-
-
-def paths_of(workload: Workload) -> tuple[str, ...]:
-    """The absolute paths that a workload reads beside its input, to be bound into an image."""
-    paths: Sequence[Path] = getattr(workload, "paths", ())
-    return tuple(str(path.absolute()) for path in map(Path, paths))
-
-
-def environ_of(workload: Workload) -> dict[str, str]:
-    """What a workload wants its workers to find in their environment."""
-    return {str(name): str(value) for name, value in getattr(workload, "environ", {}).items()}

@@ -39,13 +39,18 @@ TARGET_SHARDS = 2048
 
 @dataclass(frozen=True)
 class Draft:
-    """A run not yet written: its plan, where it would lie, its items, whose files are temporary ones, and its code."""
+    """A run not yet written: its plan, where it would lie, its items, whose files are temporary ones, and its code.
+
+    `resumes` is true where the workload keeps the progress of its items; `notes` are for who plans it.
+    """
 
     plan: Plan
     run_dir: Path
     items: Items
     resources: Resources
     code: Snapshot
+    resumes: bool = False
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,15 +85,17 @@ def draft_run(
     full_name, settings, workload = _build(config, path.parent)
     imported = importer.note_imported(own_modules(sys.modules.keys() - before))
     with working_folder(path.parent):
-        placement = placing.place(workload, config.resources, gpus_per_task, full_name)
-        settings |= getattr(workload, "frozen_settings", {})
-        paths, environ = placing.paths_of(workload), placing.environ_of(workload)
+        placement = placing.place(workload, config.resources, gpus_per_task)
+        settings |= workload.frozen_settings
+        paths, environ = workload.paths, workload.environ
+        workload.check()
+    notes = workloads.hidden_by_built_in(config.workload.use) + workloads.near_misses(workload)
     container = contain(config.container, full_name, path, overrides)
     columns = columns_to_json(check_columns(workload.columns, f"workload {full_name}"))
-    batch_size = _batch_size(config, workload, full_name)
+    batch_size = _batch_size(config, workload)
     shard_items = _shard_items(config, batch_size)
     with tempfile.TemporaryDirectory(prefix="slurmgpu-") as scratch:
-        items = items_of(config, path, workload, full_name, batch_size, Path(scratch), after, progress)
+        items = items_of(config, path, workload, batch_size, Path(scratch), after, progress)
         spec = items.spec
         plan = Plan(
             name=target.name,
@@ -117,20 +124,20 @@ def draft_run(
             sample_s=config.sample_s,
             on_end=config.on_end or None,
             html=config.html,
-            summarizes=callable(getattr(workload, "summarize", None)),
-            exports=sorted(getattr(workload, "exports", ())),
+            summarizes=workload.summarize is not None,
+            exports=sorted(workload.exports),
         )
         code = snapshot_of(plan, plan.container, plan.provenance["git"], also=imported)
-        yield Draft(plan, target, items, config.resources, code)
+        yield Draft(plan, target, items, config.resources, code, workload.resumes, tuple(notes))
 
 
-def workload_of(run_file: Path) -> workloads.Workload:
+def workload_of(run_file: Path) -> workloads.Adapted:
     """The workload that a run file names, with its settings, which are checked."""
     path = run_file.expanduser().resolve()
     return _build(read_run_file(path), path.parent)[2]
 
 
-def _build(config: RunFile, base: Path) -> tuple[str, dict[str, Any], workloads.Workload]:
+def _build(config: RunFile, base: Path) -> tuple[str, dict[str, Any], workloads.Adapted]:
     """The workload's full name, its settings as they will be frozen, and the workload."""
     full_name = workloads.resolve_use(config.workload.use, base)
     with working_folder(base), workloads.at_planning(full_name):
@@ -222,24 +229,24 @@ def _run_dir(path: Path, config: RunFile, run_dir: Path | None) -> Path:
     return (path.parent / Path(config.run_dir or f"runs/{path.stem}").expanduser()).absolute()
 
 
-def _batch_size(config: RunFile, workload: workloads.Workload, name: str) -> int:
-    if getattr(workload, "takes_one", False):
-        return _batch_of_one(config, workload, name)
-    size = config.workload.batch_size or getattr(workload, "batch_size", None)
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+def _batch_size(config: RunFile, workload: workloads.Adapted) -> int:
+    if workload.takes_one:
+        return _batch_of_one(config, workload)
+    size = config.workload.batch_size or workload.batch_size
+    if size is None:
         raise SlurmGPUError(
-            f"Workload {name} has batch_size = {size!r}; expected a whole number of at least 1. "
+            f"Workload {workload.name} has no batch_size, a whole number of at least 1. "
             f"Set it in the class or in [workload]."
         )
     return size
 
 
-def _batch_of_one(config: RunFile, workload: workloads.Workload, name: str) -> int:
+def _batch_of_one(config: RunFile, workload: workloads.Adapted) -> int:
     if config.workload.batch_size not in (None, 1):
-        own = " Under [settings], batch_size is that of its own." if "batch_size" in _hints(type(workload)) else ""
+        own = " Under [settings], batch_size is that of its own." if "batch_size" in _hints(type(workload.user)) else ""
         raise SlurmGPUError(
-            f"[workload] batch_size = {config.workload.batch_size}, and workload {name} computes items one by one: "
-            f"leave it out.{own}"
+            f"[workload] batch_size = {config.workload.batch_size}, and workload {workload.name} computes items "
+            f"one by one: leave it out.{own}"
         )
     return 1
 
@@ -269,7 +276,7 @@ def _settings(full_name: str, settings: Mapping[str, Any], search_path: Path) ->
             f"[settings] of workload {full_name}: {error}; use text, numbers, booleans and lists."
         ) from error
     cls = workloads.load_class(full_name, search_path)
-    frozen |= workloads.texts_of_files(cls, frozen)
+    frozen |= workloads.texts_of_files(full_name, cls, frozen)
     hints = _hints(cls)
     for name, value in frozen.items():
         if name in hints:

@@ -15,6 +15,7 @@ from typing import Any
 from slurmgpu.report.ledger import last_sign, spent_unrecorded
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
+from slurmgpu.run.records import Unread
 from slurmgpu.util.plurals import count_of
 
 log = logging.getLogger(__name__)
@@ -24,7 +25,7 @@ log = logging.getLogger(__name__)
 class Life:
     """What others than the task itself know of one attempt: Slurm's accounting, or who started it on this machine.
 
-    `failure` is the class; None for a good end, or none yet.
+    `failure` is the class; None for a good end, or none yet. `message` says what `state` cannot.
     """
 
     state: str
@@ -33,6 +34,7 @@ class Life:
     elapsed_s: int
     n_gpus: int
     node: str
+    message: str = ""
 
 
 IDLE_PERCENT = 10
@@ -66,13 +68,13 @@ def attempts_of(
 def rows_of(
     run: Run,
     records: Sequence[Mapping[str, Any]],
-    damaged: Sequence[str],
+    left_out: Mapping[str, Unread],
     lives: Lives | None,
     told: Rows | None = None,
     *,
     may_live: bool = False,
 ) -> list[dict[str, Any]]:
-    """The same from records that were read, and the names of those that are damaged."""
+    """The same from records that were read, and by attempt why others are left out."""
     cancelled = {line["submission"] for line in run.submissions() if line.get("cancelled")}
     lost_leases = leases_lost(records)
     rows = []
@@ -96,8 +98,8 @@ def rows_of(
             name = f"{job_task}.{restart}{at}{cluster}"
             # The last one out cancels what is pending: a task that never ran and was cancelled is no failure.
             failed = life.failure not in (None, "cancelled")
-            if name not in recorded and life.ended and (failed or name in damaged):
-                rows.append(_attempt_without_record(name, life, name in damaged))
+            if name not in recorded and life.ended and (failed or name in left_out):
+                rows.append(_attempt_without_record(name, life, left_out.get(name)))
     return rows
 
 
@@ -242,7 +244,7 @@ def verdict_of(
     if cancelled:
         return "cancelled", "it was killed before it could write down its end"
     if life is not None and life.failure not in (None, "lost"):
-        return life.failure, f"it wrote no end; Slurm: {life.state}"
+        return life.failure, f"it wrote no end; {life.message or f'Slurm: {life.state}'}"
     lease = f"; others took {n_lost} of its shards over" if n_lost else ""
     return "lost", f"no end was recorded{lease}"
 
@@ -294,8 +296,8 @@ def node_of(row: Mapping[str, Any]) -> str:
     return f"{row['node'] or ''}" + (f" +{n_nodes - 1}" if n_nodes > 1 else "")
 
 
-def _attempt_without_record(name: str, life: Life, is_damaged: bool) -> dict[str, Any]:
-    what = "its record is damaged" if is_damaged else "it ended before it could write a record"
+def _attempt_without_record(name: str, life: Life, why: Unread | None) -> dict[str, Any]:
+    what = why.value if why else "it ended before it could write a record"
     return {
         "attempt": name,
         "submission": None,
@@ -321,7 +323,7 @@ def _attempt_without_record(name: str, life: Life, is_damaged: bool) -> dict[str
         "n_errors": 0,
         "reason": None,
         "failure": life.failure,
-        "message": f"{what} ({life.state}); its log may say why",
+        "message": f"{what} ({life.message or life.state}); its log may say why",
         "bad_node": _bad_node(life.failure, life.node, 2 if "[" in life.node or "," in life.node else 1),
         "traceback": "",
         "deaths": [],

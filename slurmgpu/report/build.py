@@ -23,6 +23,7 @@ from slurmgpu.report.ledger import KINDS, counting, ledger, spent
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
 from slurmgpu.run.private import public
+from slurmgpu.run.records import Unread
 from slurmgpu.run.submissions import is_over
 from slurmgpu.shards.merged_head import read_merged_head
 from slurmgpu.util.shared_files import PATIENCE_S, UnusableFileError, read_bytes
@@ -46,7 +47,7 @@ VALUES: Mapping[str, Kinds] = {
     **dict.fromkeys(("run", "run_dir"), TEXT),
     **dict.fromkeys(("merged", "resubmit"), TEXT | NONE),
     **dict.fromkeys(("ledger", "summary", "image", "not_finite", "computed_with"), OBJECT | NONE | LACKING),
-    **dict.fromkeys(("damaged_records", "code"), LIST | LACKING),
+    **dict.fromkeys(("damaged_records", "unreadable_records", "code"), LIST | LACKING),
     "complete": FLAG,
 }
 """What every report has, whichever slurmgpu wrote it …"""
@@ -99,10 +100,10 @@ def build_report(
     is what the workload says of all rows, None if it says nothing.
     """
     plan = run.plan
-    records, damaged = run.read_attempts()
+    records, left_out = run.read_attempts()
     published = run.published()
     records = _with_unrecorded(run, records, published)
-    attempts = rows_of(run, records, damaged, lives)
+    attempts = rows_of(run, records, left_out, lives)
     _enter_spent(attempts, records, published)
     missing = _holes(run, joined)
     n_rows = 0 if joined is None else joined.n_rows
@@ -129,7 +130,8 @@ def build_report(
         "errors": items,
         "errors_by_class": dict(sorted(Counter(item["class"] for item in items).items())),
         "attempts": attempts,
-        "damaged_records": damaged,
+        "damaged_records": [name for name, why in left_out.items() if why is Unread.DAMAGED],
+        "unreadable_records": [name for name, why in left_out.items() if why is Unread.UNREADABLE],
         "failures": dict(sorted(Counter(a["failure"] for a in attempts if a["failure"]).items())),
         "worker_deaths": dict(sorted(Counter(d["class"] for a in attempts for d in a["deaths"]).items())),
         "gpu_hours": round(sum(attempt["gpu_hours"] for attempt in attempts), 4),

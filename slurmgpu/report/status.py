@@ -22,6 +22,7 @@ from slurmgpu.report.rereading import UpToDate, mark_of
 from slurmgpu.report.states import Lines, is_somebody_at_work, is_told, state_of
 from slurmgpu.run.directory import Run
 from slurmgpu.run.liveness import heard_at, is_alive, last_heard, own_time, patience
+from slurmgpu.run.records import Unread
 from slurmgpu.run.submissions import ENDS, is_over
 from slurmgpu.run.telemetry_log import last_sample, telemetry_path
 from slurmgpu.shards.merged_head import read_merged_head
@@ -57,7 +58,7 @@ class StatusReader:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._records: dict[str, tuple[object, dict[str, Any] | None]] = {}
+        self._records: dict[str, tuple[object, dict[str, Any] | Unread]] = {}
         self._looked = float("inf")
         self._published = UpToDate(run.shards, self._done)
         self._head = UpToDate(run.merged, lambda: read_merged_head(run.merged))
@@ -80,7 +81,7 @@ class StatusReader:
         now = time.time() if now is None else now
         run, plan = self.run, self.run.plan
         published, claimed = self._published.get(now), self._claimed.get(now)
-        records, damaged = self._read_records(now)
+        records, left_out = self._read_records(now)
         lines = self._lines.get(now)
         queue, leaving = self._compare(queued, records, lines, now)
         at_work = is_somebody_at_work(lines, queue)
@@ -127,7 +128,8 @@ class StatusReader:
             "gpu_hours": round(_gpu_hours(records, merged.rows, living, now), 4),
             "pace": pace.to_json(),
             "attempts": attempts,
-            "damaged_records": damaged,
+            "damaged_records": sorted(name for name, why in left_out.items() if why is Unread.DAMAGED),
+            "unreadable_records": sorted(name for name, why in left_out.items() if why is Unread.UNREADABLE),
             "failures": dict(sorted(failures.items())),
             "worker_deaths": dict(sorted(deaths.items())),
             "queue": queue,
@@ -159,30 +161,32 @@ class StatusReader:
         left = {array_task(r) for r in records if r["state"] == "ended" and last_heard(r) > self._asked - LEAVING_S}
         return queue, left
 
-    def _read_records(self, now: float) -> tuple[list[dict[str, Any]], list[str]]:
-        """The attempts' records by start, and the names of those that are damaged."""
+    def _read_records(self, now: float) -> tuple[list[dict[str, Any]], dict[str, Unread]]:
+        """The attempts' records by start; and by attempt why a record is left out."""
         known, self._records = self._records, {}
         looked, self._looked = self._looked, now
         for entry in list_entries(self.run.tasks):
             if entry.name.endswith(".json") and not entry.name.startswith("."):
                 mark, record = self._read_record(entry, known.get(entry.name))
-                if record is not None and "heard" not in record:
+                if isinstance(record, dict) and "heard" not in record:
                     record["heard"] = heard_at(record["updated"], now, looked if entry.name in known else None)
                 self._records[entry.name] = mark, record
-        records = [record for _, record in self._records.values() if record is not None]
-        damaged = sorted(name.removesuffix(".json") for name, (_, record) in self._records.items() if record is None)
-        return sorted(records, key=lambda record: (record["started"], record["attempt"])), damaged
+        records = [record for _, record in self._records.values() if isinstance(record, dict)]
+        found = ((name.removesuffix(".json"), record) for name, (_, record) in self._records.items())
+        left_out = {name: record for name, record in found if isinstance(record, Unread)}
+        return sorted(records, key=lambda record: (record["started"], record["attempt"])), left_out
 
     def _read_record(
-        self, entry: os.DirEntry[str], known: tuple[object, dict[str, Any] | None] | None
-    ) -> tuple[object, dict[str, Any] | None]:
-        if known is not None and known[1] is not None and known[1]["state"] == "ended":
+        self, entry: os.DirEntry[str], known: tuple[object, dict[str, Any] | Unread] | None
+    ) -> tuple[object, dict[str, Any] | Unread]:
+        if known is not None and isinstance(known[1], dict) and known[1]["state"] == "ended":
             return known
         mark = mark_of(entry)
-        if known is not None and known[0] == mark:
+        # What could not be read is read again, whether or not it has changed.
+        if known is not None and known[0] == mark and known[1] is not Unread.UNREADABLE:
             return known
         record = self.run.attempt(entry.name.removesuffix(".json"))
-        return mark, None if record is None else _shortened(record)
+        return mark, record if isinstance(record, Unread) else _shortened(record)
 
     def _read_gpus(
         self, living: Sequence[str], wanted: Collection[str] | None, now: float

@@ -25,7 +25,7 @@ from slurmgpu.run.claims import Claims
 from slurmgpu.run.lock import hold
 from slurmgpu.run.owners import name_of
 from slurmgpu.run.recompute import Recompute, read_recompute
-from slurmgpu.run.records import read_record
+from slurmgpu.run.records import Unread, read_record
 from slurmgpu.run.submissions import ENDS, as_seen_at, place_of
 from slurmgpu.util.atomic_files import beside, fsync_dir, write_bytes
 from slurmgpu.util.shared_files import (
@@ -277,26 +277,26 @@ class Run:
         return {number: why.decode("utf-8", "replace").strip() for number, why in found.items()}
 
     def attempts(self) -> list[dict[str, Any]]:
-        """What each attempt wrote of itself, in the order of their start; without those that are damaged."""
+        """What each attempt wrote of itself, in the order of their start; without the records that are left out."""
         return self.read_attempts()[0]
 
-    def attempt(self, name: str) -> dict[str, Any] | None:
-        """What one attempt wrote of itself; None if that is damaged."""
+    def attempt(self, name: str) -> dict[str, Any] | Unread:
+        """What one attempt wrote of itself; why not, if that cannot be had."""
         return _read_record(self.tasks / f"{name}.json")
 
     def damaged_records(self) -> list[str]:
-        """The attempts whose records cannot be read: a dying node, or a full disk, may have left them so."""
-        return self.read_attempts()[1]
+        """The attempts whose records make no sense: a dying node, or a full disk, may have left them so."""
+        return [name for name, why in self.read_attempts()[1].items() if why is Unread.DAMAGED]
 
-    def read_attempts(self) -> tuple[list[dict[str, Any]], list[str]]:
-        """Both of these, from one reading."""
-        records, damaged = [], []
+    def read_attempts(self) -> tuple[list[dict[str, Any]], dict[str, Unread]]:
+        """The records by start; and by attempt, in order, why a record is left out."""
+        records, left_out = [], {}
         for name in _json_names(self.tasks):
-            if (record := _read_record(self.tasks / name)) is None:
-                damaged.append(name.removesuffix(".json"))
+            if isinstance(record := _read_record(self.tasks / name), Unread):
+                left_out[name.removesuffix(".json")] = record
             else:
                 records.append(record)
-        return sorted(records, key=lambda record: (record["started"], record["attempt"])), damaged
+        return sorted(records, key=lambda record: (record["started"], record["attempt"])), left_out
 
     def submissions(self) -> list[dict[str, Any]]:
         """The submissions, each with what all its lines say: of before sbatch, of after it, and of its end.
@@ -424,8 +424,8 @@ def _append(path: Path, line: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _read_record(path: Path) -> dict[str, Any] | None:
-    """An attempt's record; None for one that makes no sense: progress is not fsynced, and nodes die."""
+def _read_record(path: Path) -> dict[str, Any] | Unread:
+    """An attempt's record. One may make no sense: progress is not fsynced, and nodes die. A failed read is not that."""
     try:
         # One that could not be read before is not waited for again: it costs itself, and not all that looks.
         patience_s = 0.0 if path in _told_of else BRIEF_PATIENCE_S
@@ -433,15 +433,17 @@ def _read_record(path: Path) -> dict[str, Any] | None:
         if record["attempt"] != path.stem:
             raise ValueError(f"it is that of {record['attempt']!r:.80}")
     except (ValueError, OSError) as error:
+        is_damaged = isinstance(error, (ValueError, UnusableFileError))
         if path not in _told_of:
             _told_of.add(path)
-            log.warning("%s is damaged, and left out: %s", path, error)
-        return None
+            log.warning("%s %s, and is left out: %s", path, "is damaged" if is_damaged else _AT_PRESENT, error)
+        return Unread.DAMAGED if is_damaged else Unread.UNREADABLE
     return record
 
 
+_AT_PRESENT = "cannot be read at present"
 _told_of: set[Path] = set()
-"""Damaged records that were warned of: those who follow a run read them every second."""
+"""Records left out that were warned of: those who follow a run read them every second."""
 
 
 def _json_names(folder: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import os
 import platform
@@ -104,6 +105,13 @@ class Record:
     deaths: list[dict[str, Any]] = field(default_factory=list)
     takeovers: list[dict[str, Any]] = field(default_factory=list)
     version: int = 1
+
+
+class Unread(enum.Enum):
+    """Why a record is left out: for good, or as long as the file system answers with errors."""
+
+    DAMAGED = "its record is damaged"
+    UNREADABLE = "its record cannot be read at present"
 
 
 def read_record(content: bytes) -> dict[str, Any]:

@@ -10,21 +10,22 @@ from typing import Any
 from slurmgpu.logs import TAIL_BYTES, attempts_with_logs, files_of, last_end, line_around, places_of, text_of
 from slurmgpu.report.build import judged_attempts
 from slurmgpu.run.directory import Run
+from slurmgpu.run.records import Unread
 
 
 class Remembering(Run):
     """A run as it was when it was first looked at, for one search."""
 
     @cached_property
-    def _attempts(self) -> tuple[list[dict[str, Any]], list[str]]:
+    def _attempts(self) -> tuple[list[dict[str, Any]], dict[str, Unread]]:
         return super().read_attempts()
 
     @cached_property
     def _submissions(self) -> list[dict[str, Any]]:
         return super().submissions()
 
-    def read_attempts(self) -> tuple[list[dict[str, Any]], list[str]]:
-        """What each attempt wrote of itself, and the names of those that are damaged."""
+    def read_attempts(self) -> tuple[list[dict[str, Any]], dict[str, Unread]]:
+        """What each attempt wrote of itself, and why records are left out."""
         return self._attempts
 
     def submissions(self) -> list[dict[str, Any]]:

@@ -16,6 +16,8 @@ log = logging.getLogger(__name__)
 
 IDENTITY_S = 5.0
 """So long squeue is waited for where the environment may be another job's; a slurmctld that is busy takes longer."""
+YEAR_S = 365 * 86400
+"""The walltime that a job without a limit has in its environment, from Slurm 23.02 on."""
 
 
 @dataclass(frozen=True)
@@ -33,33 +35,48 @@ class OwnJob:
     end_time: Callable[[], float | None] = lambda: None
 
 
-def own_job(*, by_hand: bool) -> OwnJob:
-    """The job that this process is in, as the environment says; a job `by_hand` asks Slurm where that is in doubt.
+def own_job(*, own_array: bool) -> OwnJob:
+    """The job that this process is in, as the environment says; Slurm is asked only where that leaves it in doubt.
 
-    The environment alone may be another job's: sbatch hands an array task's variables on to what is submitted in it.
-    Submissions of slurmgpu's leave them behind.
+    sbatch hands an array task's variables on to what is submitted in it, and an array alone gets its own in their
+    place. `own_array` is whether this job is known to be an array, or to have been submitted without such variables:
+    then nothing is in doubt.
     """
     environ = os.environ
     job_id = environ["SLURM_JOB_ID"]
+    is_in_array = True if own_array else _is_in_array(environ)
+    asked = _Asked(job_id) if is_in_array is None or "SLURM_JOB_END_TIME" not in environ else None
     known_end = _end_time(environ)
-    in_doubt = by_hand and any(name in environ for name in ("SLURM_ARRAY_JOB_ID", "SLURM_RESTART_COUNT"))
-    asked = _Asked(job_id) if in_doubt or known_end is None else None
-    end_time = (lambda: known_end) if known_end is not None else asked.end_time if asked else lambda: None
-    if in_doubt and asked and (told := asked.answer(IDENTITY_S)):
+    end_time = asked.end_time if asked and "SLURM_JOB_END_TIME" not in environ else lambda: known_end
+    if is_in_array is None and asked and (told := asked.answer(IDENTITY_S)):
         array_job, index, restart = told
     else:
         array_job, index = environ.get("SLURM_ARRAY_JOB_ID", job_id), environ.get("SLURM_ARRAY_TASK_ID", "N/A")
         restart = environ.get("SLURM_RESTART_COUNT", "0")
-    if not index.isdecimal():
+    if is_in_array is False or not index.isdecimal():
         return OwnJob(job_id, 0, int(restart), end_time=end_time)
     n_tasks = int(environ.get("SLURM_ARRAY_TASK_COUNT", "1"))
     return OwnJob(array_job, int(index), int(restart), n_tasks, end_time)
 
 
+def _is_in_array(environ: Mapping[str, str]) -> bool | None:
+    """Whether this job is a task of the array that the environment names; None where that does not tell."""
+    array_job = environ.get("SLURM_ARRAY_JOB_ID")
+    if array_job is None:
+        return False
+    # Slurm gives each task of an array a job id of its own, but the last to start, which has the array's.
+    if array_job == environ["SLURM_JOB_ID"]:
+        return True
+    return False if environ.get("SLURM_ARRAY_TASK_COUNT") == "1" else None
+
+
 def _end_time(environ: Mapping[str, str]) -> float | None:
-    """What Slurm 24.11 and later say of it; Slurm's own word for "never" is a number too large for a time."""
-    text = environ.get("SLURM_JOB_END_TIME", "")
-    return float(text) if text.isdecimal() and 0 < int(text) < 0xFFFFFFF0 else None
+    """What Slurm says of it from 23.02 on; its own word for "never" is a number too large for a time, or a year."""
+    text, begin = environ.get("SLURM_JOB_END_TIME", ""), environ.get("SLURM_JOB_START_TIME", "")
+    if not text.isdecimal() or not 0 < int(text) < 0xFFFFFFF0:
+        return None
+    is_limited = not begin.isdecimal() or int(text) - int(begin) < YEAR_S
+    return float(text) if is_limited else None
 
 
 @dataclass

@@ -160,11 +160,25 @@ _SUBMITTED_BY: dict[str, str] = {}
 
 
 def jobs_of(run: Run, among: Sequence[QueuedJob] | None = None) -> list[QueuedJob]:
-    """A run's jobs in the queue, of all submissions that have not ended, and those that have not joined it yet."""
+    """A run's jobs in the queue, of all submissions that have not ended, and those that have not joined it yet.
+
+    An id is not enough to know one by: on another cluster that shares the disk it is another job's.
+    """
     lines = run.submissions()
+    jobs = find_jobs([line[key] for line in lines for key in JOB_KEYS if key in line], run, among)
     over = ended_jobs(lines)
-    ids = [line[key] for line in lines for key in JOB_KEYS if key in line and line["state"] != "ended"]
-    return [job for job in find_jobs(ids, run, among) if job.array_job not in over]
+    # Slurm is asked for its name only where that matters: who watches a run comes here again and again.
+    if any(job.array_job in over or not job.is_of(run) for job in jobs):
+        here = own_cluster()
+        lines = [line for line in lines if here is None or line.get("cluster", here) == here]
+        over = ended_jobs(lines)
+    known = {line[key]: "cluster" in line for line in lines for key in JOB_KEYS if key in line}
+    return [job for job in jobs if job.array_job not in over and (job.is_of(run) or _is_known(job, known))]
+
+
+def _is_known(job: QueuedJob, known: Mapping[str, bool]) -> bool:
+    """Whether a job is one of these by its id, and by its name where it is not recorded on which cluster it is."""
+    return job.array_job in known and (known[job.array_job] or job.name.startswith(JOB_NAME))
 
 
 def may_be_queued(run: Run) -> bool:

@@ -136,7 +136,8 @@ class Task:
         """
         if not self.attempt.restart:
             return
-        former = self.run.attempt(replace(self.attempt, restart=self.attempt.restart - 1).name) or {}
+        read = self.run.attempt(replace(self.attempt, restart=self.attempt.restart - 1).name)
+        former = read if isinstance(read, dict) else {}
         published = former.get("published") or [[0]]
         last = published[-1][0] if former.get("shard") is None else former["shard"]
         taken = sorted(open_shards(self.run) & self.run.claims.numbers(), key=lambda shard: abs(shard - last))

@@ -25,8 +25,8 @@ UNKNOWN = Indices((range(-1, 0),))
 
 
 def array_of(job_id: str) -> str:
-    """The array's own id: "1234" of "1234_7", of "1234_[5-9,12%4]", and of "1234"."""
-    return job_id.partition("_")[0]
+    """The array's own id: "1234" of "1234_7", of "1234_[5-9,12%4]", of "1234", and of "1234+1", a part of a hetjob."""
+    return re.split(r"[_+]", job_id, maxsplit=1)[0]
 
 
 def indices_of(job_id: str) -> Indices:

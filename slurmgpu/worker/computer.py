@@ -21,7 +21,7 @@ from slurmgpu.run.failures import failure_of
 from slurmgpu.shards.columns import Column, convert_row
 from slurmgpu.util.out_of_memory import is_out_of_memory
 from slurmgpu.util.plurals import count_of
-from slurmgpu.workload import Item, Workload
+from slurmgpu.workload import Adapted, Item
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class Computer:
 
     def __init__(
         self,
-        workload: Workload,
+        workload: Adapted,
         name: str,
         columns: Mapping[str, Column],
         batch_size: int,
@@ -174,7 +174,7 @@ class Computer:
         return done
 
     def _sort(self, items: list[Item], done: Computed) -> None:
-        key = getattr(self._workload, "sort_key", None)
+        key = self._workload.sort_key
         if key is not None:
             items.sort(key=lambda item: (key(item), item.index))
 
@@ -235,7 +235,7 @@ class Computer:
         The exception does not leave this function: its traceback would keep the tensors of the failed call alive.
         """
         try:
-            returned = self._workload(items)
+            returned = self._workload.call(items)
             # A generator computes only while it is read.
             are_rows = self._keeps_rows and _may_be_rows(returned)
             return list(returned) if are_rows or isinstance(returned, Iterator) else returned, None
@@ -250,7 +250,7 @@ class Computer:
             if is_broken_cuda(error):
                 raise WorkerBrokenError(f"{type(error).__name__}: {error}") from error
             is_full = isinstance(error, OSError) and failure_of(error) == "disk_full"
-            kind = "disk_full" if is_full and getattr(self._workload, "resumes", False) else "item_error"
+            kind = "disk_full" if is_full and self._workload.resumes else "item_error"
             return [], _failure(error, kind, self._folder)
 
     def _keep(self, items: Sequence[Item], returned: Any, done: Computed) -> None:

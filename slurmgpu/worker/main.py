@@ -24,7 +24,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -166,7 +166,7 @@ class Worker:
             if self.assignment.inject:
                 workload = self._inject(workload)
             outside = self._tell_outside()
-            self._resumes = bool(getattr(workload, "resumes", False))
+            self._resumes = workload.resumes
             if self._resumes:
                 self.on_resumable()
             self.group.gather()
@@ -324,7 +324,7 @@ class Worker:
 
         return retried(read, self.run.plan.lease_s)
 
-    def _load(self) -> workloads.Workload:
+    def _load(self) -> workloads.Adapted:
         plan, given, group = self.run.plan, self.assignment, self.group
         device = "cpu"
         if given.n_gpus and given.device != "cpu":
@@ -360,7 +360,7 @@ class Worker:
             ) from error
         return workload
 
-    def _inject(self, workload: workloads.Workload) -> workloads.Workload:
+    def _inject(self, workload: workloads.Adapted) -> workloads.Adapted:
         """A workload that fails as the user has asked for, and is the loaded one in all else."""
         from slurmgpu.faults import parse_faults
         from slurmgpu.faults.striking import Injected, Marks
@@ -375,7 +375,7 @@ class Worker:
             self._tenure.end_now,
         )
         self.report = injected.overhear
-        return injected
+        return replace(workload, call=injected)
 
     def _write(self, one: Waiting, seconds: float) -> bool:
         """Write a shard's file and publish it; False if another task has published it before."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-from .trial import LEASE_S, Disturbance, Trial
+from .trial import LEASE_S, SHARDS_APPEAR, Disturbance, Trial
 
 STEP = "tests.chaos.steps"
 WORKER = "slurmgpu.worker.main"
@@ -173,6 +173,19 @@ def merge_is_killed(trial):
     trial.kills_merge = True
 
 
+@_named(SHARDS_APPEAR)
+def shards_appear(trial):
+    trial.n_late_shards = trial.random.randint(1, 10)
+    return False  # it counts when it has happened
+
+
+@_named("code: some items fail until it is mended")
+def items_fail(trial):
+    trial.failing.touch()
+    trial.n_mends_killed = trial.random.randint(1, 3)
+    trial.is_mended_merge_killed = trial.random.random() < 0.5
+
+
 @_named("code: the workload's file is edited, and a task starts after it")
 def code_is_edited(trial):
     path = trial.server.exported / "project" / "workloads.py"
@@ -183,10 +196,11 @@ def code_is_edited(trial):
 COSTLY: tuple[Disturbance, ...] = (
     *(node_sleeps_until_the_merge, node_dies, node_loses_the_file_system, node_gets_no_answer, node_is_stopped),
     *(worker_is_killed, task_is_killed, task_is_terminated, task_is_told_to_stop, merge_is_killed),
-    *(shard_is_damaged, shard_is_removed),
+    *(shard_is_damaged, shard_is_removed, items_fail),
 )
 """After these, some items must be computed again."""
 HARMLESS: tuple[Disturbance, ...] = (
     *(clock_is_stepped, clock_is_wrong, strange_files, claim_is_emptied, torn_files, two_merges, code_is_edited),
+    shards_appear,
 )
 """After these, none need to be."""

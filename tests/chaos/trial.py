@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import shutil
 import signal
@@ -27,8 +28,17 @@ from tests.support.runs import make_project
 SHARD_ITEMS, ITEM_S, LEASE_S = 8, 0.01, 4.0
 PATIENCE_S = 120.0
 """Tasks that have not ended so long after the last thing that was done to them are taken for hung."""
+MEND_S = 2.0
+"""So long, on average, `resubmit --failed` and the merge after it hold the lock before they are killed."""
 MOST_TRIES = 20
 """Commands that compute or merge the rest, also those that end with an error."""
+PRIME = """
+import os, sys
+shards = os.path.join(sys.argv[1], "shards")
+os.listdir(sys.argv[1]), os.listdir(shards), [os.path.exists(os.path.join(shards, name)) for name in sys.argv[2:]]
+"""
+"""What has a node believe a listing, and that these names are missing."""
+SHARDS_APPEAR = "merge: shards appear while it is at work, and its node believes old listings"
 TYPED = (sys.executable, "-m", "tests.chaos.steps", "type")
 Disturbance = Callable[["Trial"], None]
 
@@ -97,7 +107,8 @@ class Trial:
         self.project, self.run = self.server.shared / "project", self.server.shared / "project" / "run"
         self.kept = self.server.exported / "project" / "run"
         self.marks = self.server.local / "marks"
-        settings = {"marks": str(self.marks), "item_s": ITEM_S}
+        self.failing = self.server.local / "failing"
+        settings = {"marks": str(self.marks), "item_s": ITEM_S, "failing": str(self.failing)}
         make_project(
             self.server.exported / "project",
             n_items=n_items,
@@ -114,8 +125,11 @@ class Trial:
         self.unblamed: set[int] = set()
         self.kills_merge, self.merges_at_once = False, 1
         self.asleep: dict[int, Node] = {}
+        self.n_late_shards, self.n_mends_killed, self.is_mended_merge_killed = 0, 0, False
         self.n_deleted = 0
         self._best: set[int] = set()
+        self._good: set[int] = set()
+        self._mend = ("resubmit", self.run, "--failed", "--tasks", "1")
         self._merging = True
         self._timers: list[tuple[float, Callable[[], None]]] = []
 
@@ -217,6 +231,7 @@ class Trial:
         # Tasks shall have computed by the code as it was planned; later submissions go by what lies there now.
         self._put_code()
         node = self._client("merger")
+        hidden = self._hide_shards(node)
         if self.kills_merge:
             self._kill_a_merge()
         others = [self._client(f"merger{number}") for number in range(1, self.merges_at_once)]
@@ -224,29 +239,111 @@ class Trial:
         at_once = [other.start(*typed, cwd=REPOSITORY, output=self.server.local / "merges") for other in others]
         waker = threading.Thread(target=self._wake_sleepers, name="waker")
         waker.start()
+        shower = threading.Thread(target=self._show, args=(hidden,), name="shower")
+        shower.start()
         is_complete = self.command(node, "merge", self.run, is_alone=not at_once)
         self._merging = False
         waker.join()
+        shower.join()
         for merge in at_once:
             merge.wait()
+        self._go_on(is_complete, "again")
+        if self.failing.exists():
+            self.failing.unlink()
+            self._kill_mends()
+            self._go_on(self.command(self._client("merged"), "merge", self.run), "rest")
+            if len(self.good_rows()) < self.outcome.n_items:
+                self._go_on(self.command(self._client("mended"), *self._mend), "last")
+        self._check_all()
+
+    def _go_on(self, is_complete: bool, name: str) -> None:
+        """Resubmit until all is there."""
         what: tuple[object, ...] = ("resubmit", self.run, "--tasks", "1")
         for number in range(MOST_TRIES):
             if is_complete:
                 break
             n_failed = len(self.outcome.failed_commands)
-            is_complete = self.command(self._client(f"again{number}"), *what)
+            is_complete = self.command(self._client(f"{name}{number}"), *what)
             # One that ended with an error may have computed all, and not have merged.
             is_merge_due = what[0] == "resubmit" and len(self.outcome.failed_commands) > n_failed
             what = ("merge", self.run) if is_merge_due else ("resubmit", self.run, "--tasks", "1")
             if not is_complete:
                 self._remove_dead_lock()
-        self._check_all()
 
     def _client(self, name: str) -> Node:
-        rates = dict(self.setting.rates)
-        if self.asleep and name == "merger":
+        rates, behaviour = dict(self.setting.rates), self.setting.behaviour
+        if (self.asleep or self.n_late_shards) and name == "merger":
             rates["slow"] = 0.03  # so that there is time to wake up in
-        return self.server.node(name, self.setting.behaviour, rates)
+        if self.n_late_shards and name == "merger":
+            # Linux believes a missing name for up to a minute, and a listing as long as its folder's time is the same.
+            behaviour = replace(behaviour, ac_min_s=60.0, ac_max_s=60.0, names=True, listings=True)
+        return self.server.node(name, behaviour, rates)
+
+    # A merge while shards appear
+
+    def _hide_shards(self, node: Node) -> list[str]:
+        """Take shards away, and have a node believe that they are not there, and that a partial file is."""
+        shards = self.kept / "shards"
+        names = sorted(path.name for path in shards.glob("[0-9]*.h5") if path.is_file() and not path.is_symlink())
+        hidden = sorted(self.random.sample(names, min(self.n_late_shards, len(names))))
+        if not hidden:
+            return []
+        (self.server.exported / "hidden").mkdir()
+        for name in hidden:
+            (shards / name).rename(self.server.exported / "hidden" / name)
+        stale = self.kept / ".merged.h5.merger.1.1.partial"
+        stale.write_bytes(b"\0" * 100)
+        times = self.kept.stat()
+        node.run(sys.executable, "-c", PRIME, self.run, *hidden)
+        stale.unlink()
+        os.utime(self.kept, ns=(times.st_atime_ns, times.st_mtime_ns))
+        return hidden
+
+    def _show(self, hidden: Sequence[str]) -> None:
+        """Put the shards back while the merge is at work, within one tick of the folder's time."""
+        if not hidden:
+            return
+        while self._merging and not list(self.kept.glob(".merged.h5*")):
+            time.sleep(0.01)
+        if self._merging:
+            self.note(SHARDS_APPEAR)
+        times = (self.kept / "shards").stat()
+        for name in hidden:
+            (self.server.exported / "hidden" / name).rename(self.kept / "shards" / name)
+            time.sleep(self.random.uniform(0, 0.05))
+        os.utime(self.kept / "shards", ns=(times.st_atime_ns, times.st_mtime_ns))
+
+    # `resubmit --failed` that is killed
+
+    def _kill_mends(self) -> None:
+        """Kill `resubmit --failed` and the merge after it at random moments; every good row must stay merged."""
+        for number in range(self.n_mends_killed):
+            self._kill_one(self._mend, f"mend{number}", "process: resubmit --failed is killed")
+            if self.is_mended_merge_killed:
+                self._kill_one(("merge", self.run), f"after{number}", "process: the merge after it is killed")
+            self._check_good_rows(f"killed mend {number}")
+            self.command(self._client(f"look{number}"), "merge", self.run)
+            self._check_good_rows(f"merge after killed mend {number}")
+
+    def _kill_one(self, argv: Sequence[object], name: str, kind: str) -> None:
+        node = self._client(name)
+        started = node.start(*TYPED, *argv, cwd=REPOSITORY, OMP_NUM_THREADS="1")
+        # Before it holds the lock it has changed nothing: the moments that count are those of its work.
+        while started.poll() is None and not (self.kept / ".submitting").exists():
+            time.sleep(0.01)
+        until = time.monotonic() + self.random.expovariate(1 / MEND_S)
+        while started.poll() is None and time.monotonic() < until:
+            time.sleep(0.01)
+        if started.poll() is None:
+            self.note(kind)
+        node.kill()
+        self._remove_dead_lock()
+
+    def _check_good_rows(self, said: str) -> None:
+        good = self.good_rows()
+        if gone := len(self._good - good):
+            self.outcome.lost.append(f"{said}: {gone} good rows are gone")
+        self._good = good
 
     def _wake_sleepers(self) -> None:
         """Let the tasks that sleep go on once the merge has begun to join, and wait for their end."""
@@ -305,6 +402,14 @@ class Trial:
         with slurmgpu.open(path) as merged:
             return [int(index) for index in merged.index[:]], complete
 
+    def good_rows(self) -> set[int]:
+        """The items whose merged rows are no failed items'."""
+        path = self.kept / "merged.h5"
+        if not path.exists():
+            return set()
+        with slurmgpu.open(path) as merged:
+            return {int(index) for index in merged.index[:]} - set(merged.errors)
+
     def _check_report(self, said: str, code: int) -> None:
         report = json.loads((self.kept / "report.json").read_text())
         rows, in_file = self.rows()
@@ -319,6 +424,9 @@ class Trial:
         ]
         if named != lacking:
             told.append(f"{said}: {len(named)} items are named as missing, {len(lacking)} are")
+        n_failed = len(rows) - len(self.good_rows())
+        if report["n_errors"] != n_failed:
+            told.append(f"{said}: the report says {report['n_errors']} failed items, there are {n_failed}")
         if report["n_rows"] != len(rows):
             told.append(f"{said}: the report says {report['n_rows']} rows, there are {len(rows)}")
         self._check_no_fewer(said)
@@ -335,6 +443,8 @@ class Trial:
         rows, _ = self.rows()
         if lacking := set(range(self.outcome.n_items)) - set(rows):
             self.outcome.lost.append(f"{len(lacking)} rows after {self.outcome.n_rounds} rounds")
+        if failed := set(rows) - self.good_rows():
+            self.outcome.lost.append(f"{len(failed)} good rows, which are of failed items still")
         if len(rows) != len(set(rows)):
             self.outcome.doubled.append(f"{len(rows) - len(set(rows))} rows")
         if rows != sorted(rows):
@@ -353,8 +463,12 @@ class Trial:
         done = looking.run(*TYPED, "status", self.run, "--json", cwd=REPOSITORY)
         if done.returncode not in (0, 3):
             self.outcome.failed_commands.append(f"status: exit code {done.returncode}, {done.stderr[-160:]}")
-        elif json.loads(done.stdout)["n_shards_done"] * SHARD_ITEMS != len(rows):
-            self.outcome.misreported.append(f"status says {json.loads(done.stdout)['n_shards_done']} shards")
+        else:
+            status = json.loads(done.stdout)
+            if status["n_shards_done"] * SHARD_ITEMS != len(rows):
+                self.outcome.misreported.append(f"status says {status['n_shards_done']} shards")
+            if status["n_errors"] != len(rows) - len(self.good_rows()):
+                self.outcome.misreported.append(f"status says {status['n_errors']} failed items")
 
     def datasets(self) -> dict[str, bytes]:
         """The bytes of every dataset of the merged file."""

@@ -170,7 +170,7 @@ def test_jobs_of_a_submission_that_has_ended_since_are_out_of_the_queue(ended_ru
 def test_jobs_in_slurms_queue_are_not_those_of_a_copy_of_the_run(run):
     again = {**run.submissions()[0], "submission": 2, "array_job": "4800", "merge_job": "4801"}
     run.record_submission(again)
-    jobs = [slurms_queue.QueuedJob(f"{number}", "PENDING", "", "judge", "/", "x") for number in (4800, 4801)]
+    jobs = [slurms_queue.QueuedJob(f"{number}", "PENDING", "", "slurmgpu:judge", "/", "x") for number in (4800, 4801)]
     copy = Run.open(shutil.copytree(run.folder, run.folder.parent / "copy"))
     assert slurms_queue.jobs_of(copy, jobs) == []
     assert read_status(copy, slurms_queue.queued_jobs(copy, jobs), now=NOW + 500)["state"] == "ended"

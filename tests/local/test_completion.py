@@ -136,6 +136,7 @@ def test_completion_imports_nothing_heavy(folder):
     code += "from slurmgpu.cli import app; import json; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
     assert not {"numpy", "h5py", "torch", "submitit", "pydantic"} & set(json.loads(done.stdout))
+    assert "importlib.metadata" not in json.loads(done.stdout)
 
 
 def at_a_prompt(folder, keys, until):

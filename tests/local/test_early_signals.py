@@ -187,6 +187,55 @@ def test_slurm_says_the_end_in_the_environment_and_squeue_is_not_asked(monkeypat
         monkeypatch.setenv(name, value)
     for name in ("SLURM_ARRAY_JOB_ID", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
-    assert own_job(by_hand=True).end_time() == 2e9
+    assert own_job(own_array=False).end_time() == 2e9
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(0xFFFFFFFE))  # a job without a limit
-    assert own_job(by_hand=False).end_time() is None
+    assert own_job(own_array=True).end_time() is None
+
+
+def test_a_year_is_no_walltime(monkeypatch):
+    """From Slurm 23.02 on a job without a limit has its start and 365 days as its end."""
+    for name, value in {"SLURM_JOB_ID": "7", "SLURM_JOB_START_TIME": "1795406749"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1826942749")
+    assert own_job(own_array=True).end_time() is None
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1796011549")
+    assert own_job(own_array=True).end_time() == 1796011549
+
+
+# Whose the environment is: sbatch hands an array's variables on to what is submitted in one of its tasks
+
+
+def array(job, task, count, **others):
+    return {"SLURM_ARRAY_JOB_ID": job, "SLURM_ARRAY_TASK_ID": task, "SLURM_ARRAY_TASK_COUNT": count, **others}
+
+
+@pytest.mark.parametrize(
+    ("environ", "own_array", "expected"),
+    [
+        ({}, False, ("9", 0, 0, 1)),
+        ({"SLURM_RESTART_COUNT": "2"}, False, ("9", 0, 2, 1)),  # a plain job that was requeued
+        (array("9", "3", "4"), False, ("9", 3, 0, 4)),  # the task that started last
+        (array("9", "0", "1", SLURM_RESTART_COUNT="1"), False, ("9", 0, 1, 1)),
+        (array("7", "0", "1"), False, ("9", 0, 0, 1)),  # an array of one has no other task
+        (array("7", "2", "4", SLURM_RESTART_COUNT="1"), True, ("7", 2, 1, 4)),
+    ],
+)
+def test_whose_the_environment_is_can_be_told_without_squeue(monkeypatch, caplog, environ, own_array, expected):
+    monkeypatch.setattr("slurmgpu.slurm.own_job.IDENTITY_S", 0.0)
+    for name in ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"SLURM_JOB_ID": "9", "SLURM_JOB_END_TIME": "2000000000", "PATH": "/nowhere", **environ}.items():
+        monkeypatch.setenv(name, value)
+    own = own_job(own_array=own_array)
+    assert (own.array_job, own.task, own.restart, own.n_tasks) == expected
+    assert caplog.messages == []  # nobody was asked
+
+
+def test_where_the_environment_may_be_another_jobs_squeue_is_asked(monkeypatch, slow_squeue):
+    path, go = slow_squeue("0:02")
+    go.touch()
+    monkeypatch.setattr("slurmgpu.slurm.own_job.IDENTITY_S", 280.0)
+    for name, value in {"SLURM_JOB_ID": "7", "PATH": path, **array("6", "2", "4")}.items():
+        monkeypatch.setenv(name, value)
+    own = own_job(own_array=False)
+    assert (own.array_job, own.task) == ("7", 0)

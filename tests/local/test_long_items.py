@@ -18,7 +18,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.records import Attempt
 from slurmgpu.task.supervisor import Task
 from slurmgpu.worker.computer import INTERRUPTED, NOT_ASKED, Computer, Failure, settle
-from slurmgpu.workload import Item, Placement
+from slurmgpu.workload import Item, Placement, adapt
 from tests.support.runs import check_rows, let_go, published, records, report, start, wait_until, workers
 
 LOCAL = ("submit", "--executor", "local", "--device", "cpu")
@@ -102,7 +102,7 @@ def test_an_item_that_is_left_for_later_is_not_called_again_and_has_no_row():
         raise Interrupted
 
     with pytest.raises(Interrupted):
-        Computer(leave, "leave", {}, 4).compute([Item(i, {}) for i in range(4)], History())
+        Computer(adapt(leave, "leave"), "leave", {}, 4).compute([Item(i, {}) for i in range(4)], History())
     assert calls == [[0, 1, 2, 3]]
 
 
@@ -114,7 +114,7 @@ def test_a_share_tells_how_many_processes_there_could_be_also_on_cpus(gpus, devi
             return Placement()
 
     asking = Asking()
-    place(asking, Resources(gpus=gpus, device=device), gpus, "Asking")
+    place(adapt(asking, "Asking"), Resources(gpus=gpus, device=device), gpus)
     assert (asking.share.slots, asking.share.gpus) == (slots, 0 if device == "cpu" else gpus)
 
 

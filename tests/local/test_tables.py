@@ -201,7 +201,9 @@ def test_gpus_of_a_tasks_other_nodes_count(tmp_path, capsys):
     assert re.search(r"^4711_0\.0 +gpu000 \+2 +12 ", capsys.readouterr().out, re.MULTILINE)
 
 
-OF_LATER_REPORTS = ("summary", "damaged_records", "ledger", "image", "not_finite", "computed_with")
+OF_LATER_REPORTS = (
+    *("summary", "damaged_records", "unreadable_records", "ledger", "image", "not_finite", "computed_with"),
+)
 OF_LATER_ATTEMPTS = (
     *("state", "updated", "shard", "progress", "n_nodes", "usage", "idle_gpu", "bad_node", "phases", "shards"),
     *("spent",),

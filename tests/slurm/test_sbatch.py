@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from slurmgpu.executors import manual_jobs
+from slurmgpu.executors import liveness, manual_jobs
 from slurmgpu.executors.manual import lines_to_type
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import Submission
-from slurmgpu.slurm import queue
+from slurmgpu.slurm import commands, queue
 from slurmgpu.util.pids import own_id
+from tests.support.pretend_runs import pretend_run
 from tests.support.runs import check_rows, datasets, holders, let_go, published, records, report, toml, wait_until
 
 SCRIPTS = Path(__file__).parents[2] / "sbatch"
@@ -360,7 +361,8 @@ def test_the_scripts_ask_for_what_the_task_and_slurm_need():
         if path.name != "merge.sbatch":
             assert re.search(r"^#SBATCH --requeue$", text, re.M), path
             assert re.search(r"^#SBATCH --signal=USR2@\d+$", text, re.M), path
-            step = """sh -c 'trap "" USR2; exec "$0" "$@"' slurmgpu task "$RUN"\n"""
+            assert re.search(r"^#SBATCH --array=0$", text, re.M), path
+            step = """sh -c 'trap "" USR2; exec "$0" "$@"' slurmgpu task --own-array "$RUN"\n"""
             assert text.endswith(f'srun --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" {step}'), path
 
 
@@ -436,6 +438,48 @@ def test_a_job_is_of_the_run_that_its_comment_names(comment, is_of):
     assert job.is_of(run) is is_of
 
 
+@pytest.fixture
+def cancelling(tmp_path, monkeypatch):
+    """`cancelling(jobs, **line)`: what `cancel` stops of a run whose one submission by hand is job 7, on "here"."""
+
+    def cancel(*jobs, **line):
+        run = pretend_run(tmp_path / "run", 0, n_tasks=1)
+        first = {"by_hand": True, "array_job": "7", "uid": os.getuid(), "state": "queued"}
+        run.record_submission({"submission": 1, **first, **line})
+        stopped = []
+        monkeypatch.setattr(queue, "own_cluster", lambda: "here")
+        monkeypatch.setattr(queue, "own_jobs", lambda and_of=(): list(jobs))
+        monkeypatch.setattr(commands, "cancel", lambda *ids: stopped.extend(ids))
+        liveness.cancel(run)
+        return stopped, run.submissions()[-1].get("cancelled", False)
+
+    return cancel
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "stops"),
+    [
+        ({"cluster": "here"}, "any", True),
+        ({"cluster": "there"}, "slurmgpu", False),
+        ({}, "slurmgpu", True),  # by an older slurmgpu
+        ({}, "any", False),
+    ],
+)
+def test_a_job_of_another_cluster_that_has_the_same_id_is_not_cancelled(cancelling, line, name, stops):
+    job = queue.QueuedJob("7", "RUNNING", "None", name, "/home/ada", "train.sh x")
+    assert cancelling(job, **line) == ((["7"], True) if stops else ([], False))
+
+
+def test_a_submission_that_has_ended_on_another_cluster_hides_no_job_here_with_its_id(cancelling, tmp_path):
+    job = queue.QueuedJob("7", "RUNNING", "None", "any", "/", "x", comment=f"slurmgpu:{tmp_path}/run")
+    assert cancelling(job, cluster="there", state="ended") == (["7"], False)
+
+
+def test_a_hetjob_by_hand_is_cancelled_by_its_own_id(cancelling):
+    parts = [queue.QueuedJob(f"7+{part}", "PENDING", "None", "any", "/", "x") for part in (0, 1)]
+    assert cancelling(*parts, cluster="here") == (["7"], True)
+
+
 NEWER_SQUEUE = r"""#!{python}
 import os, subprocess, sys
 done = subprocess.run([{squeue!r}, *sys.argv[1:]], stdout=subprocess.PIPE)
@@ -482,3 +526,39 @@ def test_a_job_that_an_array_task_submits_is_itself_and_not_that_array(project, 
     jobs = [record["job"] for record in records(folder)]
     assert outer not in jobs
     assert len(set(jobs)) == 2
+
+
+SILENT_SQUEUE = """#!/bin/sh
+while ! test -e {answers}; do sleep 0.1; done
+exec {squeue} "$@"
+"""
+
+
+@pytest.mark.slurm
+def test_no_task_of_the_scripts_waits_for_squeue_and_each_is_itself(project, slurmgpu, sbatch, tmp_path, monkeypatch):
+    """Neither a task of an array, nor a job that an array's task submits, while slurmctld does not answer squeue."""
+    folder, answers = project(80, held_from=16, resources={"device": "cpu"}), tmp_path / "answers"
+    slurmgpu("plan", cwd=folder, expect=0)
+    silent = tmp_path / "silent" / "squeue"
+    silent.parent.mkdir()
+    silent.write_text(SILENT_SQUEUE.format(answers=answers, squeue=shutil.which("squeue")))
+    silent.chmod(0o755)
+    script = SCRIPTS / "array.sbatch"
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", f"{silent.parent}:{os.environ['PATH']}")
+        array = sbatch(folder, "--array=0-1", script, "run")
+        inner = f"env -u SLURM_CPUS_PER_TASK sbatch --parsable {script} run > inner"
+        outer = sbatch(
+            folder, "--array=0-1", "--output=/dev/null", "--wrap", f"test 0 = $SLURM_ARRAY_TASK_ID || {inner}"
+        )
+    wait_until(lambda: (folder / "inner").exists() and (folder / "inner").read_text(), "the inner job")
+    inner = (folder / "inner").read_text().strip()
+    wait_for_holders(folder, array, array, inner)
+    answers.touch()
+    assert {(record["job"], record["task"]) for record in records(folder)} == {(array, 0), (array, 1), (inner, 0)}
+    assert outer not in {line["array_job"] for line in submissions(folder)}
+    assert not any("squeue has not answered" in path.read_text() for path in folder.glob("slurmgpu-*.out"))
+    let_go(folder)
+    wait_for_end(array)
+    wait_for_end(inner)
+    assert len(published(folder)) == 10

@@ -7,7 +7,7 @@ from slurmgpu.run.crash_history import History
 from slurmgpu.shards.columns import Array
 from slurmgpu.shards.shard_file import read_directory
 from slurmgpu.worker.computer import Computer, Failure, WorkerBrokenError
-from slurmgpu.workload import Item
+from slurmgpu.workload import Item, adapt
 
 COLUMNS = {"x": Array("float64")}
 
@@ -31,7 +31,7 @@ class Recorder:
 
 def compute(workload, n=8, batch_size=4, history=None, on_batch=lambda indices, isolated: None, start=0, **given):
     items = [Item(start + i, {"x": float(i)}) for i in range(n)]
-    computer = Computer(workload, "Recorder", COLUMNS, batch_size, on_batch, **given)
+    computer = Computer(adapt(workload, "Recorder"), "Recorder", COLUMNS, batch_size, on_batch, **given)
     return computer.compute(items, history or History())
 
 
@@ -48,7 +48,7 @@ def test_what_the_workload_notes_belongs_to_the_shard_that_is_computed():
         return [{"x": item.data["x"]} for item in items]
 
     workload, history = Recorder(function), History()
-    computer = Computer(workload, "Recorder", COLUMNS, 4, noted=noted)
+    computer = Computer(adapt(workload, "Recorder"), "Recorder", COLUMNS, 4, noted=noted)
     first, second = ([Item(start + i, {"x": float(i)}) for i in range(8)] for start in (0, 8))
     assert computer.compute(first, history).notes() == {"batch_tokens": 96}
     assert computer.compute(second, history).notes() == {}
@@ -214,7 +214,7 @@ def test_what_is_no_list_of_rows_is_called_what_it_is(returned, said):
 
 
 def test_items_that_cannot_be_read_are_input_errors_in_their_place():
-    computer = Computer(Recorder(), "w", COLUMNS, 4)
+    computer = Computer(adapt(Recorder(), "w"), "w", COLUMNS, 4)
     computed = computer.compute(
         [Item(0, {"x": 1.0}), (1, ItemError("line 2: not JSON")), Item(2, {"x": 3.0})], History()
     )

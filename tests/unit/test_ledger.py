@@ -1,14 +1,19 @@
 """Where the hours of a run went, and what damaged records cost: a row each."""
 
+import errno
 import json
+import os
 import random
 from dataclasses import asdict
 
 import pytest
 
+from slurmgpu.cli.views.state_words import failure_words
+from slurmgpu.cli.views.tables import show_report, show_status
 from slurmgpu.report.attempts import Life, attempts_of
 from slurmgpu.report.ledger import KINDS, counting, in_words, kind_of, ledger, spent, spent_unrecorded
-from slurmgpu.report.status import read_status
+from slurmgpu.report.status import StatusReader, read_status
+from slurmgpu.run import directory
 from slurmgpu.run.records import Record, read_record
 from tests.support.pretend_runs import BEGIN, pretend_run, reported
 
@@ -242,6 +247,40 @@ def test_a_damaged_record_is_named_and_its_hours_are_slurms(run):
     assert (row["failure"], row["seconds"], row["spent"]) == (None, 700.0, spent_unrecorded(700))
     assert row["message"] == "its record is damaged (COMPLETED); its log may say why"
     assert [a["attempt"] for a in attempts_of(run, None)] == others
+
+
+def test_a_record_that_the_file_system_fails_to_read_is_not_called_damaged(run, monkeypatch, caplog, capsys):
+    [first, *others] = [r["attempt"] for r in run.attempts()]
+    given = {**json.loads((run.tasks / f"{first}.json").read_text()), "state": "running", "ended": None}
+    (run.tasks / f"{first}.json").write_text(json.dumps(given))
+    read = directory.read_bytes
+
+    def fail(path, **given):
+        if path.stem == first:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return read(path, **given)
+
+    reader = StatusReader(run)
+    with monkeypatch.context() as failing:
+        failing.setattr(directory, "read_bytes", fail)
+        status = reader.read([], now=BEGIN + 605)
+        report = reported(run, errors=(), lives={"4711_0": [Life("COMPLETED", None, True, 700, 1, "gpu000")]})
+    for found in (status, report):
+        assert (found["damaged_records"], found["unreadable_records"]) == ([], [first])
+    assert [row["attempt"] for row in status["attempts"]] == others
+    [row] = [row for row in report["attempts"] if row["attempt"] == first]
+    assert row["message"] == "its record cannot be read at present (COMPLETED); its log may say why"
+    assert f"{first}.json cannot be read at present, and is left out: " in caplog.text
+    show_status(status)
+    show_report(report)
+    shown = capsys.readouterr()
+    assert f"record cannot be read at present: {first}" in shown.out
+    assert f"record could not be read: tasks/{first}.json" in shown.out
+    assert "1 unreadable" in failure_words(status)
+    assert "damaged" not in shown.out + caplog.text
+    status = reader.read([], now=BEGIN + 606)  # the file is as it was, and can be read
+    assert status["unreadable_records"] == []
+    assert {row["attempt"] for row in status["attempts"]} == {first, *others}
 
 
 @pytest.mark.parametrize("line", ["[]", "3", '"x"', "null", "{}", '{"submission": "1"}', '{"submission": 9}', '{"subm'])

@@ -115,11 +115,10 @@ class _Checks:
 
     def _fetch(self) -> str:
         workload = workload_of(self._run_file)
-        fetch = getattr(workload, "fetch", None)
-        if not callable(fetch):
-            return f"workload {type(workload).__name__} has nothing to download"
+        if workload.fetch is None:
+            return f"workload {workload.name.rpartition(':')[2]} has nothing to download"
         with working_folder(self._run_file.expanduser().resolve().parent):  # a setting may be a path
-            return str(fetch())
+            return str(workload.fetch())
 
     def _executor(self, config: RunFile) -> str:
         if config.resources.executor != "slurm":

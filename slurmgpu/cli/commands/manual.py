@@ -60,7 +60,14 @@ def plan(
     submitting.plan(run_file, overrides, run_dir, as_json=as_json)
 
 
-def task(folder: RunArgument, device: DeviceOption = None, trust: TrustOption = False) -> None:
+def task(
+    folder: RunArgument,
+    device: DeviceOption = None,
+    trust: TrustOption = False,
+    own_array: Annotated[
+        bool, typer.Option("--own-array", help="The script says #SBATCH --array: squeue need not be asked.")
+    ] = False,
+) -> None:
     """Work as one task of a job of Slurm's.
 
     The scripts in sbatch/ run it; submit needs no help of yours. Exits with 75 if it was stopped
@@ -70,7 +77,7 @@ def task(folder: RunArgument, device: DeviceOption = None, trust: TrustOption = 
 
     if device not in (None, "auto", "cpu"):
         raise SlurmGPUError(f"--device {device!r} is neither auto nor cpu.")
-    raise typer.Exit(run_task_by_hand(folder, device, trust=trust))
+    raise typer.Exit(run_task_by_hand(folder, device, trust=trust, own_array=own_array))
 
 
 def merge(

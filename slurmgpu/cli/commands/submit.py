@@ -56,7 +56,7 @@ def submit(
     with _planning() as progress, draft_run(run_file, overrides, run_dir, progress, other) as draft:
         if dry_run:
             return show_draft(draft, other, origins(run_file, overrides), as_json=as_json, inject=inject)
-        for line in draft.plan.placement:
+        for line in (*draft.notes, *draft.plan.placement):
             say(line)
         if probe is not None:
             api.submission_of(draft, other, inject)  # what is wrong with it is better known before
@@ -90,7 +90,7 @@ def plan(run_file: Path, overrides: Mapping[str, Any], run_dir: Path | None, *, 
     """Make the run directory, and print how to submit it by hand."""
     with _planning() as progress, draft_run(run_file, overrides, run_dir, progress) as draft:
         run, lines, notes = api.plan_draft(draft)
-    for note in (*run.plan.placement, *notes):
+    for note in (*draft.notes, *run.plan.placement, *notes):
         say(note)
     if as_json:
         result_json({"run_dir": str(run.folder), "lines": lines})

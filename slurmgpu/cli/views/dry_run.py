@@ -84,6 +84,7 @@ def _preview(draft: Draft, submission: Submission) -> Preview:
     from slurmgpu.slurm import limits
 
     seen = Preview(submission, bound_gpu_hours=limits.bound_gpu_hours(submission, None))
+    seen.notes += draft.notes
     seen.notes += resubmission.fewer_tasks(submission, draft.plan.n_shards)
     if submission.executor == "slurm":
         try:

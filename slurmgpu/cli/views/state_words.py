@@ -102,7 +102,8 @@ def unknown_words(status: Status) -> str:
 
 def failure_words(status: Status) -> str:
     """Failures by class: of attempts, of workers whose attempts went on, and of items."""
-    records = {"damaged": len(status["damaged_records"])} if status["damaged_records"] else {}
+    left_out = {"damaged": len(status["damaged_records"]), "unreadable": len(status["unreadable_records"])}
+    records = {kind: n for kind, n in left_out.items() if n}
     groups = (
         ("tasks", status["failures"]),
         ("workers", status["worker_deaths"]),

@@ -72,6 +72,8 @@ def show_status(status: Mapping[str, Any], max_rows: int | None = None) -> None:
     _show_failures(console, attempts)
     for name in status["damaged_records"]:
         result(f"record damaged: {name}")
+    for name in status["unreadable_records"]:
+        result(f"record cannot be read at present: {name}")
     for job in status["queue"] or ():
         if job["state"] == "PENDING":
             start = f", start estimated for {moment(job['start'], status['time'])}" if job["start"] else ""
@@ -145,6 +147,8 @@ def show_report(report: Mapping[str, Any]) -> None:
     _show_attempts(console, report)
     for name in report.get("damaged_records") or ():
         result(f"record damaged: tasks/{name}.json; what attempt {name} did is not known")
+    for name in report.get("unreadable_records") or ():
+        result(f"record could not be read: tasks/{name}.json; `slurmgpu merge` takes it in once it can be")
     for trace in {a["traceback"] for a in report["attempts"] if a["traceback"]}:
         result(f"\n{trace.rstrip()}")
     if report["resubmit"]:
