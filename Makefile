@@ -39,7 +39,7 @@ bench: $(VENV)/test
 	$(BIN)/python -m tests.benchmarks
 
 chaos: $(VENV)/test
-	SINGLE_FAILURES=all $(BIN)/python -m pytest tests/test_single_failures.py
+	SINGLE_FAILURES=all $(BIN)/python -m pytest tests/local/test_single_failures.py
 	$(BIN)/python -m tests.chaos --write
 
 docs: $(VENV)/docs

@@ -14,7 +14,7 @@ from slurmgpu.run.heartbeats import beating
 from slurmgpu.run.lock import run_lock
 from slurmgpu.util import early_signals
 from slurmgpu.util.early_signals import EndedBySignalError, deferred, heeded
-from tests import test_merge
+from tests.files import test_merge
 from tests.files.test_merge import merged_rows, publish_all
 from tests.local.test_early_signals import JOB, environment
 from tests.support.runs import wait_until

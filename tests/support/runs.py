@@ -204,7 +204,7 @@ def wait_for_end(folder):
 def run_module(name, folder):
     """Run a module of the tests with a folder as its argument, in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-m", f"tests.{name}", str(folder)],
+        [sys.executable, "-m", f"tests.support.{name}", str(folder)],
         cwd=Path(__file__).parents[2],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
