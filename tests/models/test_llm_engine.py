@@ -316,6 +316,7 @@ OUT_OF_MEMORY = """
 import json, resource, sys
 import torch
 from slurmgpu.llm.engine import *
+from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.models import find_model
 
 torch.set_num_threads(1)
