@@ -247,7 +247,7 @@ def written(tmp_path_factory):
     """What a run leaves: an item failed, a worker died, a shard was damaged, and a second submission mended it."""
     folder = tmp_path_factory.mktemp("project")
     (folder / "slurmgpu.toml").write_text(RUN_FILE)
-    (folder / "sample_workloads.py").write_text((ROOT / "tests" / "sample_workloads.py").read_text())
+    (folder / "sample_workloads.py").write_text((ROOT / "tests" / "support" / "sample_workloads.py").read_text())
     (folder / "items.jsonl").write_text("".join(f'{{"text": "item {index}"}}\n' for index in range(40)))
 
     def call(*argv):
