@@ -20,7 +20,7 @@ demo-train: $(VENV)/demo
 	$(BIN)/python docs/examples/digits/demo.py
 
 test: packages lint types
-	$(BIN)/python -m pytest -n 5
+	$(BIN)/python -m pytest -n 4
 
 check: lint types
 	$(BIN)/python -m pytest -n 2 tests/unit tests/files

@@ -114,7 +114,7 @@ def _scan(file: LogFile, attempt: str, name: str) -> Iterator[Event]:
         rb"\bitem (\d+) is quarantined: " + name.encode() + rb": (.*)": f"item {{}}{QUARANTINED}",
     }
     if name == "cuda_oom":
-        patterns[rb"slurmgpu\.computing: ()(out of memory with a batch.*)"] = "batch"
+        patterns[rb"slurmgpu\.[a-z_.]+: ()(out of memory with a batch.*)"] = "batch"
     word = b"out of memory" if name == "cuda_oom" else name.encode()
     offset, number = 0, 1
     try:

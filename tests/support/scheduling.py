@@ -13,7 +13,7 @@ ALONE = "tests/slurm/"
 class Scheduling(LoadScopeScheduling):
     """A file at a time, so that its fixtures are made once; as long as there are any, those that wait beside others.
 
-    Of the workers three fifths take tests that wait, and the others those that compute; who has none left takes the
+    Half of the workers take tests that wait, and the others those that compute; who has none left takes the
     others'. So cores that waiting tests leave idle are not idle.
     """
 
@@ -22,7 +22,7 @@ class Scheduling(LoadScopeScheduling):
 
     def _assign_work_unit(self, node):
         workers = sorted(self.nodes, key=lambda each: each.gateway.id)
-        waits = workers.index(node) < round(0.6 * len(workers)) if node in workers else False
+        waits = workers.index(node) < (len(workers) + 1) // 2 if node in workers else False
         mine = (scope for scope in self.workqueue if scope.startswith(WAITING) == waits)
         scope = next(mine, None)
         if scope is not None:
