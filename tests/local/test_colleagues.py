@@ -494,7 +494,9 @@ def test_a_lock_that_was_renewed_as_a_colleague_took_it_away_is_its_holders_agai
 
 
 def test_another_users_processes_are_his_to_cancel(colleagues):
-    run = planned_run(Path(tempfile.mkdtemp(dir=colleagues.world)) / "run")
+    top = Path(tempfile.mkdtemp(dir=colleagues.world))
+    top.chmod(0o755)
+    run = planned_run(top / "run")
     process = subprocess.Popen(["sleep", "600"], **colleagues.identity(ALICE))
     try:
         line = {"submission": 1, "state": "running", "executor": "local", "uid": ALICE.pw_uid, "time": time.time()}
@@ -514,12 +516,12 @@ def test_another_users_processes_are_his_to_cancel(colleagues):
 
 def test_a_colleagues_probe_is_not_removed(colleagues):
     folder = colleagues.project("world", lacking=False)
-    probe = ("submit", *COMPUTE, "--probe", "4")
+    probe = ("submit", *COMPUTE, "--run-dir", "new", "--probe", "4")
     colleagues.slurmgpu(ALICE, *probe, cwd=folder, umask=0)
-    before = sorted((folder / "run-probe").rglob("*"))
+    before = sorted((folder / "new-probe").rglob("*"))
     said = colleagues.slurmgpu(BOB, *probe, cwd=folder, expect=2).stderr
-    assert f"{folder / 'run-probe'}, where the probe would go, is games's. Name another --run-dir." in said
-    assert sorted((folder / "run-probe").rglob("*")) == before
+    assert f"{folder / 'new-probe'}, where the probe would go, is games's. Name another --run-dir." in said
+    assert sorted((folder / "new-probe").rglob("*")) == before
 
 
 def test_a_user_without_a_name_is_called_by_number(tmp_path):
