@@ -64,8 +64,8 @@ def snapshot_of(
     former = list(former)
     tracer = _Tracer(Path(plan.search_path), packages, former)
     tracer.add_named(plan.workload.rpartition(":")[0], needed=True)
-    for text in _texts(plan.settings):
-        if found := NAMED.fullmatch(text):
+    for text in plan.texts():
+        if len(text) < LONG_TEXT and (found := NAMED.fullmatch(text)):
             tracer.add_named(found[1], needed=False)
     for name in sorted({*also, *(name for file in former for name in file.modules)}):
         tracer.add_module(name, needed=False)
@@ -367,18 +367,6 @@ def _some(names: Iterable[str]) -> str:
 def _not_python(path: str, error: Exception) -> SlurmGPUError:
     line, said = (f", line {error.lineno},", error.msg) if isinstance(error, SyntaxError) else ("", str(error))
     return SlurmGPUError(f"{path}{line} is not Python: {said}. Correct it there, and submit again.")
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        if len(value) < LONG_TEXT:
-            yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _texts(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _texts(inner)
 
 
 def _versions(names: Iterable[str]) -> dict[str, str]:

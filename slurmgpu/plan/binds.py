@@ -6,9 +6,8 @@ On the node, since links may lead elsewhere there. `containers.command.needed_bi
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from slurmgpu.containers.links import Known, names, upwards
 from slurmgpu.containers.runtime import SHARED
@@ -74,22 +73,11 @@ def _read_files(run: Run) -> Iterator[str]:
 def _named_by_settings(run: Run, apart: set[str], known: Known) -> Iterator[str]:
     """The files and folders that settings name."""
     base = run.plan.search_path
-    for value in _texts(run.plan.settings):
+    for value in run.plan.texts():
         # A prompt may begin with ~, and be too long for a path: these two functions raise nothing.
         path = os.path.normpath(os.path.join(base, os.path.expanduser(value)))  # noqa: PTH111, PTH118
         if path != base and os.path.exists(path) and apart.isdisjoint(names(path, known)):  # noqa: PTH110
             yield path
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _texts(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _texts(inner)
 
 
 def _linked_in(paths: Iterable[str]) -> Iterator[str]:

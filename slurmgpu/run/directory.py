@@ -13,7 +13,7 @@ import os
 import re
 import shlex
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -112,6 +112,18 @@ class Plan:
         parts = [self.input_digest, self.n_items, self.workload, self.settings, self.columns]
         parts += [self.batch_size, self.shard_items, self.seed]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+    def texts(self) -> Iterator[str]:
+        """The texts among the settings, also those within tables and lists: they may name files, or modules."""
+        todo: list[Any] = [self.settings]
+        while todo:
+            value = todo.pop()
+            if isinstance(value, str):
+                yield value
+            elif isinstance(value, Mapping):
+                todo += [*value.values()][::-1]
+            elif isinstance(value, list):
+                todo += value[::-1]
 
     def to_json(self) -> dict[str, Any]:
         """The content of run.json."""

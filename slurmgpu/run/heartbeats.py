@@ -8,17 +8,16 @@ the host, the cluster or the PID namespace of the task. What died leaves its fil
 from __future__ import annotations
 
 import contextlib
-import getpass
 import json
 import os
 import secrets
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slurmgpu.run.counters import SIZE, counting, encode, own_name
 from slurmgpu.run.submissions import cluster_in_names, place_of
 from slurmgpu.util.pids import lives, own_id
 from slurmgpu.util.shared_files import list_anew, read_bytes, remove
@@ -27,7 +26,6 @@ BEAT_S = 3.0
 """How often a task counts up."""
 LONGEST_GAP_S = 15.0
 """An observer that has not looked for so long was stopped itself, and its clock says nothing of others."""
-SIZE = 1024
 SUFFIX = ".alive"
 
 
@@ -48,24 +46,19 @@ def beating(folder: Path, attempt: str, job: str, node: int = 0) -> Iterator[Non
         "job": job,
         "uid": os.getuid(),
     }
-    value |= {"user": _user(), "cluster": cluster, **own_id()}
+    value |= {"user": own_name(), "cluster": cluster, **own_id()}
     with contextlib.suppress(OSError):
         value |= place_of(folder)
-    over = threading.Event()
     _write(path, value)
 
     def beat() -> None:
-        while not over.wait(BEAT_S):
-            value["beat"] += 1
-            _write(path, value)
+        value["beat"] += 1
+        _write(path, value)
 
-    thread = threading.Thread(target=beat, daemon=True, name="heartbeat")
-    thread.start()
     try:
-        yield
+        with counting(beat, BEAT_S, "heartbeat"):
+            yield
     finally:
-        over.set()
-        thread.join()
         with contextlib.suppress(OSError):
             if _parse(read_bytes(path, max_bytes=4 * SIZE)).get("token") == value["token"]:
                 remove(path)
@@ -74,11 +67,10 @@ def beating(folder: Path, attempt: str, job: str, node: int = 0) -> Iterator[Non
 def _write(path: Path, value: Mapping[str, Any]) -> None:
     # In place, and of one length: a rename would cost the server more, and readers see the old counter or the new one.
     # Made anew if it is gone: a merge removes those that are silent, and a task that was stopped may wake.
-    content = json.dumps(dict(value)).encode().ljust(SIZE - 1) + b"\n"
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
         try:
-            os.pwrite(fd, content, 0)
+            os.pwrite(fd, encode(value), 0)
         finally:
             os.close(fd)
 
@@ -159,10 +151,3 @@ def _parse(content: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}  # it is being written for the first time, or damaged
     return value if isinstance(value, dict) else {}
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return str(os.getuid())  # of no name here

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import getpass
 import json
 import logging
 import math
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.run.counters import SIZE, counting, encode, own_name
 from slurmgpu.run.owners import name_of
 from slurmgpu.util.early_signals import deferred, heed
 from slurmgpu.util.pids import lives, own_id
@@ -39,7 +39,6 @@ PATIENCE_S = 120.0
 LONGEST_GAP_S = 10.0
 """An observer that has not looked for so long was stopped itself, and its clock says nothing of others."""
 CHECKED_S = 1.0
-SIZE = 1024
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -138,7 +137,10 @@ def run_lock(
     While another process holds it the patient wait, and the others are refused. `doing` is told to those. `on_wait` is
     called again and again meanwhile; what it raises ends the waiting.
     """
-    with hold(folder / ".submitting", doing, patient=patient, on_wait=on_wait) as lock, _renewed(lock):
+    with (
+        hold(folder / ".submitting", doing, patient=patient, on_wait=on_wait) as lock,
+        counting(lock.beat, RENEW_S, doing),
+    ):
         yield lock
 
 
@@ -200,7 +202,7 @@ def _acquire(path: Path, doing: str, patient: bool, on_wait: Callable[[], None],
 
 def _try(path: Path, doing: str) -> Lock | None:
     """The lock, if it is free. The file appears with its content: who looks at it finds its holder."""
-    value = {"token": secrets.token_hex(16), "beat": 0, "doing": doing, "user": _user(), "since": time.time()}
+    value = {"token": secrets.token_hex(16), "beat": 0, "doing": doing, "user": own_name(), "since": time.time()}
     value |= own_id()
     mine = path.with_name(f"{path.name}.{value['token']}.partial")
     try:
@@ -309,10 +311,7 @@ def _parse(content: bytes) -> dict[str, Any]:
 
 
 def _encode(value: Mapping[str, Any]) -> bytes:
-    # One length whatever the counter says: a shorter text written in place would leave the end of the longer one.
-    if "text" in value:
-        return str(value["text"]).encode()
-    return json.dumps(dict(value)).encode().ljust(SIZE - 1) + b"\n"
+    return str(value["text"]).encode() if "text" in value else encode(value)
 
 
 def _in_words(holder: Mapping[str, Any]) -> str:
@@ -323,29 +322,3 @@ def _in_words(holder: Mapping[str, Any]) -> str:
         f"process {holder.get('pid')} of {holder.get('user')} on {holder.get('host')}, "
         f"which began {holder.get('doing')} it at {since}"
     )
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return str(os.getuid())  # of no name here
-
-
-@contextlib.contextmanager
-def _renewed(lock: Lock) -> Iterator[None]:
-    """Show others, while the block lasts, that the holder lives: a merge may take an hour."""
-    over = threading.Event()
-
-    def renew() -> None:
-        while not over.wait(RENEW_S):
-            with contextlib.suppress(OSError):
-                lock.beat()
-
-    thread = threading.Thread(target=renew, daemon=True, name="the lock of the run")
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()

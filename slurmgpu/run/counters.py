@@ -1,0 +1,45 @@
+"""Files with a counter that goes up while their process lives: what heartbeats and the run's lock have in common."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+SIZE = 1024
+
+
+def encode(value: Mapping[str, Any]) -> bytes:
+    """A value as bytes of one length: a shorter text written in place would leave the end of the longer one."""
+    return json.dumps(dict(value)).encode().ljust(SIZE - 1) + b"\n"
+
+
+@contextlib.contextmanager
+def counting(count: Callable[[], object], pause_s: float, name: str) -> Iterator[None]:
+    """Call `count` every `pause_s` seconds while the block lasts, in a thread of this name; OSErrors are ignored."""
+    over = threading.Event()
+
+    def go_on() -> None:
+        while not over.wait(pause_s):
+            with contextlib.suppress(OSError):
+                count()
+
+    thread = threading.Thread(target=go_on, daemon=True, name=name)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def own_name() -> str:
+    """The name of this process's user, or the number of one that has no name here."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
