@@ -1,12 +1,10 @@
 import functools
-import os
 import signal
-import subprocess
-import sys
 
 import pytest
 
 from tests.cluster.fixture import cluster, memory_limits  # noqa: F401
+from tests.support.command_line import CommandLine
 from tests.support.images import apptainer, normal_user  # noqa: F401
 from tests.support.runs import make_project
 from tests.support.somebody import somebody  # noqa: F401
@@ -55,21 +53,9 @@ def _plain_output(monkeypatch):
 @pytest.fixture(scope="session")
 def slurmgpu():
     """The command line as a user types it: `slurmgpu("submit", …)` gives the finished process."""
-
-    def call(*argv, cwd=None, expect=None, **env):
-        done = subprocess.run(
-            [sys.executable, "-m", "slurmgpu", *map(str, argv)],
-            cwd=cwd,
-            env={**os.environ, **env},
-            capture_output=True,
-            text=True,
-            timeout=800,
-        )
-        if expect is not None:
-            assert done.returncode == expect, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
-        return done
-
-    return call
+    calls = CommandLine()
+    yield calls
+    calls.close()
 
 
 @pytest.fixture

@@ -1,0 +1,122 @@
+"""The command line as a user types it, without the half second in which Python imports the package.
+
+One process imports it, and forks for each command. What the imports themselves depend on makes a Python of its own:
+a call with a variable of Python's, of the locale or of HDF5.
+"""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+SERVER = """
+import gc, json, os, runpy, signal, socket, sys, time
+
+import slurmgpu.api, slurmgpu.cli.app, slurmgpu.cli.commands.submit, slurmgpu.cli.console, slurmgpu.merge.export
+import slurmgpu.executors.local, slurmgpu.executors.slurm, slurmgpu.executors.submission, slurmgpu.report.status
+
+
+def serve(listener):
+    while True:
+        connection, _ = listener.accept()
+        if os.fork():
+            connection.close()
+            continue
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        listener.close()
+        answer(connection)
+        return
+
+
+def answer(connection):
+    file = connection.makefile("rw")
+    asked = json.loads(file.readline())
+    pid = os.fork()
+    if pid == 0:
+        file.close()
+        connection.close()
+        call(**asked)
+        return
+    print(pid, file=file, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=file, flush=True)
+    os._exit(0)
+
+
+def call(argv, cwd, env, umask, out, err):
+    for number, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    os.umask(umask)
+    time.tzset()
+    sys.path[0] = os.getcwd()
+    sys.argv = ["slurmgpu", *argv]
+    runpy.run_module("slurmgpu", run_name="__main__", alter_sys=True)
+
+
+with socket.socket(fileno=int(sys.argv[1])) as listener:
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    serve(listener)
+"""
+
+READ_BY_IMPORTS = ("PYTHON", "LC_", "LANG", "HDF5", "OMP_", "OPENBLAS")
+
+
+class CommandLine:
+    """Calls `slurmgpu` with arguments; close it when it is done with."""
+
+    def __init__(self):
+        self._folder = tempfile.TemporaryDirectory(prefix="slurmgpu-tests-")
+        self._address = str(Path(self._folder.name) / "socket")
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(self._address)
+            listener.listen(64)
+            command = [sys.executable, "-c", SERVER, str(listener.fileno())]
+            self._server = subprocess.Popen(command, pass_fds=[listener.fileno()], stdin=subprocess.DEVNULL)
+        self._own = read_by_imports(os.environ)
+
+    def close(self):
+        self._server.kill()
+        self._server.wait()
+        self._folder.cleanup()
+
+    def __call__(self, *argv, cwd=None, expect=None, **env):
+        """The finished process of `slurmgpu *argv`; AssertionError if it did not end with the code `expect`."""
+        argv, env = [*map(str, argv)], {**os.environ, **env}
+        call = self._fork if read_by_imports(env) == self._own else _start
+        done = call(argv, cwd=str(Path(cwd or ".").absolute()), env=env)
+        if expect is not None:
+            assert done.returncode == expect, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    def _fork(self, argv, cwd, env):
+        [umask] = re.findall(r"Umask:\s*(\d+)", Path("/proc/self/status").read_text())
+        with tempfile.NamedTemporaryFile("r+") as out, tempfile.NamedTemporaryFile("r+") as err:
+            asked = {"argv": argv, "cwd": cwd, "env": env, "umask": int(umask, 8), "out": out.name, "err": err.name}
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.settimeout(800)
+                connection.connect(self._address)
+                with connection.makefile("rw") as file:
+                    print(json.dumps(asked), file=file, flush=True)
+                    pid = int(file.readline())
+                    try:
+                        code = int(file.readline())
+                    except TimeoutError:
+                        os.kill(pid, 9)
+                        raise
+            return subprocess.CompletedProcess(argv, code, out.read(), err.read())
+
+
+def _start(argv, cwd, env):
+    command = [sys.executable, "-m", "slurmgpu", *argv]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=800)
+
+
+def read_by_imports(env):
+    return {name: value for name, value in env.items() if name.startswith(READ_BY_IMPORTS)}
