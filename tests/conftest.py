@@ -1,7 +1,9 @@
 import functools
+import os
 import signal
 
 import pytest
+from hypothesis import settings
 
 from tests.cluster.fixture import cluster, memory_limits  # noqa: F401
 from tests.support.command_line import CommandLine
@@ -9,6 +11,10 @@ from tests.support.images import apptainer, normal_user  # noqa: F401
 from tests.support.runs import make_project
 from tests.support.somebody import somebody  # noqa: F401
 from tests.support.tiny_models import adder, one_thread  # noqa: F401
+
+settings.register_profile("quick", max_examples=25, deadline=None, derandomize="CI" in os.environ)
+settings.register_profile("nightly", max_examples=500, deadline=None)
+settings.load_profile("quick")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -39,6 +39,7 @@ def test_the_example_reaches_97_percent_on_digits_that_it_has_not_seen(folder):
         assert merged["final"][3]["test_accuracy"] >= 0.97
 
 
+@pytest.mark.nightly
 def test_two_processes_train_the_example_as_well(folder):
     (folder / "one.toml").write_text(re.sub(r"\[sweep\].*?\n\n", "", (folder / "train.toml").read_text(), flags=re.S))
     options = ["--executor", "local", "--gpus", "2", "--device", "cpu", "--run-dir", "runs/two", "--set", "lr=0.01"]

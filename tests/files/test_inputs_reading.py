@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmgpu.errors import ItemError, SlurmGPUError
@@ -58,7 +58,6 @@ JSON_VALUES = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_any_range_of_jsonl_is_what_the_json_module_reads(data: st.DataObject) -> None:
     objects = st.fixed_dictionaries({"id": JSON_VALUES, "text": JSON_VALUES})
@@ -72,7 +71,6 @@ def test_any_range_of_jsonl_is_what_the_json_module_reads(data: st.DataObject) -
     check_ranges(".jsonl", contents, [value for file in files for value in file], data)
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_any_range_of_csv_is_what_the_csv_module_reads(data: st.DataObject) -> None:
     text = st.text(
@@ -95,7 +93,6 @@ def test_any_range_of_csv_is_what_the_csv_module_reads(data: st.DataObject) -> N
     check_ranges(".csv", contents, expected, data)
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_any_range_of_txt_is_its_lines(data: st.DataObject) -> None:
     lines = st.text(st.characters(codec="utf-8", exclude_characters="\r\n\ufeff"), max_size=9)
@@ -110,7 +107,6 @@ def test_any_range_of_txt_is_its_lines(data: st.DataObject) -> None:
     check_ranges(".txt", contents, [{"text": line} for file in files for line in file], data)
 
 
-@settings(deadline=None)
 @given(data=st.data(), suffix=st.sampled_from([".jsonl", ".csv", ".txt"]))
 def test_no_bytes_stop_the_other_items(data: st.DataObject, suffix: str) -> None:
     """Bytes of any kind after the part that planning looks at: each line is an item or an error, never an exception."""

@@ -52,8 +52,8 @@ def test_any_range_of_parquet_is_its_rows(tmp_path: Path, stride: int, rows_in_g
     assert [file.n_items for file in spec.files] == [30, 20]
     with Reader(spec, tmp_path / "index") as reader:
         for start in range(51):
-            for stop in range(start, 51):
-                assert reader.read(start, stop) == ROWS[start:stop]
+            for stop in {start, start + 1, start + 8, start + 19, 50}:
+                assert reader.read(start, min(stop, 50)) == ROWS[start:stop]
 
 
 def test_damage_in_one_row_group_is_that_groups_items_errors(tmp_path: Path) -> None:

@@ -168,6 +168,7 @@ def test_shards_larger_than_the_buffers_are_joined(tmp_path):
         assert verify_joined(tmp_path / "merged.h5"), f"unnoticed at byte {offset}"
 
 
+@pytest.mark.nightly
 def test_a_piece_table_larger_than_the_buffer_is_read_again(tmp_path):
     columns = {f"column_{number}": Text() for number in range(200)}
     path = write(tmp_path / "a.h5", columns=columns, rows=[dict.fromkeys(columns, b"text")])

@@ -4,7 +4,7 @@ import csv
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import slurmgpu
@@ -36,7 +36,6 @@ def merged(tmp_path):
     return tmp_path / "merged.h5"
 
 
-@settings(deadline=None)
 @given(json_values)
 def test_a_value_is_stored_as_its_compact_json(value):
     assert json.loads(convert(value)) == value

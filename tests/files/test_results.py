@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmgpu import results
@@ -125,7 +125,6 @@ def test_texts_have_no_rows_by_anything_else(merged, key):
         merged["shout"][key]
 
 
-@settings(deadline=None)
 @given(start=st.integers(-15, 15), stop=st.integers(-15, 15), step=st.integers(-4, 4).filter(bool))
 def test_any_slice_of_texts_is_the_slice_of_their_list(path, start, stop, step):
     with results.open(path) as opened:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
@@ -49,7 +49,6 @@ def drawn_by_rich(columns, gap):
     return table
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_a_table_that_has_room_has_the_lines_of_richs_table(data):
     names = data.draw(st.lists(st.sampled_from(NAMES), min_size=1, unique=True))

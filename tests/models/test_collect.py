@@ -245,6 +245,7 @@ def collected(tmp_path_factory, slurmgpu, adder):
     return folder, done.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.model
 def test_paths_and_values_are_the_same_with_two_tasks_of_which_one_was_killed(collected, tmp_path, slurmgpu, adder):
     folder = collecting(tmp_path / "project", adder)

@@ -240,6 +240,7 @@ def test_stop_and_max_tokens_end_an_answer(adder):
     assert (cut["text"], cut["finish_reason"], cut["n_tokens"]) == ("7+5", "length", 3)
 
 
+@pytest.mark.nightly
 @pytest.mark.model
 def test_samples_are_the_same_with_one_task_with_two_and_after_a_kill(project, slurmgpu, adder):
     settings = {"model": str(adder), "prompt": "{a}+{b}=", "max_tokens": 16, "temperature": 1.5, "n": 2, **FP32}

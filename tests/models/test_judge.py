@@ -438,6 +438,7 @@ mem = "1500M"
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slurm
 @pytest.mark.model
 @pytest.mark.usefixtures("cluster")

@@ -124,6 +124,7 @@ def test_the_plan_names_the_groups_of_the_shares_and_the_report_what_they_hold(w
     assert "group share: entity" in slurmgpu("report", "run", cwd=whole, expect=0).stdout
 
 
+@pytest.mark.nightly
 def test_one_task_three_tasks_and_killed_workers_give_the_same_bytes(whole, tmp_path, slurmgpu):
     """With `threads` set: tasks that share a machine's cores have fewer each, and other last digits without it."""
     expected = datasets(whole)
@@ -134,6 +135,7 @@ def test_one_task_three_tasks_and_killed_workers_give_the_same_bytes(whole, tmp_
 
 
 @pytest.mark.slurm
+@pytest.mark.nightly
 @pytest.mark.usefixtures("cluster")
 def test_an_array_of_tasks_on_slurm_gives_the_bytes_of_one_task(whole, tmp_path, slurmgpu):
     folder = make_project(tmp_path / "project", full="float32", **NAMED)

@@ -168,6 +168,7 @@ def test_on_a_gpu_its_own_time_counts_and_nothing_waits_for_it(monkeypatch, cloc
     assert rates.mfu == pytest.approx(20 * 6 * 98.9e12 / (95 * 989e12))
 
 
+@pytest.mark.nightly
 def test_two_processes_tell_what_they_wait_for_each_other_and_fit_the_same_batch(tmp_path):
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.support.speed_ranks"]
     done = subprocess.run(

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmgpu.errors import SlurmGPUError
@@ -181,7 +181,6 @@ def test_a_value_that_would_lose_something_is_refused_in_the_columns_name(column
         convert(column, value)
 
 
-@settings(deadline=None)
 @given(value=st.integers(-(2**65), 2**65), dtype=st.sampled_from(INTEGERS))
 def test_an_integer_is_stored_exactly_or_refused(value, dtype):
     limits = np.iinfo(dtype)
@@ -194,7 +193,6 @@ def test_an_integer_is_stored_exactly_or_refused(value, dtype):
                 convert(column, found)
 
 
-@settings(deadline=None)
 @given(value=st.floats(), dtype=st.sampled_from(FLOATS))
 def test_a_float_is_rounded_but_never_becomes_infinite(value, dtype):
     with np.errstate(over="ignore"):
@@ -207,7 +205,6 @@ def test_a_float_is_rounded_but_never_becomes_infinite(value, dtype):
             np.testing.assert_array_equal(convert(column, found).ravel(), [rounded])
 
 
-@settings(deadline=None)
 @given(value=st.floats(), dtype=st.sampled_from(INTEGERS))
 def test_a_float_becomes_an_integer_only_when_it_is_one(value, dtype):
     limits = np.iinfo(dtype)
@@ -218,7 +215,6 @@ def test_a_float_becomes_an_integer_only_when_it_is_one(value, dtype):
             convert(Array(dtype), value)
 
 
-@settings(deadline=None)
 @given(text=st.text())
 def test_any_text_is_stored_as_utf8(text):
     assert convert(Text(), text).decode() == text
