@@ -7,7 +7,7 @@ MAKEFLAGS += --jobs
 # The tests start thousands of processes that import the package: none but the first is to compile it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-tracin demo-train test check packages lint types bench chaos docs dist clean
+.PHONY: demo demo-tracin demo-train test nightly check packages lint types bench chaos docs dist clean
 
 demo: $(VENV)/demo
 	$(BIN)/python docs/examples/embed/demo.py
@@ -21,6 +21,9 @@ demo-train: $(VENV)/demo
 
 test: packages lint types
 	$(BIN)/python -m pytest -n 4
+
+nightly: packages lint types
+	$(BIN)/python -m pytest -n 4 -m '' --hypothesis-profile=nightly
 
 check: lint types
 	$(BIN)/python -m pytest -n 2 tests/unit tests/files
