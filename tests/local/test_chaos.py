@@ -6,8 +6,12 @@ from tests.chaos.trial import SETTINGS, Trial
 from tests.cluster.fixture import leave_out
 from tests.pretend_nfs.nodes import missing
 
+BY_DAY = {"caches", "faults"}
 
-@pytest.mark.parametrize("name", SETTINGS)
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[pytest.mark.nightly] if each not in BY_DAY else []) for each in SETTINGS]
+)
 def test_a_run_over_nfs_is_whole_and_says_so(name, tmp_path):
     if reason := missing():
         leave_out(reason)

@@ -14,7 +14,6 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -24,79 +23,33 @@ from slurmgpu.run import owners
 from slurmgpu.run.directory import Run
 from slurmgpu.util import pids
 from tests.cluster.fixture import leave_out
+from tests.support.command_line import CommandLine
 from tests.support.images import fork
 from tests.support.runs import check_rows, make_project, planned_run, published, report, submissions
 from tests.support.somebody import _python
 
 ALICE, BOB, CAROL = (pwd.getpwnam(name) for name in ("games", "news", "bin"))
+ROOT = pwd.getpwuid(0)
 TEAM = grp.getgrnam("users").gr_gid
 COMPUTE = ("--executor", "debug", "--device", "cpu")
 LAYOUTS = {"read": (0o755, 0o022), "group": (0o2770, 0o002), "world": (0o1777, 0o000)}
 """The mode of the folder in which a run is made, and the umask of its owner."""
 
 
-EACH = """
-import json, os, sys, tempfile
-import slurmgpu.api, slurmgpu.cli.app, slurmgpu.cli.console
-from slurmgpu.cli import main
-
-found = []
-for argv in json.loads(sys.argv[1]):
-    files = [tempfile.TemporaryFile() for _ in range(2)]
-    pid = os.fork()
-    if pid == 0:
-        os.dup2(files[0].fileno(), 1), os.dup2(files[1].fileno(), 2)
-        sys.argv = ["slurmgpu", *argv]
-        main()
-        sys.exit()
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    texts = [(file.seek(0), file.read().decode())[1] for file in files]
-    found.append({"argv": argv, "code": code, "out": texts[0], "err": texts[1]})
-print(json.dumps(found))
-"""
-
-
 @dataclass(frozen=True)
 class Colleagues:
-    """A Python that all of them can start, and folders of projects."""
+    """What each of them can type, and folders of projects."""
 
     world: Path
-    python: str
-    env: dict[str, str]
+    lines: dict[str, CommandLine]
 
     def slurmgpu(self, user, *argv, cwd="/", expect=0, umask=0o022, **env):
         """The command line as a user types it."""
-        done = subprocess.run(
-            [self.python, "-m", "slurmgpu", *map(str, argv)],
-            cwd=cwd,
-            env={**os.environ, **self.env, "USER": user.pw_name, "LOGNAME": user.pw_name, **env},
-            **self.identity(user),
-            umask=umask,
-            capture_output=True,
-            text=True,
-            timeout=280,
-        )
-        assert done.returncode == expect, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
-        return done
+        env = {"USER": user.pw_name, "LOGNAME": user.pw_name, **env}
+        return self.lines[user.pw_name](*argv, cwd=cwd, expect=expect, umask=umask, **env)
 
-    def each(self, user, *commands, cwd, **env):
-        """Several commands as one user types them, of which none goes on where another has ended; what each did.
-
-        One Python imports slurmgpu, and starts each by fork.
-        """
-        done = subprocess.run(
-            [self.python, "-c", EACH, json.dumps([[*map(str, argv)] for argv in commands])],
-            cwd=cwd,
-            env={**os.environ, **self.env, "USER": user.pw_name, "LOGNAME": user.pw_name, **env},
-            **self.identity(user),
-            capture_output=True,
-            text=True,
-            timeout=280,
-        )
-        assert done.returncode == 0, done.stderr
-        return [SimpleNamespace(**each) for each in json.loads(done.stdout)]
-
-    def identity(self, user):
+    @staticmethod
+    def identity(user):
         return {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": [TEAM] if user is not CAROL else []}
 
     def project(self, layout, n_items=24, lacking=True, **tables):
@@ -164,7 +117,11 @@ def colleagues():
         python, env = _python(world)
         (world / "home").mkdir(mode=0o755)
         env |= {"HOME": str(world / "home"), "XDG_CONFIG_HOME": str(world / "home"), "PYTHONDONTWRITEBYTECODE": "1"}
-        yield Colleagues(world, python, env)
+        users = (ALICE, BOB, CAROL, ROOT)
+        lines = {user.pw_name: CommandLine(python, env, **Colleagues.identity(user)) for user in users}
+        yield Colleagues(world, lines)
+        for line in lines.values():
+            line.close()
     finally:
         shutil.rmtree(world)
 
@@ -189,10 +146,9 @@ def test_who_may_read_a_run_sees_all_of_it_and_changes_nothing(colleagues, layou
         ("export", "run", "-o", "-", "--format", "csv"),
         ("export", "run", "-o", "-", "--format", "jsonl"),
     )
-    told = colleagues.each(user, *commands, cwd=folder)
-    assert [each for each in told if each.code] == []
+    told = [colleagues.slurmgpu(user, *command, cwd=folder) for command in commands]
     assert content(folder) == before
-    assert len(told[-1].out.splitlines()) == 24
+    assert len(told[-1].stdout.splitlines()) == 24
 
 
 CHANGES = (
@@ -210,11 +166,11 @@ def test_who_may_not_change_a_run_is_told_so_before_anything_is_done(colleagues,
     folder = colleagues.project(layout, lacking=True)
     (folder / "run" / "report.json").touch()  # root's: in a folder with the sticky bit nobody of them may replace it
     before = content(folder)
-    for each in colleagues.each(BOB, *CHANGES, cwd=folder, **IN_A_JOB):
-        assert each.code == 2, each
-        assert f"{folder / 'run'} is games's, and you cannot " in each.err
-        assert f"Have games do it, or do it in a copy of your own: cp -r {folder / 'run'} " in each.err
-        assert each.out == ""
+    for command in CHANGES:
+        done = colleagues.slurmgpu(BOB, *command, cwd=folder, expect=2, **IN_A_JOB)
+        assert f"{folder / 'run'} is games's, and you cannot " in done.stderr
+        assert f"Have games do it, or do it in a copy of your own: cp -r {folder / 'run'} " in done.stderr
+        assert done.stdout == ""
     assert content(folder) == before
 
 
@@ -320,7 +276,7 @@ def ran(marks):
     return sorted(path.name for path in marks.iterdir())
 
 
-@pytest.mark.parametrize("user", [BOB, pwd.getpwuid(0)], ids=["colleague", "root"])
+@pytest.mark.parametrize("user", [BOB, ROOT], ids=["colleague", "root"])
 def test_to_look_at_a_run_imports_none_of_its_code(colleagues, user):
     folder, marks = poisoned(colleagues)
     page = Path(tempfile.mkdtemp(dir=colleagues.world))
@@ -337,8 +293,8 @@ def test_to_look_at_a_run_imports_none_of_its_code(colleagues, user):
         ("export", "run", "-o", page / "rows.mine", *MINE),
         ("cancel", "run"),
     )
-    told = colleagues.each(user, *commands, cwd=folder)
-    assert [each.argv for each in told if each.code] == [["export", "run", "-o", str(page / "rows.mine"), *MINE]]
+    told = {command: colleagues.slurmgpu(user, *command, cwd=folder, expect=None).returncode for command in commands}
+    assert [command for command, code in told.items() if code] == [("export", "run", "-o", page / "rows.mine", *MINE)]
     assert ran(marks) == []
 
 
@@ -356,7 +312,7 @@ def test_a_format_of_the_workloads_own_is_written_by_its_code_only_if_that_is_as
     assert [path.name for path in out.iterdir()] == ["rows.mine"]
 
 
-@pytest.mark.parametrize("user", [BOB, pwd.getpwuid(0)], ids=["colleague", "root"])
+@pytest.mark.parametrize("user", [BOB, ROOT], ids=["colleague", "root"])
 def test_another_users_merge_runs_neither_summarize_nor_on_end(colleagues, user):
     folder, marks = poisoned(colleagues)
     open_to_the_group(folder)

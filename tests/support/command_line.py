@@ -69,36 +69,47 @@ READ_BY_IMPORTS = ("PYTHON", "LC_", "LANG", "HDF5", "OMP_", "OPENBLAS")
 
 
 class CommandLine:
-    """Calls `slurmgpu` with arguments; close it when it is done with."""
+    """Calls `slurmgpu` with arguments, by a Python that has `env` besides; close it when it is done with.
 
-    def __init__(self):
+    `identity` is the user, group and extra_groups of `subprocess`.
+    """
+
+    def __init__(self, python=sys.executable, env=None, **identity):
+        self._python, self._env, self._identity = python, env or {}, identity
         self._folder = tempfile.TemporaryDirectory(prefix="slurmgpu-tests-")
         self._address = str(Path(self._folder.name) / "socket")
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self._address)
             listener.listen(64)
-            command = [sys.executable, "-c", SERVER, str(listener.fileno())]
-            self._server = subprocess.Popen(command, pass_fds=[listener.fileno()], stdin=subprocess.DEVNULL)
-        self._own = read_by_imports(os.environ)
+            self._server = subprocess.Popen(
+                [python, "-c", SERVER, str(listener.fileno())],
+                env={**os.environ, **self._env},
+                cwd="/",
+                pass_fds=[listener.fileno()],
+                stdin=subprocess.DEVNULL,
+                **identity,
+            )
+        self._own = read_by_imports({**os.environ, **self._env})
 
     def close(self):
         self._server.kill()
         self._server.wait()
         self._folder.cleanup()
 
-    def __call__(self, *argv, cwd=None, expect=None, **env):
+    def __call__(self, *argv, cwd=None, expect=None, umask=None, **env):
         """The finished process of `slurmgpu *argv`; AssertionError if it did not end with the code `expect`."""
-        argv, env = [*map(str, argv)], {**os.environ, **env}
-        call = self._fork if read_by_imports(env) == self._own else _start
-        done = call(argv, cwd=str(Path(cwd or ".").absolute()), env=env)
+        argv, env = [*map(str, argv)], {**os.environ, **self._env, **env}
+        call = self._fork if read_by_imports(env) == self._own else self._start
+        done = call(argv, cwd=str(Path(cwd or ".").absolute()), env=env, umask=own_umask() if umask is None else umask)
         if expect is not None:
             assert done.returncode == expect, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
 
-    def _fork(self, argv, cwd, env):
-        [umask] = re.findall(r"Umask:\s*(\d+)", Path("/proc/self/status").read_text())
+    def _fork(self, argv, cwd, env, umask):
         with tempfile.NamedTemporaryFile("r+") as out, tempfile.NamedTemporaryFile("r+") as err:
-            asked = {"argv": argv, "cwd": cwd, "env": env, "umask": int(umask, 8), "out": out.name, "err": err.name}
+            asked = {"argv": argv, "cwd": cwd, "env": env, "umask": umask, "out": out.name, "err": err.name}
+            for file in (out, err):
+                Path(file.name).chmod(0o666)
             with socket.socket(socket.AF_UNIX) as connection:
                 connection.settimeout(800)
                 connection.connect(self._address)
@@ -112,10 +123,14 @@ class CommandLine:
                         raise
             return subprocess.CompletedProcess(argv, code, out.read(), err.read())
 
+    def _start(self, argv, **options):
+        command = [self._python, "-m", "slurmgpu", *argv]
+        return subprocess.run(command, **options, **self._identity, capture_output=True, text=True, timeout=800)
 
-def _start(argv, cwd, env):
-    command = [sys.executable, "-m", "slurmgpu", *argv]
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=800)
+
+def own_umask():
+    [umask] = re.findall(r"Umask:\s*(\d+)", Path("/proc/self/status").read_text())
+    return int(umask, 8)
 
 
 def read_by_imports(env):

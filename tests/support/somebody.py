@@ -24,7 +24,7 @@ from tests.support.images import Apptainer
 USER = pwd.getpwnam("games")
 """Of every Debian and Ubuntu. Not nobody: Slurm 26.05 takes that uid for a user whom it does not know."""
 
-NOT_NEEDED = shutil.ignore_patterns("site-packages", "test", "idlelib", "ensurepip", "__pycache__", "tkinter")
+NOT_NEEDED = shutil.ignore_patterns("site-packages", "test", "idlelib", "ensurepip", "tkinter")
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,10 @@ def _python(world: Path) -> tuple[str, dict[str, str]]:
     packages.mkdir()
     for distribution in _needed("slurmgpu", {}).values():
         for file in distribution.files or ():
-            if ".." not in file.parts and file.suffix != ".pyc":
+            if ".." not in file.parts and file.locate().exists():
                 target = packages / file
                 target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(file.locate(), target)
+                shutil.copy2(file.locate(), target)  # with its time, by which Python knows what it has compiled
     shutil.copytree(Path(slurmgpu.__file__).parent, packages / "slurmgpu", ignore=NOT_NEEDED, dirs_exist_ok=True)
     env = {"LD_LIBRARY_PATH": str(copy / "lib"), "PYTHONPATH": str(packages)}
     return str(copy / "bin" / version), env

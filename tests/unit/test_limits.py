@@ -1,6 +1,5 @@
 """What Slurm allows: each limit, what is asked, and that what is foretold is what Slurm then does."""
 
-
 import pytest
 
 from slurmgpu.run.submissions import Submission, seconds_of
