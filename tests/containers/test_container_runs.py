@@ -332,6 +332,7 @@ def test_two_processes_compute_in_the_image(project, slurmgpu, apptainer):
     wait_until_gone(folder, before)
 
 
+@pytest.mark.nightly
 @pytest.mark.slurm
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("way", ["submit", "templates"])
@@ -395,6 +396,7 @@ def a_project_of(somebody):
     return folder
 
 
+@pytest.mark.nightly
 def test_a_normal_user_runs_in_an_image_on_one_machine(somebody):
     before = image_servers()
     folder = a_project_of(somebody)

@@ -5,13 +5,12 @@ import pytest
 from tests.chaos.trial import SETTINGS, Trial
 from tests.cluster.fixture import leave_out
 from tests.pretend_nfs.nodes import missing
+from tests.support.nightly import by_night
 
 BY_DAY = {"caches", "faults"}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=[pytest.mark.nightly] if each not in BY_DAY else []) for each in SETTINGS]
-)
+@pytest.mark.parametrize("name", [each if each in BY_DAY else by_night(each) for each in SETTINGS])
 def test_a_run_over_nfs_is_whole_and_says_so(name, tmp_path):
     if reason := missing():
         leave_out(reason)

@@ -14,6 +14,7 @@ from slurmgpu.plan.planner import draft_run
 from slurmgpu.report.attempts import Life, attempts_of
 from slurmgpu.run.directory import create_run
 from slurmgpu.slurm.own_job import own_job
+from tests.support.nightly import by_night
 from tests.support.runs import holders, let_go, published, records, wait_until
 
 # Sends its process a signal at the moment that SIGNAL_AT names, the first time: an audit event and a part of what is
@@ -74,10 +75,15 @@ def check_that_it_has_ended(run, done, signum):
     assert not list(run.tasks.glob("*.alive"))
 
 
-EARLY = [(signum, moment) for signum in (signal.SIGUSR2, signal.SIGTERM) for moment in MOMENTS]
-
-
-@pytest.mark.parametrize(("signum", "moment"), [*EARLY, (signal.SIGINT, MOMENTS[2])])
+@pytest.mark.parametrize(
+    ("signum", "moment"),
+    [
+        *((signal.SIGTERM, moment) for moment in MOMENTS),
+        (signal.SIGINT, MOMENTS[2]),
+        *((signal.SIGUSR2, moment) for moment in MOMENTS[2:4]),
+        *(by_night(signal.SIGUSR2, moment) for moment in MOMENTS if moment not in MOMENTS[2:4]),
+    ],
+)
 def test_a_signal_before_a_task_of_submitits_listens_is_obeyed(run, tmp_path, signum, moment):
     DelayedSubmission(job_entry.run_task, run.folder, 1).dump(run.logs / "1_submitted.pkl")
     command = [sys.executable, *job_entry.BEGIN.split(), "-u", "-m", "submitit.core._submit", str(run.logs)]
@@ -87,7 +93,7 @@ def test_a_signal_before_a_task_of_submitits_listens_is_obeyed(run, tmp_path, si
 
 
 @pytest.mark.parametrize("moment", ["import typer", "open run.json", "open submissions.jsonl"])
-@pytest.mark.parametrize("signum", [signal.SIGUSR2, signal.SIGTERM], ids=["USR2", "TERM"])
+@pytest.mark.parametrize("signum", [by_night(signal.SIGUSR2), signal.SIGTERM], ids=["USR2", "TERM"])
 def test_a_signal_before_a_task_by_hand_listens_is_obeyed(run, tmp_path, signum, moment):
     command = [sys.executable, "-m", "slurmgpu", "task", str(run.folder)]
     env = environment(tmp_path, signum, moment)

@@ -17,6 +17,7 @@ from slurmgpu.util.early_signals import EndedBySignalError, deferred, heeded
 from tests.files import test_merge
 from tests.files.test_merge import merged_rows, publish_all
 from tests.local.test_early_signals import JOB, environment
+from tests.support.nightly import by_night
 from tests.support.runs import wait_until
 
 run = test_merge.run
@@ -62,7 +63,7 @@ def test_a_signal_in_the_middle_of_a_merge_ends_it_with_all_as_it_was(run, tmp_p
 SUBMITIT = [sys.executable, *job_entry.BEGIN.split(), "-u", "-m", "submitit.core._submit"]
 
 
-@pytest.mark.parametrize("moment", ["import numpy", "open run.json", "open 00002.h5"])
+@pytest.mark.parametrize("moment", [by_night("import numpy"), by_night("open run.json"), "open 00002.h5"])
 @pytest.mark.parametrize(
     ("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR2, 0)], ids=["TERM", "INT", "USR2"]
 )

@@ -124,6 +124,7 @@ class Faulty(Generate):
 """
 
 
+@pytest.mark.nightly
 def test_a_run_of_several_processes_says_what_one_does_also_after_a_rank_failed(project, slurmgpu, models):
     items = [{"q": f"{number}+{number}="} for number in range(12)]
     settings = {"model": str(models["llama"]), "prompt": "{q}", "max_tokens": 12, "precision": "fp32", "tokens": True}

@@ -13,6 +13,7 @@ import pytest
 from slurmgpu import open as open_merged
 from slurmgpu.executors import slurm
 from slurmgpu.slurm import commands, queue
+from tests.support.nightly import by_night
 from tests.support.runs import (
     check_ledger,
     check_rows,
@@ -433,6 +434,7 @@ def test_a_run_goes_on_when_the_login_session_ends(project):
     check_rows(folder, 80)
 
 
+@pytest.mark.nightly
 @pytest.mark.model
 def test_the_embed_example_runs_on_the_cluster_as_it_does_here(slurmgpu, tmp_path):
     example = Path(__file__).parents[2] / "docs" / "examples" / "embed"
@@ -460,9 +462,9 @@ def test_the_notice_of_the_walltimes_end_kills_no_task_that_has_just_started(tmp
     assert (done.returncode, done.stdout) == (0, "lives\n")
 
 
-def test_chaos_changes_no_byte(project, slurmgpu, cluster):
-    """Workers and tasks are killed at random at least 30 times in one run."""
-    n_items = 960
+@pytest.mark.parametrize(("n_items", "n_kills"), [(480, 12), by_night(960, 30)])
+def test_chaos_changes_no_byte(project, slurmgpu, cluster, n_items, n_kills):
+    """Workers and tasks are killed at random, at least so many times in one run."""
     undisturbed = project(n_items)
     slurmgpu("submit", "--executor", "local", "--gpus", "0", cwd=undisturbed, expect=0)
     before = datasets(undisturbed)
@@ -481,7 +483,7 @@ def test_chaos_changes_no_byte(project, slurmgpu, cluster):
             "progress",
         )
         # The one that was left alone for longest: killed again and again, an item would be blamed for it.
-        alive = [record for record in records(folder) if record["state"] == "running"] if kills < 40 else []
+        alive = [record for record in records(folder) if record["state"] == "running"] if kills < n_kills + 10 else []
         alive.sort(key=lambda record: killed_at.get(record["attempt"], 0))
         killed = 0
         while alive and not killed:
@@ -491,7 +493,7 @@ def test_chaos_changes_no_byte(project, slurmgpu, cluster):
         ids = [submissions(folder)[-1][key] for key in ("array_job", "merge_job")]
         if not killed and not queue.find_jobs(ids):
             slurmgpu("resubmit", "run", "--gpus", "6", cwd=folder, expect=0)
-    assert kills >= 30
+    assert kills >= n_kills
     wait_for_end(folder)
     assert datasets(folder) == before
     check_rows(folder, n_items)

@@ -149,6 +149,7 @@ def waiting(folder):
     return [(job.job_id, job.reason) for job in queue.find_jobs([array_job(folder)])]
 
 
+@pytest.mark.nightly
 def test_a_sweep_with_a_preemption_and_a_dead_node_ends_as_one_that_was_left_alone(train, by_two, cluster):
     folder = train(SWEEP, slow_s=1.0)  # a minute for each configuration, as long as it is so slow
     process = start(*SUBMIT, "--wait", "--gpus", "4", "--gpus-per-task", "2", "--array", cwd=folder)
@@ -197,6 +198,7 @@ def test_a_sweep_with_a_preemption_and_a_dead_node_ends_as_one_that_was_left_alo
     assert failures.get("node_fail", 0) + failures.get("lost", 0) >= 1
 
 
+@pytest.mark.nightly
 def test_two_nodes_with_two_processes_each_train_what_four_on_one_node_do(train, slurmgpu, tmp_path):
     alone = make(tmp_path / "by-four", FIRST)
     slurmgpu(*HERE, "--gpus", "4", cwd=alone, expect=0)
@@ -208,6 +210,7 @@ def test_two_nodes_with_two_processes_each_train_what_four_on_one_node_do(train,
     check_equal(folder, alone, 1)
 
 
+@pytest.mark.nightly
 def test_a_training_that_outlasts_its_walltime_goes_on_in_the_next_submission(train, by_two, slurmgpu):
     # A third of the way through its two minutes, a task leaves what it has in hand.
     folder = train(FIRST, slow_s=1.5, time="00:02:00", margin_s=80.0, auto_resubmit=9)
