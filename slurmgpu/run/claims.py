@@ -247,10 +247,15 @@ class Watch:
         self._clock = clock
         self._seen: dict[int, tuple[Claim, float, bool]] = {}
         self._unreadable: dict[int, float] = {}
+        self._doubted: set[int] = set()
 
     def doubt(self) -> None:
-        """Forget who was seen alive, not since when each lease is unchanged: alive is who renews from now on."""
+        """Forget who was seen alive, not since when each lease is unchanged: alive is who renews from now on.
+
+        What has changed by the next look may have changed long before this moment.
+        """
         self._seen = {shard: (claim, since, False) for shard, (claim, since, _) in self._seen.items()}
+        self._doubted = set(self._seen)
 
     def look(self, shard: int, claim: Claim) -> str:
         """What is known of a claim: "alive" (it was seen renewed, and not stale since), "stale", or "unknown" yet.
@@ -261,11 +266,12 @@ class Watch:
         if claim is UNREADABLE:
             return "stale" if now - self._unreadable.setdefault(shard, now) > self.lease_s else "unknown"
         self._unreadable.pop(shard, None)
-        before = self._seen.get(shard)
+        before, is_first = self._seen.get(shard), shard not in self._seen or shard in self._doubted
+        self._doubted.discard(shard)
         if before is None or before[0] != claim:
             # A claim that changed hands has an owner who lives: he has just written it.
-            self._seen[shard] = (claim, now, before is not None)
-            return "alive" if before is not None else "unknown"
+            self._seen[shard] = (claim, now, not is_first)
+            return "unknown" if is_first else "alive"
         _, since, renewed = before
         if now - since > self.lease_s:
             return "stale"

@@ -101,6 +101,23 @@ def test_a_lease_is_stale_only_when_this_observer_has_not_seen_it_change(claims)
     assert watch.look(3, claim) == "stale"
 
 
+def test_who_is_doubted_lives_only_if_it_renews_from_then_on():
+    """It may have renewed for the last time just after it was looked at before a shard that took an hour."""
+    clock = Clock()
+    watch = Watch(lease_s=10, clock=clock)
+    claims = [replace(owner("1_0"), renewals=number) for number in range(4)]
+    assert [watch.look(3, claim) for claim in claims[:2]] == ["unknown", "alive"]
+    clock.now = 3600
+    watch.doubt()
+    assert watch.look(3, claims[2]) == "unknown"
+    assert watch.look(3, claims[3]) == "alive"
+    watch.doubt()
+    clock.now = 3605
+    assert watch.look(3, claims[3]) == "unknown"
+    clock.now = 3611
+    assert watch.look(3, claims[3]) == "stale"
+
+
 def test_a_claim_never_seen_renewed_becomes_stale_after_one_lease():
     clock = Clock()
     watch = Watch(lease_s=10, clock=clock)
