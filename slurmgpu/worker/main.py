@@ -144,7 +144,6 @@ class Worker:
     def __post_init__(self) -> None:
         self._resume = list(self.assignment.resume)
         self._tenure = Tenure(self.assignment.end_time, self.run.plan.margin_s, self.stopping, self.end_times)
-        self._columns = columns_from_json(self.run.plan.columns)
         given = self.assignment
         claim = Claim(given.task, given.attempt, platform.node(), os.getpid(), cluster=given.cluster)
         self._scout = Scout(self.run, claim, self._tell_takeover, held=set(self._resume))
@@ -167,6 +166,7 @@ class Worker:
                 workload = self._inject(workload)
             outside = self._tell_outside()
             self._resumes = workload.resumes
+            self._columns = columns_from_json(plan.columns)  # of kinds that the workload's module has brought, too
             if self._resumes:
                 self.on_resumable()
             self.group.gather()
