@@ -71,8 +71,10 @@ class Format(ABC):
     def __init_subclass__(cls, name: str | None = None) -> None:
         if name is None:
             return
-        if name in FORMATS and (other := type(FORMATS[name]).__qualname__) != cls.__qualname__:
-            raise SlurmGPUError(f"{other} is the input format {name!r}; choose another name.")
+        if name in FORMATS and FORMATS[name].__module__.startswith("slurmgpu."):  # a user's may be imported again
+            raise SlurmGPUError(
+                f"{type(FORMATS[name]).__qualname__} is the input format {name!r}; choose another name."
+            )
         cls.name = name
         FORMATS[name] = cls()
 
