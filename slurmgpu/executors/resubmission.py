@@ -12,6 +12,7 @@ from slurmgpu.plan.run_file import Resources, merge_tables, parse_resources
 from slurmgpu.report.attempts import attempts_of
 from slurmgpu.report.build import bad_nodes
 from slurmgpu.run.directory import Run
+from slurmgpu.run.failures import POLICIES
 from slurmgpu.run.submissions import Submission
 from slurmgpu.slurm.accounting import lives_of
 
@@ -115,7 +116,8 @@ def _blamed_alike(attempts: list[dict[str, Any]]) -> set[str]:
 
 
 def _ran_out_of_memory(attempts: list[dict[str, Any]]) -> bool:
-    return any(a["failure"] == "host_oom" or any(d["class"] == "host_oom" for d in a["deaths"]) for a in attempts)
+    met = {kind for a in attempts for kind in (a["failure"], *(death["class"] for death in a["deaths"]))}
+    return any(policy.more_memory for name, policy in POLICIES.items() if name in met)
 
 
 def _with_more_memory(

@@ -7,6 +7,8 @@ docs/reference/inputs.md.
 May import: results, util.
 """
 
+from slurmgpu.inputs import lines as lines  # which brings formats, as `tables` does
+from slurmgpu.inputs import tables as tables
 from slurmgpu.inputs.fields import check_fields
 from slurmgpu.inputs.finding import find
 from slurmgpu.inputs.pending import promise

@@ -8,10 +8,9 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.inputs.formats import format_of, recognised
 
-LINE_FORMATS = ("csv", "jsonl", "txt")
-FORMATS = (*LINE_FORMATS, "h5", "parquet")
 _MOST_LOOKS = 5
 
 
@@ -32,23 +31,6 @@ def find(patterns: str | Sequence[str], base: Path) -> list[Path]:
     return paths
 
 
-def format_of(paths: Sequence[Path]) -> str:
-    """The one format that the suffixes of all paths stand for."""
-    formats: dict[str, Path] = {}
-    for path in paths:
-        name = path.suffix.lower().removeprefix(".")
-        if name not in FORMATS:
-            raise SlurmGPUError(
-                f"Input {path} has the suffix {path.suffix!r}: expected .jsonl, .csv, .parquet, .txt or .h5, "
-                f"not compressed.{did_you_mean(name, FORMATS)}"
-            )
-        formats.setdefault(name, path)
-    if len(formats) > 1:
-        found = " and ".join(f"{name} ({path})" for name, path in formats.items())
-        raise SlurmGPUError(f"The input mixes formats, {found}: expected one format. Convert one, or plan two runs.")
-    return next(iter(formats))
-
-
 def _expand(pattern: str, base: Path) -> list[Path]:
     """The paths that a pattern stands for; a file that has just this name wins over what it would match."""
     pattern = os.path.expanduser(pattern)  # noqa: PTH111 - Path.expanduser raises where there is no home
@@ -57,7 +39,7 @@ def _expand(pattern: str, base: Path) -> list[Path]:
     matches = _globbed(pattern, base)
     # A directory on the way (`data/**`) is passed over; one named like data (`parts.csv/`) is refused later.
     found = sorted(base / match for match in matches)
-    paths = [path for path in found if not path.is_dir() or path.suffix.lower().removeprefix(".") in FORMATS]
+    paths = [path for path in found if not path.is_dir() or recognised(path)]
     if not paths:
         raise SlurmGPUError(f"Input {pattern!r} matches no file. Relative patterns start at {base}.")
     return paths

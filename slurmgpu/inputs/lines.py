@@ -1,42 +1,196 @@
-"""The line-based formats: what one record of .jsonl, .csv or .txt says, or what is wrong with it."""
+"""The formats of lines: where the records of .jsonl, .csv and .txt lie, and what one says, or what is wrong with it."""
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, BinaryIO
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.inputs.index import Index
-from slurmgpu.inputs.records import split
+from slurmgpu.inputs.formats import CHUNK_BYTES, Find, Format, Preview
+from slurmgpu.inputs.index import IndexWriter
+from slurmgpu.inputs.records import RecordFinder, split
 
 _JSON_NAMES = {list: "an array", str: "a string", int: "a number", float: "a number", bool: "a boolean"}
+_BOM = b"\xef\xbb\xbf"
+_HEAD_BYTES = 1 << 16
+_N_RECORDS = 100
+_N_SAMPLED_CHUNKS = 64  # of each file, evenly spread,
+_N_SAMPLED_RECORDS = 8  # and of each of these
+
+
+class Lines(Format):
+    """A format in which an item is a line, or a record of several; the index tells where every `stride`-th begins."""
+
+    is_indexed = True
+    quoting: ClassVar[bool] = False
+    """Whether a record may hold newlines, inside quotes."""
+    has_header: ClassVar[bool] = False
+    trims: ClassVar[bool] = True
+    """Whether newlines at the very end make no items."""
+
+    @abstractmethod
+    def parse(self, record: bytes, columns: Sequence[str]) -> Mapping[str, Any]:
+        """The data of a record; ItemError says what was expected and found."""
+
+    def header(self, record: bytes, path: str) -> tuple[str, ...]:
+        """The names of the columns, of a format that `has_header`; SlurmGPUError where they cannot be."""
+        raise NotImplementedError
+
+    def preview(self, file: BinaryIO, found: Preview) -> Preview:
+        """Where the records lie, the columns of the header, and the keys of the first objects."""
+        end = self._end_of_records(file, found.size_bytes)
+        file.seek(0)
+        begin = len(_BOM) if file.read(len(_BOM)) == _BOM else 0
+        found = replace(found, begin=begin, end=end)
+        if found.is_empty:
+            return found
+        records = self._first_records(file, found)
+        if self.has_header:
+            header = records.pop(0)
+            line = found.line + header.count(b"\n") + 1
+            columns = self.header(header, found.path)
+            found = replace(found, begin=begin + len(header) + 1, line=line, columns=columns)
+        source = _File(self, found.path, found.columns)
+        items = [source.check(item, record) for item, record in enumerate(records[:_N_RECORDS])]
+        return replace(found, keys=frozenset[str]().union(*items))
+
+    def index(self, found: Preview, file: BinaryIO, chunks: Iterable[bytes], writer: IndexWriter) -> int:
+        """Add the offsets of a file's records to the index as its chunks pass by; returns how many there are."""
+        source = _File(self, found.path, found.columns)
+        finder = RecordFinder(found.path, found.begin, found.end, line=found.line, quoting=self.quoting)
+        n_before = writer.n_items
+        writer.begin_file(found.begin)
+        sampled = 1 + found.size_bytes // (CHUNK_BYTES * _N_SAMPLED_CHUNKS)
+        position = 0
+        for n_chunks, chunk in enumerate(chunks):
+            low, high = max(found.begin - position, 0), found.end - position
+            block = np.frombuffer(chunk, np.uint8)[low : max(high, 0)]
+            if len(block):
+                starts = finder.starts(block)
+                if n_chunks % sampled == 0:
+                    source.check_sample(writer.n_items - n_before, chunk, starts - position)
+                writer.add(starts)
+            position += len(chunk)
+        finder.finish()
+        n_items = writer.n_items - n_before
+        file.seek(finder.last_start)
+        last = file.read(found.end - finder.last_start)
+        source.check(n_items - 1, split(last, quoting=self.quoting)[0])  # where an interrupted copy ends
+        return n_items
+
+    def open(self, path: str, columns: Sequence[str] | None, find: Find) -> LineRows:
+        """The items of a file, found by the index."""
+        return LineRows(_File(self, path, columns), find)
+
+    def items(self, path: Path) -> Iterator[Mapping[str, Any] | ItemError]:
+        """All items of a file."""
+        with open(path, "rb") as file:
+            content = file.read()
+            found = self.preview(file, Preview(str(path), len(content), 0))
+        if not found.is_empty:
+            source = _File(self, found.path, found.columns)
+            for number, record in enumerate(split(content[found.begin : found.end], quoting=self.quoting)):
+                yield source.parse(number, record)
+
+    def _end_of_records(self, file: BinaryIO, end: int) -> int:
+        while self.trims and end > 0:
+            start = max(0, end - _HEAD_BYTES)
+            file.seek(start)
+            tail = file.read(end - start).rstrip(b"\r\n")
+            end = start + len(tail)
+            if tail:
+                break
+        return end
+
+    def _first_records(self, file: BinaryIO, found: Preview) -> list[bytes]:
+        """The first records: two at least (the header and another) where there are two, whole ones only."""
+        begin, end = found.begin, found.end
+        file.seek(begin)
+        finder = RecordFinder(found.path, begin, end, line=1, quoting=self.quoting)
+        data, n_starts = b"", 0
+        while n_starts < 2 and (block := file.read(min(max(_HEAD_BYTES, len(data)), end - begin - len(data)))):
+            n_starts += len(finder.starts(np.frombuffer(block, np.uint8)))
+            data += block
+        records = split(data, quoting=self.quoting)
+        if begin + len(data) < end:
+            return records[:-1]
+        finder.finish()
+        return records
+
+
+class Jsonl(Lines, name="jsonl"):
+    """A JSON object on each line."""
+
+    def parse(self, record: bytes, columns: Sequence[str]) -> Mapping[str, Any]:
+        """The object."""
+        return _json_object(record)
+
+
+class Csv(Lines, name="csv"):
+    """CSV as in RFC 4180, with a header."""
+
+    quoting = has_header = True
+
+    def parse(self, record: bytes, columns: Sequence[str]) -> Mapping[str, Any]:
+        """The fields by the header's names."""
+        fields = _csv_fields(record)
+        if len(fields) != len(columns):
+            raise ItemError(f"expected {len(columns)} fields as in the header, found {len(fields)}")
+        return dict(zip(columns, fields, strict=True))
+
+    def header(self, record: bytes, path: str) -> tuple[str, ...]:
+        """The column names in a csv file's header, each once."""
+        try:
+            columns = tuple(_csv_fields(record.removesuffix(b"\r")))
+        except ItemError as error:
+            raise SlurmGPUError(f"{path}, header: {error}. Correct it and plan again.") from error
+        doubled = sorted({name for name in columns if columns.count(name) > 1})
+        if doubled:
+            raise SlurmGPUError(
+                f"{path}, header: {doubled[0]!r} names two columns: expected a name of its own for each."
+            )
+        if len(columns) == 1 and any(mark in columns[0] for mark in ";\t"):
+            raise SlurmGPUError(
+                f"{path}, header: expected names separated by commas, found {columns[0]!r}. Convert the file."
+            )
+        return columns
+
+
+class Txt(Lines, name="txt"):
+    """A text on each line, of which there may be empty ones."""
+
+    trims = False
+
+    def parse(self, record: bytes, columns: Sequence[str]) -> Mapping[str, Any]:
+        """The line as `text`."""
+        return {"text": _decode(record)}
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How the records of one file are read; `columns` are those of a csv file's header."""
+class _File:
+    """How the records of one file are read; `columns` are those of its header."""
 
+    format: Lines
     path: str
-    format: str
-    columns: tuple[str, ...] | None = None
-
-    @property
-    def quoting(self) -> bool:
-        """Whether a record may hold newlines, inside quotes."""
-        return self.format == "csv"
+    columns: Sequence[str] | None
 
     def parse(self, item: int, record: bytes) -> Mapping[str, Any] | ItemError:
         """The data of the file's `item`-th item (0-based), or what was expected and found at which line.
 
-        In .csv it says which record, counted from 1 behind the header: a record may span lines.
+        Where a record may span lines it says which record, counted from 1 behind the header.
         """
         try:
-            return self._parse(record.removesuffix(b"\r"))
+            return self.format.parse(record.removesuffix(b"\r"), self.columns or ())
         except ItemError as error:
-            place = "record" if self.quoting else "line"
+            place = "record" if self.format.quoting else "line"
             return ItemError(f"{self.path}, {place} {item + 1}: {error}")
 
     def check(self, item: int, record: bytes) -> Mapping[str, Any]:
@@ -46,23 +200,20 @@ class Layout:
             raise SlurmGPUError(f"{data}. Correct it and plan again.")
         return data
 
-    def _parse(self, record: bytes) -> Mapping[str, Any]:
-        if self.format == "jsonl":
-            return _json_object(record)
-        if self.format == "csv":
-            return _csv_record(record, self.columns or ())
-        return {"text": _decode(record)}
+    def check_sample(self, item: int, chunk: bytes, starts: NDArray[np.intp]) -> None:
+        """Refuse a malformed record among a few of those that lie whole in the chunk; the first is `item`."""
+        bounds = starts.tolist()
+        for i in range(0, len(bounds) - 1, 1 + len(bounds) // _N_SAMPLED_RECORDS):
+            self.check(item + i, chunk[bounds[i] : bounds[i + 1] - 1])
 
 
 class LineRows:
-    """The items of one line-based file, the `number`-th of the input, which holds the input's `items`."""
+    """The items of one file of lines."""
 
-    def __init__(self, layout: Layout, index: Index, number: int, items: range) -> None:
-        self._layout = layout
-        self._index = index
-        self._number = number
-        self._items = items
-        self._file: BinaryIO = open(layout.path, "rb")  # noqa: SIM115 - closed by close
+    def __init__(self, source: _File, find: Find) -> None:
+        self._source = source
+        self._find = find
+        self._file: BinaryIO = open(source.path, "rb")  # noqa: SIM115 - closed by close
 
     def close(self) -> None:
         """Close the file."""
@@ -70,29 +221,11 @@ class LineRows:
 
     def read(self, start: int, stop: int) -> list[Mapping[str, Any] | ItemError]:
         """Items start..stop-1 of this file."""
-        before = self._items.start
-        first, begin, end = self._index.span(self._number, self._items, before + start, before + stop)
+        first, begin, end = self._find(start, stop)
         self._file.seek(begin)
         data = self._file.read(-1 if end is None else end - begin)
-        skipped = before + start - first
-        records = split(data, quoting=self._layout.quoting)[skipped : skipped + stop - start]
-        return [self._layout.parse(item, record) for item, record in enumerate(records, start)]
-
-
-def csv_header(record: bytes, path: str) -> tuple[str, ...]:
-    """The column names in a csv file's header, each once."""
-    try:
-        columns = tuple(_csv_fields(record.removesuffix(b"\r")))
-    except ItemError as error:
-        raise SlurmGPUError(f"{path}, header: {error}. Correct it and plan again.") from error
-    doubled = sorted({name for name in columns if columns.count(name) > 1})
-    if doubled:
-        raise SlurmGPUError(f"{path}, header: {doubled[0]!r} names two columns: expected a name of its own for each.")
-    if len(columns) == 1 and any(mark in columns[0] for mark in ";\t"):
-        raise SlurmGPUError(
-            f"{path}, header: expected names separated by commas, found {columns[0]!r}. Convert the file."
-        )
-    return columns
+        records = split(data, quoting=self._source.format.quoting)[start - first : stop - first]
+        return [self._source.parse(item, record) for item, record in enumerate(records, start)]
 
 
 def _decode(record: bytes) -> str:
@@ -112,10 +245,7 @@ def _json_object(record: bytes) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         found = f"text that is not JSON ({error.msg} at column {error.colno})"
         raise ItemError(f"expected a JSON object, found {found}") from error
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # a number of more than 4300 digits; brackets nested too deep
+    except (ValueError, RecursionError) as error:  # a number of more than 4300 digits; brackets nested too deep
         raise ItemError(f"expected a JSON object, found text that is not JSON ({error})") from error
     if not isinstance(value, dict):
         raise ItemError(f"expected a JSON object, found {_JSON_NAMES.get(type(value), 'null')}")
@@ -133,10 +263,3 @@ def _csv_fields(record: bytes) -> list[str]:
     except csv.Error as error:
         raise ItemError(f"expected a CSV record as in RFC 4180, found none ({error})") from error
     return fields
-
-
-def _csv_record(record: bytes, columns: tuple[str, ...]) -> dict[str, str]:
-    fields = _csv_fields(record)
-    if len(fields) != len(columns):
-        raise ItemError(f"expected {len(columns)} fields as in the header, found {len(fields)}")
-    return dict(zip(columns, fields, strict=True))

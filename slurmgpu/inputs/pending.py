@@ -7,6 +7,7 @@ from pathlib import Path
 
 from slurmgpu.inputs.index import IndexWriter
 from slurmgpu.inputs.spec import InputFile, InputSpec
+from slurmgpu.inputs.tables import Merged
 
 PROMISED = -1
 """The size and time of a file that does not exist yet; in place of its SHA-256 stands its plan's fingerprint."""
@@ -20,7 +21,7 @@ def promise(
     A Reader refuses what it finds there if it is of another plan, or incomplete.
     """
     file = InputFile(str(path), PROMISED, PROMISED, fingerprint, n_items)
-    spec = InputSpec("h5", (file,), n_items, stride, tuple(columns))
+    spec = InputSpec(Merged.name, (file,), n_items, stride, tuple(columns))
     with IndexWriter(index, stride=stride, n_files=0) as writer:
         writer.publish(spec.digest)
     return spec

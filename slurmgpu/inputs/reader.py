@@ -12,12 +12,11 @@ from types import TracebackType
 from typing import Any
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.inputs.finding import LINE_FORMATS
+from slurmgpu.inputs.formats import Rows, named
 from slurmgpu.inputs.index import Index
-from slurmgpu.inputs.lines import Layout, LineRows
 from slurmgpu.inputs.pending import PROMISED
 from slurmgpu.inputs.spec import InputFile, InputSpec
-from slurmgpu.inputs.tables import MergedRows, Table, open_table
+from slurmgpu.inputs.tables import MergedRows
 from slurmgpu.util.shared_files import retried
 
 _ADVICE = "Put the file back as it was, or plan a new run."
@@ -33,9 +32,10 @@ class Reader:
         for file in spec.files:
             _check_unchanged(file)
         self._spec = spec
+        self._format = named(spec.format)
         self._bounds = [0, *accumulate(file.n_items for file in spec.files)]
         self._index = Index(index, spec)
-        self._open: tuple[int, LineRows | Table] | None = None
+        self._open: tuple[int, Rows] | None = None
 
     def __enter__(self) -> Reader:
         return self
@@ -79,27 +79,30 @@ class Reader:
         _check_unchanged(self._spec.files[number])  # afterwards: then what was read is what was planned
         return data
 
-    def _rows(self, number: int) -> LineRows | Table:
+    def _rows(self, number: int) -> Rows:
         if self._open is None or self._open[0] != number:
             self._close_file()
             self._open = (number, self._open_file(number))
         return self._open[1]
 
-    def _open_file(self, number: int) -> LineRows | Table:
+    def _open_file(self, number: int) -> Rows:
         path = self._spec.files[number].path
         _check_unchanged(self._spec.files[number])
-        if self._spec.format not in LINE_FORMATS:
-            table = open_table(path, self._spec.format)
-            if self._spec.files[number].size_bytes == PROMISED:
-                _check_promise(self._spec.files[number], table)
-            return table
         items = range(self._bounds[number], self._bounds[number + 1])
-        return LineRows(Layout(path, self._spec.format, self._spec.columns), self._index, number, items)
+
+        def find(start: int, stop: int) -> tuple[int, int, int | None]:
+            first, begin, end = self._index.span(number, items, items.start + start, items.start + stop)
+            return first - items.start, begin, end
+
+        rows = self._format.open(path, self._spec.columns, find)
+        if self._spec.files[number].size_bytes == PROMISED:
+            _check_promise(self._spec.files[number], rows)
+        return rows
 
     def _close_file(self) -> None:
         if self._open is not None:
-            table, self._open = self._open[1], None
-            table.close()
+            rows, self._open = self._open[1], None
+            rows.close()
 
 
 def _check_unchanged(file: InputFile) -> None:
@@ -116,13 +119,13 @@ def _check_unchanged(file: InputFile) -> None:
         )
 
 
-def _check_promise(file: InputFile, table: Table) -> None:
+def _check_promise(file: InputFile, rows: Rows) -> None:
     """Refuse a merged file that is not the complete one of the plan that was waited for."""
-    fingerprint = table.fingerprint if isinstance(table, MergedRows) else ""
-    if len(table) != file.n_items or fingerprint != file.sha256:
+    assert isinstance(rows, MergedRows)
+    if len(rows) != file.n_items or rows.fingerprint != file.sha256:
         raise SlurmGPUError(
-            f"{file.path} has {len(table)} rows of plan {fingerprint}; expected were the {file.n_items} rows of plan "
-            f"{file.sha256}, which this run waited for. Complete that run, then resubmit this one."
+            f"{file.path} has {len(rows)} rows of plan {rows.fingerprint}; expected were the {file.n_items} rows of "
+            f"plan {file.sha256}, which this run waited for. Complete that run, then resubmit this one."
         )
 
 

@@ -9,20 +9,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-from numpy.typing import NDArray
-
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.inputs.finding import LINE_FORMATS, format_of
+from slurmgpu.inputs.formats import CHUNK_BYTES, Format, Preview, format_of
 from slurmgpu.inputs.index import IndexWriter
-from slurmgpu.inputs.lines import Layout
-from slurmgpu.inputs.previewing import Preview, preview, refuse_mixed
-from slurmgpu.inputs.records import RecordFinder, split
 from slurmgpu.inputs.spec import InputFile, InputSpec
-
-_CHUNK_BYTES = 1 << 20
-_N_SAMPLED_CHUNKS = 64  # of each file, evenly spread,
-_N_SAMPLED_RECORDS = 8  # and of each of these
 
 
 def scan(
@@ -34,73 +24,70 @@ def scan(
     at before any is read whole, then a sample of the lines that pass by, and the last.
     The files are read once, in bounded memory; `progress` is called with the bytes read so far and in all.
     """
-    format_name = format_of(paths)
-    previews = [preview(path, format_name) for path in paths]
-    refuse_mixed(previews)
+    its_format = format_of(paths)
+    previews = [_preview(path, its_format) for path in paths]
+    _refuse_mixed(previews)
     advance = _count_up(sum(found.size_bytes for found in previews), progress)
-    n_indexed = len(paths) if format_name in LINE_FORMATS else 0
+    n_indexed = len(paths) if its_format.is_indexed else 0
     with IndexWriter(index, stride=stride, n_files=n_indexed) as writer, ThreadPoolExecutor(1) as beside:
-        files = tuple(_scan_file(found, writer, beside, advance) for found in previews)
+        files = tuple(_scan_file(its_format, found, writer, beside, advance) for found in previews)
         n_items = sum(file.n_items for file in files)
-        spec = InputSpec(format_name, files, n_items, stride, previews[0].layout.columns)
+        spec = InputSpec(its_format.name, files, n_items, stride, previews[0].columns)
         writer.publish(spec.digest)
     return spec
 
 
 def _scan_file(
-    found: Preview, writer: IndexWriter, beside: ThreadPoolExecutor, advance: Callable[[int], None]
+    its_format: Format,
+    found: Preview,
+    writer: IndexWriter,
+    beside: ThreadPoolExecutor,
+    advance: Callable[[int], None],
 ) -> InputFile:
-    path = found.layout.path
+    path = found.path
     checksum = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
         chunks = _hashed(_chunks(file, found.size_bytes, advance), checksum, beside)
-        if found.layout.format in LINE_FORMATS:
-            n_items = _index_lines(found, file, chunks, writer)
-        else:
-            n_items = found.n_items
-            for _ in chunks:
-                pass
+        n_items = its_format.index(found, file, chunks, writer)
         status = os.fstat(file.fileno())
     if (status.st_size, status.st_mtime_ns) != (found.size_bytes, found.mtime_ns):
         raise SlurmGPUError(f"Input {path} changed while it was read. Let what writes it finish, then plan again.")
     return InputFile(path, found.size_bytes, found.mtime_ns, checksum.hexdigest(), n_items)
 
 
-def _index_lines(found: Preview, file: BinaryIO, chunks: Iterable[bytes], writer: IndexWriter) -> int:
-    """Add the offsets of a file's records to the index as its chunks pass by; returns how many there are."""
-    layout = found.layout
-    finder = RecordFinder(layout.path, found.begin, found.end, line=found.line, quoting=layout.quoting)
-    n_before = writer.n_items
-    writer.begin_file(found.begin)
-    sampled = 1 + found.size_bytes // (_CHUNK_BYTES * _N_SAMPLED_CHUNKS)
-    position = 0
-    for n_chunks, chunk in enumerate(chunks):
-        low, high = max(found.begin - position, 0), found.end - position
-        block = np.frombuffer(chunk, np.uint8)[low : max(high, 0)]
-        if len(block):
-            starts = finder.starts(block)
-            if n_chunks % sampled == 0:
-                _check_sample(layout, writer.n_items - n_before, chunk, starts - position)
-            writer.add(starts)
-        position += len(chunk)
-    finder.finish()
-    n_items = writer.n_items - n_before
-    file.seek(finder.last_start)
-    last = file.read(found.end - finder.last_start)
-    layout.check(n_items - 1, split(last, quoting=layout.quoting)[0])  # where an interrupted copy ends
-    return n_items
+def _preview(path: Path, its_format: Format) -> Preview:
+    """What the beginning of a file tells; SlurmGPUError if it is empty or not the format."""
+    try:
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            found = its_format.preview(file, Preview(str(path), status.st_size, status.st_mtime_ns))
+    except OSError as error:
+        raise SlurmGPUError(f"Input {path} cannot be read: {error.strerror or error}.") from error
+    if found.is_empty:
+        raise SlurmGPUError(f"Input {path} is empty: expected at least one item. Leave the file out.")
+    return found
 
 
-def _check_sample(layout: Layout, item: int, chunk: bytes, starts: NDArray[np.intp]) -> None:
-    """Refuse a malformed record among a few of those that lie whole in the chunk; the first is `item`."""
-    bounds = starts.tolist()
-    for i in range(0, len(bounds) - 1, 1 + len(bounds) // _N_SAMPLED_RECORDS):
-        layout.check(item + i, chunk[bounds[i] : bounds[i + 1] - 1])
+def _refuse_mixed(previews: Sequence[Preview]) -> None:
+    """Refuse files whose columns differ, and a jsonl file that has no key in common with the first."""
+    first, first_path = previews[0], previews[0].path
+    for other in previews[1:]:
+        path, columns = other.path, other.columns
+        if columns != first.columns:
+            raise SlurmGPUError(
+                f"{path} has the columns {_names(columns)}: expected those of {first_path}, "
+                f"{_names(first.columns)}, in that order. Make them the same, or plan two runs."
+            )
+        if first.keys and other.keys and first.keys.isdisjoint(other.keys):
+            raise SlurmGPUError(
+                f"{path} has the keys {_names(sorted(other.keys))}: expected one at least of those "
+                f"in {first_path}, {_names(sorted(first.keys))}. Make them the same, or plan two runs."
+            )
 
 
 def _chunks(file: BinaryIO, n_bytes: int, advance: Callable[[int], None]) -> Iterator[bytes]:
     """The file's first `n_bytes`: one that grows all the time is not followed for ever."""
-    while chunk := file.read(min(_CHUNK_BYTES, n_bytes)):
+    while chunk := file.read(min(CHUNK_BYTES, n_bytes)):
         yield chunk
         n_bytes -= len(chunk)
         advance(len(chunk))
@@ -129,3 +116,9 @@ def _count_up(total: int, progress: Callable[[int, int], None] | None) -> Callab
             progress(done, total)
 
     return advance
+
+
+def _names(names: Sequence[str] | None) -> str:
+    names = names or ()
+    shown = ", ".join(map(repr, names[:8]))
+    return shown + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
 from itertools import accumulate
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
 
 from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.inputs.formats import Find, Format, Preview, Rows
 
 AFTERWARDS = (
     "Then plan this run anew, as its input was written anew; one that was submitted with --after goes on by "
@@ -104,15 +109,54 @@ class MergedRows:
         return [row | {"error": errors[row["index"]]} if row["index"] in errors else row for row in rows]
 
 
-Table = ParquetRows | MergedRows
+class Table(Rows, Protocol):
+    """Rows of which the number and the columns are known."""
+
+    columns: tuple[str, ...]
+
+    def __len__(self) -> int: ...
 
 
-def open_table(path: str, format_name: str, *, verify: bool = False) -> Table:
-    """The rows of a .parquet or .h5 file; SlurmGPUError if it is not one.
+class Tables(Format):
+    """A format that tells how many rows there are and finds each by itself."""
 
-    With `verify` every byte of an .h5 file is compared with its checksum first.
-    """
-    return ParquetRows(path) if format_name == "parquet" else MergedRows(path, verify=verify)
+    @abstractmethod
+    def table(self, path: str, *, verify: bool = False) -> Table:
+        """The rows of a file; SlurmGPUError if it is not the format, or, with `verify`, damaged anywhere."""
+
+    def preview(self, file: BinaryIO, found: Preview) -> Preview:
+        """The columns, and the number of rows as the end."""
+        with closing(self.table(found.path, verify=True)) as table:
+            columns, n_items = table.columns, len(table)
+        doubled = sorted({name for name in columns if columns.count(name) > 1})
+        if doubled:
+            raise SlurmGPUError(f"{found.path}: {doubled[0]!r} names two columns: expected a name of its own for each.")
+        return replace(found, columns=columns, end=n_items)
+
+    def open(self, path: str, columns: Sequence[str] | None, find: Find) -> Table:
+        """The rows of a file."""
+        return self.table(path)
+
+    def items(self, path: Path) -> Iterator[Mapping[str, Any] | ItemError]:
+        """All rows of a file."""
+        with closing(self.table(str(path))) as table:
+            yield from table.read(0, len(table))
+
+
+class Parquet(Tables, name="parquet"):
+    """Parquet, read by pyarrow."""
+
+    def table(self, path: str, *, verify: bool = False) -> ParquetRows:
+        """The rows of a file; each page has a checksum of its own."""
+        return ParquetRows(path)
+
+
+class Merged(Tables, name="h5"):
+    """The merged file of an earlier run."""
+
+    def table(self, path: str, *, verify: bool = False) -> MergedRows:
+        """The rows of a file, every byte of which is compared with its checksum first if `verify`."""
+        return MergedRows(path, verify=verify)
 
 
 def _raise_if_disk_failed(error: BaseException) -> None:

@@ -27,9 +27,10 @@ from slurmgpu.code import importer
 from slurmgpu.code.snapshots import code_digest
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.results import Merged
-from slurmgpu.results.views import ArrayData, ColumnData, JsonData, RaggedData, TextData
+from slurmgpu.results.views import ArrayData
 from slurmgpu.run import owners
 from slurmgpu.run.directory import Run
+from slurmgpu.shards.numbers import as_lists
 from slurmgpu.util.atomic_files import beside, fsync_dir, working_folder, write_json
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, cause_raised, read_bytes, replace, retried
 
@@ -93,7 +94,7 @@ def _write_csv(merged: Merged, file: IO[bytes]) -> None:
     text = io.TextIOWrapper(file, encoding="utf-8", newline="")
     writer = csv.writer(text)
     writer.writerow(("index", *merged.columns, "error"))
-    for row in _plain_rows(merged, json_as_cells=True):
+    for row in _plain_rows(merged, as_cells=True):
         writer.writerow(json.dumps(value) if isinstance(value, list | bool) else value for value in row)
     text.detach()
 
@@ -116,17 +117,16 @@ def _write_pt(merged: Merged, file: IO[bytes]) -> None:
         raise SlurmGPUError("The format pt needs PyTorch: pip install 'slurmgpu[torch]'") from error
 
     def tensor(values: npt.NDArray[Any]) -> Any:
-        return _plain(values) if values.dtype.kind == "S" else torch.from_numpy(np.array(values))
+        return as_lists(values) if values.dtype.kind == "S" else torch.from_numpy(np.array(values))
 
     content: dict[str, Any] = {"index": tensor(merged.index)}
-    for name in merged.columns:
-        column = merged[name]
-        if isinstance(column, ArrayData):
-            content[name] = tensor(column.values)
-        elif isinstance(column, RaggedData):
-            content[name] = [tensor(values) for values in column[:]]
+    for name, column in merged.columns.items():
+        data = merged[name]
+        if not column.is_tensor:
+            values = data.python_values()
+            content[name] = [None if failed else value for failed, value in zip(merged.failed, values, strict=True)]
         else:
-            content[name] = [None if failed else value for failed, value in zip(merged.failed, column[:], strict=True)]
+            content[name] = tensor(data.stored()) if isinstance(data, ArrayData) else list(map(tensor, data.stored()))
     content["error"] = [message or None for message in merged["error"][:]]
     torch.save(content, file)
 
@@ -191,47 +191,14 @@ def _blocks(merged: Merged, n_bytes: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + n_rows, len(merged))
 
 
-def _plain_rows(merged: Merged, *, json_as_cells: bool = False) -> Iterator[tuple[Any, ...]]:
+def _plain_rows(merged: Merged, *, as_cells: bool = False) -> Iterator[tuple[Any, ...]]:
     """The rows as JSON has them: index, columns, error."""
     columns = [merged[name] for name in merged.columns]
     for start, stop in _blocks(merged, _BLOCK_BYTES):
-        values = [
-            [_json_cell(text) for text in column.text[start:stop]]
-            if json_as_cells and isinstance(column, JsonData)
-            else _plain_column(column, start, stop)
-            for column in columns
-        ]
+        stored = [(each.column, each.stored(start, stop)) for each in columns]
+        values = [column.cells(rows) if as_cells else column.plain(rows) for column, rows in stored]
         for row in np.flatnonzero(merged.failed[start:stop]):
             for column in values:
                 column[row] = None
         errors = [message or None for message in merged["error"][start:stop]]
         yield from zip(merged.index[start:stop].tolist(), *values, errors, strict=True)
-
-
-def _plain_column(column: ColumnData, start: int, stop: int) -> list[Any]:
-    if isinstance(column, ArrayData):
-        return _plain(column[start:stop])
-    found: list[Any] = column[start:stop]
-    return found if isinstance(column, TextData) else [_plain(values) for values in found]
-
-
-def _json_cell(text: str) -> str | None:
-    """JSON as a cell of a table: without the quotes of a text, and null as nothing."""
-    if text.startswith('"'):
-        found: str = json.loads(text)
-        return found
-    return None if text == "null" else text
-
-
-def _plain(values: npt.NDArray[Any]) -> list[Any]:
-    """Nested lists. A complex number is [real, imaginary]; bytes are read as UTF-8."""
-    if values.dtype.kind == "c":
-        return _plain(np.stack([values.real, values.imag], axis=-1))
-    if values.dtype.kind == "S":
-        values = np.char.decode(values, "utf-8", "backslashreplace")
-    elif values.dtype.kind == "f" and not np.isfinite(values).all():
-        unspeakable = ~np.isfinite(values)
-        values = values.astype(object)
-        values[unspeakable] = None
-    plain: list[Any] = values.tolist()
-    return plain

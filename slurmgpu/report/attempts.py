@@ -235,7 +235,8 @@ def verdict_of(
     if record["ended"] is None and may_live:
         return None, ""
     failure, message = record["failure"], record["message"]
-    if failure in ("preempted", "timeout"):
+    policy = POLICIES.get(failure or "")
+    if policy is not None and policy.is_stop and not policy.on_purpose:
         return _interruption(record, life, cancelled)
     if failure is not None:
         return failure, message
@@ -252,7 +253,7 @@ def verdict_of(
 def _interruption(record: Mapping[str, Any], life: Life | None, cancelled: bool) -> Verdict:
     """The same of an attempt that was stopped: a signal does not say who sent it, nor why."""
     failure, message = record["failure"], record["message"]
-    if life is not None and life.failure in ("cancelled", "timeout", "preempted"):
+    if life is not None and life.failure and POLICIES[life.failure].is_stop:
         if life.failure != failure:
             failure, message = life.failure, f"{_ADVICE.sub('', message)} (Slurm: {life.state})"
     elif cancelled and (failure == "preempted" or record["reason"] is None):

@@ -22,8 +22,8 @@ import numpy.typing as npt
 from slurmgpu.code.versions import Stretch, stretches_of
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.results.checking import Checking
-from slurmgpu.results.views import ArrayData, ColumnData, JsonData, RaggedData, TextData
-from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text, columns_from_json, stored_columns
+from slurmgpu.results.views import ArrayData, ColumnData, ListData
+from slurmgpu.shards.columns import Column, columns_from_json, stored_columns
 from slurmgpu.shards.piece_table import pieces_of
 from slurmgpu.shards.userblock import MERGED, SHARD, DamagedShardError, Reader, read_userblock
 from slurmgpu.shards.userblock import verify as differences
@@ -81,15 +81,10 @@ class Merged:
         return self._n_rows
 
     def __getitem__(self, name: str) -> ColumnData:
-        match self._columns.get(name):
-            case Array():
-                return ArrayData(self._dataset(name))
-            case Json():
-                return JsonData(self._dataset(f"{name}/offsets"), self._dataset(f"{name}/values"))
-            case Text():
-                return TextData(self._dataset(f"{name}/offsets"), self._dataset(f"{name}/values"))
-            case Ragged():
-                return RaggedData(self._dataset(f"{name}/offsets"), self._dataset(f"{name}/values"))
+        if column := self._columns.get(name):
+            if column.shape is not None:
+                return ArrayData(column, self._dataset(name))
+            return ListData(column, self._dataset(f"{name}/values"), self._dataset(f"{name}/offsets"))
         if not isinstance(name, str):  # also what iterating comes to
             raise TypeError(f"{name!r} names no column; rows are in row({name!r}) and rows(), columns in [name].")
         raise SlurmGPUError(f"{self.path} has no column {name!r}.{did_you_mean(name, self._columns)}")
@@ -154,11 +149,8 @@ class Merged:
             raise SlurmGPUError("to_pandas() needs pandas: pip install 'slurmgpu[pandas]'") from error
         frame = {}
         for name in ("index", *self.columns):
-            column = self[name]
-            if isinstance(column, JsonData | RaggedData) or (isinstance(column, ArrayData) and not column.is_numbers):
-                frame[name] = pd.Series(column.python_values(), dtype=object)
-            else:
-                frame[name] = pd.Series(column[:])
+            values, dtype = self[name], self._columns[name].pandas
+            frame[name] = pd.Series(values[:] if dtype is None else values.python_values(), dtype=dtype)
         frame["error"] = pd.Series([message or None for message in self["error"][:]], dtype=object)
         data_frame: pd.DataFrame = pd.DataFrame(frame)
         return data_frame

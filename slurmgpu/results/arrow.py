@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from slurmgpu.results.views import ArrayData, ColumnData, TextData
+from slurmgpu.results.views import ArrayData, ColumnData
 from slurmgpu.shards.userblock import OFFSET_DTYPE
 
 
@@ -27,16 +27,18 @@ def to_arrow(
     return pa.table({name: _column(column, rows, nulls.get(name, failed)) for name, column in columns.items()})
 
 
-def _column(column: ColumnData, rows: slice, null: npt.NDArray[np.bool_]) -> pa.Array:
-    if isinstance(column, ArrayData):
-        return _array(column.values[rows], null)
-    offsets = column.offsets[rows.start : rows.stop + 1]
-    values = column.values[offsets[0] : offsets[-1]]
+def _column(data: ColumnData, rows: slice, null: npt.NDArray[np.bool_]) -> pa.Array:
+    kind = data.column.arrow and pa.type_for_alias(data.column.arrow)
+    if isinstance(data, ArrayData):
+        found = _array(data.content[rows], null)
+        return found.view(kind) if kind else found
+    offsets = data.offsets[rows.start : rows.stop + 1]
+    values = data.values[offsets[0] : offsets[-1]]
     if offsets[0]:  # Parquet's writer wants lists to begin with the first value
         offsets = offsets - offsets[0]
     buffers = [_bitmap(~null), pa.py_buffer(offsets)]
-    if isinstance(column, TextData):
-        return pa.Array.from_buffers(pa.large_string(), len(null), [*buffers, pa.py_buffer(values)])
+    if kind:
+        return pa.Array.from_buffers(kind, len(null), [*buffers, pa.py_buffer(values)])
     items = _not_null(values)
     return pa.Array.from_buffers(pa.large_list(items.type), len(null), buffers, children=[items])
 

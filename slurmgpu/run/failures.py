@@ -6,28 +6,54 @@ import contextlib
 import errno
 import logging
 import signal
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from slurmgpu.util.atomic_files import FULL
+from slurmgpu.util.out_of_memory import is_out_of_memory
 from slurmgpu.util.shared_files import is_transient
 
 log = logging.getLogger(__name__)
 
 
+EXIT_FILE_SYSTEM = 74  # EX_IOERR of sysexits.h
+"""The exit code of a task whose node lost the file system: its record may not tell."""
+
+Sees = Callable[[BaseException], bool]
+
+FILES, INPUT, LOADING, ITEM = "files", "input", "loading", "item"
+"""What an error ends: a task, over files of its own; reading the input; loading the workload; or one item."""
+
+
 @dataclass(frozen=True)
 class Policy:
-    """What a failure class means for the run.
+    """A failure class: how it is seen, whose fault it is, what is done about it, and what the user is told.
 
     `retriable`: another submission may compute what this failure left, so that `auto_resubmit` goes on.
     `node_at_fault`: the next submission excludes the node. `on_purpose`: a user ended it, and nothing is wrong:
-    `resubmit` goes on when the user asks for it.
+    `resubmit` goes on when the user asks for it. `more_memory`: the next submission asks for more, and takes the
+    shards with it that are left for its sake.
+
+    `seen` are the errors that are of the class, by what they end; of its `rest` all others are. `states` are those
+    that Slurm has of a job, `exit_code` that of a task which could write nothing down. `is_stop`: a signal ended it,
+    and Slurm's accounting knows better whose.
+
+    A message begins with the node and `says`, where there is such; `logged` is how a line begins that a worker logs of
+    a whole batch.
     """
 
     meaning: str
     retriable: bool
     node_at_fault: bool = False
     on_purpose: bool = False
+    more_memory: bool = False
+    seen: Mapping[str, Sees] = field(default_factory=dict)
+    rest: str | None = None
+    states: tuple[str, ...] = ()
+    exit_code: int | None = None
+    is_stop: bool = False
+    says: str = ""
+    logged: str = ""
 
     def outlook(self) -> str:
         """Whether another submission helps, in words."""
@@ -37,26 +63,81 @@ class Policy:
         return again + ("; it leaves the node out" if self.node_at_fault else "")
 
 
+def _is_full(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in (*FULL, errno.EFBIG)
+
+
+def _is_gpu_fault(error: BaseException) -> bool:
+    return any(text in str(error) for text in GPU_FAULT_TEXTS)
+
+
+GPU_FAULT_TEXTS = (
+    "CUDA driver version is insufficient",
+    "no CUDA-capable device",
+    "CUDA unknown error",
+    "Found no NVIDIA driver",
+    "CUDA-capable device(s) is/are busy or unavailable",
+)
+"""What PyTorch says when the GPU or its driver is at fault rather than the workload."""
+
 POLICIES: dict[str, Policy] = {
-    "cuda_oom": Policy("memory was not enough for one item alone, or to load: the GPU's, or on CPUs the host's", False),
-    "item_error": Policy("the workload raised, or returned ItemError, for one item", False),
-    "crash": Policy("the worker died by a signal or an exit code", True),
-    "host_oom": Policy("the host memory of the job was not enough", True),
-    "timeout": Policy("the walltime ended before the shards did", True),
-    "preempted": Policy("ended from outside before its walltime, as where Slurm takes the allocation back", True),
-    "node_fail": Policy("the node died or stopped answering", True, node_at_fault=True),
-    "gpu_fault": Policy("a GPU was allocated but cannot be used", True, node_at_fault=True),
-    "file_system": Policy("the node lost a file system that the run uses", True, node_at_fault=True),
+    "cuda_oom": Policy(
+        "memory was not enough for one item alone, or to load: the GPU's, or on CPUs the host's",
+        False,
+        seen={LOADING: is_out_of_memory, ITEM: is_out_of_memory},
+        logged="out of memory with a batch",
+    ),
+    "item_error": Policy("the workload raised, or returned ItemError, for one item", False, rest=ITEM),
+    "crash": Policy("the worker died by a signal or an exit code", True, rest=FILES, states=("FAILED",)),
+    "host_oom": Policy("the host memory of the job was not enough", True, more_memory=True, states=("OUT_OF_MEMORY",)),
+    "timeout": Policy("the walltime ended before the shards did", True, is_stop=True, states=("TIMEOUT", "DEADLINE")),
+    "preempted": Policy(
+        "ended from outside before its walltime, as where Slurm takes the allocation back",
+        True,
+        is_stop=True,
+        states=("PREEMPTED", "REQUEUED"),
+    ),
+    "node_fail": Policy(
+        "the node died or stopped answering", True, node_at_fault=True, states=("NODE_FAIL", "BOOT_FAIL")
+    ),
+    "gpu_fault": Policy(
+        "a GPU was allocated but cannot be used", True, node_at_fault=True, seen={LOADING: _is_gpu_fault}
+    ),
+    "file_system": Policy(
+        "the node lost a file system that the run uses",
+        True,
+        node_at_fault=True,
+        seen={FILES: is_transient, INPUT: is_transient},
+        exit_code=EXIT_FILE_SYSTEM,
+        says="has lost a file system",
+    ),
     "container": Policy("the image is missing, unreadable or does not start", False),
-    "workload_error": Policy("loading failed, or every item of a shard failed the same way", False),
-    "input_error": Policy("the input cannot be read as it was planned", False),
-    "disk_full": Policy("a file could not be written", False),
-    "cancelled": Policy("scancel, slurmgpu cancel or Ctrl-C", False, on_purpose=True),
+    "workload_error": Policy("loading failed, or every item of a shard failed the same way", False, rest=LOADING),
+    "input_error": Policy("the input cannot be read as it was planned", False, rest=INPUT),
+    "disk_full": Policy("a file could not be written", False, seen={FILES: _is_full}),
+    "cancelled": Policy(
+        "scancel, slurmgpu cancel or Ctrl-C", False, on_purpose=True, is_stop=True, states=("CANCELLED", "REVOKED")
+    ),
     "lost": Policy("no end was recorded, as where its process was killed, and nothing else tells why", True),
 }
 
-EXIT_FILE_SYSTEM = 74  # EX_IOERR of sysexits.h
-"""The exit code of a task whose node lost the file system: its record may not tell."""
+
+def class_of(error: BaseException, ended: str) -> str:
+    """The failure class of an error, by what it ended: FILES, INPUT, LOADING or ITEM."""
+    for name, policy in POLICIES.items():
+        if ended in policy.seen and policy.seen[ended](error):
+            return name
+    return next(name for name, policy in POLICIES.items() if policy.rest == ended)
+
+
+def class_of_job(state: str, exit_code: str = "") -> str | None:
+    """The failure class of a job that Slurm says to have ended so (`FAILED`, `74:0`); None of all other states."""
+    if state == "FAILED":  # as Slurm calls every end with an exit code
+        for name, policy in POLICIES.items():
+            if policy.exit_code is not None and exit_code == f"{policy.exit_code}:0":
+                return name
+    return next((name for name, policy in POLICIES.items() if state in policy.states), None)
+
 
 SELF_INFLICTED = frozenset(
     {
@@ -72,26 +153,20 @@ SELF_INFLICTED = frozenset(
 """Signals that a process brings upon itself; SIGKILL and SIGTERM may as well have come from outside."""
 
 
-def failure_of(error: OSError) -> str:
-    """The failure class of an error of the file system that ends a task, which has tried again what may be."""
-    if error.errno in (*FULL, errno.EFBIG):
-        return "disk_full"
-    return "file_system" if is_transient(error) else "crash"
-
-
 @contextlib.contextmanager
 def blaming(node: str) -> Iterator[None]:
-    """Have a process end with EXIT_FILE_SYSTEM, and say that `node` is at fault, for a file system that is lost.
+    """Have a process end with the exit code of a class that has one, and say that `node` is at fault.
 
     For what a task does while it has no record in which to tell of it: accounting has the exit code.
     """
     try:
         yield
     except OSError as error:
-        if failure_of(error) != "file_system":
+        policy = POLICIES[name := class_of(error, FILES)]
+        if policy.exit_code is None:
             raise
-        log.error("file_system: %s has lost a file system: %s", node, error)
-        raise SystemExit(EXIT_FILE_SYSTEM) from error
+        log.error("%s: %s %s: %s", name, node, policy.says, error)
+        raise SystemExit(policy.exit_code) from error
 
 
 def signal_of(returncode: int) -> int:

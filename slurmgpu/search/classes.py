@@ -113,9 +113,9 @@ def _scan(file: LogFile, attempt: str, name: str) -> Iterator[Event]:
         rb"\bitem (\d+): " + name.encode() + rb": (.*)": "item {}",
         rb"\bitem (\d+) is quarantined: " + name.encode() + rb": (.*)": f"item {{}}{QUARANTINED}",
     }
-    if name == "cuda_oom":
-        patterns[rb"slurmgpu\.[a-z_.]+: ()(out of memory with a batch.*)"] = "batch"
-    word = b"out of memory" if name == "cuda_oom" else name.encode()
+    if logged := POLICIES[name].logged.encode():
+        patterns[rb"slurmgpu\.[a-z_.]+: ()(" + re.escape(logged) + rb".*)"] = "batch"
+    word = logged or name.encode()
     offset, number = 0, 1
     try:
         with open_file(file.path) as stream:

@@ -40,7 +40,6 @@ STACK_BEGINS, CRASHED = "Fatal Python error", "Current thread "
 N_VERDICTS = 3
 N_FRAMES = 10
 """So many lines of the stack at fault come before what else there is to show."""
-_OF_ITEM = re.compile(rf"\bitem \d+: (?:{'|'.join(POLICIES)}): ")
 TRACEBACK_ELSEWHERE = r" \[traceback: item (\d+)\]$"
 _OF_SUBMITIT = re.compile(
     r"^submitit INFO \(| INFO submitit: |^(?:submitit WARNING |.* WARNING submitit: ).*Bypassing signal"
@@ -201,7 +200,7 @@ def _printed_from(lines: Sequence[Line]) -> int:
     ends = (place for place, line in enumerate(lines) if line.is_dated or line.end - line.offset >= LINE_BYTES)
     last = max(ends, default=-1)
     head = "" if last < 0 else lines[last].text
-    if _OF_ITEM.search(head) and last + 1 < len(lines) and TRACEBACK_BEGINS in lines[last + 1].text:
+    if failure_of(r"\d+").search(head) and last + 1 < len(lines) and TRACEBACK_BEGINS in lines[last + 1].text:
         last, head = last + 1, lines[last + 1].text
     if TRACEBACK_BEGINS not in head:
         return last + 1
@@ -226,6 +225,6 @@ def _trace_of(file: LogFile, item: int, stop: int) -> list[Line]:
     return []
 
 
-def failure_of(item: int) -> re.Pattern[str]:
+def failure_of(item: int | str) -> re.Pattern[str]:
     """What a worker logs of an item that failed: its class, and its message."""
     return re.compile(rf"\bitem {item}: ({'|'.join(POLICIES)}): (.*)")

@@ -1,34 +1,27 @@
-"""Columns: the named outputs of a workload, each of a kind that fixes its values and how they are stored."""
+"""Columns: the named outputs of a workload, each of a kind, which is one class."""
 
 from __future__ import annotations
 
 import json
-import operator
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.shards.kinds import KINDS, class_of
+from slurmgpu.shards.kinds import Column as Column
+from slurmgpu.shards.numbers import as_array, cast, checked_shape, scalar_bounds, stored_dtype
 
 RESERVED_NAMES = ("index", "error")
 
-_INSTEAD = {
-    "U": "use Text() for strings",
-    "O": "use Text() for strings, Ragged(dtype) for lists whose length varies",
-    "M": "use Array('int64') and say the unit in the column's name",
-    "m": "use Array('int64') and say the unit in the column's name",
-    "V": "use one column for each field, and 'float32' for bfloat16",
-}
-# Kinds of NumPy's dtypes, by the kind that they are stored as.
-_COMES_FROM = {"b": "biuf", "i": "biuf", "u": "biuf", "f": "biuf", "c": "biufc", "S": "SU"}
-_KIND_NAMES = {"U": "text", "S": "bytes", "c": "complex numbers"}
-
 
 @dataclass(frozen=True, init=False)
-class Array:
+class Array(Column, kind="array"):
     """A column of one array for each item, of the same `dtype` and `shape` in every row; () is one number."""
 
     dtype: np.dtype[Any]
@@ -37,38 +30,46 @@ class Array:
 
     def __init__(self, dtype: npt.DTypeLike, shape: int | Sequence[int] = ()) -> None:
         # A frozen dataclass has no other way to set a field from its own __init__.
-        object.__setattr__(self, "dtype", _stored_dtype(dtype))
-        object.__setattr__(self, "shape", _checked_shape(shape))
-        object.__setattr__(self, "_bounds", {} if self.shape else _scalar_bounds(self.dtype))
+        object.__setattr__(self, "dtype", stored_dtype(dtype))
+        object.__setattr__(self, "shape", checked_shape(shape))
+        object.__setattr__(self, "_bounds", {} if self.shape else scalar_bounds(self.dtype))
 
     def convert(self, value: Any) -> npt.NDArray[Any]:
         """A copy of `value` as it is stored; ValueError when that would lose anything but precision."""
         bounds = self._bounds.get(type(value))
         if bounds is not None and bounds[0] <= value <= bounds[1]:
             return np.array(value, self.dtype)
-        found = _as_array(value)
+        found = as_array(value)
         if found.shape != self.shape:
             raise ValueError(f"found shape {found.shape}, expected {self.shape}")
-        return _cast(found, self.dtype)
+        return cast(found, self.dtype)
 
     def blank(self) -> npt.NDArray[Any]:
         """What an item without a row gets: NaN where the dtype has one, zero otherwise."""
         return np.full(self.shape, np.nan if self.dtype.kind in "fc" else self.dtype.type(), self.dtype)
 
-
-@dataclass(frozen=True)
-class Text:
-    """A column of one string for each item, of any length, stored as UTF-8."""
+    def arguments(self) -> dict[str, Any]:
+        """The dtype, as NumPy writes it, and the shape."""
+        return {"dtype": self.dtype.str, "shape": list(self.shape)}
 
     @property
-    def dtype(self) -> np.dtype[Any]:
-        """The type of the stored values: bytes."""
-        return np.dtype("uint8")
+    def pandas(self) -> str | None:
+        """Nothing for single numbers; object for arrays and bytes."""
+        return "object" if self.shape or self.dtype.kind == "S" else None
+
+
+@dataclass(frozen=True)
+class Text(Column, kind="text"):
+    """A column of one string for each item, of any length, stored as UTF-8."""
+
+    is_tensor = False
+    arrow = "large_string"
+    dtype: np.dtype[Any] = field(default=np.dtype("uint8"), init=False, repr=False)
 
     def convert(self, value: Any) -> bytes:
         """The string as UTF-8; ValueError for anything but a string."""
         if not isinstance(value, str):
-            raise ValueError(f"found {_name(value)}, expected a str")
+            raise ValueError(f"found {type(value).__name__}, expected a str")
         try:
             return value.encode()
         except UnicodeEncodeError as error:
@@ -78,9 +79,27 @@ class Text:
         """What an item without a row gets: the empty string."""
         return b""
 
+    def split(self, values: npt.NDArray[Any], bounds: Sequence[int]) -> list[bytes]:
+        """The UTF-8 of each row."""
+        content = values.tobytes()
+        return [content[first:last] for first, last in pairwise(bounds)]
+
+    def read(self, stored: Sequence[bytes]) -> list[Any]:
+        """The strings."""
+        return [text.decode() for text in stored]
+
+    def plain(self, stored: Sequence[bytes]) -> list[Any]:
+        """The rows as they are read."""
+        return self.read(stored)
+
+    @property
+    def pandas(self) -> str | None:
+        """Nothing: pandas has types of text."""
+        return None
+
 
 @dataclass(frozen=True)
-class Json(Text):
+class Json(Text, kind="json"):
     """A column of one JSON value for each item: lists and mappings of text, numbers, booleans and None.
 
     It is stored as its text, and read back as `json.loads` has it: tuples are lists then, and keys are strings.
@@ -91,32 +110,62 @@ class Json(Text):
         try:
             text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"found {_name(value)} that JSON cannot hold: {error}") from error
+            raise ValueError(f"found {type(value).__name__} that JSON cannot hold: {error}") from error
         return super().convert(text)
+
+    def read(self, stored: Sequence[bytes]) -> list[Any]:
+        """The values; None for a failed item."""
+        return [json.loads(text.decode()) if text else None for text in stored]
+
+    def cells(self, stored: Sequence[bytes]) -> list[Any]:
+        """The JSON itself, but a text without its quotes, and nothing for null."""
+        return [json.loads(text) if text[:1] == b'"' else None if text == b"null" else text.decode() for text in stored]
+
+    @property
+    def pandas(self) -> str | None:
+        """Objects of Python's."""
+        return "object"
 
 
 @dataclass(frozen=True, init=False)
-class Ragged:
+class Ragged(Column, kind="ragged"):
     """A column of one 1-d array for each item, of a length that may differ from row to row."""
 
     dtype: np.dtype[Any]
 
     def __init__(self, dtype: npt.DTypeLike) -> None:
-        object.__setattr__(self, "dtype", _stored_dtype(dtype))
+        object.__setattr__(self, "dtype", stored_dtype(dtype))
 
     def convert(self, value: Any) -> npt.NDArray[Any]:
         """A copy of `value` as it is stored; ValueError when that would lose anything but precision."""
-        found = _as_array(value)
+        found = as_array(value)
         if found.ndim != 1:
             raise ValueError(f"found shape {found.shape}, expected one dimension")
-        return _cast(found, self.dtype)
+        return cast(found, self.dtype)
 
     def blank(self) -> npt.NDArray[Any]:
         """What an item without a row gets: an array of length 0."""
         return np.empty(0, self.dtype)
 
+    def arguments(self) -> dict[str, Any]:
+        """The dtype, as NumPy writes it."""
+        return {"dtype": self.dtype.str}
 
-Column: TypeAlias = Array | Text | Json | Ragged
+
+class _Unknown(Column):
+    """A column of a kind that is not known here, whose values are read as they are stored."""
+
+    def __init__(self, described: Mapping[str, Any], dtype: str, shape: Sequence[int] | None) -> None:
+        self.described = described
+        self.kind = described["kind"]  # type: ignore[misc]
+        self.dtype = stored_dtype(dtype)
+        self.shape = None if shape is None else checked_shape(shape)
+
+    def convert(self, value: Any) -> npt.NDArray[Any]:
+        raise SlurmGPUError(f"No class of the column kind {self.kind!r} is imported here.")
+
+    def blank(self) -> npt.NDArray[Any]:
+        return self.convert(None)
 
 
 def check_columns(columns: Mapping[str, Column], owner: str) -> dict[str, Column]:
@@ -163,7 +212,7 @@ def convert_row(columns: Mapping[str, Column], row: Mapping[str, Any]) -> dict[s
     a wrong shape, or a value that its dtype cannot hold. Floats may lose precision, nothing else may be lost.
     """
     if not isinstance(row, Mapping):
-        raise ValueError(f"a row is a mapping of each column to its value; found {_name(row)}")
+        raise ValueError(f"a row is a mapping of each column to its value; found {type(row).__name__}")
     if row.keys() != columns.keys():
         raise ValueError(_wrong_names(columns, row))
     converted = {}
@@ -173,92 +222,6 @@ def convert_row(columns: Mapping[str, Column], row: Mapping[str, Any]) -> dict[s
         except ValueError as error:
             raise ValueError(f"column {name!r}: {error}") from error
     return converted
-
-
-def _stored_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
-    """The little-endian dtype of that name, if every reader of HDF5 has it."""
-    try:
-        stored: np.dtype[Any] = np.dtype(dtype)
-    except TypeError as error:
-        raise SlurmGPUError(f"{dtype!r} is not a NumPy dtype; write one such as 'float32'.") from error
-    if dtype is None:
-        instead = "say which, such as 'float32'"  # np.dtype(None) is float64
-    elif stored.kind in _INSTEAD:
-        instead = _INSTEAD[stored.kind]
-    elif stored.kind == "S" and stored.itemsize == 0:
-        instead = "say the length, such as 'S8', or use Text()"
-    elif stored.kind in "fc" and stored.itemsize > (8 if stored.kind == "f" else 16):
-        instead = "use 'float64' or 'complex128': its bytes differ between machines"
-    else:
-        little_endian: np.dtype[Any] = stored.newbyteorder("<")
-        return little_endian
-    raise SlurmGPUError(f"A column cannot have the dtype {dtype!r}; {instead}.")
-
-
-def _checked_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
-    try:
-        dims = tuple(map(operator.index, shape if isinstance(shape, Sequence) else (shape,)))
-    except TypeError:
-        dims = (-1,)
-    if any(dim < 0 for dim in dims) or len(dims) > 31:  # HDF5 has 32 dimensions; the first one is the rows
-        raise SlurmGPUError(f"A column cannot have the shape {shape!r}; expected at most 31 sizes, such as (3, 4).")
-    return dims
-
-
-def _scalar_bounds(dtype: np.dtype[Any]) -> dict[type, tuple[float, float]]:
-    """The types of value that need no closer look: what lies between the bounds can be stored as it is."""
-    if dtype.kind in "biu":
-        limits = _integer_limits(dtype)
-        return dict.fromkeys((int, bool, np.int64, dtype.type), limits)
-    if dtype.kind == "f":
-        largest = float(np.finfo(dtype).max)
-        return dict.fromkeys((float, int, bool, np.float64, dtype.type), (-largest, largest))
-    return {}
-
-
-def _integer_limits(dtype: np.dtype[Any]) -> tuple[int, int]:
-    return (0, 1) if dtype.kind == "b" else (int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))
-
-
-def _as_array(value: Any) -> npt.NDArray[Any]:
-    try:
-        found: npt.NDArray[Any] = np.asarray(value)
-    # A tensor that needs .cpu(), .detach() or .float() first says so itself, with various classes of error.
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"found {_name(value)} that NumPy cannot read: {error}") from error
-    if found.dtype.kind not in "biufcSU":
-        raise ValueError(f"found {_name(value)} (dtype {found.dtype}), expected numbers or bytes")
-    return found
-
-
-def _cast(found: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """A contiguous copy as `dtype`; ValueError that names the first value which `dtype` cannot hold."""
-    if found.dtype == dtype:
-        return np.array(found, order="C")
-    if found.size and found.dtype.kind not in _COMES_FROM[dtype.kind]:  # [] is float64 whatever was meant
-        raise ValueError(f"found {_KIND_NAMES.get(found.dtype.kind, found.dtype)}, expected {dtype}")
-    with np.errstate(over="ignore", invalid="ignore"):
-        stored: npt.NDArray[Any] = found.astype(dtype, order="C")
-    if np.can_cast(found.dtype, dtype, "safe"):
-        return stored
-    if dtype.kind in "fc":
-        fits = np.isfinite(stored) | ~np.isfinite(found)
-    elif dtype.kind == "S":
-        fits = stored == found.astype("S")
-    else:
-        fits = _is_whole_between(found, *_integer_limits(dtype))
-    if not fits.all():
-        raise ValueError(f"found {found[~fits][0].item()!r}, which {dtype} cannot hold")
-    return stored
-
-
-def _is_whole_between(found: npt.NDArray[Any], low: int, high: int) -> npt.NDArray[np.bool_]:
-    if found.dtype.kind != "f":
-        return (low <= found) & (found <= high)
-    # As float64 the largest int64 is rounded up to 2**63, so the bound that is exact is the one above it.
-    wide = found.astype(np.float64)
-    fits: npt.NDArray[np.bool_] = (np.trunc(wide) == wide) & (float(low) <= wide) & (wide < float(high + 1))
-    return fits
 
 
 def _wrong_names(columns: Mapping[str, Column], row: Mapping[str, Any]) -> str:
@@ -271,32 +234,25 @@ def _wrong_names(columns: Mapping[str, Column], row: Mapping[str, Any]) -> str:
     return "; ".join(problems)
 
 
-def _name(value: Any) -> str:
-    return type(value).__name__
-
-
 def _column_to_json(column: Column) -> dict[str, Any]:
-    match column:
-        case Array():
-            return {"kind": "array", "dtype": column.dtype.str, "shape": list(column.shape)}
-        case Ragged():
-            return {"kind": "ragged", "dtype": column.dtype.str}
-        case Json():  # before Text, which it is, too
-            return {"kind": "json"}
-        case Text():
-            return {"kind": "text"}
+    if isinstance(column, _Unknown):
+        return dict(column.described)
+    described = {"kind": column.kind, **column.arguments()}
+    if KINDS[column.kind].__module__ != __name__:  # then not every slurmgpu knows it
+        shape = None if column.shape is None else list(column.shape)
+        described["stored"] = {"dtype": column.dtype.str, "shape": shape}
+    return described
 
 
 def _column_from_json(name: str, value: Mapping[str, Any]) -> Column:
     match value:
-        case {"kind": "array", "dtype": dtype, "shape": shape}:
-            return Array(dtype, shape)
-        case {"kind": "ragged", "dtype": dtype}:
-            return Ragged(dtype)
-        case {"kind": "text"}:
-            return Text()
-        case {"kind": "json"}:
-            return Json()
+        case {"kind": str(kind), **arguments}:
+            stored = arguments.pop("stored", None)
+            with suppress(TypeError):  # of arguments that only another version of the class takes
+                if made := class_of(kind):
+                    return made(**arguments)
+            if stored is not None:
+                return _Unknown(value, **stored)
     raise SlurmGPUError(
         f"The column {name!r} is described as {value!r}, which this slurmgpu does not know;"
         " use the version that wrote it."

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from h5py import h5a, h5d, h5f, h5fd, h5p, h5s, h5t
 
-from slurmgpu.shards.columns import Array, Column, columns_to_json, stored_columns
+from slurmgpu.shards.columns import Column, columns_to_json, stored_columns
 from slurmgpu.shards.userblock import FORMAT_VERSION, OFFSET_DTYPE, Region, in_file_order
 
 Attributes = Mapping[str, str | int | bool]
@@ -38,7 +38,7 @@ def unplaced_regions(columns: Mapping[str, Column], n_rows: int, n_values: Mappi
     """The datasets of a file, in order; `n_values` says how many values a `name/values` has."""
     regions = []
     for name, column in stored_columns(columns).items():
-        if isinstance(column, Array):
+        if column.shape is not None:
             regions.append(_region(name, column.dtype, (n_rows, *column.shape)))
         else:
             regions.append(_region(f"{name}/offsets", OFFSET_DTYPE, (n_rows + 1,)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import logging
 import math
 import os
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from slurmgpu.errors import ItemError
-from slurmgpu.shards.columns import Array, Column, Ragged, stored_columns
+from slurmgpu.shards.columns import Column, stored_columns
 from slurmgpu.shards.hdf5_layout import Attributes, draw, file_attributes, unplaced_regions
 from slurmgpu.shards.userblock import (
     OFFSET_DTYPE,
@@ -291,16 +290,12 @@ def rows_from(
     ]
 
 
-def _values(contents: Mapping[str, bytes | bytearray], name: str, column: Column, n_rows: int) -> list[Any]:
-    """The value of one column in each row: an ndarray, or bytes of Text and Json."""
-    if isinstance(column, Array):
+def _values(contents: Mapping[str, bytes | bytearray], name: str, column: Column, n_rows: int) -> Sequence[Any]:
+    """The value of one column in each row, as it is stored."""
+    if column.shape is not None:
         return list(np.frombuffer(contents.get(name, b""), column.dtype).reshape(n_rows, *column.shape))
-    content = bytes(contents.get(f"{name}/values", b""))
-    offsets = np.frombuffer(contents[f"{name}/offsets"], OFFSET_DTYPE).tolist()
-    size = column.dtype.itemsize
-    spans = itertools.pairwise(offsets)
-    parts = [content[size * first : size * last] for first, last in spans]
-    return [np.frombuffer(part, column.dtype) for part in parts] if isinstance(column, Ragged) else parts
+    values = np.frombuffer(contents.get(f"{name}/values", b""), column.dtype)
+    return column.split(values, np.frombuffer(contents[f"{name}/offsets"], OFFSET_DTYPE).tolist())
 
 
 class Shapes:
@@ -349,7 +344,7 @@ def _contents(
     values["error"] = [_error_text(row) if isinstance(row, ItemError) else b"" for row in rows]
     contents: dict[str, list[Any]] = {}
     for name, column in stored_columns(columns).items():
-        if isinstance(column, Array):
+        if column.shape is not None:
             contents[name] = values[name]
         else:
             offsets = np.zeros(len(rows) + 1, OFFSET_DTYPE)

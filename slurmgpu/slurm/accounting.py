@@ -48,5 +48,5 @@ def _is_unsettled(attempt: Mapping[str, Any]) -> bool:
     """Whether accounting has yet to say how an attempt ended: of a SIGTERM only it knows who sent it."""
     if attempt["executor"] != "slurm":
         return False
-    alive = attempt["slurm_state"] is None or attempt["slurm_state"] not in commands.ENDED_STATES
+    alive = attempt["slurm_state"] is None or not commands.has_ended(attempt["slurm_state"])
     return attempt["failure"] == "lost" or (attempt["failure"] == "preempted" and alive)

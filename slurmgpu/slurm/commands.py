@@ -14,7 +14,7 @@ from pathlib import Path
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.report.attempts import Life
-from slurmgpu.run.failures import EXIT_FILE_SYSTEM
+from slurmgpu.run.failures import class_of_job
 
 log = logging.getLogger(__name__)
 
@@ -31,24 +31,14 @@ PREFERENCES = ("SQUEUE_", "SINFO_", "SACCT_", "SCONTROL_", "SCANCEL_", "SLURM_CL
 ENVIRON = {"SLURM_BITSTR_LEN": "0", "SLURM_TIME_FORMAT": "standard"}
 """Arrays are named whole, not cut at 64 characters, and times are as `queue` reads them, whatever the user prefers."""
 
-ENDED_STATES = {
-    "BOOT_FAIL": "node_fail",
-    "CANCELLED": "cancelled",
-    "COMPLETED": None,
-    "DEADLINE": "timeout",
-    "FAILED": "crash",
-    "NODE_FAIL": "node_fail",
-    "OUT_OF_MEMORY": "host_oom",
-    "PREEMPTED": "preempted",
-    "REQUEUED": "preempted",
-    "REVOKED": "cancelled",
-    "TIMEOUT": "timeout",
-}
-"""Slurm's states of a job that has ended, and the failure class of each. Every other state, known or not, is alive."""
-
 
 class SlurmUnavailableError(SlurmGPUError):
     """A Slurm command is missing, failed or did not answer."""
+
+
+def has_ended(state: str) -> bool:
+    """Whether a job of this state has ended. Of every state that is not known it is alive."""
+    return state == "COMPLETED" or class_of_job(state) is not None
 
 
 def run(*command: str) -> str:
@@ -145,14 +135,11 @@ def accounting(job_ids: Sequence[str]) -> dict[str, list[Life]]:
         if not is_step:
             gpus = re.search(r"gres/gpu=(\d+)", tres)
             n_gpus = int(gpus[1]) if gpus else 0
-            failure = ENDED_STATES.get(state)
-            if state == "FAILED" and exit_code == f"{EXIT_FILE_SYSTEM}:0":
-                failure = "file_system"  # of which the task could write nothing down
-            life = Life(state, failure, state in ENDED_STATES, int(elapsed or 0), n_gpus, node)
+            life = Life(state, class_of_job(state, exit_code), has_ended(state), int(elapsed or 0), n_gpus, node)
             lives.setdefault(task, []).append(life)
         elif state == "OUT_OF_MEMORY" and task in lives and lives[task][-1].state != "COMPLETED":
             # The job itself may only say FAILED.
-            lives[task][-1] = replace(lives[task][-1], failure="host_oom")
+            lives[task][-1] = replace(lives[task][-1], failure=class_of_job(state))
     return lives
 
 

@@ -128,7 +128,7 @@ def own_jobs(and_of: Iterable[int] = ()) -> list[QueuedJob]:
         if uid in wanted
     ]
     # REQUEUED is how a life ended, in accounting; in the queue it is a job that is about to be pending again.
-    return _with_arguments([job for job in jobs if job.state == "REQUEUED" or job.state not in commands.ENDED_STATES])
+    return _with_arguments([job for job in jobs if job.state == "REQUEUED" or not commands.has_ended(job.state)])
 
 
 def _of_users(uids: Iterable[int]) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 from slurmgpu.run.claims import Claim
 from slurmgpu.run.crash_history import read_history, write_history
 from slurmgpu.run.directory import Run
-from slurmgpu.run.failures import brought_upon_itself, describe_exit
+from slurmgpu.run.failures import POLICIES, brought_upon_itself, describe_exit
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Deaths:
             shard, items, _ = self._in_flight
             death |= {"shard": shard, "items": items[:1] if len(items) == 1 else [items[0], items[-1]]}
             weight = 1.0 if self._broken or (brought_upon_itself(returncode) and not was_oom) else 0.5
-            self._remember(weight, f"{kind}: {message}", held)
+            self._remember(weight, kind, message, held)
         log.error("%s: %s%s", kind, message, _what_was_in_flight(death))
         self._n_in_a_row += 1
         self._in_flight = self._broken = None
@@ -82,14 +82,14 @@ class Deaths:
             return death, None
         return death, f"{message}; {self._n_in_a_row} workers died one after another"
 
-    def _remember(self, weight: float, error: str, held: MutableMapping[int, Claim]) -> None:
+    def _remember(self, weight: float, kind: str, message: str, held: MutableMapping[int, Claim]) -> None:
         assert self._in_flight is not None
         shard, items, is_isolated = self._in_flight
         history = read_history(self._run.claims.folder, shard)
-        guilty = history.record(items, isolated=is_isolated, weight=weight, error=error)
+        guilty = history.record(items, isolated=is_isolated, weight=weight, error=f"{kind}: {message}")
         if guilty is not None:
             self.forgive()
-            if error.startswith("host_oom") and history.parked_by is None:
+            if POLICIES[kind].more_memory and history.parked_by is None:
                 # More memory may be all it needs: the shard is left for a submission that has it.
                 del history.quarantined[guilty]
                 history.parked_by = self._submission
@@ -97,7 +97,7 @@ class Deaths:
                 log.error("shard %d is left for a submission with more memory: item %d", shard, guilty)
                 self.parked.append(f"item {guilty} needs more host memory; its shard {shard} was left")
             else:
-                log.error("item %d is quarantined: %s", guilty, error)
+                log.error("item %d is quarantined: %s: %s", guilty, kind, message)
         write_history(self._run.claims.folder, shard, history)
 
     def _park(self, shard: int, claim: Claim) -> None:

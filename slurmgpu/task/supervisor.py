@@ -25,7 +25,7 @@ from slurmgpu.faults import faults_for
 from slurmgpu.report.attempts import TOO_LARGE
 from slurmgpu.run.claims import UNREADABLE, Claim
 from slurmgpu.run.directory import Run
-from slurmgpu.run.failures import EXIT_FILE_SYSTEM, POLICIES, failure_of, signal_of
+from slurmgpu.run.failures import FILES, POLICIES, class_of, signal_of
 from slurmgpu.run.records import Attempt
 from slurmgpu.shards.shard_file import partials_of
 from slurmgpu.task.attempt_writer import Recording
@@ -116,16 +116,17 @@ class Task:
         except WorkerFailedError as error:
             return self._fail(error.kind, str(error), error.trace)
         except OSError as error:
-            return self._fail(failure_of(error), str(error), traceback.format_exc())
+            return self._fail(class_of(error, FILES), str(error), traceback.format_exc())
         except Exception as error:
             # A fault of slurmgpu's own: it is recorded, and the claims are given back, before the task ends.
             return self._fail("crash", f"{type(error).__name__}: {error}", traceback.format_exc())
 
     def _fail(self, failure: str, message: str, trace: str = "") -> int:
-        if POLICIES[failure].node_at_fault and self.record.bad_node is None:
+        policy = POLICIES[failure]
+        if policy.node_at_fault and self.record.bad_node is None:
             self.record.bad_node = self.record.node
-        if failure == "file_system":
-            message = f"{self.record.bad_node} has lost a file system: {message}"
+        if policy.says:
+            message = f"{self.record.bad_node} {policy.says}: {message}"
         self.recording.fail(failure, message, trace)
         return 1
 
@@ -155,7 +156,8 @@ class Task:
         self._remove_partials()
         self.recording.end()
         self._launcher.close()
-        return EXIT_FILE_SYSTEM if code and self.record.failure == "file_system" else code
+        own = POLICIES[self.record.failure].exit_code if self.record.failure else None
+        return own if code and own else code
 
     def _remove_partials(self) -> None:
         """Remove what dead workers have left half written; the merge removes what cannot be removed now."""

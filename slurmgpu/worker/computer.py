@@ -17,7 +17,7 @@ from typing import Any
 
 from slurmgpu.errors import Interrupted, ItemError
 from slurmgpu.run.crash_history import History
-from slurmgpu.run.failures import failure_of
+from slurmgpu.run.failures import FILES, ITEM, class_of
 from slurmgpu.shards.columns import Column, convert_row
 from slurmgpu.util.out_of_memory import is_out_of_memory
 from slurmgpu.util.plurals import count_of
@@ -249,8 +249,8 @@ class Computer:
                 return [], _out_of_memory(error, len(items))
             if is_broken_cuda(error):
                 raise WorkerBrokenError(f"{type(error).__name__}: {error}") from error
-            is_full = isinstance(error, OSError) and failure_of(error) == "disk_full"
-            kind = "disk_full" if is_full and self._workload.resumes else "item_error"
+            is_full = class_of(error, FILES) == "disk_full"
+            kind = "disk_full" if is_full and self._workload.resumes else class_of(error, ITEM)
             return [], _failure(error, kind, self._folder)
 
     def _keep(self, items: Sequence[Item], returned: Any, done: Computed) -> None:

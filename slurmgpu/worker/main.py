@@ -37,7 +37,7 @@ from slurmgpu.logs import log_to_stderr
 from slurmgpu.run.claims import Claim
 from slurmgpu.run.crash_history import History, read_history
 from slurmgpu.run.directory import Run
-from slurmgpu.run.failures import failure_of
+from slurmgpu.run.failures import FILES, INPUT, LOADING, class_of
 from slurmgpu.run.recompute import Spans
 from slurmgpu.run.revisions import Former, Row, former_rows, made_again, put_over
 from slurmgpu.shards.columns import columns_from_json
@@ -45,9 +45,8 @@ from slurmgpu.shards.shard_file import DamagedShardError, partial_name, publish,
 from slurmgpu.util import gpus
 from slurmgpu.util.atomic_files import FULL, working_folder
 from slurmgpu.util.env_info import describe, used
-from slurmgpu.util.out_of_memory import is_out_of_memory
 from slurmgpu.util.pipes import Report, close_stdin, listen_on_stdin, outlive_signals, report_on_stdout, watch_stdin
-from slurmgpu.util.shared_files import cause_raised, is_transient, retried
+from slurmgpu.util.shared_files import cause_raised, retried
 from slurmgpu.worker import groups
 from slurmgpu.worker.computer import (
     INTERRUPTED,
@@ -66,15 +65,6 @@ from slurmgpu.workload import Item, TaskContext
 log = logging.getLogger("slurmgpu.worker")  # __name__ is "__main__" in its own process
 
 _T = TypeVar("_T")
-
-GPU_FAULT_TEXTS = (
-    "CUDA driver version is insufficient",
-    "no CUDA-capable device",
-    "CUDA unknown error",
-    "Found no NVIDIA driver",
-    "CUDA-capable device(s) is/are busy or unavailable",
-)
-"""What PyTorch says when the GPU or its driver is at fault rather than the workload."""
 
 
 class WorkerFailedError(Exception):
@@ -144,7 +134,6 @@ class Worker:
     def __post_init__(self) -> None:
         self._resume = list(self.assignment.resume)
         self._tenure = Tenure(self.assignment.end_time, self.run.plan.margin_s, self.stopping, self.end_times)
-        self._columns = columns_from_json(self.run.plan.columns)
         given = self.assignment
         claim = Claim(given.task, given.attempt, platform.node(), os.getpid(), cluster=given.cluster)
         self._scout = Scout(self.run, claim, self._tell_takeover, held=set(self._resume))
@@ -167,6 +156,7 @@ class Worker:
                 workload = self._inject(workload)
             outside = self._tell_outside()
             self._resumes = workload.resumes
+            self._columns = columns_from_json(plan.columns)  # of kinds that the workload's module has brought, too
             if self._resumes:
                 self.on_resumable()
             self.group.gather()
@@ -297,7 +287,7 @@ class Worker:
         try:
             return retried(lambda: cause_raised(lambda: Reader(spec, self.run.index)), self.run.plan.lease_s)
         except (OSError, SlurmGPUError) as error:
-            raise WorkerFailedError(_reading_class(error), str(error)) from error
+            raise WorkerFailedError(class_of(error, INPUT), str(error)) from error
 
     def _read(self, reader: Reader, spans: Spans) -> list[Item | tuple[int, ItemError]]:
         items: list[Item | tuple[int, ItemError]] = []
@@ -307,7 +297,7 @@ class Worker:
                 records = self._read_span(reader, start, stop)
             except (OSError, SlurmGPUError) as error:
                 message = f"items {start}..{stop - 1} cannot be read: {error}"
-                raise WorkerFailedError(_reading_class(error), message) from error
+                raise WorkerFailedError(class_of(error, INPUT), message) from error
             items += [
                 (start + i, record) if isinstance(record, ItemError) else Item(start + i, record, seed)
                 for i, record in enumerate(records)
@@ -352,11 +342,11 @@ class Worker:
         except SlurmGPUError as error:
             if error.__cause__ is not None:
                 log.info("what led to it:", exc_info=error.__cause__)
-            raise WorkerFailedError(_loading_class(error), str(error)) from error
+            raise WorkerFailedError(class_of(error, LOADING), str(error)) from error
         except (Exception, SystemExit) as error:
             check_debugger_left(error)
             raise WorkerFailedError(
-                _loading_class(error), f"{type(error).__name__}: {error}", traceback.format_exc()
+                class_of(error, LOADING), f"{type(error).__name__}: {error}", traceback.format_exc()
             ) from error
         return workload
 
@@ -415,7 +405,7 @@ class Worker:
             # Written anew after a failure: which of its bytes have arrived is not known.
             won = _once_more_if_full(lambda: retried(lambda: self._write(one, seconds), self.run.plan.lease_s))
         except OSError as error:
-            raise WorkerFailedError(failure_of(error), f"shard {shard} cannot be written: {error}") from error
+            raise WorkerFailedError(class_of(error, FILES), f"shard {shard} cannot be written: {error}") from error
         self._former.pop(shard, None)
         self._tell_used()
         self.slowest_s = max(self.slowest_s, seconds)
@@ -447,18 +437,6 @@ def _once_more_if_full(operation: Callable[[], _T]) -> _T:
         log.warning("tried again in a second: %s", error)
     time.sleep(1.0)
     return operation()
-
-
-def _reading_class(error: BaseException) -> str:
-    return "file_system" if is_transient(error) else "input_error"
-
-
-def _loading_class(error: BaseException) -> str:
-    if is_out_of_memory(error):
-        return "cuda_oom"
-    if any(text in str(error) for text in GPU_FAULT_TEXTS):
-        return "gpu_fault"
-    return "workload_error"
 
 
 def _use_code(run: Run, digest: str) -> None:
@@ -509,7 +487,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         # What the workload raises was caught where it was called: this is a fault of slurmgpu's, and no item's.
         trace = traceback.format_exc()
-        kind = failure_of(error) if isinstance(error, OSError) else "crash"
+        kind = class_of(error, FILES)
         report({"event": "failed", "class": kind, "message": f"{type(error).__name__}: {error}", "traceback": trace})
         raise
     return 0

@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.inputs import Reader, previewing, scan, scanning
+from slurmgpu.inputs import Reader, scan, scanning
+from slurmgpu.inputs import lines as line_formats
 
 BOM = codecs.BOM_UTF8
 NEWLINES = st.sampled_from(["\n", "\r\n"])
@@ -35,8 +36,8 @@ def check_ranges(suffix: str, contents: Sequence[bytes], expected: list[Any], da
             path.write_bytes(content)
         index = Path(folder) / "index"
         with (
-            mock.patch.object(scanning, "_CHUNK_BYTES", data.draw(BLOCKS, label="chunk")),
-            mock.patch.object(previewing, "_HEAD_BYTES", data.draw(BLOCKS, label="head")),
+            mock.patch.object(scanning, "CHUNK_BYTES", data.draw(BLOCKS, label="chunk")),
+            mock.patch.object(line_formats, "_HEAD_BYTES", data.draw(BLOCKS, label="head")),
         ):
             spec = scan(paths, index, stride=stride)
         assert spec.n_items == len(expected)
@@ -113,7 +114,7 @@ def test_no_bytes_stop_the_other_items(data: st.DataObject, suffix: str) -> None
     good = {".jsonl": b'{"a": 1}', ".csv": b"1,2", ".txt": b"x"}[suffix]
     lines = data.draw(st.lists(st.binary(max_size=20).map(lambda line: line.replace(b"\n", b"").replace(b'"', b""))))
     content = b"\n".join([b"a,b"] * (suffix == ".csv") + [good] * 100 + lines + [good])
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(scanning, "_N_SAMPLED_RECORDS", 1):
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(line_formats, "_N_SAMPLED_RECORDS", 1):
         path, index = Path(folder) / f"a{suffix}", Path(folder) / "index"
         path.write_bytes(content)
         spec = scan([path], index, stride=7)
@@ -157,9 +158,9 @@ def test_what_is_an_item(tmp_path: Path, suffix: str, content: bytes, expected: 
 def test_a_stray_quote_is_found_wherever_a_block_ends(
     tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scanning, "_CHUNK_BYTES", block)
+    monkeypatch.setattr(scanning, "CHUNK_BYTES", block)
     (tmp_path / "a.csv").write_text("a,b\n" + '"1\n",2\n' * 200 + '5" disk,2\n' + '1,"2"\n' * 20)
-    monkeypatch.setattr(previewing, "_HEAD_BYTES", block)
+    monkeypatch.setattr(line_formats, "_HEAD_BYTES", block)
     with pytest.raises(SlurmGPUError, match=r"a.csv, line 402: .* a quote stands inside a field"):
         scan([tmp_path / "a.csv"], tmp_path / "index", stride=2)
 

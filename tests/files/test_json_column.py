@@ -77,6 +77,6 @@ def test_an_export_has_the_value_as_jsonl_and_as_csv_its_json_but_for_texts_and_
 
 
 def test_a_later_run_finds_the_value_in_its_items(merged):
-    items = tables.open_table(str(merged), "h5").read(0, len(VALUES) + 1)
+    items = tables.MergedRows(str(merged)).read(0, len(VALUES) + 1)
     assert [item["told"] for item in items] == [*VALUES, None]
     assert items[FAILED]["error"] == "too dark"

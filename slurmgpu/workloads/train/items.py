@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.inputs import sweeps
-from slurmgpu.inputs.tables import open_table
+from slurmgpu.inputs.formats import format_of
+from slurmgpu.inputs.lines import Txt
 from slurmgpu.training.settings import TrainingSettings
 from slurmgpu.workloads.train.settings import HINTS, TAKEN_OVER, check, meant, several, takes_none, typed
 from slurmgpu.workloads.train.training_class import TrainingClass
@@ -157,20 +157,10 @@ def _items(path: Path) -> Iterator[Mapping[str, Any]]:
     """The data of a file's items; nothing of a file that another run has yet to make."""
     if not path.exists():
         return
-    suffix = path.suffix.lower()
-    if suffix == ".jsonl":
-        with open(path, encoding="utf-8") as file:
-            yield from map(json.loads, file)
-    elif suffix == ".csv":
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            yield from csv.DictReader(file)
-    elif suffix == ".txt":
+    its_format = format_of([path])
+    if isinstance(its_format, Txt):
         raise SlurmGPUError(
             f"{path}: an item is a configuration, with names, and a line of text has none. Expected .jsonl, .csv or "
             f".parquet, [sweep] in the run file, or no input at all for one training."
         )
-    else:
-        table = open_table(str(path), suffix.removeprefix("."))
-        rows: Sequence[Mapping[str, Any] | ItemError] = table.read(0, len(table))
-        table.close()
-        yield from (row for row in rows if not isinstance(row, ItemError))
+    yield from (data for data in its_format.items(path) if not isinstance(data, ItemError))

@@ -1,0 +1,125 @@
+"""Arrays: what a dtype can hold of a value, and what JSON has for it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from slurmgpu.errors import SlurmGPUError
+
+_INSTEAD = {
+    "U": "use Text() for strings",
+    "O": "use Text() for strings, Ragged(dtype) for lists whose length varies",
+    "M": "use Array('int64') and say the unit in the column's name",
+    "m": "use Array('int64') and say the unit in the column's name",
+    "V": "use one column for each field, and 'float32' for bfloat16",
+}
+# Kinds of NumPy's dtypes, by the kind that they are stored as.
+_COMES_FROM = {"b": "biuf", "i": "biuf", "u": "biuf", "f": "biuf", "c": "biufc", "S": "SU"}
+_KIND_NAMES = {"U": "text", "S": "bytes", "c": "complex numbers"}
+
+
+def stored_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
+    """The little-endian dtype of that name, if every reader of HDF5 has it."""
+    try:
+        stored: np.dtype[Any] = np.dtype(dtype)
+    except TypeError as error:
+        raise SlurmGPUError(f"{dtype!r} is not a NumPy dtype; write one such as 'float32'.") from error
+    if dtype is None:
+        instead = "say which, such as 'float32'"  # np.dtype(None) is float64
+    elif stored.kind in _INSTEAD:
+        instead = _INSTEAD[stored.kind]
+    elif stored.kind == "S" and stored.itemsize == 0:
+        instead = "say the length, such as 'S8', or use Text()"
+    elif stored.kind in "fc" and stored.itemsize > (8 if stored.kind == "f" else 16):
+        instead = "use 'float64' or 'complex128': its bytes differ between machines"
+    else:
+        little_endian: np.dtype[Any] = stored.newbyteorder("<")
+        return little_endian
+    raise SlurmGPUError(f"A column cannot have the dtype {dtype!r}; {instead}.")
+
+
+def checked_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
+    """The shape of a row, if HDF5 has room for it."""
+    try:
+        dims = tuple(map(operator.index, shape if isinstance(shape, Sequence) else (shape,)))
+    except TypeError:
+        dims = (-1,)
+    if any(dim < 0 for dim in dims) or len(dims) > 31:  # HDF5 has 32 dimensions; the first one is the rows
+        raise SlurmGPUError(f"A column cannot have the shape {shape!r}; expected at most 31 sizes, such as (3, 4).")
+    return dims
+
+
+def scalar_bounds(dtype: np.dtype[Any]) -> dict[type, tuple[float, float]]:
+    """The types of value that need no closer look: what lies between the bounds can be stored as it is."""
+    if dtype.kind in "biu":
+        limits = _integer_limits(dtype)
+        return dict.fromkeys((int, bool, np.int64, dtype.type), limits)
+    if dtype.kind == "f":
+        largest = float(np.finfo(dtype).max)
+        return dict.fromkeys((float, int, bool, np.float64, dtype.type), (-largest, largest))
+    return {}
+
+
+def _integer_limits(dtype: np.dtype[Any]) -> tuple[int, int]:
+    return (0, 1) if dtype.kind == "b" else (int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))
+
+
+def as_array(value: Any) -> npt.NDArray[Any]:
+    """The value as numbers or bytes; ValueError for anything else."""
+    try:
+        found: npt.NDArray[Any] = np.asarray(value)
+    # A tensor that needs .cpu(), .detach() or .float() first says so itself, with various classes of error.
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"found {type(value).__name__} that NumPy cannot read: {error}") from error
+    if found.dtype.kind not in "biufcSU":
+        raise ValueError(f"found {type(value).__name__} (dtype {found.dtype}), expected numbers or bytes")
+    return found
+
+
+def cast(found: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """A contiguous copy as `dtype`; ValueError that names the first value which `dtype` cannot hold."""
+    if found.dtype == dtype:
+        return np.array(found, order="C")
+    if found.size and found.dtype.kind not in _COMES_FROM[dtype.kind]:  # [] is float64 whatever was meant
+        raise ValueError(f"found {_KIND_NAMES.get(found.dtype.kind, found.dtype)}, expected {dtype}")
+    with np.errstate(over="ignore", invalid="ignore"):
+        stored: npt.NDArray[Any] = found.astype(dtype, order="C")
+    if np.can_cast(found.dtype, dtype, "safe"):
+        return stored
+    if dtype.kind in "fc":
+        fits = np.isfinite(stored) | ~np.isfinite(found)
+    elif dtype.kind == "S":
+        fits = stored == found.astype("S")
+    else:
+        fits = _is_whole_between(found, *_integer_limits(dtype))
+    if not fits.all():
+        raise ValueError(f"found {found[~fits][0].item()!r}, which {dtype} cannot hold")
+    return stored
+
+
+def _is_whole_between(found: npt.NDArray[Any], low: int, high: int) -> npt.NDArray[np.bool_]:
+    if found.dtype.kind != "f":
+        return (low <= found) & (found <= high)
+    # As float64 the largest int64 is rounded up to 2**63, so the bound that is exact is the one above it.
+    wide = found.astype(np.float64)
+    fits: npt.NDArray[np.bool_] = (np.trunc(wide) == wide) & (float(low) <= wide) & (wide < float(high + 1))
+    return fits
+
+
+def as_lists(values: npt.NDArray[Any]) -> list[Any]:
+    """Nested lists as JSON has them. A complex number is [real, imaginary]; bytes are read as UTF-8."""
+    if values.dtype.kind == "c":
+        return as_lists(np.stack([values.real, values.imag], axis=-1))
+    if values.dtype.kind == "S":
+        values = np.char.decode(values, "utf-8", "backslashreplace")
+    elif values.dtype.kind == "f" and not np.isfinite(values).all():
+        unspeakable = ~np.isfinite(values)
+        values = values.astype(object)
+        values[unspeakable] = None
+    lists: list[Any] = values.tolist()
+    return lists
