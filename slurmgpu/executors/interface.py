@@ -72,8 +72,8 @@ class Preview:
 class Executor(ABC):
     """Where tasks run. It has no state; what it needs of a run comes with each call.
 
-    Its tasks are attempts of `job_entry.work`, and log to logs/JOB_TASK_0_log.err. A submission that `queues` ends by
-    a merge in a job of its own, such as `slurmgpu merge RUN`; of another the process that submits it waits and merges.
+    Its tasks are attempts of `job_entry.work`, and log to logs/JOB_TASK_0_log.err. Of one that `queues` a job merges
+    behind them, such as `slurmgpu merge --wait RUN`; of another the process that submits waits for them and merges.
     """
 
     name: ClassVar[str]
@@ -81,7 +81,7 @@ class Executor(ABC):
     title: ClassVar[str] = "this machine"
     """Who works on the run, in sentences."""
     queues: ClassVar[bool] = False
-    """Whether its jobs go on without the process that submits them, as far as a walltime of theirs."""
+    """Whether its tasks are jobs, which have a walltime and go on without the process that submits them."""
     can_wait: ClassVar[bool] = False
     """Whether its jobs can wait for those of another run (--after)."""
     not_in_paths: ClassVar[str] = ""
@@ -129,7 +129,8 @@ class Executor(ABC):
     def look(self, run: Run, lines: Lines, waiting_merge: str | None) -> Sight:
         """What is seen of the run, of whose submissions `lines` have not ended; raises where that cannot be asked.
 
-        `waiting_merge` is the job of who asks, to merge when the others have ended; it and its like do not count.
+        `waiting_merge` is Slurm's job that asks, to merge when the others have ended; it and its like do not count, nor
+        does another executor's job that asks.
         """
 
     @abstractmethod

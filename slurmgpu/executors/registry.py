@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from slurmgpu.executors.interface import Executor
+from slurmgpu.executors.interface import Executor, Lines
 from slurmgpu.plan.executors import EXECUTORS
 from slurmgpu.run.directory import Run
-
-Lines = Sequence[Mapping[str, Any]]
 
 
 @functools.cache
