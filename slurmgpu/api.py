@@ -17,6 +17,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import liveness, resubmission
 from slurmgpu.executors import probe as probes
 from slurmgpu.executors import submission as submitting
+from slurmgpu.executors.registry import executor_named
 from slurmgpu.executors.submission import Outcome
 from slurmgpu.faults import check_faults, parse_faults
 from slurmgpu.faults.verdicts import Verdict, judge
@@ -148,7 +149,9 @@ def probe_draft(
     Whatever interrupts it cancels the probe.
     """
     small = probes.draft_probe(draft, n_items)
-    check_executor(submission_of(small), small.plan.container)
+    first = submission_of(small)
+    executor = executor_named(first.executor)
+    executor.check(first, small.plan.container)
     probes.make_room(small.run_dir)
     submission, run = submission_of(draft), None
     try:
@@ -159,7 +162,7 @@ def probe_draft(
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and small.run_dir.exists():
             run = Run.open(small.run_dir)  # it may be queued, and not told yet
-        if run is not None and submission.executor == "slurm":
+        if run is not None and executor.queues:
             liveness.cancel(run)
         raise
     head = {"run_dir": str(draft.run_dir), "probe_dir": str(run.folder)}
@@ -167,18 +170,19 @@ def probe_draft(
     if failed is not None or seen is None:
         failed = failed or probes.Failed("lost", "no record tells of its batches", str(run.logs))
         return {"format": FORECAST_FORMAT, "version": FORECAST_VERSION, **head, "failure": failed.to_json()}
-    found = forecast(draft.plan, submission, seen, resumes=draft.resumes)
+    found = forecast(draft.plan, submission, seen, resumes=draft.resumes, queues=executor.queues)
     return {**found, **head, "failure": None, "errors": probes.failed_items(run, report)}
 
 
 def plan_draft(draft: Draft) -> tuple[Run, list[str], list[str]]:
     """Make the run directory of a draft, and queue nothing; the two lines that submit it by hand, and notes on them."""
-    from slurmgpu.executors import manual
+    from slurmgpu.executors.manual import Manual
 
-    submission, notes = manual.asked_by_hand(submission_of(draft))
+    by_hand = Manual()
+    submission, notes = by_hand.fit(submission_of(draft), draft.plan.container)
     run = create_run(draft.run_dir, draft.plan, draft.items.files)
     snapshots.write(run.folder, draft.code)
-    return run, manual.lines_to_type(run, submission), notes
+    return run, [*by_hand.start(run, submission).to_type], notes
 
 
 def submit_draft(
@@ -189,7 +193,7 @@ def submit_draft(
 ) -> RunHandle:
     """Make the run directory of a draft, and submit it, with faults on demand."""
     submission = submission_of(draft, after, inject)
-    check_executor(submission, draft.plan.container)
+    executor_named(submission.executor).check(submission, draft.plan.container)
     run = create_run(draft.run_dir, draft.plan, draft.items.files)
     try:
         snapshots.write(run.folder, draft.code)
@@ -204,31 +208,17 @@ def submission_of(draft: Draft, after: Run | None = None, inject: Sequence[str] 
     """The first submission of a draft."""
     waits_for = submitting.after_jobs(after) if after is not None else ()
     submission = resubmission.first_submission(draft.plan.resources, draft.plan.n_shards)
-    if waits_for and submission.executor != "slurm":
+    executor = executor_named(submission.executor)
+    if waits_for and not executor.can_wait:
         raise SlurmGPUError(
             f"{after.folder if after else ''} is not complete yet; only the slurm executor can wait for it (--after)."
         )
     faults = parse_faults(inject)
-    check_faults(faults, draft.plan, submission.executor)
+    executor.check_faults(faults)
+    check_faults(faults, draft.plan)
     inject = tuple(map(str, faults))
     submission = replace(submission, slurm=draft.plan.slurm, merge=draft.plan.merge, after=waits_for, inject=inject)
     return replace(submission, code=draft.code.line())
-
-
-def check_executor(submission: Submission, container: Mapping[str, Any] | None) -> None:
-    """Refuse what cannot run before anything is written: GPUs, a Slurm or a container runtime that are not here."""
-    if submission.executor == "slurm":
-        commands.run("sbatch", "--version")
-        return
-    from slurmgpu.executors import local
-
-    local.gpu_ids(submission)
-    program = runtime_named(container["runtime"]).program if container else None
-    if submission.executor == "local" and program and shutil.which(program) is None:
-        raise SlurmGPUError(
-            f"{program}, in which the run file's image is to run, is not on the PATH of this machine. "
-            f'Load its module, or set runtime = "none" in [container] to run without the image.'
-        )
 
 
 def check_image(container: Mapping[str, Any]) -> None:
@@ -241,13 +231,13 @@ def check_image(container: Mapping[str, Any]) -> None:
 
 
 def remove_unused(run: Run) -> None:
-    """Take the run directory away again when its first submission came to nothing, and Slurm has no job of it."""
+    """Take the run directory away again when its first submission came to nothing, and nothing of it is queued."""
     lines = run.submissions()
     if lines and (len(lines) > 1 or lines[0]["state"] != "refused"):
         return
     # A task that had started before it was cancelled takes a moment to end.
     patience = time.monotonic() + ENDING_S
-    while lines and queue.find_jobs([], run):
+    while lines and executor_named(lines[0]["executor"]).look(run, lines, None).at_work:
         if time.monotonic() > patience:
             return
         time.sleep(0.5)
@@ -295,7 +285,7 @@ def resubmit(
             check_image(container)
             submission = replace(submission, container=container)
             notes += changes
-        check_executor(submission, container)
+        executor_named(submission.executor).check(submission, container)
         submission = replace(submission, code=taken)
         if tell is None:
             notes += changed

@@ -76,17 +76,26 @@ def complete_workload(incomplete: str) -> list[str]:
     """The built-in workloads, and those of installed packages."""
     from slurmgpu.workload import BUILT_IN, installed_workloads
 
-    return _words(incomplete, dict.fromkeys([*BUILT_IN, *(installed_workloads() if _are_offered() else ())]))
+    installed = installed_workloads() if _are_offered(b"[slurmgpu.workloads]") else ()
+    return _words(incomplete, dict.fromkeys([*BUILT_IN, *installed]))
 
 
-def _are_offered() -> bool:
-    """Whether a package other than slurmgpu has workloads: cheaper than to import importlib.metadata."""
+def complete_executor(incomplete: str) -> list[str]:
+    """The built-in executors, and those of installed packages."""
+    from slurmgpu.plan.executors import EXECUTORS
+
+    is_offered = _are_offered(f"[{EXECUTORS.group}]".encode())
+    return _words(incomplete, EXECUTORS.names() if is_offered else EXECUTORS.built_in)
+
+
+def _are_offered(group: bytes) -> bool:
+    """Whether a package other than slurmgpu has such entry points: cheaper than to import importlib.metadata."""
     for folder in sys.path:
         with contextlib.suppress(OSError):
             for name in os.listdir(folder or "."):
                 if name.endswith((".dist-info", ".egg-info")) and not name.startswith("slurmgpu-"):
                     with contextlib.suppress(OSError):
-                        if b"[slurmgpu.workloads]" in Path(folder, name, "entry_points.txt").read_bytes():
+                        if group in Path(folder, name, "entry_points.txt").read_bytes():
                             return True
     return False
 

@@ -60,9 +60,7 @@ InjectOption = Annotated[
 ]
 ExecutorOption = Annotated[
     str | None,
-    typer.Option(
-        "--executor", help="slurm, local or debug.", autocompletion=completion.words("slurm", "local", "debug")
-    ),
+    typer.Option("--executor", help="slurm, local or debug.", autocompletion=completion.complete_executor),
 ]
 ImageOption = Annotated[Path | None, typer.Option("--image", help="The container image.", show_default=False)]
 RunDirOption = Annotated[Path | None, typer.Option("--run-dir", help="The run directory to make.")]

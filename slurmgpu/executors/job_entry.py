@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from slurmgpu.executors.registry import executor_named
 from slurmgpu.logs import log_to_stderr
 from slurmgpu.run import owners
 from slurmgpu.run.directory import Run
@@ -150,7 +151,7 @@ def _end_if_asked() -> None:
 
 
 def work(run: Run, attempt: Attempt, end_time: Callable[[], float | None] = lambda: None) -> int:
-    """Work as this attempt until no shard is left for it; the exit code. Submitit's way and the scripts' meet here.
+    """Work as this attempt until no shard is left for it; the exit code. The ways of all executors meet here.
 
     `end_time` tells when the walltime ends, once that is known.
     """
@@ -160,10 +161,7 @@ def work(run: Run, attempt: Attempt, end_time: Callable[[], float | None] = lamb
     task = Task(run, attempt, end_time)
     code = task.run_worker()
     if task.record.reason == "complete":
-        try:
-            commands.cancel_pending(attempt.job)
-        except commands.SlurmUnavailableError as error:
-            log.warning("tasks that are still queued stay so: %s", error)
+        executor_named(attempt.executor).drop_waiting(attempt.job)
     return code
 
 
@@ -249,6 +247,5 @@ def _work_in_slot(
     n_processes = len(gpu_ids) if run.plan.processes == "per-gpu" else 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, n_threads // max(1, n_processes))))
     attempt = Attempt(job, slot, submission=submission, executor="local", n_gpus=len(gpu_ids), device=device)
-    _log_beginning(run, attempt)
     with beating(folder, attempt.name, job):
-        return Task(run, attempt).run_worker()
+        return work(run, attempt)

@@ -6,73 +6,70 @@ import contextlib
 import os
 import platform
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import submitit
 from submitit.local.local import LocalJob
 
+from slurmgpu.containers.registry import runtime_named
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import job_entry
+from slurmgpu.executors.here import Here, gpu_ids, stop
+from slurmgpu.executors.interface import Started
 from slurmgpu.executors.steady import make_steady
-from slurmgpu.report.attempts import Life
+from slurmgpu.report.attempts import Life, Lives
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import EXIT_FILE_SYSTEM
-from slurmgpu.run.submissions import Submission
-from slurmgpu.util import gpus
+from slurmgpu.run.submissions import Submission, job_here
 from slurmgpu.util.shared_files import retried
 
 NEVER_MIN = 10 * 365 * 24 * 60
 """Submitit's local executor has a walltime of two minutes by default; this machine has none."""
 
 
-def gpu_ids(submission: Submission) -> list[list[str]]:
-    """The GPUs of each slot, as CUDA_VISIBLE_DEVICES takes them; a sentence when this machine has too few."""
-    n_slots, per_slot = submission.n_concurrent, submission.gpus_per_task
-    if submission.nodes_per_task > 1:
-        raise SlurmGPUError(
-            f"nodes_per_task = {submission.nodes_per_task}, and the local executor has this machine alone. "
-            f"Set it to 1 here: --nodes-per-task 1."
-        )
-    if per_slot == 0:
-        return [[] for _ in range(n_slots)]
-    ids = gpus.visible_ids()
-    if submission.device == "cpu":
-        ids = [str(number) for number in range(n_slots * per_slot)]
-    elif ids is None:
-        try:
-            ids = [str(number) for number in range(len(gpus.probe(n_slots * per_slot)))]
-        except gpus.GPUFaultError as error:
+class Local(Here):
+    """Slots of this machine."""
+
+    name = "local"
+
+    def check(self, submission: Submission, container: Mapping[str, Any] | None) -> None:
+        """Refuse also a container runtime that is not here."""
+        super().check(submission, container)
+        program = runtime_named(container["runtime"]).program if container else None
+        if program and shutil.which(program) is None:
             raise SlurmGPUError(
-                f"{error}. To compute on this machine's CPUs: --gpus 0, with --tasks for how many."
-            ) from error
-    if len(ids) < n_slots * per_slot:
-        raise SlurmGPUError(
-            f"Asked for {gpus.number_of(n_slots * per_slot)}; CUDA_VISIBLE_DEVICES gives this shell {len(ids)}. "
-            f"Ask for fewer with --gpus."
-        )
-    return [ids[slot * per_slot : (slot + 1) * per_slot] for slot in range(n_slots)]
+                f"{program}, in which the run file's image is to run, is not on the PATH of this machine. "
+                f'Load its module, or set runtime = "none" in [container] to run without the image.'
+            )
 
+    def start(self, run: Run, submission: Submission) -> Started:
+        """Start the slots."""
+        slots = start(run, submission)
+        pids = [os.getpid(), *(int(slot.job_id) for slot in slots)]  # this process merges when the slots have ended
 
-def job_name(submission: int) -> str:
-    """What stands in place of a job id."""
-    return f"local{submission}"
+        def wait_for_end(on_tick: Callable[[], None]) -> Lives:
+            wait(slots, on_tick)
+            return lives_of(submission, slots)
+
+        return Started({"state": "running", **self.place(run, submission), "pids": pids}, wait_for_end)
 
 
 def lives_of(submission: Submission, slots: list[Any]) -> dict[str, list[Life]]:
     """The slots, when all have ended: so that the report misses those that died before they wrote a record."""
-    lives = {}
+    lives, job = {}, job_here(submission.executor, submission.submission)
     for number, slot in enumerate(slots):
         node, failure, message = platform.node(), "lost", ""
         if slot._process.poll() == EXIT_FILE_SYSTEM:
             failure, message = "file_system", f"{node} has lost a file system (exit code {EXIT_FILE_SYSTEM})"
-        life = Life("ENDED", failure, True, 0, submission.gpus_per_task, node, message)
-        lives[f"{job_name(submission.submission)}_{number}"] = [life]
+        life = Life("ENDED", failure, True, 0, submission.gpus_per_task, node, message, submission.executor)
+        lives[f"{job}_{number}"] = [life]
     return lives
 
 
@@ -99,7 +96,7 @@ class _Executor(submitit.LocalExecutor):  # type: ignore[misc]  # Submitit's is 
 
 def start(run: Run, submission: Submission) -> list[Any]:
     """Start the slots; Submitit's jobs."""
-    job = job_name(submission.submission)
+    job = job_here(submission.executor, submission.submission)
     make_steady()
     executor = _Executor(run.logs, python=f"{shlex.quote(sys.executable)} {job_entry.BEGIN}")
     slots = gpu_ids(submission)
@@ -160,10 +157,3 @@ def _interrupted_by(*signums: int) -> Iterator[None]:
     finally:
         for signum in own:
             signal.signal(signum, signal.SIG_DFL)
-
-
-def stop(pids: list[int]) -> None:
-    """Ask slots that are alive to end."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)  # Submitit's controller hands it on to the task

@@ -1,4 +1,4 @@
-"""The scripts in sbatch/, and the lines that submit a run with them by hand."""
+"""Jobs by hand: the scripts in sbatch/, and the lines that submit a run with them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from slurmgpu.executors.interface import Started
+from slurmgpu.executors.slurm import Slurm, respect_limits
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import Submission
 from slurmgpu.slurm import commands, queue
@@ -18,19 +20,26 @@ SCRIPTS = next((folder for folder in (HERE.parent / "sbatch", HERE / "sbatch") i
 """The scripts as they came: in a checkout beside the package, in an installation within it."""
 
 
-def asked_by_hand(submission: Submission) -> tuple[Submission, list[str]]:
-    """What the lines ask for: tasks of Slurm's within this cluster's limits; and a sentence for each change."""
-    asked, notes = replace(submission, executor="slurm"), []
-    from slurmgpu.executors.slurm import respect_limits
+class Manual(Slurm):
+    """Jobs of Slurm's that the user submits: the first task of theirs writes the submission that they are."""
 
-    if commands_first := [*asked.slurm.get("setup", ()), *asked.merge.get("setup", ())]:
-        typed = "; ".join(dict.fromkeys(commands_first))
-        notes.append(f"The scripts do not run the setup of [slurm] or [merge]; write it into them: {typed}")
-    try:
-        asked, limited = respect_limits(asked)
-    except commands.SlurmUnavailableError as error:
-        limited = [f"The cluster's limits are not known here. {error}"]
-    return asked, [*notes, *limited]
+    name = "manual"
+
+    def fit(self, submission: Submission, container: Mapping[str, Any] | None) -> tuple[Submission, list[str]]:
+        """What the lines ask for: tasks of Slurm's within this cluster's limits, where these are known."""
+        asked, notes = replace(submission, executor=Slurm.name), []
+        if commands_first := [*asked.slurm.get("setup", ()), *asked.merge.get("setup", ())]:
+            typed = "; ".join(dict.fromkeys(commands_first))
+            notes.append(f"The scripts do not run the setup of [slurm] or [merge]; write it into them: {typed}")
+        try:
+            asked, limited = respect_limits(asked)
+        except commands.SlurmUnavailableError as error:
+            limited = [f"The cluster's limits are not known here. {error}"]
+        return asked, [*notes, *limited]
+
+    def start(self, run: Run, submission: Submission) -> Started:
+        """The lines to type."""
+        return Started(to_type=lines_to_type(run, submission))
 
 
 def lines_to_type(run: Run, submission: Submission) -> list[str]:

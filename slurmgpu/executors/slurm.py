@@ -1,37 +1,143 @@
-"""The Slurm executor: Submitit submits one array job, and a merge job that depends on it."""
+"""The Slurm executor: an array job of Submitit's, and a merge job that depends on it."""
 
 from __future__ import annotations
 
-import contextlib
-import io
-import shlex
-import sys
-import warnings
+import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import submitit
-from submitit.core.utils import FailedJobError, FailedSubmissionError
+from typing import TYPE_CHECKING, Any
 
 from slurmgpu.containers.registry import runtime_named
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors import job_entry
-from slurmgpu.executors.resubmission import first_submission
-from slurmgpu.executors.steady import make_steady
-from slurmgpu.plan.planner import refuse_odd_path
-from slurmgpu.plan.run_file import RunFile
+from slurmgpu.executors import slurm_lessons
+from slurmgpu.executors.interface import Executor, Lines, Preview, Sight, Started
+from slurmgpu.run import private
 from slurmgpu.run.directory import Run
-from slurmgpu.run.submissions import Submission
-from slurmgpu.slurm import commands
-from slurmgpu.slurm.commands import ARRAY_JOB
-from slurmgpu.util.array_ids import array_of
+from slurmgpu.run.heartbeats import Sign
+from slurmgpu.run.owners import refuse_anothers
+from slurmgpu.run.submissions import JOB_KEYS, Submission
+from slurmgpu.slurm import commands, queue
 
-SIGNAL_BEFORE_END_S = 30
-"""A task stops taking shards by itself; the signal is for a shard that takes longer than any before it."""
-PYTHON = f"""sh -c 'trap "" USR2; exec "$0" "$@"' {shlex.quote(sys.executable)} {job_entry.BEGIN}"""
-"""Slurm may send it a minute early, and so while Python starts, which would die of it before it can be told."""
+if TYPE_CHECKING:
+    from slurmgpu.faults import Fault
+
+log = logging.getLogger(__name__)
+
+
+class Slurm(Executor):
+    """Jobs of Slurm's, also those that were submitted by hand."""
+
+    name = "slurm"
+    title = "Slurm"
+    queues = True
+    can_wait = True
+    not_in_paths = "'\"\\"
+
+    def check(self, submission: Submission, container: Mapping[str, Any] | None) -> None:
+        """Refuse a machine without Slurm."""
+        commands.run("sbatch", "--version")
+
+    def describe(self, container: Mapping[str, Any] | None) -> str:
+        """Its version and MaxArraySize."""
+        version = commands.run("sbatch", "--version").strip()
+        if found := hazards(container):
+            raise SlurmGPUError(found[0])
+        return f"{version}, MaxArraySize {commands.max_array_size()}"
+
+    def check_faults(self, faults: Sequence[Fault]) -> None:
+        """Refuse all."""
+        if faults:
+            raise SlurmGPUError(
+                "--inject makes tasks fail on purpose, and on Slurm they would hold GPUs that others wait for. "
+                "On this machine the same code meets the same faults: --executor local."
+            )
+
+    def learn(
+        self, run: Run, last: Mapping[str, Any], options: Mapping[str, Any], given: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], Sequence[str], list[str]]:
+        """Leave nodes out that failed, and ask for more memory where it ran out."""
+        return slurm_lessons.learn(run, last, options, given)
+
+    def fit(self, submission: Submission, container: Mapping[str, Any] | None) -> tuple[Submission, list[str]]:
+        """The submission within MaxArraySize and MaxSubmitJobs."""
+        less, notes = respect_limits(submission)
+        return less, notes + hazards(container)
+
+    def preview(self, submission: Submission, run_dir: Path, container: Mapping[str, Any] | None) -> Preview:
+        """The scripts, what sbatch says of them, and the limits that hold."""
+        seen = super().preview(submission, run_dir, container)
+        try:
+            self._ask(seen, run_dir, container)
+        except commands.SlurmUnavailableError as error:
+            seen.notes.append(f"Neither limits nor scripts can be shown. {error}")
+        return seen
+
+    def _ask(self, seen: Preview, run_dir: Path, container: Mapping[str, Any] | None) -> None:
+        from slurmgpu.executors import slurm_jobs
+        from slurmgpu.slurm import facts, limits
+
+        seen.submission, fitted = self.fit(seen.submission, container)
+        seen.notes += fitted
+        seen.scripts = slurm_jobs.scripts(run_dir, run_dir.name, seen.submission)
+        known = facts.read_facts(seen.submission.slurm.get("account"))
+        seen.notes += known.notes
+        seen.limits, seen.walltime_s = limits.limits_of(seen.submission, known)
+        seen.bound_gpu_hours = limits.bound_gpu_hours(seen.submission, seen.walltime_s)
+        try:
+            seen.trials = facts.try_scripts(seen.scripts)
+        except commands.SlurmUnavailableError as error:
+            seen.notes.append(f"There is no estimate of the start. {error}")
+
+    def place(self, run: Run, submission: Submission) -> dict[str, Any]:
+        """The cluster."""
+        for options in (submission.slurm, submission.merge):
+            private.refuse_hidden(run.folder, options)
+        return {"cluster": commands.cluster_name()}
+
+    def start(self, run: Run, submission: Submission) -> Started:
+        """Queue the array and its merge."""
+        from slurmgpu.executors import slurm_jobs
+
+        return Started({"state": "queued", **slurm_jobs.submit(run, submission, self.not_in_paths)})
+
+    def look(self, run: Run, lines: Lines, waiting_merge: str | None) -> Sight:
+        """What is in the queue."""
+        queued = _queue(lines)
+        if queued is None:
+            return Sight()
+        if jobs := _jobs(run, waiting_merge, queued):
+            return Sight(f"Slurm has {len(jobs)} of its jobs, such as {jobs[0].job_id} ({jobs[0].state})")
+        cluster = queue.own_cluster()
+        return Sight(
+            is_old=any(map(_is_old, lines)),
+            elsewhere=[line["cluster"] for line in lines if _waits_elsewhere(line, cluster)],
+            has_ended=lambda sign: _is_over(sign, cluster, queued),
+        )
+
+    def cancel(self, run: Run, lines: Lines) -> list[str]:
+        """Take its jobs out of the queue, also those that have not joined the run yet."""
+        jobs = sorted({job.array_job for job in _jobs(run, None, _queue(lines) or ())}, key=int)
+        if not jobs:
+            return []
+        cluster = queue.own_cluster()
+        here = [line for line in lines if cluster is None or line.get("cluster", cluster) == cluster]
+        # One that has no ids may not have written them.
+        here = [line for line in here if ({line[key] for key in JOB_KEYS if key in line} or set(jobs)) & set(jobs)]
+        for line in here:
+            refuse_anothers(run, line)
+        for line in here:
+            run.record_submission({"submission": line["submission"], "cancelled": True})
+        commands.cancel(*jobs)
+        return [f"Slurm jobs {', '.join(jobs)}"]
+
+    def drop_waiting(self, job: str) -> None:
+        """So that what waits for the array goes on."""
+        try:
+            commands.cancel_pending(job)
+        except commands.SlurmUnavailableError as error:
+            log.warning("tasks that are still queued stay so: %s", error)
 
 
 def respect_limits(asked: Submission) -> tuple[Submission, list[str]]:
@@ -73,140 +179,43 @@ def hazards(container: Mapping[str, Any] | None) -> list[str]:
     ]
 
 
-def scripts(folder: Path, name: str, submission: Submission) -> dict[str, str]:
-    """The sbatch scripts that `submit` would hand to Slurm, by job."""
-    array = _array_executor(folder / "logs", name, submission)
-    if submission.n_tasks > 1:  # else Submitit makes it a plain job
-        array.parameters["map_count"] = submission.n_tasks
-    merge = _merge_executor(folder / "logs", name, submission, f"afterany:{ARRAY_JOB}")
-    return {
-        "array": array._make_submission_file_text(array._submitit_command_str, "dry-run"),
-        "merge": merge._make_submission_file_text(merge._submitit_command_str, "dry-run"),
-    }
-
-
-def submit(run: Run, submission: Submission) -> dict[str, Any]:
-    """Queue the array and its merge; their job ids. Nothing stays queued when the merge job is refused."""
-    refuse_odd_path(run.folder, "slurm")  # it may have been planned for this machine, or moved
-    array = _array_executor(run.logs, run.plan.name, submission)
-    with commands.outside_job(), job_entry.safe_path():
-        tasks = [run.folder] * submission.n_tasks
-        numbers = [submission.submission] * len(tasks)
-        jobs = _queue(lambda: array.map_array(job_entry.run_task, tasks, numbers), submission.exclude)
-        array_job = array_of(jobs[0].job_id)
-        merge = _merge_executor(run.logs, run.plan.name, submission, f"afterany:{array_job}")
-        try:
-            merge_job = _queue(lambda: [merge.submit(job_entry.run_merge, run.folder)])[0].job_id
-        except BaseException:
-            commands.cancel(array_job)
-            raise
-    return {"array_job": array_job, "merge_job": merge_job}
-
-
-CHECK_TIME = "00:05:00"
-FOR_SRUN = {
-    "account",
-    "constraint",
-    "cpus_per_task",
-    "exclude",
-    "gres",
-    "mem",
-    "mem_per_cpu",
-    "mem_per_gpu",
-    "nodelist",
-}
-FOR_SRUN |= {"partition", "qos", "reservation"}
-
-
-def check_command(config: RunFile, command: list[str]) -> list[str]:
-    """The srun that runs a command where a task of the run file would run, for five minutes at most."""
-    submission = first_submission(config.resources.model_dump(), n_shards=1)
-    options = _array_options(replace(submission, slurm=config.slurm))
-    asked = {key: value for key, value in options.items() if key in FOR_SRUN | {"gpus_per_node", "nodes"}}
-    flags = [f"--{key.replace('_', '-')}={value}" for key, value in asked.items() if value is not False]
-    if "setup" in options:
-        script = "\n".join(["set -e", *options["setup"], f"exec {shlex.join(command)}"])
-        command = ["bash", "-c", script]
-    own = ["--quiet", f"--time={CHECK_TIME}", "--ntasks-per-node=1", "--job-name=slurmgpu-check"]
-    return ["srun", *own, *flags, *command]
-
-
-def _queue(submit_jobs: Any, excluded: Sequence[str] = ()) -> Any:
+def _queue(lines: Lines) -> list[queue.QueuedJob] | None:
+    """The jobs in the queue of all users that the run knows of; None where there is no Slurm, and need not be."""
     try:
-        # Submitit prints to stderr what it raises as well.
-        with (
-            contextlib.redirect_stderr(io.StringIO()),
-            job_entry.owners_files(submitit.SlurmExecutor, "_make_submission_command"),
-        ):
-            return submit_jobs()
-    except (FailedSubmissionError, FailedJobError) as error:
-        lines = [line.strip() for line in str(error).splitlines()]
-        told = [line.removeprefix("sbatch: ") for line in lines if line.startswith("sbatch: ")]
-        said = ("; ".join(told) or str(error).strip()).rstrip(".")
-        raise SlurmGPUError(
-            f"Slurm refuses the job: {said}. {_let_back_in(excluded)}Correct [slurm], [merge] or [resources]."
-        ) from error
+        return queue.own_jobs(line["uid"] for line in lines if "uid" in line)
+    except commands.SlurmUnavailableError as error:
+        if not lines:
+            return None  # where there is no Slurm, nothing was submitted by hand
+        raise commands.SlurmUnavailableError(f"It cannot be known what the run has in the queue. {error}") from error
 
 
-def _let_back_in(excluded: Sequence[str]) -> str:
-    if not excluded:
-        return ""
-    who, them = ("are", "them") if len(excluded) > 1 else ("is", "it")
-    names = ", ".join(excluded)
-    return f"{names} {who} excluded, because tasks failed there; `--slurm exclude=` lets {them} back in. "
+def _jobs(run: Run, waiting_merge: str | None, queued: Sequence[queue.QueuedJob]) -> list[queue.QueuedJob]:
+    # By the run directory, too: a submission that died between sbatch and its record has left no job ids, and one
+    # that was refused may have left an array that could not be cancelled.
+    jobs = queue.jobs_of(run, queued)
+    if waiting_merge is None:
+        return jobs
+    waiting = {waiting_merge, *(line.get("merge_job") for line in run.submissions() if line.get("by_hand"))}
+    waiting |= {job.array_job for job in jobs if job.is_merge and not job.is_submitits(run)}
+    return [job for job in jobs if job.array_job not in waiting]
 
 
-def _array_executor(logs: Path, name: str, submission: Submission) -> submitit.SlurmExecutor:
-    return _executor(logs, f"slurmgpu:{name}", _array_options(submission), submission.n_concurrent)
+def _is_over(sign: Sign, cluster: str | None, queued: Sequence[queue.QueuedJob]) -> bool:
+    """Whether a task is known to have ended, however: its job, of this user and cluster, is not in the queue."""
+    told = sign.told
+    if told.get("cluster") is None or told["cluster"] != cluster or told.get("uid") != os.getuid():
+        return False
+    # The queue knows nothing of tasks of the local executor, in an allocation of another job's say.
+    return str(told.get("job")).isdecimal() and all(job.array_job != told.get("job") for job in queued)
 
 
-def _array_options(submission: Submission) -> dict[str, Any]:
-    options = submission.sbatch_options
-    if submission.gpus_per_task and "gpu" not in str(options.get("gres", "")):
-        # Who asks for GPUs by --gres, for their type say, has said it all. Per node, not per task: it is the same for
-        # one process, and hides nothing where several share a node.
-        count = submission.gpus_per_task // submission.nodes_per_task
-        options["gpus_per_node"] = f"{submission.gpu_type}:{count}" if submission.gpu_type else count
-    if submission.nodes_per_task > 1:
-        options["nodes"] = submission.nodes_per_task  # and one task of srun's on each: Submitit's default
-    if submission.after:
-        options["dependency"] = ",".join(f"afterok:{job}" for job in submission.after)
-        options["kill_on_invalid_dep"] = "yes"
-    return options
+def _waits_elsewhere(line: Mapping[str, Any], cluster: str | None) -> bool:
+    """Whether a submission may have tasks in a queue that is not seen here."""
+    if line["state"] not in ("submitting", "queued") or line.get("cancelled"):
+        return False
+    return line.get("cluster") is not None and line["cluster"] != cluster
 
 
-def _merge_executor(logs: Path, name: str, submission: Submission, dependency: str) -> submitit.SlurmExecutor:
-    # afterany: a failed task must not keep the others from being merged.
-    options = {**submission.merge_options, "dependency": dependency, "kill_on_invalid_dep": "yes"}
-    return _executor(logs, f"slurmgpu-merge:{name}", options, 1)
-
-
-def _executor(logs: Path, name: str, options: Mapping[str, Any], parallelism: int) -> submitit.SlurmExecutor:
-    try:
-        make_steady()
-        executor = submitit.SlurmExecutor(logs, python=PYTHON)
-    except RuntimeError as error:  # it looks for srun
-        raise commands.SlurmUnavailableError(commands.NOT_HERE.format("srun")) from error
-    # sbatch's own names go to Submitit's catch-all; its defaults (5 minutes, a wckey) are not what users wrote.
-    # srun does not inherit --cpus-per-task from Slurm 22.05 to 23.11: without the argument a step has one core.
-    cpus = options.get("cpus_per_task")
-    plain = {key.replace("_", "-"): value for key, value in options.items() if value is not False}
-    setup = plain.pop("setup", None)
-    if broken := [key for key, value in plain.items() if len(str(value).splitlines()) > 1]:
-        raise SlurmGPUError(
-            f"{broken[0]} has a line break, which ends the line of sbatch's script. Write it in one line."
-        )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        executor.update_parameters(
-            job_name=str(plain.pop("job-name", name)),
-            time=None,
-            wckey=None,
-            nodes=plain.pop("nodes", 1),
-            array_parallelism=parallelism,
-            signal_delay_s=SIGNAL_BEFORE_END_S,
-            setup=setup,
-            additional_parameters=plain,
-            srun_args=None if cpus is None else [f"--cpus-per-task={cpus}"],
-        )
-    return executor
+def _is_old(line: Mapping[str, Any]) -> bool:
+    """Whether a submission of an older slurmgpu may be another user's or another cluster's, which it does not say."""
+    return line["state"] in ("submitting", "queued") and not (line.keys() >= {"uid", "cluster"})

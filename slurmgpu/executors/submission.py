@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import platform
 import re
 import shutil
 import time
@@ -15,24 +14,22 @@ from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import manual_jobs, on_end
+from slurmgpu.executors.interface import Executor, Started
 from slurmgpu.executors.liveness import alive, forget_the_dead, others_alive, refuse_alive, wait_for_others
+from slurmgpu.executors.registry import executor_named
 from slurmgpu.executors.resubmission import next_submission
 from slurmgpu.faults import parse_faults
 from slurmgpu.faults.striking import damage_shards
 from slurmgpu.merge import merge
 from slurmgpu.report.attempts import Lives
 from slurmgpu.report.build import is_complete, retriable
-from slurmgpu.run import owners, private
+from slurmgpu.run import owners
 from slurmgpu.run.directory import Run, protect
-from slurmgpu.run.heartbeats import beating
 from slurmgpu.run.lock import Lock, run_lock
-from slurmgpu.run.records import Attempt
 from slurmgpu.run.submissions import Submission
 from slurmgpu.slurm import commands, queue
 from slurmgpu.slurm.accounting import lives_of, settled_lives_of
-from slurmgpu.task.supervisor import Task
 from slurmgpu.util.early_signals import heeded
-from slurmgpu.util.pids import numbering
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +46,11 @@ class Outcome:
     notes: tuple[str, ...] = ()
     report: Mapping[str, Any] | None = None
 
+    @property
+    def jobs_in_words(self) -> list[str]:
+        """Each job: "array job 1234"."""
+        return [f"{key.replace('_', ' ')} {job}" for key, job in self.jobs.items()]
+
 
 Prepare = Callable[[Lock], tuple[Submission, list[str]]]
 """Makes a submission, and a sentence for each thing that was adjusted; checks whether there may be one at all.
@@ -58,7 +60,7 @@ It asks the run's lock, which is held meanwhile, before it changes what cannot b
 
 
 def start(run: Run, prepare: Prepare, on_tick: Callable[[], None] = lambda: None, *, patient: bool = False) -> Outcome:
-    """Queue a submission on Slurm, or run it here to the end of its merge.
+    """Queue a submission, or run it here to the end of its merge.
 
     `prepare` is called while no other shell can submit, so that what it has checked stays true. The `patient` wait for
     another that submits or merges, instead of being refused.
@@ -69,12 +71,17 @@ def start(run: Run, prepare: Prepare, on_tick: Callable[[], None] = lambda: None
         owners.refuse_foreign(run, "submit it", [run.logs])  # which has what the jobs unpickle
     with heeded(), run_lock(run.folder, "submitting", patient=patient) as lock:
         submission, notes = prepare(lock)
+        executor = executor_named(submission.executor)
+        submission, fitted = executor.fit(submission, run.plan.container)
+        place = executor.place(run, submission)
         lock.check()
-        if submission.executor == "slurm":
-            return _queue(run, submission, notes, lock)
-        wait = _launch(run, submission)
+        # Before it starts: if this process dies in between, it is known that there may be something of it.
+        run.record_submission({**submission.to_json(), **place})
+        started = _start(run, submission, executor)
+    if started.wait is None:
+        return Outcome(submission, _jobs_in(started), (*notes, *fitted))
     try:
-        lives = wait(on_tick)
+        lives = _wait(run, submission.submission, started.wait, on_tick)
         if submission.inject:
             damage_shards(run, parse_faults(submission.inject))
         with heeded(), run_lock(run.folder, "merging", patient=True) as lock:
@@ -87,61 +94,31 @@ def start(run: Run, prepare: Prepare, on_tick: Callable[[], None] = lambda: None
         # Not before the next submission is there: a second shell would take the run for ended.
         run.record_submission({"submission": submission.submission, "state": "ended"})
     on_end.run_on_end(run, report)
-    return Outcome(submission, {}, tuple(notes), report)
+    return Outcome(submission, {}, (*notes, *fitted), report)
 
 
-def _queue(run: Run, asked: Submission, notes: list[str], lock: Lock) -> Outcome:
-    from slurmgpu.executors import slurm
-
-    for options in (asked.slurm, asked.merge):
-        private.refuse_hidden(run.folder, options)
-    submission, limited = slurm.respect_limits(asked)
-    limited += slurm.hazards(run.plan.container)
-    # Before sbatch: if this process dies in between, it is known that there may be jobs.
-    cluster = commands.cluster_name()
-    lock.check()
-    run.record_submission({**submission.to_json(), "cluster": cluster})
-    try:
-        jobs = slurm.submit(run, submission)
-    except SlurmGPUError as error:
-        run.record_submission({"submission": submission.submission, "state": "refused", "message": str(error)})
-        raise
-    run.record_submission({"submission": submission.submission, "state": "queued", **jobs})
-    return Outcome(submission, jobs, (*notes, *limited))
-
-
-def _launch(run: Run, submission: Submission) -> Callable[[Callable[[], None]], Lives]:
-    """Start the tasks of this machine; a function that waits for their end, and tells which there were."""
+def _start(run: Run, submission: Submission, executor: Executor) -> Started:
     number = submission.submission
-    here = {"host": platform.node(), **numbering(), "pids": [os.getpid()]}
-    run.record_submission({**submission.to_json(), **here})
-    if submission.executor == "debug":
-        attempt = Attempt(f"debug{number}", 0, 0, number, "debug", submission.gpus_per_task, submission.device)
-        return lambda on_tick: _until_cancelled(run, number, lambda: _work_here(run, attempt), {})
-    from slurmgpu.executors import local
-
-    slots = local.start(run, submission)
-    pids = [os.getpid(), *(int(slot.job_id) for slot in slots)]  # this process merges when the slots have ended
-    run.record_submission({"submission": number, "state": "running", **here, "pids": pids})
-
-    def wait(on_tick: Callable[[], None]) -> Lives:
-        _until_cancelled(run, number, lambda: local.wait(slots, on_tick), {})
-        return local.lives_of(submission, slots)
-
-    return wait
-
-
-def _work_here(run: Run, attempt: Attempt) -> int:
-    with beating(run.folder, attempt.name, attempt.job):
-        return Task(run, attempt).run_in_process()
-
-
-def _until_cancelled(run: Run, submission: int, work: Callable[[], object], lives: Lives) -> Lives:
     try:
-        work()
-        return lives
+        started = executor.start(run, submission)
+    except SlurmGPUError as error:
+        if executor.queues:
+            run.record_submission({"submission": number, "state": "refused", "message": str(error)})
+        raise
+    if started.line:
+        run.record_submission({"submission": number, **started.line})
+    return started
+
+
+def _jobs_in(started: Started) -> dict[str, Any]:
+    return {key: value for key, value in started.line.items() if key != "state"}
+
+
+def _wait(run: Run, number: int, wait: Callable[[Callable[[], None]], Lives], on_tick: Callable[[], None]) -> Lives:
+    try:
+        return wait(on_tick)
     except BaseException:
-        run.record_submission({"submission": submission, "state": "ended", "cancelled": True})
+        run.record_submission({"submission": number, "state": "ended", "cancelled": True})
         raise
 
 
@@ -236,8 +213,7 @@ def merge_on_slurm(run: Run, own_job: str) -> int:
         if _goes_on(run, report, last["round"]):
             outcome = start(run, lambda _: next_submission(run, round=last["round"] + 1), patient=True)
             over = False
-            jobs = f"array job {outcome.jobs['array_job']}, merge job {outcome.jobs['merge_job']}"
-            log.warning("resubmitted as %s. %s", jobs, " ".join(outcome.notes))
+            log.warning("resubmitted as %s. %s", ", ".join(outcome.jobs_in_words), " ".join(outcome.notes))
             _keep_mail_for_the_end(last, own_job)
             _hand_dependents_on(own_job, outcome.jobs["merge_job"])
         elif not report["complete"]:

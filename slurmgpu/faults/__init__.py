@@ -88,28 +88,18 @@ def _example(name: str) -> str:
     return name if takes is None else f"{name}@{17 if takes == 'item' else 2}"
 
 
-def check_faults(faults: Sequence[Fault], plan: Plan, executor: str) -> None:
-    """Refuse, in a sentence, what could not happen in a run of this plan, or would harm others."""
-    if faults and executor == "slurm":
-        raise SlurmGPUError(
-            "--inject makes tasks fail on purpose, and on Slurm they would hold GPUs that others wait for. "
-            "On this machine the same code meets the same faults: --executor local."
-        )
+def check_faults(faults: Sequence[Fault], plan: Plan) -> None:
+    """Refuse, in a sentence, what could not happen in a run of this plan."""
     for fault in faults:
-        _check(fault, plan, executor)
+        _check(fault, plan)
     at_items: dict[int | None, Fault] = {}
     for fault in faults:
         if KINDS[fault.kind].takes == "item" and (other := at_items.setdefault(fault.at, fault)) != fault:
             raise SlurmGPUError(f"--inject {other},{fault}: of one item, one fault. Take another item for one of them.")
 
 
-def _check(fault: Fault, plan: Plan, executor: str) -> None:
+def _check(fault: Fault, plan: Plan) -> None:
     kind = KINDS[fault.kind]
-    if kind.kills and executor == "debug":
-        raise SlurmGPUError(
-            f"--inject {fault} ends the process that computes, which with the executor debug is your own, and nothing "
-            f"starts it again. Take --executor local."
-        )
     n = {"item": plan.n_items, "shard": plan.n_shards, None: 0}[kind.takes]
     if fault.at is not None and fault.at >= n:
         raise SlurmGPUError(

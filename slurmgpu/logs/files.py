@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.run.directory import Run
-from slurmgpu.run.submissions import slots_of
+from slurmgpu.run.submissions import job_here, slots_of
 from slurmgpu.util.shared_files import exists, list_names
 
 
@@ -53,7 +53,7 @@ def attempts_with_logs(run: Run) -> list[dict[str, Any]]:
 def _logged_tasks(line: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, int]]:
     for slot, pid in enumerate(slots_of(line)):
         if any(name.startswith(f"{pid}_0_log.") for name in names):
-            yield f"local{line['submission']}", slot
+            yield job_here(line["executor"], line["submission"]), slot
     if job := line.get("array_job"):
         # JOB_TASK_RANK_log, and JOB_RANK_log of a job that is no array
         found = (re.fullmatch(rf"{job}(?:_(\d+))?_\d+_log\.(?:err|out)", name) for name in names)
@@ -69,10 +69,10 @@ def files_of(
     """
     job, task, n_nodes = record["job"], record["task"], record.get("n_nodes", 1)
     stems = [(f"{name}_{rank}", rank) for rank in range(n_nodes) for name in (f"{job}_{task}", job)]
-    if record["executor"] == "local":
+    if job == job_here(record["executor"], record["submission"]):
         lines = run.submissions() if submissions is None else submissions
-        own = [line for line in lines if line["submission"] == record["submission"]]
-        stems = [(f"{pid}_0", 0) for line in own for pid in slots_of(line)[task : task + 1]]
+        own = [slots_of(line) for line in lines if line["submission"] == record["submission"]]
+        stems = [(f"{slots[task]}_0", 0) for slots in own if task < len(slots)] or stems
     found = [
         LogFile(run.logs / f"{stem}_log.{end}", f"task{_of_node(rank)}{'.out' if end == 'out' else ''}")
         for stem, rank in stems

@@ -25,6 +25,7 @@ from slurmgpu.code.tracer import git_state, snapshot_of
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan import placement as placing
 from slurmgpu.plan.container_spec import contain
+from slurmgpu.plan.executors import EXECUTORS
 from slurmgpu.plan.items import Items, items_of
 from slurmgpu.plan.run_file import Resources, RunFile
 from slurmgpu.plan.site_file import read_run_file
@@ -78,7 +79,7 @@ def draft_run(
     config = read_run_file(path, overrides)
     gpus_per_task = allocate(config.resources, n_shards=None).gpus_per_task
     target = _run_dir(path, config, run_dir)
-    refuse_odd_path(target, config.resources.executor)
+    refuse_odd_path(target, EXECUTORS.make(config.resources.executor).not_in_paths)
     refuse_existing(target)
     importer.forget_changed()
     before = set(sys.modules)
@@ -199,11 +200,12 @@ def allocate(resources: Resources, n_shards: int | None) -> Allocation:
 
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-QUOTES = "'\"\\"
 
 
-def refuse_odd_path(run_dir: Path, executor: str) -> None:
+def refuse_odd_path(run_dir: Path, not_in_paths: str) -> None:
     """Raise a sentence for a run directory whose path would not stay what it is on its way through Slurm.
+
+    `not_in_paths` are characters that the executor refuses.
 
     Submitit and Slurm replace %j and its like wherever they stand in the path of a log; a backslash turns that off. A
     line break ends a line of #SBATCH, and what sbatch makes of a quote in one differs between its versions.
@@ -213,8 +215,8 @@ def refuse_odd_path(run_dir: Path, executor: str) -> None:
         what = f"the control character {found[0]!a}"
     elif "%" in path:
         what = "a %, of which Slurm makes numbers of jobs in the paths of logs"
-    elif executor == "slurm" and (quotes := sorted({each for each in path if each in QUOTES})):
-        what = f"{' and '.join(quotes)}, which Slurm may read in ways of its own"
+    elif odd := sorted({each for each in path if each in not_in_paths}):
+        what = f"{' and '.join(odd)}, which Slurm may read in ways of its own"
     else:
         return
     raise SlurmGPUError(

@@ -14,8 +14,11 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from slurmgpu.containers.registry import BUILT_IN, DEFAULT, runtime_names
+from slurmgpu.containers import registry
+from slurmgpu.containers.registry import RUNTIMES
 from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.plan.executors import DEFAULT, EXECUTORS
+from slurmgpu.util.plugins import Plugins
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, retried
 
 if sys.version_info >= (3, 11):
@@ -89,13 +92,20 @@ def _checked_size(text: str) -> str:
 GpuMemory = Annotated[str, AfterValidator(_checked_size)]
 
 
-def _known_runtime(value: Any) -> Any:
-    if value not in ("none", *BUILT_IN) and value not in (known := runtime_names()):
-        raise ValueError(f"should be {', '.join(map(repr, known))} or 'none'")
-    return value
+def _one_of(known: Plugins, *also: str) -> BeforeValidator:
+    """What refuses all but the names of these classes, and those that go without one."""
+
+    def check(value: Any) -> Any:
+        if value not in (*known.built_in, *also) and value not in (names := [*known.names(), *also]):
+            *others, last = map(repr, names)
+            raise ValueError(f"should be {', '.join(others)} or {last}")
+        return value
+
+    return BeforeValidator(check)
 
 
-RuntimeName = Annotated[str, BeforeValidator(_known_runtime)]
+RuntimeName = Annotated[str, _one_of(RUNTIMES, "none")]
+ExecutorName = Annotated[str, _one_of(EXECUTORS)]
 
 
 class Table(BaseModel):
@@ -122,7 +132,7 @@ class Resources(Table):
     tasks: int | None = Field(None, ge=1)
     processes: Literal["one", "per-gpu"] | None = None
     nodes_per_task: int = Field(1, ge=1)
-    executor: Literal["slurm", "local", "debug"] = "slurm"
+    executor: ExecutorName = DEFAULT
     device: Literal["auto", "cpu"] = "auto"
 
 
@@ -138,7 +148,7 @@ class ContainerTable(Table):
     """[container]: the image in which the workers run, and what they see of the node."""
 
     image: str | None = None
-    runtime: RuntimeName = DEFAULT
+    runtime: RuntimeName = registry.DEFAULT
     python: str = "python3"
     binds: list[str | BindTable] = Field(default_factory=list)
     env: dict[str, str | bool] = Field(default_factory=dict)

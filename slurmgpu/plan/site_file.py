@@ -13,8 +13,10 @@ from typing import Any, Literal
 from pydantic import Field
 
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.plan.executors import DEFAULT
 from slurmgpu.plan.run_file import (
     ContainerTable,
+    ExecutorName,
     GpuMemory,
     RunFile,
     SlurmOptions,
@@ -38,7 +40,7 @@ class SiteResources(Table):
 
     gpu_type: str | None = None
     gpu_memory: GpuMemory | None = None
-    executor: Literal["slurm", "local", "debug"] = "slurm"
+    executor: ExecutorName = DEFAULT
     device: Literal["auto", "cpu"] = "auto"
 
 

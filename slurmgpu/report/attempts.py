@@ -35,6 +35,7 @@ class Life:
     n_gpus: int
     node: str
     message: str = ""
+    executor: str = "slurm"
 
 
 IDLE_PERCENT = 10
@@ -302,7 +303,7 @@ def _attempt_without_record(name: str, life: Life, why: Unread | None) -> dict[s
     return {
         "attempt": name,
         "submission": None,
-        "executor": "local" if name.startswith("local") else "slurm",
+        "executor": life.executor,
         "node": life.node,
         "gpus": [],
         "n_gpus": life.n_gpus,

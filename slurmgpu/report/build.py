@@ -24,7 +24,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
 from slurmgpu.run.private import public
 from slurmgpu.run.records import Unread
-from slurmgpu.run.submissions import is_over
+from slurmgpu.run.submissions import is_over, is_slurms
 from slurmgpu.shards.merged_head import read_merged_head
 from slurmgpu.util.shared_files import PATIENCE_S, UnusableFileError, read_bytes
 
@@ -136,7 +136,7 @@ def build_report(
         "worker_deaths": dict(sorted(Counter(d["class"] for a in attempts for d in a["deaths"]).items())),
         "gpu_hours": round(sum(attempt["gpu_hours"] for attempt in attempts), 4),
         "ledger": ledger(attempts),
-        "accounting": lives is not None and any(a["executor"] == "slurm" for a in attempts),
+        "accounting": lives is not None and any(map(is_slurms, attempts)),
         "submissions": list(map(public, run.submissions())),
         "resubmit": _resubmit(run, complete),
         "image": _image(run),

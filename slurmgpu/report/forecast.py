@@ -101,12 +101,15 @@ def observe(records: Sequence[Mapping[str, Any]]) -> Observed | None:
     )
 
 
-def forecast(plan: Plan, submission: Submission, seen: Observed, *, resumes: bool = False) -> dict[str, Any]:
+def forecast(
+    plan: Plan, submission: Submission, seen: Observed, *, resumes: bool = False, queues: bool = True
+) -> dict[str, Any]:
     """The estimates for a run, with `notes` on what will not work and the `assumptions` that they rest on.
 
-    `resumes` says that an item of the workload may go on in another task. The keys: docs/reference/cli.md.
+    `resumes` says that an item of the workload may go on in another task, and `queues` that tasks are jobs with a
+    walltime, on nodes of their own. The keys: docs/reference/cli.md.
     """
-    walltime_s = (submission.walltime_s or seen.walltime_s) if submission.executor == "slurm" else None
+    walltime_s = (submission.walltime_s or seen.walltime_s) if queues else None
     low, mean, high = mean_within(seen.batch_s)
     asked = (plan, submission, seen, walltime_s)
     slack_s = (max(seen.batch_s) - mean) * math.ceil(plan.shard_items / plan.batch_size)
@@ -139,7 +142,7 @@ def forecast(plan: Plan, submission: Submission, seen: Observed, *, resumes: boo
         "shards_per_task": expected.shards_per_task,
         "n_tasks_needed": expected.n_tasks_needed,
         "notes": _notes(*asked, times, resumes=resumes),
-        "assumptions": _assumptions(submission, seen),
+        "assumptions": _assumptions(submission, seen, queues=queues),
     }
 
 
@@ -269,7 +272,7 @@ def _asked_bytes(mem: object) -> int | None:
     return n_units * 1024 ** (" KMGT".index(found[2].upper() or "M")) if found and n_units else None
 
 
-def _assumptions(submission: Submission, seen: Observed) -> list[str]:
+def _assumptions(submission: Submission, seen: Observed, *, queues: bool) -> list[str]:
     said = [
         f"{submission.n_concurrent} at once from the first minute: waiting in the queue and the merge are not in it"
         if submission.n_concurrent > 1
@@ -277,7 +280,7 @@ def _assumptions(submission: Submission, seen: Observed) -> list[str]:
         "the items of the probe, spread evenly over the input, are like the others",
         "nodes are about as fast as that of the probe, and file systems are with all tasks at work",
     ]
-    if submission.executor != "slurm" and submission.n_concurrent > 1:
+    if not queues and submission.n_concurrent > 1:
         said.append(f"the probe had this machine to itself; {submission.n_concurrent} tasks share it")
     if seen.gpu_peak_bytes or seen.host_peak_bytes:
         said.append("peaks of memory are those of samples some seconds apart")

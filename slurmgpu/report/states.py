@@ -7,7 +7,7 @@ from typing import Any
 
 from slurmgpu.report.queued import Queue, array_task
 from slurmgpu.run.liveness import processes_here
-from slurmgpu.run.submissions import ENDS, is_over
+from slurmgpu.run.submissions import ENDS, is_over, is_slurms
 
 Lines = Sequence[Mapping[str, Any]]
 """The submissions of a run."""
@@ -30,7 +30,7 @@ def is_somebody_at_work(lines: Lines, queue: Queue | None) -> bool | None:
 
 def _is_at_work(line: Mapping[str, Any], queue: Queue | None) -> bool | None:
     """Whether somebody works on one submission, if there is nothing in the queue."""
-    if line["executor"] == "slurm":
+    if is_slurms(line):
         return None if queue is None else False
     here = processes_here(line)
     return None if here is None else bool(here)

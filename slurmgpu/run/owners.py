@@ -11,9 +11,9 @@ import os
 import pwd
 import shlex
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.shared_files import OTHERS_WRITE, exists, is_own, may, retried
@@ -89,6 +89,16 @@ def refuse_unwritable(run: Run, to_do: str, *, computes: bool = False, merges: b
         f"{run.folder} is {name}'s, and you cannot {to_do}: {obstacle}. "
         f"Have {name} do it, or do it in a copy of your own: cp -r {run.typed} {copy}"
     )
+
+
+def refuse_anothers(run: Run, line: Mapping[str, Any]) -> None:
+    """Raise a sentence where what a submission has at work is another user's, whom alone the system lets stop it."""
+    if (uid := line.get("uid", os.getuid())) != os.getuid() != 0:
+        name = name_of(uid)
+        raise SlurmGPUError(
+            f"Submission {line['submission']} of {run.folder} is {name}'s, and so is what it has at work: "
+            f"have {name} type `slurmgpu cancel {run.typed}`."
+        )
 
 
 def _obstacle(run: Run, *, computes: bool, merges: bool) -> str | None:

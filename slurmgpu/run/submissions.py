@@ -110,6 +110,16 @@ def cluster_in_names(cluster: str) -> str:
     return re.sub(r"[^\w-]", "-", cluster)
 
 
+def is_slurms(record: Mapping[str, Any]) -> bool:
+    """Whether a submission, or an attempt, is of jobs of Slurm's: of which its queue and its accounting know."""
+    return bool(record["executor"] == "slurm")
+
+
+def job_here(executor: str, submission: int) -> str:
+    """What stands in place of a job id for a submission to this machine: "local1"."""
+    return f"{executor}{submission}"
+
+
 def slots_of(line: Mapping[str, Any]) -> list[int]:
     """The processes of a local submission's slots; the first of all its processes is that which merges."""
     return list(line.get("pids", ()))[1:]

@@ -9,7 +9,7 @@ from typing import Any
 
 from slurmgpu.report.attempts import Lives, attempts_of
 from slurmgpu.run.directory import Run
-from slurmgpu.run.submissions import abroad
+from slurmgpu.run.submissions import abroad, is_slurms
 from slurmgpu.slurm import commands, queue
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def settled_lives_of(run: Run) -> Lives | None:
 
 def _is_unsettled(attempt: Mapping[str, Any]) -> bool:
     """Whether accounting has yet to say how an attempt ended: of a SIGTERM only it knows who sent it."""
-    if attempt["executor"] != "slurm":
+    if not is_slurms(attempt):
         return False
     alive = attempt["slurm_state"] is None or not commands.has_ended(attempt["slurm_state"])
     return attempt["failure"] == "lost" or (attempt["failure"] == "preempted" and alive)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.run.directory import Run
-from slurmgpu.run.submissions import JOB_KEYS, ended_jobs
+from slurmgpu.run.submissions import JOB_KEYS, ended_jobs, is_slurms
 from slurmgpu.slurm import commands
 from slurmgpu.util.array_ids import array_of, indices_of
 
@@ -184,7 +184,7 @@ def _is_known(job: QueuedJob, known: Mapping[str, bool]) -> bool:
 def may_be_queued(run: Run) -> bool:
     """Whether Slurm may have jobs of a run: not of one that was only ever computed on this machine."""
     lines = run.submissions()
-    return not lines or any(line["executor"] == "slurm" for line in lines)
+    return not lines or any(map(is_slurms, lines))
 
 
 def _epoch(text: str) -> float | None:

@@ -15,7 +15,7 @@ from slurmgpu.containers import INSIDE
 from slurmgpu.containers.command import exec_command, package_binds
 from slurmgpu.containers.folders import leave_task_folders
 from slurmgpu.containers.node import prepare
-from slurmgpu.containers.registry import BUILT_IN, runtime_named, runtime_names
+from slurmgpu.containers.registry import RUNTIMES, runtime_named
 from slurmgpu.containers.runtime import Runtime
 from slurmgpu.containers.settings import Bind, Container, ContainerError
 from slurmgpu.errors import SlurmGPUError
@@ -38,7 +38,7 @@ def definition(name: str, suffix: str = ".def") -> Path:
 
 def installed() -> Iterator[Runtime]:
     """The container runtimes on PATH."""
-    return (runtime for runtime in map(runtime_named, runtime_names()) if shutil.which(runtime.program) is not None)
+    return (runtime for runtime in map(runtime_named, RUNTIMES.names()) if shutil.which(runtime.program) is not None)
 
 
 def find_runtime(*, builds: bool = False) -> Runtime:
@@ -46,7 +46,7 @@ def find_runtime(*, builds: bool = False) -> Runtime:
     for runtime in installed():
         if runtime.definitions or not builds:
             return runtime
-    programs = [runtime_named(name).program for name in BUILT_IN]
+    programs = [runtime_named(name).program for name in RUNTIMES.built_in]
     raise SlurmGPUError(
         f"Neither {' nor '.join(programs)} is on PATH. On a cluster it may be a module: `module load {programs[0]}`."
     )

@@ -10,7 +10,7 @@ import pytest
 
 from slurmgpu.containers.folders import leave_task_folders
 from slurmgpu.containers.node import prepare
-from slurmgpu.containers.registry import BUILT_IN, runtime_named
+from slurmgpu.containers.registry import RUNTIMES, runtime_named
 from slurmgpu.containers.settings import Bind, Container, ContainerError
 from slurmgpu.errors import SlurmGPUError
 from tests.support.runs import check_rows, datasets, records, report
@@ -135,7 +135,7 @@ def test_a_node_that_lacks_the_runtimes_package_ends_a_task_by_a_sentence(tmp_pa
         leave_task_folders()
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", RUNTIMES.built_in)
 def test_a_built_in_runtime_has_the_name_that_it_is_found_by(name):
     runtime = runtime_named(name)
     assert runtime.name == name

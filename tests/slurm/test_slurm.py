@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from slurmgpu import open as open_merged
-from slurmgpu.executors import slurm
+from slurmgpu.executors import slurm_jobs
 from slurmgpu.slurm import commands, queue
 from tests.support.nightly import by_night
 from tests.support.runs import (
@@ -455,7 +455,7 @@ def test_the_notice_of_the_walltimes_end_kills_no_task_that_has_just_started(tmp
     # As Submitit does it, whose `_submit` this stands for; python itself starts with the signal ignored.
     module = tmp_path / "sent.py"
     module.write_text("import os, signal; os.kill(os.getpid(), signal.SIGUSR2); print('lives')")
-    command = f"{slurm.PYTHON} -u -m sent"
+    command = f"{slurm_jobs.PYTHON} -u -m sent"
     done = subprocess.run(
         ["sh", "-c", command], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)}
     )

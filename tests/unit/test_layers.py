@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from slurmgpu.plan.executors import EXECUTORS
 from tests.support.pretend_runs import pretend_run
 
 PACKAGE = Path(__file__).parents[2] / "slurmgpu"
@@ -49,10 +50,6 @@ FOREIGN = {
     "h5py": {"shards", "results", "merge.join"},
 }
 """Each outside library, and the folders or modules that may import it."""
-
-
-CIRCLES = {f"executors.{name}" for name in ("job_entry", "liveness", "local", "slurm", "submission")}
-"""Known circles: what Submitit pickles, `job_entry`, merges, and so submits again."""
 
 
 def modules():
@@ -159,7 +156,7 @@ def test_each_folder_says_what_lives_there_and_what_it_may_import():
 def test_no_two_modules_of_a_room_import_each_other():
     names = {dotted(path) for path in modules()}
     graph = {dotted(path): {each.removeprefix("slurmgpu.") for each in imports(path)} & names for path in modules()}
-    for start in graph.keys() - CIRCLES:
+    for start in graph:
         seen, todo = set(), list(graph[start] - {start})
         while todo:
             name = todo.pop()
@@ -167,6 +164,29 @@ def test_no_two_modules_of_a_room_import_each_other():
             if name not in seen:
                 seen.add(name)
                 todo += graph.get(name, set()) - {name}
+
+
+NAMES = {*EXECUTORS.built_in, "manual"}
+TOLD = "run.submissions"
+"""The module that tells whether a record is of Slurm's jobs, for those that ask its queue and its accounting."""
+
+
+def compared_with_executors(path):
+    """The comparisons of a file, and the like, that have an executor's name in them."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        is_asked = isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("startswith", "endswith")
+        if (isinstance(node, (ast.Compare, ast.MatchValue)) or is_asked) and any(
+            isinstance(part, ast.Constant) and part.value in NAMES for part in ast.walk(node)
+        ):
+            yield f"{dotted(path)}: {ast.unparse(node)}"
+
+
+def test_nothing_outside_executors_compares_their_names():
+    outside = [path for path in modules() if room(path) != "executors"]
+    assert [found for path in outside if dotted(path) != TOLD for found in compared_with_executors(path)] == []
+    assert list(compared_with_executors(PACKAGE / "run" / "submissions.py")) == [
+        "run.submissions: record['executor'] == 'slurm'"
+    ]
 
 
 def loaded_after(code):

@@ -16,7 +16,8 @@ from rich.markup import escape
 from slurmgpu import __version__
 from slurmgpu.cli.console import result, size_of
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors.slurm import check_command, hazards
+from slurmgpu.executors.registry import executor_named
+from slurmgpu.executors.slurm_jobs import check_command
 from slurmgpu.plan.container_spec import identify_image, image_path
 from slurmgpu.plan.planner import allocate, draft_run, workload_of
 from slurmgpu.plan.run_file import RunFile
@@ -121,13 +122,7 @@ class _Checks:
             return str(workload.fetch())
 
     def _executor(self, config: RunFile) -> str:
-        if config.resources.executor != "slurm":
-            return f"{config.resources.executor}: no Slurm is needed"
-        version = commands.run("sbatch", "--version").strip()
-        found = hazards(self._plan.container) if self._plan else []
-        if found:
-            raise SlurmGPUError(found[0])
-        return f"{version}, MaxArraySize {commands.max_array_size()}"
+        return executor_named(config.resources.executor).describe(self._plan.container if self._plan else None)
 
 
 def _versions() -> str:

@@ -22,6 +22,7 @@ from slurmgpu.cli.views.dry_run import show_draft
 from slurmgpu.cli.views.tables import show_report
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import probe as probes
+from slurmgpu.executors.registry import executor_named
 from slurmgpu.executors.submission import Outcome
 from slurmgpu.faults.verdicts import judge
 from slurmgpu.plan.planner import Draft, draft_run
@@ -153,9 +154,8 @@ def _conclude(
 
 def _say_submitted(run: Run, outcome: Outcome, *, to_stderr: bool) -> None:
     tell = say if to_stderr else result
-    submission, jobs = outcome.submission, outcome.jobs
-    tasks = count_of(submission.n_tasks, "task")
-    tell(f"submitted: array job {jobs['array_job']} ({tasks}), merge job {jobs['merge_job']}")
+    first, *others = outcome.jobs_in_words
+    tell(", ".join([f"submitted: {first} ({count_of(outcome.submission.n_tasks, 'task')})", *others]))
     tell(f"next: slurmgpu status --watch {run.typed}")
 
 
@@ -238,8 +238,9 @@ def _say_interrupted(folder: Path) -> None:
         return
     run = Run.open(folder)
     last = run.submissions()[-1]
-    if last["executor"] == "slurm":
-        say(f"interrupted; Slurm goes on with the run. To see it: slurmgpu status --watch {run.typed}")
+    executor = executor_named(last["executor"])
+    if executor.queues:
+        say(f"interrupted; {executor.title} goes on with the run. To see it: slurmgpu status --watch {run.typed}")
         say(f"To stop it: slurmgpu cancel {run.typed}")
     else:
         say(f"interrupted; the tasks have ended and what is published is kept. To go on: slurmgpu resubmit {run.typed}")

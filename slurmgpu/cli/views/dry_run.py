@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
@@ -13,36 +13,23 @@ from rich.table import Table
 from slurmgpu import api
 from slurmgpu.cli.console import result, result_json, show_origins, show_plan, show_scripts, wide_console
 from slurmgpu.executors import resubmission
+from slurmgpu.executors.interface import Preview
+from slurmgpu.executors.registry import executor_named
 from slurmgpu.inputs import sweeps
 from slurmgpu.plan.planner import Draft
 from slurmgpu.plan.site_file import Origins
 from slurmgpu.report.forecast import time_words
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import Submission
-from slurmgpu.slurm import commands
 from slurmgpu.util.plurals import count_of
 from slurmgpu.util.redact import HIDDEN, hidden
 
 if TYPE_CHECKING:
     from slurmgpu.slurm.facts import Trial
-    from slurmgpu.slurm.limits import Limit
 
 MAX_CONFIGURATIONS = 8
 """Configurations of a sweep that a dry run shows; the JSON has all."""
 SECRETS = f"what looks like a secret is shown as {HIDDEN}; --json shows it, and what is submitted has it"
-
-
-@dataclass
-class Preview:
-    """What Slurm's commands say of a submission; empty for other executors."""
-
-    submission: Submission
-    notes: list[str] = field(default_factory=list)
-    scripts: dict[str, str] = field(default_factory=dict)
-    limits: Sequence[Limit] = ()
-    walltime_s: float | None = None
-    bound_gpu_hours: float | None = None
-    trials: Mapping[str, Trial] = field(default_factory=dict)
 
 
 def show_draft(draft: Draft, after: Run | None, values: Origins, *, as_json: bool, inject: Sequence[str] = ()) -> int:
@@ -81,38 +68,14 @@ def _has_secrets(plan: Mapping[str, Any], asked: Mapping[str, Any], scripts: Map
 
 
 def _preview(draft: Draft, submission: Submission) -> Preview:
-    from slurmgpu.slurm import limits
-
-    seen = Preview(submission, bound_gpu_hours=limits.bound_gpu_hours(submission, None))
-    seen.notes += draft.notes
-    seen.notes += resubmission.fewer_tasks(submission, draft.plan.n_shards)
-    if submission.executor == "slurm":
-        try:
-            _ask_slurm(seen, draft)
-        except commands.SlurmUnavailableError as error:
-            seen.notes.append(f"Neither limits nor scripts can be shown. {error}")
+    seen = executor_named(submission.executor).preview(submission, draft.run_dir, draft.plan.container)
+    seen.notes[:0] = [*draft.notes, *resubmission.fewer_tasks(submission, draft.plan.n_shards)]
     return seen
 
 
-def _ask_slurm(seen: Preview, draft: Draft) -> None:
-    from slurmgpu.executors import slurm
-    from slurmgpu.slurm import facts, limits
-
-    seen.submission, less = slurm.respect_limits(seen.submission)
-    seen.notes += less + slurm.hazards(draft.plan.container)
-    seen.scripts = slurm.scripts(draft.run_dir, draft.plan.name, seen.submission)
-    known = facts.read_facts(seen.submission.slurm.get("account"))
-    seen.notes += known.notes
-    seen.limits, seen.walltime_s = limits.limits_of(seen.submission, known)
-    seen.bound_gpu_hours = limits.bound_gpu_hours(seen.submission, seen.walltime_s)
-    try:
-        seen.trials = facts.try_scripts(seen.scripts)
-    except commands.SlurmUnavailableError as error:
-        seen.notes.append(f"There is no estimate of the start. {error}")
-
-
 def _show_limits(seen: Preview, auto_resubmit: int) -> None:
-    if seen.submission.executor != "slurm":
+    executor = executor_named(seen.submission.executor)
+    if not executor.queues:
         return
     result("\n# ---- limits ----")
     table = Table.grid(padding=(0, 2))
@@ -122,14 +85,14 @@ def _show_limits(seen: Preview, auto_resubmit: int) -> None:
     result(_bound(seen, auto_resubmit))
     for job, trial in seen.trials.items():
         result(f"{job}: {_in_words(trial)}")
-    result(f"verdict: {_verdict(seen)}")
+    result(f"verdict: {_verdict(seen, executor.title)}")
 
 
-def _verdict(seen: Preview) -> str:
+def _verdict(seen: Preview, title: str) -> str:
     from slurmgpu.slurm.limits import NEVER, REFUSED
 
     if not seen.trials:
-        return "not known, as Slurm gives no answer"
+        return f"not known, as {title} gives no answer"
     if refused := [job for job, trial in seen.trials.items() if not trial.taken]:
         return f"Slurm refuses the {' and the '.join(refused)} job. Correct [slurm], [merge] or [resources]."
     for then, words in ((REFUSED, "sbatch will refuse it"), (NEVER, "Slurm takes it, and it pends for ever")):

@@ -7,14 +7,15 @@ import re
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.logs import attempts_with_logs
 from slurmgpu.run.directory import Run
-from slurmgpu.run.submissions import ENDS, is_over
+from slurmgpu.run.submissions import ENDS, is_over, job_here
 
 
 def known_tasks(run: Run) -> dict[str, bool]:
     """The tasks that were submitted or have begun, and whether their submission still goes on."""
     names = {name.rpartition(".")[0]: False for name in attempts_there(run)}
     for line in run.submissions():
-        job = f"local{line['submission']}" if "pids" in line else line.get("array_job")
+        here = "pids" in line
+        job = job_here(line["executor"], line["submission"]) if here else line.get("array_job")
         goes_on = line["state"] not in ENDS
         names |= {f"{job}_{number}": goes_on for number in range(line["n_tasks"]) if job}
     return names

@@ -1,0 +1,44 @@
+"""The debug executor: one task, in this very process, so that a debugger works in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.executors.here import Here
+from slurmgpu.executors.interface import Started
+from slurmgpu.faults import KINDS, Fault
+from slurmgpu.report.attempts import Lives
+from slurmgpu.run.directory import Run
+from slurmgpu.run.heartbeats import beating
+from slurmgpu.run.records import Attempt
+from slurmgpu.run.submissions import Submission, job_here
+from slurmgpu.task.supervisor import Task
+
+
+class Debug(Here):
+    """Everything in the process that submits."""
+
+    name = "debug"
+
+    def check_faults(self, faults: Sequence[Fault]) -> None:
+        """Refuse those that end the process."""
+        for fault in faults:
+            if KINDS[fault.kind].kills:
+                raise SlurmGPUError(
+                    f"--inject {fault} ends the process that computes, which with the executor debug is your own, and "
+                    f"nothing starts it again. Take --executor local."
+                )
+
+    def start(self, run: Run, submission: Submission) -> Started:
+        """Nothing yet: who waits works."""
+        number = submission.submission
+        job = job_here(self.name, number)
+        attempt = Attempt(job, 0, 0, number, self.name, submission.gpus_per_task, submission.device)
+
+        def work(on_tick: Callable[[], None]) -> Lives:
+            with beating(run.folder, attempt.name, attempt.job):
+                Task(run, attempt).run_in_process()
+            return {}
+
+        return Started(wait=work)

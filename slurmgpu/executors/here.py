@@ -1,0 +1,89 @@
+"""What the executors of this machine share: its GPUs, and its processes while they work."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import signal
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.executors.interface import Executor, Lines, Sight
+from slurmgpu.run.directory import Run
+from slurmgpu.run.liveness import are_seen_here, processes_here
+from slurmgpu.run.owners import refuse_anothers
+from slurmgpu.run.submissions import Submission, slots_of
+from slurmgpu.util import gpus
+from slurmgpu.util.pids import numbering
+
+
+class Here(Executor):
+    """An executor whose tasks are processes of this machine, told by the `pids` in submissions.jsonl."""
+
+    def check(self, submission: Submission, container: Mapping[str, Any] | None) -> None:
+        """Refuse more GPUs, or nodes, than there are here."""
+        gpu_ids(submission)
+
+    def describe(self, container: Mapping[str, Any] | None) -> str:
+        """That nothing is needed."""
+        return f"{self.name}: no Slurm is needed"
+
+    def place(self, run: Run, submission: Submission) -> dict[str, Any]:
+        """The machine, and the process that submits."""
+        return {"host": platform.node(), **numbering(), "pids": [os.getpid()]}
+
+    def look(self, run: Run, lines: Lines, waiting_merge: str | None) -> Sight:
+        """Whether a process of the run lives."""
+        found = [processes_here(line) for line in reversed(lines) if "pids" in line]
+        living = [pids[0] for pids in found if pids]
+        return Sight(f"process {living[0]} works on it" if living else None, hides=None in found)
+
+    def cancel(self, run: Run, lines: Lines) -> list[str]:
+        """Ask the processes of the run's slots to end."""
+        done = []
+        for line in lines:
+            if not are_seen_here(line):
+                raise SlurmGPUError(f"This run works on {line['host']}; cancel it there, outside a container.")
+            if pids := sorted({*(processes_here(line) or ())} & {*slots_of(line)}):
+                refuse_anothers(run, line)
+                run.record_submission({"submission": line["submission"], "cancelled": True})
+                stop(pids)
+                done.append(f"processes {', '.join(map(str, pids))}")
+        return done
+
+
+def stop(pids: Iterable[int]) -> None:
+    """Ask slots that are alive to end."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)  # Submitit's controller hands it on to the task
+
+
+def gpu_ids(submission: Submission) -> list[list[str]]:
+    """The GPUs of each slot, as CUDA_VISIBLE_DEVICES takes them; a sentence when this machine has too few."""
+    n_slots, per_slot = submission.n_concurrent, submission.gpus_per_task
+    if submission.nodes_per_task > 1:
+        raise SlurmGPUError(
+            f"nodes_per_task = {submission.nodes_per_task}, and the local executor has this machine alone. "
+            f"Set it to 1 here: --nodes-per-task 1."
+        )
+    if per_slot == 0:
+        return [[] for _ in range(n_slots)]
+    ids = gpus.visible_ids()
+    if submission.device == "cpu":
+        ids = [str(number) for number in range(n_slots * per_slot)]
+    elif ids is None:
+        try:
+            ids = [str(number) for number in range(len(gpus.probe(n_slots * per_slot)))]
+        except gpus.GPUFaultError as error:
+            raise SlurmGPUError(
+                f"{error}. To compute on this machine's CPUs: --gpus 0, with --tasks for how many."
+            ) from error
+    if len(ids) < n_slots * per_slot:
+        raise SlurmGPUError(
+            f"Asked for {gpus.number_of(n_slots * per_slot)}; CUDA_VISIBLE_DEVICES gives this shell {len(ids)}. "
+            f"Ask for fewer with --gpus."
+        )
+    return [ids[slot * per_slot : (slot + 1) * per_slot] for slot in range(n_slots)]

@@ -1,0 +1,172 @@
+"""Jobs of Slurm's by Submitit: the array, the merge that depends on it, and the srun of `check --node`."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shlex
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import submitit
+from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.executors import job_entry
+from slurmgpu.executors.resubmission import first_submission
+from slurmgpu.executors.steady import make_steady
+from slurmgpu.plan.planner import refuse_odd_path
+from slurmgpu.plan.run_file import RunFile
+from slurmgpu.run.directory import Run
+from slurmgpu.run.submissions import Submission
+from slurmgpu.slurm import commands
+from slurmgpu.slurm.commands import ARRAY_JOB
+from slurmgpu.util.array_ids import array_of
+
+SIGNAL_BEFORE_END_S = 30
+"""A task stops taking shards by itself; the signal is for a shard that takes longer than any before it."""
+PYTHON = f"""sh -c 'trap "" USR2; exec "$0" "$@"' {shlex.quote(sys.executable)} {job_entry.BEGIN}"""
+"""Slurm may send it a minute early, and so while Python starts, which would die of it before it can be told."""
+
+
+def scripts(folder: Path, name: str, submission: Submission) -> dict[str, str]:
+    """The sbatch scripts that `submit` would hand to Slurm, by job."""
+    array = _array_executor(folder / "logs", name, submission)
+    if submission.n_tasks > 1:  # else Submitit makes it a plain job
+        array.parameters["map_count"] = submission.n_tasks
+    merge = _merge_executor(folder / "logs", name, submission, f"afterany:{ARRAY_JOB}")
+    return {
+        "array": array._make_submission_file_text(array._submitit_command_str, "dry-run"),
+        "merge": merge._make_submission_file_text(merge._submitit_command_str, "dry-run"),
+    }
+
+
+def submit(run: Run, submission: Submission, not_in_paths: str) -> dict[str, Any]:
+    """Queue the array and its merge; their job ids. Nothing stays queued when the merge job is refused."""
+    refuse_odd_path(run.folder, not_in_paths)  # it may have been planned for this machine, or moved
+    array = _array_executor(run.logs, run.plan.name, submission)
+    with commands.outside_job(), job_entry.safe_path():
+        tasks = [run.folder] * submission.n_tasks
+        numbers = [submission.submission] * len(tasks)
+        jobs = _queue(lambda: array.map_array(job_entry.run_task, tasks, numbers), submission.exclude)
+        array_job = array_of(jobs[0].job_id)
+        merge = _merge_executor(run.logs, run.plan.name, submission, f"afterany:{array_job}")
+        try:
+            merge_job = _queue(lambda: [merge.submit(job_entry.run_merge, run.folder)])[0].job_id
+        except BaseException:
+            commands.cancel(array_job)
+            raise
+    return {"array_job": array_job, "merge_job": merge_job}
+
+
+CHECK_TIME = "00:05:00"
+FOR_SRUN = {
+    "account",
+    "constraint",
+    "cpus_per_task",
+    "exclude",
+    "gres",
+    "mem",
+    "mem_per_cpu",
+    "mem_per_gpu",
+    "nodelist",
+}
+FOR_SRUN |= {"partition", "qos", "reservation"}
+
+
+def check_command(config: RunFile, command: list[str]) -> list[str]:
+    """The srun that runs a command where a task of the run file would run, for five minutes at most."""
+    submission = first_submission(config.resources.model_dump(), n_shards=1)
+    options = _array_options(replace(submission, slurm=config.slurm))
+    asked = {key: value for key, value in options.items() if key in FOR_SRUN | {"gpus_per_node", "nodes"}}
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in asked.items() if value is not False]
+    if "setup" in options:
+        script = "\n".join(["set -e", *options["setup"], f"exec {shlex.join(command)}"])
+        command = ["bash", "-c", script]
+    own = ["--quiet", f"--time={CHECK_TIME}", "--ntasks-per-node=1", "--job-name=slurmgpu-check"]
+    return ["srun", *own, *flags, *command]
+
+
+def _queue(submit_jobs: Any, excluded: Sequence[str] = ()) -> Any:
+    try:
+        # Submitit prints to stderr what it raises as well.
+        with (
+            contextlib.redirect_stderr(io.StringIO()),
+            job_entry.owners_files(submitit.SlurmExecutor, "_make_submission_command"),
+        ):
+            return submit_jobs()
+    except (FailedSubmissionError, FailedJobError) as error:
+        lines = [line.strip() for line in str(error).splitlines()]
+        told = [line.removeprefix("sbatch: ") for line in lines if line.startswith("sbatch: ")]
+        said = ("; ".join(told) or str(error).strip()).rstrip(".")
+        raise SlurmGPUError(
+            f"Slurm refuses the job: {said}. {_let_back_in(excluded)}Correct [slurm], [merge] or [resources]."
+        ) from error
+
+
+def _let_back_in(excluded: Sequence[str]) -> str:
+    if not excluded:
+        return ""
+    who, them = ("are", "them") if len(excluded) > 1 else ("is", "it")
+    names = ", ".join(excluded)
+    return f"{names} {who} excluded, because tasks failed there; `--slurm exclude=` lets {them} back in. "
+
+
+def _array_executor(logs: Path, name: str, submission: Submission) -> submitit.SlurmExecutor:
+    return _executor(logs, f"slurmgpu:{name}", _array_options(submission), submission.n_concurrent)
+
+
+def _array_options(submission: Submission) -> dict[str, Any]:
+    options = submission.sbatch_options
+    if submission.gpus_per_task and "gpu" not in str(options.get("gres", "")):
+        # Who asks for GPUs by --gres, for their type say, has said it all. Per node, not per task: it is the same for
+        # one process, and hides nothing where several share a node.
+        count = submission.gpus_per_task // submission.nodes_per_task
+        options["gpus_per_node"] = f"{submission.gpu_type}:{count}" if submission.gpu_type else count
+    if submission.nodes_per_task > 1:
+        options["nodes"] = submission.nodes_per_task  # and one task of srun's on each: Submitit's default
+    if submission.after:
+        options["dependency"] = ",".join(f"afterok:{job}" for job in submission.after)
+        options["kill_on_invalid_dep"] = "yes"
+    return options
+
+
+def _merge_executor(logs: Path, name: str, submission: Submission, dependency: str) -> submitit.SlurmExecutor:
+    # afterany: a failed task must not keep the others from being merged.
+    options = {**submission.merge_options, "dependency": dependency, "kill_on_invalid_dep": "yes"}
+    return _executor(logs, f"slurmgpu-merge:{name}", options, 1)
+
+
+def _executor(logs: Path, name: str, options: Mapping[str, Any], parallelism: int) -> submitit.SlurmExecutor:
+    try:
+        make_steady()
+        executor = submitit.SlurmExecutor(logs, python=PYTHON)
+    except RuntimeError as error:  # it looks for srun
+        raise commands.SlurmUnavailableError(commands.NOT_HERE.format("srun")) from error
+    # sbatch's own names go to Submitit's catch-all; its defaults (5 minutes, a wckey) are not what users wrote.
+    # srun does not inherit --cpus-per-task from Slurm 22.05 to 23.11: without the argument a step has one core.
+    cpus = options.get("cpus_per_task")
+    plain = {key.replace("_", "-"): value for key, value in options.items() if value is not False}
+    setup = plain.pop("setup", None)
+    if broken := [key for key, value in plain.items() if len(str(value).splitlines()) > 1]:
+        raise SlurmGPUError(
+            f"{broken[0]} has a line break, which ends the line of sbatch's script. Write it in one line."
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        executor.update_parameters(
+            job_name=str(plain.pop("job-name", name)),
+            time=None,
+            wckey=None,
+            nodes=plain.pop("nodes", 1),
+            array_parallelism=parallelism,
+            signal_delay_s=SIGNAL_BEFORE_END_S,
+            setup=setup,
+            additional_parameters=plain,
+            srun_args=None if cpus is None else [f"--cpus-per-task={cpus}"],
+        )
+    return executor

@@ -1,0 +1,81 @@
+"""What Slurm's next jobs are asked for because of how the last ones failed: other nodes, more memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slurmgpu.report.attempts import attempts_of
+from slurmgpu.report.build import bad_nodes
+from slurmgpu.run.directory import Run
+from slurmgpu.run.failures import POLICIES
+from slurmgpu.slurm.accounting import lives_of
+
+MEMORY_FACTOR = 1.5
+MEMORY_OPTIONS = {"mem", "mem_per_cpu", "mem_per_gpu"}
+
+
+def learn(
+    run: Run, last: Mapping[str, Any], options: Mapping[str, Any], given: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], Sequence[str], list[str]]:
+    """The options, the nodes to leave out, and a sentence for each change: see `Executor.learn`."""
+    exclude: list[str] = []
+    notes: list[str] = []
+    all_attempts = attempts_of(run, lives_of(run))
+    attempts = [a for a in all_attempts if a["submission"] in (last["submission"], None)]
+    if "exclude" not in given:  # a user who names nodes has the last word
+        exclude, notes = _excluded(last["exclude"], attempts, all_attempts)
+    if _ran_out_of_memory(attempts) and not MEMORY_OPTIONS & set(given):
+        options, note = _with_more_memory(options, attempts, by_hand=bool(last.get("by_hand")))
+        notes.append(note)
+    return options, exclude, notes
+
+
+def _excluded(
+    before: Sequence[str], attempts: list[dict[str, Any]], all_attempts: list[dict[str, Any]]
+) -> tuple[list[str], list[str]]:
+    """The nodes to leave out: those of before, and where these attempts failed; and what to say of it."""
+    notes = []
+    innocent = _blamed_alike(all_attempts)
+    exclude = sorted({*before, *bad_nodes(attempts)} - innocent)
+    if innocent:
+        notes.append(f"{', '.join(sorted(innocent))} failed alike, and no other node did better: none is excluded.")
+    if new := sorted(set(exclude) - set(before)):
+        notes.append(f"Excluded: {', '.join(new)}, where nodes or GPUs failed.")
+    return exclude, notes
+
+
+def _blamed_alike(attempts: list[dict[str, Any]]) -> set[str]:
+    """Nodes that lacked something for the container when no node at all had it: a path that is wrong is nobody's."""
+    blamed = {a["bad_node"] for a in attempts if a["failure"] == "container" and a["bad_node"]}
+    well = any(a["node"] not in blamed and (a["n_shards"] or not a["failure"]) for a in attempts)
+    return blamed if len(blamed) > 1 and not well else set()
+
+
+def _ran_out_of_memory(attempts: list[dict[str, Any]]) -> bool:
+    met = {kind for a in attempts for kind in (a["failure"], *(death["class"] for death in a["deaths"]))}
+    return any(policy.more_memory for name, policy in POLICIES.items() if name in met)
+
+
+def _with_more_memory(
+    options: Mapping[str, Any], attempts: list[dict[str, Any]], *, by_hand: bool
+) -> tuple[dict[str, Any], str]:
+    had = max((a["memory_mb"] or 0 for a in attempts), default=0)
+    if by_hand and had:  # the script may have asked for another amount than the run file
+        options = {name: value for name, value in options.items() if name not in MEMORY_OPTIONS}
+    for name in sorted(MEMORY_OPTIONS):
+        if name in options:
+            match = re.fullmatch(r"(\d+)([KMGTkmgt]?)[Bb]?", str(options[name]))
+            if match is None:
+                note = f"Memory ran out, but {name} = {options[name]!r} is not understood: raise it by hand."
+                return dict(options), note
+            # Whole megabytes: 1.5 of 1G is no whole number of G.
+            megabytes = int(match[1]) * {"K": 1 / 1024, "G": 1024, "T": 1024**2}.get(match[2].upper(), 1)
+            more = f"{-(-int(megabytes * MEMORY_FACTOR) // 1)}M"
+            return {**options, name: more}, f"Memory ran out: {name} is {more} instead of {options[name]}."
+    if not had:
+        note = "Memory ran out, and how much there was is not known: set mem under [slurm], or --slurm mem=…"
+        return dict(options), note
+    more = f"{int(had * MEMORY_FACTOR)}M"
+    return {**options, "mem": more}, f"Memory ran out: mem is {more} instead of {had}M."

@@ -1,0 +1,164 @@
+"""An executor of another package: it computes, merges, shows, cancels and resubmits runs as any other."""
+
+import json
+import os
+import sys
+
+import pytest
+
+from slurmgpu.api import RunHandle
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.executors.liveness import alive
+from slurmgpu.executors.registry import executor_named
+from slurmgpu.plan.executors import EXECUTORS
+from slurmgpu.run.directory import Run
+from tests.support.runs import check_rows, let_go, records, report, submissions, wait_until, wait_until_held
+
+SPOOL = '''
+"""A queue of one job: a process that stays behind, computes one task after another, and merges."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.executors.interface import Executor, Sight, Started
+from slurmgpu.run.directory import Run
+from slurmgpu.util import pids
+
+
+class Spool(Executor):
+    name, title, queues = "spool", "the spool", True
+
+    def check(self, submission, container):
+        if submission.gpus_per_task:
+            raise SlurmGPUError("The spool has no GPUs: --gpus 0.")
+
+    def describe(self, container):
+        return "spool: a process that stays behind"
+
+    def place(self, run, submission):
+        return {"spool": "/var/spool"}
+
+    def start(self, run, submission):
+        argv = [sys.executable, "-m", "spool", run.folder, str(submission.submission), str(submission.n_tasks)]
+        with open(run.logs / "spool.log", "a") as log:
+            started = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        return Started({"state": "queued", "spool_job": started.pid})
+
+    def look(self, run, lines, waiting_merge):
+        living = [pid for line in lines if is_alive(pid := line.get("spool_job", 0)) and pid != os.getpid()]
+        return Sight(f"the spool has job {living[0]}" if living else None)
+
+    def cancel(self, run, lines):
+        jobs = [line["spool_job"] for line in lines if is_alive(line["spool_job"])]
+        for line in lines:
+            run.record_submission({"submission": line["submission"], "cancelled": True})
+        for pid in jobs:
+            os.kill(pid, signal.SIGTERM)
+        return [f"spool job {pid}" for pid in jobs]
+
+
+def is_alive(pid):
+    seen = pids.look(pid) if pid else None
+    return seen is not None and seen[0] not in pids.DEAD
+
+
+def main():
+    from slurmgpu.executors.job_entry import work
+    from slurmgpu.executors.submission import merge_when_over
+    from slurmgpu.run.heartbeats import beating
+    from slurmgpu.run.records import Attempt
+
+    run, submission = Run.open(Path(sys.argv[1])), int(sys.argv[2])
+    for task in range(int(sys.argv[3])):
+        attempt = Attempt(f"spool{submission}", task, submission=submission, executor="spool")
+        with beating(run.folder, attempt.name, attempt.job):
+            if code := work(run, attempt):
+                sys.exit(code)
+    merge_when_over(run)
+
+
+if __name__ == "__main__":
+    main()
+'''
+SUBMIT = ("submit", "--executor", "spool", "--gpus", "0", "--tasks", "2")
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """An installed package that brings the executor `spool`."""
+    site = tmp_path / "site"
+    metadata = site / "spool-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (site / "spool.py").write_text(SPOOL)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: spool\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[slurmgpu.executors]\nspool = spool:Spool\n")
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH")))))
+    yield site
+    executor_named.cache_clear()
+    sys.modules.pop("spool", None)
+
+
+def test_a_run_by_an_executor_of_another_package_is_complete_and_shown(project, slurmgpu, site):
+    folder = project(40)
+    assert "✓ executor   spool: a process" in slurmgpu("check", cwd=with_spool(folder)).stdout
+    done = slurmgpu(*SUBMIT, "--wait", cwd=folder, expect=0)
+    check_rows(folder, 40)
+    [line] = submissions(folder)
+    assert (line["executor"], line["spool"], line["state"]) == ("spool", "/var/spool", "ended")
+    assert f"submitted: spool job {line['spool_job']} (2 tasks)\n" in done.stderr
+    assert {record["executor"] for record in records(folder)} == {"spool"}
+    status = json.loads(slurmgpu("status", "--json", "run", cwd=folder, expect=0).stdout)
+    assert (status["state"], status["complete"]) == ("complete", True)
+    assert report(folder)["accounting"] is False
+
+
+def with_spool(folder):
+    """The project, whose run file names the executor."""
+    file = folder / "slurmgpu.toml"
+    file.write_text(file.read_text() + '[resources]\nexecutor = "spool"\ngpus = 0\n')
+    return folder
+
+
+def test_such_a_run_is_cancelled_and_resubmitted(project, slurmgpu, site):
+    folder = project(40, held_from=16)
+    slurmgpu(*SUBMIT, cwd=folder, expect=0)
+    [line] = submissions(folder)
+    wait_until_held(folder, 2)
+    assert json.loads(slurmgpu("status", "--json", "run", cwd=folder).stdout)["state"] == "running"
+    refused = slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
+    assert f"is still at work: the spool has job {line['spool_job']}." in refused
+    done = slurmgpu("cancel", "run", cwd=folder, expect=0).stdout
+    assert f"cancelled: spool job {line['spool_job']}. To go on: slurmgpu resubmit" in done
+    let_go(folder)
+    run = RunHandle(Run.open(folder / "run"))
+    wait_until(lambda: alive(run.run) is None, "the spool's job to end")
+    assert run.status()["state"] == "ended"
+    again = run.resubmit()
+    assert again.outcome.submission.executor == "spool"
+    assert again.wait()["complete"]
+    check_rows(folder, 40)
+    assert [line.get("cancelled") for line in submissions(folder)] == [True, None]
+    assert {record["submission"] for record in records(folder)} == {1, 2}
+
+
+def test_what_it_cannot_do_is_refused_in_a_sentence(project, slurmgpu, site):
+    folder = with_spool(project(8))
+    assert "The spool has no GPUs: --gpus 0." in slurmgpu("submit", "--gpus", "1", cwd=folder, expect=2).stderr
+    assert not (folder / "run").exists()
+    said = slurmgpu("submit", "--executor", "spol", cwd=folder, expect=2).stderr
+    assert "[resources] executor: should be 'slurm', 'local', 'debug' or 'spool'; found 'spol'." in said
+
+
+def test_what_is_no_executor_is_a_sentence(site):
+    entries = next(site.glob("*.dist-info")) / "entry_points.txt"
+    for broken, reason in (("spool:Spoon", "cannot be loaded"), ("builtins:dict", "no subclass of slurmgpu")):
+        entries.write_text(f"[slurmgpu.executors]\nspool = {broken}\n")
+        with pytest.raises(SlurmGPUError, match=reason):
+            EXECUTORS.make("spool")
+    with pytest.raises(SlurmGPUError, match=r"No executor 'spol' is known .* known are slurm, local, debug, spool\."):
+        EXECUTORS.make("spol")
