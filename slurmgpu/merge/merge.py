@@ -17,7 +17,6 @@ from typing import Any
 
 from slurmgpu import page as pages
 from slurmgpu import results
-from slurmgpu import workload as workloads
 from slurmgpu.code import importer
 from slurmgpu.code.snapshots import code_digest
 from slurmgpu.code.versions import Stretch, makers_of
@@ -41,6 +40,7 @@ from slurmgpu.util.atomic_files import working_folder, write_bytes, write_json
 from slurmgpu.util.early_signals import EndedBySignalError
 from slurmgpu.util.shared_files import PATIENCE_S, exists, list_anew, list_names, remove, replace, retried
 from slurmgpu.worker.computer import check_debugger_left
+from slurmgpu.workload import build
 
 log = logging.getLogger(__name__)
 
@@ -320,7 +320,7 @@ def _summary(run: Run) -> dict[str, Any]:
             importer.using(run.folder, code_digest(run.submissions())),
             results.open(run.merged) as merged,
         ):
-            summarize = workloads.build(plan.workload, plan.settings, Path(plan.search_path)).summarize
+            summarize = build(plan.workload, plan.settings, Path(plan.search_path)).summarize
             if summarize is None:
                 raise SlurmGPUError(f"Workload {plan.workload} has no `summarize` any more.")
             summary: dict[str, Any] = json.loads(json.dumps(dict(summarize(merged)), allow_nan=False))

@@ -1,6 +1,6 @@
 """The report as a page: one HTML file with everything in it, to read in any browser and to hand on.
 
-May import: report, search, run, code, util. matplotlib and jinja2, too.
+May import: report, search, logs, run, code, util. matplotlib and jinja2, too.
 """
 
 from __future__ import annotations

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from slurmgpu.code.snapshots import code_digest
-from slurmgpu.code.snapshots import read as read_snapshot
+from slurmgpu.code import snapshots
 from slurmgpu.code.versions import Stretch, rows_by_code
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.report.attempts import Lives, Making, attempts_of, computed_with, makings_of, rows_of, unrecorded
@@ -298,14 +297,14 @@ def _code(run: Run, stretches: Sequence[Stretch]) -> list[dict[str, Any]]:
 
 def _version(run: Run, lines: Sequence[Mapping[str, Any]], digest: str | None) -> dict[str, Any]:
     """Files, versions and submissions of a snapshot; of one that cannot be read, what its submission says."""
-    used = [line for line in lines if digest is not None and code_digest([line]) == digest]
+    used = [line for line in lines if digest is not None and snapshots.code_digest([line]) == digest]
     about = dict.fromkeys(("python", "distributions", "image", "git"))
     about |= {key: used[-1]["code"].get(key) for key in about} if used else {}
     about["left_out"] = used[-1]["code"].get("left_out") or [] if used else []
     files = None
     if digest is not None:
         try:
-            files = {file.name: file.digest for file in read_snapshot(run.folder, digest, with_sources=False).files}
+            files = {file.name: file.digest for file in snapshots.read(run.folder, digest, with_sources=False).files}
         except SlurmGPUError as error:
             log.warning("%s", error)
     return {"submissions": [line["submission"] for line in used], "files": files, **about}

@@ -6,6 +6,7 @@ Standard library only, since the worker, `status` and the merge all start here.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import logging
@@ -14,7 +15,7 @@ import re
 import shlex
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -41,10 +42,10 @@ from slurmgpu.util.shared_files import (
     move,
     read_bytes,
     read_with_status,
+    replace,
     retried,
     status_of,
 )
-from slurmgpu.util.shared_files import replace as move_over
 
 log = logging.getLogger(__name__)
 
@@ -221,7 +222,7 @@ class Run:
 
     def computing(self, submission: int) -> Run:
         """The run as the tasks of a submission see it: what that computes again is not published yet."""
-        return replace(self, recompute=read_recompute(self.folder, submission))
+        return dataclasses.replace(self, recompute=read_recompute(self.folder, submission))
 
     def shard_path(self, shard: int) -> Path:
         """Where a shard is published. Its presence is the only meaning of done.
@@ -385,7 +386,7 @@ def create_run(folder: Path, plan: Plan, files: Sequence[Path]) -> Run:
         write_bytes(partial / "run.json", text.encode("utf-8", "backslashreplace"), mode=mode)
         protect(partial)
         try:
-            move_over(partial, folder)  # fails on a directory that is not empty
+            replace(partial, folder)  # fails on a directory that is not empty
         except OSError:
             refuse_existing(folder)
             raise

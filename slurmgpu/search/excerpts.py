@@ -62,7 +62,7 @@ class Excerpt:
 
     @property
     def number(self) -> int:
-        """That line's number in its file, from 1; 0 if there was no time to count, see `excerpts_until`."""
+        """That line's number in its file, from 1; 0 if there was no time to count, see `search_until`."""
         return line_number(self.path, self.lines[self.mark].offset)
 
     @property
