@@ -159,7 +159,7 @@ def work(run: Run, attempt: Attempt, end_time: Callable[[], float | None] = lamb
         return follow(run, attempt, rank, node_name())
     task = Task(run, attempt, end_time)
     code = task.run_worker()
-    if task.record.reason == "complete":
+    if task.record["reason"] == "complete":
         try:
             commands.cancel_pending(attempt.job)
         except commands.SlurmUnavailableError as error:

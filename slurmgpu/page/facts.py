@@ -12,6 +12,7 @@ from slurmgpu.page.words import cut, duration, gigabytes, moment, plain
 from slurmgpu.report.attempts import node_of
 from slurmgpu.report.ledger import KINDS, energy_in_words, in_words, unit_of
 from slurmgpu.run.failures import POLICIES
+from slurmgpu.run.records import Death
 
 MAX_ITEMS = 1000
 """Failed items, and missing shards, that the page lists; of more it has the numbers and the first ones."""
@@ -54,7 +55,7 @@ class Reason:
     n_others: int = 0
     traceback: str = ""
     first: Any = None
-    death: Mapping[str, Any] | None = None
+    death: Death | None = None
     where: str = ""
     excerpt: Sequence[str] = ()
     number: int = 0

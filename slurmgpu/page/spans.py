@@ -9,6 +9,7 @@ from typing import Any
 
 from slurmgpu.page.words import plain
 from slurmgpu.report.ledger import Counting, counting, kind_of
+from slurmgpu.run.records import Computed
 
 STATES = ("starting", "loading", "running", "ended")
 """What is drawn: a task that has written down its end holds its GPUs until Slurm has taken them back."""
@@ -71,7 +72,7 @@ def makers_of(lives: Sequence[Life]) -> dict[int, str]:
 
 
 def _counting(report: Mapping[str, Any]) -> Counting:
-    records = []
+    records: list[Computed] = []
     for attempt in report["attempts"]:
         with contextlib.suppress(*NONSENSE):
             name, submission = str(attempt["attempt"]), int(attempt.get("submission") or 0)
@@ -79,10 +80,10 @@ def _counting(report: Mapping[str, Any]) -> Counting:
     return counting(records, set(range(report["n_shards"])) - {hole["shard"] for hole in report["missing"]})
 
 
-def _published(attempt: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+def _published(attempt: Mapping[str, Any]) -> list[list[Any]]:
     """What it published: shard, start, seconds and whether it was the first; older reports do not tell the last."""
     entries = attempt.get("shards") or ()
-    return [(int(entry[0]), float(entry[1]), float(entry[2]), *entry[3:4]) for entry in entries]
+    return [[int(entry[0]), float(entry[1]), float(entry[2]), *entry[3:4]] for entry in entries]
 
 
 def _life(attempt: Mapping[str, Any], counts: Counting) -> Life | None:

@@ -15,7 +15,8 @@ from typing import Any
 from slurmgpu.report.ledger import last_sign, spent_unrecorded
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
-from slurmgpu.run.records import Unread
+from slurmgpu.run.records import BriefRecord, Record, Unread
+from slurmgpu.util.env_info import Surroundings
 from slurmgpu.util.plurals import count_of
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ def attempts_of(
 
 def rows_of(
     run: Run,
-    records: Sequence[Mapping[str, Any]],
+    records: Sequence[Record],
     left_out: Mapping[str, Unread],
     lives: Lives | None,
     told: Rows | None = None,
@@ -152,7 +153,7 @@ def _life(lives: Lives | None, task: str, restart: int) -> Life | None:
     return its_lives[restart] if restart < len(its_lives) else None
 
 
-def _attempt(record: Mapping[str, Any], life: Life | None, failure: str | None, message: str) -> dict[str, Any]:
+def _attempt(record: Record, life: Life | None, failure: str | None, message: str) -> dict[str, Any]:
     seconds = round(max(last_sign(record) - record["started"], life.elapsed_s if life else 0), 3)
     return {
         "attempt": record["attempt"],
@@ -196,26 +197,27 @@ def _bad_node(failure: str | None, node: str, n_nodes: int) -> str | None:
     return node or None if policy is not None and policy.node_at_fault and n_nodes == 1 else None
 
 
-def _is_idle(record: Mapping[str, Any]) -> bool:
+def _is_idle(record: Record) -> bool:
     usage = record["usage"]
-    if not record["n_gpus"] or record["device"] == "cpu" or usage.get("gpu_utilisation") is None:
+    used = usage.get("gpu_utilisation")
+    if not record["n_gpus"] or record["device"] == "cpu" or used is None:
         return False
-    return bool(usage["gpu_utilisation"] < IDLE_PERCENT and (usage.get("n_samples_ready") or 0) >= IDLE_SAMPLES)
+    return used < IDLE_PERCENT and (usage.get("n_samples_ready") or 0) >= IDLE_SAMPLES
 
 
-def leases_lost(records: Iterable[Mapping[str, Any]]) -> Counter[str]:
+def leases_lost(records: Iterable[BriefRecord]) -> Counter[str]:
     """How many shards were taken over from each attempt."""
     return Counter(takeover["from"] for record in records for takeover in record["takeovers"])
 
 
-def is_of(told: Mapping[str, Any], record: Mapping[str, Any]) -> bool:
+def is_of(told: Mapping[str, Any], record: BriefRecord) -> bool:
     """Whether a report's row is of an attempt as its record is now: after it, the attempt may have lived on."""
     updated = told.get("updated", record["updated"])  # which older reports lack
     return updated is not None and bool(updated >= record["updated"])
 
 
 def verdict_of(
-    record: Mapping[str, Any],
+    record: BriefRecord,
     *,
     cancelled: bool,
     n_lost: int,
@@ -249,7 +251,7 @@ def verdict_of(
     return "lost", f"no end was recorded{lease}"
 
 
-def _interruption(record: Mapping[str, Any], life: Life | None, cancelled: bool) -> Verdict:
+def _interruption(record: BriefRecord, life: Life | None, cancelled: bool) -> Verdict:
     """The same of an attempt that was stopped: a signal does not say who sent it, nor why."""
     failure, message = record["failure"], record["message"]
     if life is not None and life.failure in ("cancelled", "timeout", "preempted"):
@@ -267,11 +269,11 @@ def unrecorded(told: Rows, recorded: Iterable[str]) -> list[dict[str, Any]]:
     return [dict(row) for name, row in told.items() if row["submission"] is None and name not in known]
 
 
-def computed_with(records: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
+def computed_with(records: Iterable[Record]) -> dict[str, dict[str, int]]:
     """By which versions of Python, and of packages that they had imported, how many attempts have computed shards."""
     found: dict[str, Counter[str]] = {}
     for record in records:
-        around = record["surroundings"] if record["published"] else {}
+        around: Surroundings = record["surroundings"] if record["published"] else {}
         used = around.get("used")
         versions = {"python": around.get("python"), **(used if isinstance(used, dict) else {})}
         for name, version in versions.items():

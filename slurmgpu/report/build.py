@@ -22,7 +22,7 @@ from slurmgpu.report.ledger import KINDS, counting, ledger, spent
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
 from slurmgpu.run.private import public
-from slurmgpu.run.records import Unread
+from slurmgpu.run.records import Record, Unread
 from slurmgpu.run.submissions import is_over
 from slurmgpu.shards.merged_head import read_merged_head
 from slurmgpu.util.shared_files import PATIENCE_S, UnusableFileError, read_bytes
@@ -159,7 +159,7 @@ def judged_attempts(run: Run) -> list[dict[str, Any]]:
     return [*attempts, *unrecorded(told, (attempt["attempt"] for attempt in attempts))]
 
 
-def _with_unrecorded(run: Run, records: Sequence[dict[str, Any]], published: Set[int]) -> list[dict[str, Any]]:
+def _with_unrecorded(run: Run, records: Sequence[Record], published: Set[int]) -> list[Record]:
     """The records, also with what attempts have published after they last wrote theirs, and before they were killed."""
     killed = {record["attempt"] for record in records if record["ended"] is None}
     recorded = {shard for record in records for shard, _, _, *won in record["published"] if all(won[:1])}
@@ -169,13 +169,17 @@ def _with_unrecorded(run: Run, records: Sequence[dict[str, Any]], published: Set
     return [_with(record, found.get(record["attempt"], ()) if record["ended"] is None else ()) for record in records]
 
 
-def _with(record: dict[str, Any], makings: Sequence[Making]) -> dict[str, Any]:
+def _with(record: Record, makings: Sequence[Making]) -> Record:
     published = [[making.shard, making.started, making.seconds, True] for making in makings]
-    counts = {name: record[name] + sum(getattr(making, name) for making in makings) for name in ("n_items", "n_errors")}
-    return {**record, **counts, "published": [*record["published"], *published]}
+    return {
+        **record,
+        "n_items": record["n_items"] + sum(making.n_items for making in makings),
+        "n_errors": record["n_errors"] + sum(making.n_errors for making in makings),
+        "published": [*record["published"], *published],
+    }
 
 
-def _enter_spent(attempts: Sequence[dict[str, Any]], records: Sequence[Mapping[str, Any]], published: Set[int]) -> None:
+def _enter_spent(attempts: Sequence[dict[str, Any]], records: Sequence[Record], published: Set[int]) -> None:
     counts, known = counting(records, published), {record["attempt"]: record for record in records}
     for row in attempts:
         if record := known.get(row["attempt"]):

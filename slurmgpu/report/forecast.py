@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from slurmgpu.run.directory import Plan
+from slurmgpu.run.records import Record
 from slurmgpu.run.submissions import Submission
 
 FORECAST_FORMAT = "slurmgpu forecast"
@@ -65,7 +66,7 @@ class Times:
     n_tasks_needed: int
 
 
-def observe(records: Sequence[Mapping[str, Any]]) -> Observed | None:
+def observe(records: Sequence[Record]) -> Observed | None:
     """What the attempts of a probe showed, in whose run each shard is one batch; None if none was published."""
     records = [record for record in records if record["published"]]
     if not records:
@@ -82,8 +83,8 @@ def observe(records: Sequence[Mapping[str, Any]]) -> Observed | None:
         for each in records
         for before, after in zip(each["published"], each["published"][1:], strict=False)
     ]
-    usage = record.get("usage") or {}
-    memory_mb, end_time = record.get("memory_mb"), record.get("end_time")
+    usage = record["usage"]
+    memory_mb, end_time = record["memory_mb"], record["end_time"]
     return Observed(
         n_items=sum(each["n_items"] for each in records),
         n_batches=len(batches),

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+from slurmgpu.run.records import BriefRecord, Computed
+
 KINDS = ("useful", "loading", "idle", "lost", "repeated")
 
 Counting = Mapping[int, Set[tuple[str, float]]]
@@ -27,7 +29,7 @@ class Amounts:
     shares: Mapping[str, str]
 
 
-def counting(records: Iterable[Mapping[str, Any]], published: Set[int]) -> Counting:
+def counting(records: Iterable[Computed], published: Set[int]) -> Counting:
     """The computations that count: of each shard that is there, and of each revision, the last one published."""
     found: dict[tuple[int, int], tuple[tuple[int, float], tuple[str, float]]] = {}
     for record in records:
@@ -50,7 +52,7 @@ def kind_of(shard: int, attempt: str, started: float, counts: Counting) -> str:
     return "useful" if (attempt, started) in counts[shard] else "repeated"
 
 
-def spent(record: Mapping[str, Any], seconds: float, failure: str | None, counts: Counting) -> dict[str, float]:
+def spent(record: BriefRecord, seconds: float, failure: str | None, counts: Counting) -> dict[str, float]:
     """What an attempt spent its `seconds` on, in seconds, from its record; `failure` is its class, None if none."""
     total = _ms(seconds)
     if failure is not None and not _came_to_work(record):
@@ -63,7 +65,7 @@ def spent(record: Mapping[str, Any], seconds: float, failure: str | None, counts
     return _in_seconds(total, **done, loading=_loading(record))
 
 
-def last_sign(record: Mapping[str, Any]) -> float:
+def last_sign(record: BriefRecord) -> float:
     """When an attempt is last known to have lived: it may have published after it last wrote its record."""
     if record["ended"] is not None:
         return float(record["ended"])
@@ -126,11 +128,11 @@ def _shares(amounts: Mapping[str, float]) -> dict[str, str]:
     return {name: f"{share / 10:.1f}%" for name, share in whole.items()}
 
 
-def _came_to_work(record: Mapping[str, Any]) -> bool:
+def _came_to_work(record: BriefRecord) -> bool:
     return bool(record["published"]) or record["load_s"] is not None  # older records have no phases
 
 
-def _computed(record: Mapping[str, Any], counts: Counting) -> dict[str, int]:
+def _computed(record: BriefRecord, counts: Counting) -> dict[str, int]:
     """Milliseconds of the shards that it published: useful, repeated, or lost as they are not there any more."""
     found = {"useful": 0, "repeated": 0, "lost": 0}
     entries = sorted((started, shard, seconds) for shard, started, seconds, *_ in record["published"])
@@ -141,14 +143,14 @@ def _computed(record: Mapping[str, Any], counts: Counting) -> dict[str, int]:
     return found
 
 
-def _in_hand(record: Mapping[str, Any]) -> int:
+def _in_hand(record: BriefRecord) -> int:
     """Milliseconds of the shard that an attempt without an end had in hand, since it was begun or last kept."""
     since = record["shard_kept"] or record["shard_started"]
     is_done = record["shard"] in {shard for shard, *_ in record["published"]}
     return 0 if since is None or is_done else _ms(record["updated"] - since)
 
 
-def _loading(record: Mapping[str, Any]) -> int:
+def _loading(record: BriefRecord) -> int:
     """Milliseconds of loading, each worker's; of the last one alone in a record that has no phases."""
     if not record["phases"]:
         return _ms(record["load_s"] or 0.0)

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from slurmgpu.run.liveness import Record, last_heard
+from slurmgpu.run.liveness import last_heard
+from slurmgpu.run.records import BriefRecord
 from slurmgpu.run.submissions import ended_jobs
 from slurmgpu.util.array_ids import array_of, indices_of
 
@@ -28,7 +29,7 @@ def of_open(queue: Queue, lines: Sequence[Mapping[str, Any]]) -> list[Job]:
     return [job for job in queue if array_of(job["job_id"]) not in over]
 
 
-def still_waiting(queue: Queue, records: Iterable[Record], asked: float) -> list[dict[str, Any]]:
+def still_waiting(queue: Queue, records: Iterable[BriefRecord], asked: float) -> list[dict[str, Any]]:
     """The jobs in the queue without the tasks that have written of themselves since it was asked: these have started.
 
     A task that was put back into the queue after it had ended waits again.
@@ -49,7 +50,7 @@ def still_waiting(queue: Queue, records: Iterable[Record], asked: float) -> list
     return jobs
 
 
-def startable(queue: Queue, living: Iterable[Record]) -> list[tuple[Job, int]]:
+def startable(queue: Queue, living: Iterable[BriefRecord]) -> list[tuple[Job, int]]:
     """The jobs that wait, each with the number of its tasks that may start while no other task of its array ends.
 
     squeue tells one reason for all of them, and one time: that of the first.

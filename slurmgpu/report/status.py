@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.report.attempts import Rows, Verdict, is_of, leases_lost, unrecorded, verdict_of
@@ -22,7 +22,7 @@ from slurmgpu.report.rereading import UpToDate, mark_of
 from slurmgpu.report.states import Lines, is_somebody_at_work, is_told, state_of
 from slurmgpu.run.directory import Run
 from slurmgpu.run.liveness import heard_at, is_alive, last_heard, own_time, patience
-from slurmgpu.run.records import Unread
+from slurmgpu.run.records import BriefRecord, Record, Unread
 from slurmgpu.run.submissions import ENDS, is_over
 from slurmgpu.run.telemetry_log import last_sample, telemetry_path
 from slurmgpu.shards.merged_head import read_merged_head
@@ -58,7 +58,7 @@ class StatusReader:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._records: dict[str, tuple[object, dict[str, Any] | Unread]] = {}
+        self._records: dict[str, tuple[object, _Shown | Unread]] = {}
         self._looked = float("inf")
         self._published = UpToDate(run.shards, self._done)
         self._head = UpToDate(run.merged, lambda: read_merged_head(run.merged))
@@ -145,7 +145,7 @@ class StatusReader:
         return run.published()
 
     def _compare(
-        self, queued: Queue | None, records: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]], now: float
+        self, queued: Queue | None, records: Sequence[_Shown], lines: Sequence[Mapping[str, Any]], now: float
     ) -> tuple[list[dict[str, Any]] | None, set[str]]:
         """The queue without what has started or ended since it was asked, and the tasks that are about to leave it.
 
@@ -161,25 +161,25 @@ class StatusReader:
         left = {array_task(r) for r in records if r["state"] == "ended" and last_heard(r) > self._asked - LEAVING_S}
         return queue, left
 
-    def _read_records(self, now: float) -> tuple[list[dict[str, Any]], dict[str, Unread]]:
+    def _read_records(self, now: float) -> tuple[list[_Shown], dict[str, Unread]]:
         """The attempts' records by start; and by attempt why a record is left out."""
         known, self._records = self._records, {}
         looked, self._looked = self._looked, now
         for entry in list_entries(self.run.tasks):
             if entry.name.endswith(".json") and not entry.name.startswith("."):
                 mark, record = self._read_record(entry, known.get(entry.name))
-                if isinstance(record, dict) and "heard" not in record:
+                if not isinstance(record, Unread) and "heard" not in record:
                     record["heard"] = heard_at(record["updated"], now, looked if entry.name in known else None)
                 self._records[entry.name] = mark, record
-        records = [record for _, record in self._records.values() if isinstance(record, dict)]
+        records = [record for _, record in self._records.values() if not isinstance(record, Unread)]
         found = ((name.removesuffix(".json"), record) for name, (_, record) in self._records.items())
         left_out = {name: record for name, record in found if isinstance(record, Unread)}
         return sorted(records, key=lambda record: (record["started"], record["attempt"])), left_out
 
     def _read_record(
-        self, entry: os.DirEntry[str], known: tuple[object, dict[str, Any] | Unread] | None
-    ) -> tuple[object, dict[str, Any] | Unread]:
-        if known is not None and isinstance(known[1], dict) and known[1]["state"] == "ended":
+        self, entry: os.DirEntry[str], known: tuple[object, _Shown | Unread] | None
+    ) -> tuple[object, _Shown | Unread]:
+        if known is not None and not isinstance(known[1], Unread) and known[1]["state"] == "ended":
             return known
         mark = mark_of(entry)
         # What could not be read is read again, whether or not it has changed.
@@ -200,13 +200,22 @@ class StatusReader:
         return UpToDate(path, lambda: _last_of(path))
 
 
-def _shortened(record: dict[str, Any]) -> dict[str, Any]:
+class _Shown(BriefRecord):
+    """A record of which the last shards alone are kept in mind, and how many there were.
+
+    `again` are those that it has computed anew, if others may have before.
+    """
+
+    n_shards: int
+    again: array[int]
+
+
+def _shortened(record: Record) -> _Shown:
     """A record without what no status shows, so that thousands of them can be kept in mind."""
     left_out = ("usage", "surroundings", "traceback", "gpus")
-    short = {key: value for key, value in record.items() if key not in left_out}
+    short = cast(_Shown, {key: value for key, value in record.items() if key not in left_out})
     short["n_shards"] = len(record["published"])
     short["published"] = record["published"][-KEPT_SHARDS[record["state"] == "ended"] :]
-    # Which of them it has computed anew, if others may have before.
     again = record["published"] if record["submission"] > 1 else ()
     short["again"] = array("q", (shard for shard, _, _, *won in again if all(won)))
     return short
@@ -241,9 +250,7 @@ def _merged(run: Run) -> Merged:
     return Merged(report["submissions"], report["errors_by_class"], rows, code)
 
 
-def _verdicts(
-    records: Sequence[Mapping[str, Any]], told: Rows, lines: Lines, living: Collection[str]
-) -> dict[str, Verdict]:
+def _verdicts(records: Sequence[BriefRecord], told: Rows, lines: Lines, living: Collection[str]) -> dict[str, Verdict]:
     """What became of each attempt."""
     cancelled = {line["submission"] for line in lines if line.get("cancelled")}
     lost, has_ended = leases_lost(records), is_over(lines)
@@ -259,7 +266,7 @@ def _verdicts(
     }
 
 
-def _failed(records: Iterable[Mapping[str, Any]], published: Collection[int]) -> Mapping[str, int]:
+def _failed(records: Iterable[_Shown], published: Collection[int]) -> Mapping[str, int]:
     """The failed items of the shards that are there, by class: of each shard, as who computed it last found them."""
     found: dict[int, Mapping[str, int]] = {}
     unknown = 0
@@ -282,14 +289,14 @@ def _last_of(path: Path) -> dict[str, Any] | None:
     return {key: getattr(sample, key) for key in GPU_KEYS}
 
 
-def _gpu_hours(records: Iterable[Mapping[str, Any]], told: Rows, living: Collection[str], now: float) -> float:
+def _gpu_hours(records: Iterable[BriefRecord], told: Rows, living: Collection[str], now: float) -> float:
     """What attempts have held so far, to their last signs of life; `told` is what the last merge says of each."""
     hours = {name: row["gpu_hours"] for name, row in told.items() if "gpu_hours" in row}
     for record in records:
         name = record["attempt"]
         if name in living or name not in hours or not is_of(told[name], record):
             until = own_time(record, now) if name in living else record["ended"] or record["updated"]
-            n_gpus = record["n_gpus"] * record.get("n_nodes", 1)
+            n_gpus = record["n_gpus"] * record["n_nodes"]
             hours[name] = n_gpus * max(0.0, until - record["started"]) / 3600
     return float(sum(hours.values()))
 
@@ -302,22 +309,27 @@ def _n_items(run: Run, published: Collection[int]) -> int:
 
 
 def _attempt(
-    run: Run, record: Mapping[str, Any], rate: float | None, gpu: dict[str, Any] | None, is_living: bool, now: float
+    run: Run, record: _Shown, rate: float | None, gpu: dict[str, Any] | None, is_living: bool, now: float
 ) -> dict[str, Any]:
     shard = record["shard"]
     start, stop = (0, 0) if shard is None else run.plan.bounds(shard)
     return {
-        **{key: record[key] for key in ("attempt", "submission", "node", "state", "started")},
-        "state_since": record["phases"][-1][0] if record.get("phases") else record["started"],
-        "n_gpus": record["n_gpus"] * record.get("n_nodes", 1),
+        "attempt": record["attempt"],
+        "submission": record["submission"],
+        "node": record["node"],
+        "state": record["state"],
+        "started": record["started"],
+        "state_since": record["phases"][-1][0] if record["phases"] else record["started"],
+        "n_gpus": record["n_gpus"] * record["n_nodes"],
         "silent": record["state"] != "ended" and not is_living,
         "shard": shard,
         "shard_items": stop - start if shard is not None else None,
-        "shard_done": record.get("shard_done") or 0,
-        "progress": record.get("progress"),
+        "shard_done": record["shard_done"],
+        "progress": record["progress"],
         "items_per_s": None if rate is None else round(rate, 4),
         "n_shards": record["n_shards"],
-        **{key: record[key] for key in ("n_items", "n_errors")},
+        "n_items": record["n_items"],
+        "n_errors": record["n_errors"],
         "n_deaths": len(record["deaths"]),
         "last_death": last_death(record),
         "age_s": round(now - last_heard(record), 1),

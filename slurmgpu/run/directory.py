@@ -26,7 +26,7 @@ from slurmgpu.run.claims import Claims
 from slurmgpu.run.lock import hold
 from slurmgpu.run.owners import name_of
 from slurmgpu.run.recompute import Recompute, read_recompute
-from slurmgpu.run.records import Unread, read_record
+from slurmgpu.run.records import Record, Unread, read_record
 from slurmgpu.run.submissions import ENDS, as_seen_at, place_of
 from slurmgpu.util.atomic_files import beside, fsync_dir, write_bytes
 from slurmgpu.util.shared_files import (
@@ -289,11 +289,11 @@ class Run:
                         found[number] = read_bytes(self.shards / name, max_bytes=1 << 20, patience_s=1.0)
         return {number: why.decode("utf-8", "replace").strip() for number, why in found.items()}
 
-    def attempts(self) -> list[dict[str, Any]]:
+    def attempts(self) -> list[Record]:
         """What each attempt wrote of itself, in the order of their start; without the records that are left out."""
         return self.read_attempts()[0]
 
-    def attempt(self, name: str) -> dict[str, Any] | Unread:
+    def attempt(self, name: str) -> Record | Unread:
         """What one attempt wrote of itself; why not, if that cannot be had."""
         return _read_record(self.tasks / f"{name}.json")
 
@@ -301,7 +301,7 @@ class Run:
         """The attempts whose records make no sense: a dying node, or a full disk, may have left them so."""
         return [name for name, why in self.read_attempts()[1].items() if why is Unread.DAMAGED]
 
-    def read_attempts(self) -> tuple[list[dict[str, Any]], dict[str, Unread]]:
+    def read_attempts(self) -> tuple[list[Record], dict[str, Unread]]:
         """The records by start; and by attempt, in order, why a record is left out."""
         records, left_out = [], {}
         for name in _json_names(self.tasks):
@@ -437,7 +437,7 @@ def _append(path: Path, line: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _read_record(path: Path) -> dict[str, Any] | Unread:
+def _read_record(path: Path) -> Record | Unread:
     """An attempt's record. One may make no sense: progress is not fsynced, and nodes die. A failed read is not that."""
     try:
         # One that could not be read before is not waited for again: it costs itself, and not all that looks.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slurmgpu.logs import LogFile, files_of, merge_files
+from slurmgpu.logs import UNKNOWN, LogFile, files_of, merge_files
 from slurmgpu.run.directory import Run
 from slurmgpu.search.remembering import remembering
 from slurmgpu.util.shared_files import retried
@@ -19,9 +19,19 @@ def read_index(run: Run) -> dict[str, Any]:
     lines, attempts = run.submissions(), []
     for name, record in run.logged.items():
         failure = run.judged.get(name, {}).get("failure")
-        about = {key: record.get(key) for key in ("attempt", "submission", "executor", "node", "state", "started")}
-        files = [_described(file) for file in files_of(run, record, lines)]
-        attempts.append({**about, "failure": failure, "files": files})
+        is_recorded = record["state"] != UNKNOWN
+        attempts.append(
+            {
+                "attempt": name,
+                "submission": record["submission"],
+                "executor": record["executor"],
+                "node": record["node"] if is_recorded else None,
+                "state": record["state"],
+                "started": record["started"] if is_recorded else None,
+                "failure": failure,
+                "files": [_described(file) for file in files_of(run, record, lines)],
+            }
+        )
     return {
         "format": INDEX_FORMAT,
         "version": INDEX_VERSION,

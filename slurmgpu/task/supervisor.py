@@ -26,7 +26,7 @@ from slurmgpu.report.attempts import TOO_LARGE
 from slurmgpu.run.claims import UNREADABLE, Claim
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import EXIT_FILE_SYSTEM, POLICIES, failure_of, signal_of
-from slurmgpu.run.records import Attempt
+from slurmgpu.run.records import Attempt, Unread
 from slurmgpu.shards.shard_file import partials_of
 from slurmgpu.task.attempt_writer import Recording
 from slurmgpu.task.crash_tracking import Deaths
@@ -108,10 +108,10 @@ class Task:
         except gpus.GPUFaultError as error:
             return self._fail("gpu_fault", str(error))
         except ContainerError as error:
-            self.record.bad_node = self.record.node if error.node_at_fault else None
+            self.record["bad_node"] = self.record["node"] if error.node_at_fault else None
             return self._fail(error.kind, str(error))
         except NodeFaultError as error:
-            self.record.bad_node = error.node
+            self.record["bad_node"] = error.node
             return self._fail(error.kind, str(error))
         except WorkerFailedError as error:
             return self._fail(error.kind, str(error), error.trace)
@@ -122,10 +122,10 @@ class Task:
             return self._fail("crash", f"{type(error).__name__}: {error}", traceback.format_exc())
 
     def _fail(self, failure: str, message: str, trace: str = "") -> int:
-        if POLICIES[failure].node_at_fault and self.record.bad_node is None:
-            self.record.bad_node = self.record.node
+        if POLICIES[failure].node_at_fault and self.record["bad_node"] is None:
+            self.record["bad_node"] = self.record["node"]
         if failure == "file_system":
-            message = f"{self.record.bad_node} has lost a file system: {message}"
+            message = f"{self.record['bad_node']} has lost a file system: {message}"
         self.recording.fail(failure, message, trace)
         return 1
 
@@ -137,9 +137,10 @@ class Task:
         if not self.attempt.restart:
             return
         read = self.run.attempt(replace(self.attempt, restart=self.attempt.restart - 1).name)
-        former = read if isinstance(read, dict) else {}
-        published = former.get("published") or [[0]]
-        last = published[-1][0] if former.get("shard") is None else former["shard"]
+        last = 0
+        if not isinstance(read, Unread):
+            last = read["published"][-1][0] if read["published"] else 0
+            last = last if read["shard"] is None else read["shard"]
         taken = sorted(open_shards(self.run) & self.run.claims.numbers(), key=lambda shard: abs(shard - last))
         dropped = self.run.claims.drop_earlier(self._claim(), taken[:MOST_DROPPED])
         if dropped:
@@ -147,7 +148,7 @@ class Task:
 
     def _claim(self) -> Claim:
         given = self.attempt
-        return Claim(given.task_name, given.name, self.record.node, os.getpid(), cluster=given.cluster)
+        return Claim(given.task_name, given.name, self.record["node"], os.getpid(), cluster=given.cluster)
 
     def _finish(self, code: int) -> int:
         for shard in sorted(self._claimed):
@@ -155,7 +156,7 @@ class Task:
         self._remove_partials()
         self.recording.end()
         self._launcher.close()
-        return EXIT_FILE_SYSTEM if code and self.record.failure == "file_system" else code
+        return EXIT_FILE_SYSTEM if code and self.record["failure"] == "file_system" else code
 
     def _remove_partials(self) -> None:
         """Remove what dead workers have left half written; the merge removes what cannot be removed now."""
@@ -174,7 +175,7 @@ class Task:
                 self._ended_early(found)  # nothing to load a model for
                 return 0
             self._launcher.prepare(signals.pause)
-            self.record.image = self._launcher.image
+            self.record["image"] = self._launcher.image
             while True:
                 kills_before = cgroups.oom_kills()
                 self._heard = self._keeps_progress = False
@@ -186,13 +187,13 @@ class Task:
                     self._follow(signals.events, worker)
                     returncode = worker.wait()
                 self._worker_pid = None
-                is_over = returncode == 0 and self.record.reason in GOOD_ENDS
-                if self._stopped_by is not None and self.record.failure is None and not is_over:
+                is_over = returncode == 0 and self.record["reason"] in GOOD_ENDS
+                if self._stopped_by is not None and self.record["failure"] is None and not is_over:
                     raise StoppedError(self._stopped_by)
-                if returncode == 0 and self.record.reason is not None:
+                if returncode == 0 and self.record["reason"] is not None:
                     parked = self._deaths.parked
                     return self._fail("host_oom", "; ".join(parked)) if parked else 0
-                if self.record.failure is not None:
+                if self.record["failure"] is not None:
                     return 1
                 if signal_of(returncode) in STOP_SIGNALS:
                     # A signal to the whole job may reach the worker before this process: then it is no crash.
@@ -233,7 +234,7 @@ class Task:
         if self.attempt.end_time is not None or (end_time := self._later_end()) is None:
             return None
         self.attempt = replace(self.attempt, end_time=end_time)
-        self.record.end_time = end_time
+        self.record["end_time"] = end_time
         self._set_end(end_time)
         return end_time
 
@@ -277,8 +278,8 @@ class Task:
             case "skipped":
                 self._let_go(event["shard"])
             case "batch":
-                if self.record.shard is not None:
-                    self._deaths.take_up(self.record.shard, event["items"], event["isolated"])
+                if self.record["shard"] is not None:
+                    self._deaths.take_up(self.record["shard"], event["items"], event["isolated"])
             case "progress":
                 self._deaths.forgive_in_flight()
             case "published":
@@ -291,15 +292,15 @@ class Task:
                 self._ended_early(event["reason"])
             case "failed":
                 # Of several processes the first to fail says why; the others may fail for want of it.
-                if self.record.failure is None:
+                if self.record["failure"] is None:
                     if POLICIES[event["class"]].node_at_fault:
-                        self.record.bad_node = event.get("node", self.record.node)
+                        self.record["bad_node"] = event.get("node", self.record["node"])
                     self._fail(event["class"], event["message"], event["traceback"])
             case "preempt":
                 os.kill(os.getpid(), signal.SIGTERM)  # a fault on demand, by the way of the real ones
             case "timeout":
                 self.attempt = replace(self.attempt, end_time=event["end_time"])
-                self.record.end_time = event["end_time"]
+                self.record["end_time"] = event["end_time"]
                 self._set_end(event["end_time"])
             case "broken":
                 self._deaths.note_broken(event["message"])
@@ -307,7 +308,7 @@ class Task:
 
     def _ended_early(self, reason: str) -> None:
         """Write down why the worker took no more shards, and what became of the one that it left."""
-        self.record.reason = reason
+        self.record["reason"] = reason
         if reason in GOOD_ENDS:
             log.info("this task takes no more shards: %s", GOOD_ENDS[reason])
             return
@@ -315,12 +316,12 @@ class Task:
             return  # see _stopped
         done = self._of_what_was_left() or "it took no more shards"
         if reason == "deadline":
-            self.record.failure = "timeout"
-            self.record.message = f"{done}: too little was left of the walltime"
+            self.record["failure"] = "timeout"
+            self.record["message"] = f"{done}: too little was left of the walltime"
         elif reason == "told to stop":
-            self.record.failure = "preempted"
-            self.record.message = f"{done}: Slurm gave notice of the end by SIGUSR2"
-        log.warning("%s: %s", self.record.failure, self.record.message)
+            self.record["failure"] = "preempted"
+            self.record["message"] = f"{done}: Slurm gave notice of the end by SIGUSR2"
+        log.warning("%s: %s", self.record["failure"], self.record["message"])
 
     def _of_what_was_left(self) -> str | None:
         if self._left is None:
@@ -375,13 +376,13 @@ class Task:
     def _stopped(self, signum: int) -> int:
         name = signal.Signals(signum).name
         by_hand = signum in (signal.SIGINT, signal.SIGHUP) or self._is_cancelled()
-        self.record.failure = "cancelled" if by_hand else self._interruption()
-        self.record.message = f"stopped by {name}; {self._of_what_was_left() or 'its shards were given back'}"
+        self.record["failure"] = "cancelled" if by_hand else self._interruption()
+        self.record["message"] = f"stopped by {name}; {self._of_what_was_left() or 'its shards were given back'}"
         if time.monotonic() > self._part_by:
-            self.record.message += f". Its worker did not end within {PARTING_S:g} s"
-        if self.record.failure == "timeout" and self.record.shard is not None:
-            self.record.message += f". Shard {self.record.shard} {TOO_LARGE}"
-        log.warning("%s: %s", self.record.failure, self.record.message)
+            self.record["message"] += f". Its worker did not end within {PARTING_S:g} s"
+        if self.record["failure"] == "timeout" and self.record["shard"] is not None:
+            self.record["message"] += f". Shard {self.record['shard']} {TOO_LARGE}"
+        log.warning("%s: %s", self.record["failure"], self.record["message"])
         return EXIT_STOPPED
 
     def _is_cancelled(self) -> bool:
