@@ -12,7 +12,7 @@ from typing import Any
 
 from slurmgpu.code import former, snapshots
 from slurmgpu.containers.registry import runtime_named
-from slurmgpu.containers.settings import ContainerError
+from slurmgpu.containers.settings import ContainerError, ContainerRecord
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import liveness, resubmission
 from slurmgpu.executors import probe as probes
@@ -215,7 +215,7 @@ def submission_of(draft: Draft, after: Run | None = None, inject: Sequence[str] 
     return replace(submission, code=draft.code.line())
 
 
-def check_executor(submission: Submission, container: Mapping[str, Any] | None) -> None:
+def check_executor(submission: Submission, container: ContainerRecord | None) -> None:
     """Refuse what cannot run before anything is written: GPUs, a Slurm or a container runtime that are not here."""
     if submission.executor == "slurm":
         commands.run("sbatch", "--version")
@@ -231,7 +231,7 @@ def check_executor(submission: Submission, container: Mapping[str, Any] | None) 
         )
 
 
-def check_image(container: Mapping[str, Any]) -> None:
+def check_image(container: ContainerRecord) -> None:
     """Refuse an image that is not the one that the run was planned with."""
     try:
         runtime_named(container["runtime"]).same_image(Path(container["image"]), container["identity"])

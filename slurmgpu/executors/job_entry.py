@@ -17,7 +17,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import blaming
 from slurmgpu.run.heartbeats import beating
 from slurmgpu.run.records import Attempt, node_name
-from slurmgpu.run.submissions import abroad
+from slurmgpu.run.submissions import SubmissionLine, abroad
 from slurmgpu.slurm import commands
 from slurmgpu.slurm.own_job import OwnJob, own_job
 from slurmgpu.task.node_agent import follow
@@ -179,7 +179,7 @@ def attempt_here(
     n_gpus: int,
     device: str,
     n_nodes: int = 1,
-    lines: Sequence[Mapping[str, Any]] = (),
+    lines: Sequence[SubmissionLine] = (),
 ) -> Attempt:
     """The attempt that runs here, from the environment that Slurm gave it; `n_gpus` are those of this node.
 

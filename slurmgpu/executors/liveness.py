@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.run.claims import Watch
@@ -15,7 +14,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.heartbeats import Observer, Sign
 from slurmgpu.run.liveness import are_seen_here, patience, processes_here
 from slurmgpu.run.owners import name_of
-from slurmgpu.run.submissions import JOB_KEYS, slots_of
+from slurmgpu.run.submissions import JOB_KEYS, SubmissionLine, slots_of
 from slurmgpu.slurm import commands, queue
 
 log = logging.getLogger(__name__)
@@ -122,14 +121,14 @@ def _is_over(sign: Sign, cluster: str | None, queued: Sequence[queue.QueuedJob] 
     return str(told.get("job")).isdecimal() and all(job.array_job != told.get("job") for job in queued)
 
 
-def _waits_elsewhere(line: Mapping[str, Any], cluster: str | None) -> bool:
+def _waits_elsewhere(line: SubmissionLine, cluster: str | None) -> bool:
     """Whether a submission may have tasks in a queue that is not seen here."""
     if line["state"] not in ("submitting", "queued") or line.get("cancelled"):
         return False
     return line.get("cluster") is not None and line["cluster"] != cluster
 
 
-def _is_unclear(line: Mapping[str, Any]) -> bool:
+def _is_unclear(line: SubmissionLine) -> bool:
     """Whether a submission of an older slurmgpu may be another user's or another cluster's, which it does not say."""
     is_open = line["executor"] == "slurm" and line["state"] in ("submitting", "queued")
     return is_open and not (line.keys() >= {"uid", "cluster"})
@@ -214,7 +213,7 @@ def cancel(run: Run) -> str:
     return "; ".join(stopped)
 
 
-def _refuse_anothers(run: Run, line: Mapping[str, Any]) -> None:
+def _refuse_anothers(run: Run, line: SubmissionLine) -> None:
     """Raise a sentence where what a submission has at work is another user's, whom alone the system lets stop it."""
     if (uid := line.get("uid", os.getuid())) != os.getuid() != 0:
         name = name_of(uid)

@@ -16,6 +16,7 @@ import submitit
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from slurmgpu.containers.registry import runtime_named
+from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import job_entry
 from slurmgpu.executors.resubmission import first_submission
@@ -23,7 +24,7 @@ from slurmgpu.executors.steady import make_steady
 from slurmgpu.plan.planner import refuse_odd_path
 from slurmgpu.plan.run_file import RunFile
 from slurmgpu.run.directory import Run
-from slurmgpu.run.submissions import Submission
+from slurmgpu.run.submissions import Jobs, Submission
 from slurmgpu.slurm import commands
 from slurmgpu.slurm.commands import ARRAY_JOB
 from slurmgpu.util.array_ids import array_of
@@ -51,7 +52,7 @@ def respect_limits(asked: Submission) -> tuple[Submission, list[str]]:
     return less, [f"{asked.n_tasks} tasks were asked for; {name} is {limit}, so {limit} will take all the shards."]
 
 
-def hazards(container: Mapping[str, Any] | None) -> list[str]:
+def hazards(container: ContainerRecord | None) -> list[str]:
     """A sentence when Slurm's signals would kill the image under its worker; none when they do not.
 
     A packed image is served by a process of the job. Where Slurm signals all processes of a job, that one dies, and
@@ -85,7 +86,7 @@ def scripts(folder: Path, name: str, submission: Submission) -> dict[str, str]:
     }
 
 
-def submit(run: Run, submission: Submission) -> dict[str, Any]:
+def submit(run: Run, submission: Submission) -> Jobs:
     """Queue the array and its merge; their job ids. Nothing stays queued when the merge job is refused."""
     refuse_odd_path(run.folder, "slurm")  # it may have been planned for this machine, or moved
     array = _array_executor(run.logs, run.plan.name, submission)

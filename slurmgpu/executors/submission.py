@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import manual_jobs, on_end
@@ -27,7 +27,7 @@ from slurmgpu.run.directory import Run, protect
 from slurmgpu.run.heartbeats import beating
 from slurmgpu.run.lock import Lock, run_lock
 from slurmgpu.run.records import Attempt
-from slurmgpu.run.submissions import Submission
+from slurmgpu.run.submissions import Jobs, Submission, SubmissionLine
 from slurmgpu.slurm import commands, queue
 from slurmgpu.slurm.accounting import lives_of, settled_lives_of
 from slurmgpu.task.supervisor import Task
@@ -45,7 +45,7 @@ class Outcome:
     """What came of a submission: the job ids, and for those that ran here the report."""
 
     submission: Submission
-    jobs: Mapping[str, Any]
+    jobs: Jobs
     notes: tuple[str, ...] = ()
     report: Mapping[str, Any] | None = None
 
@@ -106,14 +106,16 @@ def _queue(run: Run, asked: Submission, notes: list[str], lock: Lock) -> Outcome
     except SlurmGPUError as error:
         run.record_submission({"submission": submission.submission, "state": "refused", "message": str(error)})
         raise
-    run.record_submission({"submission": submission.submission, "state": "queued", **jobs})
+    queued: SubmissionLine = {"submission": submission.submission, "state": "queued"}
+    run.record_submission({**queued, **jobs})
     return Outcome(submission, jobs, (*notes, *limited))
 
 
 def _launch(run: Run, submission: Submission) -> Callable[[Callable[[], None]], Lives]:
     """Start the tasks of this machine; a function that waits for their end, and tells which there were."""
     number = submission.submission
-    here = {"host": platform.node(), **numbering(), "pids": [os.getpid()]}
+    about = {"submission": number, "host": platform.node(), **numbering(), "pids": [os.getpid()]}
+    here = cast(SubmissionLine, about)
     run.record_submission({**submission.to_json(), **here})
     if submission.executor == "debug":
         attempt = Attempt(f"debug{number}", 0, 0, number, "debug", submission.gpus_per_task, submission.device)
@@ -122,7 +124,8 @@ def _launch(run: Run, submission: Submission) -> Callable[[Callable[[], None]], 
 
     slots = local.start(run, submission)
     pids = [os.getpid(), *(int(slot.job_id) for slot in slots)]  # this process merges when the slots have ended
-    run.record_submission({"submission": number, "state": "running", **here, "pids": pids})
+    running: SubmissionLine = {"submission": number, "state": "running"}
+    run.record_submission({**running, **here, "pids": pids})
 
     def wait(on_tick: Callable[[], None]) -> Lives:
         _until_cancelled(run, number, lambda: local.wait(slots, on_tick), {})
@@ -253,7 +256,7 @@ def merge_on_slurm(run: Run, own_job: str) -> int:
     return 0 if report["complete"] else 3
 
 
-def _submission_of(run: Run, merge_job: str) -> dict[str, Any]:
+def _submission_of(run: Run, merge_job: str) -> SubmissionLine:
     """The submission that a merge job of Submitit's is of: one by hand may have joined the run behind it."""
     lines = [line for line in run.submissions() if not line.get("by_hand")]
     here = os.environ.get("SLURM_CLUSTER_NAME")
@@ -277,7 +280,7 @@ def _goes_on(run: Run, report: Mapping[str, Any], round_done: int) -> bool:
     return not report["complete"] and round_done < run.plan.auto_resubmit and retriable(report)
 
 
-def _keep_mail_for_the_end(submission: Mapping[str, Any], own_job: str) -> None:
+def _keep_mail_for_the_end(submission: SubmissionLine, own_job: str) -> None:
     """Let Slurm send no mail of this merge job's end: the run goes on, and its last merge asks for mail as well."""
     if "mail_user" in submission["merge"] or "mail_type" in submission["merge"]:
         try:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from slurmgpu.run.directory import Run
 from slurmgpu.run.records import Attempt, Record, new_record
-from slurmgpu.run.submissions import slots_of
+from slurmgpu.run.submissions import SubmissionLine, slots_of
 from slurmgpu.util.shared_files import exists, list_names
 
 UNKNOWN = "unknown"
@@ -54,7 +53,7 @@ def attempts_with_logs(run: Run) -> list[Record]:
     return records
 
 
-def _logged_tasks(line: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, int]]:
+def _logged_tasks(line: SubmissionLine, names: Sequence[str]) -> Iterator[tuple[str, int]]:
     for slot, pid in enumerate(slots_of(line)):
         if any(name.startswith(f"{pid}_0_log.") for name in names):
             yield f"local{line['submission']}", slot
@@ -64,7 +63,7 @@ def _logged_tasks(line: Mapping[str, Any], names: Sequence[str]) -> Iterator[tup
         yield from sorted({(job, int(match[1] or 0)) for match in found if match})
 
 
-def files_of(run: Run, record: Record, submissions: Sequence[Mapping[str, Any]] | None = None) -> list[LogFile]:
+def files_of(run: Run, record: Record, submissions: Sequence[SubmissionLine] | None = None) -> list[LogFile]:
     """The log files of an attempt that there are: its task's, by Submitit's naming, then its workers'.
 
     A task that was requeued goes on in the same files.

@@ -27,7 +27,7 @@ from slurmgpu.plan.items import Items, items_of
 from slurmgpu.plan.placement import place
 from slurmgpu.plan.run_file import Resources, RunFile
 from slurmgpu.plan.site_file import read_run_file
-from slurmgpu.run.directory import Plan, Run, refuse_existing
+from slurmgpu.run.directory import Plan, Provenance, Run, refuse_existing
 from slurmgpu.shards.columns import check_columns, columns_to_json
 from slurmgpu.util.atomic_files import working_folder
 from slurmgpu.util.gpus import number_of
@@ -316,7 +316,7 @@ def _check_type(full_name: str, name: str, value: Any, hint: Any) -> None:
         raise SlurmGPUError(f"Workload {full_name}: {where} {problem}; found {found!r}.") from error
 
 
-def _provenance(run_file: Path) -> dict[str, Any]:
+def _provenance(run_file: Path) -> Provenance:
     versions = {"python": platform.python_version(), "slurmgpu": __version__}
     versions |= {name: importlib.metadata.version(name) for name in ("numpy", "h5py", "submitit")}
     return {"run_file": str(run_file), "versions": versions, "git": git_state(run_file.parent)}

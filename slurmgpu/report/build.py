@@ -23,7 +23,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
 from slurmgpu.run.private import public
 from slurmgpu.run.records import Record, Unread
-from slurmgpu.run.submissions import is_over
+from slurmgpu.run.submissions import SubmissionLine, is_over
 from slurmgpu.shards.merged_head import read_merged_head
 from slurmgpu.util.shared_files import PATIENCE_S, UnusableFileError, read_bytes
 
@@ -299,19 +299,20 @@ def _code(run: Run, stretches: Sequence[Stretch]) -> list[dict[str, Any]]:
     ]
 
 
-def _version(run: Run, lines: Sequence[Mapping[str, Any]], digest: str | None) -> dict[str, Any]:
+def _version(run: Run, lines: Sequence[SubmissionLine], digest: str | None) -> dict[str, Any]:
     """Files, versions and submissions of a snapshot; of one that cannot be read, what its submission says."""
-    used = [line for line in lines if digest is not None and snapshots.code_digest([line]) == digest]
-    about = dict.fromkeys(("python", "distributions", "image", "git"))
-    about |= {key: used[-1]["code"].get(key) for key in about} if used else {}
-    about["left_out"] = used[-1]["code"].get("left_out") or [] if used else []
+    found = {line["submission"]: snapshots.code_of([line]) for line in lines}
+    used = {number: code for number, code in found.items() if code is not None and code["digest"] == digest}
+    last = next(reversed(used.values()), None)
+    about = {key: last and last.get(key) for key in ("python", "distributions", "image", "git")}
     files = None
     if digest is not None:
         try:
             files = {file.name: file.digest for file in snapshots.read(run.folder, digest, with_sources=False).files}
         except SlurmGPUError as error:
             log.warning("%s", error)
-    return {"submissions": [line["submission"] for line in used], "files": files, **about}
+    left_out = (last.get("left_out") if last else None) or []
+    return {"submissions": list(used), "files": files, **about, "left_out": left_out}
 
 
 def _image(run: Run) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from slurmgpu.run.liveness import last_heard
 from slurmgpu.run.records import BriefRecord
-from slurmgpu.run.submissions import ended_jobs
+from slurmgpu.run.submissions import SubmissionLine, ended_jobs
 from slurmgpu.util.array_ids import array_of, indices_of
 
 Job = Mapping[str, Any]
@@ -23,7 +23,7 @@ def array_task(thing: Mapping[str, Any]) -> str:
     return str(thing["job_id"]) if "_" in thing["job_id"] else f"{thing['job_id']}_0"
 
 
-def of_open(queue: Queue, lines: Sequence[Mapping[str, Any]]) -> list[Job]:
+def of_open(queue: Queue, lines: Sequence[SubmissionLine]) -> list[Job]:
     """The queue without jobs of submissions that have ended since it was asked."""
     over = ended_jobs(lines)
     return [job for job in queue if array_of(job["job_id"]) not in over]

@@ -7,9 +7,9 @@ from typing import Any
 
 from slurmgpu.report.queued import Queue, array_task
 from slurmgpu.run.liveness import processes_here
-from slurmgpu.run.submissions import ENDS, is_over
+from slurmgpu.run.submissions import ENDS, SubmissionLine, is_over
 
-Lines = Sequence[Mapping[str, Any]]
+Lines = Sequence[SubmissionLine]
 """The submissions of a run."""
 
 
@@ -28,7 +28,7 @@ def is_somebody_at_work(lines: Lines, queue: Queue | None) -> bool | None:
     return None if None in found else False
 
 
-def _is_at_work(line: Mapping[str, Any], queue: Queue | None) -> bool | None:
+def _is_at_work(line: SubmissionLine, queue: Queue | None) -> bool | None:
     """Whether somebody works on one submission, if there is nothing in the queue."""
     if line["executor"] == "slurm":
         return None if queue is None else False

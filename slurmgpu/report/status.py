@@ -145,7 +145,7 @@ class StatusReader:
         return run.published()
 
     def _compare(
-        self, queued: Queue | None, records: Sequence[_Shown], lines: Sequence[Mapping[str, Any]], now: float
+        self, queued: Queue | None, records: Sequence[_Shown], lines: Lines, now: float
     ) -> tuple[list[dict[str, Any]] | None, set[str]]:
         """The queue without what has started or ended since it was asked, and the tasks that are about to leave it.
 

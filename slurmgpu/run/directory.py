@@ -18,8 +18,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
 
+from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.run import private
 from slurmgpu.run.claims import Claims
@@ -27,7 +28,7 @@ from slurmgpu.run.lock import hold
 from slurmgpu.run.owners import name_of
 from slurmgpu.run.recompute import Recompute, read_recompute
 from slurmgpu.run.records import Record, Unread, read_record
-from slurmgpu.run.submissions import ENDS, as_seen_at, place_of
+from slurmgpu.run.submissions import ENDS, Git, Place, SubmissionLine, as_seen_at, place_of
 from slurmgpu.util.atomic_files import beside, fsync_dir, write_bytes
 from slurmgpu.util.shared_files import (
     BRIEF_PATIENCE_S,
@@ -61,6 +62,14 @@ FOLDERS = ("claims", "shards", "tasks", "logs", "telemetry")
 _SHARD_NAME = re.compile(r"(\d{5}|[1-9]\d{5,})(?:\.r([1-9]\d{0,8}))?\.h5")
 
 
+class Provenance(TypedDict):
+    """What made a run."""
+
+    run_file: str
+    versions: dict[str, str]
+    git: Git | None
+
+
 @dataclass(frozen=True)
 class Plan:
     """What a run computes, frozen: everything that its rows depend on, and what it was first asked to run on.
@@ -85,8 +94,8 @@ class Plan:
     resources: Mapping[str, Any]
     slurm: Mapping[str, Any]
     merge: Mapping[str, Any]
-    provenance: Mapping[str, Any]
-    container: Mapping[str, Any] | None = None
+    provenance: Provenance
+    container: ContainerRecord | None = None
     processes: str = "one"
     placement: Sequence[str] = ()
     paths: Sequence[str] = ()
@@ -311,13 +320,13 @@ class Run:
                 records.append(record)
         return sorted(records, key=lambda record: (record["started"], record["attempt"])), left_out
 
-    def submissions(self) -> list[dict[str, Any]]:
+    def submissions(self) -> list[SubmissionLine]:
         """The submissions, each with what all its lines say: of before sbatch, of after it, and of its end.
 
         In a copy of a run that was at work, what works is not the copy's: its submission has ended there, and is
         `copied`.
         """
-        merged: dict[int, dict[str, Any]] = {}
+        merged: dict[int, SubmissionLine] = {}
         try:
             lines = read_bytes(self.folder / "submissions.jsonl").splitlines()
         except FileNotFoundError:
@@ -328,30 +337,30 @@ class Run:
             except ValueError:
                 continue  # blank, or torn by a full disk or a kill; a line that counts was written whole
             if isinstance(value, dict) and type(value.get("submission")) is int:
-                merged.setdefault(value["submission"], {}).update(value)
+                merged.setdefault(value["submission"], cast(SubmissionLine, {})).update(cast(SubmissionLine, value))
         # Without its first line, a damaged one, nothing is known of a submission that could be used.
         found = [line for _, line in sorted(merged.items()) if "executor" in line and "state" in line]
         # Of what has ended the place does not matter: a list of many runs asks the file system for none.
-        place = place_of(self.folder) if any(line["state"] not in ENDS for line in found) else {}
+        place: Place = place_of(self.folder) if any(line["state"] not in ENDS for line in found) else {}
         return [as_seen_at(line, place) for line in found]
 
-    def as_submitted(self, line: Mapping[str, Any]) -> dict[str, Any]:
+    def as_submitted(self, line: SubmissionLine) -> SubmissionLine:
         """A submission with the options that only its owner may read; with dots for others."""
         return private.reveal(self.folder, str(line["submission"]), line)
 
-    def last_submission(self) -> dict[str, Any]:
+    def last_submission(self) -> SubmissionLine:
         """The last submission; a sentence when there was none."""
         lines = self.submissions()
         if not lines:
             raise SlurmGPUError(f"{self.folder} was never submitted. `slurmgpu resubmit {self.typed}` does it.")
         return lines[-1]
 
-    def record_submission(self, value: Mapping[str, Any]) -> None:
+    def record_submission(self, value: SubmissionLine) -> None:
         """Append a line to submissions.jsonl; `submission` in it is the number that lines of one submission share.
 
         One process at a time, as two that append at once overwrite each other's line on NFS.
         """
-        place = place_of(self.folder) if "executor" in value else {}
+        place: Place = place_of(self.folder) if "executor" in value else {}
         path = self.folder / "submissions.jsonl"
         if exists(path) and not may(path, os.W_OK):
             if "executor" in value:

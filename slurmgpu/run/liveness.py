@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from slurmgpu.run.records import BriefRecord
+from slurmgpu.run.submissions import SubmissionLine
 from slurmgpu.util.pids import DEAD, are_numbered_here, is_there, look
 
 SILENT_S = 30.0
@@ -55,7 +54,7 @@ def heard_at(updated: float, now: float, changed_since: float | None) -> float:
     return updated if changed_since <= updated <= now else now
 
 
-def processes_here(submission: Mapping[str, Any]) -> list[int] | None:
+def processes_here(submission: SubmissionLine) -> list[int] | None:
     """The processes of a submission to this machine that live; None of one to another machine, or to Slurm.
 
     None also where none is seen to live, and of one it cannot be known here: see `pids`.
@@ -67,7 +66,7 @@ def processes_here(submission: Mapping[str, Any]) -> list[int] | None:
     return None if not living and None in lives.values() else living
 
 
-def are_seen_here(submission: Mapping[str, Any]) -> bool:
+def are_seen_here(submission: SubmissionLine) -> bool:
     """Whether the processes of a submission are of this machine, and not of another one of the same name."""
     if "boot" not in submission:  # of an older slurmgpu
         return bool(submission["host"] == platform.node())

@@ -10,6 +10,7 @@ from slurmgpu.logs import TAIL_BYTES, attempts_with_logs, files_of, last_end, li
 from slurmgpu.report.build import judged_attempts
 from slurmgpu.run.directory import Run
 from slurmgpu.run.records import Record, Unread
+from slurmgpu.run.submissions import SubmissionLine
 
 
 class Remembering(Run):
@@ -20,14 +21,14 @@ class Remembering(Run):
         return super().read_attempts()
 
     @cached_property
-    def _submissions(self) -> list[dict[str, Any]]:
+    def _submissions(self) -> list[SubmissionLine]:
         return super().submissions()
 
     def read_attempts(self) -> tuple[list[Record], dict[str, Unread]]:
         """What each attempt wrote of itself, and why records are left out."""
         return self._attempts
 
-    def submissions(self) -> list[dict[str, Any]]:
+    def submissions(self) -> list[SubmissionLine]:
         """The submissions."""
         return self._submissions
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.run.directory import Run
-from slurmgpu.run.submissions import JOB_KEYS, ended_jobs
+from slurmgpu.run.submissions import JOB_KEYS, SubmissionLine, ended_jobs
 from slurmgpu.slurm import commands
 from slurmgpu.util.array_ids import array_of, indices_of
 
@@ -217,7 +217,7 @@ def queued_jobs(
     return told if told or expected else None
 
 
-def _are_here(lines: Sequence[Mapping[str, Any]]) -> bool:
+def _are_here(lines: Sequence[SubmissionLine]) -> bool:
     """Whether all that is queued was submitted on the cluster that is asked here, as far as is known."""
     clusters = {line["cluster"] for line in lines if line["state"] == "queued" and "cluster" in line}
     return not clusters or clusters == {commands.cluster_name()}

@@ -6,15 +6,15 @@ import importlib.metadata
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
 from slurmgpu import __version__
 from slurmgpu.cli.console import result, size_of
+from slurmgpu.containers.settings import Identity
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.slurm import check_command, hazards
 from slurmgpu.plan.container_spec import identify_image, image_path
@@ -135,7 +135,7 @@ def _versions() -> str:
     return f"slurmgpu {__version__}, " + ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
 
 
-def describe_image(path: Path, identity: Mapping[str, Any]) -> str:
+def describe_image(path: Path, identity: Identity) -> str:
     """What tells an image from others, in a line."""
     size = f"{size_of(identity['size_bytes'])}, " if identity["size_bytes"] else "unpacked, "
     built = f", built {identity['created']}" if identity["created"] else ""
