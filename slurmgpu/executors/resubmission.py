@@ -9,7 +9,7 @@ from typing import Any
 
 from slurmgpu.plan.planner import allocate
 from slurmgpu.plan.run_file import Resources, merge_tables, parse_resources
-from slurmgpu.report.attempts import attempts_of
+from slurmgpu.report.attempts import AttemptRow, attempts_of
 from slurmgpu.report.build import bad_nodes
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import Submission
@@ -94,7 +94,7 @@ def next_submission(
 
 
 def _excluded(
-    before: Sequence[str], attempts: list[dict[str, Any]], all_attempts: list[dict[str, Any]]
+    before: Sequence[str], attempts: list[AttemptRow], all_attempts: list[AttemptRow]
 ) -> tuple[list[str], list[str]]:
     """The nodes to leave out: those of before, and where these attempts failed; and what to say of it."""
     notes = []
@@ -107,19 +107,19 @@ def _excluded(
     return exclude, notes
 
 
-def _blamed_alike(attempts: list[dict[str, Any]]) -> set[str]:
+def _blamed_alike(attempts: list[AttemptRow]) -> set[str]:
     """Nodes that lacked something for the container when no node at all had it: a path that is wrong is nobody's."""
     blamed = {a["bad_node"] for a in attempts if a["failure"] == "container" and a["bad_node"]}
     well = any(a["node"] not in blamed and (a["n_shards"] or not a["failure"]) for a in attempts)
     return blamed if len(blamed) > 1 and not well else set()
 
 
-def _ran_out_of_memory(attempts: list[dict[str, Any]]) -> bool:
+def _ran_out_of_memory(attempts: list[AttemptRow]) -> bool:
     return any(a["failure"] == "host_oom" or any(d["class"] == "host_oom" for d in a["deaths"]) for a in attempts)
 
 
 def _with_more_memory(
-    options: Mapping[str, Any], attempts: list[dict[str, Any]], *, by_hand: bool
+    options: Mapping[str, Any], attempts: list[AttemptRow], *, by_hand: bool
 ) -> tuple[dict[str, Any], str]:
     had = max((a["memory_mb"] or 0 for a in attempts), default=0)
     if by_hand and had:  # the script may have asked for another amount than the run file

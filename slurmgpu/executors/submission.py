@@ -9,9 +9,9 @@ import platform
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import manual_jobs, on_end
@@ -21,7 +21,7 @@ from slurmgpu.faults import parse_faults
 from slurmgpu.faults.striking import damage_shards
 from slurmgpu.merge import merge
 from slurmgpu.report.attempts import Lives
-from slurmgpu.report.build import is_complete, retriable
+from slurmgpu.report.build import Report, is_complete, retriable
 from slurmgpu.run import owners, private
 from slurmgpu.run.directory import Run, protect
 from slurmgpu.run.heartbeats import beating
@@ -47,7 +47,7 @@ class Outcome:
     submission: Submission
     jobs: Jobs
     notes: tuple[str, ...] = ()
-    report: Mapping[str, Any] | None = None
+    report: Report | None = None
 
 
 Prepare = Callable[[Lock], tuple[Submission, list[str]]]
@@ -148,7 +148,7 @@ def _until_cancelled(run: Run, submission: int, work: Callable[[], object], live
         raise
 
 
-def merge_by_hand(run: Run, *, force: bool = False) -> dict[str, Any]:
+def merge_by_hand(run: Run, *, force: bool = False) -> Report:
     """Merge now, when nothing of the run is alive, or with `force` even then; the report."""
     owners.refuse_unwritable(run, "merge it", merges=True)
     with heeded(), run_lock(run.folder, "merging") as lock:
@@ -159,7 +159,7 @@ def merge_by_hand(run: Run, *, force: bool = False) -> dict[str, Any]:
     return report
 
 
-def merge_when_over(run: Run) -> dict[str, Any]:
+def merge_when_over(run: Run) -> Report:
     """Wait until no task of the run is alive or queued, then merge; the report. What sbatch/merge.sbatch does.
 
     The run file's `auto_resubmit` is not honoured: who submits by hand decides what comes next.
@@ -175,7 +175,7 @@ def merge_when_over(run: Run) -> dict[str, Any]:
         return report
 
 
-def _merge_when_over(run: Run, own_job: str) -> dict[str, Any]:
+def _merge_when_over(run: Run, own_job: str) -> Report:
     report, has_ended = None, False
     while report is None:
         _wait_for_end(run, own_job)
@@ -213,7 +213,7 @@ def _alive_as_far_as_known(run: Run, own_job: str) -> str | None:
         return f"Slurm does not tell what is alive; {error}"
 
 
-def _merge_and_end(run: Run, lives: Lives | None, lock: Lock) -> tuple[dict[str, Any], bool]:
+def _merge_and_end(run: Run, lives: Lives | None, lock: Lock) -> tuple[Report, bool]:
     """The report, and whether it is the end of a submission that had not ended."""
     report = merge.merge(run, lives, lock.check)
     lock.check()
@@ -264,7 +264,7 @@ def _submission_of(run: Run, merge_job: str) -> SubmissionLine:
     return (own or lines)[-1]
 
 
-def _in_words(report: Mapping[str, Any]) -> str:
+def _in_words(report: Report) -> str:
     failures = ", ".join(f"{count} {name}" for name, count in report["failures"].items())
     return (
         f"merged: {'complete' if report['complete'] else 'incomplete'}, {report['n_rows']:,} of {report['n_items']:,} "
@@ -276,7 +276,7 @@ def _merges(job: queue.QueuedJob, run: Run) -> bool:
     return job.is_merge or job.array_job in [line.get("merge_job") for line in run.submissions()]
 
 
-def _goes_on(run: Run, report: Mapping[str, Any], round_done: int) -> bool:
+def _goes_on(run: Run, report: Report, round_done: int) -> bool:
     return not report["complete"] and round_done < run.plan.auto_resubmit and retriable(report)
 
 

@@ -10,12 +10,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict, TypeVar
 
-from slurmgpu.report.ledger import last_sign, spent_unrecorded
+from slurmgpu.report.ledger import Charged, last_sign, spent_unrecorded
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
-from slurmgpu.run.records import BriefRecord, Record, Unread
+from slurmgpu.run.records import BriefRecord, Death, Record, Takeover, Unread
 from slurmgpu.util.env_info import Surroundings
 from slurmgpu.util.plurals import count_of
 
@@ -50,15 +50,63 @@ Lives = Mapping[str, Sequence[Life]]
 """By array task ("1234_7", "1234_7@other" on another cluster than the run's first), its lives in order, by restart."""
 
 
-Rows = Mapping[str, Mapping[str, Any]]
+class _Later(TypedDict, total=False):
+    updated: float | None
+    idle_gpu: bool
+
+
+class Told(_Later):
+    """What became of an attempt, by a report; one of an older slurmgpu does not say of when that is."""
+
+    attempt: str
+    submission: int | None
+    failure: str | None
+    message: str
+    gpu_hours: float
+
+
+class AttemptRow(Told, Charged):
+    """An attempt in report.json: see docs/reference/report.md."""
+
+    executor: str
+    node: str
+    gpus: list[str]
+    memory_mb: int | None
+    state: str
+    started: float | None
+    ended: float | None
+    seconds: float
+    phases: list[list[Any]]
+    load_s: float | None
+    shard: int | None
+    progress: str | None
+    n_shards: int
+    shards: list[list[Any]]
+    n_items: int
+    n_errors: int
+    reason: str | None
+    bad_node: str | None
+    traceback: str
+    deaths: list[Death]
+    takeovers: list[Takeover]
+    slurm_state: str | None
+
+
+class Named(TypedDict):
+    """What is of an attempt."""
+
+    attempt: str
+
+
+NamedT = TypeVar("NamedT", bound=Named)
+ToldT = TypeVar("ToldT", bound=Told)
+Rows = Mapping[str, Told]
 """The attempts of a report, by name."""
 Verdict = tuple[str | None, str]
 """What became of an attempt: its failure class, None if it has none or none is known, and why."""
 
 
-def attempts_of(
-    run: Run, lives: Lives | None, told: Rows | None = None, *, may_live: bool = False
-) -> list[dict[str, Any]]:
+def attempts_of(run: Run, lives: Lives | None, told: Rows | None = None, *, may_live: bool = False) -> list[AttemptRow]:
     """Every attempt, from its own record first and Slurm's accounting second, with its failure class.
 
     `told` and `may_live` are as in `verdict_of`.
@@ -74,7 +122,7 @@ def rows_of(
     told: Rows | None = None,
     *,
     may_live: bool = False,
-) -> list[dict[str, Any]]:
+) -> list[AttemptRow]:
     """The same from records that were read, and by attempt why others are left out."""
     cancelled = {line["submission"] for line in run.submissions() if line.get("cancelled")}
     lost_leases = leases_lost(records)
@@ -139,9 +187,9 @@ def makings_of(run: Run, shards: Iterable[int], item: int | None = None) -> list
     return found
 
 
-def in_task_order(attempts: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def in_task_order(attempts: Iterable[NamedT]) -> list[NamedT]:
     """Attempts by job, task and restart, each by its number."""
-    return sorted(attempts, key=lambda attempt: _numbers(str(attempt["attempt"])))
+    return sorted(attempts, key=lambda attempt: _numbers(attempt["attempt"]))
 
 
 def _numbers(name: str) -> list[tuple[int, str]]:
@@ -153,7 +201,7 @@ def _life(lives: Lives | None, task: str, restart: int) -> Life | None:
     return its_lives[restart] if restart < len(its_lives) else None
 
 
-def _attempt(record: Record, life: Life | None, failure: str | None, message: str) -> dict[str, Any]:
+def _attempt(record: Record, life: Life | None, failure: str | None, message: str) -> AttemptRow:
     seconds = round(max(last_sign(record) - record["started"], life.elapsed_s if life else 0), 3)
     return {
         "attempt": record["attempt"],
@@ -210,7 +258,7 @@ def leases_lost(records: Iterable[BriefRecord]) -> Counter[str]:
     return Counter(takeover["from"] for record in records for takeover in record["takeovers"])
 
 
-def is_of(told: Mapping[str, Any], record: BriefRecord) -> bool:
+def is_of(told: Told, record: BriefRecord) -> bool:
     """Whether a report's row is of an attempt as its record is now: after it, the attempt may have lived on."""
     updated = told.get("updated", record["updated"])  # which older reports lack
     return updated is not None and bool(updated >= record["updated"])
@@ -221,7 +269,7 @@ def verdict_of(
     *,
     cancelled: bool,
     n_lost: int,
-    told: Mapping[str, Any] | None = None,
+    told: Told | None = None,
     may_live: bool = False,
     life: Life | None = None,
 ) -> Verdict:
@@ -263,10 +311,10 @@ def _interruption(record: BriefRecord, life: Life | None, cancelled: bool) -> Ve
     return failure, message
 
 
-def unrecorded(told: Rows, recorded: Iterable[str]) -> list[dict[str, Any]]:
+def unrecorded(told: Mapping[str, ToldT], recorded: Iterable[str]) -> list[ToldT]:
     """The rows of a report that are of attempts without a record, which only accounting knows of."""
     known = set(recorded)
-    return [dict(row) for name, row in told.items() if row["submission"] is None and name not in known]
+    return [row for name, row in told.items() if row["submission"] is None and name not in known]
 
 
 def computed_with(records: Iterable[Record]) -> dict[str, dict[str, int]]:
@@ -292,13 +340,13 @@ def versions_in_words(computed: Mapping[str, Mapping[str, int]], *, leaving_out:
     )
 
 
-def node_of(row: Mapping[str, Any]) -> str:
+def node_of(row: AttemptRow) -> str:
     """The first node of an attempt of a report, and how many more it had: `node7 +1`."""
     n_nodes = row.get("n_nodes", 1)  # a report may be of an older slurmgpu
     return f"{row['node'] or ''}" + (f" +{n_nodes - 1}" if n_nodes > 1 else "")
 
 
-def _attempt_without_record(name: str, life: Life, why: Unread | None) -> dict[str, Any]:
+def _attempt_without_record(name: str, life: Life, why: Unread | None) -> AttemptRow:
     what = why.value if why else "it ended before it could write a record"
     return {
         "attempt": name,

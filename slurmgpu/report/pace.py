@@ -10,7 +10,7 @@ import heapq
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from slurmgpu.report.queued import Queue, startable
 from slurmgpu.run.directory import Plan
@@ -27,6 +27,17 @@ BETWEEN_S = 5.0
 """Between two shards an attempt has none in hand, for less than this: it has longer if none is free."""
 SHARE = 4
 """Shards are dealt out in portions that take this part of what is left, at least one by one."""
+
+
+class PaceRecord(TypedDict):
+    """The value of `pace` in the JSON of status."""
+
+    items_per_s: float | None
+    left_s: float | None
+    left_if_queued_start_s: float | None
+    n_shards_left_over: int
+    n_living: int
+    n_waiting: int
 
 
 @dataclass(frozen=True)
@@ -47,7 +58,7 @@ class Pace:
     n_waiting: int = 0
     rates: Mapping[str, float] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> PaceRecord:
         """The value of `pace` in the JSON of status."""
         return {
             "items_per_s": None if self.items_per_s is None else round(self.items_per_s, 4),

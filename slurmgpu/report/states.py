@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import TypedDict
 
 from slurmgpu.report.queued import Queue, array_task
 from slurmgpu.run.liveness import processes_here
@@ -11,6 +11,14 @@ from slurmgpu.run.submissions import ENDS, SubmissionLine, is_over
 
 Lines = Sequence[SubmissionLine]
 """The submissions of a run."""
+
+
+class Standing(TypedDict):
+    """How an attempt stands."""
+
+    submission: int
+    state: str
+    silent: bool
 
 
 def is_somebody_at_work(lines: Lines, queue: Queue | None) -> bool | None:
@@ -56,7 +64,7 @@ def state_of(
     lines: Lines,
     all_published: bool,
     is_complete: bool,
-    attempts: Sequence[Mapping[str, Any]],
+    attempts: Sequence[Standing],
     queue: Queue | None,
     leaving: Collection[str],
     at_work: bool | None,

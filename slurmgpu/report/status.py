@@ -11,15 +11,16 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import TypedDict, cast
 
+from slurmgpu.code.versions import RowsByCode
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.report.attempts import Rows, Verdict, is_of, leases_lost, unrecorded, verdict_of
+from slurmgpu.report.attempts import AttemptRow, Rows, Told, Verdict, is_of, leases_lost, unrecorded, verdict_of
 from slurmgpu.report.build import last_death, read_report, report_path
-from slurmgpu.report.pace import pace_of
-from slurmgpu.report.queued import Queue, array_task, of_open, still_waiting
+from slurmgpu.report.pace import PaceRecord, pace_of
+from slurmgpu.report.queued import Job, Queue, of_open, still_waiting, task_of
 from slurmgpu.report.rereading import UpToDate, mark_of
-from slurmgpu.report.states import Lines, is_somebody_at_work, is_told, state_of
+from slurmgpu.report.states import Lines, Standing, is_somebody_at_work, is_told, state_of
 from slurmgpu.run.directory import Run
 from slurmgpu.run.liveness import heard_at, is_alive, last_heard, own_time, patience
 from slurmgpu.run.records import BriefRecord, Record, Unread
@@ -37,12 +38,76 @@ KEPT_SHARDS = {True: 4, False: 64}
 """So many of the shards that an attempt computed are kept in mind for its rate; of one that has ended, fewer."""
 LEAVING_S = 30.0
 """So long a task may still be in the queue after it has written its end."""
-GPU_KEYS = ("time", "utilisation", "memory_bytes", "temperature_c", "power_w")
+
+
+class GPUSample(TypedDict):
+    """The last sample of an attempt's GPUs."""
+
+    time: float
+    utilisation: float | None
+    memory_bytes: int | None
+    temperature_c: int | None
+    power_w: float | None
+
+
+class StatusAttempt(Standing):
+    """An attempt in the JSON of status."""
+
+    attempt: str
+    node: str
+    started: float
+    state_since: float
+    n_gpus: int
+    shard: int | None
+    shard_items: int | None
+    shard_done: int
+    progress: str | None
+    items_per_s: float | None
+    n_shards: int
+    n_items: int
+    n_errors: int
+    n_deaths: int
+    last_death: str | None
+    age_s: float
+    gpu: GPUSample | None
+    failure: str | None
+    message: str
+
+
+class Status(TypedDict):
+    """What `slurmgpu status --json` prints: see docs/reference/report.md."""
+
+    format: str
+    version: int
+    run: str
+    run_dir: str
+    time: float
+    submitted: float | None
+    state: str
+    at_work: bool | None
+    n_items: int
+    n_items_done: int
+    n_shards: int
+    n_shards_done: int
+    n_shards_claimed: int
+    n_errors: int
+    errors_by_class: dict[str, int]
+    code: list[RowsByCode]
+    gpu_hours: float
+    pace: PaceRecord
+    attempts: list[StatusAttempt]
+    damaged_records: list[str]
+    unreadable_records: list[str]
+    failures: dict[str, int]
+    worker_deaths: dict[str, int]
+    queue: list[Job] | None
+    merged: str | None
+    complete: bool
 
 
 def read_status(
     run: Run, queued: Queue | None = None, *, now: float | None = None, gpus_of: Collection[str] | None = None
-) -> dict[str, Any]:
+) -> Status:
     """Progress, attempts and failures; `queued` are the run's jobs in Slurm's queue, None where it was not asked.
 
     The last samples of GPUs are read of the attempts in `gpus_of`: without it, of all that are alive.
@@ -73,7 +138,7 @@ class StatusReader:
 
     def read(
         self, queued: Queue | None = None, *, now: float | None = None, gpus_of: Collection[str] | None = None
-    ) -> dict[str, Any]:
+    ) -> Status:
         """The JSON of status at the moment `now`, in seconds since the epoch.
 
         The same `queued` may be given again: what has started since it was first given is known to wait no more.
@@ -101,8 +166,7 @@ class StatusReader:
         done = range(plan.n_shards) if is_complete and is_over(lines) else published
         verdicts = _verdicts(records, merged.rows, lines, living)
         attempts = [
-            _attempt(run, record, pace.rates.get(name), gpus.get(name), name in living, now)
-            | dict(zip(("failure", "message"), verdicts[name], strict=True))
+            _attempt(run, record, pace.rates.get(name), gpus.get(name), name in living, now, verdicts[name])
             for name, record in ((record["attempt"], record) for record in records)
         ]
         failures = Counter(failure for failure, _ in verdicts.values() if failure)
@@ -146,7 +210,7 @@ class StatusReader:
 
     def _compare(
         self, queued: Queue | None, records: Sequence[_Shown], lines: Lines, now: float
-    ) -> tuple[list[dict[str, Any]] | None, set[str]]:
+    ) -> tuple[list[Job] | None, set[str]]:
         """The queue without what has started or ended since it was asked, and the tasks that are about to leave it.
 
         None is an empty queue that says nothing of some submission: another user's, or one that came later.
@@ -158,7 +222,7 @@ class StatusReader:
         on_slurm = {line["submission"] for line in lines if line["executor"] == "slurm" and line["state"] not in ENDS}
         if queue is None or (not queue and on_slurm - self._asked_of):
             return None, set()
-        left = {array_task(r) for r in records if r["state"] == "ended" and last_heard(r) > self._asked - LEAVING_S}
+        left = {task_of(r) for r in records if r["state"] == "ended" and last_heard(r) > self._asked - LEAVING_S}
         return queue, left
 
     def _read_records(self, now: float) -> tuple[list[_Shown], dict[str, Unread]]:
@@ -190,7 +254,7 @@ class StatusReader:
 
     def _read_gpus(
         self, living: Sequence[str], wanted: Collection[str] | None, now: float
-    ) -> dict[str, dict[str, Any] | None]:
+    ) -> dict[str, GPUSample | None]:
         names = [name for name in living if wanted is None or name in wanted]
         self._gpus = {name: self._gpus.get(name) or self._gpu(name) for name in names}
         return {name: remembered.get(now) for name, remembered in self._gpus.items()}
@@ -231,10 +295,13 @@ class Merged:
     submissions: Lines = ()
     errors: Mapping[str, int] = field(default_factory=dict)
     rows: Rows = field(default_factory=dict)
-    code: Sequence[Mapping[str, Any]] = ()
+    code: Sequence[RowsByCode] = ()
 
 
-ROW_KEYS = ("attempt", "submission", "updated", "failure", "message", "gpu_hours")
+def _told(row: AttemptRow) -> Told:
+    """A row without what no status shows, so that thousands of them can be kept in mind."""
+    keys = ("attempt", "submission", "updated", "failure", "message", "gpu_hours")
+    return cast(Told, {key: value for key, value in row.items() if key in keys})
 
 
 def _merged(run: Run) -> Merged:
@@ -245,8 +312,8 @@ def _merged(run: Run) -> Merged:
         return Merged()  # the rest of what a status needs is in the records
     if report is None:
         return Merged()
-    rows = {row["attempt"]: {key: row[key] for key in ROW_KEYS if key in row} for row in report["attempts"]}
-    code = [{"digest": version["digest"], "items": version["items"]} for version in report.get("code", ())]
+    rows = {row["attempt"]: _told(row) for row in report["attempts"]}
+    code: list[RowsByCode] = [{"digest": each["digest"], "items": each["items"]} for each in report.get("code", ())]
     return Merged(report["submissions"], report["errors_by_class"], rows, code)
 
 
@@ -282,11 +349,17 @@ def _failed(records: Iterable[_Shown], published: Collection[int]) -> Mapping[st
     return counts
 
 
-def _last_of(path: Path) -> dict[str, Any] | None:
+def _last_of(path: Path) -> GPUSample | None:
     sample = last_sample(path)
     if sample is None or (sample.utilisation is None and sample.memory_bytes is None):
         return None
-    return {key: getattr(sample, key) for key in GPU_KEYS}
+    return {
+        "time": sample.time,
+        "utilisation": sample.utilisation,
+        "memory_bytes": sample.memory_bytes,
+        "temperature_c": sample.temperature_c,
+        "power_w": sample.power_w,
+    }
 
 
 def _gpu_hours(records: Iterable[BriefRecord], told: Rows, living: Collection[str], now: float) -> float:
@@ -309,8 +382,8 @@ def _n_items(run: Run, published: Collection[int]) -> int:
 
 
 def _attempt(
-    run: Run, record: _Shown, rate: float | None, gpu: dict[str, Any] | None, is_living: bool, now: float
-) -> dict[str, Any]:
+    run: Run, record: _Shown, rate: float | None, gpu: GPUSample | None, is_living: bool, now: float, verdict: Verdict
+) -> StatusAttempt:
     shard = record["shard"]
     start, stop = (0, 0) if shard is None else run.plan.bounds(shard)
     return {
@@ -331,7 +404,9 @@ def _attempt(
         "n_items": record["n_items"],
         "n_errors": record["n_errors"],
         "n_deaths": len(record["deaths"]),
-        "last_death": last_death(record),
+        "last_death": last_death(record["deaths"]),
         "age_s": round(now - last_heard(record), 1),
         "gpu": gpu,
+        "failure": verdict[0],
+        "message": verdict[1],
     }

@@ -18,7 +18,7 @@ def read_index(run: Run) -> dict[str, Any]:
     run = remembering(run)
     lines, attempts = run.submissions(), []
     for name, record in run.logged.items():
-        failure = run.judged.get(name, {}).get("failure")
+        judged = run.judged.get(name)
         is_recorded = record["state"] != UNKNOWN
         attempts.append(
             {
@@ -28,7 +28,7 @@ def read_index(run: Run) -> dict[str, Any]:
                 "node": record["node"] if is_recorded else None,
                 "state": record["state"],
                 "started": record["started"] if is_recorded else None,
-                "failure": failure,
+                "failure": judged["failure"] if judged else None,
                 "files": [_described(file) for file in files_of(run, record, lines)],
             }
         )

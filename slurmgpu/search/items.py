@@ -245,11 +245,12 @@ class _Search:
     def _left(self, said: str) -> Story | None:
         """Of a shard that an attempt had in hand when it ended, as its log says."""
         for name, record in reversed(self.run.logged.items()):
-            about = self.run.judged.get(name, {"failure": None, "message": ""})
+            about = self.run.judged.get(name)
+            kind, message = (about["failure"], about["message"]) if about else (None, "")
             is_unknown = record["state"] == UNKNOWN
-            if not (about["failure"] or is_unknown) or self.run.last_begun(record) != self.shard:
+            if not (kind or is_unknown) or self.run.last_begun(record) != self.shard:
                 continue
-            self.maker, kind, message = name, about["failure"], about["message"]
+            self.maker = name
             said += f": attempt {name} had it in hand "
             said += f"when it ended: {kind}: {_first_line(message)}" if kind else "last, and its record cannot be read"
             excerpt = excerpt_of_attempt(self.run, name, self.max_lines)

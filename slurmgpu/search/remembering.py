@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from functools import cached_property
-from typing import Any
 
 from slurmgpu.logs import TAIL_BYTES, attempts_with_logs, files_of, last_end, line_around, places_of, text_of
+from slurmgpu.report.attempts import AttemptRow
 from slurmgpu.report.build import judged_attempts
 from slurmgpu.run.directory import Run
 from slurmgpu.run.records import Record, Unread
@@ -33,7 +33,7 @@ class Remembering(Run):
         return self._submissions
 
     @cached_property
-    def judged(self) -> dict[str, dict[str, Any]]:
+    def judged(self) -> dict[str, AttemptRow]:
         """Every attempt by its name, as the last report has judged it."""
         return {attempt["attempt"]: attempt for attempt in judged_attempts(self)}
 
