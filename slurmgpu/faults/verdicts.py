@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from slurmgpu.faults import KINDS, Fault, faults_of, parse_faults
-from slurmgpu.faults.striking import Marks
+from slurmgpu.faults.striking import Mark, Marks
 from slurmgpu.report.attempts import AttemptRow, makings_of
 from slurmgpu.report.build import FailedItem, Report
 from slurmgpu.run.directory import Run
@@ -82,7 +81,7 @@ class _Found:
         """By submission, the faults that its tasks were given."""
         return {line["submission"]: set(map(str, faults_of(line))) for line in self.report["submissions"]}
 
-    def marks(self, fault: Fault) -> list[dict[str, Any]]:
+    def marks(self, fault: Fault) -> list[Mark]:
         """When and where the fault struck."""
         return Marks.of(self.run).read(fault)
 

@@ -7,7 +7,7 @@ import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from slurmgpu.run.directory import Plan
 from slurmgpu.run.records import Record
@@ -51,6 +51,38 @@ class Observed:
     gpu_total_bytes: int | None = None
     host_peak_bytes: int | None = None
     host_total_bytes: int | None = None
+
+
+class Spread(TypedDict):
+    """A quantity as it is likely to be, and its bounds."""
+
+    low: float
+    expected: float
+    high: float
+
+
+class Forecast(TypedDict):
+    """What a run will take: docs/reference/cli.md has the keys. `probe` is what the probe showed, an `Observed`."""
+
+    format: str
+    version: int
+    run: str
+    probe: dict[str, Any]
+    n_items: int
+    n_shards: int
+    n_tasks: int
+    n_concurrent: int
+    gpus_per_task: int
+    walltime_s: float | None
+    batch_s: Spread
+    shard_s: Spread
+    run_s: Spread
+    gpu_hours: Spread
+    starting_share: float
+    shards_per_task: int | None
+    n_tasks_needed: int
+    notes: list[str]
+    assumptions: list[str]
 
 
 @dataclass(frozen=True)
@@ -102,7 +134,7 @@ def observe(records: Sequence[Record]) -> Observed | None:
     )
 
 
-def forecast(plan: Plan, submission: Submission, seen: Observed, *, resumes: bool = False) -> dict[str, Any]:
+def forecast(plan: Plan, submission: Submission, seen: Observed, *, resumes: bool = False) -> Forecast:
     """The estimates for a run, with `notes` on what will not work and the `assumptions` that they rest on.
 
     `resumes` says that an item of the workload may go on in another task. The keys: docs/reference/cli.md.
@@ -115,9 +147,9 @@ def forecast(plan: Plan, submission: Submission, seen: Observed, *, resumes: boo
     paces = ((low, QUICK_START, 0.0), (mean, 1.0, 0.0), (high, slowly, slack_s))
     times = [foretell(*asked, *pace, resumes=resumes) for pace in paces]
 
-    def spread(name: str) -> dict[str, float]:
-        values = (round(float(getattr(each, name)), 4) for each in times)
-        return dict(zip(("low", "expected", "high"), values, strict=True))
+    def spread(name: str) -> Spread:
+        low, expected, high = (round(float(getattr(each, name)), 4) for each in times)
+        return {"low": low, "expected": expected, "high": high}
 
     expected = times[1]
     observed = {**asdict(seen), "batch_s": [round(each, 4) for each in seen.batch_s]}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.run.records import Usage
+from slurmgpu.run.telemetry_log import HeadLine, SampleLine
 from slurmgpu.util.nvml import THROTTLE_REASONS, Cards, Reading, open_cards
 from slurmgpu.util.process_tree import Tree, TreeWatch
 from slurmgpu.util.shared_files import open_to_append
@@ -142,17 +143,17 @@ class Sampler:
             self._gpus.add(readings, xids, ready=ready)
             if tree is not None and root is not None:
                 self._host.add(tree, root, at, ready=ready)
-        self._append(
-            {
-                "time": round(time.time(), 3),
-                "ready": ready,
-                "gpus": [[getattr(reading, name) for name in GPU_VALUES] for reading in readings],
-                "host": [tree.rss_bytes, round(tree.cpu_s, 2), tree.n_processes] if tree else None,
-                **({"xids": xids} if xids else {}),
-            }
-        )
+        line: SampleLine = {
+            "time": round(time.time(), 3),
+            "ready": ready,
+            "gpus": [[getattr(reading, name) for name in GPU_VALUES] for reading in readings],
+            "host": [tree.rss_bytes, round(tree.cpu_s, 2), tree.n_processes] if tree else None,
+        }
+        if xids:
+            line["xids"] = xids
+        self._append(line)
 
-    def _append(self, line: dict[str, Any]) -> None:
+    def _append(self, line: HeadLine | SampleLine) -> None:
         try:
             with open_to_append(self._path) as file:
                 file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")

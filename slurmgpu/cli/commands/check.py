@@ -189,7 +189,7 @@ def describe_node(checked: NodeCheck) -> Iterable[tuple[str, str]]:
         free = "" if gpu["free_bytes"] is None else f", {gpu['free_bytes'] / 1e9:.1f} GB free"
         yield "GPU", f"{gpu['name']}, {gpu['memory_bytes'] / 1e9:.1f} GB{free}, driver for CUDA {gpu['cuda']}"
     if found["shm_bytes"]:
-        yield "/dev/shm", f"{found['shm_free_bytes'] / 1e9:.1f} of {found['shm_bytes'] / 1e9:.1f} GB free"
+        yield "/dev/shm", f"{(found['shm_free_bytes'] or 0) / 1e9:.1f} of {found['shm_bytes'] / 1e9:.1f} GB free"
 
 
 def print_line(good: bool, name: str, text: str) -> bool:
