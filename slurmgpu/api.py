@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from slurmgpu.code import former, snapshots
 from slurmgpu.containers.registry import runtime_named
@@ -24,9 +24,9 @@ from slurmgpu.faults.verdicts import Verdict, judge
 from slurmgpu.merge import merge
 from slurmgpu.plan.container_spec import contain_anew
 from slurmgpu.plan.planner import Draft, draft_run
-from slurmgpu.report.build import is_complete, last_report
+from slurmgpu.report.build import Report, is_complete, last_report
 from slurmgpu.report.forecast import FORECAST_FORMAT, FORECAST_VERSION, forecast, observe
-from slurmgpu.report.status import StatusReader, read_status
+from slurmgpu.report.status import Status, StatusReader, read_status
 from slurmgpu.run.directory import Run, create_run
 from slurmgpu.run.lock import Lock
 from slurmgpu.run.recompute import Recompute, recompute_path, write_recompute
@@ -56,19 +56,19 @@ class RunHandle:
 
     def status(self) -> dict[str, Any]:
         """How the run stands: the keys of `slurmgpu status --json`."""
-        return read_status(self.run, queue.queued_jobs(self.run))
+        return cast(dict[str, Any], read_status(self.run, queue.queued_jobs(self.run)))
 
     def report(self) -> dict[str, Any]:
         """The report of the last merge; SlurmGPUError before the first."""
-        return last_report(self.run)
+        return cast(dict[str, Any], last_report(self.run))
 
     def rehearsed(self) -> list[Verdict]:
         """What became of the faults that were injected into the run, up to its last merge; none without such."""
-        return judge(self.run, self.report())
+        return judge(self.run, last_report(self.run))
 
     def wait(self, on_tick: Callable[[dict[str, Any]], None] = lambda status: None) -> dict[str, Any]:
         """Wait until nothing of the run is queued or alive; the report."""
-        return wait_for(self.run, on_tick)
+        return cast(dict[str, Any], wait_for(self.run, cast(Callable[[Status], None], on_tick)))
 
     def resubmit(
         self,
@@ -142,7 +142,7 @@ def probe_draft(
     draft: Draft,
     n_items: int,
     on_tick: Callable[[Run], None] = lambda run: None,
-    on_status: Callable[[dict[str, Any]], None] = lambda status: None,
+    on_status: Callable[[Status], None] = lambda status: None,
 ) -> dict[str, Any]:
     """The forecast of a draft, which stays as it is; the keys of `slurmgpu submit --probe --json`.
 
@@ -318,7 +318,7 @@ def _nothing_to_compute(run: Run, failed: bool) -> str:
     return said if failed else f"{said} `slurmgpu resubmit --failed {run.typed}` computes its failed items again."
 
 
-def wait_for(run: Run, on_tick: Callable[[dict[str, Any]], None] = lambda status: None) -> dict[str, Any]:
+def wait_for(run: Run, on_tick: Callable[[Status], None] = lambda status: None) -> Report:
     """Wait until nothing of the run is queued or alive; the report. Asks Slurm every five seconds at most."""
     reader, asked, alive = StatusReader(run), 0.0, True
     while alive:

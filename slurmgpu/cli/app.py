@@ -302,6 +302,6 @@ def check(
     Versions, run file, image, plan, resources, Slurm. With --node or --here the image is started,
     and tells its Python and the GPUs that CUDA can use. Exits with 2 if one fails.
     """
-    from slurmgpu.cli.commands import check as checks
+    from slurmgpu.cli.commands.check import run_checks, run_checks_here
 
-    raise typer.Exit(checks.run_checks_here(run_file) if here else checks.run_checks(run_file, node=node, fetch=fetch))
+    raise typer.Exit(run_checks_here(run_file) if here else run_checks(run_file, node=node, fetch=fetch))

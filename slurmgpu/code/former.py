@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from slurmgpu.code import snapshots
 from slurmgpu.code.snapshots import Snapshot
 from slurmgpu.code.tracer import git_state, snapshot_of
 from slurmgpu.code.versions import stretches_of
+from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.run.directory import Run
 from slurmgpu.run.recompute import Again, Recompute, spans_of
+from slurmgpu.run.submissions import Code
 from slurmgpu.shards.shard_file import DamagedShardError, read_directory
 
 FORMER = "former"
 
 
-def code_now(run: Run, container: Mapping[str, Any] | None) -> tuple[dict[str, Any], list[str]]:
+def code_now(run: Run, container: ContainerRecord | None) -> tuple[Code, list[str]]:
     """What names a snapshot of the code as it is now; a sentence if it is not that of the last submission."""
     line, notes = snapshots.code_of(run.submissions()), []
     former = None
@@ -33,9 +33,9 @@ def code_now(run: Run, container: Mapping[str, Any] | None) -> tuple[dict[str, A
     return now.line(), [*now.left_out, *notes, *(_changed(run, former, now) if former else ())]
 
 
-def former_code(run: Run, named: str) -> tuple[dict[str, Any], list[str]]:
+def former_code(run: Run, named: str) -> tuple[Code, list[str]]:
     """What names the snapshot of the last submission, or the one whose digest begins with `named`."""
-    known = {line["submission"]: line["code"] for line in run.submissions() if snapshots.code_of([line])}
+    known = {line["submission"]: code for line in run.submissions() if (code := snapshots.code_of([line]))}
     if not known:
         raise SlurmGPUError(
             f"--code {named}: {run.folder} has no snapshot of its code, as it is of an older slurmgpu. Leave it out: "
@@ -51,7 +51,7 @@ def former_code(run: Run, named: str) -> tuple[dict[str, Any], list[str]]:
     number = chosen[-1]
     digest = known[number]["digest"]
     snapshots.read(run.folder, digest)  # before anything is queued
-    return dict(known[number]), [f"It computes with the code of submission {number}, {_short(run, digest)}."]
+    return known[number], [f"It computes with the code of submission {number}, {_short(run, digest)}."]
 
 
 def with_rows_of_others(run: Run, again: Recompute, digest: str) -> Recompute:

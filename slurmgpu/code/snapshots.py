@@ -11,15 +11,16 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, cast
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.run.owners import is_trusted, name_of
+from slurmgpu.run.submissions import Code, CodeAbout, SubmissionLine
 from slurmgpu.util.atomic_files import beside, fsync_dir, write_bytes
 from slurmgpu.util.hashing import DIGITS
 from slurmgpu.util.shared_files import OTHERS_WRITE, exists, list_entries, make_folder, read_bytes, replace, retried
@@ -30,6 +31,17 @@ FOLDER = "code"
 _OF_THE_FILE = frozenset({"format", "version", "digest", "files", "left_out"})
 SHOWN_DIGITS = 4
 """A digest is told by so many of its digits, or by more where others of the run begin alike."""
+
+
+class FileRecord(TypedDict):
+    """A file of a snapshot, as its JSON has it."""
+
+    name: str
+    path: str
+    inside: str | None
+    modules: list[str]
+    digest: str
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -47,7 +59,7 @@ class SourceFile:
     source: bytes
     inside: str | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> FileRecord:
         """The file without its source, which lies beside."""
         sha256 = hashlib.sha256(self.source).hexdigest()
         return {
@@ -68,7 +80,7 @@ class Snapshot:
     """
 
     files: tuple[SourceFile, ...]
-    about: Mapping[str, Any]
+    about: CodeAbout
     left_out: tuple[str, ...] = ()
 
     @cached_property
@@ -77,7 +89,7 @@ class Snapshot:
         parts = sorted((file.name, file.digest) for file in self.files)
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:DIGITS]
 
-    def line(self) -> dict[str, Any]:
+    def line(self) -> Code:
         """What the submission's line has of it."""
         return {"digest": self.digest, **self.about, "left_out": list(self.left_out)}
 
@@ -143,7 +155,7 @@ def read(run: Path, digest: str, *, with_sources: bool = True) -> Snapshot:
         if value["format"] != SNAPSHOT_FORMAT or value["version"] != SNAPSHOT_VERSION:
             raise ValueError(f"it is a {value['format']!r} of version {value['version']!r}")
         files = tuple(_read_file(path.with_suffix(""), file, with_sources=with_sources) for file in value["files"])
-        about = {key: value[key] for key in value if key not in _OF_THE_FILE}
+        about = cast(CodeAbout, {key: value[key] for key in value if key not in _OF_THE_FILE})
         snapshot = Snapshot(files, about, tuple(map(str, value.get("left_out", ()))))
         if snapshot.digest != digest:
             raise ValueError(f"its files are those of {snapshot.digest}")
@@ -166,7 +178,7 @@ def _expect_ours(run: Path, *paths: Path) -> None:
             raise ValueError(f"others may write {path} (mode {stat.S_IMODE(status.st_mode):04o})")
 
 
-def _read_file(folder: Path, value: Mapping[str, Any], *, with_sources: bool) -> SourceFile:
+def _read_file(folder: Path, value: FileRecord, *, with_sources: bool) -> SourceFile:
     name = str(value["name"])
     if name.startswith("/") or ".." in Path(name).parts:
         raise ValueError(f"it names {name!r}")
@@ -187,17 +199,17 @@ def digests_in(run: Path) -> list[str]:
     return [name.removesuffix(".json") for name in names if not name.startswith(".")]
 
 
-def code_of(lines: Sequence[Mapping[str, Any]], submission: int | None = None) -> dict[str, Any] | None:
+def code_of(lines: Sequence[SubmissionLine], submission: int | None = None) -> Code | None:
     """What a submission's line has of its code, by default the last one's; None for those of an older slurmgpu."""
     chosen = [line for line in lines if submission is None or line["submission"] == submission]
     found = chosen[-1].get("code") if chosen else None
     return found if isinstance(found, dict) and isinstance(found.get("digest"), str) else None
 
 
-def code_digest(lines: Sequence[Mapping[str, Any]], submission: int | None = None) -> str | None:
+def code_digest(lines: Sequence[SubmissionLine], submission: int | None = None) -> str | None:
     """The digest of a submission's code, by default the last one's; None for those of an older slurmgpu."""
     found = code_of(lines, submission)
-    return None if found is None else str(found["digest"])
+    return None if found is None else found["digest"]
 
 
 def short(digest: str, others: Iterable[str] = ()) -> str:
@@ -219,7 +231,7 @@ def changes(before: Snapshot, now: Snapshot) -> list[str]:
     return found + changed_versions(before.about, now.about)
 
 
-def changed_versions(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def changed_versions(before: CodeAbout, now: CodeAbout) -> list[str]:
     """The distributions, Python and image that differ between the lines of two submissions."""
     found = []
     then, today = before.get("distributions") or {}, now.get("distributions") or {}

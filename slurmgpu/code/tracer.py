@@ -12,17 +12,18 @@ import importlib.metadata
 import platform
 import re
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from slurmgpu import __version__
 from slurmgpu.code.ast_digest import tree_digest
 from slurmgpu.code.locator import Locator
 from slurmgpu.code.snapshots import Snapshot, SourceFile
+from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.run.directory import Plan
+from slurmgpu.run.submissions import CodeAbout, Git
 from slurmgpu.util.env_info import PACKAGES
 from slurmgpu.util.hashing import DIGITS
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, is_file, retried
@@ -49,8 +50,8 @@ class _Found:
 
 def snapshot_of(
     plan: Plan,
-    container: Mapping[str, Any] | None,
-    git: Mapping[str, Any] | None,
+    container: ContainerRecord | None,
+    git: Git | None,
     *,
     also: Iterable[str] = (),
     former: Iterable[SourceFile] = (),
@@ -70,16 +71,16 @@ def snapshot_of(
     for name in sorted({*also, *(name for file in former for name in file.modules)}):
         tracer.add_module(name, needed=False)
     files = tracer.follow()
-    about: dict[str, Any] = {
+    about: CodeAbout = {
         "python": platform.python_version(),
         "distributions": _versions(tracer.where.bound_in if container else {*tracer.where.foreign, *PACKAGES}),
-        "image": dict(container["identity"]).get("sha256") if container else None,
+        "image": container["identity"].get("sha256") if container else None,
         "git": git,
     }
     return Snapshot(files, about, tuple(tracer.sentences()))
 
 
-def git_state(folder: Path) -> dict[str, Any] | None:
+def git_state(folder: Path) -> Git | None:
     """Commit of a folder's repository and whether its tree was dirty; None outside one, or without git."""
     try:
         commit = _git_output(folder, "rev-parse", "HEAD")

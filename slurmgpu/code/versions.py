@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from slurmgpu.code.snapshots import short
+
+
+class RowsByCode(TypedDict):
+    """How many rows are by a code, in the JSON of reports and status; None where that is not known."""
+
+    digest: str | None
+    items: int
 
 
 class Stretch(NamedTuple):
@@ -69,7 +76,7 @@ def rows_by_code(stretches: Iterable[Stretch]) -> dict[str | None, int]:
     return dict(found)
 
 
-def in_words(versions: Sequence[Mapping[str, Any]]) -> str:
+def in_words(versions: Sequence[RowsByCode]) -> str:
     """How many rows are whose, from the report's `code`: "1,920 rows by 9f2c, 80 by 77ab"."""
     digests = [version["digest"] for version in versions if version["digest"]]
     parts: list[str] = []

@@ -7,12 +7,12 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import slurmgpu
 from slurmgpu.containers import apptainer_complaints, images, staging
 from slurmgpu.containers.runtime import Runtime, Start
-from slurmgpu.containers.settings import Bind, ContainerError
+from slurmgpu.containers.settings import Bind, ContainerError, Identity
 from slurmgpu.containers.unpacking import Pause
 
 OLDEST = {"apptainer": (1, 1), "singularity": (3, 10)}
@@ -67,21 +67,19 @@ class Apptainer(Runtime):
             )
         return match[0]
 
-    def identify(self, path: Path) -> dict[str, Any]:
+    def identify(self, path: Path) -> Identity:
         """A SIF by its digests, a sandbox by that of its labels."""
         return images.identify(path)
 
-    def same_image(self, path: Path, identity: Mapping[str, Any]) -> None:
+    def same_image(self, path: Path, identity: Identity) -> None:
         """Nothing is hashed as long as size, time of change and UUID agree."""
         images.same_image(path, identity)
 
-    def stage(
-        self, image: Path, identity: Mapping[str, Any], folder: Path, how: str, pause: Pause = time.sleep
-    ) -> Path:
+    def stage(self, image: Path, identity: Identity, folder: Path, how: str, pause: Pause = time.sleep) -> Path:
         """A copy on the node's disk, as a file or unpacked."""
         return staging.stage(image, identity, folder, how, pause)
 
-    def serves_image(self, identity: Mapping[str, Any], how: str) -> bool:
+    def serves_image(self, identity: Identity, how: str) -> bool:
         """Yes, of a SIF: squashfuse is started in the job."""
         return how != "unpack" and bool(identity["kind"] == "sif")
 

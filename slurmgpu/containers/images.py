@@ -8,12 +8,10 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from slurmgpu.containers.digests import digests
-from slurmgpu.containers.settings import ContainerError
+from slurmgpu.containers.settings import ContainerError, Identity
 from slurmgpu.containers.sif import Sif, read_sif
 from slurmgpu.errors import SlurmGPUError
 
@@ -23,7 +21,7 @@ GO_MACHINES = {"amd64": "x86_64", "arm64": "aarch64", "386": "i686", "loong64": 
 """Go's words for architectures, where `platform.machine()` has others."""
 
 
-def identify(path: Path) -> dict[str, Any]:
+def identify(path: Path) -> Identity:
     """What tells this image from all others, for run.json; SlurmGPUError if it is none or cannot run here.
 
     `sha256` is the file's, and signing changes it; `partition_sha256` is the root file system's, and it stays.
@@ -39,7 +37,7 @@ def identify(path: Path) -> dict[str, Any]:
     return {**found, "size_bytes": status.st_size if found["kind"] == "sif" else None, "mtime_ns": status.st_mtime_ns}
 
 
-def same_image(path: Path, identity: Mapping[str, Any]) -> None:
+def same_image(path: Path, identity: Identity) -> None:
     """Nothing, if the image on this node is the one of the plan; else ContainerError.
 
     Costs no hashing as long as size, time of change and UUID agree.
@@ -71,11 +69,13 @@ def same_image(path: Path, identity: Mapping[str, Any]) -> None:
         raise ContainerError(text, node_at_fault=_gone(error)) from error
 
 
-def _sif(path: Path, sif: Sif) -> dict[str, Any]:
+def _sif(path: Path, sif: Sif) -> Identity:
+    digest = digests(path, (sif.root_offset, sif.root_size))
     created = datetime.datetime.fromtimestamp(sif.created, datetime.timezone.utc)
     return {
         "kind": "sif",
-        **digests(path, (sif.root_offset, sif.root_size)),
+        "sha256": digest["sha256"],
+        "partition_sha256": digest["partition_sha256"],
         "uuid": sif.uuid,
         "arch": sif.arch,
         "labels": sif.labels,
@@ -83,7 +83,7 @@ def _sif(path: Path, sif: Sif) -> dict[str, Any]:
     }
 
 
-def _sandbox(path: Path) -> dict[str, Any]:
+def _sandbox(path: Path) -> Identity:
     if not (path / ".singularity.d").is_dir():
         raise SlurmGPUError(
             f"{path} is a directory, but no container image: it has no .singularity.d in it. "

@@ -11,10 +11,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from slurmgpu.containers.complaints import INTERPRETER, find_complaint
-from slurmgpu.containers.settings import Bind, Container, ContainerError
+from slurmgpu.containers.settings import Bind, Container, ContainerError, Identity
 from slurmgpu.containers.unpacking import Pause
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.ansi import without_escapes
@@ -81,7 +81,7 @@ class Runtime(ABC):
         """
 
     @abstractmethod
-    def identify(self, path: Path) -> dict[str, Any]:
+    def identify(self, path: Path) -> Identity:
         """What tells this image from all others, as run.json keeps it; SlurmGPUError if it is none or cannot run here.
 
         Keys: `kind`, a word for the format; `sha256`; `partition_sha256`, of the root file system alone, or None;
@@ -89,7 +89,7 @@ class Runtime(ABC):
         `size_bytes`, None where it is a folder; `mtime_ns`. Called where runs are planned: nothing is started for it.
         """
 
-    def same_image(self, path: Path, identity: Mapping[str, Any]) -> None:
+    def same_image(self, path: Path, identity: Identity) -> None:
         """Nothing if the image on this node is the one that was planned with, `identity`; else ContainerError."""
         try:
             found = self.identify(path)
@@ -101,9 +101,7 @@ class Runtime(ABC):
                 f"{identity['sha256'][:12]}…. Put the old one back, or plan a new run with this one"
             )
 
-    def stage(
-        self, image: Path, identity: Mapping[str, Any], folder: Path, how: str, pause: Pause = time.sleep
-    ) -> Path:
+    def stage(self, image: Path, identity: Identity, folder: Path, how: str, pause: Pause = time.sleep) -> Path:
         """The image to run on this node: `image`, or a copy of it in `folder`; `how` is one of `stages`.
 
         ContainerError if it cannot be copied. `pause` is called again and again meanwhile, and ends it by what it
@@ -111,7 +109,7 @@ class Runtime(ABC):
         """
         return image
 
-    def serves_image(self, identity: Mapping[str, Any], how: str) -> bool:
+    def serves_image(self, identity: Identity, how: str) -> bool:
         """Whether a process of the job serves the image's files, so that the worker dies of a signal that ends it."""
         return False
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
 
 from slurmgpu.errors import SlurmGPUError
 
@@ -97,6 +97,44 @@ def expand(path: str, environ: Mapping[str, str], what: str = "the bind") -> str
     return os.path.normpath(filled)
 
 
+class Identity(TypedDict, total=False):
+    """What tells an image from all others: see `Runtime.identify`."""
+
+    kind: str
+    sha256: str
+    partition_sha256: str | None
+    uuid: str | None
+    arch: str | None
+    labels: dict[str, str]
+    created: str | None
+    size_bytes: int | None
+    mtime_ns: int
+
+
+class BindRecord(TypedDict):
+    """A bind, as run.json keeps it."""
+
+    src: str
+    dst: str
+    read_only: bool
+
+
+class ContainerRecord(TypedDict):
+    """What run.json keeps under "container"."""
+
+    image: str
+    runtime: str
+    python: str
+    binds: Sequence[BindRecord]
+    env: Mapping[str, str | bool]
+    home: str
+    stage: str
+    scratch: str | None
+    strict: bool
+    identity: Identity
+    packages: Sequence[Sequence[str]]
+
+
 @dataclass(frozen=True)
 class Container:
     """The image in which a run's workers run, and what they see of the node.
@@ -115,18 +153,19 @@ class Container:
     stage: str = "none"
     scratch: str | None = None
     strict: bool = False
-    identity: Mapping[str, Any] = field(default_factory=dict)
+    identity: Identity = field(default_factory=Identity)
     packages: tuple[tuple[str, str], ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> ContainerRecord:
         """What run.json keeps under "container"."""
-        return asdict(self)
+        return cast(ContainerRecord, asdict(self))
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Container:
+    def from_json(cls, value: ContainerRecord) -> Container:
         """The container that run.json describes."""
         binds = tuple(Bind(**bind) for bind in value["binds"])
-        return cls(**{**value, "binds": binds, "packages": tuple((name, path) for name, path in value["packages"])})
+        packages = tuple((name, path) for name, path in value["packages"])
+        return cls(**{**value, "binds": binds, "packages": packages})  # type: ignore[arg-type]
 
 
 def check_env(env: Mapping[str, str | bool]) -> None:

@@ -8,12 +8,11 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from slurmgpu.containers.folders import remove
-from slurmgpu.containers.settings import ContainerError
+from slurmgpu.containers.settings import ContainerError, Identity
 from slurmgpu.containers.sif import read_sif
 from slurmgpu.containers.unpacking import Pause, describe, is_whole, record_of, remember, unpack
 from slurmgpu.errors import SlurmGPUError
@@ -27,7 +26,7 @@ UNPACKED_RATIO = 3.5
 INSTEAD = '[container] scratch names another folder, and stage = "none" does without a copy'
 
 
-def stage(image: Path, identity: Mapping[str, Any], folder: Path, how: str, pause: Pause = time.sleep) -> Path:
+def stage(image: Path, identity: Identity, folder: Path, how: str, pause: Pause = time.sleep) -> Path:
     """The image to run on this node: a copy in `folder`, made now if there is no whole one, or `image` itself.
 
     "node" copies a SIF to `<sha256>.sif` unless it lies on the same file system already; "unpack" makes a sandbox
@@ -57,7 +56,7 @@ def stage(image: Path, identity: Mapping[str, Any], folder: Path, how: str, paus
         raise ContainerError(text, kind="disk_full" if is_full else "container", node_at_fault=True) from error
 
 
-def _is_usable(target: Path, identity: Mapping[str, Any], how: str, pause: Pause) -> bool:
+def _is_usable(target: Path, identity: Identity, how: str, pause: Pause) -> bool:
     # What lies in /tmp may have been cut short by a full disk, a crash of the node, or cleaning by age.
     if how == "unpack":
         return is_whole(target, pause)
@@ -84,13 +83,13 @@ def _locked(path: Path, pause: Pause) -> Iterator[None]:
         yield
 
 
-def _make(image: Path, identity: Mapping[str, Any], target: Path, how: str, pause: Pause) -> None:
+def _make(image: Path, identity: Identity, target: Path, how: str, pause: Pause) -> None:
     part = target.with_name(f"{target.name}.part")
     remove(record_of(target))
     for left in (target, part):  # damaged, and of a task that died
         remove(left)
     try:
-        _check_room(target.parent, identity["size_bytes"] * (UNPACKED_RATIO if how == "unpack" else 1))
+        _check_room(target.parent, (identity["size_bytes"] or 0) * (UNPACKED_RATIO if how == "unpack" else 1))
         if how == "unpack":
             unpack(image, part, pause)
             description = describe(part, pause)
@@ -115,7 +114,7 @@ def _check_room(folder: Path, needed: float) -> None:
         )
 
 
-def _copy(image: Path, identity: Mapping[str, Any], part: Path, pause: Pause) -> None:
+def _copy(image: Path, identity: Identity, part: Path, pause: Pause) -> None:
     digest, size, synced = hashlib.sha256(), 0, 0
     with open(image, "rb", buffering=0) as source, open(part, "wb") as copy:
         while chunk := source.read(CHUNK):

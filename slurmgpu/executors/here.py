@@ -6,9 +6,10 @@ import contextlib
 import os
 import platform
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
+from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.interface import Executor, Lines, Sight
 from slurmgpu.run.directory import Run
@@ -22,11 +23,11 @@ from slurmgpu.util.pids import numbering
 class Here(Executor):
     """An executor whose tasks are processes of this machine, told by the `pids` in submissions.jsonl."""
 
-    def check(self, submission: Submission, container: Mapping[str, Any] | None) -> None:
+    def check(self, submission: Submission, container: ContainerRecord | None) -> None:
         """Refuse more GPUs, or nodes, than there are here."""
         gpu_ids(submission)
 
-    def describe(self, container: Mapping[str, Any] | None) -> str:
+    def describe(self, container: ContainerRecord | None) -> str:
         """That nothing is needed."""
         return f"{self.name}: no Slurm is needed"
 

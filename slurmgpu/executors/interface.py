@@ -12,17 +12,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.report.attempts import Lives
 from slurmgpu.run.directory import Run
 from slurmgpu.run.heartbeats import Sign
-from slurmgpu.run.submissions import Submission
+from slurmgpu.run.submissions import Submission, SubmissionLine
 from slurmgpu.slurm.limits import Limit, bound_gpu_hours
 
 if TYPE_CHECKING:
     from slurmgpu.faults import Fault
     from slurmgpu.slurm.facts import Trial
 
-Lines = Sequence[Mapping[str, Any]]
+Lines = Sequence[SubmissionLine]
 """Submissions of a run."""
 
 
@@ -88,11 +89,11 @@ class Executor(ABC):
     """Characters that the path of a run directory must not have."""
 
     @abstractmethod
-    def check(self, submission: Submission, container: Mapping[str, Any] | None) -> None:
+    def check(self, submission: Submission, container: ContainerRecord | None) -> None:
         """Refuse, with a SlurmGPUError, what cannot run from here, before anything is written."""
 
     @abstractmethod
-    def describe(self, container: Mapping[str, Any] | None) -> str:
+    def describe(self, container: ContainerRecord | None) -> str:
         """What `check` prints of it; SlurmGPUError where it would not work."""
 
     def check_faults(self, faults: Sequence[Fault]) -> None:
@@ -100,7 +101,7 @@ class Executor(ABC):
         return
 
     def learn(
-        self, run: Run, last: Mapping[str, Any], options: Mapping[str, Any], given: Mapping[str, Any]
+        self, run: Run, last: SubmissionLine, options: Mapping[str, Any], given: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], Sequence[str], list[str]]:
         """What the next submission changes because of how the `last` one failed.
 
@@ -109,11 +110,11 @@ class Executor(ABC):
         """
         return options, (), []
 
-    def fit(self, submission: Submission, container: Mapping[str, Any] | None) -> tuple[Submission, list[str]]:
+    def fit(self, submission: Submission, container: ContainerRecord | None) -> tuple[Submission, list[str]]:
         """The submission within the cluster's limits, and a sentence for each change and each hazard."""
         return submission, []
 
-    def preview(self, submission: Submission, run_dir: Path, container: Mapping[str, Any] | None) -> Preview:
+    def preview(self, submission: Submission, run_dir: Path, container: ContainerRecord | None) -> Preview:
         """What a dry run shows; nothing is queued for it."""
         return Preview(submission, bound_gpu_hours=bound_gpu_hours(submission, None))
 

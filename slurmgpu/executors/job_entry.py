@@ -18,7 +18,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import blaming
 from slurmgpu.run.heartbeats import beating
 from slurmgpu.run.records import Attempt, node_name
-from slurmgpu.run.submissions import abroad
+from slurmgpu.run.submissions import SubmissionLine, abroad
 from slurmgpu.slurm import commands
 from slurmgpu.slurm.own_job import OwnJob, own_job
 from slurmgpu.task.node_agent import follow
@@ -160,7 +160,7 @@ def work(run: Run, attempt: Attempt, end_time: Callable[[], float | None] = lamb
         return follow(run, attempt, rank, node_name())
     task = Task(run, attempt, end_time)
     code = task.run_worker()
-    if task.record.reason == "complete":
+    if task.record["reason"] == "complete":
         executor_named(attempt.executor).drop_waiting(attempt.job)
     return code
 
@@ -177,7 +177,7 @@ def attempt_here(
     n_gpus: int,
     device: str,
     n_nodes: int = 1,
-    lines: Sequence[Mapping[str, Any]] = (),
+    lines: Sequence[SubmissionLine] = (),
 ) -> Attempt:
     """The attempt that runs here, from the environment that Slurm gave it; `n_gpus` are those of this node.
 

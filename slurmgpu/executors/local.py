@@ -12,13 +12,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import submitit
 from submitit.local.local import LocalJob
 
 from slurmgpu.containers.registry import runtime_named
+from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import job_entry
 from slurmgpu.executors.here import Here, gpu_ids, stop
@@ -39,7 +40,7 @@ class Local(Here):
 
     name = "local"
 
-    def check(self, submission: Submission, container: Mapping[str, Any] | None) -> None:
+    def check(self, submission: Submission, container: ContainerRecord | None) -> None:
         """Refuse also a container runtime that is not here."""
         super().check(submission, container)
         program = runtime_named(container["runtime"]).program if container else None

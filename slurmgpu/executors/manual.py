@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.executors.interface import Started
 from slurmgpu.executors.slurm import Slurm, respect_limits
 from slurmgpu.run.directory import Run
@@ -25,7 +26,7 @@ class Manual(Slurm):
 
     name = "manual"
 
-    def fit(self, submission: Submission, container: Mapping[str, Any] | None) -> tuple[Submission, list[str]]:
+    def fit(self, submission: Submission, container: ContainerRecord | None) -> tuple[Submission, list[str]]:
         """What the lines ask for: tasks of Slurm's within this cluster's limits, where these are known."""
         asked, notes = replace(submission, executor=Slurm.name), []
         if commands_first := [*asked.slurm.get("setup", ()), *asked.merge.get("setup", ())]:

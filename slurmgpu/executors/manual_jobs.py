@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 from slurmgpu.code import snapshots
 from slurmgpu.errors import SlurmGPUError
@@ -16,7 +15,7 @@ from slurmgpu.logs import LogFormatter
 from slurmgpu.plan.run_file import merge_tables
 from slurmgpu.run.directory import Run
 from slurmgpu.run.lock import run_lock
-from slurmgpu.run.submissions import Submission
+from slurmgpu.run.submissions import Code, Submission, SubmissionLine
 from slurmgpu.slurm.own_job import OwnJob
 from slurmgpu.util import gpus
 
@@ -52,7 +51,7 @@ def gpus_here() -> int:
     return int(os.environ.get("SLURM_GPUS_ON_NODE", len(ids or [])))
 
 
-def join(run: Run, own: OwnJob, device: str | None, on_wait: Callable[[], None] = lambda: None) -> dict[str, Any]:
+def join(run: Run, own: OwnJob, device: str | None, on_wait: Callable[[], None] = lambda: None) -> SubmissionLine:
     """The submission that `own`, this job, is: the first of its tasks writes it, the others and the requeued find it.
 
     It has no merge job of its own: the one that waits for it was submitted by hand as well. `on_wait` is called while
@@ -67,12 +66,12 @@ def join(run: Run, own: OwnJob, device: str | None, on_wait: Callable[[], None] 
             return given
         asked = _as_submission(run, own.n_tasks, device)
         lock.check()
-        line = {**asked.to_json(), "state": "queued", "by_hand": True, "array_job": array_job}
+        line: SubmissionLine = {**asked.to_json(), "state": "queued", "by_hand": True, "array_job": array_job}
         run.record_submission(line if cluster is None else {**line, "cluster": cluster})
     return next(line for line in run.submissions() if line["submission"] == asked.submission)
 
 
-def _written(run: Run, array_job: str, cluster: str | None) -> dict[str, Any] | None:
+def _written(run: Run, array_job: str, cluster: str | None) -> SubmissionLine | None:
     """The submission with this job; two clusters that share the disk may give the same id."""
     lines = [line for line in reversed(run.submissions()) if line.get("array_job") == array_job]
     return next((line for line in lines if cluster is None or line.get("cluster", cluster) == cluster), None)
@@ -81,9 +80,8 @@ def _written(run: Run, array_job: str, cluster: str | None) -> dict[str, Any] | 
 def _as_submission(run: Run, n_tasks: int, device: str | None) -> Submission:
     """What was asked for, as far as it matters to later submissions, and what was given."""
     lines = run.submissions()
-    last: Mapping[str, Any] = (
-        run.as_submitted(lines[-1]) if lines else {"slurm": run.plan.slurm, "merge": run.plan.merge}
-    )
+    planned: SubmissionLine = {"submission": 0, "slurm": run.plan.slurm, "merge": run.plan.merge}
+    last = run.as_submitted(lines[-1]) if lines else planned
     asked = last.get("resources", run.plan.resources)
     wanted = merge_tables(asked, {"executor": "slurm", "device": device})
     n_nodes = nodes_here()
@@ -101,7 +99,7 @@ def _as_submission(run: Run, n_tasks: int, device: str | None) -> Submission:
     )
 
 
-def _planned_code(run: Run) -> dict[str, Any] | None:
+def _planned_code(run: Run) -> Code | None:
     """What names the snapshot that was taken when the run was planned; None for a run of an older slurmgpu."""
     digests = snapshots.digests_in(run.folder)
     return snapshots.read(run.folder, digests[0], with_sources=False).line() if digests else None

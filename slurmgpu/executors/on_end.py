@@ -8,11 +8,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from slurmgpu.report.build import report_path
+from slurmgpu.report.build import Report, report_path
 from slurmgpu.run import owners
 from slurmgpu.run.directory import Run
 from slurmgpu.util.redact import HIDDEN
@@ -24,7 +22,7 @@ TIMEOUT_S = 60.0
 """How long the command may take; then it is killed, with its children."""
 
 
-def environment(run: Run, report: Mapping[str, Any]) -> dict[str, str]:
+def environment(run: Run, report: Report) -> dict[str, str]:
     """What the command finds in its environment beside the merge's own: the words of a one-line message."""
     return {
         "SLURMGPU_RUN": str(run.folder),
@@ -36,7 +34,7 @@ def environment(run: Run, report: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def run_on_end(run: Run, report: Mapping[str, Any], timeout_s: float = TIMEOUT_S) -> None:
+def run_on_end(run: Run, report: Report, timeout_s: float = TIMEOUT_S) -> None:
     """Run the run file's `on_end`, if it has one, with report.json on its standard input; never raises for it.
 
     It works in the run file's folder, through the shell. What it prints goes to stderr: a merge's stdout may be JSON.

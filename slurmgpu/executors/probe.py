@@ -15,6 +15,7 @@ from slurmgpu.inputs import InputSpec
 from slurmgpu.inputs.pending import PROMISED
 from slurmgpu.plan.planner import Draft, allocate
 from slurmgpu.plan.run_file import parse_resources
+from slurmgpu.report.build import FailedItem, Report
 from slurmgpu.run.directory import Run
 from slurmgpu.run.lock import run_lock
 from slurmgpu.run.owners import name_of
@@ -120,14 +121,14 @@ def make_room(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def why_failed(run: Run, report: Mapping[str, Any]) -> Failed | None:
+def why_failed(run: Run, report: Report) -> Failed | None:
     """Why the probe says nothing of the run: it is incomplete, or each of its items failed; None if it does."""
     if report["complete"] and report["n_errors"] < report["n_items"]:
         return None
     attempts = [attempt for attempt in report["attempts"] if attempt["failure"]]
     if not report["complete"] and attempts:
         last = attempts[-1]
-        return Failed(last["failure"], last["message"], str(run.logs / f"{last['attempt']}.log"))
+        return Failed(str(last["failure"]), last["message"], str(run.logs / f"{last['attempt']}.log"))
     if report["errors"]:
         first = report["errors"][0]
         index = original(run, first["index"])
@@ -138,7 +139,7 @@ def why_failed(run: Run, report: Mapping[str, Any]) -> Failed | None:
     return Failed(report["errors"][0]["class"] if report["errors"] else "lost", message, log)
 
 
-def failed_items(run: Run, report: Mapping[str, Any]) -> list[dict[str, Any]]:
+def failed_items(run: Run, report: Report) -> list[FailedItem]:
     """The first items of the probe that failed, by their numbers in the whole input."""
     first = report["errors"][:SHOWN_ERRORS]
     return [{**error, "index": original(run, error["index"])} for error in first]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any
 
 from slurmgpu.executors.interface import Executor, Lines
 from slurmgpu.plan.executors import EXECUTORS
 from slurmgpu.run.directory import Run
+from slurmgpu.run.submissions import SubmissionLine
 
 
 @functools.cache
@@ -23,7 +22,7 @@ def executors_of(run: Run) -> list[tuple[Executor, Lines]]:
 
     Slurm of a run that has none: jobs by hand may wait, of which nothing is written before they start.
     """
-    found: dict[str, list[Mapping[str, Any]]] = {}
+    found: dict[str, list[SubmissionLine]] = {}
     for line in run.submissions():
         of_it = found.setdefault(line["executor"], [])
         if line["state"] != "ended":

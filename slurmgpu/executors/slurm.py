@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurmgpu.containers.registry import runtime_named
+from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import slurm_lessons
 from slurmgpu.executors.interface import Executor, Lines, Preview, Sight, Started
@@ -17,7 +18,7 @@ from slurmgpu.run import private
 from slurmgpu.run.directory import Run
 from slurmgpu.run.heartbeats import Sign
 from slurmgpu.run.owners import refuse_anothers
-from slurmgpu.run.submissions import JOB_KEYS, Submission
+from slurmgpu.run.submissions import JOB_KEYS, Submission, SubmissionLine
 from slurmgpu.slurm import commands, queue
 
 if TYPE_CHECKING:
@@ -35,11 +36,11 @@ class Slurm(Executor):
     can_wait = True
     not_in_paths = "'\"\\"
 
-    def check(self, submission: Submission, container: Mapping[str, Any] | None) -> None:
+    def check(self, submission: Submission, container: ContainerRecord | None) -> None:
         """Refuse a machine without Slurm."""
         commands.run("sbatch", "--version")
 
-    def describe(self, container: Mapping[str, Any] | None) -> str:
+    def describe(self, container: ContainerRecord | None) -> str:
         """Its version and MaxArraySize."""
         version = commands.run("sbatch", "--version").strip()
         if found := hazards(container):
@@ -55,17 +56,17 @@ class Slurm(Executor):
             )
 
     def learn(
-        self, run: Run, last: Mapping[str, Any], options: Mapping[str, Any], given: Mapping[str, Any]
+        self, run: Run, last: SubmissionLine, options: Mapping[str, Any], given: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], Sequence[str], list[str]]:
         """Leave nodes out that failed, and ask for more memory where it ran out."""
         return slurm_lessons.learn(run, last, options, given)
 
-    def fit(self, submission: Submission, container: Mapping[str, Any] | None) -> tuple[Submission, list[str]]:
+    def fit(self, submission: Submission, container: ContainerRecord | None) -> tuple[Submission, list[str]]:
         """The submission within MaxArraySize and MaxSubmitJobs."""
         less, notes = respect_limits(submission)
         return less, notes + hazards(container)
 
-    def preview(self, submission: Submission, run_dir: Path, container: Mapping[str, Any] | None) -> Preview:
+    def preview(self, submission: Submission, run_dir: Path, container: ContainerRecord | None) -> Preview:
         """The scripts, what sbatch says of them, and the limits that hold."""
         seen = super().preview(submission, run_dir, container)
         try:
@@ -74,7 +75,7 @@ class Slurm(Executor):
             seen.notes.append(f"Neither limits nor scripts can be shown. {error}")
         return seen
 
-    def _ask(self, seen: Preview, run_dir: Path, container: Mapping[str, Any] | None) -> None:
+    def _ask(self, seen: Preview, run_dir: Path, container: ContainerRecord | None) -> None:
         from slurmgpu.executors import slurm_jobs
         from slurmgpu.slurm import facts, limits
 
@@ -112,7 +113,7 @@ class Slurm(Executor):
         cluster = queue.own_cluster()
         return Sight(
             is_old=any(map(_is_old, lines)),
-            elsewhere=[line["cluster"] for line in lines if _waits_elsewhere(line, cluster)],
+            elsewhere=[name for line in lines if (name := _elsewhere(line)) and name != cluster],
             has_ended=lambda sign: _is_over(sign, cluster, queued),
         )
 
@@ -157,7 +158,7 @@ def respect_limits(asked: Submission) -> tuple[Submission, list[str]]:
     return less, [f"{asked.n_tasks} tasks were asked for; {name} is {limit}, so {limit} will take all the shards."]
 
 
-def hazards(container: Mapping[str, Any] | None) -> list[str]:
+def hazards(container: ContainerRecord | None) -> list[str]:
     """A sentence when Slurm's signals would kill the image under its worker; none when they do not.
 
     A packed image is served by a process of the job. Where Slurm signals all processes of a job, that one dies, and
@@ -209,13 +210,13 @@ def _is_over(sign: Sign, cluster: str | None, queued: Sequence[queue.QueuedJob])
     return str(told.get("job")).isdecimal() and all(job.array_job != told.get("job") for job in queued)
 
 
-def _waits_elsewhere(line: Mapping[str, Any], cluster: str | None) -> bool:
-    """Whether a submission may have tasks in a queue that is not seen here."""
+def _elsewhere(line: SubmissionLine) -> str | None:
+    """The cluster in whose queue a submission may have tasks."""
     if line["state"] not in ("submitting", "queued") or line.get("cancelled"):
-        return False
-    return line.get("cluster") is not None and line["cluster"] != cluster
+        return None
+    return line.get("cluster")
 
 
-def _is_old(line: Mapping[str, Any]) -> bool:
+def _is_old(line: SubmissionLine) -> bool:
     """Whether a submission of an older slurmgpu may be another user's or another cluster's, which it does not say."""
     return line["state"] in ("submitting", "queued") and not (line.keys() >= {"uid", "cluster"})

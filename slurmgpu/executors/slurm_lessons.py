@@ -6,10 +6,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slurmgpu.report.attempts import attempts_of
+from slurmgpu.report.attempts import AttemptRow, attempts_of
 from slurmgpu.report.build import bad_nodes
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
+from slurmgpu.run.submissions import SubmissionLine
 from slurmgpu.slurm.accounting import lives_of
 
 MEMORY_FACTOR = 1.5
@@ -17,7 +18,7 @@ MEMORY_OPTIONS = {"mem", "mem_per_cpu", "mem_per_gpu"}
 
 
 def learn(
-    run: Run, last: Mapping[str, Any], options: Mapping[str, Any], given: Mapping[str, Any]
+    run: Run, last: SubmissionLine, options: Mapping[str, Any], given: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], Sequence[str], list[str]]:
     """The options, the nodes to leave out, and a sentence for each change: see `Executor.learn`."""
     exclude: list[str] = []
@@ -33,7 +34,7 @@ def learn(
 
 
 def _excluded(
-    before: Sequence[str], attempts: list[dict[str, Any]], all_attempts: list[dict[str, Any]]
+    before: Sequence[str], attempts: list[AttemptRow], all_attempts: list[AttemptRow]
 ) -> tuple[list[str], list[str]]:
     """The nodes to leave out: those of before, and where these attempts failed; and what to say of it."""
     notes = []
@@ -46,20 +47,20 @@ def _excluded(
     return exclude, notes
 
 
-def _blamed_alike(attempts: list[dict[str, Any]]) -> set[str]:
+def _blamed_alike(attempts: list[AttemptRow]) -> set[str]:
     """Nodes that lacked something for the container when no node at all had it: a path that is wrong is nobody's."""
     blamed = {a["bad_node"] for a in attempts if a["failure"] == "container" and a["bad_node"]}
     well = any(a["node"] not in blamed and (a["n_shards"] or not a["failure"]) for a in attempts)
     return blamed if len(blamed) > 1 and not well else set()
 
 
-def _ran_out_of_memory(attempts: list[dict[str, Any]]) -> bool:
+def _ran_out_of_memory(attempts: list[AttemptRow]) -> bool:
     met = {kind for a in attempts for kind in (a["failure"], *(death["class"] for death in a["deaths"]))}
     return any(policy.more_memory for name, policy in POLICIES.items() if name in met)
 
 
 def _with_more_memory(
-    options: Mapping[str, Any], attempts: list[dict[str, Any]], *, by_hand: bool
+    options: Mapping[str, Any], attempts: list[AttemptRow], *, by_hand: bool
 ) -> tuple[dict[str, Any], str]:
     had = max((a["memory_mb"] or 0 for a in attempts), default=0)
     if by_hand and had:  # the script may have asked for another amount than the run file

@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import manual_jobs, on_end
@@ -22,11 +22,11 @@ from slurmgpu.faults import parse_faults
 from slurmgpu.faults.striking import damage_shards
 from slurmgpu.merge import merge
 from slurmgpu.report.attempts import Lives
-from slurmgpu.report.build import is_complete, retriable
+from slurmgpu.report.build import Report, is_complete, retriable
 from slurmgpu.run import owners
 from slurmgpu.run.directory import Run, protect
 from slurmgpu.run.lock import Lock, run_lock
-from slurmgpu.run.submissions import Submission
+from slurmgpu.run.submissions import Submission, SubmissionLine
 from slurmgpu.slurm import commands, queue
 from slurmgpu.slurm.accounting import lives_of, settled_lives_of
 from slurmgpu.util.early_signals import heeded
@@ -42,9 +42,9 @@ class Outcome:
     """What came of a submission: the job ids, and for those that ran here the report."""
 
     submission: Submission
-    jobs: Mapping[str, Any]
+    jobs: Mapping[str, str]
     notes: tuple[str, ...] = ()
-    report: Mapping[str, Any] | None = None
+    report: Report | None = None
 
     @property
     def jobs_in_words(self) -> list[str]:
@@ -76,7 +76,7 @@ def start(run: Run, prepare: Prepare, on_tick: Callable[[], None] = lambda: None
         place = executor.place(run, submission)
         lock.check()
         # Before it starts: if this process dies in between, it is known that there may be something of it.
-        run.record_submission({**submission.to_json(), **place})
+        run.record_submission(cast(SubmissionLine, {**submission.to_json(), **place}))
         started = _start(run, submission, executor)
     if started.wait is None:
         return Outcome(submission, _jobs_in(started), (*notes, *fitted))
@@ -106,11 +106,11 @@ def _start(run: Run, submission: Submission, executor: Executor) -> Started:
             run.record_submission({"submission": number, "state": "refused", "message": str(error)})
         raise
     if started.line:
-        run.record_submission({"submission": number, **started.line})
+        run.record_submission(cast(SubmissionLine, {"submission": number, **started.line}))
     return started
 
 
-def _jobs_in(started: Started) -> dict[str, Any]:
+def _jobs_in(started: Started) -> dict[str, str]:
     return {key: value for key, value in started.line.items() if key != "state"}
 
 
@@ -122,7 +122,7 @@ def _wait(run: Run, number: int, wait: Callable[[Callable[[], None]], Lives], on
         raise
 
 
-def merge_by_hand(run: Run, *, force: bool = False) -> dict[str, Any]:
+def merge_by_hand(run: Run, *, force: bool = False) -> Report:
     """Merge now, when nothing of the run is alive, or with `force` even then; the report."""
     owners.refuse_unwritable(run, "merge it", merges=True)
     with heeded(), run_lock(run.folder, "merging") as lock:
@@ -133,7 +133,7 @@ def merge_by_hand(run: Run, *, force: bool = False) -> dict[str, Any]:
     return report
 
 
-def merge_when_over(run: Run) -> dict[str, Any]:
+def merge_when_over(run: Run) -> Report:
     """Wait until no task of the run is alive or queued, then merge; the report. What sbatch/merge.sbatch does.
 
     The run file's `auto_resubmit` is not honoured: who submits by hand decides what comes next.
@@ -149,7 +149,7 @@ def merge_when_over(run: Run) -> dict[str, Any]:
         return report
 
 
-def _merge_when_over(run: Run, own_job: str) -> dict[str, Any]:
+def _merge_when_over(run: Run, own_job: str) -> Report:
     report, has_ended = None, False
     while report is None:
         _wait_for_end(run, own_job)
@@ -187,7 +187,7 @@ def _alive_as_far_as_known(run: Run, own_job: str) -> str | None:
         return f"Slurm does not tell what is alive; {error}"
 
 
-def _merge_and_end(run: Run, lives: Lives | None, lock: Lock) -> tuple[dict[str, Any], bool]:
+def _merge_and_end(run: Run, lives: Lives | None, lock: Lock) -> tuple[Report, bool]:
     """The report, and whether it is the end of a submission that had not ended."""
     report = merge.merge(run, lives, lock.check)
     lock.check()
@@ -229,7 +229,7 @@ def merge_on_slurm(run: Run, own_job: str) -> int:
     return 0 if report["complete"] else 3
 
 
-def _submission_of(run: Run, merge_job: str) -> dict[str, Any]:
+def _submission_of(run: Run, merge_job: str) -> SubmissionLine:
     """The submission that a merge job of Submitit's is of: one by hand may have joined the run behind it."""
     lines = [line for line in run.submissions() if not line.get("by_hand")]
     here = os.environ.get("SLURM_CLUSTER_NAME")
@@ -237,7 +237,7 @@ def _submission_of(run: Run, merge_job: str) -> dict[str, Any]:
     return (own or lines)[-1]
 
 
-def _in_words(report: Mapping[str, Any]) -> str:
+def _in_words(report: Report) -> str:
     failures = ", ".join(f"{count} {name}" for name, count in report["failures"].items())
     return (
         f"merged: {'complete' if report['complete'] else 'incomplete'}, {report['n_rows']:,} of {report['n_items']:,} "
@@ -249,11 +249,11 @@ def _merges(job: queue.QueuedJob, run: Run) -> bool:
     return job.is_merge or job.array_job in [line.get("merge_job") for line in run.submissions()]
 
 
-def _goes_on(run: Run, report: Mapping[str, Any], round_done: int) -> bool:
+def _goes_on(run: Run, report: Report, round_done: int) -> bool:
     return not report["complete"] and round_done < run.plan.auto_resubmit and retriable(report)
 
 
-def _keep_mail_for_the_end(submission: Mapping[str, Any], own_job: str) -> None:
+def _keep_mail_for_the_end(submission: SubmissionLine, own_job: str) -> None:
     """Let Slurm send no mail of this merge job's end: the run goes on, and its last merge asks for mail as well."""
     if "mail_user" in submission["merge"] or "mail_type" in submission["merge"]:
         try:

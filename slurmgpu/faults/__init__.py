@@ -9,12 +9,12 @@ May import: report, run, shards, util and workload.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.run.directory import Plan, Run
+from slurmgpu.run.submissions import SubmissionLine
 
 
 @dataclass(frozen=True)
@@ -114,12 +114,12 @@ def _check(fault: Fault, plan: Plan) -> None:
             )
 
 
-def faults_of(line: Mapping[str, Any]) -> tuple[Fault, ...]:
+def faults_of(line: SubmissionLine) -> tuple[Fault, ...]:
     """The faults of a submission, from its line in submissions.jsonl; none of one that is older than they."""
     return parse_faults(line.get("inject") or ())
 
 
 def faults_for(run: Run, submission: int) -> tuple[str, ...]:
     """The faults that the tasks of a submission are given, as texts."""
-    line = next((line for line in run.submissions() if line["submission"] == submission), {})
-    return tuple(map(str, faults_of(line)))
+    own = (faults_of(line) for line in run.submissions() if line["submission"] == submission)
+    return tuple(map(str, next(own, ())))

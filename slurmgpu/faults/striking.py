@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from slurmgpu.faults import KINDS, Fault
 from slurmgpu.run.directory import Run
@@ -29,6 +29,14 @@ PATIENCE_S = 60.0
 """How long a worker whose task was preempted waits for the word that ends it."""
 TOO_MUCH_BYTES = 1 << 50
 """More than any GPU has, and any machine."""
+
+
+class Mark(TypedDict):
+    """That a fault struck: when, in which attempt, and which items were in the call."""
+
+    time: float
+    attempt: str
+    items: list[int]
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,8 @@ class Marks:
     def set(self, fault: Fault, items: Sequence[int] = ()) -> bool:
         """Write down that a fault strikes; False, and nothing is written, for one that strikes once and has."""
         self.folder.mkdir(exist_ok=True)
-        line = json.dumps({"time": time.time(), "attempt": self.attempt, "items": list(items)}) + "\n"
+        mark: Mark = {"time": time.time(), "attempt": self.attempt, "items": list(items)}
+        line = json.dumps(mark) + "\n"
         once = os.O_EXCL if KINDS[fault.kind].once else 0
         try:
             fd = os.open(self.folder / str(fault), os.O_WRONLY | os.O_CREAT | os.O_APPEND | once, 0o644)
@@ -56,8 +65,8 @@ class Marks:
             file.write(line.encode())
         return True
 
-    def read(self, fault: Fault) -> list[dict[str, Any]]:
-        """When a fault struck, in which attempt, and which items were in the call."""
+    def read(self, fault: Fault) -> list[Mark]:
+        """Each time that a fault struck."""
         try:
             return [json.loads(line) for line in read_bytes(self.folder / str(fault)).splitlines()]
         except FileNotFoundError:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from slurmgpu.faults import KINDS, Fault, faults_of, parse_faults
-from slurmgpu.faults.striking import Marks
-from slurmgpu.report.attempts import makings_of
+from slurmgpu.faults.striking import Mark, Marks
+from slurmgpu.report.attempts import AttemptRow, makings_of
+from slurmgpu.report.build import FailedItem, Report
 from slurmgpu.run.directory import Run
 from slurmgpu.shards.shard_file import Directory, read_directory, verify_shard
 from slurmgpu.shards.userblock import DamagedShardError
@@ -33,7 +32,7 @@ class BrokenPromiseError(Exception):
     """What was found instead of what is promised."""
 
 
-def judge(run: Run, report: Mapping[str, Any]) -> list[Verdict]:
+def judge(run: Run, report: Report) -> list[Verdict]:
     """A verdict for each fault that was injected into a run, as of its last merge, and one for all other items.
 
     None for a run without faults.
@@ -71,7 +70,7 @@ def _unseen(found: _Found, fault: Fault) -> Verdict:
 class _Found:
     """What report, records, shards and the marks of the faults say."""
 
-    def __init__(self, run: Run, report: Mapping[str, Any], faults: tuple[Fault, ...]) -> None:
+    def __init__(self, run: Run, report: Report, faults: tuple[Fault, ...]) -> None:
         self.run, self.report, self.faults = run, report, faults
         self.errors = {item["index"]: item for item in report["errors"]}
         self.missing = {hole["shard"]: hole for hole in report["missing"]}
@@ -82,7 +81,7 @@ class _Found:
         """By submission, the faults that its tasks were given."""
         return {line["submission"]: set(map(str, faults_of(line))) for line in self.report["submissions"]}
 
-    def marks(self, fault: Fault) -> list[dict[str, Any]]:
+    def marks(self, fault: Fault) -> list[Mark]:
         """When and where the fault struck."""
         return Marks.of(self.run).read(fault)
 
@@ -110,21 +109,21 @@ class _Found:
 
     def is_lifted(self, fault: Fault) -> bool:
         """Whether the shard was computed by a later submission, into which the fault was not injected."""
-        attempt = self.attempts.get(self.maker_of(fault), {})
-        return str(fault) not in self.injected.get(attempt.get("submission", 0), set())
+        attempt = self.attempts.get(self.maker_of(fault))
+        submission = attempt["submission"] if attempt else None
+        return str(fault) not in self.injected.get(submission or 0, set())
 
     def deaths(self, fault: Fault) -> int:
         """How many workers died in the fault's shard."""
         deaths = (death for attempt in self.attempts.values() for death in attempt["deaths"])
         return sum(death.get("shard") == self.shard(fault) for death in deaths)
 
-    def struck(self, fault: Fault) -> Mapping[str, Any]:
+    def struck(self, fault: Fault) -> AttemptRow:
         """The attempt in which the fault struck first."""
         name = self.marks(fault)[0]["attempt"]
         if name not in self.attempts:
             raise BrokenPromiseError(f"the report knows nothing of {name}, in which it happened")
-        attempt: Mapping[str, Any] = self.attempts[name]
-        return attempt
+        return self.attempts[name]
 
 
 def _row(found: _Found, fault: Fault) -> str:
@@ -144,8 +143,8 @@ def _row(found: _Found, fault: Fault) -> str:
     return f"item {fault.at} has its row" if error is None else f"{ITS_ROW_SAYS} {error['class']}: {_first_line(error)}"
 
 
-def _first_line(error: Mapping[str, Any]) -> str:
-    return str(error["message"]).partition("\n")[0]
+def _first_line(error: FailedItem) -> str:
+    return error["message"].partition("\n")[0]
 
 
 def _tell_crash(found: _Found, fault: Fault) -> str:
@@ -187,7 +186,7 @@ def _tell_oom(found: _Found, fault: Fault) -> str:
     return f"{said}; shard {shard} went on in batches of at most {batch}, and {row}"
 
 
-def _ended(found: _Found, fault: Fault) -> Mapping[str, Any]:
+def _ended(found: _Found, fault: Fault) -> AttemptRow:
     """The attempt that the fault has ended, if it ended as it should."""
     attempt, expected = found.struck(fault), {ENDS[fault.kind]}
     if all(found.marks(other) and found.struck(other) is attempt for other in found.faults if other.kind in ENDS):

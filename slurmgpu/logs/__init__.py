@@ -3,7 +3,7 @@
 May import: run, util.
 """
 
-from slurmgpu.logs.files import LogFile, attempts_with_logs, files_of, merge_files
+from slurmgpu.logs.files import UNKNOWN, LogFile, attempts_with_logs, files_of, merge_files
 from slurmgpu.logs.lines import Line, merged, read_lines, text_of, without_colours
 from slurmgpu.logs.places import (
     LINE_BYTES,
@@ -22,6 +22,7 @@ from slurmgpu.util.logging import LogFormatter, log_to_stderr
 __all__ = [
     "LINE_BYTES",
     "TAIL_BYTES",
+    "UNKNOWN",
     "Line",
     "LogFile",
     "LogFormatter",

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from slurmgpu.run.directory import Run
-from slurmgpu.run.submissions import job_here, slots_of
+from slurmgpu.run.records import Attempt, Record, new_record
+from slurmgpu.run.submissions import SubmissionLine, job_here, slots_of
 from slurmgpu.util.shared_files import exists, list_names
+
+UNKNOWN = "unknown"
+"""The state of an attempt of which there is a log, and no record that can be read."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +32,13 @@ class LogFile:
         return self.source.startswith("worker")
 
 
-def attempts_with_logs(run: Run) -> list[dict[str, Any]]:
+def attempts_with_logs(run: Run) -> list[Record]:
     """Every attempt's record; and what little is known of those that wrote to a log, and whose record is left out.
 
     Also of tasks that died before they wrote one.
     """
     recorded, left_out = run.read_attempts()
-    records: list[dict[str, Any]] = list(recorded)
+    records = list(recorded)
     restarts: dict[str, list[int]] = {f"{record['job']}_{record['task']}": [] for record in records}
     for name in left_out:
         task, _, number = name.rpartition(".")
@@ -44,13 +47,13 @@ def attempts_with_logs(run: Run) -> list[dict[str, Any]]:
     for line in run.submissions():
         for job, index in _logged_tasks(line, names):
             for restart in restarts.get(f"{job}_{index}", [0]):
-                about = {key: line[key] for key in ("submission", "executor")}
-                about |= {"job": job, "task": index, "restart": restart, "n_nodes": line.get("nodes_per_task", 1)}
-                records.append({"attempt": f"{job}_{index}.{restart}", "state": "unknown", "node": None, **about})
+                n_nodes = line.get("nodes_per_task", 1)
+                attempt = Attempt(job, index, restart, line["submission"], line["executor"], n_nodes=n_nodes)
+                records.append({**new_record(attempt, "", 0, [], 0.0), "state": UNKNOWN})
     return records
 
 
-def _logged_tasks(line: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, int]]:
+def _logged_tasks(line: SubmissionLine, names: Sequence[str]) -> Iterator[tuple[str, int]]:
     for slot, pid in enumerate(slots_of(line)):
         if any(name.startswith(f"{pid}_0_log.") for name in names):
             yield job_here(line["executor"], line["submission"]), slot
@@ -60,14 +63,12 @@ def _logged_tasks(line: Mapping[str, Any], names: Sequence[str]) -> Iterator[tup
         yield from sorted({(job, int(match[1] or 0)) for match in found if match})
 
 
-def files_of(
-    run: Run, record: Mapping[str, Any], submissions: Sequence[Mapping[str, Any]] | None = None
-) -> list[LogFile]:
+def files_of(run: Run, record: Record, submissions: Sequence[SubmissionLine] | None = None) -> list[LogFile]:
     """The log files of an attempt that there are: its task's, by Submitit's naming, then its workers'.
 
     A task that was requeued goes on in the same files.
     """
-    job, task, n_nodes = record["job"], record["task"], record.get("n_nodes", 1)
+    job, task, n_nodes = record["job"], record["task"], record["n_nodes"]
     stems = [(f"{name}_{rank}", rank) for rank in range(n_nodes) for name in (f"{job}_{task}", job)]
     if job == job_here(record["executor"], record["submission"]):
         lines = run.submissions() if submissions is None else submissions

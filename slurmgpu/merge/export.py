@@ -22,7 +22,6 @@ import numpy as np
 import numpy.typing as npt
 
 from slurmgpu import results
-from slurmgpu import workload as workloads
 from slurmgpu.code import importer
 from slurmgpu.code.snapshots import code_digest
 from slurmgpu.errors import SlurmGPUError, did_you_mean
@@ -33,6 +32,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.shards.numbers import as_lists
 from slurmgpu.util.atomic_files import beside, fsync_dir, working_folder, write_json
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, cause_raised, read_bytes, replace, retried
+from slurmgpu.workload import build
 
 Writer = Callable[[Merged, IO[bytes]], str | None]
 """Writes the rows; what it says is what it wrote, if that is other than rows."""
@@ -146,7 +146,7 @@ def _write_by_workload(run: Run, format: str, merged: Merged, file: IO[bytes]) -
     # As the merge does for a summary: in the run file's folder, to which relative settings are relative.
     plan, base = run.plan, Path(run.plan.search_path)
     with working_folder(base), importer.using(run.folder, code_digest(run.submissions())):
-        exports = workloads.build(plan.workload, plan.settings, base).exports
+        exports = build(plan.workload, plan.settings, base).exports
         if format not in exports:
             raise SlurmGPUError(f"Workload {plan.workload} has no export to {format!r} any more.")
         said = exports[format](merged, file)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from slurmgpu import inputs
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs import sweeps
+from slurmgpu.report.build import FailedItem
 from slurmgpu.run.directory import Run
 from slurmgpu.util.atomic_files import working_folder
 
@@ -24,7 +25,7 @@ N_FIELDS = 3
 LENGTH = 160
 
 
-def name_items(run: Run, items: Sequence[MutableMapping[str, Any]]) -> None:
+def name_items(run: Run, items: Sequence[FailedItem]) -> None:
     """Give each of the first of a report's failed items its `name`; None stays where the input cannot tell."""
     if not items:
         return

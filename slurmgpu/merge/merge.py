@@ -13,11 +13,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from slurmgpu import page as pages
 from slurmgpu import results
-from slurmgpu import workload as workloads
 from slurmgpu.code import importer
 from slurmgpu.code.snapshots import code_digest
 from slurmgpu.code.versions import Stretch, makers_of
@@ -26,7 +25,7 @@ from slurmgpu.merge.former_rows import FormerRows
 from slurmgpu.merge.item_names import name_items
 from slurmgpu.merge.join import Source, join, verify_joined
 from slurmgpu.report.attempts import Lives
-from slurmgpu.report.build import build_report, read_report, report_path
+from slurmgpu.report.build import Report, build_report, read_report, report_path
 from slurmgpu.report.joined import Errors, Joined
 from slurmgpu.run import owners
 from slurmgpu.run.crash_history import history_path
@@ -41,6 +40,7 @@ from slurmgpu.util.atomic_files import working_folder, write_bytes, write_json
 from slurmgpu.util.early_signals import EndedBySignalError
 from slurmgpu.util.shared_files import PATIENCE_S, exists, list_anew, list_names, remove, replace, retried
 from slurmgpu.worker.computer import check_debugger_left
+from slurmgpu.workload import build
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ Check = Callable[[], None]
 """Raises unless who merges may still do so."""
 
 
-def merge(run: Run, lives: Lives | None = None, check: Check = lambda: None) -> dict[str, Any]:
+def merge(run: Run, lives: Lives | None = None, check: Check = lambda: None) -> Report:
     """Write merged.h5 and report.json from what is published; the report.
 
     A shard that was read twice and is damaged, or of another plan, is renamed to `NNNNN.damaged`, the reason beside
@@ -259,7 +259,7 @@ def _set_aside(path: Path, reason: str) -> None:
         replace(path, path.with_suffix(".damaged"))
 
 
-def _draw(run: Run, report: dict[str, Any]) -> None:
+def _draw(run: Run, report: Report) -> None:
     """Write report.html, or say why there is none: nothing depends on it."""
     path = pages.page_path(run)
     if missing := pages.missing_packages():
@@ -320,7 +320,7 @@ def _summary(run: Run) -> dict[str, Any]:
             importer.using(run.folder, code_digest(run.submissions())),
             results.open(run.merged) as merged,
         ):
-            summarize = workloads.build(plan.workload, plan.settings, Path(plan.search_path)).summarize
+            summarize = build(plan.workload, plan.settings, Path(plan.search_path)).summarize
             if summarize is None:
                 raise SlurmGPUError(f"Workload {plan.workload} has no `summarize` any more.")
             summary: dict[str, Any] = json.loads(json.dumps(dict(summarize(merged)), allow_nan=False))
@@ -333,14 +333,16 @@ def _summary(run: Run) -> dict[str, Any]:
     return summary
 
 
-def _former_summary(run: Run, report: dict[str, Any]) -> dict[str, Any] | None:
+def _former_summary(run: Run, report: Report) -> Mapping[str, Any] | None:
     """The summary that an earlier merge made of the same rows; None if there is none."""
     try:
-        former = read_report(run) or {}
+        former = read_report(run)
     except SlurmGPUError:
         return None  # damaged; this merge writes it anew
-    same = all(former.get(name) == report[name] for name in ("fingerprint", "n_rows", "missing", "errors"))
-    found: dict[str, Any] | None = former.get("summary")
+    names: Sequence[Literal["fingerprint", "n_rows", "missing", "errors"]]
+    names = ("fingerprint", "n_rows", "missing", "errors")
+    found = former.get("summary") if former else None
+    same = former is not None and all(former.get(name) == report[name] for name in names)
     if not same or not found or found.keys() == {"error"}:
         return None
     log.warning("the summary of an earlier merge is kept: it is of the same rows")

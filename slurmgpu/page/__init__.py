@@ -1,6 +1,6 @@
 """The report as a page: one HTML file with everything in it, to read in any browser and to hand on.
 
-May import: report, search, run, code, util. matplotlib and jinja2, too.
+May import: report, search, logs, run, code, util. matplotlib and jinja2, too.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
+from slurmgpu.report.build import Report
 from slurmgpu.run.directory import Run
 from slurmgpu.util.atomic_files import write_bytes
 
@@ -30,7 +30,7 @@ def page_path(run: Run) -> Path:
     return run.folder / "report.html"
 
 
-def write_page(run: Run, report: Mapping[str, Any], path: Path, task: str | None = None) -> int:
+def write_page(run: Run, report: Report, path: Path, task: str | None = None) -> int:
     """Write the page of a report to `path`, in one step; its size in bytes.
 
     Of the lines of single tasks, those of `task` are shown first, if it has any.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from slurmgpu.logs import search_until
 from slurmgpu.page.facts import Reason
 from slurmgpu.page.words import plain
 from slurmgpu.run.directory import Run
@@ -16,7 +17,6 @@ from slurmgpu.search import (
     excerpt_of_attempt,
     excerpt_of_death,
     excerpt_of_item,
-    excerpts_until,
     story_of_item,
 )
 from slurmgpu.search.remembering import Remembering, remembering
@@ -45,7 +45,7 @@ def add_excerpts(run: Run, items: Sequence[Reason], attempts: Sequence[Reason], 
         return f"There are no lines of logs, as logs/ of the run directory cannot be read: {error.strerror}."
     run = remembering(run)
     deadline = time.monotonic() + PATIENCE_S
-    with excerpts_until(deadline):
+    with search_until(deadline):
         for reason in items[:MAX_EXCERPTS]:
             _fill(reason, partial(excerpt_of_item, run, reason.first, MAX_LINES), deadline)
         for reason in attempts[:MAX_EXCERPTS]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from slurmgpu.page.spans import Life, begin_of, makers_of
 from slurmgpu.page.words import cut, duration, gigabytes, moment, plain
-from slurmgpu.report.attempts import node_of
+from slurmgpu.report.attempts import AttemptRow, node_of
+from slurmgpu.report.build import Report
 from slurmgpu.report.ledger import KINDS, energy_in_words, in_words, unit_of
 from slurmgpu.run.failures import POLICIES
+from slurmgpu.run.records import Death, Usage
 
 MAX_ITEMS = 1000
 """Failed items, and missing shards, that the page lists; of more it has the numbers and the first ones."""
@@ -54,17 +56,20 @@ class Reason:
     n_others: int = 0
     traceback: str = ""
     first: Any = None
-    death: Mapping[str, Any] | None = None
+    death: Death | None = None
     where: str = ""
     excerpt: Sequence[str] = ()
     number: int = 0
 
 
-def figures_of(report: Mapping[str, Any], lives: Sequence[Life]) -> list[Figure]:
+Count = Literal["n_items", "n_rows", "n_errors", "n_missing_items"]
+
+
+def figures_of(report: Report, lives: Sequence[Life]) -> list[Figure]:
     """The numbers that stand first."""
     n_failures = sum(report["failures"].values())
-    ledger = report.get("ledger") or {}
-    has_gpus = ledger.get("unit") != "task-hours"
+    ledger = report.get("ledger")
+    has_gpus = ledger is None or ledger.get("unit") != "task-hours"
     begin, end = begin_of(report, lives), max((life.stop for life in lives), default=report["written"])
     figures = [
         _count(report, "n_items", "items"),
@@ -80,7 +85,7 @@ def figures_of(report: Mapping[str, Any], lives: Sequence[Life]) -> list[Figure]
     elif hours := report["gpu_hours"]:
         unit, factor = unit_of(hours)
         figures.append(Figure(f"GPU-{unit}", "gpu_hours", hours, f"{factor * hours:,.2f}"))
-    energy = ledger.get("energy_kwh")
+    energy = ledger and ledger.get("energy_kwh")
     if energy is not None:
         text, unit = energy_in_words(energy)
         figures.append(Figure(f"{unit} of the GPUs", "ledger.energy_kwh", energy, text))
@@ -89,14 +94,14 @@ def figures_of(report: Mapping[str, Any], lives: Sequence[Life]) -> list[Figure]
     return figures
 
 
-def _count(report: Mapping[str, Any], key: str, name: str, *, alarm: bool = False) -> Figure:
+def _count(report: Report, key: Count, name: str, *, alarm: bool = False) -> Figure:
     value = report[key]
     return Figure(name, key, value, f"{value:,}", alarm and value > 0)
 
 
-def classes_of(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+def classes_of(report: Report) -> list[dict[str, Any]]:
     """The failure classes that were met, in how many items, attempts and workers, and what each means."""
-    counts = [report[key] for key in ("errors_by_class", "failures", "worker_deaths")]
+    counts = [report["errors_by_class"], report["failures"], report["worker_deaths"]]
     return [
         {
             "name": name,
@@ -108,7 +113,7 @@ def classes_of(report: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def item_reasons(report: Mapping[str, Any]) -> tuple[list[Reason], dict[int, Reason]]:
+def item_reasons(report: Report) -> tuple[list[Reason], dict[int, Reason]]:
     """Why items failed, the most frequent reason first; and which of them is that of an item, by its index."""
     reasons: dict[tuple[str, str], Reason] = {}
     of_item = {}
@@ -122,11 +127,13 @@ def item_reasons(report: Mapping[str, Any]) -> tuple[list[Reason], dict[int, Rea
     return _ranked(reasons), of_item
 
 
-def attempt_reasons(report: Mapping[str, Any]) -> list[Reason]:
+def attempt_reasons(report: Report) -> list[Reason]:
     """Why attempts ended badly, and why workers died, the most frequent reason first."""
     reasons: dict[tuple[str, str, bool], Reason] = {}
     for attempt in report["attempts"]:
-        said = [(attempt["failure"], attempt["message"], None)] if attempt["failure"] else []
+        said: list[tuple[str, str, Death | None]] = []
+        if attempt["failure"]:
+            said.append((attempt["failure"], attempt["message"], None))
         said += [(death["class"], death["message"], death) for death in attempt["deaths"]]
         for failure, message, death in said:
             key = (failure, re.sub(r"\d+", "#", str(message)), death is None)
@@ -156,7 +163,7 @@ def _ranked(reasons: Mapping[Any, Reason]) -> list[Reason]:
 
 
 def failed_items(
-    report: Mapping[str, Any], lives: Sequence[Life], shard_items: int, of_item: Mapping[int, Reason]
+    report: Report, lives: Sequence[Life], shard_items: int, of_item: Mapping[int, Reason]
 ) -> list[dict[str, Any]]:
     """The failed items, the first of them, each with the attempt that computed it and its reason."""
     makers = makers_of(lives)
@@ -173,17 +180,17 @@ def failed_items(
     ]
 
 
-def n_damaged(report: Mapping[str, Any]) -> int:
+def n_damaged(report: Report) -> int:
     """How many shards are missing because the merge found them damaged."""
     return sum(bool(hole["damaged"]) for hole in report["missing"])
 
 
-def faults_of(report: Mapping[str, Any]) -> str:
+def faults_of(report: Report) -> str:
     """The faults that were injected, if the run is a rehearsal."""
     return ", ".join(dict.fromkeys(str(each) for line in report["submissions"] for each in line.get("inject") or ()))
 
 
-def holes_of(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+def holes_of(report: Report) -> list[dict[str, Any]]:
     """The missing shards, the first of them; of a damaged one the report tells why it is missing."""
     return [
         {
@@ -208,12 +215,12 @@ def stretches_of(holes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def attempts_table(report: Mapping[str, Any]) -> tuple[list[Column], list[list[str]]]:
+def attempts_table(report: Report) -> tuple[list[Column], list[list[str]]]:
     """Every attempt in a row, and its columns: only those of which anything is known."""
     hosts = [_host_memory(attempt) for attempt in report["attempts"]]
     zone = moment(report["written"]).rpartition(" ")[2]
     unit, size = ("GB", 1e9) if max(hosts, default=0) >= 1e9 else ("MB", 1e6)
-    shown = [
+    shown: list[tuple[Column, Callable[[AttemptRow, Usage], str]]] = [
         (Column("attempt"), lambda a, u: a["attempt"]),
         (Column("node"), lambda a, u: node_of(a)),
         (Column(f"started, {zone}"), lambda a, u: moment(a["started"]).removesuffix(f" {zone}")),
@@ -228,7 +235,7 @@ def attempts_table(report: Mapping[str, Any]) -> tuple[list[Column], list[list[s
         (Column("GPU GB", True), lambda a, u: gigabytes(u.get("gpu_memory_peak_bytes"))),
         (Column("W", True), lambda a, u: _whole(u.get("power_mean_w"))),
         (Column("°C", True), lambda a, u: _whole(u.get("temperature_max_c"))),
-        (Column(f"host {unit}", True), lambda a, u: f"{u['host_memory_peak_bytes'] / size:,.{int(size == 1e9)}f}"),
+        (Column(f"host {unit}", True), lambda a, u: _sized(u.get("host_memory_peak_bytes"), size)),
         (Column("end"), lambda a, u: a["failure"] or (f"ok ({a['reason']})" if a["reason"] else "ok")),
     ]
     rows = []
@@ -239,23 +246,27 @@ def attempts_table(report: Mapping[str, Any]) -> tuple[list[Column], list[list[s
     return [shown[n][0] for n in known], [[row[n] for n in known] for row in rows]
 
 
-def _host_memory(attempt: Mapping[str, Any]) -> float:
+def _host_memory(attempt: AttemptRow) -> float:
     size = (attempt.get("usage") or {}).get("host_memory_peak_bytes")
     return float(size) if isinstance(size, int | float) else 0.0
 
 
-def _cell(show: Any, attempt: Mapping[str, Any], usage: Mapping[str, Any]) -> str:
+def _cell(show: Callable[[AttemptRow, Usage], str], attempt: AttemptRow, usage: Usage) -> str:
     try:
         return cut(show(attempt, usage), 80)
     except (KeyError, TypeError, ValueError):
         return "–"  # damaged, or of another version
 
 
+def _sized(n_bytes: int | None, unit: float) -> str:
+    return "–" if n_bytes is None else f"{n_bytes / unit:,.{int(unit == 1e9)}f}"
+
+
 def _whole(number: float | None) -> str:
     return "–" if number is None else f"{number:.0f}"
 
 
-def _useful(attempt: Mapping[str, Any]) -> str:
+def _useful(attempt: AttemptRow) -> str:
     spent = attempt.get("spent") or {}
     total = sum(value for key, value in spent.items() if key in KINDS)
     return f"{spent['useful'] / total:.1%}" if total else "–"

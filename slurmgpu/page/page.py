@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from slurmgpu.page.svg import NARROW, WIDE, picture
 from slurmgpu.page.usage import chosen_tasks, draw_usage, read_usage
 from slurmgpu.page.words import cut, duration, moment, plain, rate_of
 from slurmgpu.report.attempts import in_task_order
+from slurmgpu.report.build import Report
 from slurmgpu.report.ledger import KINDS, energy_in_words, in_words
 from slurmgpu.report.summaries import summary_of
 from slurmgpu.run.directory import Run
@@ -55,7 +56,7 @@ class Drawn:
     sentence: str
 
 
-def render(run: Run, report: Mapping[str, Any], task: str | None = None) -> str:
+def render(run: Run, report: Report, task: str | None = None) -> str:
     """The page of a report as HTML."""
     report = {**report, "attempts": in_task_order(report["attempts"])}
     lives = lives_of(report)
@@ -109,9 +110,7 @@ def _template() -> jinja2.Template:
     return environment.get_template("page.html.j2")
 
 
-def _pictures(
-    run: Run, report: Mapping[str, Any], lives: Sequence[Life], clock: Clock, task: str | None
-) -> dict[str, Any]:
+def _pictures(run: Run, report: Report, lives: Sequence[Life], clock: Clock, task: str | None) -> dict[str, Any]:
     """All pictures; one that cannot be drawn is left out."""
     drawn: dict[str, Any] = dict.fromkeys(("timeline", "throughput", "ledger_bar"))
     drawn |= {"usage": [], "tasks": {}, "damaged_samples": []}
@@ -179,9 +178,7 @@ def _throughput(run: Run, lives: Sequence[Life], clock: Clock) -> Drawn | None:
     )
 
 
-def _usage(
-    run: Run, report: Mapping[str, Any], lives: Sequence[Life], clock: Clock, task: str | None
-) -> dict[str, Any]:
+def _usage(run: Run, report: Report, lives: Sequence[Life], clock: Clock, task: str | None) -> dict[str, Any]:
     """A picture for each quantity, the tasks that have lines of their own, and which files make no sense."""
     n_nodes = {a["attempt"]: a.get("n_nodes", 1) for a in report["attempts"]}
     usage = read_usage(run.folder, lives, n_nodes, clock, run.plan.sample_s)
@@ -203,7 +200,7 @@ def _first_shown(svg: str) -> str:
     return re.sub(r'class="task (t-0)"', r'class="task \1 shown"', svg)
 
 
-def _ledger(report: Mapping[str, Any]) -> dict[str, Any] | None:
+def _ledger(report: Report) -> dict[str, Any] | None:
     """The ledger in rows, with their share of all that was allocated."""
     ledger = report.get("ledger")
     if not ledger:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from slurmgpu.code.versions import in_words
+from slurmgpu.code.versions import RowsByCode, in_words
 from slurmgpu.page.words import cut, moment, plain
 from slurmgpu.report.attempts import versions_in_words
+from slurmgpu.report.build import Report
 from slurmgpu.run.directory import Run
 from slurmgpu.run.private import public
 from slurmgpu.run.submissions import JOB_KEYS
@@ -19,7 +20,7 @@ OF_PLANNING = ("planned",)
 """Settings that planning made itself, which nobody reads."""
 
 
-def provenance_of(run: Run, report: Mapping[str, Any]) -> list[tuple[str, str]]:
+def provenance_of(run: Run, report: Report) -> list[tuple[str, str]]:
     """What made the run: a name and a text each."""
     plan, made_by = run.plan, report["provenance"]
     git, image = made_by.get("git"), report.get("image")
@@ -45,7 +46,7 @@ def provenance_of(run: Run, report: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(name, plain(text)) for name, text in entries]
 
 
-def _code(versions: Sequence[Mapping[str, Any]]) -> str:
+def _code(versions: Sequence[RowsByCode]) -> str:
     """Which code computed how many rows, and when it was submitted."""
     if not versions:
         return "no row"
@@ -53,7 +54,7 @@ def _code(versions: Sequence[Mapping[str, Any]]) -> str:
     return in_words(versions) + (f" ({digests})" if digests else "")
 
 
-def gpus_of(report: Mapping[str, Any]) -> str:
+def gpus_of(report: Report) -> str:
     """How many GPUs the largest submission had at once, and which."""
     by_job: dict[str, dict[str, int]] = {}
     for attempt in report["attempts"]:
@@ -89,7 +90,7 @@ def _option(key: str, value: Any) -> Any:
     return ",".join(part.partition("=")[0] for part in value.split(",")) if key == "export" else value
 
 
-def submissions_of(report: Mapping[str, Any]) -> list[list[str]]:
+def submissions_of(report: Report) -> list[list[str]]:
     """Every submission in a row: number, time, executor, tasks, jobs, options."""
     rows = []
     for line in report["submissions"]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from slurmgpu.page.words import plain
+from slurmgpu.report.attempts import AttemptRow
+from slurmgpu.report.build import Report
 from slurmgpu.report.ledger import Counting, counting, kind_of
+from slurmgpu.run.records import Computed
 
 STATES = ("starting", "loading", "running", "ended")
 """What is drawn: a task that has written down its end holds its GPUs until Slurm has taken them back."""
@@ -39,7 +42,7 @@ class Life:
         return f"{self.task} {self.node}".strip()
 
 
-def lives_of(report: Mapping[str, Any]) -> list[Life]:
+def lives_of(report: Report) -> list[Life]:
     """The attempts of which it is known when they lived, in the order of the report."""
     counts = _counting(report)
     lives = []
@@ -58,7 +61,7 @@ def rows_of(lives: Sequence[Life]) -> list[tuple[str, list[Life]]]:
     return list(rows.items())
 
 
-def begin_of(report: Mapping[str, Any], lives: Sequence[Life]) -> float:
+def begin_of(report: Report, lives: Sequence[Life]) -> float:
     """When the run was submitted first, or began, if that was before it by the node's clock."""
     times = [line["time"] for line in report["submissions"] if isinstance(line.get("time"), int | float)]
     starts = [*times[:1], *(life.start for life in lives)]
@@ -70,8 +73,8 @@ def makers_of(lives: Sequence[Life]) -> dict[int, str]:
     return {shard: life.attempt for life in lives for shard, _, _, kind in life.shards if kind == "useful"}
 
 
-def _counting(report: Mapping[str, Any]) -> Counting:
-    records = []
+def _counting(report: Report) -> Counting:
+    records: list[Computed] = []
     for attempt in report["attempts"]:
         with contextlib.suppress(*NONSENSE):
             name, submission = str(attempt["attempt"]), int(attempt.get("submission") or 0)
@@ -79,13 +82,13 @@ def _counting(report: Mapping[str, Any]) -> Counting:
     return counting(records, set(range(report["n_shards"])) - {hole["shard"] for hole in report["missing"]})
 
 
-def _published(attempt: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+def _published(attempt: AttemptRow) -> list[list[Any]]:
     """What it published: shard, start, seconds and whether it was the first; older reports do not tell the last."""
     entries = attempt.get("shards") or ()
-    return [(int(entry[0]), float(entry[1]), float(entry[2]), *entry[3:4]) for entry in entries]
+    return [[int(entry[0]), float(entry[1]), float(entry[2]), *entry[3:4]] for entry in entries]
 
 
-def _life(attempt: Mapping[str, Any], counts: Counting) -> Life | None:
+def _life(attempt: AttemptRow, counts: Counting) -> Life | None:
     if attempt["started"] is None:
         return None
     name = str(attempt["attempt"])
@@ -107,7 +110,7 @@ def _life(attempt: Mapping[str, Any], counts: Counting) -> Life | None:
     )
 
 
-def _phases(attempt: Mapping[str, Any], start: float, stop: float) -> Iterator[tuple[str, float, float]]:
+def _phases(attempt: AttemptRow, start: float, stop: float) -> Iterator[tuple[str, float, float]]:
     changes = [(float(at), str(state)) for at, state in attempt.get("phases") or ()]
     if not changes:  # of an older slurmgpu, which told only how long loading took
         loading = float(attempt["load_s"] or 0.0)

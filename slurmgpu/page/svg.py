@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 import re
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from xml.etree import ElementTree
 
 import matplotlib as mpl
 from matplotlib.backends.backend_svg import FigureCanvasSVG

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -15,6 +15,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 from slurmgpu.page.clock import Clock
 from slurmgpu.page.spans import Life
 from slurmgpu.page.svg import COLOURS, MARK, RIGHT, SMALL, figure
+from slurmgpu.report.attempts import AttemptRow
+from slurmgpu.report.build import Report
 from slurmgpu.run.telemetry_log import Sample, some_samples, telemetry_path
 
 N_BINS = 120
@@ -122,19 +124,19 @@ def _binned(
     return row
 
 
-def chosen_tasks(report: Mapping[str, Any], usage: Usage, first: str | None = None) -> dict[str, str]:
+def chosen_tasks(report: Report, usage: Usage, first: str | None = None) -> dict[str, str]:
     """The tasks that have lines of their own, and why: those that failed, the least used, the hottest, the rest."""
     sampled = dict.fromkeys(usage.owners)
     attempts = [a for a in report["attempts"] if str(a["attempt"]).rpartition(".")[0] in sampled]
     chosen: dict[str, str] = {first: ""} if first in sampled and first is not None else {}
 
-    def add(some: Iterable[Mapping[str, Any]], n_most: int, why: Any) -> None:
+    def add(some: Iterable[AttemptRow], n_most: int, why: Callable[[AttemptRow], str]) -> None:
         for attempt in list(some)[:n_most]:
             task = str(attempt["attempt"]).rpartition(".")[0]
             if not chosen.get(task) and len(chosen.keys() | {task}) <= N_LINES:
                 chosen[task] = why(attempt)
 
-    add((a for a in attempts if a["failure"]), N_LINES // 2, lambda a: a["failure"])
+    add((a for a in attempts if a["failure"]), N_LINES // 2, lambda a: a["failure"] or "")
     add((a for a in attempts if a["deaths"]), N_LINES // 3, lambda a: f"{len(a['deaths'])} worker deaths")
     add(_most(attempts, "gpu_utilisation", -1), 8, lambda a: f"least used, {_used(a, 'gpu_utilisation'):.0f} %")
     add(_most(attempts, "temperature_max_c", 1), 8, lambda a: f"hottest, {_used(a, 'temperature_max_c'):.0f} °C")
@@ -142,12 +144,15 @@ def chosen_tasks(report: Mapping[str, Any], usage: Usage, first: str | None = No
     return chosen
 
 
-def _used(attempt: Mapping[str, Any], key: str) -> float | None:
+Used = Literal["gpu_utilisation", "temperature_max_c"]
+
+
+def _used(attempt: AttemptRow, key: Used) -> float | None:
     value = (attempt.get("usage") or {}).get(key)
     return float(value) if isinstance(value, int | float) else None
 
 
-def _most(attempts: Sequence[Mapping[str, Any]], key: str, sign: int) -> list[Mapping[str, Any]]:
+def _most(attempts: Sequence[AttemptRow], key: Used, sign: int) -> list[AttemptRow]:
     known = [(value, a) for a in attempts if (value := _used(a, key)) is not None]
     return [a for _, a in sorted(known, key=lambda pair: -sign * pair[0])]
 

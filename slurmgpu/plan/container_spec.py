@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.containers.registry import DEFAULT, runtime_named
-from slurmgpu.containers.settings import Bind, Container, check_env, home_folder, whole_path
+from slurmgpu.containers.settings import Bind, Container, ContainerRecord, Identity, check_env, home_folder, whole_path
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.run_file import ContainerTable
 from slurmgpu.plan.site_file import origins, read_run_file
@@ -23,9 +23,7 @@ def image_path(table: ContainerTable, base: Path) -> Path | None:
     return (base / Path(table.image).expanduser()).resolve()
 
 
-def identify_image(
-    image: Path, runtime: str, run_file: Path, overrides: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def identify_image(image: Path, runtime: str, run_file: Path, overrides: Mapping[str, Any] | None = None) -> Identity:
     """What tells a run file's image from others; SlurmGPUError, also of where it is named, if it is none."""
     try:
         return runtime_named(runtime).identify(image)
@@ -105,7 +103,7 @@ def _refuse_home(table: ContainerTable, base: Path) -> None:
         )
 
 
-def contain_anew(frozen: Mapping[str, Any], run_file: Path) -> tuple[dict[str, Any], list[str]]:
+def contain_anew(frozen: ContainerRecord, run_file: Path) -> tuple[ContainerRecord, list[str]]:
     """A run's container with [container] as its run file says it today, for another submission; and a note on changes.
 
     Another image is not among them: it must be the same, perhaps in another place. A run file that is gone, or cannot
@@ -115,7 +113,7 @@ def contain_anew(frozen: Mapping[str, Any], run_file: Path) -> tuple[dict[str, A
     try:
         table, base = read_run_file(run_file).container, run_file.parent
     except SlurmGPUError as error:
-        return dict(frozen), [f"[container] stays as it was: {error}"] if run_file.exists() else []
+        return frozen, [f"[container] stays as it was: {error}"] if run_file.exists() else []
     after = replace(before, **_settings(table, base), image=str(image_path(table, base) or before.image))
     runtime_named(after.runtime).check(after)
     changed = [name for name in before.__dataclass_fields__ if getattr(before, name) != getattr(after, name)]

@@ -17,22 +17,33 @@ from typing import Any
 from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from slurmgpu import __version__
-from slurmgpu import workload as workloads
 from slurmgpu.code import importer
 from slurmgpu.code.locator import own_modules
 from slurmgpu.code.snapshots import Snapshot
 from slurmgpu.code.tracer import git_state, snapshot_of
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.plan import placement as placing
 from slurmgpu.plan.container_spec import contain
 from slurmgpu.plan.executors import EXECUTORS
 from slurmgpu.plan.items import Items, items_of
+from slurmgpu.plan.placement import place
 from slurmgpu.plan.run_file import Resources, RunFile
 from slurmgpu.plan.site_file import read_run_file
-from slurmgpu.run.directory import Plan, Run, refuse_existing
+from slurmgpu.run.directory import Plan, Provenance, Run, refuse_existing
 from slurmgpu.shards.columns import check_columns, columns_to_json
 from slurmgpu.util.atomic_files import working_folder
 from slurmgpu.util.gpus import number_of
+from slurmgpu.workload import (
+    Adapted,
+    UnknownSettingError,
+    at_planning,
+    build,
+    hidden_by_built_in,
+    load_class,
+    near_misses,
+    resolve_use,
+    settings_hints,
+    texts_of_files,
+)
 
 TARGET_SHARDS = 2048
 """At most so many shards by default: enough for balance over hundreds of GPUs, few enough for one directory."""
@@ -86,11 +97,11 @@ def draft_run(
     full_name, settings, workload = _build(config, path.parent)
     imported = importer.note_imported(own_modules(sys.modules.keys() - before))
     with working_folder(path.parent):
-        placement = placing.place(workload, config.resources, gpus_per_task)
+        placement = place(workload, config.resources, gpus_per_task)
         settings |= workload.frozen_settings
         paths, environ = workload.paths, workload.environ
         workload.check()
-    notes = workloads.hidden_by_built_in(config.workload.use) + workloads.near_misses(workload)
+    notes = hidden_by_built_in(config.workload.use) + near_misses(workload)
     container = contain(config.container, full_name, path, overrides)
     columns = columns_to_json(check_columns(workload.columns, f"workload {full_name}"))
     batch_size = _batch_size(config, workload)
@@ -132,20 +143,20 @@ def draft_run(
         yield Draft(plan, target, items, config.resources, code, workload.resumes, tuple(notes))
 
 
-def workload_of(run_file: Path) -> workloads.Adapted:
+def workload_of(run_file: Path) -> Adapted:
     """The workload that a run file names, with its settings, which are checked."""
     path = run_file.expanduser().resolve()
     return _build(read_run_file(path), path.parent)[2]
 
 
-def _build(config: RunFile, base: Path) -> tuple[str, dict[str, Any], workloads.Adapted]:
+def _build(config: RunFile, base: Path) -> tuple[str, dict[str, Any], Adapted]:
     """The workload's full name, its settings as they will be frozen, and the workload."""
-    full_name = workloads.resolve_use(config.workload.use, base)
-    with working_folder(base), workloads.at_planning(full_name):
+    full_name = resolve_use(config.workload.use, base)
+    with working_folder(base), at_planning(full_name):
         settings = _settings(full_name, config.settings, base)
         try:
-            return full_name, settings, workloads.build(full_name, settings, base)
-        except workloads.UnknownSettingError as error:
+            return full_name, settings, build(full_name, settings, base)
+        except UnknownSettingError as error:
             raise SlurmGPUError(f"{error}{_where_it_belongs(error.name, settings)}") from error
 
 
@@ -231,7 +242,7 @@ def _run_dir(path: Path, config: RunFile, run_dir: Path | None) -> Path:
     return (path.parent / Path(config.run_dir or f"runs/{path.stem}").expanduser()).absolute()
 
 
-def _batch_size(config: RunFile, workload: workloads.Adapted) -> int:
+def _batch_size(config: RunFile, workload: Adapted) -> int:
     if workload.takes_one:
         return _batch_of_one(config, workload)
     size = config.workload.batch_size or workload.batch_size
@@ -243,7 +254,7 @@ def _batch_size(config: RunFile, workload: workloads.Adapted) -> int:
     return size
 
 
-def _batch_of_one(config: RunFile, workload: workloads.Adapted) -> int:
+def _batch_of_one(config: RunFile, workload: Adapted) -> int:
     if config.workload.batch_size not in (None, 1):
         own = " Under [settings], batch_size is that of its own." if "batch_size" in _hints(type(workload.user)) else ""
         raise SlurmGPUError(
@@ -255,7 +266,7 @@ def _batch_of_one(config: RunFile, workload: workloads.Adapted) -> int:
 
 def _hints(cls: type) -> dict[str, Any]:
     try:
-        return workloads.settings_hints(cls)
+        return settings_hints(cls)
     except (NameError, TypeError):
         return {}  # annotations that exist for type checkers only
 
@@ -277,8 +288,8 @@ def _settings(full_name: str, settings: Mapping[str, Any], search_path: Path) ->
         raise SlurmGPUError(
             f"[settings] of workload {full_name}: {error}; use text, numbers, booleans and lists."
         ) from error
-    cls = workloads.load_class(full_name, search_path)
-    frozen |= workloads.texts_of_files(full_name, cls, frozen)
+    cls = load_class(full_name, search_path)
+    frozen |= texts_of_files(full_name, cls, frozen)
     hints = _hints(cls)
     for name, value in frozen.items():
         if name in hints:
@@ -307,7 +318,7 @@ def _check_type(full_name: str, name: str, value: Any, hint: Any) -> None:
         raise SlurmGPUError(f"Workload {full_name}: {where} {problem}; found {found!r}.") from error
 
 
-def _provenance(run_file: Path) -> dict[str, Any]:
+def _provenance(run_file: Path) -> Provenance:
     versions = {"python": platform.python_version(), "slurmgpu": __version__}
     versions |= {name: importlib.metadata.version(name) for name in ("numpy", "h5py", "submitit")}
     return {"run_file": str(run_file), "versions": versions, "git": git_state(run_file.parent)}

@@ -10,12 +10,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict, TypeVar
 
-from slurmgpu.report.ledger import last_sign, spent_unrecorded
+from slurmgpu.report.ledger import Charged, last_sign, spent_unrecorded
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
-from slurmgpu.run.records import Unread
+from slurmgpu.run.records import BriefRecord, Death, Record, Takeover, Unread
+from slurmgpu.util.env_info import Surroundings
 from slurmgpu.util.plurals import count_of
 
 log = logging.getLogger(__name__)
@@ -50,15 +51,63 @@ Lives = Mapping[str, Sequence[Life]]
 """By array task ("1234_7", "1234_7@other" on another cluster than the run's first), its lives in order, by restart."""
 
 
-Rows = Mapping[str, Mapping[str, Any]]
+class _Later(TypedDict, total=False):
+    updated: float | None
+    idle_gpu: bool
+
+
+class Told(_Later):
+    """What became of an attempt, by a report; one of an older slurmgpu does not say of when that is."""
+
+    attempt: str
+    submission: int | None
+    failure: str | None
+    message: str
+    gpu_hours: float
+
+
+class AttemptRow(Told, Charged):
+    """An attempt in report.json: see docs/reference/report.md."""
+
+    executor: str
+    node: str
+    gpus: list[str]
+    memory_mb: int | None
+    state: str
+    started: float | None
+    ended: float | None
+    seconds: float
+    phases: list[list[Any]]
+    load_s: float | None
+    shard: int | None
+    progress: str | None
+    n_shards: int
+    shards: list[list[Any]]
+    n_items: int
+    n_errors: int
+    reason: str | None
+    bad_node: str | None
+    traceback: str
+    deaths: list[Death]
+    takeovers: list[Takeover]
+    slurm_state: str | None
+
+
+class Named(TypedDict):
+    """What is of an attempt."""
+
+    attempt: str
+
+
+NamedT = TypeVar("NamedT", bound=Named)
+ToldT = TypeVar("ToldT", bound=Told)
+Rows = Mapping[str, Told]
 """The attempts of a report, by name."""
 Verdict = tuple[str | None, str]
 """What became of an attempt: its failure class, None if it has none or none is known, and why."""
 
 
-def attempts_of(
-    run: Run, lives: Lives | None, told: Rows | None = None, *, may_live: bool = False
-) -> list[dict[str, Any]]:
+def attempts_of(run: Run, lives: Lives | None, told: Rows | None = None, *, may_live: bool = False) -> list[AttemptRow]:
     """Every attempt, from its own record first and Slurm's accounting second, with its failure class.
 
     `told` and `may_live` are as in `verdict_of`.
@@ -68,13 +117,13 @@ def attempts_of(
 
 def rows_of(
     run: Run,
-    records: Sequence[Mapping[str, Any]],
+    records: Sequence[Record],
     left_out: Mapping[str, Unread],
     lives: Lives | None,
     told: Rows | None = None,
     *,
     may_live: bool = False,
-) -> list[dict[str, Any]]:
+) -> list[AttemptRow]:
     """The same from records that were read, and by attempt why others are left out."""
     cancelled = {line["submission"] for line in run.submissions() if line.get("cancelled")}
     lost_leases = leases_lost(records)
@@ -139,9 +188,9 @@ def makings_of(run: Run, shards: Iterable[int], item: int | None = None) -> list
     return found
 
 
-def in_task_order(attempts: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def in_task_order(attempts: Iterable[NamedT]) -> list[NamedT]:
     """Attempts by job, task and restart, each by its number."""
-    return sorted(attempts, key=lambda attempt: _numbers(str(attempt["attempt"])))
+    return sorted(attempts, key=lambda attempt: _numbers(attempt["attempt"]))
 
 
 def _numbers(name: str) -> list[tuple[int, str]]:
@@ -153,7 +202,7 @@ def _life(lives: Lives | None, task: str, restart: int) -> Life | None:
     return its_lives[restart] if restart < len(its_lives) else None
 
 
-def _attempt(record: Mapping[str, Any], life: Life | None, failure: str | None, message: str) -> dict[str, Any]:
+def _attempt(record: Record, life: Life | None, failure: str | None, message: str) -> AttemptRow:
     seconds = round(max(last_sign(record) - record["started"], life.elapsed_s if life else 0), 3)
     return {
         "attempt": record["attempt"],
@@ -197,30 +246,31 @@ def _bad_node(failure: str | None, node: str, n_nodes: int) -> str | None:
     return node or None if policy is not None and policy.node_at_fault and n_nodes == 1 else None
 
 
-def _is_idle(record: Mapping[str, Any]) -> bool:
+def _is_idle(record: Record) -> bool:
     usage = record["usage"]
-    if not record["n_gpus"] or record["device"] == "cpu" or usage.get("gpu_utilisation") is None:
+    used = usage.get("gpu_utilisation")
+    if not record["n_gpus"] or record["device"] == "cpu" or used is None:
         return False
-    return bool(usage["gpu_utilisation"] < IDLE_PERCENT and (usage.get("n_samples_ready") or 0) >= IDLE_SAMPLES)
+    return used < IDLE_PERCENT and (usage.get("n_samples_ready") or 0) >= IDLE_SAMPLES
 
 
-def leases_lost(records: Iterable[Mapping[str, Any]]) -> Counter[str]:
+def leases_lost(records: Iterable[BriefRecord]) -> Counter[str]:
     """How many shards were taken over from each attempt."""
     return Counter(takeover["from"] for record in records for takeover in record["takeovers"])
 
 
-def is_of(told: Mapping[str, Any], record: Mapping[str, Any]) -> bool:
+def is_of(told: Told, record: BriefRecord) -> bool:
     """Whether a report's row is of an attempt as its record is now: after it, the attempt may have lived on."""
     updated = told.get("updated", record["updated"])  # which older reports lack
     return updated is not None and bool(updated >= record["updated"])
 
 
 def verdict_of(
-    record: Mapping[str, Any],
+    record: BriefRecord,
     *,
     cancelled: bool,
     n_lost: int,
-    told: Mapping[str, Any] | None = None,
+    told: Told | None = None,
     may_live: bool = False,
     life: Life | None = None,
 ) -> Verdict:
@@ -251,7 +301,7 @@ def verdict_of(
     return "lost", f"no end was recorded{lease}"
 
 
-def _interruption(record: Mapping[str, Any], life: Life | None, cancelled: bool) -> Verdict:
+def _interruption(record: BriefRecord, life: Life | None, cancelled: bool) -> Verdict:
     """The same of an attempt that was stopped: a signal does not say who sent it, nor why."""
     failure, message = record["failure"], record["message"]
     if life is not None and life.failure and POLICIES[life.failure].is_stop:
@@ -263,17 +313,17 @@ def _interruption(record: Mapping[str, Any], life: Life | None, cancelled: bool)
     return failure, message
 
 
-def unrecorded(told: Rows, recorded: Iterable[str]) -> list[dict[str, Any]]:
+def unrecorded(told: Mapping[str, ToldT], recorded: Iterable[str]) -> list[ToldT]:
     """The rows of a report that are of attempts without a record, which only accounting knows of."""
     known = set(recorded)
-    return [dict(row) for name, row in told.items() if row["submission"] is None and name not in known]
+    return [row for name, row in told.items() if row["submission"] is None and name not in known]
 
 
-def computed_with(records: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
+def computed_with(records: Iterable[Record]) -> dict[str, dict[str, int]]:
     """By which versions of Python, and of packages that they had imported, how many attempts have computed shards."""
     found: dict[str, Counter[str]] = {}
     for record in records:
-        around = record["surroundings"] if record["published"] else {}
+        around: Surroundings = record["surroundings"] if record["published"] else {}
         used = around.get("used")
         versions = {"python": around.get("python"), **(used if isinstance(used, dict) else {})}
         for name, version in versions.items():
@@ -292,13 +342,13 @@ def versions_in_words(computed: Mapping[str, Mapping[str, int]], *, leaving_out:
     )
 
 
-def node_of(row: Mapping[str, Any]) -> str:
+def node_of(row: AttemptRow) -> str:
     """The first node of an attempt of a report, and how many more it had: `node7 +1`."""
     n_nodes = row.get("n_nodes", 1)  # a report may be of an older slurmgpu
     return f"{row['node'] or ''}" + (f" +{n_nodes - 1}" if n_nodes > 1 else "")
 
 
-def _attempt_without_record(name: str, life: Life, why: Unread | None) -> dict[str, Any]:
+def _attempt_without_record(name: str, life: Life, why: Unread | None) -> AttemptRow:
     what = why.value if why else "it ended before it could write a record"
     return {
         "attempt": name,

@@ -11,20 +11,29 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
 
-from slurmgpu.code.snapshots import code_digest
-from slurmgpu.code.snapshots import read as read_snapshot
-from slurmgpu.code.versions import Stretch, rows_by_code
+from slurmgpu.code import snapshots
+from slurmgpu.code.versions import RowsByCode, Stretch, rows_by_code
+from slurmgpu.containers.settings import Identity
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.report.attempts import Lives, Making, attempts_of, computed_with, makings_of, rows_of, unrecorded
+from slurmgpu.report.attempts import (
+    AttemptRow,
+    Lives,
+    Making,
+    attempts_of,
+    computed_with,
+    makings_of,
+    rows_of,
+    unrecorded,
+)
 from slurmgpu.report.joined import Joined
-from slurmgpu.report.ledger import KINDS, counting, ledger, spent
-from slurmgpu.run.directory import Run
+from slurmgpu.report.ledger import KINDS, Ledger, counting, ledger, spent
+from slurmgpu.run.directory import Provenance, Run
 from slurmgpu.run.failures import POLICIES
 from slurmgpu.run.private import public
-from slurmgpu.run.records import Unread
-from slurmgpu.run.submissions import is_over, is_slurms
+from slurmgpu.run.records import Death, Record, Unread
+from slurmgpu.run.submissions import Git, SubmissionLine, is_over, is_slurms
 from slurmgpu.shards.merged_head import read_merged_head
 from slurmgpu.util.shared_files import PATIENCE_S, UnusableFileError, read_bytes
 
@@ -87,13 +96,90 @@ LEDGER: Mapping[str, Kinds] = {**dict.fromkeys(("allocated", *KINDS), NUMBER), "
 """… and in them, objects with these; others may lack what is said to be `LACKING`."""
 
 
+class Hole(TypedDict):
+    """A shard that merged.h5 lacks; `damaged` says what was wrong with one that a merge set aside."""
+
+    shard: int
+    start: int
+    stop: int
+    damaged: str | None
+
+
+_FailedItem = TypedDict("_FailedItem", {"index": int, "class": str, "message": str})
+
+
+class FailedItem(_FailedItem, total=False):
+    """An item whose row is an error."""
+
+    name: str | None
+
+
+class Image(Identity):
+    """The image that a run is frozen to."""
+
+    path: str
+
+
+class CodeRows(RowsByCode):
+    """A version of the code that rows are by; of one that no submission tells of, nothing but their number is known."""
+
+    submissions: list[int]
+    files: dict[str, str] | None
+    python: str | None
+    distributions: dict[str, str] | None
+    image: str | None
+    git: Git | None
+    left_out: list[str]
+
+
+class _Later(TypedDict, total=False):
+    summary: Mapping[str, Any] | None
+    not_finite: dict[str, dict[str, int]] | None
+    damaged_records: list[str]
+    unreadable_records: list[str]
+    ledger: Ledger | None
+    image: Image | None
+    computed_with: dict[str, dict[str, int]] | None
+    code: list[CodeRows]
+
+
+class Report(_Later):
+    """The content of report.json; those of an older slurmgpu may lack what came later."""
+
+    format: str
+    version: int
+    run: str
+    run_dir: str
+    written: float
+    fingerprint: str
+    complete: bool
+    n_items: int
+    n_rows: int
+    n_errors: int
+    n_missing_items: int
+    n_shards: int
+    n_shards_done: int
+    merged: str | None
+    missing: list[Hole]
+    errors: list[FailedItem]
+    errors_by_class: dict[str, int]
+    attempts: list[AttemptRow]
+    failures: dict[str, int]
+    worker_deaths: dict[str, int]
+    gpu_hours: float
+    accounting: bool
+    submissions: list[SubmissionLine]
+    resubmit: str | None
+    provenance: Provenance
+
+
 def build_report(
     run: Run,
     *,
     joined: Joined | None,
     lives: Lives | None = None,
     summary: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+) -> Report:
     """The report of a run of which no task is alive.
 
     `joined` is what merged.h5 holds, None without one; `lives` is None where accounting could not be asked; `summary`
@@ -146,21 +232,22 @@ def build_report(
     }
 
 
-def judged_attempts(run: Run) -> list[dict[str, Any]]:
+def judged_attempts(run: Run) -> list[AttemptRow]:
     """Every attempt, with the failure and the message of the last report where that has judged it.
 
     See `attempts.verdict_of`. A damaged report has judged nothing.
     """
+    told: dict[str, AttemptRow] = {}
     try:
-        told = {row["attempt"]: row for row in (read_report(run) or {"attempts": ()})["attempts"]}
+        if (report := read_report(run)) is not None:
+            told = {row["attempt"]: row for row in report["attempts"]}
     except SlurmGPUError as error:
         log.debug("%s", error)
-        told = {}
     attempts = attempts_of(run, None, told, may_live=not is_over(run.submissions()))
     return [*attempts, *unrecorded(told, (attempt["attempt"] for attempt in attempts))]
 
 
-def _with_unrecorded(run: Run, records: Sequence[dict[str, Any]], published: Set[int]) -> list[dict[str, Any]]:
+def _with_unrecorded(run: Run, records: Sequence[Record], published: Set[int]) -> list[Record]:
     """The records, also with what attempts have published after they last wrote theirs, and before they were killed."""
     killed = {record["attempt"] for record in records if record["ended"] is None}
     recorded = {shard for record in records for shard, _, _, *won in record["published"] if all(won[:1])}
@@ -170,20 +257,24 @@ def _with_unrecorded(run: Run, records: Sequence[dict[str, Any]], published: Set
     return [_with(record, found.get(record["attempt"], ()) if record["ended"] is None else ()) for record in records]
 
 
-def _with(record: dict[str, Any], makings: Sequence[Making]) -> dict[str, Any]:
+def _with(record: Record, makings: Sequence[Making]) -> Record:
     published = [[making.shard, making.started, making.seconds, True] for making in makings]
-    counts = {name: record[name] + sum(getattr(making, name) for making in makings) for name in ("n_items", "n_errors")}
-    return {**record, **counts, "published": [*record["published"], *published]}
+    return {
+        **record,
+        "n_items": record["n_items"] + sum(making.n_items for making in makings),
+        "n_errors": record["n_errors"] + sum(making.n_errors for making in makings),
+        "published": [*record["published"], *published],
+    }
 
 
-def _enter_spent(attempts: Sequence[dict[str, Any]], records: Sequence[Mapping[str, Any]], published: Set[int]) -> None:
+def _enter_spent(attempts: Sequence[AttemptRow], records: Sequence[Record], published: Set[int]) -> None:
     counts, known = counting(records, published), {record["attempt"]: record for record in records}
     for row in attempts:
         if record := known.get(row["attempt"]):
             row["spent"] = spent(record, row["seconds"], row["failure"], counts)
 
 
-def retriable(report: Mapping[str, Any]) -> bool:
+def retriable(report: Report) -> bool:
     """Whether another submission may compute what is missing: the last one met nothing but retriable failures."""
     last = report["submissions"][-1]["submission"]
     attempts = [attempt for attempt in report["attempts"] if attempt["submission"] in (last, None)]
@@ -192,18 +283,17 @@ def retriable(report: Mapping[str, Any]) -> bool:
     return bool(attempts) and all(POLICIES[a["failure"]].retriable or a["bad_node"] for a in attempts if a["failure"])
 
 
-def last_death(attempt: Mapping[str, Any]) -> str | None:
+def last_death(deaths: Sequence[Death]) -> str | None:
     """The failure class of the last worker of an attempt that died; None if none did."""
-    deaths = attempt["deaths"]
     return deaths[-1]["class"] if deaths else None
 
 
-def bad_nodes(attempts: Iterable[Mapping[str, Any]]) -> list[str]:
+def bad_nodes(attempts: Iterable[AttemptRow]) -> list[str]:
     """The nodes that failures were the fault of."""
     return sorted({a["bad_node"] for a in attempts if a["bad_node"]})
 
 
-def read_report(run: Run) -> dict[str, Any] | None:
+def read_report(run: Run) -> Report | None:
     """The report that the last merge wrote; None before the first, and a sentence if it is damaged."""
     path, merge = report_path(run), f"slurmgpu merge {run.typed}"
     try:
@@ -218,7 +308,7 @@ def read_report(run: Run) -> dict[str, Any] | None:
         raise SlurmGPUError(f"{path} is damaged: {error}. `{merge}` writes it anew.") from error
 
 
-def _checked(report: Any) -> dict[str, Any]:
+def _checked(report: Any) -> Report:
     """The report; ValueError says what makes no sense of it."""
     if not isinstance(report, dict) or report.get("format") != REPORT_FORMAT:
         raise ValueError("it is no report")
@@ -240,7 +330,7 @@ def _checked(report: Any) -> dict[str, Any]:
         _check("computed_with: ", [versions], dict.fromkeys(versions, COUNT) if isinstance(versions, dict) else {})
     for name in ("errors_by_class", "failures", "worker_deaths"):
         _check(f"{name}: ", [report[name]], dict.fromkeys(report[name], COUNT))
-    return report
+    return cast(Report, report)
 
 
 def _check(where: str, objects: Sequence[Any], kinds: Mapping[str, Kinds]) -> None:
@@ -257,7 +347,7 @@ def _check(where: str, objects: Sequence[Any], kinds: Mapping[str, Kinds]) -> No
             raise ValueError(f"{where}{key} is {'not there' if found is lacking else format(repr(found), '.80')}")
 
 
-def last_report(run: Run) -> dict[str, Any]:
+def last_report(run: Run) -> Report:
     """The report that the last merge wrote, with name and paths as they are now; a sentence before the first."""
     report = read_report(run)
     if report is None:
@@ -288,36 +378,43 @@ def report_path(run: Run) -> Path:
     return run.folder / "report.json"
 
 
-def _code(run: Run, stretches: Sequence[Stretch]) -> list[dict[str, Any]]:
+def _code(run: Run, stretches: Sequence[Stretch]) -> list[CodeRows]:
     """The versions of the code that rows are by: what is known of each, and how many rows."""
     lines = run.submissions()
-    return [
-        {"digest": digest, **_version(run, lines, digest), "items": n} for digest, n in rows_by_code(stretches).items()
-    ]
+    return [_version(run, lines, digest, n) for digest, n in rows_by_code(stretches).items()]
 
 
-def _version(run: Run, lines: Sequence[Mapping[str, Any]], digest: str | None) -> dict[str, Any]:
+def _version(run: Run, lines: Sequence[SubmissionLine], digest: str | None, n_items: int) -> CodeRows:
     """Files, versions and submissions of a snapshot; of one that cannot be read, what its submission says."""
-    used = [line for line in lines if digest is not None and code_digest([line]) == digest]
-    about = dict.fromkeys(("python", "distributions", "image", "git"))
-    about |= {key: used[-1]["code"].get(key) for key in about} if used else {}
-    about["left_out"] = used[-1]["code"].get("left_out") or [] if used else []
+    found = {line["submission"]: snapshots.code_of([line]) for line in lines}
+    used = {number: code for number, code in found.items() if code is not None and code["digest"] == digest}
+    last = next(reversed(used.values()), None)
     files = None
     if digest is not None:
         try:
-            files = {file.name: file.digest for file in read_snapshot(run.folder, digest, with_sources=False).files}
+            files = {file.name: file.digest for file in snapshots.read(run.folder, digest, with_sources=False).files}
         except SlurmGPUError as error:
             log.warning("%s", error)
-    return {"submissions": [line["submission"] for line in used], "files": files, **about}
+    return {
+        "digest": digest,
+        "submissions": list(used),
+        "files": files,
+        "python": last.get("python") if last else None,
+        "distributions": last.get("distributions") if last else None,
+        "image": last.get("image") if last else None,
+        "git": last.get("git") if last else None,
+        "left_out": (last.get("left_out") if last else None) or [],
+        "items": n_items,
+    }
 
 
-def _image(run: Run) -> dict[str, Any] | None:
+def _image(run: Run) -> Image | None:
     """The image that the run is frozen to; None without one."""
     container = run.plan.container
-    return None if container is None else {"path": container["image"], **container["identity"]}
+    return None if container is None else cast(Image, {"path": container["image"], **container["identity"]})
 
 
-def _holes(run: Run, joined: Joined | None) -> list[dict[str, Any]]:
+def _holes(run: Run, joined: Joined | None) -> list[Hole]:
     """The shards that merged.h5 lacks; `damaged` says what was wrong with one that a merge set aside."""
     there = frozenset() if joined is None else joined.shards
     damaged = run.damaged() | dict(() if joined is None else joined.damaged)
@@ -329,8 +426,8 @@ def _holes(run: Run, joined: Joined | None) -> list[dict[str, Any]]:
     ]
 
 
-def _failed_item(index: int, message: str) -> dict[str, Any]:
+def _failed_item(index: int, message: str) -> FailedItem:
     kind, colon, rest = message.partition(": ")
     known = bool(colon) and kind in POLICIES
-    found = {"index": index, "class": kind if known else "item_error", "message": rest if known else message}
-    return {**found, "name": None}
+    kind, message = (kind, rest) if known else ("item_error", message)
+    return {"index": index, "class": kind, "message": message, "name": None}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from slurmgpu.run.directory import Plan
+from slurmgpu.run.records import Record
 from slurmgpu.run.submissions import Submission
 
 FORECAST_FORMAT = "slurmgpu forecast"
@@ -52,6 +53,38 @@ class Observed:
     host_total_bytes: int | None = None
 
 
+class Spread(TypedDict):
+    """A quantity as it is likely to be, and its bounds."""
+
+    low: float
+    expected: float
+    high: float
+
+
+class Forecast(TypedDict):
+    """What a run will take: docs/reference/cli.md has the keys. `probe` is what the probe showed, an `Observed`."""
+
+    format: str
+    version: int
+    run: str
+    probe: dict[str, Any]
+    n_items: int
+    n_shards: int
+    n_tasks: int
+    n_concurrent: int
+    gpus_per_task: int
+    walltime_s: float | None
+    batch_s: Spread
+    shard_s: Spread
+    run_s: Spread
+    gpu_hours: Spread
+    starting_share: float
+    shards_per_task: int | None
+    n_tasks_needed: int
+    notes: list[str]
+    assumptions: list[str]
+
+
 @dataclass(frozen=True)
 class Times:
     """What the run takes if each batch takes `batch_s`: a shard, a slot that never waits in the queue, all GPUs."""
@@ -65,7 +98,7 @@ class Times:
     n_tasks_needed: int
 
 
-def observe(records: Sequence[Mapping[str, Any]]) -> Observed | None:
+def observe(records: Sequence[Record]) -> Observed | None:
     """What the attempts of a probe showed, in whose run each shard is one batch; None if none was published."""
     records = [record for record in records if record["published"]]
     if not records:
@@ -82,8 +115,8 @@ def observe(records: Sequence[Mapping[str, Any]]) -> Observed | None:
         for each in records
         for before, after in zip(each["published"], each["published"][1:], strict=False)
     ]
-    usage = record.get("usage") or {}
-    memory_mb, end_time = record.get("memory_mb"), record.get("end_time")
+    usage = record["usage"]
+    memory_mb, end_time = record["memory_mb"], record["end_time"]
     return Observed(
         n_items=sum(each["n_items"] for each in records),
         n_batches=len(batches),
@@ -103,7 +136,7 @@ def observe(records: Sequence[Mapping[str, Any]]) -> Observed | None:
 
 def forecast(
     plan: Plan, submission: Submission, seen: Observed, *, resumes: bool = False, queues: bool = True
-) -> dict[str, Any]:
+) -> Forecast:
     """The estimates for a run, with `notes` on what will not work and the `assumptions` that they rest on.
 
     `resumes` says that an item of the workload may go on in another task, and `queues` that tasks are jobs with a
@@ -117,9 +150,9 @@ def forecast(
     paces = ((low, QUICK_START, 0.0), (mean, 1.0, 0.0), (high, slowly, slack_s))
     times = [foretell(*asked, *pace, resumes=resumes) for pace in paces]
 
-    def spread(name: str) -> dict[str, float]:
-        values = (round(float(getattr(each, name)), 4) for each in times)
-        return dict(zip(("low", "expected", "high"), values, strict=True))
+    def spread(name: str) -> Spread:
+        low, expected, high = (round(float(getattr(each, name)), 4) for each in times)
+        return {"low": low, "expected": expected, "high": high}
 
     expected = times[1]
     observed = {**asdict(seen), "batch_s": [round(each, 4) for each in seen.batch_s]}

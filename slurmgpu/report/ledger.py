@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal, TypedDict
 
-KINDS = ("useful", "loading", "idle", "lost", "repeated")
+from slurmgpu.run.records import BriefRecord, Computed, Usage
+
+Kind = Literal["useful", "loading", "idle", "lost", "repeated"]
+_Amount = Literal["allocated", "useful", "loading", "idle", "lost", "repeated"]
+KINDS: tuple[Kind, ...] = ("useful", "loading", "idle", "lost", "repeated")
 
 Counting = Mapping[int, Set[tuple[str, float]]]
 """For each shard the computations of it that count, one for each revision: its attempt, and when that began with it."""
@@ -18,16 +22,41 @@ UNITS = ((1.0, "hours", 1), (0.05, "minutes", 60), (0.0, "seconds", 3600))
 """From how many hours on they are told in which unit, and how many of it an hour has."""
 
 
+class _Charges(TypedDict, total=False):
+    n_nodes: int
+    usage: Usage
+    spent: Mapping[Kind, float]
+
+
+class Charged(_Charges):
+    """What a ledger sums up of an attempt; that of an older slurmgpu may have GPUs alone."""
+
+    n_gpus: int
+
+
+class Ledger(TypedDict):
+    """Where the hours of all attempts went, as report.json has it."""
+
+    unit: str
+    allocated: float
+    useful: float
+    loading: float
+    idle: float
+    lost: float
+    repeated: float
+    energy_kwh: float | None
+
+
 @dataclass(frozen=True)
 class Amounts:
     """A ledger in words: `texts` of each of the five and of `allocated`, in `unit`, and `shares` of the five."""
 
     unit: str
-    texts: Mapping[str, str]
-    shares: Mapping[str, str]
+    texts: Mapping[_Amount, str]
+    shares: Mapping[Kind, str]
 
 
-def counting(records: Iterable[Mapping[str, Any]], published: Set[int]) -> Counting:
+def counting(records: Iterable[Computed], published: Set[int]) -> Counting:
     """The computations that count: of each shard that is there, and of each revision, the last one published."""
     found: dict[tuple[int, int], tuple[tuple[int, float], tuple[str, float]]] = {}
     for record in records:
@@ -43,39 +72,39 @@ def counting(records: Iterable[Mapping[str, Any]], published: Set[int]) -> Count
     return counts
 
 
-def kind_of(shard: int, attempt: str, started: float, counts: Counting) -> str:
+def kind_of(shard: int, attempt: str, started: float, counts: Counting) -> Kind:
     """What a computation of a shard is: useful, repeated, or lost, as the shard is not there any more."""
     if shard not in counts:
         return "lost"
     return "useful" if (attempt, started) in counts[shard] else "repeated"
 
 
-def spent(record: Mapping[str, Any], seconds: float, failure: str | None, counts: Counting) -> dict[str, float]:
+def spent(record: BriefRecord, seconds: float, failure: str | None, counts: Counting) -> dict[Kind, float]:
     """What an attempt spent its `seconds` on, in seconds, from its record; `failure` is its class, None if none."""
     total = _ms(seconds)
     if failure is not None and not _came_to_work(record):
-        return _in_seconds(total, lost=total)
+        return _in_seconds(total, {"lost": total})
     done = _computed(record, counts)
     done["useful"] += _ms(record["kept_s"])
     done["lost"] += _ms(record["lost_s"])
     if record["ended"] is None:
         done["lost"] += _in_hand(record) + total - _ms(last_sign(record) - record["started"])
-    return _in_seconds(total, **done, loading=_loading(record))
+    return _in_seconds(total, {**done, "loading": _loading(record)})
 
 
-def last_sign(record: Mapping[str, Any]) -> float:
+def last_sign(record: BriefRecord) -> float:
     """When an attempt is last known to have lived: it may have published after it last wrote its record."""
     if record["ended"] is not None:
         return float(record["ended"])
     return float(max([record["updated"], *(started + seconds for _, started, seconds, *_ in record["published"])]))
 
 
-def spent_unrecorded(seconds: float) -> dict[str, float]:
+def spent_unrecorded(seconds: float) -> dict[Kind, float]:
     """The same of an attempt of which there is no record: all is lost."""
-    return _in_seconds(_ms(seconds), lost=_ms(seconds))
+    return _in_seconds(_ms(seconds), {"lost": _ms(seconds)})
 
 
-def ledger(attempts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def ledger(attempts: Sequence[Charged]) -> Ledger:
     """The sums over a report's attempts, in GPU-hours, or in hours of tasks where none had GPUs; and the energy."""
     has_gpus = any(attempt["n_gpus"] for attempt in attempts)
     sums = dict.fromkeys(KINDS, 0)
@@ -87,15 +116,19 @@ def ledger(attempts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "unit": "GPU-hours" if has_gpus else "task-hours",
         "allocated": _hours(sum(sums.values())),
-        **{kind: _hours(sums[kind]) for kind in KINDS},
+        "useful": _hours(sums["useful"]),
+        "loading": _hours(sums["loading"]),
+        "idle": _hours(sums["idle"]),
+        "lost": _hours(sums["lost"]),
+        "repeated": _hours(sums["repeated"]),
         "energy_kwh": round(sum(energies) / 3.6e6, 6) if energies else None,
     }
 
 
-def in_words(ledger: Mapping[str, Any]) -> Amounts:
+def in_words(ledger: Ledger) -> Amounts:
     """A ledger as it is shown: of a short run in minutes or seconds."""
     word, factor = unit_of(ledger["allocated"])
-    names = ("allocated", *KINDS)
+    names: tuple[_Amount, ...] = ("allocated", *KINDS)
     return Amounts(
         unit=str(ledger.get("unit") or "GPU-hours").replace("hours", word),
         texts={name: f"{factor * ledger[name]:,.2f}" for name in names},
@@ -113,7 +146,7 @@ def energy_in_words(kwh: float) -> tuple[str, str]:
     return (f"{kwh:,.2f}", "kWh") if kwh >= 1 else (f"{1000 * kwh:,.2f}", "Wh")
 
 
-def _shares(amounts: Mapping[str, float]) -> dict[str, str]:
+def _shares(amounts: Mapping[Kind, float]) -> dict[Kind, str]:
     """The part of all that each is, in percent; they add up to 100.0%."""
     total = sum(amounts.values())
     if not total:
@@ -126,13 +159,13 @@ def _shares(amounts: Mapping[str, float]) -> dict[str, str]:
     return {name: f"{share / 10:.1f}%" for name, share in whole.items()}
 
 
-def _came_to_work(record: Mapping[str, Any]) -> bool:
+def _came_to_work(record: BriefRecord) -> bool:
     return bool(record["published"]) or record["load_s"] is not None  # older records have no phases
 
 
-def _computed(record: Mapping[str, Any], counts: Counting) -> dict[str, int]:
+def _computed(record: BriefRecord, counts: Counting) -> dict[Kind, int]:
     """Milliseconds of the shards that it published: useful, repeated, or lost as they are not there any more."""
-    found = {"useful": 0, "repeated": 0, "lost": 0}
+    found: dict[Kind, int] = {"useful": 0, "repeated": 0, "lost": 0}
     entries = sorted((started, shard, seconds) for shard, started, seconds, *_ in record["published"])
     # One that waited for the next shard to show that it is not the workload that fails was computed before that.
     nexts = [started for started, _, _ in entries[1:]] + [float("inf")]
@@ -141,14 +174,14 @@ def _computed(record: Mapping[str, Any], counts: Counting) -> dict[str, int]:
     return found
 
 
-def _in_hand(record: Mapping[str, Any]) -> int:
+def _in_hand(record: BriefRecord) -> int:
     """Milliseconds of the shard that an attempt without an end had in hand, since it was begun or last kept."""
     since = record["shard_kept"] or record["shard_started"]
     is_done = record["shard"] in {shard for shard, *_ in record["published"]}
     return 0 if since is None or is_done else _ms(record["updated"] - since)
 
 
-def _loading(record: Mapping[str, Any]) -> int:
+def _loading(record: BriefRecord) -> int:
     """Milliseconds of loading, each worker's; of the last one alone in a record that has no phases."""
     if not record["phases"]:
         return _ms(record["load_s"] or 0.0)
@@ -157,10 +190,11 @@ def _loading(record: Mapping[str, Any]) -> int:
     return sum(_ms(end - at) for (at, state), end in phases if state == "loading")
 
 
-def _in_seconds(total: int, **wanted: int) -> dict[str, float]:
+def _in_seconds(total: int, wanted: Mapping[Kind, int]) -> dict[Kind, float]:
     """Give each kind what it wants, as long as there is some left; what remains is idle."""
     left, found = total, dict.fromkeys(KINDS, 0)
-    for kind in ("useful", "repeated", "lost", "loading"):
+    order: tuple[Kind, ...] = ("useful", "repeated", "lost", "loading")
+    for kind in order:
         found[kind] = min(wanted.get(kind, 0), left)
         left -= found[kind]
     return {kind: ms / 1000 for kind, ms in {**found, "idle": left}.items()}

@@ -11,8 +11,9 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
+from slurmgpu.report.queued import Job
+from slurmgpu.report.status import Status, StatusAttempt
 from slurmgpu.util.atomic_files import write_bytes
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ Sample = tuple[str, Mapping[str, str], float | None]
 """A metric's name, its own labels, and its value; None is not known, and not written."""
 
 
-def keep_metrics(status: Mapping[str, Any], path: Path) -> None:
+def keep_metrics(status: Status, path: Path) -> None:
     """Put a status at `path` for the next reader; a disk that is full for a while costs a warning, not the watch."""
     try:
         write_metrics(status, path)
@@ -57,13 +58,13 @@ def keep_metrics(status: Mapping[str, Any], path: Path) -> None:
         log.warning("the metrics were not written: %s", error)
 
 
-def write_metrics(status: Mapping[str, Any], path: Path) -> None:
+def write_metrics(status: Status, path: Path) -> None:
     """Put a status, as `read_status` gives it, at `path`, in one step; whoever exports it can read the file."""
     # Not fsynced: it is written anew within seconds, and worth nothing after a crash.
     write_bytes(path, metrics_text(status).encode("utf-8", "replace"), durable=False, mode=READABLE)
 
 
-def metrics_text(status: Mapping[str, Any]) -> str:
+def metrics_text(status: Status) -> str:
     """The lines that stand for a status."""
     run = {"run": status["run"], "run_dir": status["run_dir"]}
     by_name: dict[str, list[str]] = {}
@@ -79,7 +80,7 @@ def metrics_text(status: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "# EOF"]) + "\n"
 
 
-def _samples(status: Mapping[str, Any]) -> Iterable[Sample]:
+def _samples(status: Status) -> Iterable[Sample]:
     attempts = status["attempts"]
     yield "items", {}, status["n_items"]
     yield "items_done", {}, status["n_items_done"]
@@ -105,16 +106,16 @@ def _samples(status: Mapping[str, Any]) -> Iterable[Sample]:
     yield "updated_timestamp_seconds", {}, status["time"]
 
 
-def _pending(queue: Iterable[Mapping[str, Any]] | None) -> int | None:
+def _pending(queue: Iterable[Job] | None) -> int | None:
     if queue is None:
         return None
-    return sum(int(job["n_tasks"]) for job in queue if job["state"] == "PENDING")
+    return sum(job["n_tasks"] for job in queue if job["state"] == "PENDING")
 
 
-def _utilisation(attempts: Iterable[Mapping[str, Any]]) -> float | None:
+def _utilisation(attempts: Iterable[StatusAttempt]) -> float | None:
     """The mean of what the GPUs of running attempts did at their last sample."""
-    gpus = [attempt["gpu"] or {} for attempt in attempts if attempt["state"] == "running"]
-    known = [gpu["utilisation"] for gpu in gpus if gpu.get("utilisation") is not None]
+    gpus = [attempt["gpu"] for attempt in attempts if attempt["state"] == "running"]
+    known = [gpu["utilisation"] for gpu in gpus if gpu and gpu["utilisation"] is not None]
     return sum(known) / len(known) / 100 if known else None
 
 

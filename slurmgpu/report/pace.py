@@ -10,11 +10,12 @@ import heapq
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from slurmgpu.report.queued import Queue, startable
 from slurmgpu.run.directory import Plan
-from slurmgpu.run.liveness import Record, is_alive, last_heard, own_time, patience
+from slurmgpu.run.liveness import is_alive, last_heard, own_time, patience
+from slurmgpu.run.records import BriefRecord
 
 WINDOW_S = 300.0
 """A rate is that of the shards that ended in the last five minutes …"""
@@ -26,6 +27,17 @@ BETWEEN_S = 5.0
 """Between two shards an attempt has none in hand, for less than this: it has longer if none is free."""
 SHARE = 4
 """Shards are dealt out in portions that take this part of what is left, at least one by one."""
+
+
+class PaceRecord(TypedDict):
+    """The value of `pace` in the JSON of status."""
+
+    items_per_s: float | None
+    left_s: float | None
+    left_if_queued_start_s: float | None
+    n_shards_left_over: int
+    n_living: int
+    n_waiting: int
 
 
 @dataclass(frozen=True)
@@ -46,7 +58,7 @@ class Pace:
     n_waiting: int = 0
     rates: Mapping[str, float] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> PaceRecord:
         """The value of `pace` in the JSON of status."""
         return {
             "items_per_s": None if self.items_per_s is None else round(self.items_per_s, 4),
@@ -72,7 +84,7 @@ class Hand:
 
 def pace_of(
     plan: Plan,
-    records: Sequence[Record],
+    records: Sequence[BriefRecord],
     published: Collection[int],
     queue: Queue | None,
     now: float,
@@ -97,13 +109,13 @@ def pace_of(
         return Pace(**counts)
     usual_rate = _mean([own[r["attempt"]] for r in living if r["attempt"] in own] or list(own.values())) or 0.0
     together = sum(own.get(r["attempt"], usual_rate) for r in living if computes(r))
-    load_s = _mean([record["load_s"] for record in records if record.get("load_s") is not None]) or 0.0
+    load_s = _mean([record["load_s"] for record in records if record["load_s"] is not None]) or 0.0
     hands = [
         _hand(plan, record, own.get(record["attempt"], usual_rate), load_s, own_time(record, now)) for record in living
     ]
-    held = {record["shard"] for record in living if record.get("shard") is not None} - set(published)
+    held = {record["shard"] for record in living if record["shard"] is not None} - set(published)
     free = _available(plan, records, set(published) | held, now)
-    walltime_s = max((r["end_time"] - r["started"] for r in records if r.get("end_time")), default=math.inf)
+    walltime_s = max((r["end_time"] - r["started"] for r in records if r["end_time"]), default=math.inf)
     joining = _Joining(load_s, usual_rate, walltime_s - plan.margin_s)
     known = [
         joining.hand(max(0.0, job["start"] - now))
@@ -118,31 +130,31 @@ def pace_of(
     return Pace(together if living else None, left_s, if_s, n_over, **counts)
 
 
-def computes(record: Record) -> bool:
+def computes(record: BriefRecord) -> bool:
     """Whether an attempt that lives was at work when it wrote: on a shard, or between two of them."""
     if record["state"] != "running":
         return False
     ends = [entry[1] + entry[2] for entry in record["published"][-1:]]
-    since = max([*ends, *(phase[0] for phase in (record.get("phases") or ())[-1:])], default=-math.inf)
-    return record.get("shard") is not None or record["updated"] - since < BETWEEN_S
+    since = max([*ends, *(phase[0] for phase in record["phases"][-1:])], default=-math.inf)
+    return record["shard"] is not None or record["updated"] - since < BETWEEN_S
 
 
-def rate_of(plan: Plan, record: Record) -> float | None:
+def rate_of(plan: Plan, record: BriefRecord) -> float | None:
     """Items in a second of an attempt, over the last minutes of its work; None if it has computed nothing yet.
 
     From one shard's beginning to the next's, so that what lies between them counts.
     """
     recent = _recent(record)
     n_items, seconds = 0.0, 0.0
-    begins = [*(entry[1] for entry in recent[1:]), record.get("shard_started")]
+    begins = [*(entry[1] for entry in recent[1:]), record["shard_started"]]
     for (shard, started, took, *_), following in zip(recent, begins, strict=False):
         between = following - started - took if following is not None else 0.0
         n_items += _size(plan, shard)
         seconds += took + (between if 0 < between < max(took, BETWEEN_S) else 0.0)
     rate = n_items / seconds if n_items and seconds > 0 else None
-    if record.get("shard_started") is None or record.get("shard") is None:
+    if record["shard_started"] is None or record["shard"] is None:
         return rate
-    done, in_hand_s = record.get("shard_done") or 0, record["updated"] - record["shard_started"]
+    done, in_hand_s = record["shard_done"], record["updated"] - record["shard_started"]
     if rate is None:
         return done / in_hand_s if done and in_hand_s > 0 else None
     # It has become slower, if the shard in hand takes longer than those before.
@@ -150,7 +162,7 @@ def rate_of(plan: Plan, record: Record) -> float | None:
     return (n_items + done) / (seconds + in_hand_s) if is_late else rate
 
 
-def _recent(record: Record) -> list[Sequence[Any]]:
+def _recent(record: BriefRecord) -> list[Sequence[Any]]:
     entries = record["published"]
     since = (entries[-1][1] + entries[-1][2] if entries else 0.0) - WINDOW_S
     for count, (_, started, took, *_) in enumerate(reversed(entries)):
@@ -164,20 +176,20 @@ def _size(plan: Plan, shard: int) -> int:
     return max(0, stop - start)  # a damaged record may name one that the run does not have
 
 
-def _hand(plan: Plan, record: Record, rate: float, load_s: float, now: float) -> Hand:
+def _hand(plan: Plan, record: BriefRecord, rate: float, load_s: float, now: float) -> Hand:
     """What a living task can take: when it is through with what it has in hand, or has loaded; `now` by its clock."""
-    until = math.inf if record.get("end_time") is None else record["end_time"] - plan.margin_s - now
+    until = math.inf if record["end_time"] is None else record["end_time"] - plan.margin_s - now
     age = now - record["updated"]
     if record["state"] != "running":
-        since = record["phases"][-1][0] if record.get("phases") else record["started"]
+        since = record["phases"][-1][0] if record["phases"] else record["started"]
         # A shard that it holds, after a worker's death, comes first.
-        again = 0.0 if record.get("shard") is None else _size(plan, record["shard"]) / rate
+        again = 0.0 if record["shard"] is None else _size(plan, record["shard"]) / rate
         free = max(0.0, load_s - (now - since)) + again
         return Hand(free, rate, until, again)
-    if record.get("shard") is None:
+    if record["shard"] is None:
         return Hand(0.0, rate, until)
-    size, done = _size(plan, record["shard"]), record.get("shard_done") or 0
-    started = record.get("shard_started")
+    size, done = _size(plan, record["shard"]), record["shard_done"]
+    started = record["shard_started"]
     if started is None:
         return Hand(size / rate / 2, rate, until, size / rate / 2)  # an older record: it may be anywhere in it
     # What is done is known to the batch: by the clock, but within the batch that is being computed.
@@ -186,11 +198,11 @@ def _hand(plan: Plan, record: Record, rate: float, load_s: float, now: float) ->
     return Hand(left, rate, until, left)
 
 
-def _available(plan: Plan, records: Iterable[Record], taken: set[int], now: float) -> list[tuple[float, int]]:
+def _available(plan: Plan, records: Iterable[BriefRecord], taken: set[int], now: float) -> list[tuple[float, int]]:
     """Shards that others can take, as (seconds until then, how many): those of the dead when their leases are over."""
     stale: dict[int, float] = {}
     for record in records:
-        shard = record.get("shard")
+        shard = record["shard"]
         if shard is not None and shard not in taken and record["state"] != "ended":
             stale[shard] = max(0.0, last_heard(record) + plan.lease_s - now)
     n_free = plan.n_shards - len(taken) - len(stale)

@@ -3,32 +3,45 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TypedDict
 
-from slurmgpu.run.liveness import Record, last_heard
-from slurmgpu.run.submissions import ended_jobs
+from slurmgpu.run.liveness import last_heard
+from slurmgpu.run.records import BriefRecord
+from slurmgpu.run.submissions import SubmissionLine, ended_jobs
 from slurmgpu.util.array_ids import array_of, indices_of
 
-Job = Mapping[str, Any]
-"""A job of the run in Slurm's queue, as the JSON of status has it."""
+
+class Job(TypedDict):
+    """A job of the run in Slurm's queue, as the JSON of status has it; a merge has no tasks."""
+
+    job_id: str
+    state: str
+    reason: str
+    start: float | None
+    n_tasks: int
+
+
 Queue = Sequence[Job]
 
 
-def array_task(thing: Mapping[str, Any]) -> str:
-    """The array task that a record, or a job in the queue, is of: "1234_7"."""
-    if "task" in thing:
-        return f"{thing['job']}_{thing['task']}"
-    return str(thing["job_id"]) if "_" in thing["job_id"] else f"{thing['job_id']}_0"
+def array_task(job: Job) -> str:
+    """The array task that a job in the queue is: "1234_7"."""
+    return job["job_id"] if "_" in job["job_id"] else f"{job['job_id']}_0"
 
 
-def of_open(queue: Queue, lines: Sequence[Mapping[str, Any]]) -> list[Job]:
+def task_of(record: BriefRecord) -> str:
+    """The same of an attempt's record."""
+    return f"{record['job']}_{record['task']}"
+
+
+def of_open(queue: Queue, lines: Sequence[SubmissionLine]) -> list[Job]:
     """The queue without jobs of submissions that have ended since it was asked."""
     over = ended_jobs(lines)
     return [job for job in queue if array_of(job["job_id"]) not in over]
 
 
-def still_waiting(queue: Queue, records: Iterable[Record], asked: float) -> list[dict[str, Any]]:
+def still_waiting(queue: Queue, records: Iterable[BriefRecord], asked: float) -> list[Job]:
     """The jobs in the queue without the tasks that have written of themselves since it was asked: these have started.
 
     A task that was put back into the queue after it had ended waits again.
@@ -37,7 +50,7 @@ def still_waiting(queue: Queue, records: Iterable[Record], asked: float) -> list
     for record in records:
         if last_heard(record) >= asked:
             seen.setdefault(record["job"], set()).add(record["task"])
-    jobs = []
+    jobs: list[Job] = []
     for job in queue:
         if _waits(job) and seen:
             indices = indices_of(job["job_id"])
@@ -45,17 +58,17 @@ def still_waiting(queue: Queue, records: Iterable[Record], asked: float) -> list
             if n_left > 0:
                 jobs.append({**job, "n_tasks": n_left})
         else:
-            jobs.append(dict(job))
+            jobs.append(job)
     return jobs
 
 
-def startable(queue: Queue, living: Iterable[Record]) -> list[tuple[Job, int]]:
+def startable(queue: Queue, living: Iterable[BriefRecord]) -> list[tuple[Job, int]]:
     """The jobs that wait, each with the number of its tasks that may start while no other task of its array ends.
 
     squeue tells one reason for all of them, and one time: that of the first.
     """
     at_work = {array_task(job) for job in queue if job["n_tasks"] and job["state"] != "PENDING"}
-    n_running = Counter(map(array_of, at_work | {array_task(record) for record in living}))
+    n_running = Counter(map(array_of, at_work | {task_of(record) for record in living}))
     waiting = [job for job in queue if _waits(job)]
     limits = {
         array_of(job["job_id"]): limit for job in waiting if (limit := indices_of(job["job_id"]).at_once) is not None
@@ -63,7 +76,7 @@ def startable(queue: Queue, living: Iterable[Record]) -> list[tuple[Job, int]]:
     room = {array: max(0, limit - n_running[array]) for array, limit in limits.items()}
     found = []
     for job in waiting:
-        n_tasks = 0 if job["reason"] == "JobArrayTaskLimit" else int(job["n_tasks"])
+        n_tasks = 0 if job["reason"] == "JobArrayTaskLimit" else job["n_tasks"]
         if (array := array_of(job["job_id"])) in room:
             n_tasks = min(n_tasks, room[array])
             room[array] -= n_tasks
@@ -72,4 +85,4 @@ def startable(queue: Queue, living: Iterable[Record]) -> list[tuple[Job, int]]:
 
 
 def _waits(job: Job) -> bool:
-    return bool(job["state"] == "PENDING" and job["n_tasks"])
+    return job["state"] == "PENDING" and job["n_tasks"] > 0

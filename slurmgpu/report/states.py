@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import TypedDict
 
 from slurmgpu.report.queued import Queue, array_task
 from slurmgpu.run.liveness import processes_here
-from slurmgpu.run.submissions import ENDS, is_over, is_slurms
+from slurmgpu.run.submissions import ENDS, SubmissionLine, is_over, is_slurms
 
-Lines = Sequence[Mapping[str, Any]]
+Lines = Sequence[SubmissionLine]
 """The submissions of a run."""
+
+
+class Standing(TypedDict):
+    """How an attempt stands."""
+
+    submission: int
+    state: str
+    silent: bool
 
 
 def is_somebody_at_work(lines: Lines, queue: Queue | None) -> bool | None:
@@ -28,7 +36,7 @@ def is_somebody_at_work(lines: Lines, queue: Queue | None) -> bool | None:
     return None if None in found else False
 
 
-def _is_at_work(line: Mapping[str, Any], queue: Queue | None) -> bool | None:
+def _is_at_work(line: SubmissionLine, queue: Queue | None) -> bool | None:
     """Whether somebody works on one submission, if there is nothing in the queue."""
     if is_slurms(line):
         return None if queue is None else False
@@ -56,7 +64,7 @@ def state_of(
     lines: Lines,
     all_published: bool,
     is_complete: bool,
-    attempts: Sequence[Mapping[str, Any]],
+    attempts: Sequence[Standing],
     queue: Queue | None,
     leaving: Collection[str],
     at_work: bool | None,

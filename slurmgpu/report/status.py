@@ -11,18 +11,19 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, cast
 
+from slurmgpu.code.versions import RowsByCode
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.report.attempts import Rows, Verdict, is_of, leases_lost, unrecorded, verdict_of
+from slurmgpu.report.attempts import AttemptRow, Rows, Told, Verdict, is_of, leases_lost, unrecorded, verdict_of
 from slurmgpu.report.build import last_death, read_report, report_path
-from slurmgpu.report.pace import pace_of
-from slurmgpu.report.queued import Queue, array_task, of_open, still_waiting
+from slurmgpu.report.pace import PaceRecord, pace_of
+from slurmgpu.report.queued import Job, Queue, of_open, still_waiting, task_of
 from slurmgpu.report.rereading import UpToDate, mark_of
-from slurmgpu.report.states import Lines, is_somebody_at_work, is_told, state_of
+from slurmgpu.report.states import Lines, Standing, is_somebody_at_work, is_told, state_of
 from slurmgpu.run.directory import Run
 from slurmgpu.run.liveness import heard_at, is_alive, last_heard, own_time, patience
-from slurmgpu.run.records import Unread
+from slurmgpu.run.records import BriefRecord, Record, Unread
 from slurmgpu.run.submissions import ENDS, is_over, is_slurms
 from slurmgpu.run.telemetry_log import last_sample, telemetry_path
 from slurmgpu.shards.merged_head import read_merged_head
@@ -37,12 +38,76 @@ KEPT_SHARDS = {True: 4, False: 64}
 """So many of the shards that an attempt computed are kept in mind for its rate; of one that has ended, fewer."""
 LEAVING_S = 30.0
 """So long a task may still be in the queue after it has written its end."""
-GPU_KEYS = ("time", "utilisation", "memory_bytes", "temperature_c", "power_w")
+
+
+class GPUSample(TypedDict):
+    """The last sample of an attempt's GPUs."""
+
+    time: float
+    utilisation: float | None
+    memory_bytes: int | None
+    temperature_c: int | None
+    power_w: float | None
+
+
+class StatusAttempt(Standing):
+    """An attempt in the JSON of status."""
+
+    attempt: str
+    node: str
+    started: float
+    state_since: float
+    n_gpus: int
+    shard: int | None
+    shard_items: int | None
+    shard_done: int
+    progress: str | None
+    items_per_s: float | None
+    n_shards: int
+    n_items: int
+    n_errors: int
+    n_deaths: int
+    last_death: str | None
+    age_s: float
+    gpu: GPUSample | None
+    failure: str | None
+    message: str
+
+
+class Status(TypedDict):
+    """What `slurmgpu status --json` prints: see docs/reference/report.md."""
+
+    format: str
+    version: int
+    run: str
+    run_dir: str
+    time: float
+    submitted: float | None
+    state: str
+    at_work: bool | None
+    n_items: int
+    n_items_done: int
+    n_shards: int
+    n_shards_done: int
+    n_shards_claimed: int
+    n_errors: int
+    errors_by_class: dict[str, int]
+    code: list[RowsByCode]
+    gpu_hours: float
+    pace: PaceRecord
+    attempts: list[StatusAttempt]
+    damaged_records: list[str]
+    unreadable_records: list[str]
+    failures: dict[str, int]
+    worker_deaths: dict[str, int]
+    queue: list[Job] | None
+    merged: str | None
+    complete: bool
 
 
 def read_status(
     run: Run, queued: Queue | None = None, *, now: float | None = None, gpus_of: Collection[str] | None = None
-) -> dict[str, Any]:
+) -> Status:
     """Progress, attempts and failures; `queued` are the run's jobs in Slurm's queue, None where it was not asked.
 
     The last samples of GPUs are read of the attempts in `gpus_of`: without it, of all that are alive.
@@ -58,7 +123,7 @@ class StatusReader:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._records: dict[str, tuple[object, dict[str, Any] | Unread]] = {}
+        self._records: dict[str, tuple[object, _Shown | Unread]] = {}
         self._looked = float("inf")
         self._published = UpToDate(run.shards, self._done)
         self._head = UpToDate(run.merged, lambda: read_merged_head(run.merged))
@@ -73,7 +138,7 @@ class StatusReader:
 
     def read(
         self, queued: Queue | None = None, *, now: float | None = None, gpus_of: Collection[str] | None = None
-    ) -> dict[str, Any]:
+    ) -> Status:
         """The JSON of status at the moment `now`, in seconds since the epoch.
 
         The same `queued` may be given again: what has started since it was first given is known to wait no more.
@@ -101,8 +166,7 @@ class StatusReader:
         done = range(plan.n_shards) if is_complete and is_over(lines) else published
         verdicts = _verdicts(records, merged.rows, lines, living)
         attempts = [
-            _attempt(run, record, pace.rates.get(name), gpus.get(name), name in living, now)
-            | dict(zip(("failure", "message"), verdicts[name], strict=True))
+            _attempt(run, record, pace.rates.get(name), gpus.get(name), name in living, now, verdicts[name])
             for name, record in ((record["attempt"], record) for record in records)
         ]
         failures = Counter(failure for failure, _ in verdicts.values() if failure)
@@ -145,8 +209,8 @@ class StatusReader:
         return run.published()
 
     def _compare(
-        self, queued: Queue | None, records: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]], now: float
-    ) -> tuple[list[dict[str, Any]] | None, set[str]]:
+        self, queued: Queue | None, records: Sequence[_Shown], lines: Lines, now: float
+    ) -> tuple[list[Job] | None, set[str]]:
         """The queue without what has started or ended since it was asked, and the tasks that are about to leave it.
 
         None is an empty queue that says nothing of some submission: another user's, or one that came later.
@@ -158,28 +222,28 @@ class StatusReader:
         on_slurm = {line["submission"] for line in lines if is_slurms(line) and line["state"] not in ENDS}
         if queue is None or (not queue and on_slurm - self._asked_of):
             return None, set()
-        left = {array_task(r) for r in records if r["state"] == "ended" and last_heard(r) > self._asked - LEAVING_S}
+        left = {task_of(r) for r in records if r["state"] == "ended" and last_heard(r) > self._asked - LEAVING_S}
         return queue, left
 
-    def _read_records(self, now: float) -> tuple[list[dict[str, Any]], dict[str, Unread]]:
+    def _read_records(self, now: float) -> tuple[list[_Shown], dict[str, Unread]]:
         """The attempts' records by start; and by attempt why a record is left out."""
         known, self._records = self._records, {}
         looked, self._looked = self._looked, now
         for entry in list_entries(self.run.tasks):
             if entry.name.endswith(".json") and not entry.name.startswith("."):
                 mark, record = self._read_record(entry, known.get(entry.name))
-                if isinstance(record, dict) and "heard" not in record:
+                if not isinstance(record, Unread) and "heard" not in record:
                     record["heard"] = heard_at(record["updated"], now, looked if entry.name in known else None)
                 self._records[entry.name] = mark, record
-        records = [record for _, record in self._records.values() if isinstance(record, dict)]
+        records = [record for _, record in self._records.values() if not isinstance(record, Unread)]
         found = ((name.removesuffix(".json"), record) for name, (_, record) in self._records.items())
         left_out = {name: record for name, record in found if isinstance(record, Unread)}
         return sorted(records, key=lambda record: (record["started"], record["attempt"])), left_out
 
     def _read_record(
-        self, entry: os.DirEntry[str], known: tuple[object, dict[str, Any] | Unread] | None
-    ) -> tuple[object, dict[str, Any] | Unread]:
-        if known is not None and isinstance(known[1], dict) and known[1]["state"] == "ended":
+        self, entry: os.DirEntry[str], known: tuple[object, _Shown | Unread] | None
+    ) -> tuple[object, _Shown | Unread]:
+        if known is not None and not isinstance(known[1], Unread) and known[1]["state"] == "ended":
             return known
         mark = mark_of(entry)
         # What could not be read is read again, whether or not it has changed.
@@ -190,7 +254,7 @@ class StatusReader:
 
     def _read_gpus(
         self, living: Sequence[str], wanted: Collection[str] | None, now: float
-    ) -> dict[str, dict[str, Any] | None]:
+    ) -> dict[str, GPUSample | None]:
         names = [name for name in living if wanted is None or name in wanted]
         self._gpus = {name: self._gpus.get(name) or self._gpu(name) for name in names}
         return {name: remembered.get(now) for name, remembered in self._gpus.items()}
@@ -200,13 +264,22 @@ class StatusReader:
         return UpToDate(path, lambda: _last_of(path))
 
 
-def _shortened(record: dict[str, Any]) -> dict[str, Any]:
+class _Shown(BriefRecord):
+    """A record of which the last shards alone are kept in mind, and how many there were.
+
+    `again` are those that it has computed anew, if others may have before.
+    """
+
+    n_shards: int
+    again: array[int]
+
+
+def _shortened(record: Record) -> _Shown:
     """A record without what no status shows, so that thousands of them can be kept in mind."""
     left_out = ("usage", "surroundings", "traceback", "gpus")
-    short = {key: value for key, value in record.items() if key not in left_out}
+    short = cast(_Shown, {key: value for key, value in record.items() if key not in left_out})
     short["n_shards"] = len(record["published"])
     short["published"] = record["published"][-KEPT_SHARDS[record["state"] == "ended"] :]
-    # Which of them it has computed anew, if others may have before.
     again = record["published"] if record["submission"] > 1 else ()
     short["again"] = array("q", (shard for shard, _, _, *won in again if all(won)))
     return short
@@ -222,10 +295,13 @@ class Merged:
     submissions: Lines = ()
     errors: Mapping[str, int] = field(default_factory=dict)
     rows: Rows = field(default_factory=dict)
-    code: Sequence[Mapping[str, Any]] = ()
+    code: Sequence[RowsByCode] = ()
 
 
-ROW_KEYS = ("attempt", "submission", "updated", "failure", "message", "gpu_hours")
+def _told(row: AttemptRow) -> Told:
+    """A row without what no status shows, so that thousands of them can be kept in mind."""
+    keys = ("attempt", "submission", "updated", "failure", "message", "gpu_hours")
+    return cast(Told, {key: value for key, value in row.items() if key in keys})
 
 
 def _merged(run: Run) -> Merged:
@@ -236,14 +312,12 @@ def _merged(run: Run) -> Merged:
         return Merged()  # the rest of what a status needs is in the records
     if report is None:
         return Merged()
-    rows = {row["attempt"]: {key: row[key] for key in ROW_KEYS if key in row} for row in report["attempts"]}
-    code = [{"digest": version["digest"], "items": version["items"]} for version in report.get("code", ())]
+    rows = {row["attempt"]: _told(row) for row in report["attempts"]}
+    code: list[RowsByCode] = [{"digest": each["digest"], "items": each["items"]} for each in report.get("code", ())]
     return Merged(report["submissions"], report["errors_by_class"], rows, code)
 
 
-def _verdicts(
-    records: Sequence[Mapping[str, Any]], told: Rows, lines: Lines, living: Collection[str]
-) -> dict[str, Verdict]:
+def _verdicts(records: Sequence[BriefRecord], told: Rows, lines: Lines, living: Collection[str]) -> dict[str, Verdict]:
     """What became of each attempt."""
     cancelled = {line["submission"] for line in lines if line.get("cancelled")}
     lost, has_ended = leases_lost(records), is_over(lines)
@@ -259,7 +333,7 @@ def _verdicts(
     }
 
 
-def _failed(records: Iterable[Mapping[str, Any]], published: Collection[int]) -> Mapping[str, int]:
+def _failed(records: Iterable[_Shown], published: Collection[int]) -> Mapping[str, int]:
     """The failed items of the shards that are there, by class: of each shard, as who computed it last found them."""
     found: dict[int, Mapping[str, int]] = {}
     unknown = 0
@@ -275,21 +349,27 @@ def _failed(records: Iterable[Mapping[str, Any]], published: Collection[int]) ->
     return counts
 
 
-def _last_of(path: Path) -> dict[str, Any] | None:
+def _last_of(path: Path) -> GPUSample | None:
     sample = last_sample(path)
     if sample is None or (sample.utilisation is None and sample.memory_bytes is None):
         return None
-    return {key: getattr(sample, key) for key in GPU_KEYS}
+    return {
+        "time": sample.time,
+        "utilisation": sample.utilisation,
+        "memory_bytes": sample.memory_bytes,
+        "temperature_c": sample.temperature_c,
+        "power_w": sample.power_w,
+    }
 
 
-def _gpu_hours(records: Iterable[Mapping[str, Any]], told: Rows, living: Collection[str], now: float) -> float:
+def _gpu_hours(records: Iterable[BriefRecord], told: Rows, living: Collection[str], now: float) -> float:
     """What attempts have held so far, to their last signs of life; `told` is what the last merge says of each."""
     hours = {name: row["gpu_hours"] for name, row in told.items() if "gpu_hours" in row}
     for record in records:
         name = record["attempt"]
         if name in living or name not in hours or not is_of(told[name], record):
             until = own_time(record, now) if name in living else record["ended"] or record["updated"]
-            n_gpus = record["n_gpus"] * record.get("n_nodes", 1)
+            n_gpus = record["n_gpus"] * record["n_nodes"]
             hours[name] = n_gpus * max(0.0, until - record["started"]) / 3600
     return float(sum(hours.values()))
 
@@ -302,24 +382,31 @@ def _n_items(run: Run, published: Collection[int]) -> int:
 
 
 def _attempt(
-    run: Run, record: Mapping[str, Any], rate: float | None, gpu: dict[str, Any] | None, is_living: bool, now: float
-) -> dict[str, Any]:
+    run: Run, record: _Shown, rate: float | None, gpu: GPUSample | None, is_living: bool, now: float, verdict: Verdict
+) -> StatusAttempt:
     shard = record["shard"]
     start, stop = (0, 0) if shard is None else run.plan.bounds(shard)
     return {
-        **{key: record[key] for key in ("attempt", "submission", "node", "state", "started")},
-        "state_since": record["phases"][-1][0] if record.get("phases") else record["started"],
-        "n_gpus": record["n_gpus"] * record.get("n_nodes", 1),
+        "attempt": record["attempt"],
+        "submission": record["submission"],
+        "node": record["node"],
+        "state": record["state"],
+        "started": record["started"],
+        "state_since": record["phases"][-1][0] if record["phases"] else record["started"],
+        "n_gpus": record["n_gpus"] * record["n_nodes"],
         "silent": record["state"] != "ended" and not is_living,
         "shard": shard,
         "shard_items": stop - start if shard is not None else None,
-        "shard_done": record.get("shard_done") or 0,
-        "progress": record.get("progress"),
+        "shard_done": record["shard_done"],
+        "progress": record["progress"],
         "items_per_s": None if rate is None else round(rate, 4),
         "n_shards": record["n_shards"],
-        **{key: record[key] for key in ("n_items", "n_errors")},
+        "n_items": record["n_items"],
+        "n_errors": record["n_errors"],
         "n_deaths": len(record["deaths"]),
-        "last_death": last_death(record),
+        "last_death": last_death(record["deaths"]),
         "age_s": round(now - last_heard(record), 1),
         "gpu": gpu,
+        "failure": verdict[0],
+        "message": verdict[1],
     }

@@ -8,12 +8,11 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 SIZE = 1024
 
 
-def encode(value: Mapping[str, Any]) -> bytes:
+def encode(value: Mapping[str, object]) -> bytes:
     """A value as bytes of one length: a shorter text written in place would leave the end of the longer one."""
     return json.dumps(dict(value)).encode().ljust(SIZE - 1) + b"\n"
 

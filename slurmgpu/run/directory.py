@@ -6,6 +6,7 @@ Standard library only, since the worker, `status` and the merge all start here.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import logging
@@ -14,19 +15,20 @@ import re
 import shlex
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
 
+from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.run import private
 from slurmgpu.run.claims import Claims
 from slurmgpu.run.lock import hold
 from slurmgpu.run.owners import name_of
 from slurmgpu.run.recompute import Recompute, read_recompute
-from slurmgpu.run.records import Unread, read_record
-from slurmgpu.run.submissions import ENDS, as_seen_at, place_of
+from slurmgpu.run.records import Record, Unread, read_record
+from slurmgpu.run.submissions import ENDS, Git, Place, SubmissionLine, as_seen_at, place_of
 from slurmgpu.util.atomic_files import beside, fsync_dir, write_bytes
 from slurmgpu.util.shared_files import (
     BRIEF_PATIENCE_S,
@@ -41,10 +43,10 @@ from slurmgpu.util.shared_files import (
     move,
     read_bytes,
     read_with_status,
+    replace,
     retried,
     status_of,
 )
-from slurmgpu.util.shared_files import replace as move_over
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +60,14 @@ MOST_RECORD_BYTES = 64 << 20
 """More than the record of an attempt that published every shard of the largest run."""
 FOLDERS = ("claims", "shards", "tasks", "logs", "telemetry")
 _SHARD_NAME = re.compile(r"(\d{5}|[1-9]\d{5,})(?:\.r([1-9]\d{0,8}))?\.h5")
+
+
+class Provenance(TypedDict):
+    """What made a run."""
+
+    run_file: str
+    versions: dict[str, str]
+    git: Git | None
 
 
 @dataclass(frozen=True)
@@ -84,8 +94,8 @@ class Plan:
     resources: Mapping[str, Any]
     slurm: Mapping[str, Any]
     merge: Mapping[str, Any]
-    provenance: Mapping[str, Any]
-    container: Mapping[str, Any] | None = None
+    provenance: Provenance
+    container: ContainerRecord | None = None
     processes: str = "one"
     placement: Sequence[str] = ()
     paths: Sequence[str] = ()
@@ -221,7 +231,7 @@ class Run:
 
     def computing(self, submission: int) -> Run:
         """The run as the tasks of a submission see it: what that computes again is not published yet."""
-        return replace(self, recompute=read_recompute(self.folder, submission))
+        return dataclasses.replace(self, recompute=read_recompute(self.folder, submission))
 
     def shard_path(self, shard: int) -> Path:
         """Where a shard is published. Its presence is the only meaning of done.
@@ -288,11 +298,11 @@ class Run:
                         found[number] = read_bytes(self.shards / name, max_bytes=1 << 20, patience_s=1.0)
         return {number: why.decode("utf-8", "replace").strip() for number, why in found.items()}
 
-    def attempts(self) -> list[dict[str, Any]]:
+    def attempts(self) -> list[Record]:
         """What each attempt wrote of itself, in the order of their start; without the records that are left out."""
         return self.read_attempts()[0]
 
-    def attempt(self, name: str) -> dict[str, Any] | Unread:
+    def attempt(self, name: str) -> Record | Unread:
         """What one attempt wrote of itself; why not, if that cannot be had."""
         return _read_record(self.tasks / f"{name}.json")
 
@@ -300,7 +310,7 @@ class Run:
         """The attempts whose records make no sense: a dying node, or a full disk, may have left them so."""
         return [name for name, why in self.read_attempts()[1].items() if why is Unread.DAMAGED]
 
-    def read_attempts(self) -> tuple[list[dict[str, Any]], dict[str, Unread]]:
+    def read_attempts(self) -> tuple[list[Record], dict[str, Unread]]:
         """The records by start; and by attempt, in order, why a record is left out."""
         records, left_out = [], {}
         for name in _json_names(self.tasks):
@@ -310,13 +320,13 @@ class Run:
                 records.append(record)
         return sorted(records, key=lambda record: (record["started"], record["attempt"])), left_out
 
-    def submissions(self) -> list[dict[str, Any]]:
+    def submissions(self) -> list[SubmissionLine]:
         """The submissions, each with what all its lines say: of before sbatch, of after it, and of its end.
 
         In a copy of a run that was at work, what works is not the copy's: its submission has ended there, and is
         `copied`.
         """
-        merged: dict[int, dict[str, Any]] = {}
+        merged: dict[int, SubmissionLine] = {}
         try:
             lines = read_bytes(self.folder / "submissions.jsonl").splitlines()
         except FileNotFoundError:
@@ -327,30 +337,30 @@ class Run:
             except ValueError:
                 continue  # blank, or torn by a full disk or a kill; a line that counts was written whole
             if isinstance(value, dict) and type(value.get("submission")) is int:
-                merged.setdefault(value["submission"], {}).update(value)
+                merged.setdefault(value["submission"], cast(SubmissionLine, {})).update(cast(SubmissionLine, value))
         # Without its first line, a damaged one, nothing is known of a submission that could be used.
         found = [line for _, line in sorted(merged.items()) if "executor" in line and "state" in line]
         # Of what has ended the place does not matter: a list of many runs asks the file system for none.
-        place = place_of(self.folder) if any(line["state"] not in ENDS for line in found) else {}
+        place: Place = place_of(self.folder) if any(line["state"] not in ENDS for line in found) else {}
         return [as_seen_at(line, place) for line in found]
 
-    def as_submitted(self, line: Mapping[str, Any]) -> dict[str, Any]:
+    def as_submitted(self, line: SubmissionLine) -> SubmissionLine:
         """A submission with the options that only its owner may read; with dots for others."""
         return private.reveal(self.folder, str(line["submission"]), line)
 
-    def last_submission(self) -> dict[str, Any]:
+    def last_submission(self) -> SubmissionLine:
         """The last submission; a sentence when there was none."""
         lines = self.submissions()
         if not lines:
             raise SlurmGPUError(f"{self.folder} was never submitted. `slurmgpu resubmit {self.typed}` does it.")
         return lines[-1]
 
-    def record_submission(self, value: Mapping[str, Any]) -> None:
+    def record_submission(self, value: SubmissionLine) -> None:
         """Append a line to submissions.jsonl; `submission` in it is the number that lines of one submission share.
 
         One process at a time, as two that append at once overwrite each other's line on NFS.
         """
-        place = place_of(self.folder) if "executor" in value else {}
+        place: Place = place_of(self.folder) if "executor" in value else {}
         path = self.folder / "submissions.jsonl"
         if exists(path) and not may(path, os.W_OK):
             if "executor" in value:
@@ -385,7 +395,7 @@ def create_run(folder: Path, plan: Plan, files: Sequence[Path]) -> Run:
         write_bytes(partial / "run.json", text.encode("utf-8", "backslashreplace"), mode=mode)
         protect(partial)
         try:
-            move_over(partial, folder)  # fails on a directory that is not empty
+            replace(partial, folder)  # fails on a directory that is not empty
         except OSError:
             refuse_existing(folder)
             raise
@@ -436,7 +446,7 @@ def _append(path: Path, line: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _read_record(path: Path) -> dict[str, Any] | Unread:
+def _read_record(path: Path) -> Record | Unread:
     """An attempt's record. One may make no sense: progress is not fsynced, and nodes die. A failed read is not that."""
     try:
         # One that could not be read before is not waited for again: it costs itself, and not all that looks.

@@ -12,13 +12,13 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from slurmgpu.run.counters import SIZE, counting, encode, own_name
-from slurmgpu.run.submissions import cluster_in_names, place_of
+from slurmgpu.run.submissions import Place, cluster_in_names, is_at, place_of
 from slurmgpu.util.pids import lives, own_id
 from slurmgpu.util.shared_files import list_anew, read_bytes, remove
 
@@ -27,6 +27,23 @@ BEAT_S = 3.0
 LONGEST_GAP_S = 15.0
 """An observer that has not looked for so long was stopped itself, and its clock says nothing of others."""
 SUFFIX = ".alive"
+
+
+class Heartbeat(Place, total=False):
+    """What a task tells of itself; nothing while the file is written for the first time, or is damaged."""
+
+    token: str
+    beat: int
+    attempt: str
+    job: str
+    uid: int
+    user: str
+    cluster: str | None
+    boot: str
+    pid_namespace: str
+    host: str
+    pid: int
+    ticks: int | None
 
 
 @contextlib.contextmanager
@@ -39,16 +56,22 @@ def beating(folder: Path, attempt: str, job: str, node: int = 0) -> Iterator[Non
     # Two clusters that share the disk may give the same job id. A local executor's jobs have none.
     where = f"@{cluster_in_names(cluster)}" if cluster and job.isdecimal() else ""
     path = folder / "tasks" / f"{attempt}{where}{f'.node{node}' if node else ''}{SUFFIX}"
-    value: dict[str, Any] = {
-        "token": secrets.token_hex(16),
-        "beat": 0,
-        "attempt": attempt,
-        "job": job,
-        "uid": os.getuid(),
-    }
-    value |= {"user": own_name(), "cluster": cluster, **own_id()}
+    value = cast(
+        Heartbeat,
+        {
+            "token": secrets.token_hex(16),
+            "beat": 0,
+            "attempt": attempt,
+            "job": job,
+            "uid": os.getuid(),
+            "user": own_name(),
+            "cluster": cluster,
+            **own_id(),
+        },
+    )
     with contextlib.suppress(OSError):
-        value |= place_of(folder)
+        place = place_of(folder)
+        value["folder"], value["inode"] = place["folder"], place["inode"]
     _write(path, value)
 
     def beat() -> None:
@@ -64,7 +87,7 @@ def beating(folder: Path, attempt: str, job: str, node: int = 0) -> Iterator[Non
                 remove(path)
 
 
-def _write(path: Path, value: Mapping[str, Any]) -> None:
+def _write(path: Path, value: Heartbeat) -> None:
     # In place, and of one length: a rename would cost the server more, and readers see the old counter or the new one.
     # Made anew if it is gone: a merge removes those that are silent, and a task that was stopped may wake.
     with contextlib.suppress(OSError):
@@ -80,7 +103,7 @@ class Sign:
     """What an observer knows of one heartbeat; `lives` is None while it cannot tell."""
 
     name: str
-    told: Mapping[str, Any]
+    told: Heartbeat
     lives: bool | None
 
     @property
@@ -95,7 +118,7 @@ class Observer:
 
     folder: Path
     patience_s: float
-    _seen: dict[str, tuple[bytes, float, bool, dict[str, Any]]] = field(default_factory=dict)
+    _seen: dict[str, tuple[bytes, float, bool, Heartbeat]] = field(default_factory=dict)
     _looked: float = 0.0
 
     def look(self) -> list[Sign]:
@@ -107,7 +130,7 @@ class Observer:
         names = [name for name in list_anew(self._tasks) if name.endswith(SUFFIX) and not name.startswith(".")]
         place = place_of(self.folder) if names else {}
         signs = (self._look_at(name, now) for name in sorted(names))
-        return [sign for sign in signs if sign is not None and _is_at(place, sign.told)]
+        return [sign for sign in signs if sign is not None and is_at(place, sign.told)]
 
     def forget(self, signs: Sequence[Sign]) -> None:
         """Remove the files of dead tasks, unless they have changed; one that lives after all makes its own anew."""
@@ -140,14 +163,9 @@ class Observer:
         return Sign(name.removesuffix(SUFFIX), told, known)
 
 
-def _is_at(place: Mapping[str, Any], told: Mapping[str, Any]) -> bool:
-    """Whether a task works in the run directory at this place, not in one that this is a copy of."""
-    return any(told.get(key, place[key]) == place[key] for key in place)
-
-
-def _parse(content: bytes) -> dict[str, Any]:
+def _parse(content: bytes) -> Heartbeat:
     try:
         value = json.loads(content)
     except (ValueError, RecursionError):
         return {}  # it is being written for the first time, or damaged
-    return value if isinstance(value, dict) else {}
+    return cast(Heartbeat, value) if isinstance(value, dict) else {}

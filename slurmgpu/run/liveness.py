@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from slurmgpu.run.records import BriefRecord
+from slurmgpu.run.submissions import SubmissionLine
 from slurmgpu.util.pids import DEAD, are_numbered_here, is_there, look
 
 SILENT_S = 30.0
 """So long an attempt may write nothing, even where leases are shorter: it writes every three seconds."""
 FRESH_S = 15.0
 """Where nobody seems to work on a run, an attempt lives only if it wrote so lately."""
-
-Record = Mapping[str, Any]
 
 
 def patience(lease_s: float, works: bool | None = None) -> float:
@@ -27,12 +25,12 @@ def patience(lease_s: float, works: bool | None = None) -> float:
     return FRESH_S if works is False else max(lease_s, SILENT_S)
 
 
-def is_alive(record: Record, patience_s: float, now: float) -> bool:
+def is_alive(record: BriefRecord, patience_s: float, now: float) -> bool:
     """Whether an attempt has not ended and has written of itself lately."""
     return bool(record["state"] != "ended" and now - last_heard(record) <= patience_s)
 
 
-def last_heard(record: Record) -> float:
+def last_heard(record: BriefRecord) -> float:
     """When an attempt last wrote of itself, by the clock of who asks, if they have seen it change: see `StatusReader`.
 
     By its own node's clock, if they have not.
@@ -40,7 +38,7 @@ def last_heard(record: Record) -> float:
     return float(record.get("heard", record["updated"]))
 
 
-def own_time(record: Record, now: float) -> float:
+def own_time(record: BriefRecord, now: float) -> float:
     """What an attempt's own clock shows at the moment `now` of ours."""
     return float(record["updated"] + now - last_heard(record))
 
@@ -56,7 +54,7 @@ def heard_at(updated: float, now: float, changed_since: float | None) -> float:
     return updated if changed_since <= updated <= now else now
 
 
-def processes_here(submission: Mapping[str, Any]) -> list[int] | None:
+def processes_here(submission: SubmissionLine) -> list[int] | None:
     """The processes of a submission to this machine that live; None of one to another machine, or to Slurm.
 
     None also where none is seen to live, and of one it cannot be known here: see `pids`.
@@ -68,7 +66,7 @@ def processes_here(submission: Mapping[str, Any]) -> list[int] | None:
     return None if not living and None in lives.values() else living
 
 
-def are_seen_here(submission: Mapping[str, Any]) -> bool:
+def are_seen_here(submission: SubmissionLine) -> bool:
     """Whether the processes of a submission are of this machine, and not of another one of the same name."""
     if "boot" not in submission:  # of an older slurmgpu
         return bool(submission["host"] == platform.node())

@@ -18,10 +18,10 @@ import secrets
 import shlex
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Literal, TypedDict, TypeVar, cast
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.run.counters import SIZE, counting, encode, own_name
@@ -49,12 +49,28 @@ class LockLostError(SlurmGPUError):
     """The lock of this process is another's now: it was taken for dead."""
 
 
+class Holder(TypedDict, total=False):
+    """What a lock says of who holds it; of one that makes no sense its `text` alone."""
+
+    token: str
+    beat: int
+    doing: str
+    user: str
+    since: float
+    host: str
+    boot: str
+    pid_namespace: str
+    pid: int
+    ticks: int | None
+    text: str
+
+
 @dataclass
 class Lock:
     """A lock that this process took; others may have taken it away since, which `check` tells."""
 
     path: Path
-    content: dict[str, Any]
+    content: Holder
     _writing: threading.Lock = field(default_factory=threading.Lock)
     _beaten: float = field(default_factory=time.monotonic)
 
@@ -202,8 +218,8 @@ def _acquire(path: Path, doing: str, patient: bool, on_wait: Callable[[], None],
 
 def _try(path: Path, doing: str) -> Lock | None:
     """The lock, if it is free. The file appears with its content: who looks at it finds its holder."""
-    value = {"token": secrets.token_hex(16), "beat": 0, "doing": doing, "user": own_name(), "since": time.time()}
-    value |= own_id()
+    about = {"token": secrets.token_hex(16), "beat": 0, "doing": doing, "user": own_name(), "since": time.time()}
+    value = cast(Holder, {**about, **own_id()})
     mine = path.with_name(f"{path.name}.{value['token']}.partial")
     try:
         retried(lambda: _write(mine, value))
@@ -221,13 +237,13 @@ def _try(path: Path, doing: str) -> Lock | None:
     return Lock(path, value) if is_mine else None
 
 
-def _write(path: Path, value: Mapping[str, Any], flags: int = os.O_TRUNC) -> None:
+def _write(path: Path, value: Holder, flags: int = os.O_TRUNC) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o644)
     with os.fdopen(fd, "wb") as file:
         file.write(_encode(value))
 
 
-def _link(mine: Path, path: Path, value: Mapping[str, Any]) -> bool:
+def _link(mine: Path, path: Path, value: Holder) -> bool:
     """Give a file that was written the name of the lock, if nobody has it; also where the reply to that is lost."""
     try:
         try:
@@ -242,7 +258,7 @@ def _link(mine: Path, path: Path, value: Mapping[str, Any]) -> bool:
     return True
 
 
-def _take_away(path: Path, holder: Mapping[str, Any], by: str | None = None) -> bool:
+def _take_away(path: Path, holder: Holder, by: Literal["token"] | None = None) -> bool:
     """Remove the lock of `holder`, and no other; unless `by` its token alone, only if it has not beaten since.
 
     Of several who try, one has it after the renaming.
@@ -267,7 +283,7 @@ def _take_away(path: Path, holder: Mapping[str, Any], by: str | None = None) -> 
     return taken
 
 
-def _put_back(mine: Path, path: Path, content: Mapping[str, Any]) -> None:
+def _put_back(mine: Path, path: Path, content: Holder) -> None:
     """Give a lock its name again, as the file that it is: another user's could not renew a copy of it."""
     try:
         retried(lambda: os.link(mine, path, follow_symlinks=False))
@@ -299,22 +315,22 @@ def _look(path: Path) -> bytes | None:
         ) from error
 
 
-def _parse(content: bytes) -> dict[str, Any]:
+def _parse(content: bytes) -> Holder:
     """What a lock says; of one that makes no sense, of an older slurmgpu say, its text alone."""
     try:
         value = json.loads(content)
         if isinstance(value, dict):
-            return value
+            return cast(Holder, value)
     except (ValueError, RecursionError):
         pass
     return {"text": content.decode("utf-8", "replace")}
 
 
-def _encode(value: Mapping[str, Any]) -> bytes:
+def _encode(value: Holder) -> bytes:
     return str(value["text"]).encode() if "text" in value else encode(value)
 
 
-def _in_words(holder: Mapping[str, Any]) -> str:
+def _in_words(holder: Holder) -> str:
     if "token" not in holder:
         return str(holder.get("text") or "a process that has not said which")[:200]
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(holder.get("since") or 0)))

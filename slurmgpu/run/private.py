@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.atomic_files import write_bytes
@@ -30,15 +30,19 @@ WHOLLY = ("setup", "export")
 PLAN = "plan"
 
 
-def public(value: Mapping[str, Any]) -> dict[str, Any]:
+Shown = TypeVar("Shown", bound=Mapping[str, Any])
+"""A plan or a submission."""
+
+
+def public(value: Shown) -> Shown:
     """A plan or a submission as everybody may read it."""
-    shown = dict(value)
+    shown: dict[str, Any] = dict(value)
     for table in TABLES:
         if isinstance(value.get(table), Mapping):
             shown[table] = _public_options(value[table])
     if value.get("on_end"):
         shown["on_end"] = HIDDEN
-    return shown
+    return cast(Shown, shown)
 
 
 def _public_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,7 +53,7 @@ def _public_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return shown
 
 
-def keep(folder: Path, key: str, value: Mapping[str, Any]) -> dict[str, Any]:
+def keep(folder: Path, key: str, value: Shown) -> Shown:
     """What everybody may read of a plan or a submission; the rest is kept in `folder` under `key`."""
     shown = public(value)
     secret = {name: value[name] for name in (*TABLES, "on_end") if name in value and shown[name] != value[name]}
@@ -60,17 +64,17 @@ def keep(folder: Path, key: str, value: Mapping[str, Any]) -> dict[str, Any]:
     return shown
 
 
-def reveal(folder: Path, key: str, shown: Mapping[str, Any]) -> dict[str, Any]:
+def reveal(folder: Path, key: str, shown: Shown) -> Shown:
     """The plan or submission of which `shown` is what everybody reads; with dots as they are for who is not its owner.
 
     Nothing is taken from private.json but what stands behind dots.
     """
     if not is_hidden(shown):
-        return dict(shown)
+        return shown
     secret = _read(folder).get(key)
     if not isinstance(secret, dict) or any(public(secret).get(name) != shown.get(name) for name in secret):
-        return dict(shown)
-    return {**shown, **secret}
+        return shown
+    return cast(Shown, {**shown, **secret})
 
 
 def is_hidden(value: Mapping[str, Any]) -> bool:

@@ -7,10 +7,11 @@ import json
 import os
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypedDict, cast
 
 from slurmgpu.run.failures import POLICIES
+from slurmgpu.util.env_info import Surroundings
 
 
 @dataclass(frozen=True)
@@ -59,52 +60,148 @@ def node_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or platform.node()
 
 
-@dataclass
-class Record:
-    """What an attempt writes of itself to tasks/: see docs/reference/files.md."""
+_Death = TypedDict("_Death", {"class": str, "message": str})
+
+
+class Death(_Death, total=False):
+    """The end of a worker; `shard` and the first and the last of the `items` in flight, if there were any."""
+
+    shard: int
+    items: list[int]
+    at: float
+    state: str
+
+
+Takeover = TypedDict("Takeover", {"shard": int, "from": str, "host": str})
+
+
+class Usage(TypedDict, total=False):
+    """Means and peaks of what an attempt used; None is unknown, and a key may lack in an older record."""
+
+    n_samples: int
+    n_samples_ready: int
+    gpu_utilisation: float | None
+    gpu_memory_peak_bytes: int | None
+    gpu_memory_total_bytes: int | None
+    temperature_max_c: int | None
+    power_mean_w: float | None
+    energy_j: float | None
+    throttled: dict[str, float] | None
+    ecc_errors: float | None
+    xids: list[int]
+    host_memory_peak_bytes: int | None
+    cpu_cores: float | None
+
+
+class _Heard(TypedDict, total=False):
+    """What a record has that is looked at again and again: when it was written, by the clock of who looks."""
+
+    heard: float
+
+
+class Computed(TypedDict):
+    """Which computations of shards are an attempt's: each with its start, seconds, and whether it came first."""
 
     attempt: str
+    submission: int
+    published: list[list[Any]]
+
+
+class BriefRecord(Computed, _Heard):
+    """What a status keeps in mind of a record, of thousands of attempts."""
+
     job: str
     task: int
     restart: int
-    submission: int
     executor: str
     node: str
     pid: int
     n_gpus: int
     n_nodes: int
     device: str
-    gpus: list[str]
     memory_mb: int | None
     started: float
-    end_time: float | None = None
-    updated: float = 0.0
-    ended: float | None = None
-    state: str = "starting"
-    phases: list[list[Any]] = field(default_factory=list)
-    reason: str | None = None
-    failure: str | None = None
-    message: str = ""
-    traceback: str = ""
-    bad_node: str | None = None
-    image: str | None = None
-    surroundings: dict[str, Any] = field(default_factory=dict)
-    usage: dict[str, Any] = field(default_factory=dict)
-    load_s: float | None = None
-    n_items: int = 0
-    n_errors: int = 0
-    failed: list[list[Any]] = field(default_factory=list)
-    shard: int | None = None
-    shard_started: float | None = None
-    shard_done: int = 0
-    shard_kept: float | None = None
-    progress: str | None = None
-    published: list[list[Any]] = field(default_factory=list)
-    kept_s: float = 0.0
-    lost_s: float = 0.0
-    deaths: list[dict[str, Any]] = field(default_factory=list)
-    takeovers: list[dict[str, Any]] = field(default_factory=list)
-    version: int = 1
+    end_time: float | None
+    updated: float
+    ended: float | None
+    state: str
+    phases: list[list[Any]]
+    reason: str | None
+    failure: str | None
+    message: str
+    bad_node: str | None
+    image: str | None
+    load_s: float | None
+    n_items: int
+    n_errors: int
+    failed: list[list[Any]]
+    shard: int | None
+    shard_started: float | None
+    shard_done: int
+    shard_kept: float | None
+    progress: str | None
+    kept_s: float
+    lost_s: float
+    deaths: list[Death]
+    takeovers: list[Takeover]
+    version: int
+
+
+class Record(BriefRecord):
+    """What an attempt writes of itself to tasks/: see docs/reference/files.md."""
+
+    gpus: list[str]
+    traceback: str
+    surroundings: Surroundings
+    usage: Usage
+
+
+def new_record(attempt: Attempt, node: str, pid: int, gpus: list[str], started: float) -> Record:
+    """The record of an attempt that starts, its keys in the order of the file."""
+    return {
+        "attempt": attempt.name,
+        "job": attempt.job,
+        "task": attempt.task,
+        "restart": attempt.restart,
+        "submission": attempt.submission,
+        "executor": attempt.executor,
+        "node": node,
+        "pid": pid,
+        "n_gpus": attempt.n_gpus,
+        "n_nodes": attempt.n_nodes,
+        "device": attempt.device,
+        "gpus": gpus,
+        "memory_mb": attempt.memory_mb,
+        "started": started,
+        "end_time": attempt.end_time,
+        "updated": 0.0,
+        "ended": None,
+        "state": "starting",
+        "phases": [],
+        "reason": None,
+        "failure": None,
+        "message": "",
+        "traceback": "",
+        "bad_node": None,
+        "image": None,
+        "surroundings": {},
+        "usage": {},
+        "load_s": None,
+        "n_items": 0,
+        "n_errors": 0,
+        "failed": [],
+        "shard": None,
+        "shard_started": None,
+        "shard_done": 0,
+        "shard_kept": None,
+        "progress": None,
+        "published": [],
+        "kept_s": 0.0,
+        "lost_s": 0.0,
+        "deaths": [],
+        "takeovers": [],
+        "version": 1,
+    }
 
 
 class Unread(enum.Enum):
@@ -114,7 +211,7 @@ class Unread(enum.Enum):
     UNREADABLE = "its record cannot be read at present"
 
 
-def read_record(content: bytes) -> dict[str, Any]:
+def read_record(content: bytes) -> Record:
     """The record in a file of tasks/, with defaults for what one of an older slurmgpu lacks.
 
     ValueError says what is wrong with one of which something makes no sense; the others can be used without a doubt.
@@ -130,13 +227,9 @@ def read_record(content: bytes) -> dict[str, Any]:
             raise ValueError(f"its {name} is {value[name]!r:.80}")
         if name not in value and name not in ADDED:
             raise ValueError(f"it lacks {name}")
-    return value if value.keys() >= set(ADDED) else {**_defaults(), **value}
-
-
-def _defaults() -> dict[str, Any]:
-    """What the keys that were added to version 1 are in a record that is older than they are."""
-    blank = asdict(Record("", "", 0, 0, 0, "", "", 0, 0, 1, "", [], None, 0.0))
-    return {name: blank[name] for name in ADDED}
+    if not value.keys() >= set(ADDED):  # it is older than these, which are as in one that begins
+        value = {**new_record(Attempt("", 0), "", 0, [], 0.0), **value}
+    return cast(Record, value)
 
 
 ADDED = (

@@ -8,14 +8,89 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict, cast
 
+from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.util.shared_files import retried
 
 ENDS = ("ended", "refused")
 """States of a submission of which nothing will start any more."""
-JOB_KEYS = ("array_job", "merge_job")
+JOB_KEYS: tuple[Literal["array_job", "merge_job"], ...] = ("array_job", "merge_job")
 """What has the ids of its jobs in Slurm."""
+
+
+class Git(TypedDict):
+    """The state of a repository."""
+
+    commit: str
+    dirty: bool
+
+
+class CodeAbout(TypedDict):
+    """What a snapshot of the user's modules was taken with."""
+
+    python: str
+    distributions: dict[str, str]
+    image: str | None
+    git: Git | None
+
+
+class Code(CodeAbout):
+    """What names a snapshot, and a sentence for what of it could not be taken."""
+
+    digest: str
+    left_out: list[str]
+
+
+class Jobs(TypedDict, total=False):
+    """The ids of a submission's jobs in Slurm."""
+
+    array_job: str
+    merge_job: str
+
+
+class Place(TypedDict, total=False):
+    """What tells a run directory from its copies."""
+
+    folder: str
+    inode: int
+
+
+class _Number(TypedDict):
+    submission: int
+
+
+class SubmissionLine(_Number, Jobs, Place, total=False):
+    """A line of submissions.jsonl, or what all lines of one submission say: see docs/reference/files.md."""
+
+    executor: str
+    device: str
+    n_tasks: int
+    n_concurrent: int
+    gpus_per_task: int
+    gpu_type: str | None
+    nodes_per_task: int
+    slurm: Mapping[str, Any]
+    merge: Mapping[str, Any]
+    after: Sequence[str]
+    exclude: Sequence[str]
+    round: int
+    resources: Mapping[str, Any]
+    container: ContainerRecord | None
+    inject: Sequence[str]
+    code: Code | None
+    state: str
+    time: float
+    uid: int
+    message: str
+    cluster: str | None
+    by_hand: bool
+    cancelled: bool
+    copied: bool
+    host: str
+    boot: str
+    pid_namespace: str
+    pids: list[int]
 
 
 @dataclass(frozen=True)
@@ -41,13 +116,13 @@ class Submission:
     exclude: tuple[str, ...] = ()
     round: int = 0
     resources: Mapping[str, Any] = field(default_factory=dict)
-    container: Mapping[str, Any] | None = None
+    container: ContainerRecord | None = None
     inject: tuple[str, ...] = ()
-    code: Mapping[str, Any] | None = None
+    code: Code | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> SubmissionLine:
         """The line that is written before anything is queued."""
-        return {**asdict(self), "state": "submitting", "time": time.time(), "uid": os.getuid()}
+        return {**cast(SubmissionLine, asdict(self)), "state": "submitting", "time": time.time(), "uid": os.getuid()}
 
     @property
     def sbatch_options(self) -> dict[str, Any]:
@@ -71,32 +146,37 @@ class Submission:
         return {**inherited, **self.merge}
 
 
-def is_over(lines: Sequence[Mapping[str, Any]]) -> bool:
+def is_over(lines: Sequence[SubmissionLine]) -> bool:
     """Whether nothing of a run's last submission will start any more; False if there was none."""
     return bool(lines) and lines[-1]["state"] in ENDS
 
 
-def ended_jobs(lines: Sequence[Mapping[str, Any]]) -> set[str | None]:
+def ended_jobs(lines: Sequence[SubmissionLine]) -> set[str | None]:
     """The jobs in Slurm of submissions that have ended; None stands for those that never had one."""
     return {line.get(key) for line in lines if line["state"] == "ended" for key in JOB_KEYS}
 
 
-def place_of(folder: Path) -> dict[str, Any]:
-    """What tells a run directory from its copies: its path, which it has not after a move, and its inode, which it has.
+def place_of(folder: Path) -> Place:
+    """A run directory's path, which it has not after a move, and its inode, which it has.
 
     Both, as some file systems number their files anew whenever they are mounted.
     """
     return {"folder": str(folder.resolve()), "inode": retried(folder.stat).st_ino}
 
 
-def as_seen_at(line: Mapping[str, Any], place: Mapping[str, Any]) -> dict[str, Any]:
+def is_at(place: Place, told: Mapping[str, object]) -> bool:
+    """Whether what a file of a run directory tells is of the directory at this place, not of one that it copies."""
+    return any(told.get(key, value) == value for key, value in place.items())
+
+
+def as_seen_at(line: SubmissionLine, place: Place) -> SubmissionLine:
     """A submission as the run directory at this place has it: ended, if another folder's tasks are at work for it."""
-    if line["state"] in ENDS or any(line.get(key, place[key]) == place[key] for key in place):
-        return dict(line)
+    if line["state"] in ENDS or is_at(place, line):
+        return line
     return {**line, "state": "ended", "copied": True}
 
 
-def abroad(lines: Sequence[Mapping[str, Any]], cluster: str) -> str:
+def abroad(lines: Sequence[SubmissionLine], cluster: str) -> str:
     """What tells names of this cluster from equal ones of another: "" on the first that the run was queued on.
 
     Also "" where there is none. Old names stay as they are.
@@ -120,7 +200,7 @@ def job_here(executor: str, submission: int) -> str:
     return f"{executor}{submission}"
 
 
-def slots_of(line: Mapping[str, Any]) -> list[int]:
+def slots_of(line: SubmissionLine) -> list[int]:
     """The processes of a local submission's slots; the first of all its processes is that which merges."""
     return list(line.get("pids", ()))[1:]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from slurmgpu.util.shared_files import open_file
 
@@ -18,6 +18,31 @@ TAIL_BYTES = 16384
 """So much of a file's end is read for its last sample."""
 LINE_BYTES = 256
 """About as long as a line may be before it is cheaper to look for some of a file's lines than to read them all."""
+
+
+class _Xids(TypedDict, total=False):
+    xids: list[int]
+
+
+class SampleLine(_Xids):
+    """A line of a file: `gpus` and `host` have the values that the line above names, `xids` the driver's errors."""
+
+    time: float
+    ready: bool
+    gpus: list[list[Any]]
+    host: list[Any] | None
+
+
+class HeadLine(TypedDict):
+    """The first line, and one for each change of the GPUs."""
+
+    format: str
+    version: int
+    sample_s: float
+    driver: str | None
+    gpus: list[dict[str, str | None]]
+    gpu_values: Sequence[str]
+    host_values: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -112,7 +137,7 @@ def _samples(lines: Any, unreadable: list[bytes], *, last: bool = False) -> Iter
         yield found
 
 
-def _sample(value: Mapping[str, Any], gpu_names: list[str], host_names: list[str]) -> Sample:
+def _sample(value: SampleLine, gpu_names: list[str], host_names: list[str]) -> Sample:
     gpus = [dict(zip(gpu_names, numbers, strict=False)) for numbers in value["gpus"]]
     host = dict(zip(host_names, value["host"] or (), strict=False))
     utilisations, powers, energies = (_known(gpus, name) for name in ("utilisation", "power_w", "energy_j"))

@@ -3,7 +3,6 @@
 May import: report, logs, run, util.
 """
 
-from slurmgpu.logs import search_until as excerpts_until
 from slurmgpu.search.classes import Event, events_of_class
 from slurmgpu.search.excerpts import Excerpt, excerpt_of_attempt, excerpt_of_death
 from slurmgpu.search.index import read_index
@@ -17,7 +16,6 @@ __all__ = [
     "excerpt_of_attempt",
     "excerpt_of_death",
     "excerpt_of_item",
-    "excerpts_until",
     "read_index",
     "story_of_item",
 ]

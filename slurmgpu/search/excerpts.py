@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from slurmgpu.logs import (
     LINE_BYTES,
@@ -26,6 +25,7 @@ from slurmgpu.logs import (
 )
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
+from slurmgpu.run.records import Death, Record
 from slurmgpu.search.picking import LOOK_LINES, TRACEBACK_BEGINS, first_whole, pick, with_traceback
 from slurmgpu.search.remembering import remembering
 
@@ -61,7 +61,7 @@ class Excerpt:
 
     @property
     def number(self) -> int:
-        """That line's number in its file, from 1; 0 if there was no time to count, see `excerpts_until`."""
+        """That line's number in its file, from 1; 0 if there was no time to count, see `search_until`."""
         return line_number(self.path, self.lines[self.mark].offset)
 
     @property
@@ -88,20 +88,18 @@ def excerpt_of_attempt(run: Run, attempt: str, max_lines: int = N_LINES) -> Exce
     files = [] if record is None else files_of(run, record)
     if record is None or not files:
         return None
-    ended = record.get("ended")
+    ended = record["ended"]
     lines = _tail(files, record, LOOK_LINES, None if ended is None else ended + MARGIN_S)
     lines = [line for line in lines if not _OF_SUBMITIT.search(line.text)] or lines
     # Nothing says more of it than its own last word.
-    verdict = record.get("failure")
+    verdict = record["failure"]
     of_item = re.compile(rf"\bitem \d+(?: is quarantined)?: {verdict}: ")
     found = (place for place, line in enumerate(lines) if verdict and f": {verdict}: " in line.text)
     marks = [place for place in found if not of_item.search(lines[place].text)]
     return Excerpt(*pick(lines, marks[-1] if marks else len(lines) - 1, (), max_lines)) if lines else None
 
 
-def excerpt_of_death(
-    run: Run, record: Mapping[str, Any], death: Mapping[str, Any], max_lines: int = N_LINES
-) -> Excerpt | None:
+def excerpt_of_death(run: Run, record: Record, death: Death, max_lines: int = N_LINES) -> Excerpt | None:
     """The last lines of a worker before it died, and what its task said of that; None without logs."""
     files, at = files_of(run, record), float(death["at"])
     words = _tail(workers_of(files), record, LOOK_LINES, at)
@@ -136,26 +134,26 @@ def workers_of(files: Iterable[LogFile]) -> list[LogFile]:
     return [file for file in files if file.is_worker]
 
 
-def _tail(files: list[LogFile], record: Mapping[str, Any], n_lines: int, until: float | None) -> list[Line]:
+def _tail(files: list[LogFile], record: Record, n_lines: int, until: float | None) -> list[Line]:
     """The last lines of several files up to a time, by their ends alone."""
-    since = record.get("started", 0.0)
+    since = record["started"]
     stops = {} if until is None else {file.path: time_start(file.path, until + 0.001, since=since) for file in files}
     starts = {file.path: tail_start(file.path, n_lines, stops.get(file.path)) for file in files}
     return list(deque(merged(files, since=since, starts=starts, stops=stops), maxlen=n_lines))
 
 
-def part_between(file: LogFile, record: Mapping[str, Any], since: float, until: float) -> tuple[int, int]:
+def part_between(file: LogFile, record: Record, since: float, until: float) -> tuple[int, int]:
     """Where in a file of an attempt the lines from one time to another begin and end."""
-    begun = record.get("started", 0.0)
+    begun = record["started"]
     start = time_start(file.path, since, since=begun)
     return start, time_start(file.path, until, since=begun, start=start)
 
 
-def lines_between(files: list[LogFile], record: Mapping[str, Any], since: float, until: float) -> Iterator[Line]:
+def lines_between(files: list[LogFile], record: Record, since: float, until: float) -> Iterator[Line]:
     """The lines of an attempt's files from one time to another, found without reading what is before."""
     parts = {file.path: part_between(file, record, since, until) for file in files}
     starts, stops = ({path: part[end] for path, part in parts.items()} for end in (0, 1))
-    return merged(files, since=record.get("started", 0.0), starts=starts, stops=stops)
+    return merged(files, since=record["started"], starts=starts, stops=stops)
 
 
 def excerpt_around(file: LogFile, offset: int, max_lines: int, begun: int = 0) -> Excerpt:

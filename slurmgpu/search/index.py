@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypedDict
 
-from slurmgpu.logs import LogFile, files_of, merge_files
+from slurmgpu.logs import UNKNOWN, LogFile, files_of, merge_files
 from slurmgpu.run.directory import Run
 from slurmgpu.search.remembering import remembering
 from slurmgpu.util.shared_files import retried
@@ -13,15 +13,59 @@ INDEX_FORMAT = "slurmgpu logs"
 INDEX_VERSION = 1
 
 
-def read_index(run: Run) -> dict[str, Any]:
+class FileRecord(TypedDict):
+    """A log file."""
+
+    path: str
+    source: str
+    size_bytes: int
+    modified: float
+
+
+class LoggedAttempt(TypedDict):
+    """An attempt and its log files."""
+
+    attempt: str
+    submission: int
+    executor: str
+    node: str | None
+    state: str
+    started: float | None
+    failure: str | None
+    files: list[FileRecord]
+
+
+class Index(TypedDict):
+    """What `slurmgpu logs --json` prints."""
+
+    format: str
+    version: int
+    run: str
+    run_dir: str
+    attempts: list[LoggedAttempt]
+    merge: list[FileRecord]
+
+
+def read_index(run: Run) -> Index:
     """Every attempt with its state, its failure and its log files, and the files of the merge jobs."""
     run = remembering(run)
-    lines, attempts = run.submissions(), []
+    lines = run.submissions()
+    attempts: list[LoggedAttempt] = []
     for name, record in run.logged.items():
-        failure = run.judged.get(name, {}).get("failure")
-        about = {key: record.get(key) for key in ("attempt", "submission", "executor", "node", "state", "started")}
-        files = [_described(file) for file in files_of(run, record, lines)]
-        attempts.append({**about, "failure": failure, "files": files})
+        judged = run.judged.get(name)
+        is_recorded = record["state"] != UNKNOWN
+        attempts.append(
+            {
+                "attempt": name,
+                "submission": record["submission"],
+                "executor": record["executor"],
+                "node": record["node"] if is_recorded else None,
+                "state": record["state"],
+                "started": record["started"] if is_recorded else None,
+                "failure": judged["failure"] if judged else None,
+                "files": [_described(file) for file in files_of(run, record, lines)],
+            }
+        )
     return {
         "format": INDEX_FORMAT,
         "version": INDEX_VERSION,
@@ -32,6 +76,6 @@ def read_index(run: Run) -> dict[str, Any]:
     }
 
 
-def _described(file: LogFile) -> dict[str, Any]:
+def _described(file: LogFile) -> FileRecord:
     about = retried(file.path.stat)
     return {"path": str(file.path), "source": file.source, "size_bytes": about.st_size, "modified": about.st_mtime}

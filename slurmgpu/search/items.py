@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.logs import (
+    UNKNOWN,
     Line,
     LogFile,
     files_of,
@@ -23,6 +23,7 @@ from slurmgpu.report.ledger import counting
 from slurmgpu.report.states import is_told
 from slurmgpu.run.crash_history import read_history
 from slurmgpu.run.directory import Run
+from slurmgpu.run.records import Death, Record
 from slurmgpu.run.submissions import is_over
 from slurmgpu.search.excerpts import (
     MARGIN_S,
@@ -88,16 +89,13 @@ class _Search:
         self.maker: str | None = None
         self.begun = 0
         self.computed = [
-            (record, entry)
-            for record in self.records
-            for entry in record.get("published", ())
-            if entry[0] == self.shard
+            (record, entry) for record in self.records for entry in record["published"] if entry[0] == self.shard
         ]
         self.deaths = sorted(
             (
                 (death, record)
                 for record in self.records
-                for death in record.get("deaths", ())
+                for death in record["deaths"]
                 if death.get("shard") == self.shard
             ),
             key=lambda pair: float(pair[0]["at"]),
@@ -127,14 +125,14 @@ class _Search:
         if sentence[-1] not in ".!?":
             sentence += "."
         names = [record["attempt"] for record, _ in self.computed] + [record["attempt"] for _, record in self.deaths]
-        names += [record["attempt"] for record in self.records if record.get("shard") == self.shard]
-        names += [t["from"] for r in self.records for t in r.get("takeovers", ()) if t["shard"] == self.shard]
+        names += [record["attempt"] for record in self.records if record["shard"] == self.shard]
+        names += [t["from"] for r in self.records for t in r["takeovers"] if t["shard"] == self.shard]
         names += [self.maker] if self.maker is not None else []
         order = {record["attempt"]: number for number, record in enumerate(self.records)}
         attempts = sorted(set(names), key=lambda name: (order.get(name, -1), name))
         return Story(self.index, self.shard, ended, sentence, kind, message, tuple(attempts), excerpt)
 
-    def _winner(self) -> tuple[dict[str, Any] | None, list[Any]]:
+    def _winner(self) -> tuple[Record | None, list[Any]]:
         """The attempt whose copy of the shard is the one that counts, and when it computed that."""
         for making in makings_of(self.run, [self.shard], self.index):
             if (record := self.run.logged.get(making.attempt)) is not None:
@@ -166,11 +164,11 @@ class _Search:
             return None
         return told.failures.get(self.index, ())
 
-    def _was_in_flight(self, death: Mapping[str, Any]) -> bool:
+    def _was_in_flight(self, death: Death) -> bool:
         items = death.get("items") or ()
         return bool(items) and (self.index in items or min(items) <= self.index <= max(items))
 
-    def _lines_of(self, record: Mapping[str, Any], entry: list[Any]) -> tuple[Line | None, list[Line]]:
+    def _lines_of(self, record: Record, entry: list[Any]) -> tuple[Line | None, list[Line]]:
         """From the log of who computed the shard the line of the item's failure; else those that name item or shard.
 
         The first of these is that where the shard was begun.
@@ -202,7 +200,7 @@ class _Search:
                 break
         return list(found.values())
 
-    def _fine(self, record: Mapping[str, Any] | None, entry: list[Any], excerpt: Excerpt | None) -> Story:
+    def _fine(self, record: Record | None, entry: list[Any], excerpt: Excerpt | None) -> Story:
         who = f"{self.which} is published"
         if record is not None:
             who = f"attempt {record['attempt']} computed {self.which}{_on(record)} in {entry[2]:.3g} s"
@@ -218,7 +216,7 @@ class _Search:
         if holder is not None and claim is not None and not claim.parked and holder["state"] != "ended":
             excerpt = excerpt_of_attempt(self.run, holder["attempt"], self.max_lines)
             said += f"; attempt {holder['attempt']} has it in hand, on {holder['node']}"
-            lost = [t["from"] for t in holder.get("takeovers", ()) if t["shard"] == self.shard]
+            lost = [t["from"] for t in holder["takeovers"] if t["shard"] == self.shard]
             said += f", taken over from attempt {lost[-1]}, which had fallen silent" if lost else ""
             died = f"{len(deaths)} workers have" if len(deaths) > 1 else "a worker has"
             said += f"; {died} died with it" if deaths else ""
@@ -247,11 +245,12 @@ class _Search:
     def _left(self, said: str) -> Story | None:
         """Of a shard that an attempt had in hand when it ended, as its log says."""
         for name, record in reversed(self.run.logged.items()):
-            about = self.run.judged.get(name, {"failure": None, "message": ""})
-            is_unknown = record["state"] == "unknown"
-            if not (about["failure"] or is_unknown) or self.run.last_begun(record) != self.shard:
+            about = self.run.judged.get(name)
+            kind, message = (about["failure"], about["message"]) if about else (None, "")
+            is_unknown = record["state"] == UNKNOWN
+            if not (kind or is_unknown) or self.run.last_begun(record) != self.shard:
                 continue
-            self.maker, kind, message = name, about["failure"], about["message"]
+            self.maker = name
             said += f": attempt {name} had it in hand "
             said += f"when it ended: {kind}: {_first_line(message)}" if kind else "last, and its record cannot be read"
             excerpt = excerpt_of_attempt(self.run, name, self.max_lines)
@@ -266,7 +265,7 @@ def _first(file: LogFile, words: str, start: int, stop: int) -> list[Line]:
     return []
 
 
-def _on(record: Mapping[str, Any], word: str = " on ") -> str:
+def _on(record: Record, word: str = " on ") -> str:
     """The node of an attempt, if it is known."""
     return f"{word}{record['node']}" if record["node"] else ""
 

@@ -3,42 +3,42 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
 
 from slurmgpu.logs import TAIL_BYTES, attempts_with_logs, files_of, last_end, line_around, places_of, text_of
+from slurmgpu.report.attempts import AttemptRow
 from slurmgpu.report.build import judged_attempts
 from slurmgpu.run.directory import Run
-from slurmgpu.run.records import Unread
+from slurmgpu.run.records import Record, Unread
+from slurmgpu.run.submissions import SubmissionLine
 
 
 class Remembering(Run):
     """A run as it was when it was first looked at, for one search."""
 
     @cached_property
-    def _attempts(self) -> tuple[list[dict[str, Any]], dict[str, Unread]]:
+    def _attempts(self) -> tuple[list[Record], dict[str, Unread]]:
         return super().read_attempts()
 
     @cached_property
-    def _submissions(self) -> list[dict[str, Any]]:
+    def _submissions(self) -> list[SubmissionLine]:
         return super().submissions()
 
-    def read_attempts(self) -> tuple[list[dict[str, Any]], dict[str, Unread]]:
+    def read_attempts(self) -> tuple[list[Record], dict[str, Unread]]:
         """What each attempt wrote of itself, and why records are left out."""
         return self._attempts
 
-    def submissions(self) -> list[dict[str, Any]]:
+    def submissions(self) -> list[SubmissionLine]:
         """The submissions."""
         return self._submissions
 
     @cached_property
-    def judged(self) -> dict[str, dict[str, Any]]:
+    def judged(self) -> dict[str, AttemptRow]:
         """Every attempt by its name, as the last report has judged it."""
         return {attempt["attempt"]: attempt for attempt in judged_attempts(self)}
 
     @cached_property
-    def logged(self) -> dict[str, dict[str, Any]]:
+    def logged(self) -> dict[str, Record]:
         """The record of every attempt by its name, and what is known of those that have logs alone."""
         return {record["attempt"]: record for record in attempts_with_logs(self)}
 
@@ -46,21 +46,21 @@ class Remembering(Run):
     def _begun(self) -> dict[str, int | None]:
         return {}
 
-    def last_begun(self, record: Mapping[str, Any]) -> int | None:
+    def last_begun(self, record: Record) -> int | None:
         """The shard that an attempt began last, by its log and its record."""
         name = record["attempt"]
         if name not in self._begun:
             self._begun[name] = self._last_begun(record)
         return self._begun[name]
 
-    def _last_begun(self, record: Mapping[str, Any]) -> int | None:
+    def _last_begun(self, record: Record) -> int | None:
         """Who was killed may have begun another shard since it wrote its record."""
         for file in [file for file in files_of(self, record) if file.is_worker][:1]:
             size = last_end(file.path)
             for place in places_of(file.path, b": items ", max(0, size - TAIL_BYTES), size, backwards=True):
                 if match := re.search(r" shard (\d+): items ", text_of(line_around(file.path, place)[1])):
                     return int(match[1])
-        return record.get("shard")
+        return record["shard"]
 
 
 def remembering(run: Run) -> Remembering:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.report.build import read_report, report_path
+from slurmgpu.report.build import Report, read_report, report_path
 from slurmgpu.report.states import Lines
 from slurmgpu.run.directory import Run
 from slurmgpu.util.shared_files import retried
@@ -38,7 +38,7 @@ def told_of(run: Run) -> Told | None:
     return known[1]
 
 
-def _told_by(report: Mapping[str, Any] | None) -> Told | None:
+def _told_by(report: Report | None) -> Told | None:
     if report is None:
         return None
     failures = {error["index"]: (error["class"], error["message"]) for error in report["errors"]}

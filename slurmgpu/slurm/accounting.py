@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
-from typing import Any
 
-from slurmgpu.report.attempts import Lives, attempts_of
+from slurmgpu.report.attempts import AttemptRow, Lives, attempts_of
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import abroad, is_slurms
 from slurmgpu.slurm import commands, queue
@@ -44,7 +42,7 @@ def settled_lives_of(run: Run) -> Lives | None:
         time.sleep(1.0)
 
 
-def _is_unsettled(attempt: Mapping[str, Any]) -> bool:
+def _is_unsettled(attempt: AttemptRow) -> bool:
     """Whether accounting has yet to say how an attempt ended: of a SIGTERM only it knows who sent it."""
     if not is_slurms(attempt):
         return False

@@ -9,10 +9,10 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from slurmgpu.report.queued import Job
 from slurmgpu.run.directory import Run
-from slurmgpu.run.submissions import JOB_KEYS, ended_jobs, is_slurms
+from slurmgpu.run.submissions import JOB_KEYS, SubmissionLine, ended_jobs, is_slurms
 from slurmgpu.slurm import commands
 from slurmgpu.util.array_ids import array_of, indices_of
 
@@ -41,11 +41,16 @@ class QueuedJob:
     start: float | None = None
     comment: str = ""
 
-    def to_json(self, is_merge: bool) -> dict[str, Any]:
+    def to_json(self, is_merge: bool) -> Job:
         """The job in the JSON of status."""
         n_tasks = 0 if is_merge else self.n_tasks
-        named = {key: getattr(self, key) for key in ("job_id", "state", "reason", "start")}
-        return {**named, "n_tasks": n_tasks}
+        return {
+            "job_id": self.job_id,
+            "state": self.state,
+            "reason": self.reason,
+            "start": self.start,
+            "n_tasks": n_tasks,
+        }
 
     @property
     def n_tasks(self) -> int:
@@ -195,9 +200,7 @@ def _epoch(text: str) -> float | None:
         return None
 
 
-def queued_jobs(
-    run: Run, among: Sequence[QueuedJob] | None = None, last: list[dict[str, Any]] | None = None
-) -> list[dict[str, Any]] | None:
+def queued_jobs(run: Run, among: Sequence[QueuedJob] | None = None, last: list[Job] | None = None) -> list[Job] | None:
     """A run's jobs in the queue, by one call of squeue; None where Slurm has none of it, `last` if it does not answer.
 
     An empty list is for a run that Slurm should have something of; of one on another cluster it is None.
@@ -217,7 +220,7 @@ def queued_jobs(
     return told if told or expected else None
 
 
-def _are_here(lines: Sequence[Mapping[str, Any]]) -> bool:
+def _are_here(lines: Sequence[SubmissionLine]) -> bool:
     """Whether all that is queued was submitted on the cluster that is asked here, as far as is known."""
     clusters = {line["cluster"] for line in lines if line["state"] == "queued" and "cluster" in line}
     return not clusters or clusters == {commands.cluster_name()}

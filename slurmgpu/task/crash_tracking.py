@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import MutableMapping, Sequence
-from typing import Any
 
 from slurmgpu.run.claims import Claim
 from slurmgpu.run.crash_history import read_history, write_history
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES, brought_upon_itself, describe_exit
+from slurmgpu.run.records import Death
 
 log = logging.getLogger(__name__)
 
@@ -57,9 +57,7 @@ class Deaths:
             if history.forget(items):
                 write_history(self._run.claims.folder, shard, history)
 
-    def bury(
-        self, returncode: int, was_oom: bool, held: MutableMapping[int, Claim]
-    ) -> tuple[dict[str, Any], str | None]:
+    def bury(self, returncode: int, was_oom: bool, held: MutableMapping[int, Claim]) -> tuple[Death, str | None]:
         """A death for the attempt's record, and why no worker is to be started after it; None if one is.
 
         A shard that is left for a submission with more memory is taken out of `held`.
@@ -67,12 +65,12 @@ class Deaths:
         kind = "host_oom" if was_oom else "crash"
         how = describe_exit(returncode)
         message = self._broken or (f"the worker ran out of host memory and {how}" if was_oom else f"the worker {how}")
-        death: dict[str, Any] = {"class": kind, "message": message}
+        death: Death = {"class": kind, "message": message}
         limit = MAX_DEATHS_LOADING
         if self._in_flight is not None:
             limit = MAX_DEATHS
             shard, items, _ = self._in_flight
-            death |= {"shard": shard, "items": items[:1] if len(items) == 1 else [items[0], items[-1]]}
+            death["shard"], death["items"] = shard, [items[0], items[-1]][: len(items)]
             weight = 1.0 if self._broken or (brought_upon_itself(returncode) and not was_oom) else 0.5
             self._remember(weight, kind, message, held)
         log.error("%s: %s%s", kind, message, _what_was_in_flight(death))
@@ -107,7 +105,7 @@ class Deaths:
             log.warning("shard %d cannot be parked: %s", shard, error)
 
 
-def _what_was_in_flight(death: dict[str, Any]) -> str:
+def _what_was_in_flight(death: Death) -> str:
     """What a worker that died had in hand, in words; "" if nothing."""
     items = death.get("items")
     if not items:

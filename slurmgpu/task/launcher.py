@@ -106,6 +106,6 @@ class Launcher:
 
 def _container_of(run: Run, submission: int) -> Container | None:
     """The container of a submission: as planned, or as [container] was corrected for it."""
-    line = next((line for line in run.submissions() if line["submission"] == submission), {})
-    found = line.get("container") or run.plan.container
+    own = (line.get("container") for line in run.submissions() if line["submission"] == submission)
+    found = next(own, None) or run.plan.container
     return Container.from_json(found) if found else None

@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from slurmgpu.containers.settings import ContainerError
 from slurmgpu.run.directory import Plan, Run
 from slurmgpu.run.records import Attempt, node_name
 from slurmgpu.task.launcher import Launcher
+from slurmgpu.worker.probing import Found
 
 TIMEOUT_S = 300
 
@@ -28,7 +28,7 @@ class NodeCheck:
     `if_slow` says what to suspect when that took long.
     """
 
-    found: dict[str, Any]
+    found: Found
     problems: list[str]
     node: str = ""
     start_s: float = 0.0
@@ -67,6 +67,6 @@ def hear(
     if line is None:
         complaint = explain(done.stderr, done.returncode)
         return NodeCheck({}, [str(complaint or done.stderr.strip() or f"exit code {done.returncode}")])
-    found: dict[str, Any] = json.loads(line)
+    found: Found = json.loads(line)
     problems = [text for _, text in found["problems"]]
     return NodeCheck(found, problems, node_name(), time.monotonic() - started, runtime, if_slow)

@@ -26,7 +26,7 @@ from slurmgpu.report.attempts import TOO_LARGE
 from slurmgpu.run.claims import UNREADABLE, Claim
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import FILES, POLICIES, class_of, signal_of
-from slurmgpu.run.records import Attempt
+from slurmgpu.run.records import Attempt, Unread
 from slurmgpu.shards.shard_file import partials_of
 from slurmgpu.task.attempt_writer import Recording
 from slurmgpu.task.crash_tracking import Deaths
@@ -108,10 +108,10 @@ class Task:
         except gpus.GPUFaultError as error:
             return self._fail("gpu_fault", str(error))
         except ContainerError as error:
-            self.record.bad_node = self.record.node if error.node_at_fault else None
+            self.record["bad_node"] = self.record["node"] if error.node_at_fault else None
             return self._fail(error.kind, str(error))
         except NodeFaultError as error:
-            self.record.bad_node = error.node
+            self.record["bad_node"] = error.node
             return self._fail(error.kind, str(error))
         except WorkerFailedError as error:
             return self._fail(error.kind, str(error), error.trace)
@@ -123,10 +123,10 @@ class Task:
 
     def _fail(self, failure: str, message: str, trace: str = "") -> int:
         policy = POLICIES[failure]
-        if policy.node_at_fault and self.record.bad_node is None:
-            self.record.bad_node = self.record.node
+        if policy.node_at_fault and self.record["bad_node"] is None:
+            self.record["bad_node"] = self.record["node"]
         if policy.says:
-            message = f"{self.record.bad_node} {policy.says}: {message}"
+            message = f"{self.record['bad_node']} {policy.says}: {message}"
         self.recording.fail(failure, message, trace)
         return 1
 
@@ -138,9 +138,10 @@ class Task:
         if not self.attempt.restart:
             return
         read = self.run.attempt(replace(self.attempt, restart=self.attempt.restart - 1).name)
-        former = read if isinstance(read, dict) else {}
-        published = former.get("published") or [[0]]
-        last = published[-1][0] if former.get("shard") is None else former["shard"]
+        last = 0
+        if not isinstance(read, Unread):
+            last = read["published"][-1][0] if read["published"] else 0
+            last = last if read["shard"] is None else read["shard"]
         taken = sorted(open_shards(self.run) & self.run.claims.numbers(), key=lambda shard: abs(shard - last))
         dropped = self.run.claims.drop_earlier(self._claim(), taken[:MOST_DROPPED])
         if dropped:
@@ -148,7 +149,7 @@ class Task:
 
     def _claim(self) -> Claim:
         given = self.attempt
-        return Claim(given.task_name, given.name, self.record.node, os.getpid(), cluster=given.cluster)
+        return Claim(given.task_name, given.name, self.record["node"], os.getpid(), cluster=given.cluster)
 
     def _finish(self, code: int) -> int:
         for shard in sorted(self._claimed):
@@ -156,7 +157,8 @@ class Task:
         self._remove_partials()
         self.recording.end()
         self._launcher.close()
-        own = POLICIES[self.record.failure].exit_code if self.record.failure else None
+        failure = self.record["failure"]
+        own = POLICIES[failure].exit_code if failure else None
         return own if code and own else code
 
     def _remove_partials(self) -> None:
@@ -176,7 +178,7 @@ class Task:
                 self._ended_early(found)  # nothing to load a model for
                 return 0
             self._launcher.prepare(signals.pause)
-            self.record.image = self._launcher.image
+            self.record["image"] = self._launcher.image
             while True:
                 kills_before = cgroups.oom_kills()
                 self._heard = self._keeps_progress = False
@@ -188,13 +190,13 @@ class Task:
                     self._follow(signals.events, worker)
                     returncode = worker.wait()
                 self._worker_pid = None
-                is_over = returncode == 0 and self.record.reason in GOOD_ENDS
-                if self._stopped_by is not None and self.record.failure is None and not is_over:
+                is_over = returncode == 0 and self.record["reason"] in GOOD_ENDS
+                if self._stopped_by is not None and self.record["failure"] is None and not is_over:
                     raise StoppedError(self._stopped_by)
-                if returncode == 0 and self.record.reason is not None:
+                if returncode == 0 and self.record["reason"] is not None:
                     parked = self._deaths.parked
                     return self._fail("host_oom", "; ".join(parked)) if parked else 0
-                if self.record.failure is not None:
+                if self.record["failure"] is not None:
                     return 1
                 if signal_of(returncode) in STOP_SIGNALS:
                     # A signal to the whole job may reach the worker before this process: then it is no crash.
@@ -235,7 +237,7 @@ class Task:
         if self.attempt.end_time is not None or (end_time := self._later_end()) is None:
             return None
         self.attempt = replace(self.attempt, end_time=end_time)
-        self.record.end_time = end_time
+        self.record["end_time"] = end_time
         self._set_end(end_time)
         return end_time
 
@@ -279,8 +281,8 @@ class Task:
             case "skipped":
                 self._let_go(event["shard"])
             case "batch":
-                if self.record.shard is not None:
-                    self._deaths.take_up(self.record.shard, event["items"], event["isolated"])
+                if self.record["shard"] is not None:
+                    self._deaths.take_up(self.record["shard"], event["items"], event["isolated"])
             case "progress":
                 self._deaths.forgive_in_flight()
             case "published":
@@ -293,15 +295,15 @@ class Task:
                 self._ended_early(event["reason"])
             case "failed":
                 # Of several processes the first to fail says why; the others may fail for want of it.
-                if self.record.failure is None:
+                if self.record["failure"] is None:
                     if POLICIES[event["class"]].node_at_fault:
-                        self.record.bad_node = event.get("node", self.record.node)
+                        self.record["bad_node"] = event.get("node", self.record["node"])
                     self._fail(event["class"], event["message"], event["traceback"])
             case "preempt":
                 os.kill(os.getpid(), signal.SIGTERM)  # a fault on demand, by the way of the real ones
             case "timeout":
                 self.attempt = replace(self.attempt, end_time=event["end_time"])
-                self.record.end_time = event["end_time"]
+                self.record["end_time"] = event["end_time"]
                 self._set_end(event["end_time"])
             case "broken":
                 self._deaths.note_broken(event["message"])
@@ -309,7 +311,7 @@ class Task:
 
     def _ended_early(self, reason: str) -> None:
         """Write down why the worker took no more shards, and what became of the one that it left."""
-        self.record.reason = reason
+        self.record["reason"] = reason
         if reason in GOOD_ENDS:
             log.info("this task takes no more shards: %s", GOOD_ENDS[reason])
             return
@@ -317,12 +319,12 @@ class Task:
             return  # see _stopped
         done = self._of_what_was_left() or "it took no more shards"
         if reason == "deadline":
-            self.record.failure = "timeout"
-            self.record.message = f"{done}: too little was left of the walltime"
+            self.record["failure"] = "timeout"
+            self.record["message"] = f"{done}: too little was left of the walltime"
         elif reason == "told to stop":
-            self.record.failure = "preempted"
-            self.record.message = f"{done}: Slurm gave notice of the end by SIGUSR2"
-        log.warning("%s: %s", self.record.failure, self.record.message)
+            self.record["failure"] = "preempted"
+            self.record["message"] = f"{done}: Slurm gave notice of the end by SIGUSR2"
+        log.warning("%s: %s", self.record["failure"], self.record["message"])
 
     def _of_what_was_left(self) -> str | None:
         if self._left is None:
@@ -377,13 +379,13 @@ class Task:
     def _stopped(self, signum: int) -> int:
         name = signal.Signals(signum).name
         by_hand = signum in (signal.SIGINT, signal.SIGHUP) or self._is_cancelled()
-        self.record.failure = "cancelled" if by_hand else self._interruption()
-        self.record.message = f"stopped by {name}; {self._of_what_was_left() or 'its shards were given back'}"
+        self.record["failure"] = "cancelled" if by_hand else self._interruption()
+        self.record["message"] = f"stopped by {name}; {self._of_what_was_left() or 'its shards were given back'}"
         if time.monotonic() > self._part_by:
-            self.record.message += f". Its worker did not end within {PARTING_S:g} s"
-        if self.record.failure == "timeout" and self.record.shard is not None:
-            self.record.message += f". Shard {self.record.shard} {TOO_LARGE}"
-        log.warning("%s: %s", self.record.failure, self.record.message)
+            self.record["message"] += f". Its worker did not end within {PARTING_S:g} s"
+        if self.record["failure"] == "timeout" and self.record["shard"] is not None:
+            self.record["message"] += f". Shard {self.record['shard']} {TOO_LARGE}"
+        log.warning("%s: %s", self.record["failure"], self.record["message"])
         return EXIT_STOPPED
 
     def _is_cancelled(self) -> bool:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from slurmgpu.run.records import Usage
+from slurmgpu.run.telemetry_log import HeadLine, SampleLine
 from slurmgpu.util.nvml import THROTTLE_REASONS, Cards, Reading, open_cards
 from slurmgpu.util.process_tree import Tree, TreeWatch
 from slurmgpu.util.shared_files import open_to_append
@@ -64,7 +66,7 @@ class Sampler:
             self._wanted = list(uuids)
         self._wake.set()
 
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> Usage:
         """Means and peaks so far; None is unknown. The keys are listed in docs/reference/files.md."""
         with self._lock:
             return {
@@ -141,17 +143,17 @@ class Sampler:
             self._gpus.add(readings, xids, ready=ready)
             if tree is not None and root is not None:
                 self._host.add(tree, root, at, ready=ready)
-        self._append(
-            {
-                "time": round(time.time(), 3),
-                "ready": ready,
-                "gpus": [[getattr(reading, name) for name in GPU_VALUES] for reading in readings],
-                "host": [tree.rss_bytes, round(tree.cpu_s, 2), tree.n_processes] if tree else None,
-                **({"xids": xids} if xids else {}),
-            }
-        )
+        line: SampleLine = {
+            "time": round(time.time(), 3),
+            "ready": ready,
+            "gpus": [[getattr(reading, name) for name in GPU_VALUES] for reading in readings],
+            "host": [tree.rss_bytes, round(tree.cpu_s, 2), tree.n_processes] if tree else None,
+        }
+        if xids:
+            line["xids"] = xids
+        self._append(line)
 
-    def _append(self, line: dict[str, Any]) -> None:
+    def _append(self, line: HeadLine | SampleLine) -> None:
         try:
             with open_to_append(self._path) as file:
                 file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
@@ -205,7 +207,7 @@ class _GPUUsage:
             self._throttled.update(name for bit, name in THROTTLE_REASONS.items() if any(mask & bit for mask in masks))
         self._xids.update(xids)
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Usage:
         shares = {name: round(count / self._n_throttle, 3) for name, count in sorted(self._throttled.items())}
         return {
             "gpu_utilisation": self._utilisation.value(1),
@@ -241,7 +243,7 @@ class _HostUsage:
             self._wall_s += at - self._before[2]
         self._before = (root, tree.cpu_s, at) if ready else None
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Usage:
         return {
             "host_memory_peak_bytes": self._rss_bytes,
             "cpu_cores": round(self._cpu_s / self._wall_s, 2) if self._wall_s else None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TypedDict
 
 import slurmgpu
 
@@ -13,7 +13,21 @@ PACKAGES = ("numpy", "h5py", "torch", "transformers", "accelerate", "vllm")
 """Distributions whose versions explain results and failures."""
 
 
-def describe(image: str | None = None) -> dict[str, Any]:
+class Surroundings(TypedDict, total=False):
+    """What a worker found; nothing before it has, and older records have fewer keys."""
+
+    python: str
+    executable: str
+    packages: dict[str, str]
+    used: dict[str, str]
+    shm_bytes: int | None
+    shm_free_bytes: int | None
+    image: str | None
+    kernel: str
+    libc: str | None
+
+
+def describe(image: str | None = None) -> Surroundings:
     """Python, versions of installed packages, /dev/shm, kernel, C library and the given `image`; nothing is imported.
 
     A package that is not installed is absent; `shm_*` are None where there is no /dev/shm.

@@ -12,7 +12,7 @@ import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 NAMESPACE = Path("/proc/self/ns/pid")
@@ -20,13 +20,28 @@ DEAD = (b"Z", b"X")
 """States of a process that has ended, by proc(5)."""
 
 
-def numbering() -> dict[str, str]:
-    """What numbers the processes here: the kernel since its start, and the PID namespace; "" where /proc is silent."""
-    return dict(_numbering_of(os.getpid()))
+class Numbering(TypedDict):
+    """What numbers processes: the kernel since its start, and the PID namespace; "" where /proc is silent."""
+
+    boot: str
+    pid_namespace: str
+
+
+class ProcessId(Numbering):
+    """A process as JSON has it."""
+
+    host: str
+    pid: int
+    ticks: int | None
+
+
+def numbering() -> Numbering:
+    """What numbers the processes here."""
+    return _numbering_of(os.getpid())
 
 
 @functools.cache
-def _numbering_of(pid: int) -> dict[str, str]:  # a forked process may be in another namespace
+def _numbering_of(pid: int) -> Numbering:  # a forked process may be in another namespace
     boot = namespace = ""
     with contextlib.suppress(OSError):
         boot = BOOT_ID.read_text("ascii").strip()
@@ -34,19 +49,19 @@ def _numbering_of(pid: int) -> dict[str, str]:  # a forked process may be in ano
     return {"boot": boot, "pid_namespace": namespace}
 
 
-def own_id() -> dict[str, Any]:
-    """What tells this process from all others; JSON takes it."""
+def own_id() -> ProcessId:
+    """What tells this process from all others."""
     seen = look(os.getpid())
     return {"host": platform.node(), **numbering(), "pid": os.getpid(), "ticks": seen[1] if seen else None}
 
 
-def are_numbered_here(other: Mapping[str, Any]) -> bool:
+def are_numbered_here(other: Mapping[str, object]) -> bool:
     """Whether the process numbers of another process mean the same here."""
     here = numbering()
     return all(here.values()) and all(other.get(key) == value for key, value in here.items())
 
 
-def lives(other: Mapping[str, Any]) -> bool | None:
+def lives(other: Mapping[str, object]) -> bool | None:
     """Whether a process lives, from its `own_id`: True and False are certain, None is for what nobody here can know."""
     pid = other.get("pid")
     if not are_numbered_here(other) or type(pid) is not int or pid < 1:

@@ -28,7 +28,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slurmgpu import workload as workloads
 from slurmgpu.code import importer
 from slurmgpu.containers import image_name
 from slurmgpu.errors import Interrupted, ItemError, SlurmGPUError
@@ -60,7 +59,7 @@ from slurmgpu.worker.computer import (
 )
 from slurmgpu.worker.groups import Group, PeersMissingError
 from slurmgpu.worker.shard_claimer import Scout, Tenure
-from slurmgpu.workload import Item, TaskContext
+from slurmgpu.workload import Adapted, Item, TaskContext, build
 
 log = logging.getLogger("slurmgpu.worker")  # __name__ is "__main__" in its own process
 
@@ -314,7 +313,7 @@ class Worker:
 
         return retried(read, self.run.plan.lease_s)
 
-    def _load(self) -> workloads.Adapted:
+    def _load(self) -> Adapted:
         plan, given, group = self.run.plan, self.assignment, self.group
         device = "cpu"
         if given.n_gpus and given.device != "cpu":
@@ -337,7 +336,7 @@ class Worker:
             self._teller("tell"),
         )
         try:
-            workload = workloads.build(plan.workload, plan.settings, Path(plan.search_path))
+            workload = build(plan.workload, plan.settings, Path(plan.search_path))
             workload.load(context)
         except SlurmGPUError as error:
             if error.__cause__ is not None:
@@ -350,7 +349,7 @@ class Worker:
             ) from error
         return workload
 
-    def _inject(self, workload: workloads.Adapted) -> workloads.Adapted:
+    def _inject(self, workload: Adapted) -> Adapted:
         """A workload that fails as the user has asked for, and is the loaded one in all else."""
         from slurmgpu.faults import parse_faults
         from slurmgpu.faults.striking import Injected, Marks

@@ -18,9 +18,16 @@ from slurmgpu.util import env_info, gpus
 NEEDED = ("numpy", "h5py")
 
 
-def probe(n_gpus: int) -> dict[str, Any]:
+class Found(env_info.Surroundings, total=False):
     """The surroundings, the GPUs that CUDA can use, and `problems`: a failure class and a sentence for each."""
-    found: dict[str, Any] = {**env_info.describe(image_name()), "gpus": [], "problems": []}
+
+    gpus: list[dict[str, Any]]
+    problems: list[list[str]]
+
+
+def probe(n_gpus: int) -> Found:
+    """What a worker would find that has so many GPUs."""
+    found: Found = {**env_info.describe(image_name()), "gpus": [], "problems": []}
     for name in NEEDED:
         try:
             importlib.import_module(name)

@@ -24,7 +24,7 @@ from slurmgpu.cli.views.state_words import tasks_of
 from slurmgpu.report.pace import pace_of
 from slurmgpu.report.status import read_status
 from tests.support.pretend_runs import BEGIN, Pretended, pretend_run, update
-from tests.unit.test_pace import SHAPES, end_of, queue_at, records_at
+from tests.unit.test_pace import SHAPES, end_of, queue_at
 
 
 def main() -> int:
@@ -60,7 +60,7 @@ def main() -> int:
 def told(pretended: Pretended) -> float:
     """The time left after a third of a run, as part of the true one."""
     end = end_of(pretended)
-    records, published = records_at(pretended, end / 3)
+    records, published = pretended.records(end / 3)
     pace = pace_of(pretended.plan(), records, published, queue_at(pretended, records), BEGIN + end / 3)
     assert pace.left_s is not None
     return pace.left_s / (end * 2 / 3)

@@ -273,7 +273,7 @@ def written(tmp_path_factory):
         "plan": json.loads((folder / "run" / "run.json").read_text()),
         "lines": [json.loads(line) for line in (folder / "run" / "submissions.jsonl").read_text().splitlines()],
         "record": json.loads((folder / "run" / "tasks" / "local1_0.0.json").read_text()),
-        "takeover": task.record.takeovers[0],
+        "takeover": task.record["takeovers"][0],
         "report": report,
         "list": json.loads(call("list", "--json")),
         "status": json.loads(call("status", "run", "--json")),

@@ -653,7 +653,7 @@ def test_a_requeued_task_drops_what_it_held_before_among_many_claims(tmp_path):
         name = "7_0" if shard in (250, 251) else f"7_{shard + 1}"
         run.claims.take(shard, Claim(name, f"{name}.0", "here", 1))
     before = Recording(run, Attempt("7", 0))
-    before.record.shard = 248  # written before the last ones were claimed
+    before.record["shard"] = 248  # written before the last ones were claimed
     before.write()
     assert not Task(run, Attempt("7", 0))._drop_earlier()
     assert len(run.claims.numbers()) == 500

@@ -18,7 +18,7 @@ from slurmgpu.cli.views.follow import Following
 from slurmgpu.cli.views.log_lines import Printer, print_files
 from slurmgpu.cli.views.unstarted import refuse_unstarted
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.logs import LogFile, last_end, merged, read_lines, tail_start, time_start, without_colours
+from slurmgpu.logs import LogFile, last_end, merged, read_lines, search_until, tail_start, time_start, without_colours
 from slurmgpu.logs.places import line_number
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.report.build import read_report
@@ -27,7 +27,6 @@ from slurmgpu.run.directory import Run, create_run
 from slurmgpu.search import (
     events_of_class,
     excerpt_of_attempt,
-    excerpts_until,
     read_index,
     remembering,
     reported,
@@ -731,7 +730,7 @@ def test_a_line_of_any_length_is_never_in_memory_as_a_whole(tmp_path):
 
 
 def test_a_search_ends_when_its_time_is_over_and_what_was_found_by_then_is_told(run):
-    with excerpts_until(time.monotonic() - 1):
+    with search_until(time.monotonic() - 1):
         story = story_of_item(run, 3)
         assert (story.ended, story.failure) == ("failed", "item_error")
         excerpt = excerpt_of_attempt(run, run.attempts()[0]["attempt"])

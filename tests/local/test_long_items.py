@@ -135,8 +135,8 @@ def test_at_the_walltimes_end_the_item_in_hand_is_left_and_goes_on_later(project
     run = Run.open(folder / "run")
     late = Task(run, Attempt("job", 0, end_time=time.time() + 0.5))
     assert late.run_worker() == 0
-    assert late.record.message == "it took no more shards: too little was left of the walltime"
-    assert caplog.messages[-1] == f"timeout: {late.record.message}"
+    assert late.record["message"] == "it took no more shards: too little was left of the walltime"
+    assert caplog.messages[-1] == f"timeout: {late.record['message']}"
     # While item 1 is counted the walltime ends, by the clock of its worker that nobody sets; the other one is set by
     # half a day before, which ends nothing.
     text, end = (folder / "workloads.py").read_text(), time.time() + 86400
@@ -146,8 +146,8 @@ def test_at_the_walltimes_end_the_item_in_hand_is_left_and_goes_on_later(project
     change(folder, LOOP, LOOP + leap)
     timed = Task(run, Attempt("job", 1, end_time=end))
     assert timed.run_worker() == 0
-    assert (timed.record.reason, timed.record.failure) == ("deadline", "timeout")
-    assert timed.record.message == (
+    assert (timed.record["reason"], timed.record["failure"]) == ("deadline", "timeout")
+    assert timed.record["message"] == (
         "shard 1 was given back, and goes on from what is kept of it: too little was left of the walltime"
     )
     assert published(folder) == ["00000.h5"]
@@ -337,7 +337,7 @@ def test_a_worker_that_keeps_its_progress_for_too_long_is_killed(project, slurmg
     slow = Task(run, Attempt("job", 0))
 
     def interrupt():
-        wait_until(lambda: slow.record.shard is not None, "the item")
+        wait_until(lambda: slow.record["shard"] is not None, "the item")
         os.kill(os.getpid(), signal.SIGINT)
         if again:  # once the first is heard: before, the two are one
             wait_until(lambda: "SIGINT: the worker keeps its progress, and ends" in caplog.messages, "the first")
@@ -348,7 +348,7 @@ def test_a_worker_that_keeps_its_progress_for_too_long_is_killed(project, slurmg
     assert slow.run_worker() == 75
     other.join()
     late = "" if again else ". Its worker did not end within 0.5 s"
-    assert slow.record.message == f"stopped by SIGINT; its shards were given back{late}"
-    assert (slow.record.failure, slow.record.deaths) == ("cancelled", [])
+    assert slow.record["message"] == f"stopped by SIGINT; its shards were given back{late}"
+    assert (slow.record["failure"], slow.record["deaths"]) == ("cancelled", [])
     assert not workers(folder)
     assert run.claims.read(0) is None

@@ -8,13 +8,13 @@ import json
 import random
 import struct
 import zlib
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from slurmgpu.report.build import build_report
 from slurmgpu.report.joined import Joined
 from slurmgpu.run.directory import Plan, Run, create_run
-from slurmgpu.run.records import Record
+from slurmgpu.run.records import Attempt, new_record
 from slurmgpu.run.submissions import Submission
 from slurmgpu.task.telemetry import GPU_VALUES, HOST_VALUES, TELEMETRY_FORMAT, TELEMETRY_VERSION
 from slurmgpu.util.atomic_files import write_json_text
@@ -112,46 +112,48 @@ class Pretended:
                 heapq.heappush(heap, (at + self.load_s * rng.uniform(0.9, 1.1), counter, "ready", task, restart))
             elif what == "ready":
                 _enter(record, at, "running")
-                record.load_s = record.load_s or at - record.phases[-2][0]
+                record["load_s"] = record["load_s"] or at - record["phases"][-2][0]
                 heapq.heappush(heap, (at, counter, "take", task, restart))
             elif what == "done":
-                seconds = at - record.shard_started
-                won = record.shard not in published
-                record.published.append([record.shard, round(BEGIN + record.shard_started, 3), round(seconds, 3), won])
+                seconds = at - record["shard_started"]
+                won = record["shard"] not in published
+                record["published"].append(
+                    [record["shard"], round(BEGIN + record["shard_started"], 3), round(seconds, 3), won]
+                )
                 if won:
-                    published.add(record.shard)
-                    record.n_items += self._size(record.shard)
-                record.shard, record.shard_started = None, None
+                    published.add(record["shard"])
+                    record["n_items"] += self._size(record["shard"])
+                record["shard"], record["shard_started"] = None, None
                 heapq.heappush(heap, (at, counter, "take", task, restart))
             elif what == "die":
-                record.deaths.append(
+                record["deaths"].append(
                     {"class": "crash", "message": "the worker died by SIGSEGV", "at": BEGIN + at, "state": "running"}
-                    | {"shard": record.shard, "items": [record.shard * self.shard_items]}
+                    | {"shard": record["shard"], "items": [record["shard"] * self.shard_items]}
                 )
-                record.lost_s += at - record.shard_started
-                open_shards.insert(0, record.shard)
-                record.shard, record.shard_started = None, None
+                record["lost_s"] += at - record["shard_started"]
+                open_shards.insert(0, record["shard"])
+                record["shard"], record["shard_started"] = None, None
                 heapq.heappush(heap, (at, counter, "load", task, restart))
             elif what == "vanish":
-                record.pid = -1
-                open_shards.insert(0, record.shard)
+                record["pid"] = -1
+                open_shards.insert(0, record["shard"])
             elif what == "preempt":
-                record.lost_s += at - record.shard_started
-                open_shards.insert(0, record.shard)
-                record.shard, record.shard_started = None, None
-                record.failure, record.message = "preempted", "stopped by SIGTERM; its shards were given back"
+                record["lost_s"] += at - record["shard_started"]
+                open_shards.insert(0, record["shard"])
+                record["shard"], record["shard_started"] = None, None
+                record["failure"], record["message"] = "preempted", "stopped by SIGTERM; its shards were given back"
                 _enter(record, at, "ended")
-                record.ended = at
+                record["ended"] = at
                 heapq.heappush(heap, (at + 300.0, counter, "start", task, restart + 1))
             elif what == "take":
                 if not open_shards:
-                    record.reason = "complete" if len(published) == self.n_shards else "others"
+                    record["reason"] = "complete" if len(published) == self.n_shards else "others"
                     _enter(record, at, "ended")
-                    record.ended = at
+                    record["ended"] = at
                     if waiting:
                         heapq.heappush(heap, (at + 5.0, counter, "start", waiting.pop(0), 0))
                     continue
-                record.shard, record.shard_started = open_shards.pop(0), at
+                record["shard"], record["shard_started"] = open_shards.pop(0), at
                 took = self._pace(task) * rng.uniform(1 - self.spread, 1 + self.spread)
                 fault = self._fault(task, restart, record)
                 heapq.heappush(heap, (at + (took / 2 if fault else took), counter, fault or "done", task, restart))
@@ -160,7 +162,7 @@ class Pretended:
         return [records[key] for key in sorted(records)], published
 
     def _fault(self, task, restart, record):
-        if not self.faulty or task % 7 != 3 or restart or len(record.published) != 3 or record.deaths:
+        if not self.faulty or task % 7 != 3 or restart or len(record["published"]) != 3 or record["deaths"]:
             return None
         return ("die", "vanish", "preempt")[task // 7 % 3]
 
@@ -171,50 +173,44 @@ class Pretended:
         return min(self.shard_items, self.n_items - shard * self.shard_items)
 
     def _record(self, task, restart, at):
-        attempt = f"{self.job}_{task}.{restart}"
-        record = Record(
-            attempt=attempt,
-            job=self.job,
-            task=task,
-            restart=restart,
-            submission=1,
+        attempt = Attempt(
+            self.job,
+            task,
+            restart,
             executor=self.executor,
-            node=f"gpu{task // 8:03d}",
-            pid=1000 + task,
             n_gpus=self.n_gpus,
-            n_nodes=1,
             device="auto" if self.n_gpus else "cpu",
-            gpus=["NVIDIA H100 80GB HBM3"] * self.n_gpus,
             memory_mb=64_000,
-            started=at,
             end_time=None if self.walltime_s is None else BEGIN + at + self.walltime_s,
         )
+        gpus = ["NVIDIA H100 80GB HBM3"] * self.n_gpus
+        record = new_record(attempt, f"gpu{task // 8:03d}", 1000 + task, gpus, at)
         _enter(record, at, "starting")
         return record
 
     def _finish(self, record, now):
         """Turn a record's times into those of the epoch, and say what it was doing at this moment."""
-        if record.pid == -1 and record.shard is not None:  # killed with its node, in the middle of a shard
-            now = min(now, record.shard_started + self._pace(record.task) / 2)
-        if record.shard is not None:
-            done = (now - record.shard_started) / self._pace(record.task)
-            record.shard_done = min(self._size(record.shard) - 1, int(done * self.shard_items))
-            record.shard_started += BEGIN
-        record.started += BEGIN
-        record.updated = (BEGIN + now) if record.ended is None else BEGIN + record.ended
-        record.ended = None if record.ended is None else BEGIN + record.ended
-        record.phases = [[BEGIN + at, state] for at, state in record.phases]
-        record.usage = {
+        if record["pid"] == -1 and record["shard"] is not None:  # killed with its node, in the middle of a shard
+            now = min(now, record["shard_started"] + self._pace(record["task"]) / 2)
+        if record["shard"] is not None:
+            done = (now - record["shard_started"]) / self._pace(record["task"])
+            record["shard_done"] = min(self._size(record["shard"]) - 1, int(done * self.shard_items))
+            record["shard_started"] += BEGIN
+        record["started"] += BEGIN
+        record["updated"] = (BEGIN + now) if record["ended"] is None else BEGIN + record["ended"]
+        record["ended"] = None if record["ended"] is None else BEGIN + record["ended"]
+        record["phases"] = [[BEGIN + at, state] for at, state in record["phases"]]
+        record["usage"] = {
             "n_samples": 100, "n_samples_ready": 90, "gpu_utilisation": 83.5, "gpu_memory_peak_bytes": 61_000_000_000,
             "gpu_memory_total_bytes": 85_000_000_000, "temperature_max_c": 71, "power_mean_w": 512.3,
-            "energy_j": round(512.3 * (record.updated - record.started), 1), "throttled": {}, "ecc_errors": 0,
+            "energy_j": round(512.3 * (record["updated"] - record["started"]), 1), "throttled": {}, "ecc_errors": 0,
             "xids": [], "host_memory_peak_bytes": 12_000_000_000, "cpu_cores": 1.4,
         }  # fmt: skip
 
 
 def _enter(record, at, state):
-    record.state = state
-    record.phases.append([at, state])
+    record["state"] = state
+    record["phases"].append([at, state])
 
 
 def pretend_run(folder, now_s, **what):
@@ -240,8 +236,8 @@ def update(run: Run, pretended: Pretended, now_s):
     for shard in published - run.published():
         run.shard_path(shard).touch()
     for record in records:
-        text = json.dumps(asdict(record))
-        path = run.tasks / f"{record.attempt}.json"
+        text = json.dumps(record)
+        path = run.tasks / f"{record['attempt']}.json"
         if not path.exists() or path.read_text() != text:
             write_json_text(path, text, durable=False)
         _write_telemetry(run, pretended, record)
@@ -251,23 +247,23 @@ def update(run: Run, pretended: Pretended, now_s):
 def _write_telemetry(run, pretended, record):
     if not pretended.sample_s:
         return
-    rng = random.Random(record.attempt)
+    rng = random.Random(record["attempt"])
     lines = [
         {
             "format": TELEMETRY_FORMAT,
             "version": TELEMETRY_VERSION,
             "sample_s": pretended.sample_s,
             "driver": "570.86",
-            "gpus": [{"name": name, "uuid": f"GPU-{number}"} for number, name in enumerate(record.gpus)],
+            "gpus": [{"name": name, "uuid": f"GPU-{number}"} for number, name in enumerate(record["gpus"])],
             "gpu_values": GPU_VALUES,
             "host_values": HOST_VALUES,
         }
     ]
-    n_samples = int((record.updated - record.started) / pretended.sample_s)
-    ready_at = next((at for at, state in record.phases if state == "running"), float("inf"))
+    n_samples = int((record["updated"] - record["started"]) / pretended.sample_s)
+    ready_at = next((at for at, state in record["phases"] if state == "running"), float("inf"))
     energy = 1e6
     for number in range(n_samples):
-        at = record.started + number * pretended.sample_s
+        at = record["started"] + number * pretended.sample_s
         ready = at >= ready_at
         power = rng.uniform(450, 600) if ready else rng.uniform(70, 90)
         energy += power * pretended.sample_s
@@ -276,7 +272,7 @@ def _write_telemetry(run, pretended, record):
         gpu = [busy, memory, rng.randint(55, 71), round(power, 1), round(energy, 1), 0, 0]
         host = [12_000_000_000, round(number * 1.4, 2), 3]
         lines.append({"time": round(at, 3), "ready": ready, "gpus": [gpu] * pretended.n_gpus, "host": host})
-    path = run.folder / "telemetry" / f"{record.attempt}.jsonl"
+    path = run.folder / "telemetry" / f"{record['attempt']}.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 

@@ -20,11 +20,11 @@ def look(tmp_path):
     def look(at, skew_s, write):
         if write:
             [record] = update(run, pretended, at)
-            shifted = {key: getattr(record, key) + skew_s for key in ("started", "updated", "end_time")}
-            shifted["shard_started"] = record.shard_started and record.shard_started + skew_s
-            shifted["phases"] = [[time + skew_s, state] for time, state in record.phases]
-            shifted["published"] = [[shard, time + skew_s, *rest] for shard, time, *rest in record.published]
-            path = run.tasks / f"{record.attempt}.json"
+            shifted = {key: record[key] + skew_s for key in ("started", "updated", "end_time")}
+            shifted["shard_started"] = record["shard_started"] and record["shard_started"] + skew_s
+            shifted["phases"] = [[time + skew_s, state] for time, state in record["phases"]]
+            shifted["published"] = [[shard, time + skew_s, *rest] for shard, time, *rest in record["published"]]
+            path = run.tasks / f"{record['attempt']}.json"
             # In place: `update` has just put another file there, and a third could be of the number of the first.
             path.write_text(json.dumps({**json.loads(path.read_text()), **shifted}))
         status = reader.read(now=BEGIN + at)

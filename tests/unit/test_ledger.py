@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import random
-from dataclasses import asdict
 
 import pytest
 
@@ -14,7 +13,7 @@ from slurmgpu.report.attempts import Life, attempts_of
 from slurmgpu.report.ledger import KINDS, counting, in_words, kind_of, ledger, spent, spent_unrecorded
 from slurmgpu.report.status import StatusReader, read_status
 from slurmgpu.run import directory
-from slurmgpu.run.records import Record, read_record
+from slurmgpu.run.records import FIELDS, Attempt, Record, new_record, read_record
 from tests.support.pretend_runs import BEGIN, pretend_run, reported
 
 LOADED = [[0.0, "starting"], [2.0, "loading"], [12.0, "running"]]
@@ -23,8 +22,8 @@ LOADED = [[0.0, "starting"], [2.0, "loading"], [12.0, "running"]]
 def record(published=(), **more):
     """What an attempt wrote that began at 0, loaded from 2 to 12, and ended at 100."""
     given = {"started": 0.0, "ended": 100.0, "updated": 100.0, "state": "ended", "load_s": 10.0, "phases": LOADED}
-    own = Record("7_0.0", "7", 0, 0, 1, "slurm", "gpu1", 1, 1, 1, "auto", [], None, 0.0)
-    return {**asdict(own), **given, "published": [list(entry) for entry in published], **more}
+    own = new_record(Attempt("7", 0, executor="slurm", n_gpus=1), "gpu1", 1, [], 0.0)
+    return {**own, **given, "published": [list(entry) for entry in published], **more}
 
 
 def of(useful=0.0, loading=10.0, idle=0.0, lost=0.0, repeated=0.0):
@@ -169,6 +168,10 @@ def test_a_record_of_an_older_slurmgpu_has_defaults_for_what_it_lacks():
     found = read_record(json.dumps(older).encode())
     assert found.keys() == whole.keys()
     assert (found["phases"], found["shard_started"], found["lost_s"], found["n_nodes"]) == ([], None, 0.0, 1)
+
+
+def test_a_record_has_the_keys_that_are_declared_and_looked_at():
+    assert record().keys() == FIELDS.keys() == Record.__annotations__.keys() - {"heard"}
 
 
 BROKEN = [b"", b"\0" * 300, b"[]", b"3", b"null", b'"x"', b"{}", b'{"attempt": "7_0.0"}', b"[" * 100_000, b"\xff\xfe"]

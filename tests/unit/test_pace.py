@@ -1,11 +1,12 @@
 """The time left: what a third of a steady run says of the rest, and when it is better to say nothing."""
 
-from dataclasses import asdict
+import json
 
 import pytest
 
 from slurmgpu.report.pace import pace_of
 from slurmgpu.report.queued import still_waiting
+from slurmgpu.run.records import read_record
 from tests.support.pretend_runs import BEGIN, Pretended
 
 SHAPES = {
@@ -21,14 +22,9 @@ SHAPES = {
 }
 
 
-def records_at(pretended, now_s):
-    records, published = pretended.records(now_s)
-    return [asdict(record) for record in records], published
-
-
 def end_of(pretended):
     records, _ = pretended.records(1e7)
-    return max(started + seconds for record in records for _, started, seconds, _ in record.published) - BEGIN
+    return max(started + seconds for record in records for _, started, seconds, _ in record["published"]) - BEGIN
 
 
 def pending(n_tasks, reason="Priority", start=None):
@@ -48,7 +44,7 @@ def test_after_a_third_of_a_steady_run_the_time_left_is_right_within_a_fifth(sha
     pretended = Pretended(**shape)
     end = end_of(pretended)
     for part in (1 / 3, 1 / 2, 0.8):
-        records, published = records_at(pretended, part * end)
+        records, published = pretended.records(part * end)
         queue = queue_at(pretended, records)
         pace = pace_of(pretended.plan(), records, published, queue, BEGIN + part * end)
         assert pace.left_s == pytest.approx((1 - part) * end, rel=0.2), part
@@ -62,14 +58,14 @@ def steady():
 
 
 def test_nothing_is_said_before_anything_is_computed(steady):
-    records, published = records_at(steady, 30)
+    records, published = steady.records(30)
     pace = pace_of(steady.plan(), records, published, None, BEGIN + 30)
     assert (pace.items_per_s, pace.left_s, pace.left_if_queued_start_s, pace.n_living) == (None, None, None, 4)
 
 
 def test_the_first_shard_need_not_be_done_for_an_estimate(steady):
     end = end_of(steady)
-    records, published = records_at(steady, 95)
+    records, published = steady.records(95)
     assert not published
     pace = pace_of(steady.plan(), records, published, None, BEGIN + 95)
     assert pace.left_s == pytest.approx(end - 95, rel=0.2)
@@ -78,12 +74,12 @@ def test_the_first_shard_need_not_be_done_for_an_estimate(steady):
 def test_an_item_that_takes_the_whole_run_is_given_no_time():
     pretended = Pretended(n_tasks=2, n_shards=2, shard_items=1, seconds=3600)
     plan = pretended.plan()
-    records, published = records_at(pretended, 1800)
+    records, published = pretended.records(1800)
     assert pace_of(plan, records, published, None, BEGIN + 1800).left_s is None
 
 
 def test_who_has_written_nothing_for_a_lease_does_not_count(steady):
-    records, published = records_at(steady, 1000)
+    records, published = steady.records(1000)
     plan, now = steady.plan(), BEGIN + 1000
     of_all = pace_of(plan, records, published, None, now)
     for record in records[:2]:
@@ -95,7 +91,7 @@ def test_who_has_written_nothing_for_a_lease_does_not_count(steady):
 
 
 def test_queued_tasks_are_counted_apart_unless_it_is_known_when_they_start(steady):
-    records, published = records_at(steady, 1000)
+    records, published = steady.records(1000)
     plan, now = steady.plan(), BEGIN + 1000
     alone = pace_of(plan, records, published, [], now)
     unknown = pace_of(plan, records, published, [pending(4)], now)
@@ -108,7 +104,7 @@ def test_queued_tasks_are_counted_apart_unless_it_is_known_when_they_start(stead
 
 
 def test_with_no_task_alive_the_time_left_counts_from_slurms_start_of_the_next(steady):
-    records, published = records_at(steady, 1000)
+    records, published = steady.records(1000)
     for record in records:
         record |= {"state": "ended", "ended": record["updated"], "shard": None, "shard_started": None}
     plan, now = steady.plan(), BEGIN + 1000
@@ -120,7 +116,7 @@ def test_with_no_task_alive_the_time_left_counts_from_slurms_start_of_the_next(s
 
 def test_shards_for_which_walltimes_leave_no_time_are_counted(steady):
     steady.walltime_s = 1600.0
-    records, published = records_at(steady, 1000)
+    records, published = steady.records(1000)
     pace = pace_of(steady.plan(), records, published, [], BEGIN + 1000)
     assert pace.left_s is None
     # To 60 s before the end each can compute 8 more, beside what is in hand.
@@ -131,7 +127,7 @@ def test_shards_for_which_walltimes_leave_no_time_are_counted(steady):
 
 def test_shards_are_left_over_if_all_that_wait_cannot_compute_them(steady):
     steady.walltime_s = 1600.0
-    records, published = records_at(steady, 1000)
+    records, published = steady.records(1000)
     n_over = pace_of(steady.plan(), records, published, [], BEGIN + 1000).n_shards_left_over
 
     def left_over(job):
@@ -158,7 +154,7 @@ def running(n_tasks):
 )
 def test_an_arrays_own_limit_holds_whatever_reason_slurm_names(steady, reason, start):
     steady.walltime_s = 7200.0
-    records, published = records_at(steady, 1000)
+    records, published = steady.records(1000)
     rest = {**pending(60, reason, start), "job_id": "4711_[4-63%4]"}
     for queue in ([*running(4), rest], [rest]):  # squeue may have been asked before the four had started
         pace = pace_of(steady.plan(), records, published, queue, BEGIN + 1000)
@@ -167,7 +163,7 @@ def test_an_arrays_own_limit_holds_whatever_reason_slurm_names(steady, reason, s
 
 
 def test_where_an_array_has_room_as_many_tasks_as_it_has_room_for_may_start(steady):
-    records, published = records_at(steady, 1000)
+    records, published = steady.records(1000)
     plan, now = steady.plan(), BEGIN + 1000
     rest = {**pending(60), "job_id": "4711_[4-63%8]"}
     requeued = {**pending(1), "job_id": "4711_2"}
@@ -178,7 +174,7 @@ def test_where_an_array_has_room_as_many_tasks_as_it_has_room_for_may_start(stea
 
 
 def test_a_task_that_slows_down_is_noticed_within_its_shard(steady):
-    records, published = records_at(steady, 1000)
+    records, published = steady.records(1000)
     plan, now = steady.plan(), BEGIN + 1000
     before = pace_of(plan, records, published, None, now).items_per_s
     for record in records:
@@ -189,7 +185,7 @@ def test_a_task_that_slows_down_is_noticed_within_its_shard(steady):
 @pytest.mark.parametrize("seconds", [64.0, 1.0, 0.05])
 def test_a_task_that_wrote_between_two_shards_computes(seconds):
     pretended = Pretended(n_tasks=4, n_shards=4000, seconds=seconds, spread=0.0)
-    records, published = records_at(pretended, 42 + 50 * seconds)
+    records, published = pretended.records(42 + 50 * seconds)
     plan, now = pretended.plan(), BEGIN + 42 + 50 * seconds
     before = pace_of(plan, records, published, None, now)
     assert before.items_per_s == pytest.approx(4 * 16 / seconds, rel=0.2)
@@ -208,7 +204,7 @@ def test_a_task_that_wrote_between_two_shards_computes(seconds):
 
 
 def test_what_lies_between_very_short_shards_counts_as_well(steady):
-    records, published = records_at(steady, 1000)
+    records, published = steady.records(1000)
     plan, now = steady.plan(), BEGIN + 1000
     for record in records:
         record["published"] = [[shard, now - 10 + shard, 0.1, True] for shard in range(10)]  # one in a second
@@ -239,16 +235,17 @@ def test_a_task_that_has_written_of_itself_since_the_queue_was_asked_waits_no_mo
 
 def test_records_of_an_older_slurmgpu_will_do(steady):
     end = end_of(steady)
-    records, published = records_at(steady, end / 3)
+    records, published = steady.records(end / 3)
     for record in records:
         for key in ("phases", "shard_started", "shard_done", "end_time", "lost_s"):
             del record[key]
         record["published"] = [entry[:3] for entry in record["published"]]
-    pace = pace_of(steady.plan(), records, published, None, BEGIN + end / 3)
+    older = [read_record(json.dumps(record).encode()) for record in records]
+    pace = pace_of(steady.plan(), older, published, None, BEGIN + end / 3)
     assert pace.left_s == pytest.approx(end * 2 / 3, rel=0.2)
 
 
 def test_nothing_is_left_of_a_run_whose_shards_are_published(steady):
-    records, published = records_at(steady, 1e7)
+    records, published = steady.records(1e7)
     pace = pace_of(steady.plan(), records, published, [], BEGIN + 1e7)
     assert (pace.left_s, pace.items_per_s, pace.n_living) == (0.0, None, 0)

@@ -6,15 +6,15 @@ import importlib.metadata
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
 from slurmgpu import __version__
 from slurmgpu.cli.console import result, size_of
+from slurmgpu.containers.settings import Identity
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.registry import executor_named
 from slurmgpu.executors.slurm_jobs import check_command
@@ -130,7 +130,7 @@ def _versions() -> str:
     return f"slurmgpu {__version__}, " + ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
 
 
-def describe_image(path: Path, identity: Mapping[str, Any]) -> str:
+def describe_image(path: Path, identity: Identity) -> str:
     """What tells an image from others, in a line."""
     size = f"{size_of(identity['size_bytes'])}, " if identity["size_bytes"] else "unpacked, "
     built = f", built {identity['created']}" if identity["created"] else ""
@@ -184,7 +184,7 @@ def describe_node(checked: NodeCheck) -> Iterable[tuple[str, str]]:
         free = "" if gpu["free_bytes"] is None else f", {gpu['free_bytes'] / 1e9:.1f} GB free"
         yield "GPU", f"{gpu['name']}, {gpu['memory_bytes'] / 1e9:.1f} GB{free}, driver for CUDA {gpu['cuda']}"
     if found["shm_bytes"]:
-        yield "/dev/shm", f"{found['shm_free_bytes'] / 1e9:.1f} of {found['shm_bytes'] / 1e9:.1f} GB free"
+        yield "/dev/shm", f"{(found['shm_free_bytes'] or 0) / 1e9:.1f} of {found['shm_bytes'] / 1e9:.1f} GB free"
 
 
 def print_line(good: bool, name: str, text: str) -> bool:

@@ -29,7 +29,7 @@ def print_task(run: Run, task: str, n_lines: int | None, *, follow: bool) -> Non
     if not records:
         refuse_unstarted(run, task, waits=follow)
     labels = labels_of(run, records)
-    since = min((record.get("started", 0.0) for record in records), default=0.0)
+    since = min((record["started"] for record in records), default=0.0)
     printer = Printer({file.path: label for file, label in labels.items()})
     stops = print_files(list(labels), printer, n_lines, since, whole=follow)
     if follow:

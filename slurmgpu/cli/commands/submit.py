@@ -27,7 +27,9 @@ from slurmgpu.executors.submission import Outcome
 from slurmgpu.faults.verdicts import judge
 from slurmgpu.plan.planner import Draft, draft_run
 from slurmgpu.plan.site_file import origins
+from slurmgpu.report.status import Status, StatusAttempt
 from slurmgpu.run.directory import Run
+from slurmgpu.run.records import Record
 from slurmgpu.util.plurals import count_of
 
 PROGRESS_S = 3.0
@@ -193,15 +195,15 @@ class _Follower:
             self._tell(run.attempts())
         self._show(sum(stop - start for start, stop in map(run.plan.bounds, run.published())))
 
-    def status(self, status: Mapping[str, Any]) -> None:
+    def status(self, status: Status) -> None:
         """From a status."""
         self._tell(status["attempts"])
         self._show(status["n_items_done"])
 
-    def _tell(self, attempts: Sequence[Mapping[str, Any]]) -> None:
+    def _tell(self, attempts: Sequence[Record] | Sequence[StatusAttempt]) -> None:
         """Show how far an item is that takes long: of several, the first attempt's."""
         if self._bar is not None and self._task is not None:
-            told = [attempt["progress"] for attempt in attempts if attempt.get("progress")]
+            told = [text for attempt in attempts if (text := attempt["progress"])]
             self._bar.update(self._task, progress=escape(told[0]) if told else "")
 
     def _show(self, n_done: int) -> None:

@@ -11,6 +11,9 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 
 from slurmgpu.cli.views.state_words import plain, rate_of
+from slurmgpu.report.attempts import AttemptRow
+from slurmgpu.report.status import StatusAttempt
+from slurmgpu.run.records import Usage
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -36,18 +39,21 @@ def show_table(console: Console, names: Columns, columns: Columns, more: Columns
     _print(console, {**names, **more})
 
 
-def counts_of(attempts: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """The columns of what attempts have done."""
-    keys = {"shards": "n_shards", "items": "n_items", "failed": "n_errors"}
-    counts = {name: [f"{a[key]:,}" for a in attempts] for name, key in keys.items()}
-    # Of deaths, what the last one was: an attempt may live on, or end well, after some.
-    deaths = [f"{a['last_death']} ×{a['n_deaths']:,}" if a["n_deaths"] else "0" for a in attempts]
-    return {**counts, "deaths": deaths}
+def counts_of(
+    attempts: Sequence[StatusAttempt] | Sequence[AttemptRow], deaths: Sequence[tuple[int, str | None]]
+) -> dict[str, list[str]]:
+    """The columns of what attempts have done; `deaths` are the number of each one's, and what the last one was."""
+    return {
+        "shards": [f"{a['n_shards']:,}" for a in attempts],
+        "items": [f"{a['n_items']:,}" for a in attempts],
+        "failed": [f"{a['n_errors']:,}" for a in attempts],
+        # An attempt may live on, or end well, after some.
+        "deaths": [f"{last} ×{n:,}" if n else "0" for n, last in deaths],
+    }
 
 
-def used_by(attempts: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+def used_by(usage: Sequence[Usage]) -> dict[str, list[str]]:
     """The columns of what attempts used: those of which anything is known."""
-    usage = [a["usage"] for a in attempts]
     return _known(
         ("GPU %", [of.get("gpu_utilisation") for of in usage], _percents),
         ("GPU GB", [of.get("gpu_memory_peak_bytes") for of in usage], _gigabytes),
@@ -55,13 +61,13 @@ def used_by(attempts: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     )
 
 
-def doing_now(attempts: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+def doing_now(attempts: Sequence[StatusAttempt]) -> dict[str, list[str]]:
     """The columns of what attempts do at the moment: those of which anything is known."""
-    gpus = [a["gpu"] or {} for a in attempts]
+    gpus = [a["gpu"] for a in attempts]
     return _known(
         ("items/s", [a["items_per_s"] for a in attempts], lambda rates: list(map(rate_of, rates))),
-        ("GPU %", [gpu.get("utilisation") for gpu in gpus], _percents),
-        ("GPU GB", [gpu.get("memory_bytes") for gpu in gpus], _gigabytes),
+        ("GPU %", [gpu and gpu["utilisation"] for gpu in gpus], _percents),
+        ("GPU GB", [gpu and gpu["memory_bytes"] for gpu in gpus], _gigabytes),
     )
 
 

@@ -6,12 +6,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from slurmgpu.cli.views.log_lines import Printer, labels_of, print_run
 from slurmgpu.logs import Line, LogFile, last_end, merge_files, read_lines, zone_of
 from slurmgpu.run import submissions
 from slurmgpu.run.directory import Run
+from slurmgpu.run.records import Record
 
 POLL_S = 0.5
 LOOK_S = 3.0
@@ -21,7 +21,7 @@ PART_BYTES = 1 << 22
 DOUBT_S = 30.0
 """After so long a silence Slurm, or this machine, is asked whether anything of the run is alive."""
 
-Records = Callable[[], list[dict[str, Any]]]
+Records = Callable[[], list[Record]]
 
 
 class Following:
@@ -128,6 +128,6 @@ def follow_run(run: Run, n_lines: int | None) -> None:
     Following(run, printer, stops, run.attempts, named=True).go_on()
 
 
-def _has_ended(record: dict[str, Any]) -> bool:
+def _has_ended(record: Record) -> bool:
     """Whether an attempt has ended for good; a preempted one Slurm may start again."""
-    return record["state"] == "ended" and record.get("failure") != "preempted"
+    return record["state"] == "ended" and record["failure"] != "preempted"

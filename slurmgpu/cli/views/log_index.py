@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from slurmgpu.cli.console import say, size_of
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import is_over
 from slurmgpu.search import read_index
+from slurmgpu.search.index import FileRecord, LoggedAttempt
 
 
 def show_index(run: Run) -> None:
@@ -37,15 +37,15 @@ def show_index(run: Run) -> None:
     say(f"files in {run.logs}\nnext: slurmgpu logs {run.typed} TASK, or --item N, or --class NAME")
 
 
-def _in_task_order(attempt: Mapping[str, Any]) -> tuple[Any, ...]:
+def _in_task_order(attempt: LoggedAttempt) -> tuple[int, list[int]]:
     return attempt["submission"] or 0, [int(number) for number in re.findall(r"\d+", attempt["attempt"])]
 
 
-def _files(files: Sequence[Mapping[str, Any]]) -> str:
+def _files(files: Sequence[FileRecord]) -> str:
     """Names with their sizes, what the worker wrote first: it is looked for most."""
     written = sorted((file for file in files if file["size_bytes"]), key=_by_writer)
     return "  ".join(f"{Path(file['path']).name} ({size_of(file['size_bytes'])})" for file in written)
 
 
-def _by_writer(file: Mapping[str, Any]) -> tuple[bool, bool]:
+def _by_writer(file: FileRecord) -> tuple[bool, bool]:
     return not file["source"].startswith("worker"), file["source"].endswith(".out")

@@ -6,7 +6,6 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.style import Style
@@ -23,6 +22,7 @@ from slurmgpu.logs import (
     without_colours,
 )
 from slurmgpu.run.directory import Run
+from slurmgpu.run.records import Record
 
 COLOURS = ("cyan", "green", "magenta", "blue", "yellow", "bright_cyan", "bright_green", "bright_magenta")
 
@@ -55,7 +55,7 @@ class Printer:
         sys.stdout.write(f"{self._labels.get(line.file.path, '')}{text}{end}")
 
 
-def records_of(run: Run, task: str) -> list[dict[str, Any]]:
+def records_of(run: Run, task: str) -> list[Record]:
     """The attempts that "1234_7.0" (an attempt), "1234_7" (its task) or "7" (this task of every submission) names."""
     records = attempts_with_logs(run)
     return [r for r in records if task in (r["attempt"], f"{r['job']}_{r['task']}", str(r["task"]))]
@@ -74,7 +74,7 @@ def print_run(run: Run, n_lines: int) -> dict[Path, int]:
         stops |= {file.path: last_end(file.path) for file in files}
         starts = {file.path: tail_start(file.path, n_lines, stops[file.path]) for file in files}
         # Attempt by attempt: thousands of files are not open at once.
-        since = 0.0 if record is None else record.get("started", 0.0)
+        since = 0.0 if record is None else record["started"]
         lines += deque(merged(files, since=since, starts=starts, stops=stops), maxlen=n_lines)
     printer = Printer(labels, always=True)
     for line in sorted(lines, key=lambda line: line.time)[-n_lines:]:
@@ -82,7 +82,7 @@ def print_run(run: Run, n_lines: int) -> dict[Path, int]:
     return stops
 
 
-def labels_of(run: Run, records: Iterable[Mapping[str, Any]], *, named: bool = False) -> dict[LogFile, str]:
+def labels_of(run: Run, records: Iterable[Record], *, named: bool = False) -> dict[LogFile, str]:
     """The files of attempts, each once, with their sources; with the attempt if `named`, or where there are several."""
     records, lines = list(records), run.submissions()
     labels: dict[LogFile, str] = {}

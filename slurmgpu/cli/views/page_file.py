@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from slurmgpu import page
 from slurmgpu.cli.console import say, size_of
 from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.report.build import Report
 from slurmgpu.run.directory import Run
 
 
-def write_html(run: Run, report: Mapping[str, Any], path: Path, task: str | None) -> None:
+def write_html(run: Run, report: Report, path: Path, task: str | None) -> None:
     """Write the page of a report, with the lines of one task first; a sentence where that cannot be."""
     if missing := page.missing_packages():
         raise SlurmGPUError(f"The page needs {' and '.join(missing)}: pip install 'slurmgpu[html]'.")

@@ -9,11 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from slurmgpu.cli.views.state_words import GRACE_S, plain
-from slurmgpu.report.queued import Queue
-from slurmgpu.report.status import StatusReader
+from slurmgpu.report.queued import Job, Queue
+from slurmgpu.report.status import Status, StatusReader
 from slurmgpu.run.directory import Run
 from slurmgpu.slurm.queue import may_be_queued, queued_jobs
 from slurmgpu.util.shared_files import open_file
@@ -46,9 +45,7 @@ class Look:
         self._lines: dict[str, tuple[object, str]] = {}
         self._over_since: float | None = None
 
-    def read(
-        self, queued: Queue | None, visible: Collection[str] | None, now: float
-    ) -> tuple[dict[str, Any], dict[str, str]]:
+    def read(self, queued: Queue | None, visible: Collection[str] | None, now: float) -> tuple[Status, dict[str, str]]:
         """The status at a moment, and by attempt the last line of the log; both in detail for the visible alone."""
         status = self._reader.read(queued, now=now, gpus_of=visible)
         living = {a["attempt"]: a for a in status["attempts"] if a["state"] != "ended" and not a["progress"]}
@@ -56,13 +53,13 @@ class Look:
         self._lines = {name: self._last_line(name, living[name]["state"] == "running") for name in names}
         return status, {name: line for name, (_, line) in self._lines.items()}
 
-    def has_ended(self, status: Mapping[str, Any]) -> bool:
+    def has_ended(self, status: Status) -> bool:
         """Whether nothing more will happen to the run, as far as its files tell."""
         if status["state"] != "ended" or status["at_work"] is None:
             self._over_since = None
             return status["state"] in ("complete", "incomplete")
         self._over_since = status["time"] if self._over_since is None else self._over_since
-        return bool(status["time"] - self._over_since >= GRACE_S)
+        return status["time"] - self._over_since >= GRACE_S
 
     def _last_line(self, attempt: str, computes: bool) -> tuple[object, str]:
         path = self.run.logs / f"{attempt}.log"
@@ -105,14 +102,14 @@ class Lookout:
 
     def __init__(self, run: Run, on_look: Callable[[], None]) -> None:
         self.run = run
-        self.status: dict[str, Any] | None = None
+        self.status: Status | None = None
         self.words: Mapping[str, str] = {}
         self.has_ended = False
         self.error: BaseException | None = None
         self.visible: Collection[str] | None = ()
         self._look = Look(run)
         self._on_look = on_look
-        self._queue: list[dict[str, Any]] | None = None
+        self._queue: list[Job] | None = None
         self._answered = threading.Event()
         self._changed = threading.Event()
         self._stopped = threading.Event()

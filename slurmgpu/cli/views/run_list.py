@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from rich.cells import cell_len
 from rich.markup import escape
@@ -19,6 +19,7 @@ from slurmgpu.cli.completion import PROBE
 from slurmgpu.cli.console import say, share_of, wide_console
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.report.build import is_complete, read_report
+from slurmgpu.report.queued import Queue
 from slurmgpu.report.states import is_told
 from slurmgpu.report.status import read_status
 from slurmgpu.run.directory import Run
@@ -43,7 +44,32 @@ LEFT_OUT = ("GPU-hours", "items", "last activity", "failed", "done", "state")
 """Where there is no room for all columns, they are left out in this order."""
 
 
-def list_runs(folder: Path, now: float | None = None) -> dict[str, Any]:
+class Row(TypedDict):
+    """A run in the list; None is not known, of one that is damaged for example."""
+
+    run: str
+    run_dir: str
+    state: str
+    n_items: int | None
+    n_items_done: int | None
+    n_errors: int | None
+    age_s: float | None
+    gpu_hours: float | None
+    probe_of: str | None
+    problem: str | None
+
+
+class RunList(TypedDict):
+    """What `slurmgpu list --json` prints."""
+
+    format: str
+    version: int
+    folder: str
+    runs: list[Row]
+    notes: list[str]
+
+
+def list_runs(folder: Path, now: float | None = None) -> RunList:
     """The runs under a folder, the one with the latest activity first: what `list --json` prints."""
     folder = folder.expanduser().absolute()
     if not folder.is_dir():
@@ -162,8 +188,8 @@ def _is_queued(run: Run) -> bool:
     return False
 
 
-def _row(folder: Path, run: Run | str, jobs: Sequence[queue.QueuedJob] | None, now: float) -> dict[str, Any]:
-    row: dict[str, Any] = {
+def _row(folder: Path, run: Run | str, jobs: Sequence[queue.QueuedJob] | None, now: float) -> Row:
+    row: Row = {
         "run": folder.name,
         "run_dir": str(folder),
         "state": "damaged",
@@ -177,7 +203,7 @@ def _row(folder: Path, run: Run | str, jobs: Sequence[queue.QueuedJob] | None, n
     }
     if isinstance(run, Run):
         try:
-            row |= _standing(run, None if jobs is None else queue.queued_jobs(run, jobs))
+            _enter_standing(row, run, None if jobs is None else queue.queued_jobs(run, jobs))
         except Exception as error:
             row["problem"] = _why(error)
     return row
@@ -189,7 +215,7 @@ def _probed(run: Run) -> str | None:
     return str(run.folder.with_name(run.folder.name.removesuffix(PROBE))) if is_probe else None
 
 
-def _standing(run: Run, queued: Sequence[Any] | None) -> dict[str, Any]:
+def _enter_standing(row: Row, run: Run, queued: Queue | None) -> None:
     """State and counts of a run: of one that has ended from its report, and only else from its attempts' records."""
     try:
         report, problem = read_report(run), None
@@ -198,13 +224,13 @@ def _standing(run: Run, queued: Sequence[Any] | None) -> dict[str, Any]:
     lines = run.submissions()
     merged = is_complete(run)
     n_done = run.plan.n_items if merged else sum(b - a for a, b in map(run.plan.bounds, run.published()))
-    standing: dict[str, Any] = {"n_items": run.plan.n_items, "n_items_done": n_done, "problem": problem}
     if report is None or not is_told(lines, report["submissions"], queued):
         status = read_status(run, queued)
-        standing |= {key: status[key] for key in ("state", "n_errors")}
+        state, n_errors = status["state"], status["n_errors"]
     else:
-        standing |= {"state": "complete" if merged else "incomplete", "n_errors": report["n_errors"]}
-    return {**standing, "gpu_hours": report["gpu_hours"] if report else None}
+        state, n_errors = "complete" if merged else "incomplete", report["n_errors"]
+    row["n_items"], row["n_items_done"], row["problem"] = run.plan.n_items, n_done, problem
+    row["state"], row["n_errors"], row["gpu_hours"] = state, n_errors, report["gpu_hours"] if report else None
 
 
 def _age(folder: Path, now: float) -> float | None:
@@ -221,7 +247,7 @@ def _why(error: Exception) -> str:
     return textwrap.shorten(f"{type(error).__name__}: {error}", 160, placeholder=" …")
 
 
-def show_list(value: dict[str, Any]) -> None:
+def show_list(value: RunList) -> None:
     """A line for each run, with as many columns as there is room for, and on stderr what is wrong with some."""
     folder, runs = Path(value["folder"]), value["runs"]
     if not runs:
@@ -257,13 +283,13 @@ def _fitting(lines: Sequence[dict[str, str]], width: int) -> list[str]:
     return list(widths)
 
 
-def _cells(row: dict[str, Any], folder: Path) -> dict[str, str]:
+def _cells(row: Row, folder: Path) -> dict[str, str]:
     total, done = row["n_items"], row["n_items_done"]
     return {
         "run": _typed(row["run_dir"], folder),
         "state": row["state"] if row["probe_of"] is None else f"probe, {row['state']}",
         "items": "–" if total is None else f"{done:,} of {total:,}",
-        "done": "–" if not total else share_of(done, total),
+        "done": "–" if not total else share_of(done or 0, total),
         "failed": "–" if row["n_errors"] is None else f"{row['n_errors']:,}",
         "GPU-hours": "–" if row["gpu_hours"] is None else f"{row['gpu_hours']:,.2f}",
         "last activity": "–" if row["age_s"] is None else f"{_duration(row['age_s'])} ago",

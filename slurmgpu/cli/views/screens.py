@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Literal
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.progress_bar import ProgressBar
@@ -15,8 +15,6 @@ from rich.text import Text
 
 from slurmgpu.cli.console import share_of
 from slurmgpu.cli.views.state_words import (
-    Attempt,
-    Status,
     duration,
     failure_words,
     last_message,
@@ -30,6 +28,7 @@ from slurmgpu.cli.views.state_words import (
     shard_of,
     state_of,
 )
+from slurmgpu.report.status import Status, StatusAttempt
 
 LEAST_MESSAGE = 12
 """Columns give way until so much is left for messages."""
@@ -50,7 +49,7 @@ class Screen:
     """
 
     status: Status
-    tasks: Sequence[Attempt]
+    tasks: Sequence[StatusAttempt]
     first: int = 0
     words: Mapping[str, str] | None = None
     note: str = ""
@@ -116,7 +115,7 @@ def _bar(name: str, done: int, total: int, width: int) -> Table:
     return grid
 
 
-def _foot(tasks: Sequence[Attempt], first: int, n_shown: int) -> Text:
+def _foot(tasks: Sequence[StatusAttempt], first: int, n_shown: int) -> Text:
     counts = Counter(map(state_of, tasks))
     words = ", ".join(f"{counts[state]:,} {state}" for state in (*STYLES, "ended") if counts[state])
     shown = f"tasks {first + 1:,}–{first + n_shown:,} of {len(tasks):,}" if n_shown else f"{len(tasks):,} tasks"
@@ -131,19 +130,21 @@ class Column:
     """A column of the table: what it shows of a task."""
 
     title: str
-    show: Callable[[Attempt], str]
+    show: Callable[[StatusAttempt], str]
     is_text: bool = False
 
 
-def _gpu(key: str, show: Callable[[Any], str]) -> Callable[[Attempt], str]:
-    def text(task: Attempt) -> str:
-        value = (task["gpu"] or {}).get(key)
+def _gpu(
+    key: Literal["utilisation", "memory_bytes", "temperature_c", "power_w"], show: Callable[[float], str]
+) -> Callable[[StatusAttempt], str]:
+    def text(task: StatusAttempt) -> str:
+        value = task["gpu"] and task["gpu"][key]
         return "" if value is None else show(value)
 
     return text
 
 
-def _count(key: str) -> Callable[[Attempt], str]:
+def _count(key: Literal["n_shards", "n_errors", "n_deaths", "n_gpus"]) -> Callable[[StatusAttempt], str]:
     return lambda task: f"{task[key]:,}"
 
 
@@ -172,7 +173,9 @@ GPU_WIDTHS = {"GPU %": 5, "GPU GB": 6, "°C": 3, "W": 5}
 """Widths that do not depend on which rows are in sight, of which alone the GPUs are looked at."""
 
 
-def task_table(tasks: Sequence[Attempt], first: int, n_rows: int, width: int, say: Callable[[Attempt], str]) -> Table:
+def task_table(
+    tasks: Sequence[StatusAttempt], first: int, n_rows: int, width: int, say: Callable[[StatusAttempt], str]
+) -> Table:
     """The rows in sight, with the columns for which there is room; the widths are those of all rows.
 
     `say` gives a task's last message.
@@ -194,7 +197,7 @@ def task_table(tasks: Sequence[Attempt], first: int, n_rows: int, width: int, sa
     return table
 
 
-def _columns(tasks: Sequence[Attempt], width: int) -> list[tuple[Column, int]]:
+def _columns(tasks: Sequence[StatusAttempt], width: int) -> list[tuple[Column, int]]:
     """The columns that fit, each with its width."""
     has_gpus = any(task["n_gpus"] for task in tasks)
     needed = [column for column in NEEDED if has_gpus or column.title not in GPU_WIDTHS]
@@ -215,7 +218,7 @@ def _left(columns: Iterable[Column], sizes: Mapping[str, int], width: int) -> in
     return width - sum(sizes[column.title] + gap for column in columns)
 
 
-def _size(column: Column, tasks: Sequence[Attempt]) -> int:
+def _size(column: Column, tasks: Sequence[StatusAttempt]) -> int:
     if column.title in GPU_WIDTHS:
         return GPU_WIDTHS[column.title]
     return max(len(column.title), *(len(column.show(task)) for task in tasks))

@@ -5,14 +5,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
 
 from slurmgpu.report.attempts import in_task_order
+from slurmgpu.report.status import Status, StatusAttempt
 from slurmgpu.util.ansi import without_escapes
 from slurmgpu.util.plurals import count_of
-
-Status = Mapping[str, Any]
-Attempt = Mapping[str, Any]
 
 GRACE_S = 45.0
 """A run whose tasks are over is waited for: its merge is about to write its end, or the queue was asked too early."""
@@ -26,14 +23,14 @@ def plain(text: str) -> str:
     return " ".join(printable.split())
 
 
-def state_of(attempt: Attempt) -> str:
+def state_of(attempt: StatusAttempt) -> str:
     """An attempt's state in a word, of which `silent` and `failed` are more than its own record says."""
     if attempt["failure"]:
         return "failed"
-    return "silent" if attempt["silent"] else str(attempt["state"])
+    return "silent" if attempt["silent"] else attempt["state"]
 
 
-def tasks_of(status: Status) -> list[Attempt]:
+def tasks_of(status: Status) -> list[StatusAttempt]:
     """The latest attempt of each task: those that want a look, then the living, then those that ended well.
 
     The silent and the failed want one, but for those of earlier submissions, whose shards the last one computes.
@@ -42,7 +39,7 @@ def tasks_of(status: Status) -> list[Attempt]:
     newest = max((attempt["submission"] for attempt in latest.values()), default=0)
     order = {"silent": 0, "failed": 1, "ended": 3}
 
-    def place(attempt: Attempt) -> int:
+    def place(attempt: StatusAttempt) -> int:
         rank = order.get(state_of(attempt), 2)
         return 3 if rank < 2 and attempt["submission"] < newest else rank
 
@@ -152,19 +149,19 @@ def moment(epoch: float, now: float) -> str:
     return time.strftime("%H:%M" if epoch - now < 20 * 3600 else "%a %d %b %H:%M", time.localtime(epoch))
 
 
-def shard_of(task: Attempt) -> str:
+def shard_of(task: StatusAttempt) -> str:
     """The shard in hand; a dash for a task that is between two of them."""
     if task["shard"] is None:
         return "–" if task["state"] == "running" else ""
     return str(task["shard"])
 
 
-def part_of(task: Attempt) -> str:
+def part_of(task: StatusAttempt) -> str:
     """How much of the shard in hand is done."""
     return f"{task['shard_done'] / task['shard_items']:.0%}" if task["shard_items"] else shard_of(task)
 
 
-def last_message(task: Attempt, words: Mapping[str, str], now: float) -> str:
+def last_message(task: StatusAttempt, words: Mapping[str, str], now: float) -> str:
     """What there is to say of a task: why it failed, that it is silent, loads or waits, its progress or its log."""
     if task["failure"]:
         return plain(f"{task['failure']}: {task['message']}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rich import table as rich
+import rich.table
 from rich.console import Console
 from rich.markup import escape
 
@@ -43,7 +43,7 @@ def _show_table(console: Console, table: Table) -> None:
         more = f" and {table.n_more:,} more; report --json lists them" if table.n_more else ""
         result(f"  {title}: {', '.join(f'{plain(key)} {text}' for key, text in table.rows)}{more}")
     else:
-        drawn = rich.Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
+        drawn = rich.table.Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
         drawn.add_column(f"  {escape(title)}", no_wrap=True)
         for column in table.columns:
             drawn.add_column(escape(plain(column)), justify="right", no_wrap=True)

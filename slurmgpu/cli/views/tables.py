@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -24,9 +23,10 @@ from slurmgpu.cli.views.state_words import (
     unknown_words,
 )
 from slurmgpu.code.versions import in_words as in_words_of
-from slurmgpu.report.attempts import IDLE_PERCENT, in_task_order, node_of, versions_in_words
-from slurmgpu.report.build import last_death
-from slurmgpu.report.ledger import KINDS, energy_in_words, in_words
+from slurmgpu.report.attempts import IDLE_PERCENT, AttemptRow, in_task_order, node_of, versions_in_words
+from slurmgpu.report.build import Hole, Report, last_death
+from slurmgpu.report.ledger import KINDS, Ledger, energy_in_words, in_words
+from slurmgpu.report.status import Status, StatusAttempt
 from slurmgpu.util.plurals import count_of
 
 MAX_LISTED = 20
@@ -40,11 +40,8 @@ MAX_ODD = 8
 MIN_HOURS = 0.05
 """Of fewer hours it is not told where they went: that of some minutes says nothing of those of a day."""
 
-Hole = Mapping[str, Any]
-"""A shard that a report misses."""
 
-
-def show_status(status: Mapping[str, Any], max_rows: int | None = None) -> None:
+def show_status(status: Status, max_rows: int | None = None) -> None:
     """A run's progress and pace, its attempts and what Slurm's queue says.
 
     Of more than `max_rows` attempts, those that ended well are only counted.
@@ -82,7 +79,7 @@ def show_status(status: Mapping[str, Any], max_rows: int | None = None) -> None:
         say(f"next: {command}")
 
 
-def _show_living(console: Console, attempts: Sequence[Mapping[str, Any]]) -> None:
+def _show_living(console: Console, attempts: Sequence[StatusAttempt]) -> None:
     """The attempts of a status, in one table, or where the terminal is narrow in two."""
     names = {"attempt": [a["attempt"] for a in attempts]}
     progress = [a["progress"] or "" for a in attempts]
@@ -92,19 +89,19 @@ def _show_living(console: Console, attempts: Sequence[Mapping[str, Any]]) -> Non
         "state": list(map(state_of, attempts)),
         "shard": list(map(shard_of, attempts)),
         **({"progress": progress} if any(progress) else {}),
-        **counts_of(attempts),
+        **counts_of(attempts, [(a["n_deaths"], a["last_death"]) for a in attempts]),
         "last heard": [_last_heard(attempt) for attempt in attempts],
     }
     show_table(console, names, columns, doing_now(attempts))
 
 
-def _last_heard(attempt: Mapping[str, Any]) -> str:
+def _last_heard(attempt: StatusAttempt) -> str:
     if attempt["failure"] or attempt["state"] == "ended":
         return attempt["failure"] or ""
     return f"{span_of(attempt['age_s'])} ago"
 
 
-def _next(status: Mapping[str, Any]) -> str | None:
+def _next(status: Status) -> str | None:
     """The command to type next; None while there is only to wait, and after."""
     folder = shlex.quote(status["run_dir"])
     if status["state"] == "planned":
@@ -117,7 +114,7 @@ def _next(status: Mapping[str, Any]) -> str | None:
     return None
 
 
-def show_report(report: Mapping[str, Any]) -> None:
+def show_report(report: Report) -> None:
     """The report: what is complete, every hole, failed items, attempts and the command that computes the rest."""
     from slurmgpu.cli.views.summaries import show_summary
 
@@ -168,7 +165,7 @@ def _not_finite(columns: Mapping[str, Mapping[str, int]]) -> str:
     return ", ".join(told) + more
 
 
-def _show_ledger(ledger: Mapping[str, Any] | None) -> None:
+def _show_ledger(ledger: Ledger | None) -> None:
     if ledger is None or ledger["allocated"] < MIN_HOURS:  # a report may be of an older slurmgpu
         return
     shown = in_words(ledger)
@@ -178,7 +175,7 @@ def _show_ledger(ledger: Mapping[str, Any] | None) -> None:
         result(f"energy: {' '.join(energy_in_words(ledger['energy_kwh']))}")
 
 
-def _show_holes(console: Console, report: Mapping[str, Any]) -> None:
+def _show_holes(console: Console, report: Report) -> None:
     if not report["missing"]:
         return
     items, shards = count_of(report["n_missing_items"], "item"), count_of(len(report["missing"]), "shard")
@@ -203,19 +200,19 @@ def _stretches(holes: Sequence[Hole]) -> list[tuple[Hole, Hole]]:
     return found
 
 
-def _show_errors(console: Console, report: Mapping[str, Any]) -> None:
+def _show_errors(console: Console, report: Report) -> None:
     if not report["errors"]:
         return
     classes = ", ".join(f"{count:,} {name}" for name, count in report["errors_by_class"].items())
     console.print(f"\n[bold]failed items[/]  {classes}")
     for item in report["errors"][:MAX_LISTED]:
         first_line = plain(item["message"].partition("\n")[0])
-        name = f" ({plain(item['name'])})" if item.get("name") else ""
+        name = f" ({plain(known)})" if (known := item.get("name")) else ""
         result(f"  item {item['index']}{name}: {item['class']}: {first_line}")
     _more(len(report["errors"]), "report --json lists them")
 
 
-def _show_attempts(console: Console, report: Mapping[str, Any]) -> None:
+def _show_attempts(console: Console, report: Report) -> None:
     attempts = in_task_order(report["attempts"])
     if not attempts:
         return
@@ -226,10 +223,10 @@ def _show_attempts(console: Console, report: Mapping[str, Any]) -> None:
         "node": list(map(node_of, shown)),
         "GPUs": [str(a["n_gpus"] * a.get("n_nodes", 1)) for a in shown],
         "time": [_seconds(a["seconds"]) for a in shown],
-        **counts_of([{**a, "n_deaths": len(a["deaths"]), "last_death": last_death(a)} for a in shown]),
+        **counts_of(shown, [(len(a["deaths"]), last_death(a["deaths"])) for a in shown]),
     }
     end = {"end": [a["failure"] or (f"ok ({a['reason']})" if a["reason"] else "ok") for a in shown]}
-    used = used_by([{"usage": a.get("usage") or {}} for a in shown])
+    used = used_by([a.get("usage") or {} for a in shown])
     console.print("\n[bold]attempts[/]")
     show_table(console, names, columns, used, end)
     _more(len(attempts), "report --json lists them", MAX_ATTEMPTS)
@@ -237,7 +234,7 @@ def _show_attempts(console: Console, report: Mapping[str, Any]) -> None:
     _show_idle(attempts)
 
 
-def _show_failures(console: Console, attempts: Sequence[Mapping[str, Any]]) -> None:
+def _show_failures(console: Console, attempts: Sequence[StatusAttempt] | Sequence[AttemptRow]) -> None:
     """Each message once, behind the attempts that ended with it."""
     met: dict[str, list[str]] = {}
     for a in attempts:
@@ -252,7 +249,7 @@ def _show_failures(console: Console, attempts: Sequence[Mapping[str, Any]]) -> N
     _more(len(met), "--json has them all")
 
 
-def _show_idle(attempts: Sequence[Mapping[str, Any]]) -> None:
+def _show_idle(attempts: Sequence[AttemptRow]) -> None:
     used = [((a.get("usage") or {}).get("gpu_utilisation"), a["attempt"]) for a in attempts if a.get("idle_gpu")]
     idle = sorted((share, name) for share, name in used if share is not None)
     if not idle:

@@ -11,8 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.control import Control
@@ -33,6 +32,7 @@ from slurmgpu.cli.views.state_words import (
     tasks_of,
 )
 from slurmgpu.cli.views.tables import show_status
+from slurmgpu.report.status import Status
 from slurmgpu.run.directory import Run
 from slurmgpu.util.plurals import count_of
 
@@ -44,7 +44,7 @@ WAIT_S = 5.0
 MAX_ROWS = 50
 """Attempts that are listed at the end."""
 
-OnLook = Callable[[Mapping[str, Any]], None]
+OnLook = Callable[[Status], None]
 
 
 def watch(run: Run, *, as_json: bool = False, on_look: OnLook | None = None) -> int:
@@ -69,7 +69,7 @@ def watch(run: Run, *, as_json: bool = False, on_look: OnLook | None = None) -> 
 # On a terminal
 
 
-def _on_screen(run: Run, console: Console, on_look: OnLook | None) -> dict[str, Any] | None:
+def _on_screen(run: Run, console: Console, on_look: OnLook | None) -> Status | None:
     """Show the run until its end; its last status, None if the user quit before."""
     keyboard = Keyboard()
     lookout = Lookout(run, keyboard.wake)
@@ -153,7 +153,7 @@ def _kept_from_the_screen() -> Iterator[deque[str]]:
 # In a pipe
 
 
-def _in_lines(run: Run, as_json: bool, on_look: OnLook | None) -> dict[str, Any]:
+def _in_lines(run: Run, as_json: bool, on_look: OnLook | None) -> Status:
     """Print a line when something has changed, until the run ends; its last status."""
     looked = threading.Event()
     lookout = Lookout(run, looked.set)
@@ -184,13 +184,13 @@ def _in_lines(run: Run, as_json: bool, on_look: OnLook | None) -> dict[str, Any]
         lookout.stop()
 
 
-def _news(status: Mapping[str, Any]) -> object:
+def _news(status: Status) -> object:
     """What is another when there is something to tell."""
     done = status["n_items_done"] * 100 // (status["n_items"] * PERCENT)
     return done, status["state"], failure_words(status), queue_words(status)
 
 
-def _tell(status: Mapping[str, Any], as_json: bool) -> None:
+def _tell(status: Status, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps(status, ensure_ascii=False) + "\n")
     else:
@@ -198,7 +198,7 @@ def _tell(status: Mapping[str, Any], as_json: bool) -> None:
     sys.stdout.flush()
 
 
-def line_of(status: Mapping[str, Any]) -> str:
+def line_of(status: Status) -> str:
     """A status in a line, for a log."""
     done, total = status["n_items_done"], status["n_items"]
     parts = [

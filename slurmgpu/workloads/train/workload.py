@@ -159,9 +159,9 @@ class Train:
     @property
     def exports(self) -> Mapping[str, Callable[[Merged, IO[bytes]], str]]:
         """A table with a column for each setting, and the learning curves."""
-        from slurmgpu.workloads.train import exports as train_formats
+        from slurmgpu.workloads.train.exports import write_csv, write_curves
 
-        return {"csv": train_formats.write_csv, "curves": train_formats.write_curves}
+        return {"csv": write_csv, "curves": write_curves}
 
 
 def _step_size(settings: TrainingSettings, n_processes: int) -> str:
