@@ -116,14 +116,30 @@ class Placement:
     lines: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Template:
+    """What `init` proposes for a workload: the lines under [settings], or a file with them, and what it runs on.
+
+    `input` is None where none is needed.
+    """
+
+    settings: str | Path
+    input: str | None = "items.jsonl"
+    gpus: int = 4
+    array: bool = True
+
+
 @dataclass
 class Translated:
-    """The run file that another script's flags mean; `lines` tell what became of each flag."""
+    """The run file that another script's flags mean; `lines` tell what became of each flag.
+
+    `items`, where there are any, become a file beside it. `resources` are `gpus` and `array`, as in a `Template`.
+    """
 
     settings: dict[str, Any] = field(default_factory=dict)
-    input: str = "test.txt"
+    input: str | None = "items.jsonl"
     items: list[dict[str, Any]] | None = None
-    resources: dict[str, Any] = field(default_factory=lambda: {"gpus": 1, "array": False})
+    resources: dict[str, Any] = field(default_factory=dict)
     lines: list[tuple[str, str]] = field(default_factory=list)
 
 
@@ -282,7 +298,7 @@ def near_misses(workload: Adapted) -> list[str]:
     cls = type(workload.user)
     classes = [each for each in cls.__mro__ if each.__module__ == cls.__module__]
     known = {name for name, value in vars(Adapted).items() if isinstance(value, cached_property)}
-    known |= {"texts", "template", "columns"}
+    known |= {"texts", "template", "from_args", "columns"}
     found = {name for each in classes for name in vars(each) if not name.startswith("_")}
     found -= {*known, "load", *inspect.signature(cls).parameters}
     close = {name: difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.7) for name in sorted(found)}
@@ -460,13 +476,25 @@ def build(full_name: str, settings: Mapping[str, Any], search_path: Path) -> Ada
     return workload
 
 
-def template_of(use: str, base: Path) -> str:
-    """What stands under [settings] in the run file that `init` writes: the class's attribute `template`, or empty."""
+def template_of(use: str, base: Path) -> Template:
+    """What `init` proposes: the class's attribute `template`."""
+    expected = "a text, the lines under [settings], a Path to them, or a Template, as an attribute of the class"
+    found = _read_class(use, base, "template", expected, lambda value: isinstance(value, (str, Path, Template)))
+    return found if isinstance(found, Template) else Template(found or "")
+
+
+def translator_of(use: str, base: Path) -> Callable[[str, Path, str], Translated] | None:
+    """What `init --from-args` calls: the class's `from_args`, if it replaces a script."""
+    expected = "a static method, from_args(text, folder, stem)"
+    found: Callable[..., Any] | None = _read_class(use, base, "from_args", expected, lambda value: _takes(value, 3))
+    return found
+
+
+def _read_class(use: str, base: Path, attribute: str, expected: str, is_good: Callable[[Any], bool]) -> Any:
     full_name = resolve_use(use, base)
     with at_planning(full_name):
         cls = load_class(full_name, base)
-    expected = "a text, the lines under [settings], as an attribute of the class"
-    return _read(cls, full_name, "template", expected, lambda value: isinstance(value, str)) or ""
+    return _read(cls, full_name, attribute, expected, is_good)
 
 
 def texts_of_files(full_name: str, cls: type, settings: Mapping[str, Any]) -> dict[str, str]:

@@ -104,9 +104,7 @@ def init(
     from slurmgpu.cli.console import result
 
     if from_args is not None:
-        if workload != "tracin":
-            raise SlurmGPUError("--from-args is for tracin: `slurmgpu init tracin --from-args ARGS`.")
-        templates.say_translated(from_args, output or DEFAULT_RUN_FILE)
+        templates.say_translated(workload, from_args, output or DEFAULT_RUN_FILE)
         return
     if site and workload is not None:
         raise SlurmGPUError("A site file is for all workloads: `slurmgpu init --site` alone.")

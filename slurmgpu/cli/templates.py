@@ -3,136 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from slurmgpu.cli.console import result
 from slurmgpu.containers.registry import DEFAULT, runtime_named
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.site_file import site_path
 from slurmgpu.slurm.survey import Survey, survey
-from slurmgpu.workload import Translated, load_class, resolve_use, template_of
-
-_NAME = """model = "meta-llama/Llama-3.1-8B-Instruct"       # a folder, or a name on the hub, and -8bit, -4bit or -fp8
-"""
-
-_SAMPLING = """# max_tokens = 512                               # the longest answer
-# temperature = 0.0                              # 0 is greedy; with more, answers are sampled, by the run's seed
-# top_p = 1.0
-# stop = ["\\n\\n"]                                # texts that end an answer
-"""
-
-_MODEL = """# precision = "bf16"                             # or "fp16", "fp32"
-# engine = "transformers"                        # or "vllm", in an image that has it
-"""
-
-SETTINGS = {
-    "generate": _NAME
-    + """prompt = "Summarize in one sentence:\\n\\n{text}"  # fields of an item; "file:prompt.txt" for a longer one
-# messages = "messages"                          # instead of prompt: the field with a chat
-# system = "You are a careful editor."
-# n = 1                                          # answers to each item; more than one needs a temperature
-# keep = ["id"]                                  # fields of the input that become columns
-"""
-    + _SAMPLING
-    + _MODEL,
-    "classify": _NAME
-    + """# The prompt: fields of an item, and {labels}.
-prompt = '''
-Which of these is the text?
-{labels}
-
-Text: {text}
-
-Answer with the label alone.'''
-method = "score"                                 # by the labels' probabilities; "parse": by what a free answer says
-# calibrate = true                               # score: take away what the model prefers without any item
-# pattern = "Label: (.*)"                        # parse: where the answer has the label
-# truth = "label"                                # the field with the true label: then the report has metrics
-# group = "source"                               # … for each value of this field
-"""
-    + _MODEL
-    + """
-[settings.labels]                                # or above: labels = ["hate", "ok"]
-hate = "attacks people for what they are"
-ok = "anything else"
-""",
-    "judge": _NAME
-    + """rubric = "correctness"                           # or "pairwise", "rating", "yes-no", or "my-rubric.toml"
-# fields = {reference = "answer"}                # what the rubric calls a field = what the items call it
-# against = "runs/other/merged.h5"               # pairwise: the run whose texts are compared with the input's
-# retries = 2                                    # times that an answer without a verdict is asked for again
-# truth = "right"                                # a field with a verdict, to see how far the judge agrees with it
-# keep = ["question"]                            # fields of the input that become columns
-"""
-    + _MODEL,
-    "collect": _NAME
-    + """prompt = "{question}\\nReason step by step, a step in each line, and end with #### and the number."
-reference = "answer"                             # the field with the right answer
-checker = "numeric"                              # or "exact", "regex" with a pattern, "rules.py:check"
-paths = 8                                        # sampled for each question
-rollouts = 4                                     # completions of each beginning, which tell its value
-# tree = [4, 2, 2]                               # in place of both: branches at each depth
-# step_delimiter = "\\n"
-temperature = 1.0
-# max_tokens = 512                               # a path that is longer is cut, and wrong
-# keep = ["id"]                                  # fields of the input that become columns
-"""
-    + _MODEL,
-    "embed": """model = "sentence-transformers/all-MiniLM-L6-v2"   # a name on the hub, or a folder
-field = "text"                                     # the field of an item that is embedded
-dtype = "float16"                                  # of the column: float16 or float32
-""",
-    "tracin": """train = "train.txt"                                # lines of head, relation, tail; tabs between them
-entities = "node_dict.txt"                         # lines of an entity's name and its number
-relations = "rel_dict.txt"                         # … and a relation's
-model = "model.pt"                                 # a checkpoint, a list of them, or a glob: "checkpoints/*.pt"
-# learning_rate = 0.001                            # or one for each checkpoint; default: what their optimizers say
-# loss = "bce-pos"                                 # or "bce-1n", "kvsall", "ce", "ns:64", "score"
-# directions = "tail"                              # "both": by the inverse relation as well
-# parameters = "all"                               # or names of parameters, or of their groups: ["conv", "fc"]
-# top_k = 100                                      # listed for each test triple, of either sign
-# full = "float32"                                 # keep every influence as well
-# n_hops = 2                                       # list only training triples that lie so near
-# names = "node_name_dict.txt"                     # labels for exports
-# edge_map = "edge_map.json"
-""",
-    "train": """training = "my_training.py:MyTraining"          # your class: model(), data(split), loss(model, batch)
-epochs = 10                                      # or steps
-batch_size = 32                                  # of one process; "auto": what fits
-# global_batch_size = 256                        # of a step, on however many GPUs
-lr = 1e-3
-# optimizer = "adamw"                            # or "adam", "sgd"; or the class has a method optimizer(model)
-# schedule = "cosine"                            # or "linear"; default: constant
-# warmup_ratio = 0.05                            # of the training
-# clip = 1.0                                     # the gradient's largest norm
-# precision = "bf16"                             # or "fp16", "tf32"; default: fp32
-# compile = true
-# strategy = "fsdp"                              # parameters spread over the GPUs; default: DDP
-# metric = "val_accuracy"                        # ranks epochs and configurations; default: val_loss
-# patience = 3                                   # evaluations without a better one after which it stops
-# num_workers = 4                                # processes that read the data
-# checkpoint_s = 600                             # seconds between checkpoints
-
-# [settings.arguments]                           # what the class's __init__ takes
-# width = 64
-
-# [sweep]                                        # a training for each combination; without it there is one
-# lr = [1e-3, 3e-4, 1e-4]                        # settings, and arguments of the class
-# width = [32, 64]
-""",
-}
-"""Each built-in workload's settings, as `init` proposes them."""
-
-INPUTS = {"tracin": "test.txt", "train": None}
-"""Inputs that are not called items.jsonl; None where none is needed."""
-
-RESOURCES: Mapping[str, Mapping[str, Any]] = {
-    "tracin": {"gpus": 1, "array": False},
-    "train": {"gpus": 4, "array": False},
-}
-"""Resources that are not four tasks of one GPU: one does hundreds of test triples; one training is of all GPUs."""
+from slurmgpu.workload import Template, Translated, template_of, translator_of
 
 TEMPLATE = """\
 # A run file of slurmgpu; every key is in docs/reference/run-file.md.
@@ -197,7 +76,7 @@ def write_run_file(workload: str | None, path: Path) -> Path:
     return path
 
 
-def write_translated(found: Translated, path: Path) -> list[Path]:
+def write_translated(use: str, found: Translated, path: Path) -> list[Path]:
     """Write the run file that a command line of the replaced scripts means, and its chosen items; which files."""
     items = path.with_name(f"{path.stem}.tests.jsonl")
     written = [path] if found.items is None else [path, items]
@@ -206,15 +85,17 @@ def write_translated(found: Translated, path: Path) -> list[Path]:
     if found.items is not None:
         items.write_text("".join(f"{json.dumps(item, ensure_ascii=False)}\n" for item in found.items), "utf-8")
     settings = "".join(f"{key} = {json.dumps(value)}\n" for key, value in found.settings.items())
-    path.write_text(_filled("tracin", settings, path.stem, found.input, **found.resources), "utf-8")
+    path.write_text(_filled(use, Template(settings, found.input, **found.resources), path.stem), "utf-8")
     return written
 
 
-def say_translated(arguments: str, path: Path) -> None:
+def say_translated(use: str | None, arguments: str, path: Path) -> None:
     """Write the run file that the arguments of a replaced script mean, and say of each what became of it."""
-    replaced: Any = load_class(resolve_use("tracin", path.parent), path.parent)
-    found: Translated = replaced.from_args(arguments, path.parent, path.stem)
-    written = write_translated(found, path)
+    translate = translator_of(use, path.parent) if use else None
+    if use is None or translate is None:
+        raise SlurmGPUError("--from-args is for tracin: `slurmgpu init tracin --from-args ARGS`.")
+    found = translate(arguments, path.parent, path.stem)
+    written = write_translated(use, found, path)
     width = max(len(flag) for flag, _ in found.lines)
     for flag, said in found.lines:
         result(f"{flag:<{width}}  {said}")
@@ -267,25 +148,21 @@ def _choices(key: str, values: Sequence[tuple[str, str]], n_taken: int = 1) -> s
 
 
 def run_file_template(workload: str | None, stem: str = "slurmgpu") -> str:
-    """A commented run file for a built-in workload; without one, for a class of the user's."""
+    """A commented run file for a workload; without one, for a class that the user is going to write."""
     if workload is None:
-        return _filled("my_workload.py:MyWorkload", '# field = "text"\n', stem)
-    if workload not in SETTINGS:
-        return _filled(workload, template_of(workload, Path.cwd()), stem)
-    input_path, resources = INPUTS.get(workload, "items.jsonl"), RESOURCES.get(workload, {})
-    return _filled(workload, SETTINGS[workload], stem, input_path, **resources)
+        return _filled("my_workload.py:MyWorkload", Template('# field = "text"\n'), stem)
+    return _filled(workload, template_of(workload, Path.cwd()), stem)
 
 
-def _filled(
-    use: str, settings: str, stem: str, input_path: str | None = "items.jsonl", gpus: int = 4, array: bool = True
-) -> str:
+def _filled(use: str, proposed: Template, stem: str) -> str:
+    settings = proposed.settings
     return TEMPLATE.format(
         title=runtime_named(DEFAULT).title,
         run_dir=f'# run_dir = "runs/{stem}"',
         use=use,
-        settings=settings,
-        input=f"input = {json.dumps(input_path)}" if input_path else '# input = "items.jsonl"',
-        batch="# batch_size = 64                  # overrides the workload's own\n" if input_path else "",
-        gpus=gpus,
-        array="array = true" if array else "# array = true",
+        settings=settings if isinstance(settings, str) else settings.read_text("utf-8"),
+        input=f"input = {json.dumps(proposed.input)}" if proposed.input else '# input = "items.jsonl"',
+        batch="# batch_size = 64                  # overrides the workload's own\n" if proposed.input else "",
+        gpus=proposed.gpus,
+        array="array = true" if proposed.array else "# array = true",
     )

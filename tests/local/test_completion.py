@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from slurmgpu.cli import completion
-from slurmgpu.cli.templates import SETTINGS
 from slurmgpu.executors.probe import SUFFIX
 from slurmgpu.faults import KINDS
 from slurmgpu.merge.export import FORMATS
@@ -124,7 +123,6 @@ def test_what_tab_inserts_at_a_real_prompt_is_the_run_though_its_path_holds_blan
 
 
 def test_the_words_are_those_that_there_are():
-    assert BUILT_IN.keys() == SETTINGS.keys()
     assert tuple(FORMATS) == completion.FORMATS
     assert tuple(f"{name}{'@' if kind.takes else ''}" for name, kind in KINDS.items()) == completion.FAULTS
     assert completion.PROBE == SUFFIX

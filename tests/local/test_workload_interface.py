@@ -10,7 +10,17 @@ import pytest
 from slurmgpu.cli import completion
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.planner import draft_run
-from slurmgpu.workload import BUILT_IN, Adapted, adapt, hidden_by_built_in, load_class, near_misses, resolve_use
+from slurmgpu.plan.run_file import read_toml
+from slurmgpu.workload import (
+    BUILT_IN,
+    Adapted,
+    adapt,
+    hidden_by_built_in,
+    load_class,
+    near_misses,
+    resolve_use,
+    template_of,
+)
 
 PACKAGE = Path(__file__).parents[2] / "slurmgpu"
 BESIDE = {"workloads", "llm", "training", "influence"}
@@ -156,6 +166,14 @@ def test_built_in_workloads_have_no_near_miss(full_name, tmp_path):
     assert near_misses(adapt(cls.__new__(cls), full_name)) == []
 
 
+FROM_ARGS = """
+    @staticmethod
+    def from_args(text, folder, stem):
+        lines = [("--loud", f"{folder.name} {stem}")]
+        return Translated({"loud": text}, "a.txt", [{"n": 1}], {"gpus": 2}, lines)
+"""
+
+
 @pytest.fixture
 def installed(tmp_path, slurmgpu):
     """An installed package that has a workload `theirs`, and another one `embed`; what runs commands with it."""
@@ -209,7 +227,35 @@ def test_init_and_tab_know_the_workloads_of_packages(installed, tmp_path, monkey
     assert completion.complete_workload("em") == ["embed"]
 
 
+def test_a_package_says_what_init_writes_and_what_the_arguments_of_a_script_mean(installed, tmp_path):
+    package = tmp_path / "site" / "theirs"
+    (package / "template.toml").write_text("loud = true\n")
+    beside = 'Path(__file__).with_name("template.toml")'
+    written = {}
+    for name, template in (("path", beside), ("whole", f"Template({beside}, input=None, gpus=1, array=False)")):
+        source = CLASS.format(more=f"template = {template}\n{FROM_ARGS}")
+        (package / "__init__.py").write_text(f"from slurmgpu.workload import Template, Translated\n{source}")
+        assert installed("init", "theirs", "-o", f"{name}.toml").returncode == 0
+        written[name] = read_toml(tmp_path / f"{name}.toml")
+    assert written["path"]["settings"] == written["whole"]["settings"] == {"loud": True}
+    assert (written["path"]["input"], written["path"]["resources"]) == ("items.jsonl", {"gpus": 4, "array": True})
+    assert ("input" in written["whole"], written["whole"]["resources"]) == (False, {"gpus": 1})
+
+    done = installed("init", "theirs", "--from-args", "--loud yes", "-o", tmp_path / "new.toml")
+    assert f"--loud  {tmp_path.name} new\n" in done.stdout
+    found = read_toml(tmp_path / "new.toml")
+    assert (found["workload"]["use"], found["settings"], found["input"]) == ("theirs", {"loud": "--loud yes"}, "a.txt")
+    assert json.loads((tmp_path / "new.tests.jsonl").read_text()) == {"n": 1}
+
+
 def test_the_entry_points_of_slurmgpu_are_its_built_in_workloads():
     text = (PACKAGE.parent / "pyproject.toml").read_text()
     table = text.partition('[project.entry-points."slurmgpu.workloads"]\n')[2].partition("\n\n")[0]
     assert dict(re.findall(r'^(\w+) = "(.*)"$', table, re.MULTILINE)) == BUILT_IN
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_each_built_in_workload_says_what_init_writes(name, tmp_path):
+    proposed = template_of(name, tmp_path)
+    assert proposed.settings == PACKAGE / "workloads" / name / "template.toml"
+    assert read_toml(proposed.settings)

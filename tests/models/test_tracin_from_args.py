@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmgpu.cli.templates import SETTINGS, run_file_template
+from slurmgpu.cli.templates import run_file_template
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.run_file import read_toml
 from slurmgpu.workloads.tracin.from_args import FLAGS, translate
@@ -187,7 +187,8 @@ def test_it_is_for_tracin_and_overwrites_nothing(files, slurmgpu):
 
 
 def test_init_proposes_settings_that_tracin_takes(files):
-    (files / "settings.toml").write_text("\n".join(line.removeprefix("# ") for line in SETTINGS["tracin"].splitlines()))
+    lines = Tracin.template.settings.read_text().splitlines()
+    (files / "settings.toml").write_text("\n".join(line.removeprefix("# ") for line in lines))
     Tracin(**read_toml(files / "settings.toml"))
     (files / "run.toml").write_text(run_file_template("tracin"))
     found = read_toml(files / "run.toml")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import compress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -44,6 +45,8 @@ class Classify(LanguageModelWorkload):
     its free answer names. `truth` and `group` are fields of the input: with the first the report has metrics, with
     the second it has them for each group. docs/reference/language-models.md has all settings.
     """
+
+    template = Path(__file__).with_name("template.toml")
 
     def __init__(
         self,

@@ -58,6 +58,7 @@ class Collect(LanguageModelWorkload):
     """
 
     batch_size = 32
+    template = FilePath(__file__).with_name("template.toml")
 
     def __init__(
         self,

@@ -45,6 +45,7 @@ class Embed:
     """
 
     batch_size = 64
+    template = Path(__file__).with_name("template.toml")
 
     def __init__(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, compress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,6 +35,8 @@ class Generate(LanguageModelWorkload):
     and `keep_reasoning` add columns. The other settings are those that all language models share; all are in
     docs/reference/language-models.md.
     """
+
+    template = Path(__file__).with_name("template.toml")
 
     def __init__(
         self,

@@ -43,6 +43,8 @@ class Judge(LanguageModelWorkload):
     `truth` is a field with a verdict to compare with. docs/reference/language-models.md has all settings.
     """
 
+    template = Path(__file__).with_name("template.toml")
+
     def __init__(
         self,
         *,

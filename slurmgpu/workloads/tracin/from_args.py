@@ -34,7 +34,7 @@ MODES = ("test", "self", "single")
 def translate(text: str, folder: Path, stem: str) -> Translated:
     """What a command line of the replaced scripts means, for a run file in `folder`; SlurmGPUError for a wrong one."""
     given = parse(text)
-    found = Translated()
+    found = Translated(input="test.txt", resources={"gpus": 1, "array": False})
     for name, values in given.items():
         flag = FLAGS[name]
         if flag.setting is None:

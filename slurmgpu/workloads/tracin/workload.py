@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.shards.columns import Array, Column
-from slurmgpu.workload import Item, Placement, Row, Share, TaskContext, Translated
+from slurmgpu.workload import Item, Placement, Row, Share, TaskContext, Template, Translated
 from slurmgpu.workloads.progress import Telling
 from slurmgpu.workloads.tracin.items import check_items, line_of, triple_in
 from slurmgpu.workloads.tracin.kge.graph import Graph, read_dictionary, read_graph
@@ -59,6 +59,8 @@ class Tracin(TracinSettings):
     """
 
     batch_size = 256
+    # One GPU does hundreds of test triples.
+    template = Template(Path(__file__).with_name("template.toml"), "test.txt", gpus=1, array=False)
 
     @functools.cached_property
     def facts(self) -> Planned:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.workload import Item, Placement, Row, Share, TaskContext, UnknownSettingError
+from slurmgpu.workload import Item, Placement, Row, Share, TaskContext, Template, UnknownSettingError
 from slurmgpu.workloads.train.items import Configuration, check_items, taken_over
 from slurmgpu.workloads.train.rows import COLUMNS
 from slurmgpu.workloads.train.settings import HINTS, check_each, meant, typed
@@ -36,6 +36,7 @@ class Train:
     batch_size = 1
     takes_one = True
     resumes = True
+    template = Template(Path(__file__).with_name("template.toml"), input=None, array=False)  # a training is of all GPUs
     default_items: Sequence[Mapping[str, Any]] = ({},)
 
     def __init__(
