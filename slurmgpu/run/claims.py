@@ -72,7 +72,6 @@ class Claims:
         return self.folder / f"{shard:05d}"
 
     def take(self, shard: int, claim: Claim) -> bool:
-        """Create the claim; False when somebody holds it."""
         """Create the claim; False when somebody holds it.
 
         After a reply that was lost the claim may be this one's, and empty: then nobody renews it, and it goes stale.

@@ -195,7 +195,10 @@ def test_an_item_that_goes_on_in_another_task_need_not_fit_the_walltime():
 
 def test_the_first_batch_is_set_apart_and_what_lies_between_shards_is_counted():
     record = {"started": 100.0, "load_s": 40.0, "n_items": 64, "n_errors": 0, "end_time": 3700.2, "memory_mb": 1000}
-    record |= {"published": [[0, 150.0, 30.0], [1, 181.0, 10.0, True], [2, 192.0, 10.0, True], [3, 203.0, 10.0, True]]}
+    record |= {
+        "usage": {},
+        "published": [[0, 150.0, 30.0], [1, 181.0, 10.0, True], [2, 192.0, 10.0, True], [3, 203.0, 10.0, True]],
+    }
     seen = observe([{"published": []}, record])
     assert (seen.start_s, seen.first_s, seen.batch_s, seen.between_s) == (50.0, 20.0, [10.0, 10.0, 10.0], 1.0)
     assert (seen.walltime_s, seen.host_total_bytes) == (3600.0, 1000 * 1024**2)
