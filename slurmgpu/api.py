@@ -271,7 +271,7 @@ def resubmit(
         liveness.refuse_alive(run, "resubmit", force=force)
         number = max((line["submission"] for line in run.submissions()), default=0) + 1
         again = merge.failed_again(run, number) if failed else Recompute(number, {})
-        n_missing = run.plan.n_shards - len(run.published(anew=True))
+        n_missing = run.plan.n_shards - len(run.published(fresh=True))
         if not n_missing and not again.shards and not other_code:
             raise SlurmGPUError(_nothing_to_compute(run, failed))
         taken, changed = former.former_code(run, code) if code else former.code_now(run, run.plan.container)

@@ -57,7 +57,7 @@ def former_code(run: Run, named: str) -> tuple[Code, list[str]]:
 def with_rows_of_others(run: Run, again: Recompute, digest: str) -> Recompute:
     """What a submission computes again, and also the rows of published shards that are not by the code of a digest."""
     found = dict(again.shards)
-    for shard, revisions in sorted(run.shard_files(anew=True).items()):
+    for shard, revisions in sorted(run.shard_files(fresh=True).items()):
         try:
             makers = read_directory(run.revision_path(shard, revisions[-1])).made_by
         except (DamagedShardError, FileNotFoundError):

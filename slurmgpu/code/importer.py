@@ -178,7 +178,7 @@ def outside(folder: Path) -> list[str]:
 
 
 def forget_changed() -> None:
-    """Have modules that planning imported before be imported anew if the file of one of them has changed since."""
+    """Have modules that planning imported before be imported again if the file of one of them has changed since."""
     if any(_has_changed(path, digest) for path, digest in _imported.items()):
         _take_out(_imported)
         _imported.clear()

@@ -27,7 +27,7 @@ def digests(path: Path, part: Range) -> dict[str, str]:
         # Another process may have added to it during the minute that a large image takes.
         known = {**_read(cache), key: found}
         recent = dict(list(known.items())[-MAX_REMEMBERED:])
-        with contextlib.suppress(OSError):  # a home that cannot be written: computed anew each time
+        with contextlib.suppress(OSError):  # a home that cannot be written: computed again each time
             cache.parent.mkdir(parents=True, exist_ok=True)
             write_json(cache, recent, durable=False)
     return known[key]

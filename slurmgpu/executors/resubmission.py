@@ -71,7 +71,7 @@ def next_submission(
         round=round,
         container=last.get("container"),
         code=last.get("code"),
-        # What is computed anew because it failed shall not fail again.
+        # What is computed again because it failed shall not fail again.
         inject=() if n_again or wanted.executor != last["executor"] else tuple(last.get("inject") or ()),
     )
     return submission, notes

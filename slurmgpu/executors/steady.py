@@ -52,7 +52,7 @@ def _saving(filepath: Path | str) -> Iterator[Path]:
 
 
 def _move(paths: utils.JobPaths, tmp_path: Path | str, name: str, keep_as_symlink: bool = False) -> None:
-    """As Submitit's. It comes after sbatch, or the start of the process: to begin anew would do that twice."""
+    """As Submitit's. It comes after sbatch, or the start of the process: to begin again would do that twice."""
     source, target = Path(tmp_path), Path(getattr(paths, name))
     try:
         replace(source, target)

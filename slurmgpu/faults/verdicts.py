@@ -227,7 +227,7 @@ def _tell_damage(found: _Found, fault: Fault) -> str:
         verify_shard(found.run.shard_path(shard))
     except (OSError, DamagedShardError) as error:
         raise BrokenPromiseError(f"{said}, and the merge has not found it: {error}") from error
-    return f"{said}; the merge has found it, and {found.maker(shard)} computed the shard anew"
+    return f"{said}; the merge has found it, and {found.maker(shard)} computed the shard again"
 
 
 _TELL = {

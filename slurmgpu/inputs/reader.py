@@ -51,7 +51,7 @@ class Reader:
         self._index.close()
 
     def reopen(self) -> None:
-        """Open the file anew at the next reading: a descriptor that is stale stays so."""
+        """Open the file again at the next reading: a descriptor that is stale stays so."""
         with contextlib.suppress(OSError):
             self._close_file()
 

@@ -15,10 +15,10 @@ from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs.formats import Find, Format, Preview, Rows
 
 AFTERWARDS = (
-    "Then plan this run anew, as its input was written anew; one that was submitted with --after goes on by "
+    "Then plan this run again, as its input was written again; one that was submitted with --after goes on by "
     "`slurmgpu resubmit`."
 )
-"""How a run goes on whose input was damaged and is mended."""
+"""How a run goes on whose input was damaged and then repaired."""
 
 
 class ParquetRows:

@@ -115,7 +115,7 @@ class Continuous:
             yield from self._static(list(left.values()))
 
     def release(self) -> None:
-        """Give back the cache's memory and the thread; the next call makes them anew."""
+        """Give back the cache's memory and the thread; the next call makes them again."""
         manager, self._manager = self._manager, None
         model = self._loaded.model
         model.__dict__.pop("_cached_continuous_batching_manager", None)

@@ -84,7 +84,7 @@ def _read_once(files: list[Path], lock: int) -> None:
 def _was_read(lock: int, what: list[Any]) -> bool:
     try:
         said = json.loads(os.pread(lock, 1 << 20, 0))
-        # After a restart of the node its clock begins anew.
+        # After a restart of the node its clock begins again.
         return bool(said["files"] == what and 0 <= time.monotonic() - said["at"] < FRESH_S)
     except (ValueError, KeyError, TypeError):
         return False

@@ -52,7 +52,7 @@ class Exported:
 def export(path: Path, format: str, output: Path) -> Exported:  # noqa: A002 - the word of the command line
     """Write the rows of a merged file to `output` in one of its formats; SlurmGPUError if a byte of it is wrong.
 
-    It begins anew where a file system fails for a moment.
+    It begins again where a file system fails for a moment.
     """
     return retried(lambda: cause_raised(lambda: _export(path, format, output)), BRIEF_PATIENCE_S)
 

@@ -123,7 +123,7 @@ def join(
 
     A shard that was read twice and is damaged, or of another plan, is left out and named; one that is gone is left
     out. A read that fails is tried again for `patience_s`; then, as on a full disk or any other error, the OSError is
-    raised and an older `target` stays as it was. A file that somebody removes while it is written is written anew.
+    raised and an older `target` stays as it was. A file that somebody removes while it is written is written again.
     `review` may add what has appeared; `check` is called right before the file takes the target's place.
     """
     _remove_stale(target, patience_s, check)
@@ -158,7 +158,7 @@ def join(
                         raise
                     n_vanished += 1
                     check()  # a successor has removed it, if there is one
-                    log.warning("%s was removed while it was written, and is written anew: %s", beside, error)
+                    log.warning("%s was removed while it was written, and is written again: %s", beside, error)
                     continue
                 kept = {part.source.shard: part for part, each in zip(left, copied, strict=True) if each is not None}
                 kept |= {part.source.shard: part for part in source.measure_all(pool, again, bad)}

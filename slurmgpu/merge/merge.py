@@ -109,8 +109,8 @@ class _Joining:
         self.patience_s = max(PATIENCE_S, self.run.plan.lease_s)
 
     def look(self) -> list[Source]:
-        """All that is published, asked for anew; rows that are in merged.h5 alone become shards again."""
-        files = self.run.shard_files(anew=True)
+        """All that is published, asked for again; rows that are in merged.h5 alone become shards again."""
+        files = self.run.shard_files(fresh=True)
         with self._former() as former:
             for shard in sorted(former.shards.keys() - files.keys()) if former else ():
                 if self._restore(former, shard):
@@ -147,7 +147,7 @@ class _Joining:
             yield None
         except DamagedShardError as error:
             if not self.damaged:
-                log.warning("%s is damaged, and written anew from the shards: %s", self.run.merged, error)
+                log.warning("%s is damaged, and written again from the shards: %s", self.run.merged, error)
             self.damaged = str(error)
             yield None
         else:
@@ -284,7 +284,7 @@ def _remove_former(page: Path) -> None:
 def failed_again(run: Run, submission: int) -> Recompute:
     """The failed items of all published shards, to be computed again by a submission."""
     found = {}
-    for shard, revisions in sorted(run.shard_files(anew=True).items()):
+    for shard, revisions in sorted(run.shard_files(fresh=True).items()):
         try:
             with Reader(run.revision_path(shard, revisions[-1])) as reader:
                 errors = read_errors(reader, examine(reader))
@@ -338,7 +338,7 @@ def _former_summary(run: Run, report: Report) -> Mapping[str, Any] | None:
     try:
         former = read_report(run)
     except SlurmGPUError:
-        return None  # damaged; this merge writes it anew
+        return None  # damaged; this merge writes it again
     names: Sequence[Literal["fingerprint", "n_rows", "missing", "errors"]]
     names = ("fingerprint", "n_rows", "missing", "errors")
     found = former.get("summary") if former else None

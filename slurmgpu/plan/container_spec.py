@@ -117,5 +117,5 @@ def contain_anew(frozen: ContainerRecord, run_file: Path) -> tuple[ContainerReco
     after = replace(before, **_settings(table, base), image=str(image_path(table, base) or before.image))
     runtime_named(after.runtime).check(after)
     changed = [name for name in before.__dataclass_fields__ if getattr(before, name) != getattr(after, name)]
-    notes = [f"[container] of {run_file} is read anew; changed: {', '.join(changed)}."] if changed else []
+    notes = [f"[container] of {run_file} is read again; changed: {', '.join(changed)}."] if changed else []
     return after.to_json(), notes

@@ -302,10 +302,10 @@ def read_report(run: Run) -> Report | None:
         return None
     except UnusableFileError as error:
         raise SlurmGPUError(
-            f"{path} cannot be used: {error.strerror}. Remove it, and `{merge}` writes it anew."
+            f"{path} cannot be used: {error.strerror}. Remove it, and `{merge}` writes it again."
         ) from error
     except (ValueError, RecursionError) as error:
-        raise SlurmGPUError(f"{path} is damaged: {error}. `{merge}` writes it anew.") from error
+        raise SlurmGPUError(f"{path} is damaged: {error}. `{merge}` writes it again.") from error
 
 
 def _checked(report: Any) -> Report:

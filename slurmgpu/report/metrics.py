@@ -60,7 +60,7 @@ def keep_metrics(status: Status, path: Path) -> None:
 
 def write_metrics(status: Status, path: Path) -> None:
     """Put a status, as `read_status` gives it, at `path`, in one step; whoever exports it can read the file."""
-    # Not fsynced: it is written anew within seconds, and worth nothing after a crash.
+    # Not fsynced: it is written again within seconds, and worth nothing after a crash.
     write_bytes(path, metrics_text(status).encode("utf-8", "replace"), durable=False, mode=READABLE)
 
 

@@ -1,4 +1,4 @@
-"""Files that are looked at again and again: what they hold is read anew only if they have changed."""
+"""Files that are looked at again and again: what they hold is read again only if they have changed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RELOOK_S = 10.0
 
 
 class UpToDate:
-    """What `read` makes of a file or folder, and makes anew when that has changed."""
+    """What `read` makes of a file or folder, and makes again when that has changed."""
 
     def __init__(self, path: Path, read: Callable[[], Any]) -> None:
         self._path, self._read = path, read
@@ -33,7 +33,7 @@ class UpToDate:
 
 
 def mark_of(path: Path | os.DirEntry[str]) -> object:
-    """What is another when a file was written anew; None where there is none."""
+    """What is another when a file was written again; None where there is none."""
     try:
         return _mark(retried(path.stat, BRIEF_PATIENCE_S))
     except FileNotFoundError:

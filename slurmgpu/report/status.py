@@ -267,7 +267,7 @@ class StatusReader:
 class _Shown(BriefRecord):
     """A record of which the last shards alone are kept in mind, and how many there were.
 
-    `again` are those that it has computed anew, if others may have before.
+    `again` are those that it has computed again, if others may have before.
     """
 
     n_shards: int

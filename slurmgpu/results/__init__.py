@@ -214,4 +214,4 @@ def _damaged(path: Path, kind: str, problems: list[str]) -> str:
 
 def _how_to_go_on(path: Path) -> str:
     run = shlex.quote(str(path.parent)) if path.with_name("run.json").exists() else "RUN"
-    return f"`slurmgpu merge {run}` writes merged.h5 anew from the run's shards."
+    return f"`slurmgpu merge {run}` writes merged.h5 again from the run's shards."

@@ -260,19 +260,19 @@ class Run:
         again = None if self.recompute is None else self.recompute.shards.get(shard)
         return [self.plan.bounds(shard)] if again is None else again.items
 
-    def shard_files(self, *, anew: bool = False) -> dict[int, list[int]]:
+    def shard_files(self, *, fresh: bool = False) -> dict[int, list[int]]:
         """The revisions that are there of each published shard, ascending, from one listing.
 
-        With `anew` no cached answer is believed: the folder is listed as the file server has it now, and each shard
+        With `fresh` no cached answer is believed: the folder is listed as the file server has it now, and each shard
         that still lacks is asked for by its name.
         """
         found: dict[int, list[int]] = {}
         n_shards = self.plan.n_shards
-        for name in list_anew(self.shards) if anew else list_names(self.shards):
+        for name in list_anew(self.shards) if fresh else list_names(self.shards):
             numbers = self.revision_of(name) if name.endswith(".h5") else None
             if numbers is not None and numbers[0] < n_shards:
                 found.setdefault(numbers[0], []).append(numbers[1])
-        if anew:
+        if fresh:
             for shard in range(n_shards):
                 if shard not in found and exists(self.revision_path(shard, 0)):
                     found[shard] = [0]
@@ -280,9 +280,9 @@ class Run:
             revisions.sort()
         return found
 
-    def published(self, *, anew: bool = False) -> set[int]:
-        """The shards that are done, from one listing; `anew` as for `shard_files`."""
-        files = self.shard_files(anew=anew)
+    def published(self, *, fresh: bool = False) -> set[int]:
+        """The shards that are done, from one listing; `fresh` as for `shard_files`."""
+        files = self.shard_files(fresh=fresh)
         again = {} if self.recompute is None else self.recompute.shards
         return {shard for shard, there in files.items() if shard not in again or again[shard].revision in there}
 

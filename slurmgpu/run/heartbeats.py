@@ -89,7 +89,7 @@ def beating(folder: Path, attempt: str, job: str, node: int = 0) -> Iterator[Non
 
 def _write(path: Path, value: Heartbeat) -> None:
     # In place, and of one length: a rename would cost the server more, and readers see the old counter or the new one.
-    # Made anew if it is gone: a merge removes those that are silent, and a task that was stopped may wake.
+    # Made again if it is gone: a merge removes those that are silent, and a task that was stopped may wake.
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
         try:
@@ -133,7 +133,7 @@ class Observer:
         return [sign for sign in signs if sign is not None and is_at(place, sign.told)]
 
     def forget(self, signs: Sequence[Sign]) -> None:
-        """Remove the files of dead tasks, unless they have changed; one that lives after all makes its own anew."""
+        """Remove the files of dead tasks, unless they have changed; one that lives after all makes its own again."""
         for sign in signs:
             path = self._tasks / f"{sign.name}{SUFFIX}"
             with contextlib.suppress(OSError):

@@ -79,7 +79,7 @@ def refuse_foreign(run: Run, to_do: str, others: Iterable[Path] = ()) -> None:
 def refuse_unwritable(run: Run, to_do: str, *, computes: bool = False, merges: bool = False) -> None:
     """Raise a sentence unless this user may write all that `to_do` writes, before any of it is done.
 
-    Its owner is not asked: what fails then is the file system's, or a thing to be mended by chmod.
+    Its owner is not asked: what fails then is the file system's, or is repaired by chmod.
     """
     owner = retried(run.folder.stat).st_uid
     if os.geteuid() == owner or (obstacle := _obstacle(run, computes=computes, merges=merges)) is None:

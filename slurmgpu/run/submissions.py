@@ -159,7 +159,7 @@ def ended_jobs(lines: Sequence[SubmissionLine]) -> set[str | None]:
 def place_of(folder: Path) -> Place:
     """A run directory's path, which it has not after a move, and its inode, which it has.
 
-    Both, as some file systems number their files anew whenever they are mounted.
+    Both, as some file systems number their files again whenever they are mounted.
     """
     return {"folder": str(folder.resolve()), "inode": retried(folder.stat).st_ino}
 

@@ -157,7 +157,7 @@ def publish(partial: Path, target: Path) -> bool:
     """Make a shard appear at `target`; False if one was there already, for the first one published wins.
 
     `partial` is gone afterwards in either case. Once the shard is published nothing fails any more. An OSError from
-    before, that of a `partial` which somebody has removed included, is one after which it is to be written anew.
+    before, that of a `partial` which somebody has removed included, is one after which it is to be written again.
     """
     first = retried(lambda: _link(partial, target))
     for finish in (lambda: remove(partial, FINISHING_PATIENCE_S), lambda: fsync_dir(target.parent)):

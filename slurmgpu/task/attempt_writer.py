@@ -21,7 +21,7 @@ from slurmgpu.util.env_info import Surroundings
 log = logging.getLogger(__name__)
 
 PROGRESS_S = 3.0
-"""How often an attempt's record is written anew; `status` reads it."""
+"""How often an attempt's record is written again; `status` reads it."""
 SHARE = 0.02
 """More rarely, if writing it would take more than this part of the time …"""
 LONGEST_S = 10.0

@@ -32,7 +32,7 @@ def definition(name: str, suffix: str = ".def") -> Path:
         if path.exists():
             return path
     raise SlurmGPUError(
-        f"This installation lacks slurmgpu-{name}{suffix}; it should be in {folders[0]}. Install it anew."
+        f"This installation lacks slurmgpu-{name}{suffix}; it should be in {folders[0]}. Install it again."
     )
 
 

@@ -294,7 +294,7 @@ class Task:
             case "done":
                 self._ended_early(event["reason"])
             case "failed":
-                # Of several processes the first to fail says why; the others may fail for want of it.
+                # Of several processes the first to fail says why; the others may fail for lack of it.
                 if self.record["failure"] is None:
                     if POLICIES[event["class"]].node_at_fault:
                         self.record["bad_node"] = event.get("node", self.record["node"])

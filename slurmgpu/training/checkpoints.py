@@ -110,7 +110,7 @@ class Checkpoints:
         if unreadable:
             raise OSError(errno.EIO, f"no checkpoint in {self.folder} can be read: {unreadable}")
         if passed and self.place.leads:
-            log.warning("no checkpoint in %s is whole: the training begins anew", self.folder)
+            log.warning("no checkpoint in %s is whole: the training begins again", self.folder)
         return None
 
     def steps(self) -> list[int]:

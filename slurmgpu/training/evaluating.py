@@ -150,7 +150,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 class Watch:
-    """Which evaluation is the best, and whether it is time to stop for want of a better one."""
+    """Which evaluation is the best, and whether it is time to stop for lack of a better one."""
 
     def __init__(self, settings: TrainingSettings) -> None:
         self._settings = settings

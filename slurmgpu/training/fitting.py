@@ -42,7 +42,7 @@ def find_batch_size(
 
     `device` is PyTorch's, else the current GPU if there is one. On a CPU memory beyond what is left is refused while
     `fn` runs, so that nothing is killed for it. Random numbers are put back to where they were, and the peak that
-    PyTorch keeps of the GPU's memory begins anew.
+    PyTorch keeps of the GPU's memory begins again.
 
     Where several processes search together, `agree(fitted)` tells each of them whether it fitted all.
 

@@ -58,7 +58,7 @@ class Reader:
 
 
 class Loader:
-    """Batches on the device, in the order of `readings`, which are gone through anew each time; to be closed."""
+    """Batches on the device, in the order of `readings`, which are gone through again each time; to be closed."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Loader:
         self._pinned = on_gpu if settings.pin_memory is None else settings.pin_memory and on_gpu
         workers: dict[str, Any] = {}
         if settings.num_workers:
-            # fork: a class that was loaded from a file cannot be pickled for a process that starts anew.
+            # fork: a class that was loaded from a file cannot be pickled for a process that starts again.
             workers = {"persistent_workers": True, "multiprocessing_context": "fork"}
             workers["prefetch_factor"] = settings.prefetch_factor
             workers["worker_init_fn"] = _outlive_signals

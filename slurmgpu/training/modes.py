@@ -106,7 +106,7 @@ class Mode:
         yield
 
     def first_pass(self, batch: Any) -> None:
-        """Make DDP's buckets of gradients what they will be: it orders them anew after its first backward pass.
+        """Make DDP's buckets of gradients what they will be: it orders them again after its first backward pass.
 
         More than two numbers are summed in an order that depends on the buckets, so that a training that is taken up
         again would differ in the last bits.

@@ -32,7 +32,7 @@ class Outcome:
     eval_curve: Sequence[float]
     """`metric` at each evaluation."""
     wall_s: float
-    """Of all attempts together, without what was lost and computed anew; so are the others."""
+    """Of all attempts together, without what was lost and computed again; so are the others."""
     start_s: float
     """Before the first step: for the data, the model, the optimizer, and what a checkpoint brought back."""
     data_s: float

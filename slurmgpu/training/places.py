@@ -11,7 +11,7 @@ class Place:
     """One process of a training: its device, and its rank as torchrun counts.
 
     `stopping()` is true, on rank 0, when the training shall leave a checkpoint and end; `progress(text)` tells that it
-    has got further than ever before, so that whatever kills it next has killed it anew; `tell(text)` tells, every few
+    has got further than ever before, so that whatever kills it next has killed it again; `tell(text)` tells, every few
     seconds, where it is, whether that is kept or not.
     """
 

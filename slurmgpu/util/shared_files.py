@@ -1,4 +1,4 @@
-"""Files that other machines and other users change: reads that are tried again, listings that are asked for anew.
+"""Files that other machines and other users change: reads that are tried again, listings that are asked for again.
 
 A network file system answers EIO or ESTALE for a moment, shows a folder as it was a minute ago, and reports failure of
 an operation that happened when its reply was lost. Nothing here takes one such answer for the truth. What lies where a

@@ -401,7 +401,7 @@ class Worker:
         shard, computed = one.shard, one.computed
         seconds = time.monotonic() - one.began
         try:
-            # Written anew after a failure: which of its bytes have arrived is not known.
+            # Written again after a failure: which of its bytes have arrived is not known.
             won = _once_more_if_full(lambda: retried(lambda: self._write(one, seconds), self.run.plan.lease_s))
         except OSError as error:
             raise WorkerFailedError(class_of(error, FILES), f"shard {shard} cannot be written: {error}") from error

@@ -1,6 +1,6 @@
 """Finding the next shard: a free one, one whose owner died, or the knowledge that there is nothing left to do.
 
-A listing may be old: what it shows as taken or done is asked for again, by its name or anew, before a task ends for it.
+A listing may be old: before a task ends for it, what it shows as taken or done is asked for by name or listed again.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ def test_another_image_in_the_place_of_the_planned_one_is_refused(apptainer, ima
             same_image(image, identity)
         assert not caught.value.node_at_fault
         image.write_bytes(content)
-    same_image(image, identity)  # copied anew, with another time of change
+    same_image(image, identity)  # copied again, with another time of change
 
 
 def test_hashing_is_done_once_and_again_when_the_file_changes(image, cache, monkeypatch):

@@ -228,7 +228,7 @@ def test_a_staged_image_that_is_used_looks_used_to_what_cleans_by_age(staged, mo
     paths = [image, *image.rglob("*")]
     for path in (*paths, *image.parent.glob("*.json")):
         os.utime(path, (DAYS_AGO, DAYS_AGO), follow_symlinks=False)
-    monkeypatch.setattr(staging, "_make", None)  # it is not made anew
+    monkeypatch.setattr(staging, "_make", None)  # it is not made again
     assert again() == image
     assert all(path.lstat().st_atime > DAYS_AGO + 86400 for path in paths)
     # By these Python knows its compiled files.

@@ -52,7 +52,7 @@ def test_a_heartbeat_is_there_from_the_first_second_goes_on_and_ends_with_its_pr
         assert first["attempt"] == "7_0.0"
         wait_until(lambda: json.loads(path.read_text())["beat"] > first["beat"] + 2, "beats")
         path.unlink()
-        wait_until(path.exists, "a file made anew")
+        wait_until(path.exists, "a file made again")
         [sign] = Observer(tmp_path, 30.0).look()
         assert sign.lives
     assert not path.exists()

@@ -177,7 +177,7 @@ def test_an_earlier_runs_file_is_verified_at_planning_and_as_it_is_read(tmp_path
     spec = scan([path], tmp_path / "index", stride=4)
     turn(path, "score of shard 1")
     said = "the checksum of score of shard 1 differs"
-    merged_anew = f"`slurmgpu merge {tmp_path}` writes merged.h5 anew from the run's shards"
+    merged_anew = f"`slurmgpu merge {tmp_path}` writes merged.h5 again from the run's shards"
     with Reader(spec, tmp_path / "index") as reader:
         assert [item["score"] for item in reader.read(0, 4)] == [0, 1, 2, 3]
         assert [item["score"] for item in reader.read(8, 12)] == [8, 9, 10, 11]
@@ -185,7 +185,7 @@ def test_an_earlier_runs_file_is_verified_at_planning_and_as_it_is_read(tmp_path
             with pytest.raises(SlurmGPUError, match=said) as raised:
                 reader.read(3, 5)
             assert merged_anew in str(raised.value)
-            assert "Then plan this run anew" in str(raised.value)
+            assert "Then plan this run again" in str(raised.value)
     with pytest.raises(SlurmGPUError, match=said) as raised:
         scan([path], tmp_path / "index", stride=4)
     assert merged_anew in str(raised.value)

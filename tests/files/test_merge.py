@@ -151,7 +151,7 @@ def test_a_listing_that_lacks_a_shard_is_not_believed(run, monkeypatch):
     real = os.listdir
     monkeypatch.setattr(os, "listdir", lambda *at: [name for name in real(*at) if not name.startswith("00003")])
     assert run.published() == {0, 1, 2, 4}
-    assert run.published(anew=True) == {0, 1, 2, 3, 4}
+    assert run.published(fresh=True) == {0, 1, 2, 3, 4}
     assert merge(run)["complete"]
     assert merged_rows(run) == ALL_GOOD
 

@@ -253,7 +253,7 @@ def test_a_damaged_report_is_refused_in_a_sentence_and_costs_what_it_says_alone(
     content = damage if isinstance(damage, bytes) else json.dumps({**whole, **damage}).encode()
     report_path(run).write_bytes(content)
     for read in (read_report, last_report):
-        with pytest.raises(SlurmGPUError, match=r"report\.json is damaged: .*`slurmgpu merge .*/run` writes it anew"):
+        with pytest.raises(SlurmGPUError, match=r"report\.json is damaged: .*`slurmgpu merge .*/run` writes it again"):
             read(run)
     assert len(judged_attempts(run)) == 4
 

@@ -317,7 +317,7 @@ def test_what_differs_is_named_in_few_words_and_what_to_do(path, tmp_path):
         with pytest.raises(SlurmGPUError, match=r"score of shard 0 differs; .*; and \d+ more\. `slurmgpu merge RUN`"):
             results.open(copy, verify=True)
         (tmp_path / "run.json").write_text("{}")
-        with pytest.raises(SlurmGPUError, match=rf"`slurmgpu merge {tmp_path}` writes merged\.h5 anew"):
+        with pytest.raises(SlurmGPUError, match=rf"`slurmgpu merge {tmp_path}` writes merged\.h5 again"):
             results.open(copy, verify=True)
 
 

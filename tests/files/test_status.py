@@ -181,7 +181,7 @@ def test_jobs_in_slurms_queue_are_not_those_of_a_copy_of_the_run(run):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     renumbered = [{**line, "folder": str(moved.folder), "inode": 9} for line in lines]
     path.write_text("".join(json.dumps(line) + "\n" for line in renumbered))
-    assert slurms_queue.jobs_of(moved, jobs) == jobs  # a file system that numbers its files anew at each mount
+    assert slurms_queue.jobs_of(moved, jobs) == jobs  # a file system that numbers its files again at each mount
 
 
 def test_the_report_knows_better_why_attempts_ended(ended_run):
@@ -307,7 +307,7 @@ def test_items_that_were_set_aside_or_computed_anew_have_failed_no_more(failing_
     reader = StatusReader(failing_run)
     assert reader.read(now=NOW)["n_errors"] == 4
     failing_run.shard_path(shard).rename(failing_run.shards / f"{shard:05d}.failed")
-    # So far apart that the folder is read anew, also where all this happens within a tick of the clock.
+    # So far apart that the folder is read again, also where all this happens within a tick of the clock.
     assert reader.read(now=NOW + 20)["errors_by_class"] == {"crash": 1, "item_error": 1}
     failing_run.shard_path(shard).touch()
     computed_anew(failing_run, 0, shard)

@@ -141,7 +141,7 @@ def test_what_a_fault_leaves_is_computed_by_the_next_submission_which_goes_on_wi
     assert "local2_0.0 got SIGTERM with item 70 in flight (preempted), and gave shard 8 back" in done.stderr
     done = slurmgpu("resubmit", "run", cwd=folder, expect=0)
     assert datasets(folder) == undisturbed
-    assert "the merge has found it, and local2_0.0 computed the shard anew" in done.stderr
+    assert "the merge has found it, and local2_0.0 computed the shard again" in done.stderr
     assert "(preempted); local3_0.0 computed shard 8, and item 70 has its row" in done.stderr
     assert [death["class"] for death in records(folder)[-1]["deaths"]] == ["crash"]
     assert [len((folder / "run" / "injected" / name).read_text().splitlines()) for name in ("timeout", "kill@90")] == [

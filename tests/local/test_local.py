@@ -467,7 +467,7 @@ def test_a_flipped_bit_in_the_merged_file_is_found_and_mended_by_a_merge(project
         done = slurmgpu("export", "run", "--format", "csv", "-o", target, cwd=folder, expect=2)
         assert done.stdout == ""
         assert "merged.h5 has changed since it was written: the checksum of" in done.stderr
-        assert f"`slurmgpu merge {folder}/run` writes merged.h5 anew" in done.stderr
+        assert f"`slurmgpu merge {folder}/run` writes merged.h5 again" in done.stderr
     assert not list(folder.glob("*out.csv*"))
     slurmgpu("merge", "run", cwd=folder, expect=0)
     slurmgpu("export", "run", "-o", "out.csv", cwd=folder, expect=0)

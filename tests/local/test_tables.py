@@ -187,7 +187,7 @@ def test_a_report_ends_with_the_command_that_computes_the_rest_or_the_failed_ite
     assert capsys.readouterr().out.endswith(f"\nto compute the rest: slurmgpu resubmit {run.typed}\n")
     complete = {**report, "complete": True, "missing": [], "resubmit": None}
     show_report(complete)
-    assert capsys.readouterr().out.endswith(f" is mended: slurmgpu resubmit {run.typed} --failed\n")
+    assert capsys.readouterr().out.endswith(f"recompute failed items with: slurmgpu resubmit {run.typed} --failed\n")
     show_report({**complete, "errors": [], "n_errors": 0})
     assert "resubmit" not in capsys.readouterr().out
 
@@ -265,7 +265,7 @@ def test_whatever_is_wrong_with_a_report_it_is_shown_or_refused_in_a_sentence(tm
 
 def test_memory_that_would_be_nothing_with_one_decimal_is_shown_with_two():
     usage = {"host_memory_peak_bytes": 45_000_000, "gpu_memory_peak_bytes": 61_000_000_000}
-    assert used_by([{"usage": usage}, {"usage": {}}]) == {"GPU GB": ["61.0", "–"], "host GB": ["0.04", "–"]}
+    assert used_by([usage, {}]) == {"GPU GB": ["61.0", "–"], "host GB": ["0.04", "–"]}
 
 
 def test_a_status_loses_nothing_on_80_columns(run, on_a_terminal):

@@ -169,7 +169,7 @@ def test_with_no_whole_checkpoint_the_training_begins_anew_and_says_so(tmp_path,
     for step in (1, 2):
         flipped(tmp_path / f"step-000000000{step}" / "shared.pt")
     assert kept.last() is None
-    assert "the training begins anew" in caplog.text
+    assert "the training begins again" in caplog.text
 
 
 def test_a_checkpoint_that_cannot_be_read_now_is_left_alone(tmp_path, caplog):

@@ -238,7 +238,7 @@ class Client:
         return number
 
     def _is_exclusive(self, pid: int) -> bool:
-        """Whether a thread is in a system call that makes a name, so that its client looks anew."""
+        """Whether a thread is in a system call that makes a name, so that its client looks again."""
         if self._calls is None:
             return True
         for _ in range(5):

@@ -1,6 +1,6 @@
 """Models for tests: tiny random ones of real architectures, made on the spot, and a small Llama that can do sums.
 
-`adder` has its weights in a file, which train_adder.py has made: trained anew, it is another model on another CPU.
+`adder` has its weights in a file, which train_adder.py has made: trained again, it is another model on another CPU.
 It knows three things, each as chat message or plain prompt:
 
     "47+85="           → "7+5+0=12\\n4+8+1=13\\n#132": units with carry, tens with carry, the sum

@@ -141,7 +141,7 @@ class Broken(Plain):
 
 
 class Drawn(Exact):
-    """Draws its data anew whenever it is asked for it."""
+    """Draws its data again whenever it is asked for it."""
 
     def data(self, split):
         inputs = torch.randn(N_TRAIN + N_VAL, 5, dtype=torch.float64)

@@ -152,7 +152,7 @@ def show_report(report: Report) -> None:
         result(f"\nto compute the rest: {report['resubmit']}")
     elif report["n_errors"]:
         command = f"slurmgpu resubmit {shlex.quote(report['run_dir'])} --failed"
-        result(f"\nto compute failed items anew, once what made them fail is mended: {command}")
+        result(f"\nafter fixing the cause, recompute failed items with: {command}")
 
 
 def _not_finite(columns: Mapping[str, Mapping[str, int]]) -> str:

@@ -67,7 +67,7 @@ class Opponent:
         merged = self._read()
         if merged.attributes["fingerprint"] != self.fingerprint:
             raise SlurmGPUError(
-                f"{self.path} is no longer of the run that this one was planned with; plan the comparison anew."
+                f"{self.path} is no longer of the run that this one was planned with; plan the comparison again."
             )
         self._merged = merged
 
