@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from slurmgpu.util.amounts import size_of
 from slurmgpu.util.ansi import harmless
 from slurmgpu.util.plurals import count_of
 from slurmgpu.util.redact import hidden, hide_in
@@ -114,18 +115,3 @@ def _tasks(submission: Mapping[str, Any]) -> str:
 def _kind(column: Mapping[str, Any]) -> str:
     shape = f"{column['shape']}" if column.get("shape") else ""
     return f"{column['kind']} {column.get('dtype', '')}{shape}".strip()
-
-
-def size_of(size: int) -> str:
-    """A number of bytes, to three digits, in the unit that suits it."""
-    value = float(size)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:.3g} TB"
-
-
-def share_of(done: int, total: int) -> str:
-    """How much of it is done, in percent with one decimal, cut and not rounded: 100.0% is all of it."""
-    return f"{1000 * done // total / 10:.1f}%" if total else "–"

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedFormatter, FixedLocator
 
 from slurmgpu.page.svg import COLOURS
-from slurmgpu.page.words import duration
+from slurmgpu.util.amounts import duration
 
 MINUTE, HOUR, DAY = 60, 3600, 86400
 STEPS = (

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from slurmgpu.page.spans import Life, begin_of, makers_of
-from slurmgpu.page.words import cut, duration, gigabytes, moment, plain
+from slurmgpu.page.words import cut, moment, plain
 from slurmgpu.report.attempts import AttemptRow, node_of
 from slurmgpu.report.build import Report
 from slurmgpu.report.ledger import KINDS, energy_in_words, in_words, unit_of
 from slurmgpu.run.failures import POLICIES
 from slurmgpu.run.records import Death, Usage
+from slurmgpu.util.amounts import duration, gigabytes
 
 MAX_ITEMS = 1000
 """Failed items, and missing shards, that the page lists; of more it has the numbers and the first ones."""

@@ -23,12 +23,13 @@ from slurmgpu.page.pictures import ledger_bar, left_of, rates, throughput, timel
 from slurmgpu.page.spans import Life, begin_of, lives_of, rows_of
 from slurmgpu.page.svg import NARROW, WIDE, picture
 from slurmgpu.page.usage import chosen_tasks, draw_usage, read_usage
-from slurmgpu.page.words import cut, duration, moment, plain, rate_of
+from slurmgpu.page.words import cut, moment, plain
 from slurmgpu.report.attempts import in_task_order
 from slurmgpu.report.build import Report
 from slurmgpu.report.ledger import KINDS, energy_in_words, in_words
 from slurmgpu.report.summaries import summary_of
 from slurmgpu.run.directory import Run
+from slurmgpu.util.amounts import duration, rate_of
 from slurmgpu.util.plurals import count_of
 
 log = logging.getLogger(__name__)

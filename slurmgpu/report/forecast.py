@@ -12,6 +12,7 @@ from typing import Any, TypedDict
 from slurmgpu.run.directory import Plan
 from slurmgpu.run.records import Record
 from slurmgpu.run.submissions import Submission
+from slurmgpu.util.amounts import about, gigabytes, time_words
 
 FORECAST_FORMAT = "slurmgpu forecast"
 FORECAST_VERSION = 1
@@ -281,13 +282,13 @@ def _on_memory(submission: Submission, seen: Observed) -> list[str]:
     notes = []
     if seen.gpu_peak_bytes and seen.gpu_total_bytes and seen.gpu_peak_bytes > NEAR_FULL * seen.gpu_total_bytes:
         notes.append(
-            f"GPU memory is nearly full: {_gigabytes(seen.gpu_peak_bytes)} of {_gigabytes(seen.gpu_total_bytes)}. "
+            f"GPU memory is nearly full: {gigabytes(seen.gpu_peak_bytes)} GB of {gigabytes(seen.gpu_total_bytes)} GB. "
             f"Larger items than the probe's may not fit; a smaller batch_size leaves room."
         )
     if not seen.host_peak_bytes or not seen.host_total_bytes:
         return notes
     share = seen.host_peak_bytes / seen.host_total_bytes
-    peak, total = _gigabytes(seen.host_peak_bytes), _gigabytes(seen.host_total_bytes)
+    peak, total = (f"{gigabytes(size)} GB" for size in (seen.host_peak_bytes, seen.host_total_bytes))
     n_enough = max(1, math.ceil(1.5 * seen.host_peak_bytes / 1024**3))
     enough = f"{n_enough}G"
     asked = _asked_bytes(submission.slurm.get("mem"))
@@ -318,30 +319,3 @@ def _assumptions(submission: Submission, seen: Observed, *, queues: bool) -> lis
     if seen.gpu_peak_bytes or seen.host_peak_bytes:
         said.append("peaks of memory are those of samples some seconds apart")
     return said
-
-
-def time_words(seconds: float) -> str:
-    """A time that was set, exactly and in the words of people: "20 min", "1 h 30 min", "2 d"."""
-    parts, rest = [], round(seconds)
-    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1)):
-        count, rest = divmod(rest, size)
-        if count:
-            parts.append(f"{count} {unit}")
-    return " ".join(parts) or "0 s"
-
-
-def about(seconds: float) -> str:
-    """A time that was estimated, to two digits, in the unit that suits it."""
-    for unit, size, most in (("s", 1.0, 100.0), ("min", 60.0, 6_000.0), ("h", 3_600.0, 360_000.0)):
-        if seconds < most:
-            return f"{digits(seconds / size)} {unit}"
-    return f"{digits(seconds / 86_400)} d"
-
-
-def digits(value: float) -> str:
-    """A number to two digits: what is estimated claims no more."""
-    return f"{float(f'{value:.2g}'):,.12g}"
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.1f} GB"

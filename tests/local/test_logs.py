@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from slurmgpu.cli.commands.logs import show_logs
-from slurmgpu.cli.console import size_of
 from slurmgpu.cli.views import log_index
 from slurmgpu.cli.views.follow import Following
 from slurmgpu.cli.views.log_lines import Printer, print_files
@@ -33,6 +32,7 @@ from slurmgpu.search import (
     story_of_item,
 )
 from slurmgpu.search.excerpts import BEFORE, N_LINES, excerpt_around
+from slurmgpu.util.amounts import size_of
 from slurmgpu.util.atomic_files import write_json
 from tests.docs.test_docs import listed
 from tests.support.pretend_runs import BEGIN, pretend_run

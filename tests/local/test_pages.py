@@ -19,10 +19,11 @@ from slurmgpu.page.clock import make_clock
 from slurmgpu.page.pictures import rates
 from slurmgpu.page.provenance import gpus_of
 from slurmgpu.page.spans import lives_of, makers_of
-from slurmgpu.page.words import duration, moment
+from slurmgpu.page.words import moment
 from slurmgpu.report.build import read_report, report_path
 from slurmgpu.run.directory import Run
 from slurmgpu.util import redact
+from slurmgpu.util.amounts import duration
 from slurmgpu.util.atomic_files import write_json
 from tests.support.browser import browser  # noqa: F401
 from tests.support.pretend_runs import BEGIN, pretend_run, reported

@@ -12,8 +12,9 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.probe import draft_probe, spread
 from slurmgpu.inputs import InputSpec, Reader, scan
 from slurmgpu.plan.planner import draft_run
-from slurmgpu.report.forecast import Observed, about, forecast, mean_within, observe, time_words
+from slurmgpu.report.forecast import Observed, forecast, mean_within, observe
 from slurmgpu.run.submissions import Submission
+from slurmgpu.util.amounts import about, time_words
 from tests.support.pretend_runs import Pretended
 from tests.support.runs import check_rows, records, start
 from tests.support.terminals import Terminal

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from slurmgpu import __version__
-from slurmgpu.cli.console import result, size_of
+from slurmgpu.cli.console import result
 from slurmgpu.containers.settings import Identity
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.registry import executor_named
@@ -25,6 +25,7 @@ from slurmgpu.plan.site_file import read_run_file
 from slurmgpu.run.directory import Plan
 from slurmgpu.slurm import commands
 from slurmgpu.task.preflight import NodeCheck, check_here
+from slurmgpu.util.amounts import size_of
 from slurmgpu.util.atomic_files import working_folder
 from slurmgpu.util.plurals import count_of
 

@@ -18,9 +18,9 @@ from slurmgpu.executors.registry import executor_named
 from slurmgpu.inputs import sweeps
 from slurmgpu.plan.planner import Draft
 from slurmgpu.plan.site_file import Origins
-from slurmgpu.report.forecast import time_words
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import Submission
+from slurmgpu.util.amounts import time_words
 from slurmgpu.util.plurals import count_of
 from slurmgpu.util.redact import HIDDEN, hidden
 

@@ -7,12 +7,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from slurmgpu.cli.console import say, size_of
+from slurmgpu.cli.console import say
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import is_over
 from slurmgpu.search import read_index
 from slurmgpu.search.index import FileRecord, LoggedAttempt
+from slurmgpu.util.amounts import size_of
 
 
 def show_index(run: Run) -> None:

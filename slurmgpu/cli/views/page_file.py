@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from slurmgpu import page
-from slurmgpu.cli.console import say, size_of
+from slurmgpu.cli.console import say
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.report.build import Report
 from slurmgpu.run.directory import Run
+from slurmgpu.util.amounts import size_of
 
 
 def write_html(run: Run, report: Report, path: Path, task: str | None) -> None:

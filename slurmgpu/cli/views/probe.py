@@ -10,8 +10,8 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from slurmgpu.cli.console import say, size_of, wide_console
-from slurmgpu.report.forecast import about, digits, time_words
+from slurmgpu.cli.console import say, wide_console
+from slurmgpu.util.amounts import about, digits, size_of, time_words
 from slurmgpu.util.plurals import count_of
 
 WORTH_SAYING = 0.2

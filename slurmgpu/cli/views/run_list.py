@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from slurmgpu.cli.completion import PROBE
-from slurmgpu.cli.console import say, share_of, wide_console
+from slurmgpu.cli.console import say, wide_console
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.report.build import is_complete, read_report
 from slurmgpu.report.queued import Queue
@@ -24,6 +24,7 @@ from slurmgpu.report.states import is_told
 from slurmgpu.report.status import read_status
 from slurmgpu.run.directory import Run
 from slurmgpu.slurm import commands, queue
+from slurmgpu.util.amounts import share_of, span_of
 from slurmgpu.util.plurals import count_of
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, status_of
 
@@ -292,7 +293,7 @@ def _cells(row: Row, folder: Path) -> dict[str, str]:
         "done": "–" if not total else share_of(done or 0, total),
         "failed": "–" if row["n_errors"] is None else f"{row['n_errors']:,}",
         "GPU-hours": "–" if row["gpu_hours"] is None else f"{row['gpu_hours']:,.2f}",
-        "last activity": "–" if row["age_s"] is None else f"{_duration(row['age_s'])} ago",
+        "last activity": "–" if row["age_s"] is None else f"{span_of(row['age_s'])} ago",
     }
 
 
@@ -301,10 +302,3 @@ def _typed(run_dir: str, folder: Path) -> str:
     near = os.path.relpath(run_dir, folder)
     near = Path(run_dir).name if near == "." else near
     return "".join(letter if letter.isprintable() else "?" for letter in near)
-
-
-def _duration(seconds: float) -> str:
-    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= size:
-            return f"{int(seconds // size)} {unit}"
-    return f"{int(seconds)} s"

@@ -13,9 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from slurmgpu.cli.console import share_of
 from slurmgpu.cli.views.state_words import (
-    duration,
     failure_words,
     last_message,
     merge_words,
@@ -24,11 +22,11 @@ from slurmgpu.cli.views.state_words import (
     parting_words,
     plain,
     queue_words,
-    rate_of,
     shard_of,
     state_of,
 )
 from slurmgpu.report.status import Status, StatusAttempt
+from slurmgpu.util.amounts import clock, rate_of, share_of
 
 LEAST_MESSAGE = 12
 """Columns give way until so much is left for messages."""
@@ -85,7 +83,7 @@ class Screen:
         state = status["state"]
         title = Text.assemble((plain(status["run"]), "bold"), "  ", (state, RUN_STYLES.get(state, "yellow")))
         if status["submitted"]:
-            title.append(f"  {duration(status['time'] - status['submitted'])}")
+            title.append(f"  {clock(status['time'] - status['submitted'])}")
         title.append(f"  {HINT}", "dim")
         done = ((status["n_items_done"], status["n_items"]), (status["n_shards_done"], status["n_shards"]))
         bars = [_bar(name, *of, width) for name, of in zip(("items", "shards"), done, strict=True)]

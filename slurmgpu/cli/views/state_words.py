@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from slurmgpu.report.attempts import in_task_order
 from slurmgpu.report.status import Status, StatusAttempt
+from slurmgpu.util.amounts import clock, rate_of, span_of
 from slurmgpu.util.ansi import without_escapes
 from slurmgpu.util.plurals import count_of
 
@@ -54,7 +55,7 @@ def pace_words(status: Status) -> str:
     if status["n_shards_done"] == status["n_shards"]:
         return ""
     if left_s is not None:
-        parts.append(f"{duration(left_s)} left, until about {moment(status['time'] + left_s, status['time'])}")
+        parts.append(f"{clock(left_s)} left, until about {moment(status['time'] + left_s, status['time'])}")
     elif pace["n_shards_left_over"] and pace["n_living"]:
         parts.append(f"{count_of(pace['n_shards_left_over'], 'shard')} will be left when the walltimes end")
     elif pace["n_living"] and status["state"] == "running" and not if_words(status):
@@ -68,7 +69,7 @@ def if_words(status: Status) -> str:
     left_s, if_s = pace["left_s"], pace["left_if_queued_start_s"]
     if not if_s or not pace["n_waiting"] or (left_s is not None and if_s > 0.95 * left_s):
         return ""
-    return f"{duration(if_s)} left if started now"
+    return f"{clock(if_s)} left if started now"
 
 
 def merge_words(status: Status) -> str:
@@ -121,27 +122,6 @@ def queue_words(status: Status) -> str:
     if starts := [job["start"] for job in pending if job["start"] is not None]:
         parts.append(f"start about {moment(min(starts), status['time'])}")
     return "; ".join(part for part in (", ".join(parts), if_words(status)) if part)
-
-
-def rate_of(rate: float) -> str:
-    """Items in a second, with about three digits."""
-    return f"{rate:,.{0 if rate >= 100 else 1 if rate >= 10 else 2 if rate >= 1 else 3}f}"
-
-
-def duration(seconds: float) -> str:
-    """Hours, minutes and seconds; days where there are some."""
-    minutes, seconds = divmod(max(0, round(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    return f"{days} d {hours}:{minutes:02} h" if days else f"{hours}:{minutes:02}:{seconds:02}"
-
-
-def span_of(seconds: float) -> str:
-    """A length of time to about two digits."""
-    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
 
 
 def moment(epoch: float, now: float) -> str:

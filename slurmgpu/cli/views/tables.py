@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shlex
-import time
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.markup import escape
 
-from slurmgpu.cli.console import result, say, share_of, wide_console
+from slurmgpu.cli.console import result, say, wide_console
 from slurmgpu.cli.views.columns import counts_of, doing_now, show_table, used_by
 from slurmgpu.cli.views.state_words import (
     if_words,
@@ -18,7 +17,6 @@ from slurmgpu.cli.views.state_words import (
     pace_words,
     plain,
     shard_of,
-    span_of,
     state_of,
     unknown_words,
 )
@@ -27,6 +25,7 @@ from slurmgpu.report.attempts import IDLE_PERCENT, AttemptRow, in_task_order, no
 from slurmgpu.report.build import Hole, Report, last_death
 from slurmgpu.report.ledger import KINDS, Ledger, energy_in_words, in_words
 from slurmgpu.report.status import Status, StatusAttempt
+from slurmgpu.util.amounts import share_of, span_of, wide_clock
 from slurmgpu.util.plurals import count_of
 
 MAX_LISTED = 20
@@ -222,7 +221,7 @@ def _show_attempts(console: Console, report: Report) -> None:
         **names,
         "node": list(map(node_of, shown)),
         "GPUs": [str(a["n_gpus"] * a.get("n_nodes", 1)) for a in shown],
-        "time": [_seconds(a["seconds"]) for a in shown],
+        "time": [wide_clock(a["seconds"]) for a in shown],
         **counts_of(shown, [(len(a["deaths"]), last_death(a["deaths"])) for a in shown]),
     }
     end = {"end": [a["failure"] or (f"ok ({a['reason']})" if a["reason"] else "ok") for a in shown]}
@@ -265,7 +264,3 @@ def _show_idle(attempts: Sequence[AttemptRow]) -> None:
 def _more(count: int, where: str, shown: int = MAX_LISTED) -> None:
     if count > shown:
         result(f"  … and {count - shown:,} more; {where}")
-
-
-def _seconds(seconds: float) -> str:
-    return time.strftime("%H:%M:%S", time.gmtime(seconds)) if seconds < 86400 else f"{seconds / 86400:.1f} d"

@@ -18,7 +18,7 @@ from rich.control import Control
 from rich.live import Live
 from rich.text import Text
 
-from slurmgpu.cli.console import result, say, share_of
+from slurmgpu.cli.console import result, say
 from slurmgpu.cli.views.keys import Keyboard
 from slurmgpu.cli.views.polling import Lookout
 from slurmgpu.cli.views.screens import Screen
@@ -34,6 +34,7 @@ from slurmgpu.cli.views.state_words import (
 from slurmgpu.cli.views.tables import show_status
 from slurmgpu.report.status import Status
 from slurmgpu.run.directory import Run
+from slurmgpu.util.amounts import share_of
 from slurmgpu.util.plurals import count_of
 
 LINE_S = 10.0

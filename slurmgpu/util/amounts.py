@@ -1,0 +1,93 @@
+"""Durations, sizes, rates and shares in words: every way in which slurmgpu writes them."""
+
+from __future__ import annotations
+
+import math
+import time
+from itertools import pairwise
+
+UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
+
+
+def clock(seconds: float) -> str:
+    """Hours, minutes and seconds; days where there are some."""
+    minutes, seconds = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return f"{days} d {hours}:{minutes:02} h" if days else f"{hours}:{minutes:02}:{seconds:02}"
+
+
+def wide_clock(seconds: float) -> str:
+    """Hours, minutes and seconds, as wide in every row of a table; days where there are some."""
+    return time.strftime("%H:%M:%S", time.gmtime(seconds)) if seconds < 86400 else f"{seconds / 86400:.1f} d"
+
+
+def span_of(seconds: float) -> str:
+    """A length of time to about two digits."""
+    for size, unit in UNITS[:-1]:
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def duration(seconds: float | None) -> str:
+    """A time span in its two largest units, cut and not rounded: "2 h 14 min"; "–" if it is not known."""
+    if seconds is None or not math.isfinite(seconds):
+        return "–"
+    tenths = max(0, int(10 * seconds + 0.001))  # differences of times of the epoch are a bit off
+    if tenths < 100:
+        return f"{tenths / 10:g} s"
+    whole = tenths // 10
+    for (size, unit), (smaller, minor) in pairwise(UNITS):
+        if whole >= size:
+            parts = (whole // size, unit), (whole % size // smaller, minor)
+            return " ".join(f"{count:,} {name}" for count, name in parts if count)
+    return f"{whole} s"
+
+
+def time_words(seconds: float) -> str:
+    """A time that was set, exactly and in the words of people: "20 min", "1 h 30 min", "2 d"."""
+    parts, rest = [], round(seconds)
+    for size, unit in UNITS:
+        count, rest = divmod(rest, size)
+        if count:
+            parts.append(f"{count} {unit}")
+    return " ".join(parts) or "0 s"
+
+
+def about(seconds: float) -> str:
+    """A time that was estimated, to two digits, in the unit that suits it."""
+    for unit, size, most in (("s", 1.0, 100.0), ("min", 60.0, 6_000.0), ("h", 3_600.0, 360_000.0)):
+        if seconds < most:
+            return f"{digits(seconds / size)} {unit}"
+    return f"{digits(seconds / 86_400)} d"
+
+
+def digits(value: float) -> str:
+    """A number to two digits: what is estimated claims no more."""
+    return f"{float(f'{value:.2g}'):,.12g}"
+
+
+def rate_of(rate: float) -> str:
+    """Items in a second, with about three digits."""
+    return f"{rate:,.{0 if rate >= 100 else 1 if rate >= 10 else 2 if rate >= 1 else 3}f}"
+
+
+def size_of(size: int) -> str:
+    """A number of bytes, to three digits, in the unit that suits it."""
+    value = float(size)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} TB"
+
+
+def gigabytes(size: float | None) -> str:
+    """A number of bytes in GB."""
+    return "–" if size is None else f"{size / 1e9:.1f}"
+
+
+def share_of(done: int, total: int) -> str:
+    """How much of it is done, in percent with one decimal, cut and not rounded: 100.0% is all of it."""
+    return f"{1000 * done // total / 10:.1f}%" if total else "–"
