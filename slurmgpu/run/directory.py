@@ -29,6 +29,7 @@ from slurmgpu.run.owners import name_of
 from slurmgpu.run.recompute import Recompute, read_recompute
 from slurmgpu.run.records import Record, Unread, read_record
 from slurmgpu.run.submissions import ENDS, Git, Place, SubmissionLine, as_seen_at, place_of
+from slurmgpu.shards.names import shard_name
 from slurmgpu.util.atomic_files import beside, fsync_dir, write_bytes
 from slurmgpu.util.shared_files import (
     BRIEF_PATIENCE_S,
@@ -247,7 +248,7 @@ class Run:
 
     def revision_path(self, shard: int, revision: int) -> Path:
         """Where a revision of a shard lies; 0 is the shard as it was computed first."""
-        return self.shards / (f"{shard:05d}.r{revision}.h5" if revision else f"{shard:05d}.h5")
+        return self.shards / shard_name(shard, revision)
 
     @staticmethod
     def revision_of(name: str) -> tuple[int, int] | None:

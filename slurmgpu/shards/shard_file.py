@@ -7,7 +7,6 @@ import errno
 import logging
 import math
 import os
-import platform
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,13 +42,10 @@ __all__ = [
     "DamagedShardError",
     "Directory",
     "ForeignShardError",
-    "partial_name",
-    "partials_of",
     "publish",
     "read_directory",
     "read_errors",
     "read_rows",
-    "shard_name",
     "verify_shard",
     "write_shard",
 ]
@@ -90,21 +86,6 @@ class Directory:
     def pieces(self) -> list[Piece]:
         """The datasets' bytes in the order of the file, as `regions.verify` takes them."""
         return [Piece(path, *place) for path, _, _, *place in in_file_order(self.datasets)]
-
-
-def shard_name(shard: int) -> str:
-    """The name of a shard's file: `00042.h5`."""
-    return f"{shard:05d}.h5"
-
-
-def partial_name(shard: int, attempt: str) -> str:
-    """The name under which this process writes a shard, which no other one uses, of whatever machine."""
-    return f"{shard:05d}.{attempt}.{platform.node()}.{os.getpid()}.partial"
-
-
-def partials_of(folder: Path, attempt: str) -> list[Path]:
-    """What processes of an attempt on this machine have begun to write, if they are dead."""
-    return sorted(folder.glob(f"*.{attempt}.{platform.node()}.*.partial"))
 
 
 def write_shard(

@@ -20,7 +20,7 @@ from slurmgpu.containers.settings import Container, ContainerError
 from slurmgpu.plan.binds import container_binds
 from slurmgpu.run.directory import Run
 from slurmgpu.run.records import Attempt
-from slurmgpu.worker.main import Assignment
+from slurmgpu.worker.assignment import Assignment
 
 # Which Python an image has is known only now: one that is too old to read slurmgpu gets a sentence, no SyntaxError.
 START = """\

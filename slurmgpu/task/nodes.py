@@ -23,8 +23,8 @@ from slurmgpu.run.records import Attempt
 from slurmgpu.run.rendezvous import Line, Meeting, free_port, own_hosts
 from slurmgpu.task.launcher import Launcher
 from slurmgpu.task.worker_process import Events, StoppedError, StopSignals, WorkerProcess
+from slurmgpu.worker.assignment import Assignment
 from slurmgpu.worker.groups import GROUP_SECRET
-from slurmgpu.worker.main import Assignment
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from slurmgpu.run.claims import UNREADABLE, Claim
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import FILES, POLICIES, class_of, signal_of
 from slurmgpu.run.records import Attempt, Unread
-from slurmgpu.shards.shard_file import partials_of
+from slurmgpu.shards.names import partials_of
 from slurmgpu.task.attempt_writer import Recording
 from slurmgpu.task.crash_tracking import Deaths
 from slurmgpu.task.launcher import Launcher
@@ -36,7 +36,7 @@ from slurmgpu.task.telemetry import Sampler
 from slurmgpu.task.worker_process import PARTING_S, STOP_SIGNALS, Events, StoppedError, StopSignals, WorkerProcess
 from slurmgpu.util import cgroups, gpus
 from slurmgpu.util.shared_files import remove
-from slurmgpu.worker.main import Assignment, Worker, WorkerFailedError
+from slurmgpu.worker.assignment import Assignment, WorkerFailedError
 from slurmgpu.worker.shard_claimer import Scout, open_shards
 
 log = logging.getLogger(__name__)
@@ -421,6 +421,8 @@ class Task:
     # The debugger's way
 
     def _work_here(self) -> int:
+        from slurmgpu.worker.main import Worker
+
         assignment = self._assignment()
         with importer.using(self.run.folder, assignment.code):
             Worker(self.run, assignment, self.handle).work()

@@ -40,13 +40,15 @@ from slurmgpu.run.failures import FILES, INPUT, LOADING, class_of
 from slurmgpu.run.recompute import Spans
 from slurmgpu.run.revisions import Former, Row, former_rows, made_again, put_over
 from slurmgpu.shards.columns import columns_from_json
-from slurmgpu.shards.shard_file import DamagedShardError, partial_name, publish, write_shard
+from slurmgpu.shards.names import partial_name
+from slurmgpu.shards.shard_file import DamagedShardError, publish, write_shard
 from slurmgpu.util import gpus
 from slurmgpu.util.atomic_files import FULL, working_folder
 from slurmgpu.util.env_info import describe, used
 from slurmgpu.util.pipes import Report, close_stdin, listen_on_stdin, outlive_signals, report_on_stdout, watch_stdin
 from slurmgpu.util.shared_files import cause_raised, retried
 from slurmgpu.worker import groups
+from slurmgpu.worker.assignment import Assignment, WorkerFailedError
 from slurmgpu.worker.computer import (
     INTERRUPTED,
     Computed,
@@ -64,37 +66,6 @@ from slurmgpu.workload import Adapted, Item, TaskContext, build
 log = logging.getLogger("slurmgpu.worker")  # __name__ is "__main__" in its own process
 
 _T = TypeVar("_T")
-
-
-class WorkerFailedError(Exception):
-    """The worker cannot do its work, and a new one could not either; `kind` is the failure class."""
-
-    def __init__(self, kind: str, message: str, trace: str = "") -> None:
-        super().__init__(message)
-        self.kind = kind
-        self.trace = trace
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """What the task tells its worker.
-
-    `resume` are shards whose claims this attempt holds already, from a worker that died. `end_time` is when the
-    allocation ends, in seconds since the epoch by this node's clock. `inject` are faults on demand. `cluster` is that
-    of the claims. `code` is the digest of the snapshot from which the user's modules come; None in a run of an older
-    slurmgpu.
-    """
-
-    task: str
-    attempt: str
-    n_gpus: int = 0
-    device: str = "cpu"
-    end_time: float | None = None
-    resume: Sequence[int] = ()
-    inject: Sequence[str] = ()
-    cluster: str = ""
-    submission: int = 1
-    code: str | None = None
 
 
 @dataclass(frozen=True)

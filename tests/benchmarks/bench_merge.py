@@ -25,7 +25,8 @@ import numpy as np
 
 from slurmgpu.merge.join import join, verify_joined
 from slurmgpu.shards.columns import Array, Column, Text, convert_row
-from slurmgpu.shards.shard_file import shard_name, write_shard
+from slurmgpu.shards.names import shard_name
+from slurmgpu.shards.shard_file import write_shard
 from tests.benchmarks import judge, print_table
 from tests.support.shard_files import peak_memory_bytes
 

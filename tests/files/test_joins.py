@@ -16,7 +16,7 @@ from slurmgpu.merge.join import verify_joined
 from slurmgpu.run.lock import LockLostError
 from slurmgpu.shards import shard_file as shards
 from slurmgpu.shards.columns import Array, Text
-from slurmgpu.shards.shard_file import shard_name
+from slurmgpu.shards.names import shard_name
 from tests.support.shard_files import (
     FINGERPRINT,
     assert_same_datasets,

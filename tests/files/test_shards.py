@@ -20,12 +20,12 @@ from hypothesis.extra import numpy as arrays
 from slurmgpu.errors import ItemError
 from slurmgpu.shards import shard_file
 from slurmgpu.shards.columns import Array, Ragged, Text, columns_from_json, convert_row
+from slurmgpu.shards.names import shard_name
 from slurmgpu.shards.shard_file import (
     DamagedShardError,
     ForeignShardError,
     publish,
     read_directory,
-    shard_name,
     verify_shard,
     write_shard,
 )

@@ -12,8 +12,9 @@ import pytest
 from slurmgpu.errors import ItemError
 from slurmgpu.merge.join import join
 from slurmgpu.shards.columns import Array, Json, Ragged, Text, convert_row
+from slurmgpu.shards.names import shard_name
 from slurmgpu.shards.piece_table import pieces_of
-from slurmgpu.shards.shard_file import shard_name, write_shard
+from slurmgpu.shards.shard_file import write_shard
 from slurmgpu.shards.userblock import Reader, read_userblock
 
 FINGERPRINT = "5f" * 32

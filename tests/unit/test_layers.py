@@ -202,6 +202,11 @@ def test_the_worker_needs_the_standard_library_numpy_and_h5py_alone():
     assert foreign == {"h5py"}
 
 
+def test_a_task_needs_the_standard_library_alone():
+    """On each node, beside the worker that computes: what it imports costs memory and the time of every start."""
+    assert not loaded_after("import slurmgpu.executors.job_entry") & {*FOREIGN, "numpy", "pandas", "pydantic_core"}
+
+
 def test_help_and_status_import_nothing_that_takes_long(tmp_path):
     folder = pretend_run(tmp_path / "run", 300, n_tasks=2, executor="local").folder
     run = "from slurmgpu.cli.app import app\napp(%r, standalone_mode=False)"

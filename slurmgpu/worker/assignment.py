@@ -1,0 +1,37 @@
+"""What a task and its worker agree on; without NumPy and h5py, which the task does not need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class WorkerFailedError(Exception):
+    """The worker cannot do its work, and a new one could not either; `kind` is the failure class."""
+
+    def __init__(self, kind: str, message: str, trace: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.trace = trace
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What the task tells its worker.
+
+    `resume` are shards whose claims this attempt holds already, from a worker that died. `end_time` is when the
+    allocation ends, in seconds since the epoch by this node's clock. `inject` are faults on demand. `cluster` is that
+    of the claims. `code` is the digest of the snapshot from which the user's modules come; None in a run of an older
+    slurmgpu.
+    """
+
+    task: str
+    attempt: str
+    n_gpus: int = 0
+    device: str = "cpu"
+    end_time: float | None = None
+    resume: Sequence[int] = ()
+    inject: Sequence[str] = ()
+    cluster: str = ""
+    submission: int = 1
+    code: str | None = None
