@@ -37,6 +37,7 @@ EXCEPTIONS = {
         (
             "run/claims.py",
             "run/lock.py",
+            "shards/names.py",
             "shards/shard_file.py",
             "code/snapshots.py",
             "util/atomic_files.py",
