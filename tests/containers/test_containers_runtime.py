@@ -13,6 +13,7 @@ from slurmgpu.containers.node import prepare
 from slurmgpu.containers.registry import RUNTIMES, runtime_named
 from slurmgpu.containers.settings import Bind, Container, ContainerError
 from slurmgpu.errors import SlurmGPUError
+from tests.support.packages import install
 from tests.support.runs import check_rows, datasets, records, report
 
 PACKAGE = Path(__file__).parents[2] / "slurmgpu"
@@ -54,12 +55,7 @@ class Bare(Runtime):
 @pytest.fixture
 def bare(tmp_path, monkeypatch):
     """An installed package that brings the runtime `bare`; an image of it."""
-    site = tmp_path / "site"
-    metadata = site / "bare_runtime-1.0.dist-info"
-    metadata.mkdir(parents=True)
-    (site / "bare_runtime.py").write_text(BARE)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: bare-runtime\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[slurmgpu.runtimes]\nbare = bare_runtime:Bare\n")
+    site = install(tmp_path / "site", "bare_runtime", BARE, "slurmgpu.runtimes", "bare = bare_runtime:Bare\n")
     monkeypatch.syspath_prepend(site)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH")))))
     image = tmp_path / "image.bare"

@@ -13,6 +13,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.merge.export import export
 from slurmgpu.run.directory import Run
 from slurmgpu.shards.columns import Array, columns_from_json, columns_to_json
+from tests.support.packages import install
 
 KINDS = '''
 import datetime
@@ -166,12 +167,10 @@ def test_a_kind_has_its_name_alone():
 
 
 def test_a_kind_of_an_installed_package_is_found_by_its_entry_point(tmp_path, monkeypatch):
-    (tmp_path / "halves.py").write_text("from slurmgpu import Array\nclass Half(Array, kind='half'): pass\n")
-    about = tmp_path / "halves-1.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: halves\nVersion: 1\n")
-    (about / "entry_points.txt").write_text("[slurmgpu.columns]\nhalf = halves:Half\n")
-    monkeypatch.syspath_prepend(tmp_path)
+    source = "from slurmgpu import Array\nclass Half(Array, kind='half'): pass\n"
+    monkeypatch.syspath_prepend(
+        install(tmp_path / "site", "halves", source, "slurmgpu.columns", "half = halves:Half\n")
+    )
     described = {"x": {"kind": "half", "dtype": "<f2", "shape": [2], "stored": {"dtype": "<f2", "shape": [2]}}}
     found = columns_from_json(described)
     assert type(found["x"]).__name__ == "Half"

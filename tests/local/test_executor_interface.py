@@ -12,6 +12,7 @@ from slurmgpu.executors.liveness import alive
 from slurmgpu.executors.registry import executor_named
 from slurmgpu.plan.executors import EXECUTORS
 from slurmgpu.run.directory import Run
+from tests.support.packages import install
 from tests.support.runs import check_rows, let_go, records, report, submissions, wait_until, wait_until_held
 
 SPOOL = '''
@@ -90,12 +91,7 @@ SUBMIT = ("submit", "--executor", "spool", "--gpus", "0", "--tasks", "2")
 @pytest.fixture
 def site(tmp_path, monkeypatch):
     """An installed package that brings the executor `spool`."""
-    site = tmp_path / "site"
-    metadata = site / "spool-1.0.dist-info"
-    metadata.mkdir(parents=True)
-    (site / "spool.py").write_text(SPOOL)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: spool\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[slurmgpu.executors]\nspool = spool:Spool\n")
+    site = install(tmp_path / "site", "spool", SPOOL, "slurmgpu.executors", "spool = spool:Spool\n")
     monkeypatch.syspath_prepend(site)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH")))))
     yield site

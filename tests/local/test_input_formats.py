@@ -13,6 +13,7 @@ from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs.formats import FORMATS
 from slurmgpu.inputs.lines import Csv, Lines
 from slurmgpu.inputs.tables import Tables
+from tests.support.packages import install
 
 WORKLOAD = """
 from slurmgpu import Array, ItemError, Json
@@ -115,16 +116,13 @@ def test_a_format_has_its_name_alone():
 
 def test_a_format_of_an_installed_package_is_read_in_every_process(tmp_path, project, slurmgpu):
     """By its entry point: here the worker is a process of its own."""
-    package = tmp_path / "package"
-    (package / "shouts-1.dist-info").mkdir(parents=True)
-    (package / "shouts-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: shouts\nVersion: 1\n")
-    (package / "shouts-1.dist-info" / "entry_points.txt").write_text("[slurmgpu.inputs]\nshout = shouts:Shout\n")
-    (package / "shouts.py").write_text(
+    source = (
         "from slurmgpu.inputs.lines import Lines\n"
         "class Shout(Lines, name='shout'):\n"
         "    def parse(self, record, columns):\n"
         "        return {'text': record.decode().upper(), 'x': len(record)}\n"
     )
+    package = install(tmp_path / "package", "shouts", source, "slurmgpu.inputs", "shout = shouts:Shout\n")
     folder = project(8, input="items.shout")
     (folder / "items.shout").write_text("".join(f"item {i}\n" for i in range(8)))
     path = os.pathsep.join([str(package), os.environ.get("PYTHONPATH", "")])
