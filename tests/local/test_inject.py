@@ -163,6 +163,7 @@ def test_resubmissions_of_the_merge_go_on_with_the_faults_and_failed_items_compu
     assert "item 30 has its row from debug3_0.0, into which nothing was injected" in done.stderr
 
 
+@pytest.mark.nightly
 def test_several_processes_meet_faults_as_one_does(project, slurmgpu):
     pytest.importorskip("torch")
     folder = project(24, "Ranks", resources={"processes": "per-gpu"})

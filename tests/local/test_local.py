@@ -17,6 +17,7 @@ from slurmgpu.run.records import Attempt
 from slurmgpu.task.attempt_writer import Recording
 from slurmgpu.task.supervisor import Task
 from tests.support import failing
+from tests.support.nightly import by_night
 from tests.support.runs import (
     check_rows,
     datasets,
@@ -89,7 +90,9 @@ def test_exceptions_and_item_errors_cost_their_item_alone(project, slurmgpu):
     }
 
 
-@pytest.mark.parametrize(("fault", "said"), [("segfault", "died by SIGSEGV"), ("hard_exit", "exited with code 3")])
+@pytest.mark.parametrize(
+    ("fault", "said"), [("segfault", "died by SIGSEGV"), by_night("hard_exit", "exited with code 3")]
+)
 def test_an_item_that_kills_its_worker_is_quarantined(project, slurmgpu, fault, said):
     folder = project(40, settings={"faults": {"17": fault}})
     slurmgpu(*LOCAL, cwd=folder, expect=0)
@@ -422,7 +425,7 @@ def test_an_input_that_changed_since_planning_is_refused(project, slurmgpu):
     assert [record["failure"] for record in records(folder)] == ["workload_error", "input_error"]
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate"])
+@pytest.mark.parametrize("damage", ["flip", by_night("truncate")])
 def test_a_damaged_shard_is_reported_and_computed_again(project, slurmgpu, damage):
     folder = project(40)
     slurmgpu(*LOCAL, cwd=folder, expect=0)

@@ -19,6 +19,7 @@ from slurmgpu.run.records import Attempt
 from slurmgpu.task.supervisor import Task
 from slurmgpu.worker.computer import INTERRUPTED, NOT_ASKED, Computer, Failure, settle
 from slurmgpu.workload import Item, Placement, adapt
+from tests.support.nightly import by_night
 from tests.support.runs import check_rows, let_go, published, records, report, start, wait_until, workers
 
 LOCAL = ("submit", "--executor", "local", "--device", "cpu")
@@ -295,7 +296,7 @@ def test_sigterm_leaves_the_item_in_hand_to_a_later_task(holding, to_all):
     check_left(folder, "preempted", "SIGTERM")
 
 
-@pytest.mark.parametrize("to_all", [False, True])
+@pytest.mark.parametrize("to_all", [by_night(False), True])
 def test_a_group_leaves_its_item_however_many_of_it_sigterm_reaches(holding, to_all):
     pytest.importorskip("torch")
     folder = holding(1, {"keeping_s": 0.5}, resources={"processes": "per-gpu"})

@@ -20,6 +20,7 @@ import slurmgpu.executors.submission
 import slurmgpu.merge.export
 import slurmgpu.page.page  # noqa: F401  (imported once, and not in each fork)
 from slurmgpu.cli import main
+from tests.support.nightly import by_night
 from tests.support.runs import make_project
 
 PATIENCE_S = 120
@@ -50,6 +51,8 @@ FILES = (
     "logs/*_0_log.err",
 )
 """Files of a run that has been merged, as they lie in its directory."""
+BY_DAY = ("run.json", "submissions.jsonl", "report.json", "tasks/local1_0.0.json", "logs/*_0_log.err")
+"""One of each format."""
 
 COMMANDS = (
     ("status",),
@@ -115,7 +118,7 @@ def small_process():
         yield pool
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", [each if each in BY_DAY else by_night(each) for each in FILES])
 def test_every_command_answers_whatever_lies_where_a_file_should_be(name, finished, small_process, tmp_path):
     for kind, make in KINDS.items():
         folder = tmp_path / kind.replace(" ", "-")

@@ -43,6 +43,7 @@ def is_alive(pid: str) -> bool:
 
 
 @pytest.mark.slurm
+@pytest.mark.nightly
 def test_an_array_of_four_gets_four_different_gpus(cluster: Cluster, tmp_path: Path) -> None:
     script = (
         f"echo $CUDA_VISIBLE_DEVICES > {tmp_path}/$SLURM_ARRAY_TASK_ID; "
@@ -54,6 +55,7 @@ def test_an_array_of_four_gets_four_different_gpus(cluster: Cluster, tmp_path: P
 
 
 @pytest.mark.slurm
+@pytest.mark.nightly
 @pytest.mark.usefixtures("memory_limits")
 def test_a_job_above_its_memory_is_out_of_memory(cluster: Cluster) -> None:
     hungry = f"exec {sys.executable} -c 'bytearray(300 << 20)'"
@@ -64,6 +66,7 @@ def test_a_job_above_its_memory_is_out_of_memory(cluster: Cluster) -> None:
 
 
 @pytest.mark.slurm
+@pytest.mark.nightly
 def test_qos_high_preempts_and_requeues(cluster: Cluster, tmp_path: Path) -> None:
     started = tmp_path / "started"
     low = submit(cluster, f"echo yes > {started}; {WAIT_FOREVER}", "--gpus=4", "--nodelist=gpu1")
@@ -76,6 +79,7 @@ def test_qos_high_preempts_and_requeues(cluster: Cluster, tmp_path: Path) -> Non
 
 
 @pytest.mark.slurm
+@pytest.mark.nightly
 def test_a_killed_node_fails_its_job_and_comes_back(cluster: Cluster, tmp_path: Path) -> None:
     # setsid: out of slurmstepd's process tree, as a daemon would be
     script = f"setsid sleep 1000001 & echo $! > {tmp_path}/child; echo $$ > {tmp_path}/job; wait; {WAIT_FOREVER}"
@@ -93,6 +97,7 @@ def test_a_killed_node_fails_its_job_and_comes_back(cluster: Cluster, tmp_path: 
 
 
 @pytest.mark.slurm
+@pytest.mark.nightly
 def test_accounting_breaks_and_catches_up(cluster: Cluster, tmp_path: Path) -> None:
     cluster.break_accounting()
     job = submit(cluster, f"echo yes > {tmp_path}/done")
@@ -103,6 +108,7 @@ def test_accounting_breaks_and_catches_up(cluster: Cluster, tmp_path: Path) -> N
 
 
 @pytest.mark.slurm
+@pytest.mark.nightly
 def test_a_second_cluster_runs_beside_and_stop_leaves_nothing_behind(cluster: Cluster, tmp_path: Path) -> None:
     folder = tmp_path / "second"
     # Started by a process that ends, as a crashed test session would leave it.
