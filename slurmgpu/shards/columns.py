@@ -1,4 +1,4 @@
-"""Columns: the named outputs of a workload, each of a kind, which is one class."""
+"""Columns: the named outputs of a workload."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
-from slurmgpu.shards.kinds import KINDS, class_of
+from slurmgpu.shards.kinds import KINDS
 from slurmgpu.shards.kinds import Column as Column
 from slurmgpu.shards.numbers import as_array, cast, checked_shape, scalar_bounds, stored_dtype
 
@@ -22,20 +22,20 @@ RESERVED_NAMES = ("index", "error")
 
 @dataclass(frozen=True, init=False)
 class Array(Column, kind="array"):
-    """A column of one array for each item, of the same `dtype` and `shape` in every row; () is one number."""
+    """A column of arrays, all of one `dtype` and `shape`; shape () is one number."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     _bounds: Mapping[type, tuple[float, float]] = field(repr=False, compare=False)
 
     def __init__(self, dtype: npt.DTypeLike, shape: int | Sequence[int] = ()) -> None:
-        # A frozen dataclass has no other way to set a field from its own __init__.
+        # A frozen dataclass cannot set its own fields otherwise.
         object.__setattr__(self, "dtype", stored_dtype(dtype))
         object.__setattr__(self, "shape", checked_shape(shape))
         object.__setattr__(self, "_bounds", {} if self.shape else scalar_bounds(self.dtype))
 
     def convert(self, value: Any) -> npt.NDArray[Any]:
-        """A copy of `value` as it is stored; ValueError when that would lose anything but precision."""
+        """A copy of `value` as stored; ValueError if anything but precision would be lost."""
         bounds = self._bounds.get(type(value))
         if bounds is not None and bounds[0] <= value <= bounds[1]:
             return np.array(value, self.dtype)
@@ -45,29 +45,29 @@ class Array(Column, kind="array"):
         return cast(found, self.dtype)
 
     def blank(self) -> npt.NDArray[Any]:
-        """What an item without a row gets: NaN where the dtype has one, zero otherwise."""
+        """NaN if the dtype has it, else zero."""
         return np.full(self.shape, np.nan if self.dtype.kind in "fc" else self.dtype.type(), self.dtype)
 
     def arguments(self) -> dict[str, Any]:
-        """The dtype, as NumPy writes it, and the shape."""
+        """The dtype in NumPy's notation, and the shape."""
         return {"dtype": self.dtype.str, "shape": list(self.shape)}
 
     @property
     def pandas(self) -> str | None:
-        """Nothing for single numbers; object for arrays and bytes."""
+        """Inferred for single numbers; object for arrays and bytes."""
         return "object" if self.shape or self.dtype.kind == "S" else None
 
 
 @dataclass(frozen=True)
 class Text(Column, kind="text"):
-    """A column of one string for each item, of any length, stored as UTF-8."""
+    """A column of strings of any length, stored as UTF-8."""
 
     is_tensor = False
     arrow = "large_string"
     dtype: np.dtype[Any] = field(default=np.dtype("uint8"), init=False, repr=False)
 
     def convert(self, value: Any) -> bytes:
-        """The string as UTF-8; ValueError for anything but a string."""
+        """The string as UTF-8; ValueError for other values."""
         if not isinstance(value, str):
             raise ValueError(f"found {type(value).__name__}, expected a str")
         try:
@@ -76,7 +76,7 @@ class Text(Column, kind="text"):
             raise ValueError(f"found a str that UTF-8 cannot hold ({error.reason})") from error
 
     def blank(self) -> bytes:
-        """What an item without a row gets: the empty string."""
+        """The empty string."""
         return b""
 
     def split(self, values: npt.NDArray[Any], bounds: Sequence[int]) -> list[bytes]:
@@ -94,19 +94,19 @@ class Text(Column, kind="text"):
 
     @property
     def pandas(self) -> str | None:
-        """Nothing: pandas has types of text."""
+        """Inferred: pandas has string types."""
         return None
 
 
 @dataclass(frozen=True)
 class Json(Text, kind="json"):
-    """A column of one JSON value for each item: lists and mappings of text, numbers, booleans and None.
+    """A column of JSON values: lists and mappings of text, numbers, booleans and None.
 
-    It is stored as its text, and read back as `json.loads` has it: tuples are lists then, and keys are strings.
+    Values are stored as JSON text. Reading returns what `json.loads` returns: lists for tuples, and string keys.
     """
 
     def convert(self, value: Any) -> bytes:
-        """The value as compact JSON in UTF-8; ValueError for what JSON has no words for, NaN among them."""
+        """The value as compact JSON in UTF-8; ValueError for what JSON cannot hold, such as NaN."""
         try:
             text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         except (TypeError, ValueError, RecursionError) as error:
@@ -118,18 +118,18 @@ class Json(Text, kind="json"):
         return [json.loads(text.decode()) if text else None for text in stored]
 
     def cells(self, stored: Sequence[bytes]) -> list[Any]:
-        """The JSON itself, but a text without its quotes, and nothing for null."""
+        """The JSON text; strings without quotes, None for null."""
         return [json.loads(text) if text[:1] == b'"' else None if text == b"null" else text.decode() for text in stored]
 
     @property
     def pandas(self) -> str | None:
-        """Objects of Python's."""
+        """Python objects."""
         return "object"
 
 
 @dataclass(frozen=True, init=False)
 class Ragged(Column, kind="ragged"):
-    """A column of one 1-d array for each item, of a length that may differ from row to row."""
+    """A column of 1-d arrays whose length may differ from row to row."""
 
     dtype: np.dtype[Any]
 
@@ -137,23 +137,23 @@ class Ragged(Column, kind="ragged"):
         object.__setattr__(self, "dtype", stored_dtype(dtype))
 
     def convert(self, value: Any) -> npt.NDArray[Any]:
-        """A copy of `value` as it is stored; ValueError when that would lose anything but precision."""
+        """A copy of `value` as stored; ValueError if anything but precision would be lost."""
         found = as_array(value)
         if found.ndim != 1:
             raise ValueError(f"found shape {found.shape}, expected one dimension")
         return cast(found, self.dtype)
 
     def blank(self) -> npt.NDArray[Any]:
-        """What an item without a row gets: an array of length 0."""
+        """An array of length 0."""
         return np.empty(0, self.dtype)
 
     def arguments(self) -> dict[str, Any]:
-        """The dtype, as NumPy writes it."""
+        """The dtype in NumPy's notation."""
         return {"dtype": self.dtype.str}
 
 
 class _Unknown(Column):
-    """A column of a kind that is not known here, whose values are read as they are stored."""
+    """A column of an unknown kind; its values are read as stored."""
 
     def __init__(self, described: Mapping[str, Any], dtype: str, shape: Sequence[int] | None) -> None:
         self.described = described
@@ -169,7 +169,7 @@ class _Unknown(Column):
 
 
 def check_columns(columns: Mapping[str, Column], owner: str) -> dict[str, Column]:
-    """The columns that the workload `owner` declares, in order; SlurmGPUError unless a file can hold them."""
+    """The columns of the workload `owner`, in order; SlurmGPUError if a file cannot hold them."""
     if not isinstance(columns, Mapping) or not columns:
         raise SlurmGPUError(
             f"{owner}: columns is {columns!r}; expected a mapping of names to Array, Text, Json or Ragged,"
@@ -178,7 +178,7 @@ def check_columns(columns: Mapping[str, Column], owner: str) -> dict[str, Column
     for name, column in columns.items():
         if not isinstance(name, str) or not name or any(character in name for character in "/.\0"):
             raise SlurmGPUError(
-                f"{owner}: {name!r} is not a column's name; expected a string without '/' and '.'. Rename it."
+                f"{owner}: {name!r} is not a valid column name; expected a string without '/' and '.'. Rename it."
             )
         if name in RESERVED_NAMES:
             raise SlurmGPUError(f"{owner}: the column {name!r} is written by slurmgpu itself; choose another name.")
@@ -191,25 +191,25 @@ def check_columns(columns: Mapping[str, Column], owner: str) -> dict[str, Column
 
 
 def stored_columns(columns: Mapping[str, Column]) -> dict[str, Column]:
-    """The columns of a file, in order: `index`, the workload's, `error`."""
+    """All columns of a file, in order: `index`, the workload's, `error`."""
     return {"index": Array("int64"), **columns, "error": Text()}
 
 
 def columns_to_json(columns: Mapping[str, Column]) -> dict[str, Any]:
-    """The columns as plain values for JSON: `{"score": {"kind": "array", "dtype": "<f4", "shape": [3]}}`."""
+    """The columns as JSON values: `{"score": {"kind": "array", "dtype": "<f4", "shape": [3]}}`."""
     return {name: _column_to_json(column) for name, column in columns.items()}
 
 
 def columns_from_json(value: Mapping[str, Any]) -> dict[str, Column]:
-    """The columns that `columns_to_json` wrote, in the same order."""
+    """The columns that `columns_to_json` described, in the same order."""
     return {name: _column_from_json(name, column) for name, column in value.items()}
 
 
 def convert_row(columns: Mapping[str, Column], row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row as it is stored: ndarrays for Array and Ragged, bytes for Text and Json; a copy that shares no memory.
+    """A copy of the row as stored: ndarrays for Array and Ragged, bytes for Text and Json.
 
-    Raises ValueError, naming the column, what was found and what was expected: a column missing or unknown,
-    a wrong shape, or a value that its dtype cannot hold. Floats may lose precision, nothing else may be lost.
+    ValueError names the column, what was found and what was expected: a missing or unknown column, a wrong shape, or a
+    value that the dtype cannot hold. Only the precision of floats may be lost.
     """
     if not isinstance(row, Mapping):
         raise ValueError(f"a row is a mapping of each column to its value; found {type(row).__name__}")
@@ -238,7 +238,7 @@ def _column_to_json(column: Column) -> dict[str, Any]:
     if isinstance(column, _Unknown):
         return dict(column.described)
     described = {"kind": column.kind, **column.arguments()}
-    if KINDS[column.kind].__module__ != __name__:  # then not every slurmgpu knows it
+    if column.kind not in KINDS.built_in:  # then other installations may not know it
         shape = None if column.shape is None else list(column.shape)
         described["stored"] = {"dtype": column.dtype.str, "shape": shape}
     return described
@@ -248,9 +248,10 @@ def _column_from_json(name: str, value: Mapping[str, Any]) -> Column:
     match value:
         case {"kind": str(kind), **arguments}:
             stored = arguments.pop("stored", None)
-            with suppress(TypeError):  # of arguments that only another version of the class takes
-                if made := class_of(kind):
-                    return made(**arguments)
+            with suppress(TypeError):  # another version of the class took other arguments
+                if made := KINDS.find(kind):
+                    column: Column = made(**arguments)
+                    return column
             if stored is not None:
                 return _Unknown(value, **stored)
     raise SlurmGPUError(
