@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import struct
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 import numpy as np
@@ -41,9 +40,7 @@ class IndexWriter:
         self._file.write(bytes(_HEADER.size + self._n_files * _OFFSET.size))  # filled in by publish
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
         self._partial.unlink(missing_ok=True)
 

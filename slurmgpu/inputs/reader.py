@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from datetime import datetime
 from itertools import accumulate
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from slurmgpu.errors import ItemError, SlurmGPUError
@@ -40,9 +39,7 @@ class Reader:
     def __enter__(self) -> Reader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

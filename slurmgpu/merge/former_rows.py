@@ -1,11 +1,10 @@
-"""The rows of a merged file, shard by shard and verified: what a newer merge must not lose."""
+"""The verified rows of an earlier merged file, by shard: a newer merge must not lose them."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from slurmgpu.util.shared_files import PATIENCE_S
 
 
 class FormerRows:
-    """A merged file of the plan with this fingerprint; DamagedShardError for any other, and for a damaged one."""
+    """A merged file of the plan with this fingerprint; DamagedShardError for any other file."""
 
     def __init__(
         self, path: Path, columns: Mapping[str, Column], fingerprint: str, patience_s: float = PATIENCE_S
@@ -30,13 +29,13 @@ class FormerRows:
             directory, table, _ = read_userblock(self._reader)
             attributes = directory["attributes"]
             if attributes["format"] != MERGED or attributes["fingerprint"] != fingerprint:
-                raise DamagedShardError("it is no merged file of this plan")
+                raise DamagedShardError("it is not a merged file of this plan")
             regions = [Region(*region) for region in directory["datasets"]]
             self._table = read_table(table, len(regions))
             self._code = [Stretch(*each) for each in directory.get("code", ())]
         except (KeyError, TypeError, ValueError) as error:
             self._reader.close()
-            raise DamagedShardError(f"its directory makes no sense ({type(error).__name__}: {error})") from error
+            raise DamagedShardError(f"its directory is invalid ({type(error).__name__}: {error})") from error
         except BaseException:
             self._reader.close()
             raise
@@ -44,20 +43,18 @@ class FormerRows:
         self._numbers = {region.path: number for number, region in enumerate(regions)}
         self._regions = {region.path: region for region in regions}
         self.shards = {int(row["shard"]): place for place, row in enumerate(self._table)}
-        """The shards that it holds, each with its place in the file."""
+        """The shards in the file, each with its position in the piece table."""
         n_bytes = self._table["n_bytes"]
         self._before = np.cumsum(n_bytes, axis=0) - n_bytes
 
     def __enter__(self) -> FormerRows:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._reader.close()
 
     def code(self, shard: int) -> list[Stretch]:
-        """Which code has computed which rows of a shard; none of them is known of a file of an older slurmgpu."""
+        """The code that computed a shard's rows; unknown for files of older versions."""
         place = self.shards[shard]
         start, stop = (int(self._table[name][place]) for name in ("start", "stop"))
         return within(self._code, start, stop) or [Stretch(start, stop, None)]
@@ -69,7 +66,7 @@ class FormerRows:
         return {start + int(row) for row in np.flatnonzero(np.diff(offsets))}
 
     def rows(self, shard: int) -> list[dict[str, Any] | ItemError]:
-        """The rows of a shard as `write_shard` takes them; DamagedShardError unless all their bytes are as written."""
+        """The rows of a shard as `write_shard` takes them; DamagedShardError if a byte differs."""
         place = self.shards[shard]
         n_rows = int(self._table["stop"][place] - self._table["start"][place])
         contents = {
@@ -79,7 +76,7 @@ class FormerRows:
         return rows_from(contents, self._columns, n_rows)
 
     def _offsets(self, path: str, shard: int) -> bytes:
-        """A shard's offsets as they were in its own file."""
+        """A shard's offsets as in its own file."""
         values = path.removesuffix("/offsets") + "/values"
         size = np.dtype(self._regions[values].dtype).itemsize
         base = int(self._before[self.shards[shard], self._numbers[values]]) // size
