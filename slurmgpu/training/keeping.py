@@ -1,4 +1,4 @@
-"""A training's checkpoints: all that changes as it goes on is put into one, and taken out again."""
+"""Save and load all changing state of a training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from slurmgpu.training.throughput import Throughput
 
 @dataclass(frozen=True)
 class Parts:
-    """What changes as a training goes on."""
+    """The changing parts of a training."""
 
     standing: Standing
     mode: Mode
@@ -34,14 +34,14 @@ class Parts:
 
 
 class Keeping:
-    """Puts the `parts` of a training into `checkpoints`, with what is `given` once; all ranks call it together."""
+    """Saves the `parts` of a training in `checkpoints`, with the constant `given`; all ranks call it together."""
 
     def __init__(self, checkpoints: Checkpoints, parts: Parts, given: Mapping[str, Any]) -> None:
         self._checkpoints, self._parts, self._given = checkpoints, parts, given
-        self._last = (-1, -1)  # the steps of the last one, and of the evaluation that it knew
+        self._last = (-1, -1)  # the last checkpoint's step, and the step of the evaluation before it
 
     def save(self) -> float:
-        """Leave a checkpoint; how many seconds that took."""
+        """Save a checkpoint; the seconds it took."""
         parts, standing = self._parts, self._parts.standing
         started = time.monotonic()
         parts.best.write()
@@ -64,7 +64,7 @@ class Keeping:
         }
         whole, sharded = ({}, state) if parts.mode.sharded else (state, None)
         now = standing.step, standing.evaluated
-        # That of a step was left before its evaluation where that was in the way.
+        # An interrupted evaluation leaves a checkpoint of its step, which the next one replaces.
         replace = now[0] == self._last[0] and now != self._last
         self._checkpoints.save(standing.step, shared=shared | whole, own=own, sharded=sharded, replace=replace)
         self._last = now
@@ -72,7 +72,7 @@ class Keeping:
         return time.monotonic() - started
 
     def load(self, checkpoint: Checkpoint, shared: Mapping[str, Any]) -> bool:
-        """Put all back from a checkpoint, whose `shared()` is given; whether random numbers are among it."""
+        """Restore from a checkpoint with its `shared()`; whether that includes random number generators."""
         parts, own = self._parts, checkpoint.own()
         model, optimizer = parts.mode.model, parts.stepper.optimizer
         if parts.mode.sharded:

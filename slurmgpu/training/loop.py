@@ -1,4 +1,4 @@
-"""The loop: what a user's class describes is trained, evaluated, checkpointed and taken up again."""
+"""The training loop: train, evaluate, checkpoint and resume what a user's class describes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slurmgpu.errors import Interrupted
 from slurmgpu.training import states
 from slurmgpu.training.batches import MicroBatch, Step, derive_seed
 from slurmgpu.training.best import BestWeights
-from slurmgpu.training.checkpoints import Checkpoints, save_weights
+from slurmgpu.training.checkpoints import Checkpoints
 from slurmgpu.training.curves import Curve
 from slurmgpu.training.evaluating import Evaluator, Watch
 from slurmgpu.training.keeping import Keeping, Parts
@@ -30,20 +30,19 @@ from slurmgpu.training.splits import Splits, cut
 from slurmgpu.training.telling import Telling
 from slurmgpu.training.throughput import throughput
 from slurmgpu.training.weighing import Weigher
-
-__all__ = ["Outcome", "Training"]
+from slurmgpu.training.written import save_weights
 
 LAST = "last.pt"
 MOST_POINTS = 500
-"""Of a learning curve, unless `log_steps` says how many."""
+"""The largest number of points of a learning curve, unless `log_steps` is set."""
 
 
 class Training:
-    """A training of what `user` describes, in `folder`, where its checkpoints and its weights lie.
+    """Trains what `user` describes, with checkpoints and weights in `folder`.
 
-    `user` has `model()`, `data(split)`, `loss(model, batch)`, and may have `metrics(model, batch)`,
-    `weight(batch)`, `optimizer(model)`, `scheduler(optimizer, n_steps)`, `collate(samples)`, `tokens(batch)`,
-    `flops(batch)` and `blocks(model)`: docs/how-to/train-a-model.md says what each returns.
+    `user` has `model()`, `data(split)`, `loss(model, batch)`, and may have `metrics(model, batch)`, `weight(batch)`,
+    `optimizer(model)`, `scheduler(optimizer, n_steps)`, `collate(samples)`, `tokens(batch)`, `flops(batch)` and
+    `blocks(model)`: docs/how-to/train-a-model.md has their results.
     """
 
     def __init__(self, user: Any, settings: TrainingSettings, place: Place, folder: Path) -> None:
@@ -56,8 +55,8 @@ class Training:
     def run(self) -> Outcome:
         """Train to the end, from the last checkpoint if there is one.
 
-        Raises Interrupted, on all ranks and after a checkpoint, when `place.stopping()`; an ItemError when the loss is
-        no number any more.
+        Raises Interrupted, on all ranks and after a checkpoint, when `place.stopping()`; ItemError if the loss is not
+        finite.
         """
         self._since = self._began = time.monotonic()
         join(self._place)
@@ -78,7 +77,7 @@ class Training:
         states.seed_everything(self._seed)
         model = self._user.model()
         check_trainable(self._user, model)
-        model.train()  # as from_pretrained() gives them, models are in the mode for evaluations
+        model.train()  # from_pretrained() returns models in evaluation mode
         self._n_parameters = n_parameters(model.parameters())
         self._mode = Mode(self._user, model, settings, place)
         checkpoints = Checkpoints(self._folder, place, settings.keep_checkpoints)
@@ -130,10 +129,10 @@ class Training:
     def _train(self) -> None:
         standing = self._standing
         measured = self._validation.names() if self._validation else []
-        self._watch.check(["train_loss", *measured])  # now, and not after the first epoch
+        self._watch.check(["train_loss", *measured])  # before the first epoch, not after it
         standing.start_s += time.monotonic() - self._began
         at_end = standing.step > 0 and standing.sample == 0
-        if self._evaluation_is_due(at_end):  # it was interrupted in this
+        if self._evaluation_is_due(at_end):  # it was interrupted
             self._end_step(at_end)
         readings = TrainReadings(self._cutting, self._seed, standing.position, standing.step)
         self._loader = Loader(self._splits.train, readings, self._settings, self._device)
@@ -166,14 +165,14 @@ class Training:
         self._curve.end_step(standing.step, step.n, last=standing.step == self._n_steps)
 
     def _read(self, step: Step) -> Iterator[tuple[MicroBatch, Any, Any]]:
-        """The micro-batches of a step: each with its batch, and with the factor of its loss in the step's."""
+        """The micro-batches of a step, each with its batch and the factor of its loss."""
         if not self._weigher:
             for each in step.micro_batches:
                 with self._meter.data():
                     batch = self._loader.moved(next(self._batches))
                 yield each, batch, each.weight
             return
-        # All of them before the first pass: what one weighs in the step, all processes must tell.
+        # Read all of them first: their weights in the step depend on all processes.
         with self._meter.data():
             batches = [next(self._batches) for _ in step.micro_batches]
         factors = self._weigher.factors(step, batches)
@@ -183,13 +182,13 @@ class Training:
             yield each, batch, factor
 
     def _end_step(self, epoch_ends: bool) -> None:
-        """Evaluate, and do what rank 0 decides, where it is time to."""
+        """Evaluate if due, and follow rank 0's decisions."""
         standing = self._standing
         due, evaluates = self._pace.due(), self._evaluation_is_due(epoch_ends)
         found = self._evaluate(self._validation) if evaluates else {}
         if not (due or evaluates or epoch_ends):
             return
-        # The curve and the decision in one collective.
+        # One collective for the curve and the decision.
         stop, checkpoint = self._pace.meet(lambda told: self._curve.read(standing.step, told), epoch_ends=epoch_ends)
         if evaluates:
             self._judge(found)
@@ -228,12 +227,12 @@ class Training:
             self._telling.rest()
 
     def _poll(self) -> None:
-        """Ends an evaluation that is in the way."""
+        """Interrupt the evaluation if the training must stop."""
         if self._pace.due(evaluating=True) and self._pace.meet(self._curve.summed, evaluating=True).stop:
             raise Interrupted(f"in the evaluation after step {self._standing.step:,}")
 
     def _judge(self, found: dict[str, float]) -> None:
-        """Take the evaluation of a step in."""
+        """Use the results of an evaluation."""
         standing = self._standing
         standing.final = {"train_loss": self._curve.mean_since_evaluation(standing.step)} | found
         standing.evaluated = standing.step
@@ -303,7 +302,7 @@ class Training:
         )
 
     def _finish_best(self, tested: dict[str, float]) -> dict[str, float]:
-        """The best weights on the test split, which are `best.pt` then; the last ones are in their file."""
+        """Evaluate the best weights on the test split, and rename them to `best.pt`."""
         if self._test is not None and self._watch.best_step not in (-1, self._standing.step):
             tested = {}
             if (path := self._best.weights_file()) is not None:
@@ -321,7 +320,7 @@ class Training:
             raise
 
     def _lap(self) -> float:
-        """Seconds since the last lap."""
+        """The seconds since the last lap."""
         before, self._since = self._since, time.monotonic()
         return self._since - before
 

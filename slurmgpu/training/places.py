@@ -1,4 +1,4 @@
-"""Where a process of a training stands among the others, and how it hears of and tells the world outside."""
+"""A process of a training: its rank, its device, and callbacks to the outside."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 class Place:
     """One process of a training: its device, and its rank as torchrun counts.
 
-    `stopping()` is true, on rank 0, when the training shall leave a checkpoint and end; `progress(text)` tells that it
-    has got further than ever before, so that whatever kills it next has killed it again; `tell(text)` tells, every few
-    seconds, where it is, whether that is kept or not.
+    On rank 0, `stopping()` is true when the training shall save a checkpoint and end. `progress(text)` reports saved
+    progress beyond all earlier attempts: a process that dies later has died of something new. `tell(text)` reports the
+    present state every few seconds, saved or not.
     """
 
     device: str = "cpu"
@@ -25,5 +25,5 @@ class Place:
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0, which writes what all share."""
+        """Whether this is rank 0, which writes shared files."""
         return self.rank == 0

@@ -1,4 +1,4 @@
-"""TensorFloat-32 in multiplications and convolutions, switched by whichever of PyTorch's two interfaces there is."""
+"""Switch TensorFloat-32 by either of PyTorch's two interfaces."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 @contextlib.contextmanager
 def tensor_float_32(allowed: bool) -> Iterator[None]:
-    """Where fp32 is computed in TF32, or is not; afterwards as before.
+    """Allow or forbid TF32 for fp32 multiplications and convolutions; restore the settings afterwards.
 
-    Since torch 2.9 there is `fp32_precision`, and where a program has used it the older getters raise a RuntimeError.
-    The older setters set both, which torch.compile needs: it asks the older getters.
+    torch 2.9 added `fp32_precision`; once a program uses it, the older getters raise RuntimeError. The older setters
+    set both. torch.compile needs that, since it calls the older getters.
     """
     newer = [(module, module.fp32_precision) for module in _modules()]
     matmul, cudnn = _asked(torch.get_float32_matmul_precision), _asked(lambda: torch.backends.cudnn.allow_tf32)
@@ -34,7 +34,7 @@ def tensor_float_32(allowed: bool) -> Iterator[None]:
 
 
 def _modules() -> list[Any]:
-    """What has `fp32_precision`, of all that the older setters set."""
+    """The modules with `fp32_precision` that the older setters affect."""
     backends = torch.backends
     if not hasattr(backends.cuda.matmul, "fp32_precision"):
         return []
@@ -42,7 +42,7 @@ def _modules() -> list[Any]:
 
 
 def _asked(getter: Any) -> Any:
-    """What an older getter says; None where it refuses to, since the newer interface has been used."""
+    """The result of an older getter; None if it refuses because the newer interface is in use."""
     try:
         return getter()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""What the ranks of a training tell each other besides gradients: outcomes, and errors that all must hear of."""
+"""Collectives of results and errors among the ranks of a training."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from slurmgpu.training.places import Place
 
 T = TypeVar("T")
 Told = tuple[str, int | None, str]
-"""An exception, told to others: its kind, its errno, its text."""
+"""An exception as sent to other ranks: its kind, errno and text."""
 
 KINDS: dict[str, type[Exception]] = {"ItemError": ItemError, "SlurmGPUError": SlurmGPUError}
 
 
 def together(place: Place, action: Callable[[], T]) -> list[T]:
-    """What `action` returns on each rank, in their order; raises on all ranks if it raises on any."""
+    """The results of `action` on all ranks, in rank order; raises on all ranks if it raises on any."""
     value: T | None = None
     error: Exception | None = None
     try:
@@ -35,7 +35,7 @@ def together(place: Place, action: Callable[[], T]) -> list[T]:
 
 
 def led(place: Place, action: Callable[[], T]) -> T:
-    """What `action` returns on rank 0, where alone it is called; what it raises there is raised on all ranks."""
+    """The result of `action` on rank 0, which alone calls it; its exceptions are raised on all ranks."""
     return together(place, lambda: action() if place.leads else None)[0]  # type: ignore[return-value]
 
 

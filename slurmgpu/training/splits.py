@@ -1,4 +1,4 @@
-"""The data of a training: the same on all ranks, in all attempts, and for all splits; and its cutting into steps."""
+"""The data of a training, the same on all ranks and in all attempts, and its steps."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SPLITS = ("train", "val", "test")
 
 
 class Splits:
-    """What the training class has for each split; `sizes` are their numbers of samples, -1 of one that it has not.
+    """The training class's data for each split; `sizes` are the numbers of samples, -1 for a missing split.
 
-    Random numbers are the same whenever `data(split)` is called, so that a split which is drawn there is drawn alike on
-    each rank, by each attempt, and for "train" as for "val".
+    Random numbers are seeded alike at each call of `data(split)`, so that random splits are the same on each rank, in
+    each attempt, and for "train" as for "val".
     """
 
     def __init__(self, user: Any, seed: int, place: Place) -> None:
@@ -33,28 +33,28 @@ class Splits:
                 if sizes[split] != self.sizes[split]:
                     raise SlurmGPUError(
                         f"{called(user, split)} has {_counted(self.sizes[split])} on rank 0 and "
-                        f"{_counted(sizes[split])} on rank {rank}; it shall be the same on all."
+                        f"{_counted(sizes[split])} on rank {rank}; expected the same on all."
                     )
 
     @property
     def train(self) -> Reader:
-        """What is trained on."""
+        """The training data."""
         samples = self._readers["train"]
         assert samples is not None  # read_split refuses that
         return samples
 
     def get(self, split: str) -> Reader | None:
-        """A split, if there is one."""
+        """The data of a split, if it exists."""
         return self._readers[split]
 
     def check_unchanged(self, before: Mapping[str, int]) -> None:
-        """Refuse other sizes than those of the checkpoint that is taken up."""
+        """SlurmGPUError if sizes differ from those in the checkpoint."""
         for split in SPLITS:
             if self.sizes[split] != before[split]:
                 raise SlurmGPUError(
                     f"the data has changed since the checkpoint: {called(self._user, split)} had "
-                    f"{_counted(before[split])} then, and has {_counted(self.sizes[split])} now. Put it back as it "
-                    "was, or train on the new data in a new run."
+                    f"{_counted(before[split])} then, and has {_counted(self.sizes[split])} now. Restore it, "
+                    "or train on the new data in a new run."
                 )
 
     def _read(self) -> dict[str, int]:
@@ -65,7 +65,7 @@ class Splits:
 
 
 def cut(n_samples: int, batch_size: int, settings: TrainingSettings, place: Place) -> Cutting:
-    """How the epochs of a training are cut into steps; a SlurmGPUError if they make none."""
+    """The cutting of a training's epochs into steps; SlurmGPUError if there are none."""
     step_size = settings.global_batch_size or batch_size * settings.accumulation * place.world_size
     cutting = Cutting(
         n_samples,
@@ -79,8 +79,8 @@ def cut(n_samples: int, batch_size: int, settings: TrainingSettings, place: Plac
     )
     if not cutting.epoch_size:
         raise SlurmGPUError(
-            f"the {n_samples} training samples make no step of {step_size}, and drop_last leaves out what makes none: "
-            "take a smaller batch_size, or drop_last = false."
+            f"the {n_samples} training samples make no step of {step_size}, and drop_last drops incomplete ones: "
+            "use a smaller batch_size, or drop_last = false."
         )
     return cutting
 

@@ -217,7 +217,7 @@ class Endless(IterableDataset):
     ("samples", "found"),
     [
         (None, r"User.data\('train'\) is None"),
-        (Endless(), "is a Endless.*must have numbers"),
+        (Endless(), "is a Endless.*must be numbered"),
         (DataLoader(Noisy()), "is a DataLoader.*Return its data set"),
         (torch.zeros(3, 2), "is a Tensor.*TensorDataset"),
         ((torch.zeros(3), torch.zeros(3)), "is a tuple.*TensorDataset"),
