@@ -1,4 +1,4 @@
-"""What is found for test examples: lists of the most extreme training examples, and facts about the whole rows."""
+"""Results for test examples: lists of extreme training examples, and statistics of whole rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Array = NDArray[Any]
 class Listed:
     """The most extreme training examples of each test: `lines` (n, k), `values` (n, k), `shares` (n, k, G).
 
-    The most extreme comes first, of equals the lowest line. Where there are fewer, line -1 and 0 fill up.
+    The most extreme comes first, ties by line. Padded with line -1 and 0.
     """
 
     lines: Array
@@ -27,15 +27,14 @@ class Listed:
 
 @dataclass(frozen=True)
 class Found:
-    """What was found for n tests. `groups`: the names of the G parameter groups, in the order of the shares.
+    """The results for n tests. `groups` names the G parameter groups in the order of the shares.
 
     `loss` and `score` (n,) are the last checkpoint's; `self_influence` (n,) is never normalised.
-    The statistics (n,) are those of the row, of the training examples that are allowed: how many, the sum, the sum of
-    absolute values, the standard deviation, the share that is positive. Of no values, which is so where nothing is
-    streamed, sums are 0 and the other two NaN.
-    `full` (n, n_train); in float16 it is to be multiplied by `full_scale` (n,), else there is none.
-    `precision_error` and `top10_overlap` (n,) are there where the precision is reduced.
-    `problems`: what is wrong with a row, by its number; the row then says nothing else.
+    The statistics (n,) are of a row's allowed training examples: count, sum, sum of absolute values, standard
+    deviation, and share of positive ones. Without values, also if nothing is streamed, sums are 0 and the other two
+    NaN. `full` is (n, n_train); in float16 it must be multiplied by `full_scale` (n,).
+    `precision_error` and `top10_overlap` (n,) exist for reduced precisions.
+    `problems` maps rows to what is wrong with them; such rows have no other results.
     """
 
     groups: tuple[str, ...]
@@ -57,7 +56,7 @@ class Found:
 
 
 def joined(n: int, parts: Iterable[Found]) -> Found:
-    """The same of the n tests of all parts, in order. A part is let go of before the next one is asked for."""
+    """The results of all parts, in order, for n tests. Each part is released before the next is requested."""
     whole: dict[str, Any] = {}
     problems: dict[int, str] = {}
     start = 0
@@ -75,7 +74,7 @@ def joined(n: int, parts: Iterable[Found]) -> Found:
 
 
 def _written(whole: Any, part: Any, n: int, rows: slice) -> Any:
-    """The values of all tests with those of some rows, which are the first if there are none yet."""
+    """Write the values of some rows; allocates the whole array first if needed."""
     if part is None:
         return None
     if isinstance(part, Listed):
@@ -88,10 +87,10 @@ def _written(whole: Any, part: Any, n: int, rows: slice) -> Any:
 
 
 def in_halves(rows: Array) -> tuple[Array, Array]:
-    """Rows (n, m) of float32 as float16, in the same memory, and what each is to be multiplied by (n,).
+    """Rows (n, m) of float32 as float16, in the same memory, and the factor of each row (n,).
 
-    That is a power of two, by which the largest lies near float16's end: as many others as can be are numbers of full
-    precision, and none is beyond it.
+    The factor is a power of two that brings the largest value close to float16's maximum, so that as many others as
+    possible keep full precision and none overflows.
     """
     largest = np.maximum(rows.max(1, initial=0), -rows.min(1, initial=0))
     exponents = np.frexp(np.where(np.isfinite(largest), largest, 0))[1]

@@ -1,4 +1,4 @@
-"""The gradients of any module: as factors of its layers where they have a rule, and one by one where they have none."""
+"""The gradients of any module: factored for layers with a rule, one by one for others."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from slurmgpu.influence.probing import SMALL, TOLERANCES
 log = logging.getLogger(__name__)
 
 DRAWS = 2, 3, 4
-"""Sizes of the batches in which the rules are tried: a layer whose input is as long by chance is not so in all."""
+"""Batch sizes for trying the rules; several, since an input's length may equal one by chance."""
 
 
 class Layered:
-    """A Differentiable of a module with a method `losses`. Other than the `owners`' gradients are those of `whole`.
+    """A Differentiable of a module with a method `losses`; `whole` computes the gradients without `owners`.
 
-    `sample` (n, c): examples with which is measured what one takes. `shapes`: what each layer is given for an example.
+    `sample` (n, c) are examples for measuring memory. `shapes` are each layer's inputs for one example.
     """
 
     def __init__(
@@ -42,15 +42,12 @@ class Layered:
         self.module, self.groups = module, whole.groups
         self._whole, self._owners, self._shapes, self._sample = whole, owners, shapes, sample
         self._n_bytes: list[tuple[int, int]] = []
+        self.parameters_by_name, self.losses, self.order = whole.parameters_by_name, whole.losses, whole.order
 
     @property
     def by_layers(self) -> tuple[str, ...]:
-        """The parameters whose gradients are found by the rules of their layers."""
+        """The parameters whose gradients are computed by rules."""
         return tuple(self._owners)
-
-    def parameters_by_name(self) -> Mapping[str, Tensor]:
-        """See Differentiable."""
-        return self._whole.parameters_by_name()
 
     def gradients(self, examples: Tensor, side: Side, wanted: Collection[str]) -> Gradients:
         """See Differentiable."""
@@ -69,16 +66,8 @@ class Layered:
             scores = self._whole.scores(examples, side)
         return Gradients(({name: found[name] for name in wanted},), losses, scores)
 
-    def losses(self, examples: Tensor, side: Side) -> Tensor:
-        """See Differentiable."""
-        return self._whole.losses(examples, side)
-
-    def order(self, examples: Tensor) -> Tensor:
-        """See Differentiable."""
-        return self._whole.order(examples)
-
     def bytes_of_work(self, side: Side) -> int:
-        """See Differentiable: all that is computed of one, or in a batch for each, as if nothing were ever freed."""
+        """See Differentiable; an upper bound: nothing is counted as freed."""
         return max(work for work, _ in self._measured(side))
 
     def bytes_of_result(self, side: Side) -> int:
@@ -86,7 +75,7 @@ class Layered:
         return max(result for _, result in self._measured(side))
 
     def _measured(self, side: Side) -> list[tuple[int, int]]:
-        """What an example takes, alone and among a few: some work is for a batch, and some is saved by one alone."""
+        """The memory of an example, alone and among a few: some work is per batch, some is saved by one alone."""
         for n in () if self._n_bytes else (1, len(self._sample)):
             with CountedBytes() as counted:
                 found = self.gradients(self._sample[:n], side, self.parameters_by_name())
@@ -103,11 +92,10 @@ class Layered:
 
 
 def of_module(module: nn.Module, examples: Tensor) -> Layered:
-    """The same as `generic.of_module`, faster.
+    """As `generic.of_module`, but faster.
 
-    With some of the `examples` (n, c), n > 0, it is found out which rules are right: those whose gradients are
-    autograd's. What is left is differentiated one by one, and the log says so. This takes a few gradients, each as
-    large as the parameters.
+    Some of the `examples` (n, c), n > 0, show which rules give autograd's gradients. Other gradients are computed one
+    by one, and logged. This needs memory for a few full gradients.
     """
     whole = generic.of_module(module, examples[0])
     owners, reasons = _owners(module, whole.parameters_by_name())
@@ -148,7 +136,7 @@ def _owners(module: nn.Module, parameters: Collection[str]) -> tuple[dict[str, O
 
 
 class _Trial:
-    """What there is to say against the owners' rules after a few batches."""
+    """Tries the owners' rules on a few batches."""
 
     def __init__(self, parameters: Mapping[str, Tensor], owners: Mapping[str, Owner]) -> None:
         self._parameters, self._owners = parameters, owners
@@ -157,7 +145,7 @@ class _Trial:
         self.shapes: dict[nn.Module, list[torch.Size]] = {}
 
     def add(self, module: nn.Module, whole: Generic, examples: Tensor) -> None:
-        """Compare every example's gradients with autograd's, of the same forward pass: to rounding, they are equal."""
+        """Compare every example's gradients with those of autograd, from the same forward pass."""
         losses, calls = forward(module, self._owners, examples)
         _expect_independent(losses.detach(), whole.losses_alone(examples, "train").detach(), examples)
         for name, (layer, _) in self._owners.items():
@@ -178,19 +166,19 @@ class _Trial:
                 self._errors[name].append((float(difference.norm()), float(expected.norm())))
 
     def reasons(self) -> dict[str, str]:
-        """Why some parameters cannot be left to their rules."""
+        """The reasons against rules."""
         found = dict(self._misfits)
         for name, errors in self._errors.items():
             if name in found:
                 continue
             longest = max(length for _, length in errors)
             if not longest:
-                found[name] = "the tried examples have no gradient by which to tell"
+                found[name] = "its gradients are zero for the tried examples"
                 continue
             wrong = [error / max(length, SMALL * longest) for error, length in errors]
             tolerance = TOLERANCES.get(self._parameters[name].dtype, 1e-4)
             if not all(error <= tolerance for error in wrong):
-                found[name] = f"its layer alone would be {max(wrong):.1g} off, as if it were used elsewhere, too"
+                found[name] = f"its layer alone would be {max(wrong):.1g} off, as if it were also used elsewhere"
         return found
 
     def _misfit(self, layer: nn.Module, calls: list[Noted], n: int) -> str | None:
@@ -208,7 +196,7 @@ class _Trial:
 
 
 def _expect_independent(together: Tensor, alone: Tensor, examples: Tensor) -> None:
-    """SlurmGPUError if a loss depends on what else is in its batch."""
+    """SlurmGPUError if a loss depends on the rest of its batch."""
     difference = (together - alone).abs()
     scale = torch.maximum(together.abs().max(), alone.abs().max())
     wrong = (difference > TOLERANCES.get(together.dtype, 1e-4) * scale).nonzero()[:, 0].tolist()
@@ -217,8 +205,8 @@ def _expect_independent(together: Tensor, alone: Tensor, examples: Tensor) -> No
         raise SlurmGPUError(
             f"The loss of the example {examples[i].tolist()} is {float(alone[i]):.6g} alone and "
             f"{float(together[i]):.6g} in a batch of {len(examples)}: it depends on the others, so there is no "
-            "influence of one example. Write `losses` so that each row's loss is that of this row, with negatives of "
-            "its own."
+            "influence of one example. Write `losses` so that each row's loss depends on this row alone, with "
+            "negatives of its own."
         )
 
 

@@ -1,4 +1,4 @@
-"""One pass of a module over a batch, in which the calls of some layers are noted: their parameters' gradients."""
+"""Passes of a module over a batch that record calls of layers, for gradients of their parameters."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from slurmgpu.influence.parts import Part
 
 
 class Owner(NamedTuple):
-    """The layer that a parameter belongs to, and the rule by which its gradients are found."""
+    """A parameter's layer and gradient rule."""
 
     layer: nn.Module
     rule: Rule
 
 
 class Noted(NamedTuple):
-    """What a layer was given in a call (n, …), and what it gave (n, …)."""
+    """A layer's input (n, …) and output (n, …) in a call."""
 
     input: Tensor
     output: Tensor
@@ -32,7 +32,7 @@ Calls = Mapping[nn.Module, list[Noted]]
 
 
 def forward(module: nn.Module, owners: Mapping[str, Owner], examples: Tensor) -> tuple[Tensor, Calls]:
-    """The losses (n,) in a graph, and the calls of the owners' layers."""
+    """The losses (n,) with their graph, and the calls of the owners' layers."""
     with torch.enable_grad(), _watched(_layers(owners)) as calls:
         losses = cast(Tensor, module.losses(examples))
     if losses.shape != (len(examples),):
@@ -42,7 +42,7 @@ def forward(module: nn.Module, owners: Mapping[str, Owner], examples: Tensor) ->
         )
     if not losses.requires_grad:
         raise SlurmGPUError(
-            f"The losses of {type(module).__name__} depend on no parameter, as far as autograd knows. Compute them "
+            f"Autograd finds no parameter on which the losses of {type(module).__name__} depend. Compute them "
             "without `torch.no_grad()` and `.detach()`."
         )
     return losses, calls
@@ -50,14 +50,14 @@ def forward(module: nn.Module, owners: Mapping[str, Owner], examples: Tensor) ->
 
 @contextmanager
 def _watched(layers: Collection[nn.Module]) -> Iterator[Calls]:
-    """Inside, every call of the layers is noted."""
+    """Record every call of the layers."""
     calls: dict[nn.Module, list[Noted]] = {layer: [] for layer in layers}
 
     def note(layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> Tensor:
         calls[layer].append(Noted(args[0] if args else kwargs["input"], output))
-        return output.clone()  # what is noted is not to be changed by an operation in place, as by ReLU(inplace=True)
+        return output.clone()  # keeps the recorded output safe from in-place operations like ReLU(inplace=True)
 
-    # First of all hooks: the module's own may change the output, and this is to be that of the layer.
+    # Before all other hooks, which may change the output.
     handles = [layer.register_forward_hook(note, prepend=True, with_kwargs=True) for layer in layers]
     try:
         yield calls
@@ -69,7 +69,7 @@ def _watched(layers: Collection[nn.Module]) -> Iterator[Calls]:
 def parts_of(
     owners: Mapping[str, Owner], calls: Calls, losses: Tensor, *, retain_graph: bool = False
 ) -> dict[str, Part]:
-    """The owners' gradients, by the derivatives of all losses by all outputs of their layers."""
+    """The owners' gradients, from the derivatives of all losses by all outputs of their layers."""
     layers = _layers(owners)
     noted = [(layer, call) for layer in layers for call in calls[layer]]
     outputs = [call.output for _, call in noted]
@@ -81,7 +81,7 @@ def parts_of(
 
 
 def derivatives(losses: Tensor, inputs: Sequence[Tensor], weights: Tensor, *, retain_graph: bool) -> tuple[Tensor, ...]:
-    """Those of the weighted sum of losses; zeros by what it does not depend on."""
+    """The derivatives of the weighted sum of losses; zeros for independent inputs."""
     return cast(
         tuple[Tensor, ...],
         torch.autograd.grad(
