@@ -1,4 +1,4 @@
-"""The merged file of a run that is still at work, as an input: a complete run's items are known before its rows are."""
+"""The merged file of an unfinished run as an input: its number of items is known."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from slurmgpu.inputs.spec import InputFile, InputSpec
 from slurmgpu.inputs.tables import Merged
 
 PROMISED = -1
-"""The size and time of a file that does not exist yet; in place of its SHA-256 stands its plan's fingerprint."""
+"""The size and time of a future file; its SHA-256 is replaced by the plan's fingerprint."""
 
 
 def promise(
     path: Path, index: Path, *, n_items: int, columns: Sequence[str], fingerprint: str, stride: int
 ) -> InputSpec:
-    """The spec of the merged file that the run with this plan `fingerprint` is going to leave at `path`.
+    """The spec of the merged file that the run with this plan `fingerprint` will leave at `path`.
 
-    A Reader refuses what it finds there if it is of another plan, or incomplete.
+    A Reader refuses a file of another plan, or an incomplete one.
     """
     file = InputFile(str(path), PROMISED, PROMISED, fingerprint, n_items)
     spec = InputSpec(Merged.name, (file,), n_items, stride, tuple(columns))

@@ -1,4 +1,4 @@
-"""Any range of an input's items, read from where it lies."""
+"""Read any range of an input's items."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _ADVICE = "Put the file back as it was, or plan a new run."
 
 
 class Reader:
-    """Reads items of an input that was planned; holds one of its files open.
+    """Reads items of a planned input; holds one of its files open.
 
-    A file that is not as it was planned, now or later, is a SlurmGPUError.
+    SlurmGPUError if a file has changed since planning.
     """
 
     def __init__(self, spec: InputSpec, index: Path) -> None:
@@ -43,19 +43,19 @@ class Reader:
         self.close()
 
     def close(self) -> None:
-        """Close what is open; the reader is of no use afterwards."""
+        """Close all files."""
         self._close_file()
         self._index.close()
 
     def reopen(self) -> None:
-        """Open the file again at the next reading: a descriptor that is stale stays so."""
+        """Open the file again at the next read: a stale descriptor stays stale."""
         with contextlib.suppress(OSError):
             self._close_file()
 
     def read(self, start: int, stop: int) -> list[Mapping[str, Any] | ItemError]:
-        """The data of items start..stop-1, in order; an ItemError in the place of a malformed one.
+        """The data of items start..stop-1, in order; an ItemError in place of a malformed item.
 
-        A range may span files. What lies before the multiple of the stride at or before `start` is not read.
+        A range may span files. Nothing before the last multiple of the stride up to `start` is read.
         """
         if not 0 <= start <= stop <= self._spec.n_items:
             raise ValueError(f"items {start} to {stop} of an input of {self._spec.n_items}")
@@ -73,7 +73,7 @@ class Reader:
     def _read_file(self, number: int, start: int, stop: int) -> list[Mapping[str, Any] | ItemError]:
         first = self._bounds[number]
         data = self._rows(number).read(start - first, stop - first)
-        _check_unchanged(self._spec.files[number])  # afterwards: then what was read is what was planned
+        _check_unchanged(self._spec.files[number])  # after reading, so that the planned file was read
         return data
 
     def _rows(self, number: int) -> Rows:
@@ -117,7 +117,7 @@ def _check_unchanged(file: InputFile) -> None:
 
 
 def _check_promise(file: InputFile, rows: Rows) -> None:
-    """Refuse a merged file that is not the complete one of the plan that was waited for."""
+    """SlurmGPUError unless a merged file is the complete one of the expected plan."""
     assert isinstance(rows, MergedRows)
     if len(rows) != file.n_items or rows.fingerprint != file.sha256:
         raise SlurmGPUError(

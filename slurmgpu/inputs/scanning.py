@@ -1,4 +1,4 @@
-"""Reading an input once, at planning: is it what its suffix says, where are its items, what is its sum."""
+"""Read an input once, at planning: check its format, index its items, hash it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from slurmgpu.inputs.spec import InputFile, InputSpec
 def scan(
     paths: Sequence[Path], index: Path, *, stride: int, progress: Callable[[int, int], None] | None = None
 ) -> InputSpec:
-    """The spec of an input; the offsets of every `stride`-th item are left at `index`.
+    """The spec of an input; writes the offsets of every `stride`-th item to `index`.
 
-    What is not the format is a SlurmGPUError that names the file and the line. Every beginning is looked
-    at before any is read whole, then a sample of the lines that pass by, and the last.
-    The files are read once, in bounded memory; `progress` is called with the bytes read so far and in all.
+    SlurmGPUError names the file and line of other formats. All first bytes are checked before any file is read whole,
+    then a sample of the lines, and the last one. Files are read once, in bounded memory; `progress` is called with the
+    bytes read so far and in total.
     """
     its_format = format_of(paths)
     previews = [_preview(path, its_format) for path in paths]
@@ -56,7 +56,7 @@ def _scan_file(
 
 
 def _preview(path: Path, its_format: Format) -> Preview:
-    """What the beginning of a file tells; SlurmGPUError if it is empty or not the format."""
+    """The preview of a file; SlurmGPUError if it is empty or has another format."""
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
@@ -69,7 +69,7 @@ def _preview(path: Path, its_format: Format) -> Preview:
 
 
 def _refuse_mixed(previews: Sequence[Preview]) -> None:
-    """Refuse files whose columns differ, and a jsonl file that has no key in common with the first."""
+    """SlurmGPUError if columns differ, or if a jsonl file shares no key with the first."""
     first, first_path = previews[0], previews[0].path
     for other in previews[1:]:
         path, columns = other.path, other.columns
@@ -86,7 +86,7 @@ def _refuse_mixed(previews: Sequence[Preview]) -> None:
 
 
 def _chunks(file: BinaryIO, n_bytes: int, advance: Callable[[int], None]) -> Iterator[bytes]:
-    """The file's first `n_bytes`: one that grows all the time is not followed for ever."""
+    """The file's first `n_bytes`; a growing file is not followed."""
     while chunk := file.read(min(CHUNK_BYTES, n_bytes)):
         yield chunk
         n_bytes -= len(chunk)
@@ -94,7 +94,7 @@ def _chunks(file: BinaryIO, n_bytes: int, advance: Callable[[int], None]) -> Ite
 
 
 def _hashed(chunks: Iterable[bytes], checksum: Any, beside: ThreadPoolExecutor) -> Iterator[bytes]:
-    """The chunks, each hashed in another thread while the caller works on it; at most two are in memory."""
+    """The chunks, hashed in another thread while the caller works; at most two are in memory."""
     hashing: Future[None] | None = None
     for chunk in chunks:
         if hashing:
@@ -106,7 +106,7 @@ def _hashed(chunks: Iterable[bytes], checksum: Any, beside: ThreadPoolExecutor) 
 
 
 def _count_up(total: int, progress: Callable[[int, int], None] | None) -> Callable[[int], None]:
-    """A function that adds to the bytes done and tells `progress`."""
+    """A function that counts bytes and calls `progress`."""
     done = 0
 
     def advance(n_bytes: int) -> None:

@@ -12,9 +12,9 @@ import numpy as np
 from slurmgpu.code.versions import Stretch, within
 from slurmgpu.errors import ItemError
 from slurmgpu.shards.columns import Column
-from slurmgpu.shards.piece_table import lead_bytes, read_table
+from slurmgpu.shards.piece_table import Pieces, lead_bytes
 from slurmgpu.shards.shard_file import rows_from
-from slurmgpu.shards.userblock import MERGED, OFFSET_DTYPE, DamagedShardError, Reader, Region, read_userblock
+from slurmgpu.shards.userblock import MERGED, OFFSET_DTYPE, DamagedShardError, Reader, read_userblock
 from slurmgpu.util.shared_files import PATIENCE_S
 
 
@@ -30,8 +30,8 @@ class FormerRows:
             attributes = directory["attributes"]
             if attributes["format"] != MERGED or attributes["fingerprint"] != fingerprint:
                 raise DamagedShardError("it is not a merged file of this plan")
-            regions = [Region(*region) for region in directory["datasets"]]
-            self._table = read_table(table, len(regions))
+            self._pieces = Pieces(directory, table)
+            self._table = self._pieces.table
             self._code = [Stretch(*each) for each in directory.get("code", ())]
         except (KeyError, TypeError, ValueError) as error:
             self._reader.close()
@@ -40,12 +40,9 @@ class FormerRows:
             self._reader.close()
             raise
         self._columns = columns
-        self._numbers = {region.path: number for number, region in enumerate(regions)}
-        self._regions = {region.path: region for region in regions}
+        self._numbers = {region.path: number for number, region in enumerate(self._pieces.regions)}
         self.shards = {int(row["shard"]): place for place, row in enumerate(self._table)}
         """The shards in the file, each with its position in the piece table."""
-        n_bytes = self._table["n_bytes"]
-        self._before = np.cumsum(n_bytes, axis=0) - n_bytes
 
     def __enter__(self) -> FormerRows:
         return self
@@ -70,26 +67,23 @@ class FormerRows:
         place = self.shards[shard]
         n_rows = int(self._table["stop"][place] - self._table["start"][place])
         contents = {
-            path: self._offsets(path, shard) if lead_bytes(region) else self._piece(path, shard)
-            for path, region in self._regions.items()
+            region.path: self._offsets(region.path, shard) if lead_bytes(region) else self._piece(region.path, shard)
+            for region in self._pieces.regions
         }
         return rows_from(contents, self._columns, n_rows)
 
     def _offsets(self, path: str, shard: int) -> bytes:
         """A shard's offsets as in its own file."""
         values = path.removesuffix("/offsets") + "/values"
-        size = np.dtype(self._regions[values].dtype).itemsize
-        base = int(self._before[self.shards[shard], self._numbers[values]]) // size
+        number = self._numbers[values]
+        size = np.dtype(self._pieces.regions[number].dtype).itemsize
+        base = int(self._pieces.before[self.shards[shard], number]) // size
         moved = np.frombuffer(self._piece(path, shard), OFFSET_DTYPE) - base
         return bytes(OFFSET_DTYPE.itemsize) + moved.tobytes()
 
     def _piece(self, path: str, shard: int) -> bytes:
-        place, number, region = self.shards[shard], self._numbers[path], self._regions[path]
-        n_bytes = int(self._table["n_bytes"][place, number])
-        if not n_bytes:
-            return b""
-        offset = region.offset + lead_bytes(region) + int(self._before[place, number])
-        content = self._reader.read(offset, offset + n_bytes)
-        if zlib.crc32(content) != int(self._table["crc32"][place, number]):
-            raise DamagedShardError(f"the checksum of {path} of shard {shard} differs")
+        name, begin, n_bytes, crc32 = self._pieces.piece(self.shards[shard], self._numbers[path])
+        content = self._reader.read(begin, begin + n_bytes)
+        if zlib.crc32(content) != crc32:
+            raise DamagedShardError(f"the checksum of {name} differs")
         return content

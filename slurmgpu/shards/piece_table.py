@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,27 @@ def new_table(n_shards: int, n_datasets: int) -> Table:
 def read_table(content: bytes, n_datasets: int) -> Table:
     """The piece table of a user block."""
     return np.frombuffer(content, _record(n_datasets))
+
+
+class Pieces:
+    """The pieces of a merged file, by position in its piece table and number of the dataset."""
+
+    def __init__(self, directory: Mapping[str, Any], table: bytes) -> None:
+        self.regions = [Region(*region) for region in directory["datasets"]]
+        self.table = read_table(table, len(self.regions))
+
+    @cached_property
+    def before(self) -> npt.NDArray[np.int64]:
+        """The number of bytes of each dataset in earlier pieces."""
+        n_bytes: npt.NDArray[np.int64] = self.table["n_bytes"]
+        return n_bytes.cumsum(axis=0) - n_bytes
+
+    def piece(self, place: int, number: int) -> Piece:
+        """One piece."""
+        row, region = self.table[place], self.regions[number]
+        begin = region.offset + lead_bytes(region) + int(self.before[place, number])
+        name = f"{region.path} of shard {row['shard']}"
+        return Piece(name, begin, int(row["n_bytes"][number]), int(row["crc32"][number]))
 
 
 def lead_bytes(region: Region) -> int:
