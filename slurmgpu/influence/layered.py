@@ -111,7 +111,6 @@ def of_module(module: nn.Module, examples: Tensor) -> Layered:
 
 
 def _owners(module: nn.Module, parameters: Collection[str]) -> tuple[dict[str, Owner], dict[str, str]]:
-    """Each parameter's owner, or the reason why it has none."""
     places: dict[Tensor, list[str]] = {}
     for prefix, layer in module.named_modules():
         for name, value in layer.named_parameters(recurse=False):
@@ -166,7 +165,6 @@ class _Trial:
                 self._errors[name].append((float(difference.norm()), float(expected.norm())))
 
     def reasons(self) -> dict[str, str]:
-        """The reasons against rules."""
         found = dict(self._misfits)
         for name, errors in self._errors.items():
             if name in found:

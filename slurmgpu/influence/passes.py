@@ -50,7 +50,6 @@ def forward(module: nn.Module, owners: Mapping[str, Owner], examples: Tensor) ->
 
 @contextmanager
 def _watched(layers: Collection[nn.Module]) -> Iterator[Calls]:
-    """Record every call of the layers."""
     calls: dict[nn.Module, list[Noted]] = {layer: [] for layer in layers}
 
     def note(layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> Tensor:

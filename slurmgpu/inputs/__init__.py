@@ -8,9 +8,8 @@ May import: results, util.
 
 from slurmgpu.inputs.fields import check_fields
 from slurmgpu.inputs.finding import find
-from slurmgpu.inputs.pending import promise
 from slurmgpu.inputs.reader import Reader
-from slurmgpu.inputs.scanning import scan
+from slurmgpu.inputs.scanning import promise, scan
 from slurmgpu.inputs.spec import InputFile, InputSpec
 
 __all__ = ["InputFile", "InputSpec", "Reader", "check_fields", "find", "promise", "scan"]

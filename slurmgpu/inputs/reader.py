@@ -13,8 +13,7 @@ from typing import Any
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs.formats import Rows, named
 from slurmgpu.inputs.index import Index
-from slurmgpu.inputs.pending import PROMISED
-from slurmgpu.inputs.spec import InputFile, InputSpec
+from slurmgpu.inputs.spec import PROMISED, InputFile, InputSpec
 from slurmgpu.inputs.tables import MergedRows
 from slurmgpu.util.shared_files import retried
 

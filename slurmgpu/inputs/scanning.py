@@ -12,7 +12,8 @@ from typing import Any, BinaryIO
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.inputs.formats import CHUNK_BYTES, Format, Preview, format_of
 from slurmgpu.inputs.index import IndexWriter
-from slurmgpu.inputs.spec import InputFile, InputSpec
+from slurmgpu.inputs.spec import PROMISED, InputFile, InputSpec
+from slurmgpu.inputs.tables import Merged
 
 
 def scan(
@@ -37,6 +38,20 @@ def scan(
     return spec
 
 
+def promise(
+    path: Path, index: Path, *, n_items: int, columns: Sequence[str], fingerprint: str, stride: int
+) -> InputSpec:
+    """The spec of the merged file that the run with this plan `fingerprint` will leave at `path`.
+
+    A Reader refuses a file of another plan, or an incomplete one.
+    """
+    file = InputFile(str(path), PROMISED, PROMISED, fingerprint, n_items)
+    spec = InputSpec(Merged.name, (file,), n_items, stride, tuple(columns))
+    with IndexWriter(index, stride=stride, n_files=0) as writer:
+        writer.publish(spec.digest)
+    return spec
+
+
 def _scan_file(
     its_format: Format,
     found: Preview,
@@ -56,7 +71,6 @@ def _scan_file(
 
 
 def _preview(path: Path, its_format: Format) -> Preview:
-    """The preview of a file; SlurmGPUError if it is empty or has another format."""
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
@@ -106,7 +120,6 @@ def _hashed(chunks: Iterable[bytes], checksum: Any, beside: ThreadPoolExecutor) 
 
 
 def _count_up(total: int, progress: Callable[[int, int], None] | None) -> Callable[[int], None]:
-    """A function that counts bytes and calls `progress`."""
     done = 0
 
     def advance(n_bytes: int) -> None:

@@ -7,6 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+PROMISED = -1
+"""The size and time of a file that does not exist yet; in place of its SHA-256 stands the fingerprint of its plan."""
+
 
 @dataclass(frozen=True)
 class InputFile:

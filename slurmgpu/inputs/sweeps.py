@@ -159,7 +159,6 @@ def _n_random(table: Mapping[str, Any]) -> int | None:
 
 
 def _axis(key: str, value: Any) -> Choice | Distribution:
-    """The values of a key: a list or a distribution."""
     if isinstance(value, Mapping):
         return _distribution(key, value)
     values = value if isinstance(value, list) else [value]

@@ -185,7 +185,6 @@ STREAMS = ("jsonl", "csv")
 
 
 def _blocks(merged: Merged, n_bytes: int) -> Iterator[tuple[int, int]]:
-    """Ranges of rows of about `n_bytes` each."""
     n_rows = max(1, len(merged) * n_bytes // merged.path.stat().st_size)
     for start in range(0, len(merged), n_rows):
         yield start, min(start + n_rows, len(merged))

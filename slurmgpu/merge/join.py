@@ -88,8 +88,6 @@ class _Copied(NamedTuple):
 
 @dataclass
 class _Bad:
-    """Why files and shards could not be joined."""
-
     reasons: dict[Path, str] = field(default_factory=dict)
     sources: dict[int, str] = field(default_factory=dict)
 
@@ -418,7 +416,6 @@ class _Merged:
         return True
 
     def _write_metadata(self, skeleton: Skeleton) -> int:
-        """Write all that belongs to no piece; its checksum."""
         leads = [(region.offset, bytes(lead_bytes(region))) for region in skeleton.regions]
         crc32 = 0
         for offset, content in sorted([*skeleton.metadata, *leads]):
@@ -447,7 +444,6 @@ def _checksums(places: Mapping[str, Place]) -> list[int]:
 
 
 def _fill_table(source: _Columns, parts: Sequence[_Part]) -> Table:
-    """The piece table without checksums."""
     table = new_table(len(parts), len(source.regions))
     for name in ("shard", "start", "stop"):
         table[name] = [getattr(part.source, name) for part in parts]

@@ -194,7 +194,6 @@ def _maker() -> dict[str, Any]:
 
 
 def _with_maker(code: Sequence[Stretch]) -> dict[str, Any]:
-    """The code of rows that a merge took from an earlier merged.h5."""
     found = makers_of(code)
     return found | {"revisions": [{**_maker(), **each} for each in found.get("revisions", ())]}
 
@@ -274,7 +273,6 @@ def _draw(run: Run, report: Report) -> None:
 
 
 def _remove_former(page: Path) -> None:
-    """Remove the outdated page of an earlier merge."""
     try:
         remove(page)
     except OSError as error:

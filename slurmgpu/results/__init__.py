@@ -170,7 +170,6 @@ class Merged:
 
 
 def _code(directory: Mapping[str, Any]) -> list[Stretch]:
-    """The code that computed the rows, from a file's directory."""
     attributes = directory["attributes"]
     if attributes["format"] == SHARD:
         return stretches_of(directory["made_by"], attributes["start"], attributes["stop"])
@@ -201,7 +200,6 @@ def _open(path: Path, verify: bool) -> tuple[dict[str, Any], dict[str, npt.NDArr
 
 
 def _damaged(path: Path, kind: str, problems: list[str]) -> str:
-    """A message with the differences, and how to go on."""
     n_more = len(problems) - _MOST_PROBLEMS
     named = "; ".join(problems[:_MOST_PROBLEMS]) + (f"; and {n_more} more" if n_more > 0 else "")
     if kind == SHARD:

@@ -42,7 +42,6 @@ class Checking:
 
     @cached_property
     def _ends(self) -> list[int]:
-        """The end of each shard's rows."""
         table = self._pieces.table
         ends: list[int] = (table["stop"] - table["start"]).cumsum().tolist()
         return ends

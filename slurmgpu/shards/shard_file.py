@@ -279,7 +279,6 @@ class Shapes:
 
 
 def _n_values(contents: Mapping[str, list[Any]]) -> dict[str, int]:
-    """The number of values of each NAME/values dataset."""
     ends = {path.removesuffix("/offsets"): offsets for path, offsets in contents.items() if path.endswith("/offsets")}
     return {f"{name}/values": int(offsets[0][-1]) for name, offsets in ends.items()}
 
@@ -287,7 +286,6 @@ def _n_values(contents: Mapping[str, list[Any]]) -> dict[str, int]:
 def _contents(
     columns: Mapping[str, Column], start: int, rows: Sequence[Mapping[str, Any] | ItemError]
 ) -> dict[str, list[Any]]:
-    """The values of each dataset, in order."""
     blank = {name: column.blank() for name, column in columns.items()}
     filled = [blank if isinstance(row, ItemError) else row for row in rows]
     values = {name: [row[name] for row in filled] for name in columns}

@@ -185,7 +185,6 @@ def _size_of(name: str) -> int | None:
 
 
 def _n_neighbours() -> int:
-    """The number of processes that may try at the same time on this machine."""
     if (local := os.environ.get("LOCAL_WORLD_SIZE")) is not None:
         return int(local)
     together = torch.distributed.is_available() and torch.distributed.is_initialized()

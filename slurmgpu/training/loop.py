@@ -147,7 +147,6 @@ class Training:
             self._end_step(step.after.epoch > step.epoch)
 
     def _take(self, step: Step) -> None:
-        """One step of the optimizer."""
         standing, scaler = self._standing, self._stepper.scaler
         self._stepper.prepare(standing.position, standing.step)
         with self._meter.step(samples=sum(each.n for each in step.micro_batches)):
@@ -232,7 +231,6 @@ class Training:
             raise Interrupted(f"in the evaluation after step {self._standing.step:,}")
 
     def _judge(self, found: dict[str, float]) -> None:
-        """Use the results of an evaluation."""
         standing = self._standing
         standing.final = {"train_loss": self._curve.mean_since_evaluation(standing.step)} | found
         standing.evaluated = standing.step
@@ -320,7 +318,6 @@ class Training:
             raise
 
     def _lap(self) -> float:
-        """The seconds since the last lap."""
         before, self._since = self._since, time.monotonic()
         return self._since - before
 

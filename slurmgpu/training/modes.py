@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.training.blocks import checkpoint_blocks, find_blocks
 from slurmgpu.training.places import Place
-from slurmgpu.training.precisions import tensor_float_32
 from slurmgpu.training.settings import TrainingSettings
 from slurmgpu.training.states import keeping_buffers, random_state, set_random_state
 
@@ -180,7 +179,7 @@ def computing(settings: TrainingSettings, device: torch.device) -> Iterator[None
     )
     benchmark = torch.backends.cudnn.benchmark
     try:
-        with tensor_float_32(settings.precision != "fp32"):
+        with _tensor_float_32(settings.precision != "fp32"):
             if settings.threads is not None:
                 torch.set_num_threads(settings.threads)
             if settings.deterministic:
@@ -193,6 +192,46 @@ def computing(settings: TrainingSettings, device: torch.device) -> Iterator[None
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic, warn_only=warns)
         torch.backends.cudnn.benchmark = benchmark
+
+
+@contextlib.contextmanager
+def _tensor_float_32(allowed: bool) -> Iterator[None]:
+    """Allow or forbid TF32 for fp32 multiplications and convolutions; restore the settings afterwards.
+
+    torch 2.9 added `fp32_precision`; once a program uses it, the older getters raise RuntimeError. The older setters
+    set both. torch.compile needs that, since it calls the older getters.
+    """
+    newer = [(module, module.fp32_precision) for module in _tf32_modules()]
+    matmul, cudnn = _asked(torch.get_float32_matmul_precision), _asked(lambda: torch.backends.cudnn.allow_tf32)
+    try:
+        torch.set_float32_matmul_precision("high" if allowed else "highest")
+        torch.backends.cudnn.allow_tf32 = allowed
+        for module, _ in newer:
+            module.fp32_precision = "tf32" if allowed else "ieee"
+        yield
+    finally:
+        if matmul is not None:
+            torch.set_float32_matmul_precision(matmul)
+        if cudnn is not None:
+            torch.backends.cudnn.allow_tf32 = cudnn
+        for module, before in newer:
+            module.fp32_precision = before
+
+
+def _tf32_modules() -> list[Any]:
+    """The modules with `fp32_precision` that the older setters affect."""
+    backends = torch.backends
+    if not hasattr(backends.cuda.matmul, "fp32_precision"):
+        return []
+    return [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul]
+
+
+def _asked(getter: Any) -> Any:
+    """The result of an older getter; None if it refuses because the newer interface is in use."""
+    try:
+        return getter()
+    except RuntimeError:
+        return None
 
 
 def _describe(loss: Any) -> str:

@@ -85,11 +85,9 @@ class _Rhythm:
         self.begin()
 
     def begin(self) -> None:
-        """Start counting."""
         self.count, self._since = 0, time.monotonic()
 
     def following(self) -> int:
-        """The next interval, estimated from the last one."""
         each_s = (time.monotonic() - self._since) / max(1, self.count)
         # At most twice as long, and no longer if cut short: the next steps may be slower.
         most = 2 * self.every if self.count >= self.every else self.every

@@ -152,7 +152,6 @@ def weights(model: nn.Module, *, sharded: bool) -> dict[str, Any]:
 
 
 def _by_users_names(state: dict[str, T]) -> dict[str, T]:
-    """A state dict without the prefixes of torch.compile."""
     return {name.replace(COMPILED, ""): value for name, value in state.items()}
 
 

@@ -147,7 +147,6 @@ class Throughput:
             self._since = time.perf_counter()
 
     def _lap(self) -> None:
-        """Add the time since the last lap."""
         if self._since is not None:
             now = time.perf_counter()
             self._own.wall_s += now - self._since
@@ -248,7 +247,6 @@ class _Part:
             self.seconds += time.perf_counter() - self._began
 
     def read(self) -> None:
-        """Add the seconds between events that have passed."""
         while self._passing and self._passing[0][1].query():
             began, ended = self._passing.popleft()
             self.seconds += began.elapsed_time(ended) / 1e3
@@ -295,7 +293,6 @@ class _Waits:
 
 
 def _waits_of(model: nn.Module | None) -> _Waits | None:
-    """The waiting of a DDP model, else None."""
     model = getattr(model, "_orig_mod", model)  # as torch.compile wraps it
     logged = getattr(model, "_get_ddp_logging_data", None)
     return _Waits(logged) if isinstance(model, DistributedDataParallel) and logged is not None else None

@@ -169,7 +169,6 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """NumPy scalars as Python numbers."""
     return value.item() if isinstance(value, np.generic) else value
 
 

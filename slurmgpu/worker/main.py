@@ -248,7 +248,6 @@ class Worker:
         self.report({"event": "takeover", "shard": shard, "from": former.attempt, "host": former.host})
 
     def _tell_used(self) -> None:
-        """Report newly imported packages; a call may import more."""
         if (now := used()) != self._used:
             self._used = now
             self.report({"event": "used", "packages": now})
@@ -326,7 +325,6 @@ class Worker:
         return workload
 
     def _inject(self, workload: Adapted) -> Adapted:
-        """The workload with the faults that the user asked for."""
         from slurmgpu.faults import parse_faults
         from slurmgpu.faults.striking import Injected, Marks
 
@@ -361,7 +359,6 @@ class Worker:
             raise OSError(errno.ESTALE, "removed before it was published", str(partial)) from error
 
     def _contents(self, one: Waiting, seconds: float) -> tuple[list[Row], dict[str, Any], dict[str, Any]]:
-        """The rows, the notes and the `made_by` of a shard's file."""
         rows = {index: row.to_error() if isinstance(row, Failure) else row for index, row in one.computed.rows.items()}
         made_by: dict[str, Any] = {"attempt": self.assignment.attempt, "started": one.started, "seconds": seconds}
         made_by["code"] = self.assignment.code

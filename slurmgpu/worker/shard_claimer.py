@@ -212,7 +212,6 @@ class Scout:
         return False
 
     def _is_open(self, shard: int) -> bool:
-        """Whether a shard that a listing showed as open is still open."""
         if is_open(self.run, shard):
             return True
         self._published.add(shard)
@@ -271,5 +270,4 @@ class Scout:
 
 
 def _from(place: int, shards: list[int]) -> list[int]:
-    """The shards rotated to start at a place."""
     return shards[place:] + shards[:place]

@@ -154,7 +154,10 @@ def test_numbers_are_spread_as_the_distribution_says():
         ({"lr": [1, 2], "random": True}, "[sweep] random is true; expected how many"),
         ({"lr": [1, 2], "random": 2.0}, "[sweep] random is 2.0; expected how many"),
         ({"lr": [1, 2], "random": 10**7}, "from 1 to 1,000,000"),
-        ({key: list(range(200)) for key in "abc"}, "[sweep] stands for 8,000,000 configurations; expected at most 1,000,000"),
+        (
+            {key: list(range(200)) for key in "abc"},
+            "[sweep] stands for 8,000,000 configurations; expected at most 1,000,000",
+        ),
     ],
 )
 def test_a_table_that_cannot_be_is_refused_with_the_key(table, said):
