@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +14,9 @@ from torch import Tensor, nn
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.influence import generic
 from slurmgpu.influence.generic import CountedBytes, Generic
-from slurmgpu.influence.layers import rule_for, takes
+from slurmgpu.influence.layers import Call, Rule, rule_for, takes
 from slurmgpu.influence.models import Gradients, Side
 from slurmgpu.influence.parts import Part
-from slurmgpu.influence.passes import Calls, Noted, Owner, derivatives, forward, parts_of
 from slurmgpu.influence.precision import matmul_precision
 from slurmgpu.influence.probing import SMALL, TOLERANCES
 
@@ -23,6 +24,23 @@ log = logging.getLogger(__name__)
 
 DRAWS = 2, 3, 4
 """Batch sizes for trying the rules; several, since an input's length may equal one by chance."""
+
+
+class Owner(NamedTuple):
+    """A parameter's layer and gradient rule."""
+
+    layer: nn.Module
+    rule: Rule
+
+
+class Noted(NamedTuple):
+    """A layer's input (n, …) and output (n, …) in a call."""
+
+    input: Tensor
+    output: Tensor
+
+
+Calls = Mapping[nn.Module, list[Noted]]
 
 
 class Layered:
@@ -54,9 +72,9 @@ class Layered:
         found: dict[str, Part] = {}
         owners = {name: owner for name, owner in self._owners.items() if name in wanted}
         if owners:
-            losses, calls = forward(self.module, owners, examples)
+            losses, calls = _forward(self.module, owners, examples)
             self._expect_shapes(calls, len(examples))
-            found = parts_of(owners, calls, losses)
+            found = _parts_of(owners, calls, losses)
             losses = losses.detach()
         if rest := [name for name in wanted if name not in owners]:
             whole = self._whole.gradients(examples, side, rest)
@@ -134,6 +152,70 @@ def _owners(module: nn.Module, parameters: Collection[str]) -> tuple[dict[str, O
     return owners, reasons
 
 
+def _forward(module: nn.Module, owners: Mapping[str, Owner], examples: Tensor) -> tuple[Tensor, Calls]:
+    """The losses (n,) with their graph, and the calls of the owners' layers."""
+    with torch.enable_grad(), _watched(_layers(owners)) as calls:
+        losses = cast(Tensor, module.losses(examples))
+    if losses.shape != (len(examples),):
+        raise SlurmGPUError(
+            f"The method `losses` of {type(module).__name__} gives a tensor {tuple(losses.shape)} for {len(examples)} "
+            f"examples; expected ({len(examples)},), a loss for each."
+        )
+    if not losses.requires_grad:
+        raise SlurmGPUError(
+            f"Autograd finds no parameter on which the losses of {type(module).__name__} depend. Compute them "
+            "without `torch.no_grad()` and `.detach()`."
+        )
+    return losses, calls
+
+
+@contextmanager
+def _watched(layers: Collection[nn.Module]) -> Iterator[Calls]:
+    calls: dict[nn.Module, list[Noted]] = {layer: [] for layer in layers}
+
+    def note(layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> Tensor:
+        calls[layer].append(Noted(args[0] if args else kwargs["input"], output))
+        return output.clone()  # keeps the recorded output safe from in-place operations like ReLU(inplace=True)
+
+    # Before all other hooks, which may change the output.
+    handles = [layer.register_forward_hook(note, prepend=True, with_kwargs=True) for layer in layers]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _parts_of(
+    owners: Mapping[str, Owner], calls: Calls, losses: Tensor, *, retain_graph: bool = False
+) -> dict[str, Part]:
+    """The owners' gradients, from the derivatives of all losses by all outputs of their layers."""
+    layers = _layers(owners)
+    noted = [(layer, call) for layer in layers for call in calls[layer]]
+    outputs = [call.output for _, call in noted]
+    deltas = _derivatives(losses, outputs, torch.ones_like(losses), retain_graph=retain_graph)
+    found: dict[nn.Module, list[Call]] = {layer: [] for layer in layers}
+    for (layer, call), delta in zip(noted, deltas, strict=True):
+        found[layer].append(Call(call.input.detach(), delta))
+    return {name: rule(layer, found[layer]) for name, (layer, rule) in owners.items()}
+
+
+def _derivatives(
+    losses: Tensor, inputs: Sequence[Tensor], weights: Tensor, *, retain_graph: bool
+) -> tuple[Tensor, ...]:
+    """The derivatives of the weighted sum of losses; zeros for independent inputs."""
+    return cast(
+        tuple[Tensor, ...],
+        torch.autograd.grad(
+            losses, inputs, weights, retain_graph=retain_graph, allow_unused=True, materialize_grads=True
+        ),
+    )
+
+
+def _layers(owners: Mapping[str, Owner]) -> list[nn.Module]:
+    return list(dict.fromkeys(owner.layer for owner in owners.values()))
+
+
 class _Trial:
     """Tries the owners' rules on a few batches."""
 
@@ -145,7 +227,7 @@ class _Trial:
 
     def add(self, module: nn.Module, whole: Generic, examples: Tensor) -> None:
         """Compare every example's gradients with those of autograd, from the same forward pass."""
-        losses, calls = forward(module, self._owners, examples)
+        losses, calls = _forward(module, self._owners, examples)
         _expect_independent(losses.detach(), whole.losses_alone(examples, "train").detach(), examples)
         for name, (layer, _) in self._owners.items():
             if misfit := self._misfit(layer, calls[layer], len(examples)):
@@ -153,12 +235,12 @@ class _Trial:
         owners = {name: owner for name, owner in self._owners.items() if name not in self._misfits}
         if not owners:
             return
-        parts = parts_of(owners, calls, losses, retain_graph=True)
+        parts = _parts_of(owners, calls, losses, retain_graph=True)
         parameters = {name: self._parameters[name] for name in owners}
         for i in range(len(examples)):
             this = torch.zeros_like(losses)
             this[i] = 1
-            exact = derivatives(losses, list(parameters.values()), this, retain_graph=True)
+            exact = _derivatives(losses, list(parameters.values()), this, retain_graph=True)
             for (name, value), one in zip(parameters.items(), exact, strict=True):
                 expected = one.to_dense() if one.is_sparse else one
                 difference = parts[name].dense(value.shape)[i] - expected

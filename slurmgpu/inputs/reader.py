@@ -58,21 +58,14 @@ class Reader:
         """
         if not 0 <= start <= stop <= self._spec.n_items:
             raise ValueError(f"items {start} to {stop} of an input of {self._spec.n_items}")
-        return [data for span in self._spec.spans(start, stop) for data in self._read_span(*span)]
-
-    def _read_span(self, start: int, stop: int) -> list[Mapping[str, Any] | ItemError]:
         data: list[Mapping[str, Any] | ItemError] = []
-        while start < stop:
-            number = bisect_right(self._bounds, start) - 1
-            end = min(stop, self._bounds[number + 1])
-            data += self._read_file(number, start, end)
-            start = end
-        return data
-
-    def _read_file(self, number: int, start: int, stop: int) -> list[Mapping[str, Any] | ItemError]:
-        first = self._bounds[number]
-        data = self._rows(number).read(start - first, stop - first)
-        _check_unchanged(self._spec.files[number])  # after reading, so that the planned file was read
+        for at, end in self._spec.spans(start, stop):
+            while at < end:
+                number = bisect_right(self._bounds, at) - 1
+                first, after = self._bounds[number], min(end, self._bounds[number + 1])
+                data += self._rows(number).read(at - first, after - first)
+                _check_unchanged(self._spec.files[number])  # after reading, so that the planned file was read
+                at = after
         return data
 
     def _rows(self, number: int) -> Rows:

@@ -33,11 +33,10 @@ class FormerRows:
             self._pieces = Pieces(directory, table)
             self._table = self._pieces.table
             self._code = [Stretch(*each) for each in directory.get("code", ())]
-        except (KeyError, TypeError, ValueError) as error:
+        except BaseException as error:
             self._reader.close()
-            raise DamagedShardError(f"its directory is invalid ({type(error).__name__}: {error})") from error
-        except BaseException:
-            self._reader.close()
+            if isinstance(error, (KeyError, TypeError, ValueError)):
+                raise DamagedShardError(f"its directory is invalid ({type(error).__name__}: {error})") from error
             raise
         self._columns = columns
         self._numbers = {region.path: number for number, region in enumerate(self._pieces.regions)}

@@ -1,7 +1,7 @@
 """Train one model on one or several processes: the loop, batches and checkpoints.
 
 Knows no workload, item or run: `loop.Training` trains what a user's class describes, with
-`settings.TrainingSettings`, at a `places.Place`. Only `settings`, `places` and this module do without torch.
+`settings.TrainingSettings`, at a `ranks.Place`. Only `settings` and this module do without torch.
 
 May import: util. torch, too.
 """

@@ -11,8 +11,7 @@ from typing import Any
 
 from slurmgpu.training import states
 from slurmgpu.training.modes import Mode
-from slurmgpu.training.places import Place
-from slurmgpu.training.ranks import led
+from slurmgpu.training.ranks import Place, led
 from slurmgpu.training.written import Written, save_weights, sum_file
 
 log = logging.getLogger(__name__)

@@ -23,8 +23,7 @@ from typing import Any
 
 import torch
 
-from slurmgpu.training.places import Place
-from slurmgpu.training.ranks import led, together
+from slurmgpu.training.ranks import Place, led, together
 from slurmgpu.training.written import Written, read_state, sum_file, unique_partial, write_state
 from slurmgpu.util.atomic_files import fsync_dir, write_json
 

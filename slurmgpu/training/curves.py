@@ -10,8 +10,7 @@ import torch
 from torch import distributed
 
 from slurmgpu.errors import ItemError
-from slurmgpu.training.places import Place
-from slurmgpu.training.ranks import together
+from slurmgpu.training.ranks import Place, together
 
 
 class Curve:

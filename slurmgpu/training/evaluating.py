@@ -14,8 +14,7 @@ from torch import distributed
 from slurmgpu.errors import ItemError, did_you_mean
 from slurmgpu.training.loading import EvalReadings, Loader, Reader, to_device
 from slurmgpu.training.modes import Mode
-from slurmgpu.training.places import Place
-from slurmgpu.training.ranks import led, together
+from slurmgpu.training.ranks import Place, led, together
 from slurmgpu.training.settings import TrainingSettings, goal_of
 from slurmgpu.training.states import keeping_buffers, random_state, set_random_state, share_buffers
 from slurmgpu.training.weighing import Weigher

@@ -22,9 +22,12 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.training.batches import Cutting, Position, derive_seed, own_pieces, permutation
+from slurmgpu.training.ranks import Place, together
 from slurmgpu.training.settings import TrainingSettings
+from slurmgpu.training.states import seed_everything
 
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+SPLITS = ("train", "val", "test")
 EXPECTED = "an object with __len__ and __getitem__, such as a torch.utils.data.Dataset"
 
 
@@ -197,6 +200,79 @@ def _advice(samples: Any) -> str:
     if not (hasattr(samples, "__len__") and hasattr(samples, "__getitem__")):
         return "Wrap it in a class with these two methods."
     return ""
+
+
+class Splits:
+    """The training class's data for each split; `sizes` are the numbers of samples, -1 for a missing split.
+
+    Random numbers are seeded alike at each call of `data(split)`, so that random splits are the same on each rank, in
+    each attempt, and for "train" as for "val".
+    """
+
+    def __init__(self, user: Any, seed: int, place: Place) -> None:
+        self._user, self._seed = user, derive_seed(seed, "data")
+        self._readers: dict[str, Reader | None] = {}
+        found = together(place, self._read)
+        self.sizes = found[0]
+        for rank, sizes in enumerate(found):
+            for split in SPLITS:
+                if sizes[split] != self.sizes[split]:
+                    raise SlurmGPUError(
+                        f"{called(user, split)} has {_counted(self.sizes[split])} on rank 0 and "
+                        f"{_counted(sizes[split])} on rank {rank}; expected the same on all."
+                    )
+
+    @property
+    def train(self) -> Reader:
+        """The training data."""
+        samples = self._readers["train"]
+        assert samples is not None  # read_split refuses that
+        return samples
+
+    def get(self, split: str) -> Reader | None:
+        """The data of a split, if it exists."""
+        return self._readers[split]
+
+    def check_unchanged(self, before: Mapping[str, int]) -> None:
+        """SlurmGPUError if sizes differ from those in the checkpoint."""
+        for split in SPLITS:
+            if self.sizes[split] != before[split]:
+                raise SlurmGPUError(
+                    f"the data has changed since the checkpoint: {called(self._user, split)} had "
+                    f"{_counted(before[split])} then, and has {_counted(self.sizes[split])} now. Restore it, "
+                    "or train on the new data in a new run."
+                )
+
+    def _read(self) -> dict[str, int]:
+        for split in SPLITS:
+            seed_everything(self._seed)
+            self._readers[split] = read_split(self._user, split)
+        return {split: -1 if reader is None else len(reader) for split, reader in self._readers.items()}
+
+
+def cut(n_samples: int, batch_size: int, settings: TrainingSettings, place: Place) -> Cutting:
+    """The cutting of a training's epochs into steps; SlurmGPUError if there are none."""
+    step_size = settings.global_batch_size or batch_size * settings.accumulation * place.world_size
+    cutting = Cutting(
+        n_samples,
+        step_size,
+        batch_size,
+        epochs=settings.epochs,
+        steps=settings.steps,
+        drop_last=settings.drop_last,
+        rank=place.rank,
+        world_size=place.world_size,
+    )
+    if not cutting.epoch_size:
+        raise SlurmGPUError(
+            f"the {n_samples} training samples make no step of {step_size}, and drop_last drops incomplete ones: "
+            "use a smaller batch_size, or drop_last = false."
+        )
+    return cutting
+
+
+def _counted(n: int) -> str:
+    return "no data" if n < 0 else f"{n:,} samples"
 
 
 def to_device(batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,14 @@ from slurmgpu.training.checkpoints import Checkpoints
 from slurmgpu.training.curves import Curve
 from slurmgpu.training.evaluating import Evaluator, Watch
 from slurmgpu.training.keeping import Keeping, Parts
-from slurmgpu.training.loading import Loader, TrainReadings
+from slurmgpu.training.loading import Loader, Splits, TrainReadings, cut
 from slurmgpu.training.modes import Mode, computing, device_of, join
 from slurmgpu.training.optimizing import Stepper, check_trainable, n_parameters
 from slurmgpu.training.outcome import Outcome, Standing
 from slurmgpu.training.pacing import Pace
-from slurmgpu.training.places import Place
-from slurmgpu.training.ranks import led
+from slurmgpu.training.ranks import Place, led
 from slurmgpu.training.settings import AUTO, TrainingSettings
 from slurmgpu.training.sizing import Counter, fit_batch_size, peak_memory
-from slurmgpu.training.splits import Splits, cut
 from slurmgpu.training.telling import Telling
 from slurmgpu.training.throughput import throughput
 from slurmgpu.training.weighing import Weigher
@@ -207,23 +205,24 @@ class Training:
         due = (epoch_ends if every is None else standing.step % every == 0) or self._n_left() == 0
         return due and standing.evaluated != standing.step
 
-    def _evaluate(self, evaluator: Evaluator | None) -> dict[str, float]:
-        try:
-            return self._measure(evaluator) if evaluator else {}
-        except Interrupted:
-            self._save()
-            raise
-
-    def _measure(self, evaluator: Evaluator) -> dict[str, float]:
+    def _evaluate(self, evaluator: Evaluator | None, restore: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """The results of a split; {} without one. If interrupted, calls `restore` and saves a checkpoint."""
+        if evaluator is None:
+            return {}
         started = time.monotonic()
         self._pace.rest()
         try:
-            with self._meter.pause():
-                return evaluator.evaluate(self._poll)
-        finally:
-            self._standing.evaluation_s += time.monotonic() - started
-            self._pace.rest()
-            self._telling.rest()
+            try:
+                with self._meter.pause():
+                    return evaluator.evaluate(self._poll)
+            finally:
+                self._standing.evaluation_s += time.monotonic() - started
+                self._pace.rest()
+                self._telling.rest()
+        except Interrupted:
+            restore()
+            self._save()
+            raise
 
     def _poll(self) -> None:
         """Interrupt the evaluation if the training must stop."""
@@ -305,17 +304,9 @@ class Training:
             tested = {}
             if (path := self._best.weights_file()) is not None:
                 self._mode.load_weights(path)
-                tested = self._evaluate_best(self._test)
+                tested = self._evaluate(self._test, lambda: self._mode.load_weights(self._folder / LAST))
         self._best.finish()
         return tested
-
-    def _evaluate_best(self, test: Evaluator) -> dict[str, float]:
-        try:
-            return self._measure(test)
-        except Interrupted:
-            self._mode.load_weights(self._folder / LAST)
-            self._save()
-            raise
 
     def _lap(self) -> float:
         before, self._since = self._since, time.monotonic()

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.training.blocks import checkpoint_blocks, find_blocks
-from slurmgpu.training.places import Place
+from slurmgpu.training.ranks import Place
 from slurmgpu.training.settings import TrainingSettings
 from slurmgpu.training.states import keeping_buffers, random_state, set_random_state
 

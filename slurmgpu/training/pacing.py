@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from slurmgpu.training.places import Place
+from slurmgpu.training.ranks import Place
 from slurmgpu.training.settings import TrainingSettings
 
 MEETING_S = 0.5

@@ -16,7 +16,7 @@ from slurmgpu.training.flops import count_flops, peak_flops
 from slurmgpu.training.loading import Reader, Reading, to_device
 from slurmgpu.training.modes import Mode
 from slurmgpu.training.optimizing import make_optimizer
-from slurmgpu.training.places import Place
+from slurmgpu.training.ranks import Place
 from slurmgpu.training.settings import TrainingSettings
 from slurmgpu.training.throughput import Throughput
 
@@ -41,10 +41,15 @@ def fit_batch_size(user: Any, mode: Mode, samples: Reader, settings: TrainingSet
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
+    def agree(fits: bool) -> bool:
+        if place.world_size == 1:
+            return fits
+        told = torch.tensor(int(fits), device=mode.device)
+        distributed.all_reduce(told, distributed.ReduceOp.MIN)
+        return bool(told)
+
     try:
-        found = find_batch_size(
-            attempt, device=mode.device, agree=_agreement(mode, place), **_sizes(samples, settings, place)
-        )
+        found = find_batch_size(attempt, device=mode.device, agree=agree, **_sizes(samples, settings, place))
     finally:
         with torch.no_grad():
             for name, value in _tensors(mode).items():
@@ -108,17 +113,6 @@ def _sizes(samples: Reader, settings: TrainingSettings, place: Place) -> dict[st
     share = -(-settings.global_batch_size // place.world_size)
     sizes = [size for size in range(1, share + 1) if share % size == 0]
     return {"start": sizes[min(1, len(sizes) - 1)], "sizes": sizes}
-
-
-def _agreement(mode: Mode, place: Place) -> Any:
-    def agree(fits: bool) -> bool:
-        if place.world_size == 1:
-            return fits
-        told = torch.tensor(int(fits), device=mode.device)
-        distributed.all_reduce(told, distributed.ReduceOp.MIN)
-        return bool(told)
-
-    return agree
 
 
 def _tensors(mode: Mode) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ import time
 
 from slurmgpu.training.curves import Curve
 from slurmgpu.training.outcome import Standing
-from slurmgpu.training.places import Place
+from slurmgpu.training.ranks import Place
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import torch
 from torch import distributed
 
 from slurmgpu.training.batches import Step
-from slurmgpu.training.places import Place
+from slurmgpu.training.ranks import Place
 
 
 class Weigher:

@@ -21,6 +21,7 @@ from slurmgpu.run.failures import FILES, ITEM, class_of
 from slurmgpu.shards.columns import Column, convert_row
 from slurmgpu.util.out_of_memory import is_out_of_memory
 from slurmgpu.util.plurals import count_of
+from slurmgpu.worker.assignment import WorkerFailedError
 from slurmgpu.workload import Adapted, Item
 
 log = logging.getLogger(__name__)
@@ -33,14 +34,6 @@ LINE_LENGTH = 500
 
 class WorkerBrokenError(Exception):
     """The process lost its CUDA context or its group; a new worker can go on."""
-
-
-class DiskFullError(Exception):
-    """A resumable workload could not write its progress; no item is at fault."""
-
-    def __init__(self, message: str, trace: str = "") -> None:
-        super().__init__(message)
-        self.trace = trace
 
 
 @dataclass(frozen=True)
@@ -114,6 +107,7 @@ class Computed:
         return {**self.noted, **{name: value for name, value in notes.items() if value}}
 
 
+@dataclass
 class Computer:
     """Computes shards with one loaded workload.
 
@@ -123,37 +117,25 @@ class Computer:
     user's code, which lies in `folder`.
     """
 
-    def __init__(
-        self,
-        workload: Adapted,
-        name: str,
-        columns: Mapping[str, Column],
-        batch_size: int,
-        on_batch: Callable[[Sequence[int], bool], None] = lambda indices, isolated: None,
-        agree: Callable[[Failure | None], Failure | None] = lambda failure: failure,
-        keeps_rows: bool = True,
-        noted: dict[str, int] | None = None,
-        folder: str = "",
-    ) -> None:
-        self._workload = workload
-        self._name = name
-        self._columns = columns
-        self._batch_size = batch_size
-        self._on_batch = on_batch
-        self._agree = agree
-        self._keeps_rows = keeps_rows
-        self._noted = {} if noted is None else noted
-        self._folder = folder
-        self._ways_logged: dict[tuple[str, ...], int] = {}
+    workload: Adapted
+    name: str
+    columns: Mapping[str, Column]
+    batch_size: int
+    on_batch: Callable[[Sequence[int], bool], None] = lambda indices, isolated: None
+    agree: Callable[[Failure | None], Failure | None] = lambda failure: failure
+    keeps_rows: bool = True
+    noted: dict[str, int] = field(default_factory=dict)
+    folder: str = ""
+    _ways_logged: dict[tuple[str, ...], int] = field(default_factory=dict)
 
     def compute(self, items: Sequence[Item | tuple[int, ItemError]], history: History) -> Computed:
         """Rows for `items`, the whole shard; an unreadable item comes as (index, ItemError).
 
-        Raises Interrupted if the workload left an item for later, and DiskFullError if it could not save its progress:
-        then the shard has no rows yet.
+        Raises Interrupted if the workload left an item for later, and WorkerFailedError if a resumable one found the
+        disk full, which is no item's fault: then the shard has no rows yet.
         """
         done = Computed()
-        self._noted.clear()
+        self.noted.clear()
         good = []
         for item in items:
             if isinstance(item, Item):
@@ -162,16 +144,16 @@ class Computer:
             else:
                 unread = done.rows[item[0]] = Failure("input_error", str(item[1]))
                 self._log(item[0], unread)
-        if (key := self._workload.sort_key) is not None:
+        if (key := self.workload.sort_key) is not None:
             good.sort(key=lambda item: (key(item), item.index))
-        for cut in range(0, len(good), self._batch_size):
-            batch = good[cut : cut + self._batch_size]
+        for cut in range(0, len(good), self.batch_size):
+            batch = good[cut : cut + self.batch_size]
             if history.isolates([item.index for item in batch]):
                 done.isolated += 1
                 self._compute_alone(batch, history, done)
             else:
                 self._compute_batch(batch, done)
-        done.noted = dict(self._noted)
+        done.noted = dict(self.noted)
         return done
 
     def _compute_alone(self, batch: Sequence[Item], history: History, done: Computed) -> None:
@@ -193,7 +175,7 @@ class Computer:
 
     def _call_narrowing(self, items: Sequence[Item], done: Computed, *, isolated: bool = False) -> None:
         """Compute the items of one call; if it fails, in halves, recursively."""
-        self._on_batch([item.index for item in items], isolated)
+        self.on_batch([item.index for item in items], isolated)
         failure = self._call(items, done)
         if failure is None:
             return
@@ -216,12 +198,12 @@ class Computer:
     def _call(self, items: Sequence[Item], done: Computed) -> Failure | None:
         """Call the workload and keep its rows; the failure of the whole call, if any."""
         returned, own_failure = self._try(items)
-        failure = self._agree(own_failure)
+        failure = self.agree(own_failure)
         if failure == INTERRUPTED:
             raise Interrupted
         if failure is not None and failure.kind == "disk_full":
-            raise DiskFullError(f"item {items[0].index}: {failure.message}", failure.trace)
-        if failure is None and self._keeps_rows:
+            raise WorkerFailedError("disk_full", f"item {items[0].index}: {failure.message}", failure.trace)
+        if failure is None and self.keeps_rows:
             self._keep(items, returned, done)
         return failure
 
@@ -231,9 +213,9 @@ class Computer:
         The exception must not leave this function: its traceback would keep the tensors of the failed call alive.
         """
         try:
-            returned = self._workload.call(items)
+            returned = self.workload.call(items)
             # A generator computes while it is read.
-            are_rows = self._keeps_rows and _may_be_rows(returned)
+            are_rows = self.keeps_rows and _may_be_rows(returned)
             return list(returned) if are_rows or isinstance(returned, Iterator) else returned, None
         except Interrupted:
             return [], INTERRUPTED
@@ -246,15 +228,15 @@ class Computer:
             if is_broken_cuda(error):
                 raise WorkerBrokenError(f"{type(error).__name__}: {error}") from error
             is_full = class_of(error, FILES) == "disk_full"
-            kind = "disk_full" if is_full and self._workload.resumes else class_of(error, ITEM)
-            return [], _failure(error, kind, self._folder)
+            kind = "disk_full" if is_full and self.workload.resumes else class_of(error, ITEM)
+            return [], _failure(error, kind, self.folder)
 
     def _keep(self, items: Sequence[Item], returned: Any, done: Computed) -> None:
         is_list = isinstance(returned, list)
         if not is_list or len(returned) != len(items):
             kind = "None" if returned is None else f"a {type(returned).__name__}"
             found = count_of(len(returned), "row") if is_list else kind
-            message = f"workload {self._name} returned {found} for {count_of(len(items), 'item')}"
+            message = f"workload {self.name} returned {found} for {count_of(len(items), 'item')}"
             message += "" if is_list else "; expected a list with a row, or an ItemError, for each of them"
             # Not narrowed: a single item would get the one row that was meant for all.
             failure = Failure("item_error", message, ("rows",))
@@ -272,15 +254,15 @@ class Computer:
         try:
             if not isinstance(row, Mapping):
                 raise ValueError(f"a row is a mapping of column to value, not {type(row).__name__}")
-            return convert_row(self._columns, row)
+            return convert_row(self.columns, row)
         except ValueError as error:
-            failure = Failure("item_error", f"workload {self._name}, item {item.index}: {error}", ("row", str(error)))
+            failure = Failure("item_error", f"workload {self.name}, item {item.index}: {error}", ("row", str(error)))
             self._log(item.index, failure)
             return failure
 
     def _log(self, index: int, failure: Failure) -> None:
         """Log each failed item; the traceback only once per place that raised."""
-        if not self._keeps_rows:
+        if not self.keeps_rows:
             return
         first = self._ways_logged.setdefault(failure.way, index) if failure.trace and failure.way else None
         told = "" if first in (None, index) else f" [traceback: item {first}]"

@@ -52,7 +52,6 @@ from slurmgpu.worker.computer import (
     INTERRUPTED,
     Computed,
     Computer,
-    DiskFullError,
     Failure,
     WorkerBrokenError,
     check_debugger_left,
@@ -164,8 +163,6 @@ class Worker:
                 self.report({"event": "left", "shard": shard})
                 log.info("shard %d: left, with what is kept of it", shard)
                 continue  # usually to the end; after a takeover to the next shard
-            except DiskFullError as error:
-                raise WorkerFailedError("disk_full", str(error), error.trace) from error
             if self.group.leads:
                 waiting.append(Waiting(shard, computed, started, began))
             # If all items raised at the same place, a second shard shows whether workload or items are at fault.

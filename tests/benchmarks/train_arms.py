@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 
 from slurmgpu.training.loop import Training
 from slurmgpu.training.outcome import Outcome
-from slurmgpu.training.places import Place
+from slurmgpu.training.ranks import Place
 from slurmgpu.training.settings import TrainingSettings
 
 N_FIRST = 5

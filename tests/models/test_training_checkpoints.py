@@ -23,7 +23,7 @@ from torch import nn  # noqa: E402
 from slurmgpu.errors import SlurmGPUError  # noqa: E402
 from slurmgpu.training import checkpoints, states, written  # noqa: E402
 from slurmgpu.training.checkpoints import Checkpoints  # noqa: E402
-from slurmgpu.training.places import Place  # noqa: E402
+from slurmgpu.training.ranks import Place  # noqa: E402
 from tests.support import checkpoint_ranks  # noqa: E402
 from tests.support.shard_files import small_disk  # noqa: E402, F401
 

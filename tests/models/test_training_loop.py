@@ -21,7 +21,7 @@ from slurmgpu.training.loop import Training  # noqa: E402
 from slurmgpu.training.modes import Mode  # noqa: E402
 from slurmgpu.training.optimizing import lr_factor, make_optimizer  # noqa: E402
 from slurmgpu.training.pacing import Pace  # noqa: E402
-from slurmgpu.training.places import Place  # noqa: E402
+from slurmgpu.training.ranks import Place  # noqa: E402
 from slurmgpu.training.settings import TrainingSettings  # noqa: E402
 from slurmgpu.training.sizing import fit_batch_size, flops_per_sample  # noqa: E402
 from tests.support.runs import run_module  # noqa: E402
@@ -184,7 +184,7 @@ def test_an_attribute_that_is_called_weight_is_none(train):
 
 def test_a_metric_of_some_batches_only_ends_the_configuration_on_all_processes(found):
     for world_size in (1, 2):
-        assert "it shall give the same names for each batch" in found("sometimes", world_size)["error"]
+        assert "expected the same names for each batch" in found("sometimes", world_size)["error"]
 
 
 def test_batch_normalisation_trains_on_the_few_samples_of_a_last_step(found):
@@ -196,7 +196,7 @@ def test_an_automatic_batch_size_divides_a_process_share_of_the_step(found):
 
 
 def test_sync_batchnorm_on_cpus_is_refused_in_a_sentence(found):
-    assert "on GPUs only" in found("sync_batchnorm", 2)["error"]
+    assert "only on GPUs" in found("sync_batchnorm", 2)["error"]
 
 
 def test_other_data_on_another_process_is_refused_in_a_sentence(found):

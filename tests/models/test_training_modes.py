@@ -14,7 +14,7 @@ from slurmgpu.training.loading import read_split  # noqa: E402
 from slurmgpu.training.loop import Training  # noqa: E402
 from slurmgpu.training.modes import Mode, computing  # noqa: E402
 from slurmgpu.training.optimizing import Stepper  # noqa: E402
-from slurmgpu.training.places import Place  # noqa: E402
+from slurmgpu.training.ranks import Place  # noqa: E402
 from slurmgpu.training.settings import TrainingSettings, goal_of  # noqa: E402
 from slurmgpu.training.weighing import Weigher  # noqa: E402
 
