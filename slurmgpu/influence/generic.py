@@ -63,7 +63,7 @@ class Generic:
     def scores(self, examples: Tensor, side: Side) -> Tensor:
         """The model's scores of the examples (n,); NaN if it has none."""
         if self._scores is None:
-            return torch.full((len(examples),), torch.nan, dtype=self._dtype, device=self._device)
+            return self._like.new_full((len(examples),), torch.nan)
         with torch.no_grad():
             return self._scores(self._parameters, examples, side)
 
@@ -87,7 +87,7 @@ class Generic:
         """See Differentiable; an upper bound: nothing is counted as freed."""
         if side not in self._n_bytes:
             with CountedBytes() as counted:
-                self.gradients(self._example[None].to(self._device), side, self._parameters)
+                self.gradients(self._example[None].to(self._like.device), side, self._parameters)
             self._n_bytes[side] = counted.n_bytes
         return self._n_bytes[side]
 
@@ -96,12 +96,8 @@ class Generic:
         return sum(value.nbytes for value in self._parameters.values())
 
     @property
-    def _device(self) -> torch.device:
-        return next(iter(self._parameters.values())).device
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return next(iter(self._parameters.values())).dtype
+    def _like(self) -> Tensor:
+        return next(iter(self._parameters.values()))
 
 
 def of_module(module: torch.nn.Module, example: Tensor) -> Generic:

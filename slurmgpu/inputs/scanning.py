@@ -28,7 +28,14 @@ def scan(
     its_format = format_of(paths)
     previews = [_preview(path, its_format) for path in paths]
     _refuse_mixed(previews)
-    advance = _count_up(sum(found.size_bytes for found in previews), progress)
+    total, done = sum(found.size_bytes for found in previews), 0
+
+    def advance(n_bytes: int) -> None:
+        nonlocal done
+        done += n_bytes
+        if progress:
+            progress(done, total)
+
     n_indexed = len(paths) if its_format.is_indexed else 0
     with IndexWriter(index, stride=stride, n_files=n_indexed) as writer, ThreadPoolExecutor(1) as beside:
         files = tuple(_scan_file(its_format, found, writer, beside, advance) for found in previews)
@@ -117,18 +124,6 @@ def _hashed(chunks: Iterable[bytes], checksum: Any, beside: ThreadPoolExecutor) 
         yield chunk
     if hashing:
         hashing.result()
-
-
-def _count_up(total: int, progress: Callable[[int, int], None] | None) -> Callable[[int], None]:
-    done = 0
-
-    def advance(n_bytes: int) -> None:
-        nonlocal done
-        done += n_bytes
-        if progress:
-            progress(done, total)
-
-    return advance
 
 
 def _names(names: Sequence[str] | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -58,9 +59,8 @@ class InputSpec:
 
     def to_json(self) -> dict[str, Any]:
         """The spec as JSON values, for run.json."""
-        columns = None if self.columns is None else list(self.columns)
-        ranges = None if self.ranges is None else [list(span) for span in self.ranges]
-        return asdict(self) | {"files": [asdict(file) for file in self.files], "columns": columns, "ranges": ranges}
+        value: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return value
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> InputSpec:

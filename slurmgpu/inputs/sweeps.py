@@ -34,17 +34,6 @@ SHOWN = 60
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A list of values."""
-
-    values: Sequence[Any]
-
-    def at(self, u: float) -> Any:
-        """The value for a number 0 <= u < 1."""
-        return self.values[int(u * len(self.values))]
-
-
-@dataclass(frozen=True)
 class Distribution:
     """Numbers from `low` to `high`, inclusive; integers if `kind` is int or logint."""
 
@@ -83,7 +72,8 @@ def expand(table: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
             f"[sweep] {drawn[0]} is a distribution, so the number of configurations must be given. "
             f"Add random = 20, for example, to [sweep], or give a list of values."
         )
-    size = math.prod(len(axis.values) for axis in axes.values() if isinstance(axis, Choice))
+    values = [axis for axis in axes.values() if isinstance(axis, list)]
+    size = math.prod(map(len, values))
     if n_random is not None and (drawn or n_random < size):
         return list(itertools.islice(_drawn(axes, seed, distinct=not drawn), n_random))
     if size > MOST:
@@ -91,7 +81,6 @@ def expand(table: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
             f"[sweep] stands for {size:,} configurations; expected at most {MOST:,}. "
             f"Shorten its lists, or draw from them with random = 100, for example."
         )
-    values = [axis.values for axis in axes.values() if isinstance(axis, Choice)]
     return [dict(zip(axes, each, strict=True)) for each in itertools.product(*values)]
 
 
@@ -132,19 +121,19 @@ def write(configurations: Sequence[Mapping[str, Any]], path: Path) -> None:
     os.utime(path, (now, now))
 
 
-def _drawn(axes: Mapping[str, Choice | Distribution], seed: int, *, distinct: bool) -> Iterator[dict[str, Any]]:
+def _drawn(axes: Mapping[str, list[Any] | Distribution], seed: int, *, distinct: bool) -> Iterator[dict[str, Any]]:
     """Endless configurations, by `random()`, the only method that stays the same in later versions of Python."""
     numbers = random.Random(seed)
     met: set[tuple[int, ...]] = set()
-    single = {key for key, axis in axes.items() if isinstance(axis, Choice) and len(axis.values) == 1}
+    single = {key for key, axis in axes.items() if isinstance(axis, list) and len(axis) == 1}
     while True:
         us = {key: 0.0 if key in single else numbers.random() for key in axes}
+        places = {key: int(us[key] * len(axis)) for key, axis in axes.items() if isinstance(axis, list)}
         if distinct:
-            places = tuple(int(us[key] * len(axis.values)) for key, axis in axes.items() if isinstance(axis, Choice))
-            if places in met:
+            if tuple(places.values()) in met:
                 continue
-            met.add(places)
-        yield {key: axis.at(us[key]) for key, axis in axes.items()}
+            met.add(tuple(places.values()))
+        yield {key: axis[places[key]] if isinstance(axis, list) else axis.at(us[key]) for key, axis in axes.items()}
 
 
 def _n_random(table: Mapping[str, Any]) -> int | None:
@@ -158,7 +147,7 @@ def _n_random(table: Mapping[str, Any]) -> int | None:
     return found
 
 
-def _axis(key: str, value: Any) -> Choice | Distribution:
+def _axis(key: str, value: Any) -> list[Any] | Distribution:
     if isinstance(value, Mapping):
         return _distribution(key, value)
     values = value if isinstance(value, list) else [value]
@@ -176,7 +165,7 @@ def _axis(key: str, value: Any) -> Choice | Distribution:
         if text in texts:
             raise SlurmGPUError(f"[sweep] {key} has the value {_shown(each)} twice; expected each once.")
         texts.add(text)
-    return Choice(values)
+    return values
 
 
 def _distribution(key: str, value: Mapping[str, Any]) -> Distribution:
