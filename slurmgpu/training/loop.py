@@ -16,7 +16,7 @@ from slurmgpu.training.best import BestWeights
 from slurmgpu.training.checkpoints import Checkpoints
 from slurmgpu.training.curves import Curve
 from slurmgpu.training.evaluating import Evaluator, Watch
-from slurmgpu.training.keeping import Keeping, Parts
+from slurmgpu.training.keeping import Keeping
 from slurmgpu.training.loading import Loader, Splits, TrainReadings, cut
 from slurmgpu.training.modes import Mode, computing, device_of, join
 from slurmgpu.training.optimizing import Stepper, check_trainable, n_parameters
@@ -98,9 +98,10 @@ class Training:
         self._validation, self._test = self._evaluator("val"), self._evaluator("test")
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        parts = Parts(standing, self._mode, self._stepper, self._curve, self._watch, self._best, self._meter)
         given = {"batch_size": self._batch_size, "sizes": self._splits.sizes}
-        self._keeping = Keeping(checkpoints, parts, given)
+        self._keeping = Keeping(
+            checkpoints, standing, self._mode, self._stepper, self._curve, self._watch, self._best, self._meter, given
+        )
         has_random = False
         if checkpoint:
             has_random = self._keeping.load(checkpoint, found)
