@@ -23,8 +23,16 @@ from slurmgpu.code.versions import Stretch, compact, stretches_of
 from slurmgpu.report.joined import Errors, Joined
 from slurmgpu.run.lock import checked
 from slurmgpu.shards.columns import Column
-from slurmgpu.shards.hdf5_layout import Attributes, Skeleton, draw, file_attributes, unplaced_regions
-from slurmgpu.shards.piece_table import Gathered, OffsetsPlace, Place, Table, lead_bytes, new_table, pieces_of
+from slurmgpu.shards.hdf5_layout import Attributes, Skeleton, file_attributes, make_skeleton, unplaced_regions
+from slurmgpu.shards.piece_table import (
+    BufferedWrites,
+    OffsetsWriter,
+    PieceWriter,
+    Table,
+    lead_bytes,
+    new_table,
+    pieces_of,
+)
 from slurmgpu.shards.shard_file import Directory, Shapes, errors_in, examine, read_errors
 from slurmgpu.shards.userblock import (
     MERGED,
@@ -312,7 +320,7 @@ class _Merged:
         attributes = file_attributes(MERGED, source.columns, attributes)
         self._directory = new_directory(attributes, n_rows, regions, code=self.code)
         self._userblock_size = userblock_size(self._directory, n_table_bytes=self._table.nbytes)
-        skeleton = draw(regions, self._directory["attributes"], self._userblock_size)
+        skeleton = make_skeleton(regions, self._directory["attributes"], self._userblock_size)
         _allocate(fd, skeleton.size)
         rest_crc32 = self._write_metadata(skeleton)
         self._directory |= {"datasets": skeleton.regions, "file_size": skeleton.size, "rest_crc32": rest_crc32}
@@ -353,15 +361,15 @@ class _Merged:
 
     def _copy_chunk(self, parts: Sequence[_Part]) -> list[_Copied | str | None]:
         """Copy adjacent parts; small ones are written together."""
-        gathered = Gathered(self._fd)
-        found = [_tried_twice(functools.partial(self._copy, part, gathered)) for part in parts]
-        gathered.flush()
+        buffer = BufferedWrites(self._fd)
+        found = [_tried_twice(functools.partial(self._copy, part, buffer)) for part in parts]
+        buffer.flush()
         return found
 
-    def _copy(self, part: _Part, gathered: Gathered, again: bool) -> _Copied:
+    def _copy(self, part: _Part, buffer: BufferedWrites, again: bool) -> _Copied:
         """Copy a part's pieces; DamagedShardError if a byte differs."""
         if part.held is not None and not again:
-            return self._copy_held(part, *part.held, gathered)
+            return self._copy_held(part, *part.held, buffer)
         size = {"buffer_bytes": _SMALL_BYTES} if part.is_small else {}
         with Reader(part.source.path, patience_s=self._source.patience_s, **size) as reader:
             if again:
@@ -370,31 +378,31 @@ class _Merged:
             if tuple(region.n_bytes for region in found.datasets) != part.sizes:
                 raise DamagedShardError("it was replaced while it was joined")
             if part.is_small and not again and (content := reader.whole()) is not None:
-                return self._copy_held(part, content, found, gathered)
-            places = self._places(part, found)
-            found.verify(reader, lambda path, content: self._put(places[path], content))
-            return _Copied(_checksums(places), read_errors(reader, found), found.notes.get("not_finite"))
+                return self._copy_held(part, content, found, buffer)
+            writers = self._writers(part, found)
+            found.verify(reader, lambda path, content: self._put(writers[path], content))
+            return _Copied(_checksums(writers), read_errors(reader, found), found.notes.get("not_finite"))
 
-    def _put(self, place: Place, content: memoryview) -> None:
+    def _put(self, writer: PieceWriter, content: memoryview) -> None:
         if self._stopped.is_set():
             raise _StoppedError
-        place.write(content)
+        writer.write(content)
 
-    def _copy_held(self, part: _Part, content: memoryview, found: Directory, gathered: Gathered) -> _Copied:
+    def _copy_held(self, part: _Part, content: memoryview, found: Directory, buffer: BufferedWrites) -> _Copied:
         pieces: dict[str, memoryview] = {}
         found.verify(Content(content), pieces.__setitem__)
-        places = self._places(part, found, gathered)
+        writers = self._writers(part, found, buffer)
         for path, piece in pieces.items():
-            places[path].write(piece)
-        return _Copied(_checksums(places), errors_in(pieces, found), found.notes.get("not_finite"))
+            writers[path].write(piece)
+        return _Copied(_checksums(writers), errors_in(pieces, found), found.notes.get("not_finite"))
 
-    def _places(self, part: _Part, found: Directory, gathered: Gathered | None = None) -> dict[str, Place]:
+    def _writers(self, part: _Part, found: Directory, buffer: BufferedWrites | None = None) -> dict[str, PieceWriter]:
         positions, bases = self._positions[part.source.shard], self._bases[part.source.shard]
-        write = functools.partial(write_at, self._fd) if gathered is None else gathered.write
+        write = functools.partial(write_at, self._fd) if buffer is None else buffer.write
         return {
-            region.path: OffsetsPlace(write, position, base, found.n_values(region.path))
+            region.path: OffsetsWriter(write, position, base, found.n_values(region.path))
             if lead_bytes(region)
-            else Place(write, position, region.crc32)
+            else PieceWriter(write, position, region.crc32)
             for region, position, base in zip(found.datasets, positions, bases, strict=True)
         }
 
@@ -437,10 +445,10 @@ def _allocate(fd: int, size: int) -> None:
             raise OSError(number, os.strerror(number))
 
 
-def _checksums(places: Mapping[str, Place]) -> list[int]:
-    for place in places.values():
-        place.check()
-    return [place.crc32 for place in places.values()]
+def _checksums(writers: Mapping[str, PieceWriter]) -> list[int]:
+    for writer in writers.values():
+        writer.check()
+    return [writer.crc32 for writer in writers.values()]
 
 
 def _fill_table(source: _Columns, parts: Sequence[_Part]) -> Table:

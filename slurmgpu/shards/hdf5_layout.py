@@ -52,7 +52,7 @@ def file_attributes(file_format: str, columns: Mapping[str, Column], others: Att
     return {"format": file_format, "version": FORMAT_VERSION, "columns": kinds, **others}
 
 
-def draw(regions: Sequence[Region], attributes: Attributes, userblock_size: int) -> Skeleton:
+def make_skeleton(regions: Sequence[Region], attributes: Attributes, userblock_size: int) -> Skeleton:
     """The skeleton of a file. The same arguments give the same bytes."""
     memory = _Memory()
     placed = _create(memory, regions, attributes, userblock_size)

@@ -80,7 +80,7 @@ Write = Callable[[bytes | memoryview, int], None]
 """Writes bytes at an offset of the output file."""
 
 
-class Gathered:
+class BufferedWrites:
     """Buffers writes to join adjacent ones: pieces of neighbouring shards lie side by side."""
 
     def __init__(self, fd: int) -> None:
@@ -102,7 +102,7 @@ class Gathered:
         self._ends.clear()
 
 
-class Place:
+class PieceWriter:
     """Writes the chunks of a piece to its place in the output file; `crc32` is the piece's checksum."""
 
     def __init__(self, write: Write, position: int, crc32: int) -> None:
@@ -119,7 +119,7 @@ class Place:
         """Raise DamagedShardError if the written content is invalid."""
 
 
-class OffsetsPlace(Place):
+class OffsetsWriter(PieceWriter):
     """Writes a piece of offsets: without the leading 0, and raised by the number of values in earlier shards.
 
     Offsets must begin with 0, never fall, and end with `n_values`; otherwise rows would get each other's values.

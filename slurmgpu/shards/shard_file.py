@@ -17,7 +17,7 @@ import numpy as np
 
 from slurmgpu.errors import ItemError
 from slurmgpu.shards.columns import Column, stored_columns
-from slurmgpu.shards.hdf5_layout import Attributes, draw, file_attributes, unplaced_regions
+from slurmgpu.shards.hdf5_layout import Attributes, file_attributes, make_skeleton, unplaced_regions
 from slurmgpu.shards.userblock import (
     OFFSET_DTYPE,
     SHARD,
@@ -104,7 +104,7 @@ def write_shard(
     directory = new_directory(attributes, len(rows), regions, notes=notes, made_by=dict(made_by))
     directory["n_errors"] = sum(isinstance(row, ItemError) for row in rows)
     size = userblock_size(directory)
-    skeleton = draw(regions, attributes, size)
+    skeleton = make_skeleton(regions, attributes, size)
     try:
         with open(path, "wb", buffering=0) as file:
             fd = file.fileno()

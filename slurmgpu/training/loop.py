@@ -23,9 +23,9 @@ from slurmgpu.training.optimizing import Stepper, check_trainable, n_parameters
 from slurmgpu.training.outcome import Outcome, Standing
 from slurmgpu.training.pacing import Pace
 from slurmgpu.training.ranks import Place, led
+from slurmgpu.training.reporting import Reporter
 from slurmgpu.training.settings import AUTO, TrainingSettings
 from slurmgpu.training.sizing import Counter, fit_batch_size, peak_memory
-from slurmgpu.training.telling import Telling
 from slurmgpu.training.throughput import throughput
 from slurmgpu.training.weighing import Weigher
 from slurmgpu.training.written import save_weights
@@ -92,7 +92,7 @@ class Training:
         self._curve = Curve(log_steps, device, place, lambda: self._weigher.odd)
         self._watch, self._best = Watch(settings), BestWeights(self._folder, place, self._mode)
         self._pace = Pace(settings, place)
-        self._telling = Telling(place, settings.epochs, standing, self._curve)
+        self._reporter = Reporter(place, settings.epochs, standing, self._curve)
         self._meter = throughput(self._mode.forward, device=device, precision=settings.precision)
         self._counter = Counter(self._user, self._mode, settings, self._meter)
         self._validation, self._test = self._evaluator("val"), self._evaluator("test")
@@ -106,7 +106,7 @@ class Training:
         if checkpoint:
             has_random = self._keeping.load(checkpoint, found)
             standing.resumed += 1
-            self._telling.taken_up()
+            self._reporter.resumed()
         if not has_random:
             states.seed_everything(derive_seed(self._seed, standing.step, place.rank))
 
@@ -138,7 +138,7 @@ class Training:
         self._open.append(self._loader)
         self._batches = self._loader.read()
         self._pace.rest()
-        self._telling.rest()
+        self._reporter.rest()
         for step in self._cutting.plan(standing.position, standing.step):
             if standing.early:
                 break
@@ -190,7 +190,7 @@ class Training:
         stop, checkpoint = self._pace.meet(lambda told: self._curve.read(standing.step, told), epoch_ends=epoch_ends)
         if evaluates:
             self._judge(found)
-        self._telling.met()
+        self._reporter.stepped()
         if stop or checkpoint:
             self._save()
         if stop and self._n_left() and not standing.early:
@@ -219,7 +219,7 @@ class Training:
             finally:
                 self._standing.evaluation_s += time.monotonic() - started
                 self._pace.rest()
-                self._telling.rest()
+                self._reporter.rest()
         except Interrupted:
             restore()
             self._save()
@@ -239,7 +239,7 @@ class Training:
                 self._best.hold(standing.step)
         self._stepper.evaluated(standing.final[self._watch.metric])
         standing.early = self._watch.gives_up and self._n_left() > 0
-        self._telling.evaluated()
+        self._reporter.evaluated()
 
     # What is kept
 
@@ -250,8 +250,8 @@ class Training:
             cost_s = self._keeping.save()
         standing.checkpoint_s += cost_s
         self._pace.saved(cost_s)
-        self._telling.kept()
-        self._telling.rest()
+        self._reporter.saved()
+        self._reporter.rest()
 
     def _save_last(self) -> None:
         started = time.monotonic()

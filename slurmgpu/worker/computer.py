@@ -90,7 +90,7 @@ class Computed:
     isolated: int = 0
     noted: Mapping[str, int] = field(default_factory=dict)
 
-    def common_way(self) -> Failure | None:
+    def common_failure(self) -> Failure | None:
         """The failure of all items, if there are at least two and all raised at the same place."""
         failures = [row for row in self.rows.values() if isinstance(row, Failure)]
         if len(failures) < max(2, len(self.rows)) or failures[0].way is None:

@@ -57,7 +57,7 @@ LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo"
 DEATH_S = 5.0
 """How long to wait for killed processes: one blocked on a disk or a GPU may not die at all."""
-DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+BLOCKED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that a launcher blocks: it ends with its ranks or when the task says so. Ranks unblock them."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
@@ -130,17 +130,17 @@ class Group:
         try:
             self._store.wait(keys, FOREVER if patience_s is None else timedelta(seconds=patience_s))
         except DistStoreError:
-            word = self._first_word(turn, str(self.rank))
+            word = self._first_ending(turn, str(self.rank))
         if word == ALL_CAME:
             said = list(map(self._read, keys, self._store.multi_get(keys)))
             # Without a limit, no rank can have left.
-            if all(patience is None for _, patience in said) or (word := self._first_word(turn, word)) == ALL_CAME:
+            if all(patience is None for _, patience in said) or (word := self._first_ending(turn, word)) == ALL_CAME:
                 return [value for value, _ in said]
         key = keys[int(word)]
         [value, patience_s] = self._read(key, self._store.get(key))
         raise PeersMissingError(int(word), value, patience_s)
 
-    def _first_word(self, turn: int, word: str) -> str:
+    def _first_ending(self, turn: int, word: str) -> str:
         """How this turn ended, as written first: all came, or the rank that left."""
         key = f"{turn}/end"
         return str(self._read(key, self._store.compare_set(key, "", self._signed(key, word))))
@@ -314,7 +314,7 @@ def _prepare_environment(n_ranks: int, n_nodes: int) -> None:
     # The task handles Slurm's signals. Ranks inherit that this one is ignored.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     # Blocked: the launcher ends after its ranks, which may have progress to save.
-    signal.pthread_sigmask(signal.SIG_BLOCK, DEAF_TO)
+    signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
 
 
 def _abandon() -> None:

@@ -58,7 +58,7 @@ from slurmgpu.worker.computer import (
     settle,
 )
 from slurmgpu.worker.groups import Group, PeersMissingError
-from slurmgpu.worker.shard_claimer import Scout, Tenure
+from slurmgpu.worker.shard_claimer import Claimer, Deadline
 from slurmgpu.workload import Adapted, Item, TaskContext, build
 
 log = logging.getLogger("slurmgpu.worker")  # __name__ is "__main__" in its own process
@@ -101,10 +101,10 @@ class Worker:
 
     def __post_init__(self) -> None:
         self._resume = list(self.assignment.resume)
-        self._tenure = Tenure(self.assignment.end_time, self.run.plan.margin_s, self.stopping, self.end_times)
+        self._deadline = Deadline(self.assignment.end_time, self.run.plan.margin_s, self.stopping, self.end_times)
         given = self.assignment
         claim = Claim(given.task, given.attempt, platform.node(), os.getpid(), cluster=given.cluster)
-        self._scout = Scout(self.run, claim, self._tell_takeover, held=set(self._resume))
+        self._claimer = Claimer(self.run, claim, self._report_takeover, held=set(self._resume))
 
     def work(self) -> None:
         """Take shards until none is left; raises WorkerFailedError if going on is pointless.
@@ -122,29 +122,29 @@ class Worker:
             workload = self._load()
             if self.assignment.inject:
                 workload = self._inject(workload)
-            outside = self._tell_outside()
+            outside = self._log_outside()
             self._resumes = workload.resumes
             self._columns = columns_from_json(plan.columns)  # after loading, which may register kinds
             if self._resumes:
                 self.on_resumable()
             self.group.gather()
-            self._tell_used()
+            self._report_used()
             self.report({"event": "ready", "load_s": time.monotonic() - started, "resumes": self._resumes})
             computer = Computer(
                 workload,
                 plan.workload.rpartition(":")[2],
                 self._columns,
                 plan.batch_size,
-                on_batch=self._tell_batch,
+                on_batch=self._report_batch,
                 agree=self._agree,
                 keeps_rows=self.group.leads,
                 noted=self._noted,
                 folder=plan.search_path,
             )
             self._take_and_compute(computer, reader)
-            self._tell_outside(outside)
+            self._log_outside(outside)
 
-    def _tell_outside(self, told: Sequence[str] = ()) -> list[str]:
+    def _log_outside(self, told: Sequence[str] = ()) -> list[str]:
         """Log imported files of the user that the snapshot lacks, such as dynamically named modules."""
         if self.assignment.code is None:
             return []
@@ -166,7 +166,7 @@ class Worker:
             if self.group.leads:
                 waiting.append(Waiting(shard, computed, started, began))
             # If all items raised at the same place, a second shard shows whether workload or items are at fault.
-            if computed.common_way() is None or len(waiting) == 2:
+            if computed.common_failure() is None or len(waiting) == 2:
                 self._publish_all(waiting)
         self._publish_all(waiting)
 
@@ -214,7 +214,7 @@ class Worker:
 
     def _publish_all(self, waiting: list[Waiting]) -> None:
         """Publish `waiting`, unless all of it failed alike and no shard yet shows that the workload works."""
-        ways = [one.computed.common_way() for one in waiting]
+        ways = [one.computed.common_failure() for one in waiting]
         if ways and ways[0] is not None and all(ways) and not retried(self.run.shard_files, self.run.plan.lease_s):
             raise WorkerFailedError("workload_error", ways[0].message, ways[0].trace)
         for one in waiting:
@@ -224,14 +224,14 @@ class Worker:
     def next_shard(self) -> int | None:
         """The next shard, claimed; None, after an event with the reason, when the work is done."""
         # A resumable item need not be finished here.
-        over = self._tenure.over(0.0 if self._resumes else 1.1 * self.slowest_s)
+        over = self._deadline.over(0.0 if self._resumes else 1.1 * self.slowest_s)
         while self._resume and not (over and self._resumes):
             shard = self._resume.pop(0)
-            if self._scout.is_still_own(shard):
+            if self._claimer.is_still_own(shard):
                 return shard
             log.info("shard %d: published, parked or taken over since it was claimed", shard)
             self.report({"event": "skipped", "shard": shard})
-        found = over or _once_more_if_full(self._scout.next)
+        found = over or _once_more_if_full(self._claimer.next)
         if isinstance(found, int):
             return found
         self.report({"event": "done", "reason": found})
@@ -239,17 +239,17 @@ class Worker:
 
     def _shall_leave(self) -> bool:
         """Whether a resumable workload shall leave the present item, since others do or will compute it."""
-        return self._tenure.over() is not None or (self._shard is not None and self._scout.has_lost(self._shard))
+        return self._deadline.over() is not None or (self._shard is not None and self._claimer.has_lost(self._shard))
 
-    def _tell_takeover(self, shard: int, former: Claim) -> None:
+    def _report_takeover(self, shard: int, former: Claim) -> None:
         self.report({"event": "takeover", "shard": shard, "from": former.attempt, "host": former.host})
 
-    def _tell_used(self) -> None:
+    def _report_used(self) -> None:
         if (now := used()) != self._used:
             self._used = now
             self.report({"event": "used", "packages": now})
 
-    def _tell_batch(self, indices: Sequence[int], isolated: bool) -> None:
+    def _report_batch(self, indices: Sequence[int], isolated: bool) -> None:
         self.report({"event": "batch", "items": list(indices), "isolated": isolated})
 
     def _open_input(self) -> Reader:
@@ -332,7 +332,7 @@ class Worker:
             self.group.leads,
             self.report,
             self.stopping,
-            self._tenure.end_now,
+            self._deadline.end_now,
         )
         self.report = injected.overhear
         return replace(workload, call=injected)
@@ -376,7 +376,7 @@ class Worker:
         except OSError as error:
             raise WorkerFailedError(class_of(error, FILES), f"shard {shard} cannot be written: {error}") from error
         self._former.pop(shard, None)
-        self._tell_used()
+        self._report_used()
         self.slowest_s = max(self.slowest_s, seconds)
         errors = Counter(row.kind for row in computed.rows.values() if isinstance(row, Failure))
         how = "published" if won else "computed, and published by another task before"
@@ -420,7 +420,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     faulthandler.enable()
     # Slurm may signal every process of a job; only the task handles the notice.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, groups.DEAF_TO)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, groups.BLOCKED_SIGNALS)
     os.environ.pop("PYTHONSAFEPATH", None)  # only for this process, not for the workload's children
     group = Group.of_environment()
     report = report_on_stdout(group.rank, group.local_rank)

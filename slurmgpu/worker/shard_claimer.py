@@ -35,17 +35,17 @@ CLAIMS_A_SECOND, NAMES_A_SECOND = 100, 20_000
 
 
 @dataclass
-class Tenure:
-    """How long a worker may go on: until it is `told` to stop, or the walltime is nearly over.
+class Deadline:
+    """How long a worker may go on: until `stop` is set, or the walltime is nearly over.
 
     `end_time` is the end of the walltime in seconds since the epoch, None for never; `margin_s` of it stay unused.
-    `told_late` gets the end if it becomes known later.
+    `late_end_times` gets the end if it becomes known later.
     """
 
     end_time: float | None
     margin_s: float
-    told: threading.Event
-    told_late: Sequence[float] = ()
+    stop: threading.Event
+    late_end_times: Sequence[float] = ()
     _over: str | None = None
     _end: float | None = field(init=False)
 
@@ -55,10 +55,10 @@ class Tenure:
 
     def over(self, needed_s: float = 0.0) -> str | None:
         """Why it may not go on for `needed_s`: "told to stop" or "deadline", and from then on always; or None."""
-        if self._over is None and self.told.is_set():
+        if self._over is None and self.stop.is_set():
             self._over = "told to stop"
-        if self.end_time is None and self.told_late:
-            self.end_time = self.told_late[-1]
+        if self.end_time is None and self.late_end_times:
+            self.end_time = self.late_end_times[-1]
             self.__post_init__()
         if self._over is None and self._end is not None:
             self._over = "deadline" if time.monotonic() + needed_s + self.margin_s > self._end else None
@@ -86,7 +86,7 @@ State = tuple[int, Claim, str]
 
 
 @dataclass
-class Scout:
+class Claimer:
     """Claims shards of `run` for the attempt of `claim`.
 
     `on_takeover(shard, former)` is called for each claim taken from a dead owner; `pause` waits between looks. `held`
@@ -119,7 +119,7 @@ class Scout:
             if (shard := self._take_ahead()) is not None:
                 return self._begin(shard)
             free, taken = self._survey()
-            self._ahead = deque(_from(self._place(len(free)), free))
+            self._ahead = deque(_rotated(self._place(len(free)), free))
             if (shard := self._take_ahead()) is not None:
                 return self._begin(shard)
             states: list[State] = []
@@ -176,7 +176,7 @@ class Scout:
             self._observed = time.monotonic()
             taken = self._survey()[1]
             # The following ones belong to nearby tasks, so each task watches others.
-            self._states(_from(bisect_left(taken, self._last), taken)[:OBSERVED])
+            self._states(_rotated(bisect_left(taken, self._last), taken)[:OBSERVED])
 
     def _survey(self) -> tuple[list[int], list[int]]:
         """The shards to compute without and with a claim, in order, from listings."""
@@ -269,5 +269,5 @@ class Scout:
         self.pause(min(lease_s / 4, max(min(1.0, lease_s / 20), work_s)))
 
 
-def _from(place: int, shards: list[int]) -> list[int]:
+def _rotated(place: int, shards: list[int]) -> list[int]:
     return shards[place:] + shards[:place]

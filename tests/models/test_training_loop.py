@@ -12,7 +12,7 @@ from torch import nn  # noqa: E402
 from torch.utils.data import TensorDataset  # noqa: E402
 
 from slurmgpu.errors import Interrupted, ItemError, SlurmGPUError  # noqa: E402
-from slurmgpu.training import pacing, telling  # noqa: E402
+from slurmgpu.training import pacing, reporting  # noqa: E402
 from slurmgpu.training.batches import Cutting, Position  # noqa: E402
 from slurmgpu.training.blocks import find_blocks  # noqa: E402
 from slurmgpu.training.checkpoints import Checkpoints  # noqa: E402
@@ -613,10 +613,10 @@ def test_evaluations_and_resumptions_are_lines_of_the_log(train, caplog):
 
 def test_every_few_seconds_is_told_where_a_training_is(train, monkeypatch):
     told = []
-    monkeypatch.setattr(telling, "TELL_S", 1e6)
+    monkeypatch.setattr(reporting, "REPORT_S", 1e6)
     train(Plain(), Place(tell=told.append), folder="seldom", checkpoint_s=0.0)
     assert told == []
-    monkeypatch.setattr(telling, "TELL_S", 0.0)
+    monkeypatch.setattr(reporting, "REPORT_S", 0.0)
     train(Plain(), Place(tell=told.append), checkpoint_s=0.0)
     assert [text.partition(", loss")[0] for text in told[:2]] == ["epoch 1 of 3, step 1", "epoch 1 of 3, step 2"]
     assert told[0].endswith(" samples/s")

@@ -11,11 +11,11 @@ from slurmgpu.training.ranks import Place
 
 log = logging.getLogger(__name__)
 
-TELL_S = 2.0
+REPORT_S = 2.0
 """The interval of reports between checkpoints."""
 
 
-class Telling:
+class Reporter:
     """Rank 0's progress reports; other ranks are silent."""
 
     def __init__(self, place: Place, n_epochs: int | None, standing: Standing, curve: Curve) -> None:
@@ -23,7 +23,7 @@ class Telling:
         self._furthest = 0
         self.rest()
 
-    def taken_up(self) -> None:
+    def resumed(self) -> None:
         """Report a resumption."""
         self._furthest = self._standing.step
         if self._place.leads:
@@ -35,16 +35,16 @@ class Telling:
             found = ", ".join(f"{name} {value:.4g}" for name, value in self._standing.final.items())
             log.info("%s: %s", self._standing.tell(self._n_epochs), found)
 
-    def kept(self) -> None:
+    def saved(self) -> None:
         """Report a checkpoint as progress if it is beyond all earlier ones."""
         if self._place.leads and self._standing.step > self._furthest:
             self._furthest = self._standing.step
             self._place.progress(f"{self._standing.tell(self._n_epochs)}{self._loss()}")
 
-    def met(self) -> None:
+    def stepped(self) -> None:
         """Report the state after some steps."""
         seconds = time.monotonic() - self._since
-        if self._place.leads and seconds >= TELL_S:
+        if self._place.leads and seconds >= REPORT_S:
             rate = (self._standing.samples - self._samples) / seconds
             self._place.tell(f"{self._standing.tell(self._n_epochs)}{self._loss()}, {rate:,.4g} samples/s")
             self.rest()
