@@ -12,9 +12,10 @@ import numpy as np
 from slurmgpu.code.versions import Stretch, within
 from slurmgpu.errors import ItemError
 from slurmgpu.shards.columns import Column
+from slurmgpu.shards.numbers import OFFSET_DTYPE
 from slurmgpu.shards.piece_table import Pieces, lead_bytes
 from slurmgpu.shards.shard_file import rows_from
-from slurmgpu.shards.userblock import MERGED, OFFSET_DTYPE, DamagedShardError, Reader, read_userblock
+from slurmgpu.shards.userblock import MERGED, DamagedShardError, Reader, read_userblock
 from slurmgpu.util.shared_files import PATIENCE_S
 
 

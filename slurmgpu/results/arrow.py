@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from slurmgpu.results.views import ArrayData, ColumnData
-from slurmgpu.shards.userblock import OFFSET_DTYPE
+from slurmgpu.shards.numbers import OFFSET_DTYPE
 
 
 def to_arrow(

@@ -17,7 +17,8 @@ import numpy as np
 from h5py import h5a, h5d, h5f, h5fd, h5p, h5s, h5t
 
 from slurmgpu.shards.columns import Column, columns_to_json, stored_columns
-from slurmgpu.shards.userblock import FORMAT_VERSION, OFFSET_DTYPE, Region, in_file_order
+from slurmgpu.shards.numbers import OFFSET_DTYPE
+from slurmgpu.shards.userblock import FORMAT_VERSION, Region, in_file_order
 
 Attributes = Mapping[str, str | int | bool]
 

@@ -5,19 +5,12 @@ docs/reference/hdf5.md has the byte layout; `merge.join` writes and verifies it.
 
 from __future__ import annotations
 
-import json
-import os
-import struct
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurmgpu.util.shared_files import UnusableFileError, open_regular, retried
+from slurmgpu.shards.userblock import DamagedShardError, Reader, read_userblock
 
-_HEADER = struct.Struct("<8sIIQQQ")
-_MAGIC = b"slurmgpu"
-_LARGEST_JSON = 1 << 31
-_SMALL_BLOCK = 1 << 20
+_BUFFER_BYTES = 16 << 10
 
 
 @dataclass(frozen=True)
@@ -41,28 +34,15 @@ def read_merged_head(path: Path, patience_s: float = 1.0) -> MergedHead | None:
     An OSError that remains after retries is raised: it says nothing about the content.
     """
     try:
-        return retried(lambda: _read(path), patience_s)
-    except (FileNotFoundError, UnusableFileError, ValueError, KeyError, TypeError, RecursionError, struct.error):
+        with Reader(path, buffer_bytes=_BUFFER_BYTES, patience_s=patience_s) as reader:
+            # The merge checks large blocks, which hold the pieces of many shards.
+            directory, _, _ = read_userblock(reader, quick=True)
+        attributes = directory["attributes"]
+        return MergedHead(
+            str(attributes["fingerprint"]),
+            int(attributes["n_items"]),
+            int(directory["n_rows"]),
+            int(directory["n_errors"]),
+        )
+    except (FileNotFoundError, DamagedShardError, ValueError, KeyError, TypeError):
         return None
-
-
-def _read(path: Path) -> MergedHead:
-    with os.fdopen(open_regular(path), "rb") as file:
-        begin = file.read(_HEADER.size)
-        magic, _, crc32, size, n_json, _ = _HEADER.unpack(begin)
-        if magic != _MAGIC or n_json > _LARGEST_JSON:
-            raise ValueError("it does not begin with slurmgpu's user block")
-        content = file.read(n_json)
-        # The merge checks larger blocks, which hold the pieces of many shards.
-        if size <= _SMALL_BLOCK and zlib.crc32(begin[16:] + content + file.read(size - _HEADER.size - n_json)) != crc32:
-            raise ValueError("the checksum of its user block differs")
-        directory = json.loads(content)
-        if directory["file_size"] != os.fstat(file.fileno()).st_size:
-            raise ValueError("its size differs from when it was written")
-    attributes = directory["attributes"]
-    return MergedHead(
-        str(attributes["fingerprint"]),
-        int(attributes["n_items"]),
-        int(directory["n_rows"]),
-        int(directory["n_errors"]),
-    )

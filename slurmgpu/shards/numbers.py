@@ -11,6 +11,8 @@ import numpy.typing as npt
 
 from slurmgpu.errors import SlurmGPUError
 
+OFFSET_DTYPE = np.dtype("<i8")
+
 _INSTEAD = {
     "U": "use Text() for strings",
     "O": "use Text() for strings, Ragged(dtype) for lists whose length varies",

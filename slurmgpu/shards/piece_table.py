@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from slurmgpu.shards.userblock import MERGED, OFFSET_DTYPE, DamagedShardError, Piece, Region, in_file_order, write_at
+from slurmgpu.shards.numbers import OFFSET_DTYPE
+from slurmgpu.shards.userblock import MERGED, DamagedShardError, Piece, Region, in_file_order, write_at
 
 Table = npt.NDArray[Any]
 

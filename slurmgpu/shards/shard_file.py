@@ -18,8 +18,8 @@ import numpy as np
 from slurmgpu.errors import ItemError
 from slurmgpu.shards.columns import Column, stored_columns
 from slurmgpu.shards.hdf5_layout import Attributes, file_attributes, make_skeleton, unplaced_regions
+from slurmgpu.shards.numbers import OFFSET_DTYPE
 from slurmgpu.shards.userblock import (
-    OFFSET_DTYPE,
     SHARD,
     Content,
     Piece,
