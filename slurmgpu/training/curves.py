@@ -45,14 +45,14 @@ class Curve:
         if last or step % self._log_steps == 0:
             self._open.append((step, self._n, self._sum.clone()))
 
-    def read(self, step: int, told: Sequence[float] = ()) -> list[float]:
+    def read(self, step: int, extras: Sequence[float] = ()) -> list[float]:
         """Add the points up to now, on all ranks together; an ItemError if the loss is not finite.
 
-        Returns the sums over the ranks of `told`, which share the collective.
+        Returns the sums over the ranks of `extras`, which share the collective.
         """
-        sums = self.summed(told, *(each for _, _, each in self._open), self._sum)
+        sums = self.summed(extras, *(each for _, _, each in self._open), self._sum)
         try:
-            for (at, n, _), total in zip(self._open, sums[len(told) : -1], strict=True):
+            for (at, n, _), total in zip(self._open, sums[len(extras) : -1], strict=True):
                 self.steps.append(at)
                 self.values.append(_mean(self._point, (n, total), at))
                 self._point = n, total
@@ -61,13 +61,13 @@ class Curve:
             _mean(self._point, self._read, step)
         except ItemError as error:
             raise ItemError(next(filter(None, together(self._place, self._why)), str(error))) from error
-        return sums[: len(told)]
+        return sums[: len(extras)]
 
-    def summed(self, told: Sequence[float], *sums: torch.Tensor) -> list[float]:
-        """The sums over the ranks of `told` and `sums`; called by all ranks."""
+    def summed(self, extras: Sequence[float], *sums: torch.Tensor) -> list[float]:
+        """The sums over the ranks of `extras` and `sums`; called by all ranks."""
         if self._place.world_size == 1:
-            return [*told, *(torch.stack(sums).tolist() if sums else ())]
-        own = torch.tensor(told, dtype=torch.float64, device=self._sum.device)
+            return [*extras, *(torch.stack(sums).tolist() if sums else ())]
+        own = torch.tensor(extras, dtype=torch.float64, device=self._sum.device)
         every = torch.cat([own, torch.stack(sums)]) if sums else own
         distributed.all_reduce(every)
         found: list[float] = every.tolist()

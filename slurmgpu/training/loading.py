@@ -89,9 +89,6 @@ class Loader:
             **workers,
         )
 
-    def __iter__(self) -> Iterator[Any]:
-        return map(self.moved, self.read())
-
     def moved(self, batch: Any) -> Any:
         """A batch on the device."""
         return to_device(batch, self._device, non_blocking=self._pinned)

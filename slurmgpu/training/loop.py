@@ -187,7 +187,9 @@ class Training:
         if not (due or evaluates or epoch_ends):
             return
         # One collective for the curve and the decision.
-        stop, checkpoint = self._pace.meet(lambda told: self._curve.read(standing.step, told), epoch_ends=epoch_ends)
+        stop, checkpoint = self._pace.meet(
+            lambda extras: self._curve.read(standing.step, extras), epoch_ends=epoch_ends
+        )
         if evaluates:
             self._judge(found)
         self._reporter.stepped()
