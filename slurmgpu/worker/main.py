@@ -144,12 +144,12 @@ class Worker:
             self._take_and_compute(computer, reader)
             self._log_outside(outside)
 
-    def _log_outside(self, told: Sequence[str] = ()) -> list[str]:
+    def _log_outside(self, logged: Sequence[str] = ()) -> list[str]:
         """Log imported files of the user that the snapshot lacks, such as dynamically named modules."""
         if self.assignment.code is None:
             return []
         files = importer.outside(Path(self.run.plan.search_path))
-        if new := [file for file in files if file not in told]:
+        if new := [file for file in files if file not in logged]:
             log.warning("not in the snapshot of the code, and imported as it is now: %s", ", ".join(new))
         return files
 
