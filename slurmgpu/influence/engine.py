@@ -134,13 +134,15 @@ class Influences:
         )
         if not options.top_k and not options.full:
             return block.found(self.groups)
-        buffer = self._room(len(self.groups) * len(tests) * self.chunk_size)
+        n_products = len(self.groups) * len(tests) * self.chunk_size
+        if len(self._buffer) < n_products:  # reused, since touching new memory is slower than multiplying
+            self._buffer = self._like.new_empty(n_products)
         for chunk in range(self.n_chunks):
             lines = self._stream.lines(chunk)
             block.add(
                 lines,
                 self._stream.chunk(chunk),
-                buffer,
+                self._buffer,
                 None if allowed is None else allowed(lines)[rows].to(lines.device),
             )
         return block.found(self.groups, self._errors(block))
@@ -151,9 +153,3 @@ class Influences:
         pairs = [block.both(self._stream.at(lines), len(lines), exactly) for lines in self._stream.sample(N_SAMPLE)]
         exact, reduced = (torch.cat(found, 1) for found in zip(*pairs, strict=True))
         return errors(exact, reduced)
-
-    def _room(self, n: int) -> Tensor:
-        """A reused buffer for n products: touching new memory is slower than multiplying."""
-        if len(self._buffer) < n:
-            self._buffer = self._like.new_empty(n)
-        return self._buffer

@@ -33,7 +33,8 @@ class Extremes:
         `values` (m, b) of the rows from `first` on; `lines` (b,), ascending; `shares` (n_shares, m, b).
         """
         rows, room = slice(first, first + len(values)), self._sizes.shape[1]
-        reached = self._reaching(values, self._bounds[rows, None])
+        bounds = self._bounds[rows, None]
+        reached = values >= bounds if self._sign > 0 else values <= -bounds
         counts = reached.sum(1)
         most = int(counts.max())
         if most > self._k:
@@ -61,9 +62,6 @@ class Extremes:
             sizes * self._sign + 0.0,  # not -0.0
             self._shares.take_along_dim(order[:, :, None], 1),
         )
-
-    def _reaching(self, values: Tensor, bounds: Tensor) -> Tensor:
-        return values >= bounds if self._sign > 0 else values <= -bounds
 
     def _keep_k(self, rows: slice) -> None:
         """Keep the k most extreme values so far, and raise the bounds to the last of them."""

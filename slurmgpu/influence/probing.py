@@ -172,7 +172,10 @@ def _disagreements(
     floor = information.tiny / information.eps  # smaller products are zero in this dtype
     tolerance = TOLERANCES.get(mine.losses.dtype, 1e-4)
     # The product of such shares stays within the tolerance even if it is all wrong.
-    least, their_least = (ROUNDING * information.eps * tolerance**-0.5 * whole for whole in _whole_lengths(expected))
+    _, *all_lengths = zip(*expected.values(), strict=True)
+    least, their_least = (
+        ROUNDING * information.eps * tolerance**-0.5 * torch.stack(lengths).norm(dim=0) for lengths in all_lengths
+    )
     wrong = {}
     for name in wanted:
         products, lengths, their_lengths = expected[name]
@@ -185,12 +188,6 @@ def _disagreements(
         if not largest <= tolerance:
             wrong[name] = largest
     return wrong
-
-
-def _whole_lengths(expected: Mapping[str, tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """The lengths (n,) and (m,) of the gradients by all parameters together."""
-    _, mine, theirs = zip(*expected.values(), strict=True)
-    return torch.stack(mine).norm(dim=0), torch.stack(theirs).norm(dim=0)
 
 
 def _only(gradients: Gradients, name: str) -> Gradients:

@@ -69,12 +69,10 @@ class Reader:
         return data
 
     def _rows(self, number: int) -> Rows:
-        if self._open is None or self._open[0] != number:
-            self._close_file()
-            self._open = (number, self._open_file(number))
-        return self._open[1]
-
-    def _open_file(self, number: int) -> Rows:
+        """The items of a file, which is opened if it is not the open one."""
+        if self._open is not None and self._open[0] == number:
+            return self._open[1]
+        self._close_file()
         path = self._spec.files[number].path
         _check_unchanged(self._spec.files[number])
         items = range(self._bounds[number], self._bounds[number + 1])
@@ -86,6 +84,7 @@ class Reader:
         rows = self._format.open(path, self._spec.columns, find)
         if self._spec.files[number].size_bytes == PROMISED:
             _check_promise(self._spec.files[number], rows)
+        self._open = (number, rows)
         return rows
 
     def _close_file(self) -> None:
