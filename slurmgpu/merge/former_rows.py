@@ -44,10 +44,8 @@ class FormerRows:
         self.shards = {int(row["shard"]): place for place, row in enumerate(self._table)}
         """The shards in the file, each with its position in the piece table."""
 
-    def __enter__(self) -> FormerRows:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Close the file."""
         self._reader.close()
 
     def code(self, shard: int) -> list[Stretch]:

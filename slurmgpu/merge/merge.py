@@ -151,7 +151,7 @@ class _Joining:
             self.damaged = str(error)
             yield None
         else:
-            with rows:
+            with contextlib.closing(rows):
                 yield rows
 
     def _restore(self, former: FormerRows, shard: int) -> bool:
