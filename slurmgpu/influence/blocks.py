@@ -19,10 +19,7 @@ PIECE = {"cpu": 1 << 16, "cuda": 1 << 40}
 
 
 class Block:
-    """The gradients of n tests at each checkpoint, and the results so far.
-
-    `group_of` maps each parameter to the number of its group. `full` (n, n_train), if given, is filled.
-    """
+    """The gradients of n tests at each checkpoint, and the results so far; fills `full` (n, n_train) if given."""
 
     def __init__(
         self,

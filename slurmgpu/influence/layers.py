@@ -62,10 +62,7 @@ Rule = Callable[[Any, Sequence[Call]], Part]
 
 
 def rule_for(layer: nn.Module, name: str) -> Rule | None:
-    """The rule for a layer's parameter `name`; None if there is none.
-
-    Subclasses have none, since they may compute anything.
-    """
+    """The rule for a layer's parameter; None if there is none, as in subclasses, which may compute anything."""
     if isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.scale_grad_by_freq):
         return None  # max_norm changes the table, scale_grad_by_freq depends on other examples
     if isinstance(layer, nn.Conv1d | nn.Conv2d) and (layer.padding_mode != "zeros" or isinstance(layer.padding, str)):

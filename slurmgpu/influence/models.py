@@ -73,10 +73,7 @@ class Differentiable(Protocol):
         """The trainable parameters."""
 
     def gradients(self, examples: Tensor, side: Side, wanted: Collection[str]) -> Gradients:
-        """The gradients of examples (n, c) by the `wanted` parameters only.
-
-        No later call may change them.
-        """
+        """The gradients of examples (n, c) by the `wanted` parameters only; no later call may change them."""
 
     def losses(self, examples: Tensor, side: Side) -> Tensor:
         """The losses (n,) for autograd, to verify `gradients`."""

@@ -21,10 +21,7 @@ def multiply_for(precision: Precision) -> Multiply:
 
 @contextmanager
 def matmul_precision(value: Literal["ieee", "tf32"]) -> Iterator[None]:
-    """Multiply float32 exactly ("ieee") or in tf32 on CUDA devices.
-
-    PyTorch's default for convolutions is tf32.
-    """
+    """Multiply float32 on CUDA devices exactly ("ieee") or in tf32, PyTorch's default for convolutions."""
     if not torch.cuda.is_available():
         yield
         return

@@ -1,7 +1,4 @@
-"""The gradients of a table: an example changes a few rows, or all of them by an outer product.
-
-Dimensions as in `parts`.
-"""
+"""The gradients of a table: an example changes a few rows, or all by an outer product. Dimensions as in `parts`."""
 
 from __future__ import annotations
 

@@ -22,10 +22,7 @@ _OFFSET = struct.Struct("<q")
 
 
 class IndexWriter:
-    """Writes the index during the scan; `publish` makes it appear at `path`, all or nothing.
-
-    `n_items` is the number of items added so far, over all files.
-    """
+    """Writes the index during the scan of all `n_items`; `publish` makes it appear at `path`, all or nothing."""
 
     def __init__(self, path: Path, *, stride: int, n_files: int) -> None:
         self.n_items = 0

@@ -21,10 +21,7 @@ _ADVICE = "Put the file back as it was, or plan a new run."
 
 
 class Reader:
-    """Reads items of a planned input; holds one of its files open.
-
-    SlurmGPUError if a file has changed since planning.
-    """
+    """Reads items of a planned input, one open file at a time; SlurmGPUError if a file has changed since planning."""
 
     def __init__(self, spec: InputSpec, index: Path) -> None:
         for file in spec.files:

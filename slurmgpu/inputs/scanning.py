@@ -48,10 +48,7 @@ def scan(
 def promise(
     path: Path, index: Path, *, n_items: int, columns: Sequence[str], fingerprint: str, stride: int
 ) -> InputSpec:
-    """The spec of the merged file that the run with this plan `fingerprint` will leave at `path`.
-
-    A Reader refuses a file of another plan, or an incomplete one.
-    """
+    """The spec of the merged file that the run of a plan will leave at `path`; a Reader refuses any other file."""
     file = InputFile(str(path), PROMISED, PROMISED, fingerprint, n_items)
     spec = InputSpec(Merged.name, (file,), n_items, stride, tuple(columns))
     with IndexWriter(index, stride=stride, n_files=0) as writer:

@@ -112,10 +112,7 @@ def place_of(file: Path, number: int, data: Mapping[str, Any]) -> str:
 
 
 def write(configurations: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Write the configurations as JSON lines.
-
-    The modification time is a whole second, so that a copy on any file system has the same.
-    """
+    """Write the configurations as JSON lines; the modification time is whole seconds, which any copy keeps."""
     path.write_text("".join(f"{json.dumps(each, allow_nan=False)}\n" for each in configurations), "utf-8")
     now = int(time.time())
     os.utime(path, (now, now))

@@ -50,10 +50,7 @@ class Exported:
 
 
 def export(path: Path, format: str, output: Path) -> Exported:  # noqa: A002 - the word of the command line
-    """Write the rows of a merged file to `output`; SlurmGPUError if a byte of the file differs.
-
-    Starts again after a transient failure of the file system.
-    """
+    """Write the rows to `output`; SlurmGPUError if a byte differs. Starts again after a transient failure."""
     return retried(lambda: cause_raised(lambda: _export(path, format, output)), BRIEF_PATIENCE_S)
 
 

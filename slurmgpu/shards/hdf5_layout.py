@@ -119,10 +119,7 @@ def _region(path: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Region:
 
 
 def _create(memory: Any, regions: Sequence[Region], attributes: Attributes, userblock_size: int) -> list[Region]:
-    """The regions with their offsets, once `memory` holds the file.
-
-    The low-level interface of h5py takes half the time of the high-level one, which matters for small shards.
-    """
+    """Create the file in `memory`; the regions with offsets. h5py's low-level interface takes half the time."""
     access = h5p.create(h5p.FILE_ACCESS)
     access.set_libver_bounds(h5f.LIBVER_V110, _LIBVER_HIGH)
     access.set_alignment(1, _ALIGNMENT_BYTES)

@@ -164,10 +164,7 @@ def read_directory(path: Path) -> Directory:
 def verify_shard(
     path: Path, *, fingerprint: str | None = None, start: int | None = None, stop: int | None = None
 ) -> Directory:
-    """The directory of a shard, after reading and checking every byte.
-
-    DamagedShardError if a byte differs, ForeignShardError if it is another shard than the requested one.
-    """
+    """The directory of a fully verified shard; DamagedShardError or ForeignShardError otherwise."""
     with Reader(path) as reader:
         directory = examine(reader, fingerprint=fingerprint, start=start, stop=stop)
         directory.verify(reader)

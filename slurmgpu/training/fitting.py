@@ -153,10 +153,7 @@ def _free(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _memory_kept(margin: float) -> Iterator[None]:
-    """Make allocations beyond this process's share of the available memory fail.
-
-    Otherwise Linux overcommits memory and kills processes later.
-    """
+    """Make allocations beyond this process's share of the memory fail: Linux overcommits, and kills later."""
     used, mapped = _size_of("VmData:"), _size_of("VmSize:")
     if used is None or mapped is None:
         yield

@@ -1,7 +1,4 @@
-"""How processes compute one model: alone, by DDP or by FSDP, in which precision, compiled or not.
-
-torch.nn.DataParallel is not offered: PyTorch recommends one process per GPU, which is faster.
-"""
+"""How processes compute one model: alone, by DDP or by FSDP (not DataParallel, which PyTorch advises against)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The settings of a training; docs/reference/training.md has them as a table.
-
-They are checked on login nodes, so nothing here imports torch.
-"""
+"""The settings of a training, without torch: they are checked on login nodes. Table: docs/reference/training.md."""
 
 from __future__ import annotations
 

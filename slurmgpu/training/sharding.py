@@ -60,10 +60,7 @@ def write(folder: Path, state: Mapping[str, Any], rank: int) -> dict[str, Writte
 
 
 def read(folder: Path, into: dict[str, Any]) -> None:
-    """Fill a state of `state` in place, called by all ranks; SlurmGPUError if it is of another model.
-
-    Moments that were not written, since their parameter had no gradient, stay unchanged.
-    """
+    """Fill a `state` in place, called by all ranks; SlurmGPUError if it is of another model. Unwritten moments stay."""
     reader = dcp.FileSystemReader(folder)
     known = reader.read_metadata().state_dict_metadata
     missing = [name for name in into["model"] if not any(key.startswith(f"model.{name}") for key in known)]

@@ -85,10 +85,7 @@ class Throughput:
 
     @contextmanager
     def step(self, *, samples: int = 0, tokens: int = 0, flops: float = 0.0) -> Iterator[None]:
-        """Around an optimizer step, with what this process computes in it.
-
-        `flops` are of forward and backward, without recomputation by gradient checkpointing.
-        """
+        """Around an optimizer step, with this process's counts; `flops` without recomputation by checkpointing."""
         self._start()
         self.count(samples=samples, tokens=tokens, flops=flops)
         self._in_step, whole = True, False

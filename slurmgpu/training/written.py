@@ -142,10 +142,7 @@ class _Summed:
 
 
 def _check_plain(state: Mapping[str, Any]) -> None:
-    """SlurmGPUError for a state that could be written but not read, so that this shows at the first checkpoint.
-
-    Tensors are left out, so that it costs nothing.
-    """
+    """SlurmGPUError, at the first checkpoint, for a state that could be written but not read. Skips tensors."""
     file = io.BytesIO()
     try:
         torch.save(_mapped(state, _without_tensors), file)

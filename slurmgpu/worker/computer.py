@@ -1,7 +1,4 @@
-"""Compute a shard's rows: batches cut from the shard alone, and failures narrowed down to single items.
-
-Knows no claims, files or processes.
-"""
+"""Compute a shard's rows in batches and narrow failures down to items; knows no claims, files or processes."""
 
 from __future__ import annotations
 
