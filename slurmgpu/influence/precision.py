@@ -78,8 +78,7 @@ def _has_float32_sums(values: Tensor) -> bool:
 
 
 def _summed_in_float32(a: Tensor, b: Tensor) -> Tensor:
-    found: Tensor = torch.mm(a, b.T, out_dtype=torch.float32)
-    return found
+    return torch.mm(a, b.T, out_dtype=torch.float32)
 
 
 def _largest(values: Tensor) -> Tensor:

@@ -111,8 +111,7 @@ class Merged:
     @cached_property
     def failed(self) -> npt.NDArray[np.bool_]:
         """A mask of the rows of failed items."""
-        failed: npt.NDArray[np.bool_] = np.diff(self._dataset("error/offsets")) > 0
-        return failed
+        return np.diff(self._dataset("error/offsets")) > 0
 
     @cached_property
     def errors(self) -> dict[int, str]:
