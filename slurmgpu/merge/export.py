@@ -12,6 +12,7 @@ import csv
 import functools
 import io
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from slurmgpu.shards.numbers import as_lists
 from slurmgpu.util.atomic_files import beside, fsync_dir, working_folder, write_json
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, cause_raised, read_bytes, replace, retried
 from slurmgpu.workload import build
+
+log = logging.getLogger(__name__)
 
 Writer = Callable[[Merged, IO[bytes]], str | None]
 """Writes the rows; returns a description if it writes anything other than rows."""
@@ -163,11 +166,16 @@ def _about(merged: Merged) -> dict[str, Any]:
 
 def _beside(merged: Merged, name: str) -> dict[str, Any]:
     """The JSON file of that name beside a merged file; {} if there is none of the same run."""
+    path = merged.path.parent / name
     try:
-        found: dict[str, Any] = json.loads(read_bytes(merged.path.parent / name))
+        found = json.loads(read_bytes(path))
     except FileNotFoundError:
         return {}  # the merged file was copied elsewhere
-    return found if found.get("fingerprint") == merged.attributes["fingerprint"] else {}
+    except ValueError as error:
+        log.warning("%s is damaged, and is not used for the export: %s", path, error)
+        return {}
+    is_same = isinstance(found, dict) and found.get("fingerprint") == merged.attributes["fingerprint"]
+    return found if is_same else {}
 
 
 FORMATS: dict[str, Writer] = {
