@@ -114,8 +114,7 @@ class Influences:
         blocks = [slice(first, first + self.tests_at_once) for first in range(0, len(tests), self.tests_at_once)]
         with torch.no_grad(), matmul_precision("ieee"):
             found = joined(
-                len(tests),
-                (self._of_block(tests[rows], rows, allowed, None if full is None else full[rows]) for rows in blocks),
+                [self._of_block(tests[rows], rows, allowed, None if full is None else full[rows]) for rows in blocks]
             )
         full, scale = in_halves(full) if full is not None and wanted == "float16" else (full, None)
         return replace(found, full=full, full_scale=scale)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -55,35 +56,27 @@ class Found:
     problems: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
 
-def joined(n: int, parts: Iterable[Found]) -> Found:
-    """The results of all parts, in order, for n tests. Each part is released before the next is requested."""
-    whole: dict[str, Any] = {}
-    problems: dict[int, str] = {}
-    start = 0
-    for part in parts:
-        if len(part.loss) == n:
-            return part
-        rows = slice(start, start + len(part.loss))
-        for field in fields(Found):
-            if field.name not in {"groups", "problems"}:
-                whole[field.name] = _written(whole.get(field.name), getattr(part, field.name), n, rows)
-        problems |= {start + row: text for row, text in part.problems.items()}
-        start, groups = rows.stop, part.groups
-        del part
-    return Found(groups=groups, problems=problems, **whole)
+def joined(parts: Sequence[Found]) -> Found:
+    """The results of all parts, in order."""
+    if len(parts) == 1:
+        return parts[0]
+    names = [field.name for field in fields(Found) if field.name not in {"groups", "problems"}]
+    starts = accumulate((len(part.loss) for part in parts), initial=0)
+    return Found(
+        groups=parts[0].groups,
+        problems={
+            start + row: why for start, part in zip(starts, parts, strict=False) for row, why in part.problems.items()
+        },
+        **{name: _concatenated([getattr(part, name) for part in parts]) for name in names},
+    )
 
 
-def _written(whole: Any, part: Any, n: int, rows: slice) -> Any:
-    """Write the values of some rows; allocates the whole array first if needed."""
-    if part is None:
+def _concatenated(values: Sequence[Any]) -> Any:
+    if values[0] is None:
         return None
-    if isinstance(part, Listed):
-        names = [field.name for field in fields(Listed)]
-        return Listed(*(_written(whole and getattr(whole, name), getattr(part, name), n, rows) for name in names))
-    if whole is None:
-        whole = np.empty((n, *part.shape[1:]), part.dtype)
-    whole[rows] = part
-    return whole
+    if isinstance(values[0], Listed):
+        return Listed(*map(np.concatenate, zip(*(vars(each).values() for each in values), strict=True)))
+    return np.concatenate(values)
 
 
 def in_halves(rows: Array) -> tuple[Array, Array]:
