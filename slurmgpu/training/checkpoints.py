@@ -14,7 +14,6 @@ import logging
 import os
 import re
 import shutil
-import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -60,17 +59,16 @@ class Checkpoints:
         own: Mapping[str, Any],
         sharded: Mapping[str, Any] | None = None,
         replace: bool = False,
-    ) -> float:
-        """Write the checkpoint of a step and remove all but the last `keep`; rank 0's seconds.
+    ) -> None:
+        """Write the checkpoint of a step and remove all but the last `keep`.
 
         An existing checkpoint of this step is kept, or replaced if `replace`, for a changed state. A failed write is an
         OSError on all ranks and leaves earlier checkpoints. A state that could not be read back is a SlurmGPUError: it
         must consist of tensors, numbers, strings, lists and dicts.
         """
-        started = time.monotonic()
         partial = led(self.place, lambda: self._begin(step, replace))
         if partial is None:
-            return 0.0
+            return
         states = {f"rank-{self.place.rank}.pt": own} | ({SHARED: shared} if self.place.leads else {})
         try:
             written = together(
@@ -90,7 +88,6 @@ class Checkpoints:
                 raise
             if self.place.leads:
                 log.warning("checkpoint of step %d not kept: another process of the same training removed it", step)
-        return led(self.place, lambda: time.monotonic() - started)
 
     def last(self) -> Checkpoint | None:
         """The newest intact checkpoint, the same on all ranks; None if there is none.
