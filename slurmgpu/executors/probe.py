@@ -12,7 +12,7 @@ from typing import Any
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.liveness import refuse_alive
 from slurmgpu.inputs import InputSpec
-from slurmgpu.inputs.pending import PROMISED
+from slurmgpu.inputs.spec import PROMISED
 from slurmgpu.plan.planner import Draft, allocate
 from slurmgpu.plan.run_file import parse_resources
 from slurmgpu.report.build import FailedItem, Report

@@ -1,7 +1,7 @@
-"""Influences of training examples on test examples (TracIn), exactly, from gradients that are kept as factors.
+"""Influences of training examples on test examples (TracIn), exact, from factored gradients.
 
-Nothing in here knows a model: what a gradient's factors are is the model's business (`models.Differentiable`). Every
-module but this one imports torch, so import them where a model is loaded.
+Independent of models: each model defines the factors of its gradients (`models.Differentiable`). Every module but this
+one imports torch, so import them where a model is loaded.
 
 May import: errors. torch, too.
 """

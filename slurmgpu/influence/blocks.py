@@ -1,4 +1,4 @@
-"""A block of test examples, past which the training examples stream."""
+"""A block of test examples; the training examples stream past it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,14 @@ from slurmgpu.influence.extremes import Extremes
 from slurmgpu.influence.found import Array, Found, Listed
 from slurmgpu.influence.models import Gradients
 from slurmgpu.influence.parts import Multiply
-from slurmgpu.influence.statistics import Statistics
 from slurmgpu.influence.streaming import Checkpoint, Streamed
 
 PIECE = {"cpu": 1 << 16, "cuda": 1 << 40}
-"""Pairs that are looked at together once their products are there: as many as the caches hold."""
+"""Pairs that are processed together after multiplication: as many as the caches hold."""
 
 
 class Block:
-    """The gradients of n tests at each checkpoint, and what is found for them so far.
-
-    `group_of` gives the number of each parameter's group. `full` (n, n_train) is filled, if there is one.
-    """
+    """The gradients of n tests at each checkpoint, and the results so far; fills `full` (n, n_train) if given."""
 
     def __init__(
         self,
@@ -50,7 +46,7 @@ class Block:
         self._problems: dict[int, str] = {}
 
     def add(self, lines: Tensor, streamed: Iterator[Streamed], buffer: Tensor, allowed: Tensor | None) -> None:
-        """Look at the training examples `lines` (b,); `allowed` (n, b). `buffer` is where products go."""
+        """Add the training examples `lines` (b,); `allowed` (n, b); `buffer` holds products."""
         shape = self._n_groups, self._n, len(lines)
         shares = buffer[: shape[0] * shape[1] * shape[2]].view(shape).zero_()
         scale = self._add_products(
@@ -76,7 +72,7 @@ class Block:
                 extremes.offer(first, values, lines, piece)
 
     def both(self, streamed: Iterator[Streamed], n: int, exact: Multiply) -> tuple[Tensor, Tensor]:
-        """The influences of n training examples (n_tests, n): multiplied by `exact`, and as they are streamed."""
+        """The influences of n training examples (n_tests, n), multiplied by `exact` and in the chosen precision."""
         found = self._gradients[0].losses.new_zeros(2, self._n, n)
         outs = [dict.fromkeys(self._group_of, out) for out in found]
         scale = self._add_products(streamed, list(zip(outs, (exact, self._multiply), strict=True)))
@@ -85,7 +81,7 @@ class Block:
         return found[0], found[1]
 
     def found(self, groups: tuple[str, ...], errors: tuple[Tensor, Tensor] | None = None) -> Found:
-        """What was found; `errors`: the relative error of each row, and the overlap of its top 10."""
+        """The results; `errors` are the relative error of each row and the overlap of its top 10."""
         last, statistics = self._gradients[-1], self._statistics
         for row in (~last.losses.isfinite()).nonzero()[:, 0].tolist():
             self._problems[row] = f"its loss is {float(last.losses[row])}"
@@ -110,7 +106,7 @@ class Block:
     def _add_products(
         self, streamed: Iterator[Streamed], outs: Sequence[tuple[Mapping[str, Tensor], Multiply]]
     ) -> Tensor | None:
-        """Add up over the checkpoints; what the columns are to be multiplied by (b,), if they are."""
+        """Sum over the checkpoints; the factors of the columns (b,), if normalised."""
         squares = None
         for checkpoint, mine in zip(self._checkpoints, self._gradients, strict=True):
             theirs = next(streamed)
@@ -124,7 +120,7 @@ class Block:
                 )
             if theirs.squares is not None:
                 squares = theirs.squares if squares is None else squares + theirs.squares
-            del theirs  # before the next are computed
+            del theirs  # frees memory before the next are computed
         return None if squares is None else _inverse_root(squares)
 
     def _note_problems(self, first: int, values: Tensor, lines: Tensor) -> None:
@@ -144,8 +140,37 @@ class Block:
         return found
 
 
+class Statistics:
+    """Counts, sums and norms of n rows that are added in pieces, in float64."""
+
+    def __init__(self, n: int, like: Tensor) -> None:
+        self.count = like.new_zeros(n, dtype=torch.int64)
+        self.n_positive = like.new_zeros(n, dtype=torch.int64)
+        self.sum, self.abs_sum, self._squares = like.new_zeros(3, n, dtype=torch.float64)
+
+    def add(self, first: int, values: Tensor, counts: Tensor | int) -> None:
+        """Add columns (m, b) of the rows from `first` on; `counts` (m,) of them count, the others are 0."""
+        rows = slice(first, first + len(values))
+        exact = values.double()
+        self.count[rows] += counts
+        self.n_positive[rows] += (values > 0).sum(1)
+        self.sum[rows] += exact.sum(1)
+        self.abs_sum[rows] += torch.linalg.vector_norm(exact, 1, dim=1)
+        self._squares[rows] += torch.linalg.vector_norm(exact, 2, dim=1).square()
+
+    @property
+    def std(self) -> Tensor:
+        """The standard deviation (n,); NaN for no values."""
+        return (self._squares / self.count - (self.sum / self.count).square()).clamp(min=0).sqrt()
+
+    @property
+    def positive_share(self) -> Tensor:
+        """The share of positive values (n,); NaN for no values."""
+        return self.n_positive.double() / self.count
+
+
 def _inverse_root(squares: Tensor) -> Tensor:
-    """1/√x, and 0 for 0: what has no gradient has no influence."""
+    """1/√x, and 0 for 0: a zero gradient has no influence."""
     return squares.rsqrt().where(squares > 0, 0)
 
 

@@ -1,4 +1,4 @@
-"""The influences of all training examples on test examples, streamed past them chunk by chunk."""
+"""The influences of all training examples on test examples, streamed in chunks."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from slurmgpu.influence.streaming import Checkpoint, Stream
 __all__ = ["Allowed", "Checkpoint", "Found", "Influences", "Listed", "Options"]
 
 Allowed = Callable[[Tensor], Tensor]
-"""Lines (b,) of training examples → (n, b) bool, for n tests: which may be listed and counted."""
+"""Maps lines (b,) of training examples to (n, b) bool for n tests: which may be listed and counted."""
 
 N_SAMPLE = 1024
-"""Training examples by which the error of a reduced precision is measured."""
+"""Training examples for measuring the error of a reduced precision."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is wanted: of which parameters, how many of each row, and in which memory.
+    """The wanted parameters and results, and the memory for them.
 
-    With a `top_k` of 0 there are no lists, and without `full` nothing is streamed at all.
+    With a `top_k` of 0 there are no lists; then, without `full`, nothing is streamed.
     """
 
     wanted: tuple[str, ...]
@@ -43,16 +43,16 @@ class Options:
 
 
 class Influences:
-    """The influences of the training examples `train` (n_train, c), of which test examples are asked in batches.
+    """The influences of the training examples `train` (n_train, c), queried in batches of test examples.
 
     The influence of z on a test z' is Σ over checkpoints η ⟨∇ℓ(z'), ∇ℓ(z)⟩. `normalize`: "train" divides that sum by
     √K(z, z), "cosine" by √K(z', z') as well, with K(z, z) = Σ η |∇ℓ(z)|².
 
-    Memory above the models, `train` and what is found: `memory_bytes`, or what one training and one test example take
-    if that is more. One half is for the work on a chunk of b training examples, b · bytes_of_work. They lie on a grid
-    that depends on nothing else, so what is computed of a chunk can be kept for later calls, in `keep_bytes` more. The
-    other half is for m tests at a time, m · `bytes_of_test`; past more tests the training examples stream again. With
-    weights, three times the largest matrix comes on top.
+    Besides the models, `train` and the results, it uses `memory_bytes`, or what one training and one test example need
+    if that is more. One half is for a chunk of b training examples, b · bytes_of_work. Chunks lie on a fixed grid, so
+    their gradients can be kept for later calls, in `keep_bytes` more. The other half is for m tests at a time,
+    m · `bytes_of_test`; the training examples stream again past further tests. Weights need three times the largest
+    matrix more.
     """
 
     def __init__(self, checkpoints: Sequence[Checkpoint], train: Tensor, options: Options) -> None:
@@ -74,20 +74,20 @@ class Influences:
 
     @property
     def n_chunks(self) -> int:
-        """How many chunks the training examples are streamed in."""
+        """The number of chunks of training examples."""
         return len(self._stream)
 
     @property
     def chunk_size(self) -> int:
-        """How many training examples there are in a chunk, at most."""
+        """The largest number of training examples in a chunk."""
         return self._stream.chunk_size
 
     @property
     def bytes_of_test(self) -> int:
-        """What a test takes: its gradients, products with a chunk, and lists.
+        """The memory of a test: its gradients, products with a chunk, and lists.
 
-        Σ over checkpoints bytes_of_result + chunk · (s · (groups + 6) + 16) + 8 · top_k · (s · (groups + 1) + 8), where
-        a number takes s bytes; and in a reduced precision 2 · 1,024 · s for the measurement of its error.
+        Σ over checkpoints bytes_of_result + chunk · (s · (groups + 6) + 16) + 8 · top_k · (s · (groups + 1) + 8), for
+        numbers of s bytes; a reduced precision needs 2 · 1,024 · s more to measure its error.
         """
         n_groups, size = len(self.groups), int(self._like.element_size())
         gradients: int = sum(checkpoint.model.bytes_of_result("test") for checkpoint in self._checkpoints)
@@ -98,24 +98,23 @@ class Influences:
 
     @property
     def tests_at_once(self) -> int:
-        """How many tests the training examples stream past at a time, at most."""
+        """The largest number of tests that are processed at a time."""
         most, before = self.bytes_of_test, 0
-        for checkpoint in self._checkpoints:  # the gradients at one are there while those at the next are computed
+        for checkpoint in self._checkpoints:  # earlier gradients stay while the next ones are computed
             most = max(most, before + checkpoint.model.bytes_of_work("test"))
             before += checkpoint.model.bytes_of_result("test")
         return max(1, self._options.memory_bytes // 2 // most)
 
     def of(self, tests: Tensor, allowed: Allowed | None = None) -> Found:
-        """What is found for the tests (n, c), n > 0. Only training examples that are allowed are listed and counted."""
+        """The results for the tests (n, c), n > 0; only allowed training examples are listed and counted."""
         tests, wanted = tests.to(self._like.device), self._options.full
-        # What a row is to be divided by is known when it is whole.
+        # A row's scale is known only when it is complete.
         dtype = "float32" if wanted == "float16" else wanted
         full = np.zeros((len(tests), self._n_train), dtype) if dtype else None
         blocks = [slice(first, first + self.tests_at_once) for first in range(0, len(tests), self.tests_at_once)]
         with torch.no_grad(), matmul_precision("ieee"):
             found = joined(
-                len(tests),
-                (self._of_block(tests[rows], rows, allowed, None if full is None else full[rows]) for rows in blocks),
+                [self._of_block(tests[rows], rows, allowed, None if full is None else full[rows]) for rows in blocks]
             )
         full, scale = in_halves(full) if full is not None and wanted == "float16" else (full, None)
         return replace(found, full=full, full_scale=scale)
@@ -134,13 +133,15 @@ class Influences:
         )
         if not options.top_k and not options.full:
             return block.found(self.groups)
-        buffer = self._room(len(self.groups) * len(tests) * self.chunk_size)
+        n_products = len(self.groups) * len(tests) * self.chunk_size
+        if len(self._buffer) < n_products:  # reused, since touching new memory is slower than multiplying
+            self._buffer = self._like.new_empty(n_products)
         for chunk in range(self.n_chunks):
             lines = self._stream.lines(chunk)
             block.add(
                 lines,
                 self._stream.chunk(chunk),
-                buffer,
+                self._buffer,
                 None if allowed is None else allowed(lines)[rows].to(lines.device),
             )
         return block.found(self.groups, self._errors(block))
@@ -151,9 +152,3 @@ class Influences:
         pairs = [block.both(self._stream.at(lines), len(lines), exactly) for lines in self._stream.sample(N_SAMPLE)]
         exact, reduced = (torch.cat(found, 1) for found in zip(*pairs, strict=True))
         return errors(exact, reduced)
-
-    def _room(self, n: int) -> Tensor:
-        """Numbers for n products, the same memory each time: to touch new memory is slower than the products."""
-        if len(self._buffer) < n:
-            self._buffer = self._like.new_empty(n)
-        return self._buffer

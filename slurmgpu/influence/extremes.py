@@ -1,4 +1,4 @@
-"""The largest or the most negative values of many rows, found while the rows go by in pieces; exactly."""
+"""The largest or most negative values of many rows that are added in pieces; exact."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import torch
 from torch import Tensor
 
 ROOM = 3
-"""For how many times k values a row has room: the more, the less often it is sorted out which are the k."""
+"""A row has space for this many times k values: more space means less sorting."""
 
 
 class Extremes:
-    """The k most extreme values of each of n rows so far, of one sign; of equals, those of the lowest lines.
+    """The k most extreme values of one sign in each of n rows so far; ties go to the lowest lines.
 
-    `sign` 1: values above 0, the largest first; -1: values below 0, the most negative first. NaN is never among them.
-    `n_columns`: how many values a row is going to have.
+    `sign` 1: values above 0, the largest first; -1: values below 0, the most negative first. NaN never counts.
+    `n_columns` is the final length of a row.
     """
 
     def __init__(self, n: int, k: int, n_columns: int, n_shares: int, sign: int, like: Tensor) -> None:
         room = min(ROOM * k, max(k, n_columns))
         self._k, self._sign = k, sign
-        # What reached its row's bound; a row's first _filled places hold something.
+        # Candidates; the first _filled places of a row are used.
         self._sizes = like.new_zeros(n, room)
         self._lines = like.new_full((n, room), -1, dtype=torch.int64)
         self._shares = like.new_zeros(n, room, n_shares)
@@ -28,12 +28,13 @@ class Extremes:
         self._bounds = torch.nextafter(zero, zero + 1).repeat(n)
 
     def offer(self, first: int, values: Tensor, lines: Tensor, shares: Tensor) -> None:
-        """Take what is extreme from the next columns of some rows.
+        """Add the extreme values of the next columns of some rows.
 
         `values` (m, b) of the rows from `first` on; `lines` (b,), ascending; `shares` (n_shares, m, b).
         """
         rows, room = slice(first, first + len(values)), self._sizes.shape[1]
-        reached = self._reaching(values, self._bounds[rows, None])
+        bounds = self._bounds[rows, None]
+        reached = values >= bounds if self._sign > 0 else values <= -bounds
         counts = reached.sum(1)
         most = int(counts.max())
         if most > self._k:
@@ -53,7 +54,7 @@ class Extremes:
         self._filled[rows] += counts
 
     def found(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Lines (n, k), values (n, k) and shares (n, k, n_shares), in order; where there are fewer, -1 and 0."""
+        """Lines (n, k), values (n, k) and shares (n, k, n_shares), in order; padded with -1 and 0."""
         order = _by_size_then_line(self._sizes, self._lines)[:, : self._k]
         sizes = self._sizes.gather(1, order)
         return (
@@ -62,11 +63,8 @@ class Extremes:
             self._shares.take_along_dim(order[:, :, None], 1),
         )
 
-    def _reaching(self, values: Tensor, bounds: Tensor) -> Tensor:
-        return values >= bounds if self._sign > 0 else values <= -bounds
-
     def _keep_k(self, rows: slice) -> None:
-        """Keep the k most extreme so far, and from now on take only what reaches the last of them."""
+        """Keep the k most extreme values so far, and raise the bounds to the last of them."""
         k, sizes, lines, shares = self._k, self._sizes[rows], self._lines[rows], self._shares[rows]
         order = _by_size_then_line(sizes, lines)[:, :k]
         sizes[:, :k], lines[:, :k] = sizes.gather(1, order), lines.gather(1, order)
@@ -78,7 +76,7 @@ class Extremes:
 
 
 def _first_extreme(values: Tensor, k: int, sign: int) -> Tensor:
-    """Which are the k most extreme values of each row (m, b); of equals at the edge, the first."""
+    """A mask of the k most extreme values of each row (m, b); of ties at the edge, the first."""
     found = torch.topk(values, k, dim=1, largest=sign > 0, sorted=False).values
     edge = found.amin(1, keepdim=True) if sign > 0 else found.amax(1, keepdim=True)
     chosen = values >= edge if sign > 0 else values <= edge
@@ -92,7 +90,7 @@ def _first_extreme(values: Tensor, k: int, sign: int) -> Tensor:
 
 
 def _by_size_then_line(sizes: Tensor, lines: Tensor) -> Tensor:
-    """The order of each row: the largest size first, of equals the lowest line."""
+    """The order of each row: largest size first, ties by line."""
     found, order = sizes.sort(dim=1, descending=True, stable=True)
     in_order = lines.gather(1, order)
     if not ((found[:, 1:] == found[:, :-1]) & (in_order[:, 1:] < in_order[:, :-1]) & (found[:, 1:] > 0)).any():

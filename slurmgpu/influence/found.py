@@ -1,10 +1,11 @@
-"""What is found for test examples: lists of the most extreme training examples, and facts about the whole rows."""
+"""Results for test examples: lists of extreme training examples, and statistics of whole rows."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ Array = NDArray[Any]
 class Listed:
     """The most extreme training examples of each test: `lines` (n, k), `values` (n, k), `shares` (n, k, G).
 
-    The most extreme comes first, of equals the lowest line. Where there are fewer, line -1 and 0 fill up.
+    The most extreme comes first, ties by line. Padded with line -1 and 0.
     """
 
     lines: Array
@@ -27,15 +28,14 @@ class Listed:
 
 @dataclass(frozen=True)
 class Found:
-    """What was found for n tests. `groups`: the names of the G parameter groups, in the order of the shares.
+    """The results for n tests. `groups` names the G parameter groups in the order of the shares.
 
     `loss` and `score` (n,) are the last checkpoint's; `self_influence` (n,) is never normalised.
-    The statistics (n,) are those of the row, of the training examples that are allowed: how many, the sum, the sum of
-    absolute values, the standard deviation, the share that is positive. Of no values, which is so where nothing is
-    streamed, sums are 0 and the other two NaN.
-    `full` (n, n_train); in float16 it is to be multiplied by `full_scale` (n,), else there is none.
-    `precision_error` and `top10_overlap` (n,) are there where the precision is reduced.
-    `problems`: what is wrong with a row, by its number; the row then says nothing else.
+    The statistics (n,) are of a row's allowed training examples: count, sum, sum of absolute values, standard
+    deviation, and share of positive ones. Without values, also if nothing is streamed, sums are 0 and the other two
+    NaN. `full` is (n, n_train); in float16 it must be multiplied by `full_scale` (n,).
+    `precision_error` and `top10_overlap` (n,) exist for reduced precisions.
+    `problems` maps rows to what is wrong with them; such rows have no other results.
     """
 
     groups: tuple[str, ...]
@@ -56,42 +56,34 @@ class Found:
     problems: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
 
-def joined(n: int, parts: Iterable[Found]) -> Found:
-    """The same of the n tests of all parts, in order. A part is let go of before the next one is asked for."""
-    whole: dict[str, Any] = {}
-    problems: dict[int, str] = {}
-    start = 0
-    for part in parts:
-        if len(part.loss) == n:
-            return part
-        rows = slice(start, start + len(part.loss))
-        for field in fields(Found):
-            if field.name not in {"groups", "problems"}:
-                whole[field.name] = _written(whole.get(field.name), getattr(part, field.name), n, rows)
-        problems |= {start + row: text for row, text in part.problems.items()}
-        start, groups = rows.stop, part.groups
-        del part
-    return Found(groups=groups, problems=problems, **whole)
+def joined(parts: Sequence[Found]) -> Found:
+    """The results of all parts, in order."""
+    if len(parts) == 1:
+        return parts[0]
+    names = [field.name for field in fields(Found) if field.name not in {"groups", "problems"}]
+    starts = accumulate((len(part.loss) for part in parts), initial=0)
+    return Found(
+        groups=parts[0].groups,
+        problems={
+            start + row: why for start, part in zip(starts, parts, strict=False) for row, why in part.problems.items()
+        },
+        **{name: _concatenated([getattr(part, name) for part in parts]) for name in names},
+    )
 
 
-def _written(whole: Any, part: Any, n: int, rows: slice) -> Any:
-    """The values of all tests with those of some rows, which are the first if there are none yet."""
-    if part is None:
+def _concatenated(values: Sequence[Any]) -> Any:
+    if values[0] is None:
         return None
-    if isinstance(part, Listed):
-        names = [field.name for field in fields(Listed)]
-        return Listed(*(_written(whole and getattr(whole, name), getattr(part, name), n, rows) for name in names))
-    if whole is None:
-        whole = np.empty((n, *part.shape[1:]), part.dtype)
-    whole[rows] = part
-    return whole
+    if isinstance(values[0], Listed):
+        return Listed(*map(np.concatenate, zip(*(vars(each).values() for each in values), strict=True)))
+    return np.concatenate(values)
 
 
 def in_halves(rows: Array) -> tuple[Array, Array]:
-    """Rows (n, m) of float32 as float16, in the same memory, and what each is to be multiplied by (n,).
+    """Rows (n, m) of float32 as float16, in the same memory, and the factor of each row (n,).
 
-    That is a power of two, by which the largest lies near float16's end: as many others as can be are numbers of full
-    precision, and none is beyond it.
+    The factor is a power of two that brings the largest value close to float16's maximum, so that as many others as
+    possible keep full precision and none overflows.
     """
     largest = np.maximum(rows.max(1, initial=0), -rows.min(1, initial=0))
     exponents = np.frexp(np.where(np.isfinite(largest), largest, 0))[1]

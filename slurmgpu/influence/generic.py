@@ -1,4 +1,4 @@
-"""The gradients of any module, one by one: for what has no factors, and as the factors' oracle."""
+"""The gradients of any module, one by one: for layers without factors, and as a reference."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from slurmgpu.influence.models import Gradients, Side
 from slurmgpu.influence.parts import Dense
 
 Losses = Callable[[Mapping[str, Tensor], Tensor, Side], Tensor]
-"""Parameters by name, examples (n, c), the side → losses (n,), of which none depends on another example.
+"""Maps parameters by name, examples (n, c) and the side to losses (n,); none may depend on another example.
 
-Under `torch.vmap`: it cannot look at values (`.item()`, `if` on a tensor), and gathers where it would index with one.
+It runs under `torch.vmap`: no values can be read (`.item()`, `if` on a tensor); gather instead of indexing by one.
 """
 
 
 class Generic:
-    """A Differentiable of a function of parameters: for each example a gradient as large as they are.
+    """A Differentiable of a function of parameters; each example has a full gradient.
 
-    `example` (c,) is any valid one: what an example takes is measured with it. `scores` takes what `losses` takes;
-    without it, scores are NaN. `order`: see Differentiable; without it, examples stay as they lie. `module` is for the
-    probe to look at.
+    `example` (c,) is any valid one, for measuring memory. `scores` takes what `losses` takes; without it, scores are
+    NaN. `order`: see Differentiable; by default examples keep their order. `module` is for the probe.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class Generic:
         return self._parameters
 
     def gradients(self, examples: Tensor, side: Side, wanted: Collection[str]) -> Gradients:
-        """See Differentiable. What is not differentiated is fixed."""
+        """See Differentiable. Other parameters are fixed."""
         fixed = {name: value.detach() for name, value in self._parameters.items() if name not in wanted}
         free = {name: self._parameters[name].detach() for name in wanted}
 
@@ -62,9 +61,9 @@ class Generic:
         return Gradients((parts,), losses, self.scores(examples, side))
 
     def scores(self, examples: Tensor, side: Side) -> Tensor:
-        """The model's scores of what the examples say (n,); NaN where it has none."""
+        """The model's scores of the examples (n,); NaN if it has none."""
         if self._scores is None:
-            return torch.full((len(examples),), torch.nan, dtype=self._dtype, device=self._device)
+            return self._like.new_full((len(examples),), torch.nan)
         with torch.no_grad():
             return self._scores(self._parameters, examples, side)
 
@@ -73,7 +72,7 @@ class Generic:
         return self._losses(self._parameters, examples, side)
 
     def losses_alone(self, examples: Tensor, side: Side) -> Tensor:
-        """The same, as if each example were the only one; SlurmGPUError where a loss cannot be computed so."""
+        """The losses, each computed alone; SlurmGPUError if that is impossible."""
 
         def loss(example: Tensor) -> Tensor:
             return self._losses(self._parameters, example[None], side)[0]
@@ -85,30 +84,26 @@ class Generic:
         return torch.arange(len(examples), device=examples.device) if self._order is None else self._order(examples)
 
     def bytes_of_work(self, side: Side) -> int:
-        """See Differentiable: everything that one example computes, as if nothing of it were ever freed."""
+        """See Differentiable; an upper bound: nothing is counted as freed."""
         if side not in self._n_bytes:
             with CountedBytes() as counted:
-                self.gradients(self._example[None].to(self._device), side, self._parameters)
+                self.gradients(self._example[None].to(self._like.device), side, self._parameters)
             self._n_bytes[side] = counted.n_bytes
         return self._n_bytes[side]
 
     def bytes_of_result(self, side: Side) -> int:
         """See Differentiable."""
-        return sum(value.numel() * value.element_size() for value in self._parameters.values())
+        return sum(value.nbytes for value in self._parameters.values())
 
     @property
-    def _device(self) -> torch.device:
-        return next(iter(self._parameters.values())).device
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return next(iter(self._parameters.values())).dtype
+    def _like(self) -> Tensor:
+        return next(iter(self._parameters.values()))
 
 
 def of_module(module: torch.nn.Module, example: Tensor) -> Generic:
-    """The same, of a module with a method `losses(examples (n, c)) -> (n,)`, and perhaps `scores` likewise.
+    """A Generic of a module with a method `losses(examples (n, c)) -> (n,)`, and possibly `scores` alike.
 
-    Its groups are its attribute `groups` (parameter → group), or else the names of its top-level modules.
+    Its groups are its attribute `groups` (parameter → group), or the names of its top-level modules.
     """
 
     def call(method: str) -> Losses:
@@ -122,8 +117,8 @@ def of_module(module: torch.nn.Module, example: Tensor) -> Generic:
 
     if not callable(getattr(module, "losses", None)):
         raise SlurmGPUError(
-            f"{type(module).__name__} has no method `losses`. Influences need the loss of each example: give it "
-            "`def losses(self, examples)`, which takes whole numbers (n, c) and returns (n,)."
+            f"{type(module).__name__} has no method `losses`. Influences need the loss of each example: add "
+            "`def losses(self, examples)`, which takes integers (n, c) and returns (n,)."
         )
     parameters = {name: value for name, value in module.named_parameters() if value.requires_grad}
     groups = getattr(module, "groups", None) or {name: name.split(".")[0] for name in parameters}
@@ -132,7 +127,7 @@ def of_module(module: torch.nn.Module, example: Tensor) -> Generic:
 
 
 class _Chosen(torch.nn.Module):  # type: ignore[misc]
-    """Calls a method of a module that is not `forward`, with parameters put in its place."""
+    """Calls a module's method other than `forward` with replaced parameters."""
 
     def __init__(self, module: torch.nn.Module, method: str) -> None:
         super().__init__()
@@ -143,7 +138,7 @@ class _Chosen(torch.nn.Module):  # type: ignore[misc]
 
 
 class CountedBytes(TorchDispatchMode):  # type: ignore[misc]
-    """Counts the bytes of all that is computed inside."""
+    """Counts the bytes of all tensors that are computed inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,12 +151,12 @@ class CountedBytes(TorchDispatchMode):  # type: ignore[misc]
         }
         for value in tree_leaves(found):
             if isinstance(value, Tensor) and value.untyped_storage().data_ptr() not in known:
-                self.n_bytes += value.numel() * value.element_size()
+                self.n_bytes += value.nbytes
         return found
 
 
 def _explained(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, with a sentence for what torch.vmap cannot do."""
+    """The function, with a sentence for failures of torch.vmap."""
 
     def call(*args: Any) -> Any:
         try:

@@ -1,10 +1,12 @@
-"""The gradients of any module: as factors of its layers where they have a rule, and one by one where they have none."""
+"""The gradients of any module: factored for layers with a rule, one by one for others."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,23 +14,39 @@ from torch import Tensor, nn
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.influence import generic
 from slurmgpu.influence.generic import CountedBytes, Generic
-from slurmgpu.influence.layers import rule_for, takes
+from slurmgpu.influence.layers import Call, Rule, rule_for, takes
 from slurmgpu.influence.models import Gradients, Side
 from slurmgpu.influence.parts import Part
-from slurmgpu.influence.passes import Calls, Noted, Owner, derivatives, forward, parts_of
 from slurmgpu.influence.precision import matmul_precision
 from slurmgpu.influence.probing import SMALL, TOLERANCES
 
 log = logging.getLogger(__name__)
 
 DRAWS = 2, 3, 4
-"""Sizes of the batches in which the rules are tried: a layer whose input is as long by chance is not so in all."""
+"""Batch sizes for trying the rules; several, since an input's length may equal one by chance."""
+
+
+class Owner(NamedTuple):
+    """A parameter's layer and gradient rule."""
+
+    layer: nn.Module
+    rule: Rule
+
+
+class Noted(NamedTuple):
+    """A layer's input (n, …) and output (n, …) in a call."""
+
+    input: Tensor
+    output: Tensor
+
+
+Calls = Mapping[nn.Module, list[Noted]]
 
 
 class Layered:
-    """A Differentiable of a module with a method `losses`. Other than the `owners`' gradients are those of `whole`.
+    """A Differentiable of a module with a method `losses`; `whole` computes the gradients without `owners`.
 
-    `sample` (n, c): examples with which is measured what one takes. `shapes`: what each layer is given for an example.
+    `sample` (n, c) are examples for measuring memory. `shapes` are each layer's inputs for one example.
     """
 
     def __init__(
@@ -42,24 +60,21 @@ class Layered:
         self.module, self.groups = module, whole.groups
         self._whole, self._owners, self._shapes, self._sample = whole, owners, shapes, sample
         self._n_bytes: list[tuple[int, int]] = []
+        self.parameters_by_name, self.losses, self.order = whole.parameters_by_name, whole.losses, whole.order
 
     @property
     def by_layers(self) -> tuple[str, ...]:
-        """The parameters whose gradients are found by the rules of their layers."""
+        """The parameters whose gradients are computed by rules."""
         return tuple(self._owners)
-
-    def parameters_by_name(self) -> Mapping[str, Tensor]:
-        """See Differentiable."""
-        return self._whole.parameters_by_name()
 
     def gradients(self, examples: Tensor, side: Side, wanted: Collection[str]) -> Gradients:
         """See Differentiable."""
         found: dict[str, Part] = {}
         owners = {name: owner for name, owner in self._owners.items() if name in wanted}
         if owners:
-            losses, calls = forward(self.module, owners, examples)
+            losses, calls = _forward(self.module, owners, examples)
             self._expect_shapes(calls, len(examples))
-            found = parts_of(owners, calls, losses)
+            found = _parts_of(owners, calls, losses)
             losses = losses.detach()
         if rest := [name for name in wanted if name not in owners]:
             whole = self._whole.gradients(examples, side, rest)
@@ -69,16 +84,8 @@ class Layered:
             scores = self._whole.scores(examples, side)
         return Gradients(({name: found[name] for name in wanted},), losses, scores)
 
-    def losses(self, examples: Tensor, side: Side) -> Tensor:
-        """See Differentiable."""
-        return self._whole.losses(examples, side)
-
-    def order(self, examples: Tensor) -> Tensor:
-        """See Differentiable."""
-        return self._whole.order(examples)
-
     def bytes_of_work(self, side: Side) -> int:
-        """See Differentiable: all that is computed of one, or in a batch for each, as if nothing were ever freed."""
+        """See Differentiable; an upper bound: nothing is counted as freed."""
         return max(work for work, _ in self._measured(side))
 
     def bytes_of_result(self, side: Side) -> int:
@@ -86,7 +93,7 @@ class Layered:
         return max(result for _, result in self._measured(side))
 
     def _measured(self, side: Side) -> list[tuple[int, int]]:
-        """What an example takes, alone and among a few: some work is for a batch, and some is saved by one alone."""
+        """The memory of an example, alone and among a few: some work is per batch, some is saved by one alone."""
         for n in () if self._n_bytes else (1, len(self._sample)):
             with CountedBytes() as counted:
                 found = self.gradients(self._sample[:n], side, self.parameters_by_name())
@@ -103,11 +110,10 @@ class Layered:
 
 
 def of_module(module: nn.Module, examples: Tensor) -> Layered:
-    """The same as `generic.of_module`, faster.
+    """As `generic.of_module`, but faster.
 
-    With some of the `examples` (n, c), n > 0, it is found out which rules are right: those whose gradients are
-    autograd's. What is left is differentiated one by one, and the log says so. This takes a few gradients, each as
-    large as the parameters.
+    Some of the `examples` (n, c), n > 0, show which rules give autograd's gradients. Other gradients are computed one
+    by one, and logged. This needs memory for a few full gradients.
     """
     whole = generic.of_module(module, examples[0])
     owners, reasons = _owners(module, whole.parameters_by_name())
@@ -123,7 +129,6 @@ def of_module(module: nn.Module, examples: Tensor) -> Layered:
 
 
 def _owners(module: nn.Module, parameters: Collection[str]) -> tuple[dict[str, Owner], dict[str, str]]:
-    """Each parameter's owner, or the reason why it has none."""
     places: dict[Tensor, list[str]] = {}
     for prefix, layer in module.named_modules():
         for name, value in layer.named_parameters(recurse=False):
@@ -147,8 +152,72 @@ def _owners(module: nn.Module, parameters: Collection[str]) -> tuple[dict[str, O
     return owners, reasons
 
 
+def _forward(module: nn.Module, owners: Mapping[str, Owner], examples: Tensor) -> tuple[Tensor, Calls]:
+    """The losses (n,) with their graph, and the calls of the owners' layers."""
+    with torch.enable_grad(), _watched(_layers(owners)) as calls:
+        losses = cast(Tensor, module.losses(examples))
+    if losses.shape != (len(examples),):
+        raise SlurmGPUError(
+            f"The method `losses` of {type(module).__name__} gives a tensor {tuple(losses.shape)} for {len(examples)} "
+            f"examples; expected ({len(examples)},), a loss for each."
+        )
+    if not losses.requires_grad:
+        raise SlurmGPUError(
+            f"Autograd finds no parameter on which the losses of {type(module).__name__} depend. Compute them "
+            "without `torch.no_grad()` and `.detach()`."
+        )
+    return losses, calls
+
+
+@contextmanager
+def _watched(layers: Collection[nn.Module]) -> Iterator[Calls]:
+    calls: dict[nn.Module, list[Noted]] = {layer: [] for layer in layers}
+
+    def note(layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> Tensor:
+        calls[layer].append(Noted(args[0] if args else kwargs["input"], output))
+        return output.clone()  # keeps the recorded output safe from in-place operations like ReLU(inplace=True)
+
+    # Before all other hooks, which may change the output.
+    handles = [layer.register_forward_hook(note, prepend=True, with_kwargs=True) for layer in layers]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _parts_of(
+    owners: Mapping[str, Owner], calls: Calls, losses: Tensor, *, retain_graph: bool = False
+) -> dict[str, Part]:
+    """The owners' gradients, from the derivatives of all losses by all outputs of their layers."""
+    layers = _layers(owners)
+    noted = [(layer, call) for layer in layers for call in calls[layer]]
+    outputs = [call.output for _, call in noted]
+    deltas = _derivatives(losses, outputs, torch.ones_like(losses), retain_graph=retain_graph)
+    found: dict[nn.Module, list[Call]] = {layer: [] for layer in layers}
+    for (layer, call), delta in zip(noted, deltas, strict=True):
+        found[layer].append(Call(call.input.detach(), delta))
+    return {name: rule(layer, found[layer]) for name, (layer, rule) in owners.items()}
+
+
+def _derivatives(
+    losses: Tensor, inputs: Sequence[Tensor], weights: Tensor, *, retain_graph: bool
+) -> tuple[Tensor, ...]:
+    """The derivatives of the weighted sum of losses; zeros for independent inputs."""
+    return cast(
+        tuple[Tensor, ...],
+        torch.autograd.grad(
+            losses, inputs, weights, retain_graph=retain_graph, allow_unused=True, materialize_grads=True
+        ),
+    )
+
+
+def _layers(owners: Mapping[str, Owner]) -> list[nn.Module]:
+    return list(dict.fromkeys(owner.layer for owner in owners.values()))
+
+
 class _Trial:
-    """What there is to say against the owners' rules after a few batches."""
+    """Tries the owners' rules on a few batches."""
 
     def __init__(self, parameters: Mapping[str, Tensor], owners: Mapping[str, Owner]) -> None:
         self._parameters, self._owners = parameters, owners
@@ -157,8 +226,8 @@ class _Trial:
         self.shapes: dict[nn.Module, list[torch.Size]] = {}
 
     def add(self, module: nn.Module, whole: Generic, examples: Tensor) -> None:
-        """Compare every example's gradients with autograd's, of the same forward pass: to rounding, they are equal."""
-        losses, calls = forward(module, self._owners, examples)
+        """Compare every example's gradients with those of autograd, from the same forward pass."""
+        losses, calls = _forward(module, self._owners, examples)
         _expect_independent(losses.detach(), whole.losses_alone(examples, "train").detach(), examples)
         for name, (layer, _) in self._owners.items():
             if misfit := self._misfit(layer, calls[layer], len(examples)):
@@ -166,31 +235,30 @@ class _Trial:
         owners = {name: owner for name, owner in self._owners.items() if name not in self._misfits}
         if not owners:
             return
-        parts = parts_of(owners, calls, losses, retain_graph=True)
+        parts = _parts_of(owners, calls, losses, retain_graph=True)
         parameters = {name: self._parameters[name] for name in owners}
         for i in range(len(examples)):
             this = torch.zeros_like(losses)
             this[i] = 1
-            exact = derivatives(losses, list(parameters.values()), this, retain_graph=True)
+            exact = _derivatives(losses, list(parameters.values()), this, retain_graph=True)
             for (name, value), one in zip(parameters.items(), exact, strict=True):
                 expected = one.to_dense() if one.is_sparse else one
                 difference = parts[name].dense(value.shape)[i] - expected
                 self._errors[name].append((float(difference.norm()), float(expected.norm())))
 
     def reasons(self) -> dict[str, str]:
-        """Why some parameters cannot be left to their rules."""
         found = dict(self._misfits)
         for name, errors in self._errors.items():
             if name in found:
                 continue
             longest = max(length for _, length in errors)
             if not longest:
-                found[name] = "the tried examples have no gradient by which to tell"
+                found[name] = "its gradients are zero for the tried examples"
                 continue
             wrong = [error / max(length, SMALL * longest) for error, length in errors]
             tolerance = TOLERANCES.get(self._parameters[name].dtype, 1e-4)
             if not all(error <= tolerance for error in wrong):
-                found[name] = f"its layer alone would be {max(wrong):.1g} off, as if it were used elsewhere, too"
+                found[name] = f"its layer alone would be {max(wrong):.1g} off, as if it were also used elsewhere"
         return found
 
     def _misfit(self, layer: nn.Module, calls: list[Noted], n: int) -> str | None:
@@ -208,7 +276,7 @@ class _Trial:
 
 
 def _expect_independent(together: Tensor, alone: Tensor, examples: Tensor) -> None:
-    """SlurmGPUError if a loss depends on what else is in its batch."""
+    """SlurmGPUError if a loss depends on the rest of its batch."""
     difference = (together - alone).abs()
     scale = torch.maximum(together.abs().max(), alone.abs().max())
     wrong = (difference > TOLERANCES.get(together.dtype, 1e-4) * scale).nonzero()[:, 0].tolist()
@@ -217,8 +285,8 @@ def _expect_independent(together: Tensor, alone: Tensor, examples: Tensor) -> No
         raise SlurmGPUError(
             f"The loss of the example {examples[i].tolist()} is {float(alone[i]):.6g} alone and "
             f"{float(together[i]):.6g} in a batch of {len(examples)}: it depends on the others, so there is no "
-            "influence of one example. Write `losses` so that each row's loss is that of this row, with negatives of "
-            "its own."
+            "influence of one example. Write `losses` so that each row's loss depends on this row alone, with "
+            "negatives of its own."
         )
 
 

@@ -1,7 +1,7 @@
-"""What the gradients of a layer's own parameters are, by its inputs and the derivatives by its outputs.
+"""Rules for the gradients of a layer's parameters, from its inputs and the derivatives by its outputs.
 
-A layer is a module of PyTorch that takes n examples and treats each by itself. Dimensions: n examples; t positions of
-one, over which a gradient is a sum; a numbers in and b out.
+A layer is a PyTorch module that processes n examples independently. Dimensions: n examples; t positions per example,
+over which a gradient is a sum; a inputs and b outputs.
 """
 
 from __future__ import annotations
@@ -20,26 +20,20 @@ from slurmgpu.influence.tables import MATCH_COST, Rows
 
 
 class Call(NamedTuple):
-    """One call of a layer: its input (n, …), and the derivatives of the examples' losses by its output (n, …)."""
+    """One call of a layer: its input (n, …), and the derivatives of the losses by its output (n, …)."""
 
     input: Tensor
     delta: Tensor
 
 
 @dataclass(frozen=True)
-class Sum:
-    """Gradients that are sums, as of a layer that is called at several positions: `parts`, all of one kind."""
+class Sum(Part):
+    """Gradients that are sums of `parts` of one kind, e.g. of a layer called at several positions."""
 
     parts: tuple[Part, ...]
 
     def add_products(
-        self,
-        other: Part,
-        out: Tensor,
-        *,
-        scale: float = 1.0,
-        weights: Tensor | None = None,
-        multiply: Multiply = exactly,
+        self, other: Part, out: Tensor, scale: float = 1.0, weights: Tensor | None = None, multiply: Multiply = exactly
     ) -> None:
         """See Part."""
         assert isinstance(other, Sum)
@@ -64,16 +58,13 @@ class Sum:
 
 
 Rule = Callable[[Any, Sequence[Call]], Part]
-"""A layer and its calls → the gradients of one of its parameters."""
+"""Maps a layer and its calls to the gradients of one of its parameters."""
 
 
 def rule_for(layer: nn.Module, name: str) -> Rule | None:
-    """The rule for a layer's parameter `name`; None where there is none, so that it is differentiated otherwise.
-
-    Subclasses may compute anything, so they have none.
-    """
+    """The rule for a layer's parameter; None if there is none, as in subclasses, which may compute anything."""
     if isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.scale_grad_by_freq):
-        return None  # the first changes the table, the second looks at the other examples
+        return None  # max_norm changes the table, scale_grad_by_freq depends on other examples
     if isinstance(layer, nn.Conv1d | nn.Conv2d) and (layer.padding_mode != "zeros" or isinstance(layer.padding, str)):
         return None
     if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d) and layer.running_mean is None:
@@ -82,7 +73,7 @@ def rule_for(layer: nn.Module, name: str) -> Rule | None:
 
 
 def takes(layer: nn.Module, values: Tensor) -> bool:
-    """Whether an input has a first dimension that may be that of the examples."""
+    """Whether an input may have a first dimension of examples."""
     if isinstance(layer, nn.Conv1d | nn.Conv2d):
         n_own = len(layer.kernel_size) + 1
     elif isinstance(layer, nn.LayerNorm):
@@ -93,11 +84,11 @@ def takes(layer: nn.Module, values: Tensor) -> bool:
 
 
 def _matrix(layer: nn.Linear, calls: Sequence[Call]) -> Part:
-    """Of a linear layer's weights (b, a): outer products as long as there are fewer of them than numbers."""
+    """The weights (b, a) of a linear layer: outer products, while these are cheaper."""
     inputs, deltas = (_joined([_positions(values) for values in side]) for side in zip(*calls, strict=True))
     n, n_positions, a = inputs.shape
     b = deltas.shape[2]
-    # Both count the multiplications that a pair of examples takes.
+    # Multiplications per pair of examples.
     if n_positions**2 * (a + b) >= a * b:
         return Dense((deltas.mT @ inputs).flatten(1))
     of = torch.arange(n, device=inputs.device)
@@ -106,7 +97,7 @@ def _matrix(layer: nn.Linear, calls: Sequence[Call]) -> Part:
 
 
 def _table(layer: nn.Embedding, calls: Sequence[Call]) -> Part:
-    """Of a table of embeddings: the rows that were looked up, as long as these are few."""
+    """A table of embeddings: the looked-up rows, while these are few."""
     index = _joined([call.input.reshape(len(call.input), -1) for call in calls]).long()
     values = _joined([call.delta.reshape(len(call.delta), -1, layer.embedding_dim) for call in calls])
     if layer.padding_idx is not None:
@@ -117,13 +108,13 @@ def _table(layer: nn.Embedding, calls: Sequence[Call]) -> Part:
         return Rows(_own(index), _own(values))
     table = values.new_zeros(len(index), n_rows, layer.embedding_dim)
     at = torch.arange(len(index), device=index.device)
-    for s in range(n_slots):  # one after another, so that the order of sums is always the same
+    for s in range(n_slots):  # sequentially, for a fixed order of sums
         table[at, index[:, s].clamp(min=0)] += values[:, s]
     return Dense(table.flatten(1))
 
 
 def _kernels(layer: nn.Conv1d | nn.Conv2d, calls: Sequence[Call]) -> Part:
-    """Of a convolution: the sum over places of δ ⊗ the patch under the kernel there."""
+    """A convolution: the sum over places of δ ⊗ the patch under the kernel."""
     found = []
     for values, delta in calls:
         patches = _patches(layer, values).unflatten(1, (layer.groups, -1))  # (n, groups, kernel, places)
@@ -141,12 +132,12 @@ def _patches(layer: nn.Conv1d | nn.Conv2d, values: Tensor) -> Tensor:
 
 
 def _of_last(layer: nn.Module, calls: Sequence[Call]) -> Part:
-    """Of what is added to an output's last dimensions."""
+    """A parameter that is added to the last dimensions of an output."""
     return Dense(_added([_over_positions(layer, call.delta) for call in calls]))
 
 
 def _of_channels(layer: nn.Module, calls: Sequence[Call]) -> Part:
-    """Of what is added to an output's channels (n, channels, …)."""
+    """A parameter that is added to the channels of an output (n, channels, …)."""
     return Dense(_added([_over_places(call.delta) for call in calls]))
 
 
@@ -195,5 +186,5 @@ def _added(values: Sequence[Tensor]) -> Tensor:
 
 
 def _own(values: Tensor) -> Tensor:
-    """The same in memory of its own: a part that is kept is not to keep a larger tensor, nor what may change."""
+    """A copy, so that a kept part holds no larger or changing tensor."""
     return values.clone(memory_format=torch.contiguous_format)

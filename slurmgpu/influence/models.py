@@ -1,4 +1,4 @@
-"""What influences need of a model, and what it gives: the gradients of examples, as parts."""
+"""The interface of a model, and the gradients of examples as parts."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 from slurmgpu.influence.parts import Multiply, Part, bytes_of, exactly
 
 Side = Literal["train", "test"]
-"""Whose loss: the two may differ."""
+"""The side of an example; losses may differ between the two."""
 
 
 @dataclass(frozen=True)
 class Gradients:
     """The gradients of n examples' losses.
 
-    `terms` are summed: a triple whose loss is that of two queries has two. Each maps parameters to parts.
-    `losses` (n,), and `scores` (n,), the model's score of what each example says.
+    `terms` are summed: a triple whose loss covers two queries has two. Each maps parameters to parts.
+    `losses` (n,), and the model's `scores` (n,) of the examples.
     """
 
     terms: tuple[Mapping[str, Part], ...]
@@ -31,7 +31,7 @@ class Gradients:
 
     @property
     def n_bytes(self) -> int:
-        """What they take."""
+        """Their size."""
         return bytes_of(self.losses, self.scores) + sum(part.n_bytes for term in self.terms for part in term.values())
 
     def add_products(
@@ -43,9 +43,9 @@ class Gradients:
         weights: Mapping[str, Tensor] | None = None,
         multiply: Multiply = exactly,
     ) -> None:
-        """Add scale × the dot products with `other`'s m gradients to `out` (n, m), a tensor for each parameter.
+        """Add scale × the dot products with `other`'s m gradients to `out` (n, m), by parameter.
 
-        Parameters of a group may have the same tensor.
+        Parameters of one group may share a tensor.
         """
         for mine in self.terms:
             for theirs in other.terms:
@@ -64,28 +64,25 @@ class Gradients:
 
 
 class Differentiable(Protocol):
-    """A model at one checkpoint, on its device and in evaluation mode. An example is a row of whole numbers (n, c)."""
+    """A model at one checkpoint, on its device, in evaluation mode. Examples are rows of integers (n, c)."""
 
     groups: Mapping[str, str]
-    """The group of each of the model's trainable parameters, by which influences are split; every one is there."""
+    """The group of every trainable parameter; influences are split by group."""
 
     def parameters_by_name(self) -> Mapping[str, Tensor]:
         """The trainable parameters."""
 
     def gradients(self, examples: Tensor, side: Side, wanted: Collection[str]) -> Gradients:
-        """The gradients of examples (n, c) with regard to the `wanted` parameters, and to no others.
-
-        They are the caller's to keep: no later call changes them.
-        """
+        """The gradients of examples (n, c) by the `wanted` parameters only; no later call may change them."""
 
     def losses(self, examples: Tensor, side: Side) -> Tensor:
-        """The same losses (n,) by the plain way, for autograd: what `gradients` is compared with."""
+        """The losses (n,) for autograd, to verify `gradients`."""
 
     def order(self, examples: Tensor) -> Tensor:
-        """A permutation (n,) that puts examples together that share work."""
+        """A permutation (n,) that groups examples which share work."""
 
     def bytes_of_work(self, side: Side) -> int:
-        """What `gradients` takes at most for one example, its result included, where no two share work."""
+        """The largest memory of `gradients` for one example, including the result, without shared work."""
 
     def bytes_of_result(self, side: Side) -> int:
-        """What the result takes at most for one example, where no two share work."""
+        """The largest memory of the result for one example, without shared work."""

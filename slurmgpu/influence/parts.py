@@ -1,76 +1,68 @@
-"""The gradients of many examples, kept as factors: all their dot products, and never a gradient formed.
+"""Factored gradients of many examples, and their dot products without forming any gradient.
 
-A part is what one parameter contributes. Its rule for dot products is exact: of a matrix, for instance, an example's
-gradient is an outer product l ⊗ r, and ⟨l ⊗ r, l' ⊗ r'⟩ = (l·l')(r·r').
+A part is the share of one parameter. Its dot products are exact: an example's gradient by a matrix, for instance, is
+an outer product l ⊗ r, and ⟨l ⊗ r, l' ⊗ r'⟩ = (l·l')(r·r').
 
 Dimensions: n examples on the side of the rows ("self"), m on that of the columns ("other"); u and v unique queries,
-which examples may share; d the width of a table; N its rows. Tables, whose rows examples share, are in `tables`.
+which examples may share; d the width of a table; N its rows. `tables` has tables, whose rows examples share.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
-"""a (n, d), b (m, d) → a bᵀ (n, m): the one operation whose precision can be chosen."""
+"""a (n, d), b (m, d) → a bᵀ (n, m): the operation with a selectable precision."""
 
 
 ROWS_AT_ONCE = 64
-"""Rows that are gathered together."""
+"""Rows that are gathered at a time."""
 
 
 def exactly(a: Tensor, b: Tensor) -> Tensor:
-    """The products in the precision that the factors have."""
+    """The products in the precision of the factors."""
     return a @ b.T
 
 
-class Part(Protocol):
+class Part(ABC):
     """One parameter's share of n gradients.
 
-    `weights`, of the parameter's shape, make ⟨g, g'⟩ into Σ weights·g·g': Adam's diagonal, for instance.
+    `weights`, of the parameter's shape, change ⟨g, g'⟩ to Σ weights·g·g', e.g. for Adam.
     """
 
+    @abstractmethod
     def add_products(
-        self,
-        other: Part,
-        out: Tensor,
-        *,
-        scale: float = 1.0,
-        weights: Tensor | None = None,
-        multiply: Multiply = exactly,
+        self, other: Part, out: Tensor, scale: float = 1.0, weights: Tensor | None = None, multiply: Multiply = exactly
     ) -> None:
         """Add scale × the dot product of each pair to `out` (n, m), which is contiguous."""
 
+    @abstractmethod
     def dots(self, other: Part, weights: Tensor | None = None) -> Tensor:
-        """The dot products of like positions (n,), where both have n examples."""
+        """The dot products of equal positions (n,), for two parts of n examples."""
 
+    @abstractmethod
     def dense(self, shape: torch.Size) -> Tensor:
-        """The gradients themselves (n, *shape): for tests and small models."""
+        """The full gradients (n, *shape), for tests and small models."""
 
     @property
     def n_bytes(self) -> int:
-        """What the factors take."""
+        """The size of the factors."""
+        return bytes_of(*(value for value in vars(self).values() if isinstance(value, Tensor)))
 
 
 @dataclass(frozen=True)
-class Dense:
-    """A small parameter's gradients as they are: `values` (n, size), the parameter flattened."""
+class Dense(Part):
+    """A small parameter's full gradients: `values` (n, size), flattened."""
 
     values: Tensor
 
     def add_products(
-        self,
-        other: Part,
-        out: Tensor,
-        *,
-        scale: float = 1.0,
-        weights: Tensor | None = None,
-        multiply: Multiply = exactly,
+        self, other: Part, out: Tensor, scale: float = 1.0, weights: Tensor | None = None, multiply: Multiply = exactly
     ) -> None:
         """See Part."""
         assert isinstance(other, Dense)
@@ -87,30 +79,19 @@ class Dense:
         """See Part."""
         return self.values.reshape(-1, *shape)
 
-    @property
-    def n_bytes(self) -> int:
-        """See Part."""
-        return bytes_of(self.values)
-
 
 @dataclass(frozen=True)
-class Outer:
-    """The gradients of a matrix (a, b): `left` (n, a) ⊗ `right` (u, b), of which example i has row `of[i]`."""
+class Outer(Part):
+    """The gradients of a matrix (a, b): `left` (n, a) ⊗ `right` (u, b); example i has row `of[i]`."""
 
     left: Tensor
     right: Tensor
     of: Tensor
 
     def add_products(
-        self,
-        other: Part,
-        out: Tensor,
-        *,
-        scale: float = 1.0,
-        weights: Tensor | None = None,
-        multiply: Multiply = exactly,
+        self, other: Part, out: Tensor, scale: float = 1.0, weights: Tensor | None = None, multiply: Multiply = exactly
     ) -> None:
-        """See Part. With weights, a product for each example: 2abv operations more."""
+        """See Part. With weights, 2abv more operations per example."""
         assert isinstance(other, Outer)
         if weights is None:
             of_queries = multiply(self.right, other.right)
@@ -133,14 +114,9 @@ class Outer:
         """See Part."""
         return (self.left[:, :, None] * self.right[self.of][:, None, :]).reshape(-1, *shape)
 
-    @property
-    def n_bytes(self) -> int:
-        """See Part."""
-        return bytes_of(self.left, self.right, self.of)
-
 
 def row_dots(a: Tensor, a_of: Tensor, b: Tensor, b_of: Tensor) -> Tensor:
-    """a[a_of] · b[b_of] row by row (n,), without ever having all those rows."""
+    """a[a_of] · b[b_of] row by row (n,), gathering few rows at a time."""
     if a is b and a_of is b_of:
         return torch.linalg.vector_norm(a, dim=1).square()[a_of]
     pieces = zip(a_of.split(ROWS_AT_ONCE), b_of.split(ROWS_AT_ONCE), strict=True)
@@ -148,11 +124,11 @@ def row_dots(a: Tensor, a_of: Tensor, b: Tensor, b_of: Tensor) -> Tensor:
 
 
 def weighted_row_dots(left: Tensor, weights: Tensor, a: Tensor, a_of: Tensor, b: Tensor, b_of: Tensor) -> Tensor:
-    """(left @ weights) · (a[a_of] ∘ b[b_of]) row by row (n,), likewise."""
+    """(left @ weights) · (a[a_of] ∘ b[b_of]) row by row (n,), gathering few rows at a time."""
     pieces = zip(*(values.split(ROWS_AT_ONCE) for values in (left, a_of, b_of)), strict=True)
     return torch.cat([((piece @ weights) * a[i] * b[j]).sum(1) for piece, i, j in pieces])
 
 
 def bytes_of(*tensors: Tensor) -> int:
-    """What tensors take."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    """The size of tensors."""
+    return sum(tensor.nbytes for tensor in tensors)

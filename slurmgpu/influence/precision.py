@@ -1,4 +1,4 @@
-"""Dot products in fewer bits, and what that costs: tf32, bf16 and fp16."""
+"""Dot products in reduced precisions (tf32, bf16, fp16), and their errors."""
 
 from __future__ import annotations
 
@@ -15,16 +15,13 @@ Precision = Literal["fp32", "fp64", "tf32", "bf16", "fp16"]
 
 
 def multiply_for(precision: Precision) -> Multiply:
-    """The multiplication in this precision. Results have the factors' dtype, by which fp32 and fp64 are told apart."""
+    """The multiplication in this precision. The factors' dtype distinguishes fp32 and fp64."""
     return {"fp32": exactly, "fp64": exactly, "tf32": _tf32, "bf16": _bf16, "fp16": _fp16}[precision]
 
 
 @contextmanager
 def matmul_precision(value: Literal["ieee", "tf32"]) -> Iterator[None]:
-    """Inside, float32 is multiplied as it is on CUDA ("ieee"), or rounded to tf32.
-
-    PyTorch's own default is tf32 for convolutions.
-    """
+    """Multiply float32 on CUDA devices exactly ("ieee") or in tf32, PyTorch's default for convolutions."""
     if not torch.cuda.is_available():
         yield
         return
@@ -36,7 +33,7 @@ def matmul_precision(value: Literal["ieee", "tf32"]) -> Iterator[None]:
 
 
 def errors(exact: Tensor, reduced: Tensor, n_top: int = 10) -> tuple[Tensor, Tensor]:
-    """For each row (n, m): the relative error of the whole, and the share of its largest values that stay so."""
+    """For each row (n, m): the relative error, and the share of its largest values that stay so."""
     scale = exact.norm(dim=1)
     error = (reduced - exact).norm(dim=1) / scale.where(scale > 0, scale.new_ones(()))
     n_top = min(n_top, exact.shape[1])
@@ -53,7 +50,7 @@ def _tf32(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _rounded(values: Tensor) -> Tensor:
-    """With the 10 bits of mantissa that tf32 has, rounded to the nearest, as a tensor core gets them."""
+    """The values rounded to tf32's 10 bits of mantissa, as a tensor core gets them."""
     bits = values.float().contiguous().view(torch.int32)
     rounded = (bits + 0x0FFF + ((bits >> 13) & 1)) & ~0x1FFF
     return rounded.view(torch.float32).to(values.dtype)
@@ -65,10 +62,10 @@ def _bf16(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _fp16(a: Tensor, b: Tensor) -> Tensor:
-    """Each row is scaled to at most 1 first, so that large rows do not overflow and small ones do not vanish.
+    """Scale each row to at most 1 first, so that large rows do not overflow and small ones do not vanish.
 
-    Sums are of float32: in float16 those of more than 65,504 products may overflow. Where a GPU's float16 gives no
-    others, tf32 does, which has as many bits of mantissa.
+    Sums are in float32: in float16, those of more than 65,504 products may overflow. Where float16 does not offer them,
+    use tf32, which has as many bits of mantissa.
     """
     a_largest, b_largest = _largest(a), _largest(b)
     halves = (a / a_largest).half(), (b / b_largest).half()
@@ -81,8 +78,7 @@ def _has_float32_sums(values: Tensor) -> bool:
 
 
 def _summed_in_float32(a: Tensor, b: Tensor) -> Tensor:
-    found: Tensor = torch.mm(a, b.T, out_dtype=torch.float32)
-    return found
+    return torch.mm(a, b.T, out_dtype=torch.float32)
 
 
 def _largest(values: Tensor) -> Tensor:
@@ -91,13 +87,13 @@ def _largest(values: Tensor) -> Tensor:
 
 
 def _set_precision(matmul: str, convolution: str) -> tuple[str, str]:
-    """What was set before."""
+    """Set both precisions; the former ones."""
     of_matmul, of_convolution = torch.backends.cuda.matmul, torch.backends.cudnn
     if hasattr(of_matmul, "fp32_precision"):
         before = of_matmul.fp32_precision, of_convolution.conv.fp32_precision
         of_matmul.fp32_precision, of_convolution.conv.fp32_precision = matmul, convolution
         return before
-    # Before PyTorch 2.9 there are two switches; the newer ones may not be mixed with these.
+    # PyTorch before 2.9 has two switches, which must not be mixed with the newer ones.
     before = "tf32" if of_matmul.allow_tf32 else "ieee", "tf32" if of_convolution.allow_tf32 else "ieee"
     of_matmul.allow_tf32, of_convolution.allow_tf32 = matmul == "tf32", convolution == "tf32"
     return before

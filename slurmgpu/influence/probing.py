@@ -1,4 +1,4 @@
-"""A look at a few gradients before the work begins: is every parameter there, and is each gradient autograd's?"""
+"""Check a few gradients before the work begins: all parameters present, and gradients equal to autograd's."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from slurmgpu.influence.models import Differentiable, Gradients, Side
 from slurmgpu.influence.precision import matmul_precision
 
 N_DRAWS = 4
-"""Sets of examples; one that agrees throughout is enough.
+"""Sets of examples; one that agrees throughout suffices.
 
-A ReLU whose input is zero but for rounding is open in one computation and shut in another; 1 to 2 % of examples have
-one, in float32. A wrong rule shows in all sets, as each is chosen to share rows.
+A ReLU with an input of zero up to rounding may differ between computations; in float32, 1 to 2 % of examples have one.
+A wrong rule shows in all sets, since they are chosen to share rows.
 """
 
 TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-9}
-"""Of |⟨g, g'⟩ - ⟨g, g'⟩ by autograd| / |g| |g'|: of gradients nearly at right angles, products are mostly rounding."""
+"""The error of ⟨g, g'⟩ relative to |g| |g'|: products of nearly orthogonal gradients are mostly rounding."""
 
 SMALL = 0.1
-"""Gradients shorter than this share of the longest count as that long."""
+"""Gradients shorter than this share of the longest count as having this length."""
 
 ROUNDING = 10
-"""Of shares that are no longer than so many last bits of the whole gradient nothing can be told: they are rounding."""
+"""Shares up to this many last bits of the whole gradient are rounding errors and not compared."""
 
 
 def probe(
     model: Differentiable, train: Tensor, wanted: Collection[str], weights: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Nothing, if all is well; else SlurmGPUError names what is wrong. `train` (n, c): examples to choose from.
+    """Raise SlurmGPUError if something is wrong with the gradients. `train` (n, c) are examples to choose from.
 
-    Parameters and modes are looked at, and the dot products of a few examples compared with autograd's, parameter by
-    parameter. This takes a few gradients as large as the wanted parameters, in float64.
+    Checks parameters and modes, and compares the dot products of a few examples with autograd's by parameter. This
+    needs a few full gradients of the wanted parameters in float64.
     """
     _check_names(model, wanted)
     _check_mode(model)
@@ -49,7 +49,7 @@ def probe(
     raise SlurmGPUError(
         f"The gradients with regard to {name!r} are not those of autograd: their dot products differ by {error:.1g} of "
         f"the gradients' lengths, in each of {N_DRAWS} samples of training examples. The rule for this parameter is "
-        "wrong or does not fit the model; its influences would be, too. Leave the parameter out, or compute the "
+        "wrong or does not fit the model, and so would be its influences. Leave the parameter out, or compute the "
         "gradients one by one."
     )
 
@@ -60,12 +60,12 @@ def _check_names(model: Differentiable, wanted: Collection[str]) -> None:
         if name not in known:
             raise SlurmGPUError(f"The model has no trainable parameter {name!r}.{did_you_mean(name, known)}")
     if not wanted:
-        raise SlurmGPUError("No parameter is left of which influences could be computed.")
+        raise SlurmGPUError("No parameter is left to compute influences of.")
     for name in known:
         if name not in model.groups:
             raise SlurmGPUError(
-                f"The parameter {name!r} is in no parameter group, so the influence by way of it would be lost without "
-                "a word. Name it in the model's `groups`, or freeze it by requires_grad_(False)."
+                f"The parameter {name!r} is in no parameter group, so its influence would silently be lost. Name it in "
+                "the model's `groups`, or freeze it by requires_grad_(False)."
             )
 
 
@@ -82,7 +82,7 @@ def _check_mode(model: Differentiable) -> None:
 
 
 def _check_reach(model: Differentiable, examples: Tensor) -> None:
-    """Losses depend on nothing that can be trained and is no parameter."""
+    """SlurmGPUError if losses depend on trainable tensors that are not parameters."""
     sides: tuple[Side, ...] = "train", "test"
     known = {id(value) for value in model.parameters_by_name().values()}
     for side in sides:
@@ -92,13 +92,13 @@ def _check_reach(model: Differentiable, examples: Tensor) -> None:
             if id(found) not in known:
                 raise SlurmGPUError(
                     f"The loss depends on a tensor {tuple(found.shape)} {_name_of(model, found)}that requires a "
-                    "gradient and is none of the model's parameters, so the influence by way of it would be lost "
-                    "without a word. Make it a torch.nn.Parameter, or freeze it by requires_grad_(False)."
+                    "gradient and is no parameter of the model, so its influence would silently be lost. Make it a "
+                    "torch.nn.Parameter, or freeze it by requires_grad_(False)."
                 )
 
 
 def _leaves(values: Tensor) -> Iterator[Tensor]:
-    """The tensors whose gradients a backward pass from here would give."""
+    """The tensors for which a backward pass from here would compute gradients."""
     seen, todo = set(), [values.grad_fn]
     while todo:
         node = todo.pop()
@@ -121,9 +121,9 @@ def _name_of(model: Differentiable, tensor: Tensor) -> str:
 
 
 def _draws(train: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Two tests, and five training examples that share with them what can be shared, as often as there are draws.
+    """For each draw two tests, and five training examples that share rows with them where possible.
 
-    Among them the first test itself, and one that names a row twice.
+    These include the first test itself, and an example that names a row twice.
     """
     for draw in range(N_DRAWS):
         at = draw * len(train) // N_DRAWS
@@ -140,7 +140,7 @@ def _draws(train: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _next(matching: Tensor, after: int) -> int:
-    """The next place that matches, round the end; any other if there is none."""
+    """The next matching place after `after`, cyclically; any other place if none matches."""
     places = matching.nonzero()[:, 0]
     if not len(places):
         return (after + 1) % len(matching)
@@ -155,28 +155,31 @@ def _disagreements(
     wanted: Collection[str],
     weights: Mapping[str, Tensor] | None,
 ) -> dict[str, float]:
-    """Each parameter whose products are wrong in this sample, and by how much."""
+    """The errors of the parameters whose products are wrong in this sample."""
     with torch.no_grad():
         mine, theirs = model.gradients(tests, "test", wanted), model.gradients(others, "train", wanted)
         for term in (*mine.terms, *theirs.terms):
             if missing := sorted(set(wanted) - set(term)):
                 raise SlurmGPUError(
-                    f"The model gives no gradients with regard to {missing[0]!r}, so the influence by way of it would "
-                    "be lost without a word. Leave the parameter out, or give the model a rule for it."
+                    f"The model gives no gradients with regard to {missing[0]!r}, so its influence would silently be "
+                    "lost. Leave the parameter out, or give the model a rule for it."
                 )
         found = {name: mine.losses.new_zeros(len(tests), len(others)) for name in wanted}
         mine.add_products(theirs, found, weights=weights)
         squares = {name: _only(theirs, name).squares(weights) for name in wanted}
     expected = _by_autograd(model, tests, others, wanted, weights)
     information = torch.finfo(mine.losses.dtype)
-    floor = information.tiny / information.eps  # products below are zero in this dtype
+    floor = information.tiny / information.eps  # smaller products are zero in this dtype
     tolerance = TOLERANCES.get(mine.losses.dtype, 1e-4)
-    # Such shares' product, all of it wrong, is then just within the tolerance.
-    least, their_least = (ROUNDING * information.eps * tolerance**-0.5 * whole for whole in _whole_lengths(expected))
+    # The product of such shares stays within the tolerance even if it is all wrong.
+    _, *all_lengths = zip(*expected.values(), strict=True)
+    least, their_least = (
+        ROUNDING * information.eps * tolerance**-0.5 * torch.stack(lengths).norm(dim=0) for lengths in all_lengths
+    )
     wrong = {}
     for name in wanted:
         products, lengths, their_lengths = expected[name]
-        # A gradient that is small beside others may be what is left of a sum that cancels, and so is its rounding.
+        # A gradient that is small beside others may be the rest of a cancelling sum, with its rounding errors.
         mine_scale = lengths.clamp(min=SMALL * lengths.max()).maximum(least)
         their_scale = their_lengths.clamp(min=SMALL * their_lengths.max()).maximum(their_least)
         errors = (found[name] - products).abs() / (mine_scale[:, None] * their_scale).clamp(min=floor)
@@ -185,12 +188,6 @@ def _disagreements(
         if not largest <= tolerance:
             wrong[name] = largest
     return wrong
-
-
-def _whole_lengths(expected: Mapping[str, tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """The lengths (n,) and (m,) of the gradients with regard to all parameters together."""
-    _, mine, theirs = zip(*expected.values(), strict=True)
-    return torch.stack(mine).norm(dim=0), torch.stack(theirs).norm(dim=0)
 
 
 def _only(gradients: Gradients, name: str) -> Gradients:
@@ -204,7 +201,7 @@ def _by_autograd(
     wanted: Collection[str],
     weights: Mapping[str, Tensor] | None,
 ) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """For each parameter the products (n, m), and the lengths (n,) and (m,), in float64."""
+    """The products (n, m) and lengths (n,) and (m,) of each parameter, in float64."""
 
     def gradient(example: Tensor, side: Side) -> dict[str, Tensor]:
         parameters = {name: model.parameters_by_name()[name] for name in wanted}

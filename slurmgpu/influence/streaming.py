@@ -1,4 +1,4 @@
-"""The gradients of training examples, chunk by chunk, on a grid that is the same for every call."""
+"""The gradients of training examples in chunks on a fixed grid."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.influence.models import Differentiable, Gradients
 
 MAX_CHUNK = {"cpu": 1024, "cuda": 16384}
-"""More examples at once are no faster, and blocks of pairs leave the caches."""
+"""Larger chunks are no faster, and blocks of pairs leave the caches."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model as it was at one time of its training, and the learning rate of that time.
+    """A model at one time of its training, and the learning rate of that time.
 
-    `weights`, a tensor of each wanted parameter's shape, make the dot product Σ weights·g·g'.
+    `weights`, of each wanted parameter's shape, change the dot product to Σ weights·g·g'.
     """
 
     model: Differentiable
@@ -33,16 +33,16 @@ class Checkpoint:
 
 
 class Streamed(NamedTuple):
-    """What there is of a chunk at a checkpoint: the gradients, and η |g|² if it is wanted."""
+    """The gradients of a chunk at a checkpoint, and η |g|² if wanted."""
 
     gradients: Gradients
     squares: Tensor | None
 
 
 class Stream:
-    """The training examples `train` (n_train, c) in chunks of as many as `work_bytes` suffice for.
+    """The training examples `train` (n_train, c) in the largest chunks that `work_bytes` allows.
 
-    What is computed of the first chunks is kept for the next time, in `keep_bytes`.
+    The gradients of the first chunks are kept for later calls, in `keep_bytes`.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Stream:
         with_squares: bool,
     ) -> None:
         if not len(train):
-            raise SlurmGPUError("There is no training example, and so there are no influences.")
+            raise SlurmGPUError("There is no training example, so there are no influences.")
         self._checkpoints, self._train, self._wanted = checkpoints, train, wanted
         self._with_squares = with_squares
         work = max(checkpoint.model.bytes_of_work("train") for checkpoint in checkpoints)
@@ -67,16 +67,16 @@ class Stream:
         self._kept: dict[tuple[int, int], Streamed] = {}
 
     def __len__(self) -> int:
-        """How many chunks there are."""
+        """The number of chunks."""
         return math.ceil(len(self._train) / self.chunk_size)
 
     def lines(self, chunk: int) -> Tensor:
-        """The lines of a chunk, ascending: of equal values, the first is that of the lowest line."""
+        """The lines of a chunk, ascending, so that the lowest line wins ties."""
         first = chunk * self.chunk_size
         return self._order[first : first + self.chunk_size].sort().values
 
     def chunk(self, chunk: int) -> Iterator[Streamed]:
-        """What there is of a chunk at each checkpoint, one after another."""
+        """The gradients of a chunk at each checkpoint in turn."""
         return (self._found(chunk, at) for at in range(len(self._checkpoints)))
 
     def _found(self, chunk: int, at: int) -> Streamed:
@@ -89,13 +89,13 @@ class Stream:
         return found
 
     def sample(self, n: int) -> list[Tensor]:
-        """The lines of n training examples spread over the grid, in pieces no larger than a chunk."""
+        """The lines of n training examples spread over the grid, in pieces up to a chunk's size."""
         n = min(n, len(self._train))
         at = [i * len(self._train) // n for i in range(n)]
         return list(self._order[at].split(self.chunk_size))
 
     def at(self, lines: Tensor) -> Iterator[Streamed]:
-        """What there is of any training examples at each checkpoint."""
+        """The gradients of any training examples at each checkpoint in turn."""
         return (self._compute(checkpoint, lines) for checkpoint in self._checkpoints)
 
     def _compute(self, checkpoint: Checkpoint, lines: Tensor) -> Streamed:

@@ -1,7 +1,4 @@
-"""The gradients of a table, of which an example touches a few rows, or all of them by an outer product.
-
-Dimensions as in `parts`.
-"""
+"""The gradients of a table: an example changes a few rows, or all by an outer product. Dimensions as in `parts`."""
 
 from __future__ import annotations
 
@@ -14,18 +11,18 @@ from torch import Tensor
 from slurmgpu.influence.parts import Multiply, Part, bytes_of, exactly, row_dots, weighted_row_dots
 
 MATCH_COST = 50
-"""What it takes to gather the rows of a pair and multiply them, as a multiple of its product in a matrix."""
+"""The cost of gathering and multiplying a pair of rows, relative to a product within a matrix."""
 
 MATCHES_AT_ONCE = {"cpu": 4096, "cuda": 1 << 16}
-"""Pairs of rows that are gathered together: on a CPU as many as the caches hold."""
+"""Pairs of rows that are gathered at a time: on a CPU, as many as the caches hold."""
 
 MATCHES_FOUND = 1 << 16
-"""Matches whose places are written down together, or those of one row if that has more."""
+"""Matches whose places are computed at a time, or those of one row if it has more."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Gradients that reach every row of a table: row k has scale · `delta[q, k]` · `vector[q]`, with q = `of[i]`.
+    """Gradients of every row of a table: row k has scale · `delta[q, k]` · `vector[q]`, with q = `of[i]`.
 
     `delta` (u, N), `vector` (u, d), `of` (n,); `scale` (n,) or None for 1.
     """
@@ -36,22 +33,21 @@ class Spread:
     scale: Tensor | None = None
 
     def scaled(self, values: Tensor) -> Tensor:
-        """Values of each example (n, …), times its scale."""
+        """The values of each example (n, …) times its scale."""
         return values if self.scale is None else values * self.scale.reshape(-1, *[1] * (values.ndim - 1))
 
     @property
     def n_bytes(self) -> int:
-        """See Part."""
-        scale = [] if self.scale is None else [self.scale]
-        return bytes_of(self.delta, self.vector, self.of, *scale)
+        """The size of the factors."""
+        return bytes_of(*(value for value in vars(self).values() if value is not None))
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The gradients of a table (N, d): a few rows of each example, and what is spread over all rows, if anything is.
+class Rows(Part):
+    """The gradients of a table (N, d): a few rows of each example, and optionally a spread over all rows.
 
-    Example i has `values[i, s]` in row `index[i, s]`: (n, s, d) and (n, s). A row may be named twice: the values add
-    up. An index of -1 is no row; its values are to be 0.
+    Example i has `values[i, s]` in row `index[i, s]`: (n, s, d) and (n, s). Values of a repeated row add up. Index -1
+    is no row; its values must be 0.
     """
 
     index: Tensor
@@ -59,15 +55,9 @@ class Rows:
     spread: Spread | None = None
 
     def add_products(
-        self,
-        other: Part,
-        out: Tensor,
-        *,
-        scale: float = 1.0,
-        weights: Tensor | None = None,
-        multiply: Multiply = exactly,
+        self, other: Part, out: Tensor, scale: float = 1.0, weights: Tensor | None = None, multiply: Multiply = exactly
     ) -> None:
-        """See Part. Rows are matched: only pairs that share one are computed."""
+        """See Part. Only pairs that share a row are computed."""
         assert isinstance(other, Rows)
         mine, theirs = self._weighted(weights), other._weighted(weights)
         _add_matches(mine, other, out, scale)
@@ -106,9 +96,7 @@ class Rows:
     @property
     def n_bytes(self) -> int:
         """See Part."""
-        spread = self.spread
-        found = bytes_of(self.index, self.values)
-        return found if spread is None else found + spread.n_bytes
+        return super().n_bytes + (0 if self.spread is None else self.spread.n_bytes)
 
     def _weighted(self, weights: Tensor | None) -> Rows:
         if weights is None:
@@ -117,7 +105,7 @@ class Rows:
 
 
 def _add_matches(mine: Rows, theirs: Rows, out: Tensor, scale: float) -> None:
-    """Add the products of rows that both sides name, in the same order each time."""
+    """Add the products of rows that both sides name, in a fixed order."""
     n_slots, n_their_slots = mine.index.shape[1], theirs.index.shape[1]
     index = mine.index.flatten()
     rows, order = theirs.index.flatten().sort(stable=True)
@@ -133,18 +121,18 @@ def _add_matches(mine: Rows, theirs: Rows, out: Tensor, scale: float) -> None:
         at, nth = _spelled(counts[rows_of_mine])
         at += rows_of_mine.start
         other_at = order[first[at] + nth]
-        # In smaller pieces still: what is gathered is to stay in the caches, and in bounds.
+        # In even smaller pieces, which stay in the caches and bound the memory.
         for i, j in zip(at.split(at_once), other_at.split(at_once), strict=True):
             found = (my_values.index_select(0, i) * their_values.index_select(0, j)).sum(1).mul_(scale)
             pairs = i // n_slots * out.shape[1] + j // n_their_slots
-            if out.is_cuda:  # index_add_ adds in any order there
+            if out.is_cuda:  # index_add_ has no fixed order there
                 out.view(-1).index_put_((pairs,), found, accumulate=True)
             else:
                 out.view(-1).index_add_(0, pairs, found)
 
 
 def _pieces(counts: Tensor, total: int) -> Iterator[slice]:
-    """Slices of `counts` that add up to MATCHES_FOUND at most, or of one count that is more."""
+    """Slices of `counts` with a sum up to MATCHES_FOUND, or of a single larger count."""
     if total <= MATCHES_FOUND:
         yield slice(0, len(counts))
         return
@@ -157,13 +145,13 @@ def _pieces(counts: Tensor, total: int) -> Iterator[slice]:
 
 
 def _spelled(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Each place as often as its count says, and how many times it was there before."""
+    """Each place, repeated by its count, and the number of each repetition."""
     at = torch.repeat_interleave(counts)
     return at, torch.arange(len(at), device=at.device) - (counts.cumsum(0) - counts)[at]
 
 
 def _add_masked(mine: Rows, theirs: Rows, out: Tensor, scale: float) -> None:
-    """The same by the products of all pairs: faster where more than a few match."""
+    """As `_add_matches`, by the products of all pairs: faster for many matches."""
     for s in range(mine.index.shape[1]):
         for t in range(theirs.index.shape[1]):
             index = mine.index[:, s, None]
@@ -172,7 +160,7 @@ def _add_masked(mine: Rows, theirs: Rows, out: Tensor, scale: float) -> None:
 
 
 def _rows_by_spread(rows: Rows, spread: Spread) -> Tensor:
-    """Products (n, m) of examples that name rows with examples that spread."""
+    """The products (n, m) of examples that name rows with examples that spread."""
     by_query = rows.values.new_zeros(len(rows.values), len(spread.vector))
     for s in range(rows.index.shape[1]):
         delta = spread.delta[:, rows.index[:, s].clamp(min=0)]
@@ -182,13 +170,13 @@ def _rows_by_spread(rows: Rows, spread: Spread) -> Tensor:
 
 
 def _rows_of_spread(rows: Rows, spread: Spread) -> Tensor:
-    """The same, of like positions (n,)."""
+    """The same for equal positions (n,)."""
     delta = spread.delta[spread.of[:, None], rows.index.clamp(min=0)]
     return spread.scaled(((rows.values @ spread.vector[spread.of][:, :, None])[:, :, 0] * delta).sum(1))
 
 
 def _spread_by_spread(mine: Spread, theirs: Spread, weights: Tensor | None, multiply: Multiply) -> Tensor:
-    """Products (n, m) of examples that spread; with weights, a product for each unique query: 2Ndv operations."""
+    """The products (n, m) of examples that spread; with weights, 2Ndv operations per unique query."""
     if weights is None:
         by_query = multiply(mine.delta, theirs.delta) * multiply(mine.vector, theirs.vector)
     else:
@@ -204,7 +192,7 @@ def _spread_by_spread(mine: Spread, theirs: Spread, weights: Tensor | None, mult
 
 
 def _spread_of_spread(mine: Spread, theirs: Spread, weights: Tensor | None) -> Tensor:
-    """The same, of like positions (n,)."""
+    """The same for equal positions (n,)."""
     if weights is None:
         found = row_dots(mine.delta, mine.of, theirs.delta, theirs.of)
         found *= row_dots(mine.vector, mine.of, theirs.vector, theirs.of)

@@ -1,4 +1,4 @@
-"""Whether the items of an input have the fields that somebody takes."""
+"""Check that the items of an input have the fields that are used."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slurmgpu.inputs.reader import Reader
 from slurmgpu.inputs.spec import InputSpec
 
 FIRST_ITEMS = 100
-"""Of an input without a header, JSONL, so many items are asked which fields there are."""
+"""How many items to search for fields in an input without a header (JSONL)."""
 
 STEP = 10
 
@@ -25,10 +25,10 @@ def check_fields(
     advice: Mapping[str, str] = NOTHING,
     called: str | None = None,
 ) -> None:
-    """Refuse an input that lacks a field that `whose` takes: of its columns, or in every one of its first items.
+    """SlurmGPUError if an input lacks a field that `whose` uses, in its columns or in all of its first items.
 
-    `advice` is what to say besides of a field that is lacking, from a blank on. `called` is what the user knows the
-    input as, if not by its path.
+    `advice` has text, beginning with a blank, to append for a missing field. `called` names the input in messages, if
+    not its path.
     """
     known = spec.columns if spec.columns is not None else _first_fields(spec, index, wanted)
     called = called or f"the input {spec.files[0].path}"
@@ -42,7 +42,7 @@ def check_fields(
 
 
 def _first_fields(spec: InputSpec, index: Path, wanted: Collection[str]) -> Collection[str]:
-    """The fields that any of the first items has; no more is read than is needed to find those that are wanted."""
+    """The fields of the first items; reads no more than needed to find all `wanted` ones."""
     found: set[str] = set()
     n_items = min(FIRST_ITEMS, spec.n_items) if wanted else 0
     with Reader(spec, index) as reader:

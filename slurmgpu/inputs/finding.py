@@ -1,4 +1,4 @@
-"""Which files an input names."""
+"""Find the files of an input."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ _MOST_LOOKS = 5
 
 
 def find(patterns: str | Sequence[str], base: Path) -> list[Path]:
-    """The files of an input, absolute and in order: those of a list as listed, those of a glob sorted.
+    """The files of an input, absolute and in order: as listed, or sorted for a glob.
 
-    A pattern is a path or a glob (`**` for any depth), relative to `base`; `~` is the home directory.
-    What cannot be an input is a SlurmGPUError: a missing file, a glob without a match, a directory,
-    an unknown suffix, two formats, one file twice.
+    A pattern is a path or a glob (`**` for any depth), relative to `base`; `~` is the home directory. SlurmGPUError for
+    a missing file, a glob without a match, a directory, an unknown suffix, two formats, or a file that is named twice.
     """
     if isinstance(patterns, str):
         patterns = [patterns]
@@ -32,12 +31,12 @@ def find(patterns: str | Sequence[str], base: Path) -> list[Path]:
 
 
 def _expand(pattern: str, base: Path) -> list[Path]:
-    """The paths that a pattern stands for; a file that has just this name wins over what it would match."""
+    """The paths of a pattern; a file with exactly this name takes precedence over a glob."""
     pattern = os.path.expanduser(pattern)  # noqa: PTH111 - Path.expanduser raises where there is no home
     if not glob.has_magic(pattern) or os.path.lexists(base / pattern):
         return [base / pattern]
     matches = _globbed(pattern, base)
-    # A directory on the way (`data/**`) is passed over; one named like data (`parts.csv/`) is refused later.
+    # Directories matched by `**` are skipped; one named like data (`parts.csv/`) is refused later.
     found = sorted(base / match for match in matches)
     paths = [path for path in found if not path.is_dir() or recognised(path)]
     if not paths:
@@ -46,8 +45,8 @@ def _expand(pattern: str, base: Path) -> list[Path]:
 
 
 def _globbed(pattern: str, base: Path) -> set[str]:
-    """What a glob matches, by two answers that agree: it passes over a folder that cannot be listed at the moment."""
-    # Not Path.glob, which takes no absolute pattern; a set, as `**` may find a file on two ways.
+    """The matches of a glob, confirmed by a second look: glob skips folders that cannot be listed at the moment."""
+    # Not Path.glob, which takes no absolute pattern. A set, since `**` may find a file twice.
     found = set(glob.glob(pattern, root_dir=base, recursive=True))  # noqa: PTH207
     for _ in range(_MOST_LOOKS):
         before, found = found, set(glob.glob(pattern, root_dir=base, recursive=True))  # noqa: PTH207
@@ -57,7 +56,7 @@ def _globbed(pattern: str, base: Path) -> set[str]:
 
 
 def _check_files(paths: Sequence[Path], base: Path) -> None:
-    """Refuse what is not a regular file, and files that are named twice, also through links."""
+    """SlurmGPUError for anything but regular files, and for files named twice, also through links."""
     seen: dict[tuple[int, int], Path] = {}
     for path in paths:
         try:

@@ -1,4 +1,4 @@
-"""Input formats: what a class says of the files of one, and which formats there are."""
+"""Input formats: the interface of a format class, and the registry of formats."""
 
 from __future__ import annotations
 
@@ -11,24 +11,36 @@ from typing import Any, BinaryIO, ClassVar, Protocol
 
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.inputs.index import IndexWriter
+from slurmgpu.util.plugins import Plugins
 
-GROUP = "slurmgpu.inputs"
-"""The entry points by which installed packages bring formats, each of a format's name."""
+FORMATS = Plugins(
+    "slurmgpu.inputs",
+    "input format",
+    "slurmgpu.inputs.formats.Format",
+    {
+        "jsonl": "slurmgpu.inputs.lines:Jsonl",
+        "csv": "slurmgpu.inputs.lines:Csv",
+        "txt": "slurmgpu.inputs.lines:Txt",
+        "parquet": "slurmgpu.inputs.tables:Parquet",
+        "h5": "slurmgpu.inputs.tables:Merged",
+    },
+)
+"""Input formats by the name that plans give them."""
 
 CHUNK_BYTES = 1 << 20
-"""So much of a file is read at once when it is indexed."""
+"""How much of a file is read at once for indexing."""
 
 Find = Callable[[int, int], tuple[int, int, int | None]]
-"""Where items start..stop-1 of a file lie: an indexed item at or before `start`, its offset, and where reading ends.
+"""Maps items start..stop-1 of a file to an indexed item at or before `start`, its offset, and the end of reading.
 
-None for the end: to that of the file."""
+The end is None where the file must be read to its end."""
 
 
 class Rows(Protocol):
-    """The items of one file, which is open."""
+    """The items of an open file."""
 
     def read(self, start: int, stop: int) -> list[Mapping[str, Any] | ItemError]:
-        """Items start..stop-1 of the file; an ItemError in the place of a malformed one."""
+        """Items start..stop-1 of the file; an ItemError in place of a malformed item."""
 
     def close(self) -> None:
         """Close the file."""
@@ -36,11 +48,11 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class Preview:
-    """What one file's beginning and its size tell.
+    """What a file's first bytes and its size show.
 
-    `columns` are the names that every item has; `keys` those of the first items, where there are no columns.
-    The records of an indexed file lie in bytes `begin` to `end`, the first of them in line `line`; of others the
-    number of items is known.
+    `columns` are the names that every item has; without columns, `keys` are those of the first items. The records of
+    an indexed file lie in bytes `begin` to `end`, the first one in line `line`; for other files `end` is the number of
+    items.
     """
 
     path: str
@@ -59,94 +71,77 @@ class Preview:
 
 
 class Format(ABC):
-    """A format of input files: how they are known by name, looked at, read once at planning, and read again later.
+    """A format of input files: how they are recognised, checked, indexed at planning, and read later.
 
-    `class Tsv(Lines, name="tsv")` is known to slurmgpu once it is imported; plans have its `name`.
+    `class Tsv(Lines, name="tsv")` registers a format when it is imported; plans give its `name`.
     """
 
     name: ClassVar[str]
     is_indexed: ClassVar[bool] = False
-    """Whether `index` tells where items lie, for `open` to find them by."""
+    """Whether `index` records the offsets of items for `open`."""
 
     def __init_subclass__(cls, name: str | None = None) -> None:
-        if name is None:
-            return
-        if name in FORMATS and FORMATS[name].__module__.startswith("slurmgpu."):  # a user's may be imported again
-            raise SlurmGPUError(
-                f"{type(FORMATS[name]).__qualname__} is the input format {name!r}; choose another name."
-            )
-        cls.name = name
-        FORMATS[name] = cls()
+        if name is not None:
+            cls.name = name
+            FORMATS.register(name, cls)
 
     def recognises(self, path: Path) -> bool:
-        """Whether a file is of the format, as far as its name tells."""
+        """Whether a file name is one of this format."""
         return path.suffix.lower() == f".{self.name}"
 
     @abstractmethod
     def preview(self, file: BinaryIO, found: Preview) -> Preview:
-        """`found` with what the file's beginning tells; SlurmGPUError if it is not the format."""
+        """`found` with what the file's first bytes show; SlurmGPUError if it has another format."""
 
     def index(self, found: Preview, file: BinaryIO, chunks: Iterable[bytes], writer: IndexWriter) -> int:
-        """The number of a file's items, once its chunks have passed by, from the first to the last."""
+        """The number of items, found while the file's chunks pass by in order."""
         for _ in chunks:
             pass
         return found.end
 
     @abstractmethod
     def open(self, path: str, columns: Sequence[str] | None, find: Find) -> Rows:
-        """The items of a file, to be read in any order; SlurmGPUError if it is not the format."""
+        """The items of a file, for reading in any order; SlurmGPUError if it has another format."""
 
     @abstractmethod
     def items(self, path: Path) -> Iterator[Mapping[str, Any] | ItemError]:
-        """All items of a file that was never indexed."""
-
-
-FORMATS: dict[str, Format] = {}
-"""The formats of input files, by their names in plans."""
+        """All items of a file, without an index."""
 
 
 def named(name: str) -> Format:
-    """The format of that name in a plan; SlurmGPUError if nobody knows it here."""
-    if name not in FORMATS:
-        _load_installed()
-    if name not in FORMATS:
-        raise SlurmGPUError(f"Nothing here reads inputs of the format {name!r}. Install the package that brings it.")
-    return FORMATS[name]
+    """The format with this name; SlurmGPUError if there is none."""
+    made: Format = FORMATS.make(name)
+    return made
 
 
 def recognised(path: Path) -> Format | None:
-    """The format that a file's name stands for: one that is imported, else of an installed package."""
-    found = _recognised(path)
-    if found is None:
-        _load_installed()
-        found = _recognised(path)
-    return found
-
-
-def format_of(paths: Sequence[Path]) -> Format:
-    """The one format that the names of all paths stand for."""
-    formats: dict[str, Path] = {}
-    for path in paths:
-        if (found := recognised(path)) is None:
-            *names, last = (f".{name}" for name in FORMATS)
-            raise SlurmGPUError(
-                f"Input {path} has the suffix {path.suffix!r}: expected {', '.join(names)} or {last}, "
-                f"not compressed.{did_you_mean(path.suffix.lower().removeprefix('.'), FORMATS)}"
-            )
-        formats.setdefault(found.name, path)
-    if len(formats) > 1:
-        mixed = " and ".join(f"{name} ({path})" for name, path in formats.items())
-        raise SlurmGPUError(f"The input mixes formats, {mixed}: expected one format. Convert one, or plan two runs.")
-    return FORMATS[next(iter(formats))]
-
-
-def _recognised(path: Path) -> Format | None:
-    return next((each for each in FORMATS.values() if each.recognises(path)), None)
+    """The format that a file name stands for; formats of installed packages are searched last."""
+    for names in (FORMATS.known, _names):
+        for name in names():
+            if (found := named(name)).recognises(path):
+                return found
+    return None
 
 
 @functools.cache
-def _load_installed() -> None:
-    from importlib.metadata import entry_points  # 15 ms, and most inputs are of formats that are built in
+def _names() -> list[str]:
+    return FORMATS.names()  # takes 15 ms, and is asked for each folder that a glob matches
 
-    for point in entry_points(group=GROUP):
-        point.load()
+
+def format_of(paths: Sequence[Path]) -> Format:
+    """The one format that all file names stand for."""
+    formats: dict[str, tuple[Path, Format]] = {}
+    for path in paths:
+        if (found := recognised(path)) is None:
+            names = _names()
+            *others, last = (f".{name}" for name in names)
+            raise SlurmGPUError(
+                f"Input {path} has the suffix {path.suffix!r}: expected {', '.join(others)} or {last}, "
+                f"not compressed.{did_you_mean(path.suffix.lower().removeprefix('.'), names)}"
+            )
+        formats.setdefault(found.name, (path, found))
+    if len(formats) > 1:
+        mixed = " and ".join(f"{name} ({path})" for name, (path, _) in formats.items())
+        raise SlurmGPUError(f"The input mixes formats, {mixed}: expected one format. Convert one, or plan two runs.")
+    [(_, found)] = formats.values()
+    return found

@@ -1,11 +1,10 @@
-"""The index of an input: where every `stride`-th item lies in its file. Layout: docs/reference/inputs.md."""
+"""The index of an input: the offset of every `stride`-th item. Layout: docs/reference/inputs.md."""
 
 from __future__ import annotations
 
 import os
 import struct
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 import numpy as np
@@ -23,10 +22,7 @@ _OFFSET = struct.Struct("<q")
 
 
 class IndexWriter:
-    """Writes the index while the files are scanned; it appears at `path` with `publish`, or not at all.
-
-    `n_items` is the number of items added so far, over all files.
-    """
+    """Writes the index during the scan of all `n_items`; `publish` makes it appear at `path`, all or nothing."""
 
     def __init__(self, path: Path, *, stride: int, n_files: int) -> None:
         self.n_items = 0
@@ -38,28 +34,26 @@ class IndexWriter:
 
     def __enter__(self) -> IndexWriter:
         self._file = open(self._partial, "wb")
-        self._file.write(bytes(_HEADER.size + self._n_files * _OFFSET.size))  # filled in by publish
+        self._file.write(bytes(_HEADER.size + self._n_files * _OFFSET.size))  # filled by publish
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
         self._partial.unlink(missing_ok=True)
 
     def begin_file(self, offset: int) -> None:
-        """The next file's first item lies at `offset`."""
+        """Start the next file, whose first item lies at `offset`."""
         self._begins.append(offset)
         self.add(np.array([offset]))
 
     def add(self, offsets: NDArray[np.intp]) -> None:
-        """The next items lie at these offsets of the file begun last."""
+        """Add the offsets of the next items in the present file."""
         kept = offsets[-self.n_items % self._stride :: self._stride]
         self._file.write(kept.astype("<i8").tobytes())
         self.n_items += len(offsets)
 
     def publish(self, digest: str) -> None:
-        """Fill in the header, make the file durable and give it its name."""
+        """Fill in the header, fsync, and rename the file."""
         n_offsets = -(-self.n_items // self._stride)
         self._file.seek(0)
         self._file.write(_HEADER.pack(MAGIC, VERSION, self._stride, self._n_files, n_offsets, bytes.fromhex(digest)))
@@ -71,7 +65,6 @@ class IndexWriter:
 
 
 def _opened(path: Path) -> tuple[BinaryIO, bytes, int]:
-    """An index's file, its header and its size."""
     file = open_file(path)
     try:
         return file, file.read(_HEADER.size), os.fstat(file.fileno()).st_size
@@ -81,7 +74,7 @@ def _opened(path: Path) -> tuple[BinaryIO, bytes, int]:
 
 
 class Index:
-    """Finds the bytes of a range of items; reads two offsets for each range and keeps nothing in memory."""
+    """Finds the bytes of a range of items; reads two offsets per range and keeps none in memory."""
 
     def __init__(self, path: Path, spec: InputSpec) -> None:
         try:
@@ -103,10 +96,10 @@ class Index:
         self._file.close()
 
     def span(self, number: int, items: range, start: int, stop: int) -> tuple[int, int, int | None]:
-        """Where items start..stop-1 of the input lie in file `number`, which holds its items `items`.
+        """Where items start..stop-1 of the input lie in file `number`, which holds the items `items`.
 
-        Returns the last indexed item that is not after `start`, its offset, and the offset at which the first
-        indexed item from `stop` on begins; None: read to the file's end.
+        Returns the last indexed item up to `start`, its offset, and the offset of the first indexed item from `stop`
+        on; None to read to the file's end.
         """
         item = start - start % self._stride
         if item in items:
@@ -123,7 +116,7 @@ class Index:
 
 
 def _check_header(header: bytes, size: int, spec: InputSpec) -> None:
-    """Raise a ValueError that says what is wrong with the header or with the size of the file."""
+    """ValueError says what is wrong with the header or the file size."""
     if len(header) < _HEADER.size or not header.startswith(MAGIC):
         raise ValueError("it is not an index")
     _, version, stride, n_files, n_offsets, digest = _HEADER.unpack(header)

@@ -1,4 +1,4 @@
-"""The formats of lines: where the records of .jsonl, .csv and .txt lie, and what one says, or what is wrong with it."""
+"""Line-based formats: .jsonl, .csv and .txt."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ _JSON_NAMES = {list: "an array", str: "a string", int: "a number", float: "a num
 _BOM = b"\xef\xbb\xbf"
 _HEAD_BYTES = 1 << 16
 _N_RECORDS = 100
-_N_SAMPLED_CHUNKS = 64  # of each file, evenly spread,
-_N_SAMPLED_RECORDS = 8  # and of each of these
+_N_SAMPLED_CHUNKS = 64  # of each file, evenly spread
+_N_SAMPLED_RECORDS = 8  # of each of these chunks
 
 
 class Lines(Format):
-    """A format in which an item is a line, or a record of several; the index tells where every `stride`-th begins."""
+    """A format whose items are lines, or records of several lines; the index has every `stride`-th offset."""
 
     is_indexed = True
     quoting: ClassVar[bool] = False
-    """Whether a record may hold newlines, inside quotes."""
+    """Whether quoted fields may contain newlines."""
     has_header: ClassVar[bool] = False
     trims: ClassVar[bool] = True
-    """Whether newlines at the very end make no items."""
+    """Whether trailing newlines are ignored."""
 
     @abstractmethod
     def parse(self, record: bytes, columns: Sequence[str]) -> Mapping[str, Any]:
         """The data of a record; ItemError says what was expected and found."""
 
     def header(self, record: bytes, path: str) -> tuple[str, ...]:
-        """The names of the columns, of a format that `has_header`; SlurmGPUError where they cannot be."""
+        """The column names, for formats that `has_header`; SlurmGPUError if invalid."""
         raise NotImplementedError
 
     def preview(self, file: BinaryIO, found: Preview) -> Preview:
-        """Where the records lie, the columns of the header, and the keys of the first objects."""
+        """The range of the records, the columns of the header, and the keys of the first objects."""
         end = self._end_of_records(file, found.size_bytes)
         file.seek(0)
         begin = len(_BOM) if file.read(len(_BOM)) == _BOM else 0
@@ -63,7 +63,7 @@ class Lines(Format):
         return replace(found, keys=frozenset[str]().union(*items))
 
     def index(self, found: Preview, file: BinaryIO, chunks: Iterable[bytes], writer: IndexWriter) -> int:
-        """Add the offsets of a file's records to the index as its chunks pass by; returns how many there are."""
+        """Add the offsets of a file's records to the index while its chunks pass by; their number."""
         source = _File(self, found.path, found.columns)
         finder = RecordFinder(found.path, found.begin, found.end, line=found.line, quoting=self.quoting)
         n_before = writer.n_items
@@ -83,7 +83,7 @@ class Lines(Format):
         n_items = writer.n_items - n_before
         file.seek(finder.last_start)
         last = file.read(found.end - finder.last_start)
-        source.check(n_items - 1, split(last, quoting=self.quoting)[0])  # where an interrupted copy ends
+        source.check(n_items - 1, split(last, quoting=self.quoting)[0])  # shows an interrupted copy
         return n_items
 
     def open(self, path: str, columns: Sequence[str] | None, find: Find) -> LineRows:
@@ -111,7 +111,7 @@ class Lines(Format):
         return end
 
     def _first_records(self, file: BinaryIO, found: Preview) -> list[bytes]:
-        """The first records: two at least (the header and another) where there are two, whole ones only."""
+        """The first complete records: at least two (the header and another) if there are two."""
         begin, end = found.begin, found.end
         file.seek(begin)
         finder = RecordFinder(found.path, begin, end, line=1, quoting=self.quoting)
@@ -147,7 +147,7 @@ class Csv(Lines, name="csv"):
         return dict(zip(columns, fields, strict=True))
 
     def header(self, record: bytes, path: str) -> tuple[str, ...]:
-        """The column names in a csv file's header, each once."""
+        """The column names in the header, without duplicates."""
         try:
             columns = tuple(_csv_fields(record.removesuffix(b"\r")))
         except ItemError as error:
@@ -165,7 +165,7 @@ class Csv(Lines, name="csv"):
 
 
 class Txt(Lines, name="txt"):
-    """A text on each line, of which there may be empty ones."""
+    """A text on each line; lines may be empty."""
 
     trims = False
 
@@ -176,16 +176,16 @@ class Txt(Lines, name="txt"):
 
 @dataclass(frozen=True)
 class _File:
-    """How the records of one file are read; `columns` are those of its header."""
+    """Parses the records of one file; `columns` are those of its header."""
 
     format: Lines
     path: str
     columns: Sequence[str] | None
 
     def parse(self, item: int, record: bytes) -> Mapping[str, Any] | ItemError:
-        """The data of the file's `item`-th item (0-based), or what was expected and found at which line.
+        """The data of the file's `item`-th item (0-based); an ItemError names the line.
 
-        Where a record may span lines it says which record, counted from 1 behind the header.
+        If records may span lines it names the record instead, counted from 1 after the header.
         """
         try:
             return self.format.parse(record.removesuffix(b"\r"), self.columns or ())
@@ -194,14 +194,14 @@ class _File:
             return ItemError(f"{self.path}, {place} {item + 1}: {error}")
 
     def check(self, item: int, record: bytes) -> Mapping[str, Any]:
-        """As `parse`, for planning: a malformed record is a SlurmGPUError with the same words."""
+        """As `parse`, but a malformed record is a SlurmGPUError, for planning."""
         data = self.parse(item, record)
         if isinstance(data, ItemError):
             raise SlurmGPUError(f"{data}. Correct it and plan again.")
         return data
 
     def check_sample(self, item: int, chunk: bytes, starts: NDArray[np.intp]) -> None:
-        """Refuse a malformed record among a few of those that lie whole in the chunk; the first is `item`."""
+        """Check a few of the complete records in a chunk; the first one is `item`."""
         bounds = starts.tolist()
         for i in range(0, len(bounds) - 1, 1 + len(bounds) // _N_SAMPLED_RECORDS):
             self.check(item + i, chunk[bounds[i] : bounds[i + 1] - 1])
@@ -245,7 +245,7 @@ def _json_object(record: bytes) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         found = f"text that is not JSON ({error.msg} at column {error.colno})"
         raise ItemError(f"expected a JSON object, found {found}") from error
-    except (ValueError, RecursionError) as error:  # a number of more than 4300 digits; brackets nested too deep
+    except (ValueError, RecursionError) as error:  # a number of over 4300 digits; deep nesting
         raise ItemError(f"expected a JSON object, found text that is not JSON ({error})") from error
     if not isinstance(value, dict):
         raise ItemError(f"expected a JSON object, found {_JSON_NAMES.get(type(value), 'null')}")
@@ -257,9 +257,9 @@ def _csv_fields(record: bytes) -> list[str]:
         raise ItemError("expected a CSV record, found an empty line")
     text = _decode(record)
     if len(text) > csv.field_size_limit():
-        csv.field_size_limit(len(text))  # the limit of 128 KiB, one for the whole process, is only ever raised
+        csv.field_size_limit(len(text))  # a limit of the whole process, by default 128 KiB
     try:
         [fields] = csv.reader([text], strict=True)
     except csv.Error as error:
-        raise ItemError(f"expected a CSV record as in RFC 4180, found none ({error})") from error
+        raise ItemError(f"expected a CSV record as in RFC 4180: {error}") from error
     return fields

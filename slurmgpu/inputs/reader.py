@@ -1,4 +1,4 @@
-"""Any range of an input's items, read from where it lies."""
+"""Read any range of an input's items."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from collections.abc import Mapping
 from datetime import datetime
 from itertools import accumulate
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs.formats import Rows, named
 from slurmgpu.inputs.index import Index
-from slurmgpu.inputs.pending import PROMISED
-from slurmgpu.inputs.spec import InputFile, InputSpec
+from slurmgpu.inputs.spec import PROMISED, InputFile, InputSpec
 from slurmgpu.inputs.tables import MergedRows
 from slurmgpu.util.shared_files import retried
 
@@ -23,10 +21,7 @@ _ADVICE = "Put the file back as it was, or plan a new run."
 
 
 class Reader:
-    """Reads items of an input that was planned; holds one of its files open.
-
-    A file that is not as it was planned, now or later, is a SlurmGPUError.
-    """
+    """Reads items of a planned input, one open file at a time; SlurmGPUError if a file has changed since planning."""
 
     def __init__(self, spec: InputSpec, index: Path) -> None:
         for file in spec.files:
@@ -40,52 +35,41 @@ class Reader:
     def __enter__(self) -> Reader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Close what is open; the reader is of no use afterwards."""
+        """Close all files."""
         self._close_file()
         self._index.close()
 
     def reopen(self) -> None:
-        """Open the file again at the next reading: a descriptor that is stale stays so."""
+        """Open the file again at the next read: a stale descriptor stays stale."""
         with contextlib.suppress(OSError):
             self._close_file()
 
     def read(self, start: int, stop: int) -> list[Mapping[str, Any] | ItemError]:
-        """The data of items start..stop-1, in order; an ItemError in the place of a malformed one.
+        """The data of items start..stop-1, in order; an ItemError in place of a malformed item.
 
-        A range may span files. What lies before the multiple of the stride at or before `start` is not read.
+        A range may span files. Nothing before the last multiple of the stride up to `start` is read.
         """
         if not 0 <= start <= stop <= self._spec.n_items:
             raise ValueError(f"items {start} to {stop} of an input of {self._spec.n_items}")
-        return [data for span in self._spec.spans(start, stop) for data in self._read_span(*span)]
-
-    def _read_span(self, start: int, stop: int) -> list[Mapping[str, Any] | ItemError]:
         data: list[Mapping[str, Any] | ItemError] = []
-        while start < stop:
-            number = bisect_right(self._bounds, start) - 1
-            end = min(stop, self._bounds[number + 1])
-            data += self._read_file(number, start, end)
-            start = end
-        return data
-
-    def _read_file(self, number: int, start: int, stop: int) -> list[Mapping[str, Any] | ItemError]:
-        first = self._bounds[number]
-        data = self._rows(number).read(start - first, stop - first)
-        _check_unchanged(self._spec.files[number])  # afterwards: then what was read is what was planned
+        for at, end in self._spec.spans(start, stop):
+            while at < end:
+                number = bisect_right(self._bounds, at) - 1
+                first, after = self._bounds[number], min(end, self._bounds[number + 1])
+                data += self._rows(number).read(at - first, after - first)
+                _check_unchanged(self._spec.files[number])  # after reading, so that the planned file was read
+                at = after
         return data
 
     def _rows(self, number: int) -> Rows:
-        if self._open is None or self._open[0] != number:
-            self._close_file()
-            self._open = (number, self._open_file(number))
-        return self._open[1]
-
-    def _open_file(self, number: int) -> Rows:
+        """The items of a file, which is opened if it is not the open one."""
+        if self._open is not None and self._open[0] == number:
+            return self._open[1]
+        self._close_file()
         path = self._spec.files[number].path
         _check_unchanged(self._spec.files[number])
         items = range(self._bounds[number], self._bounds[number + 1])
@@ -97,6 +81,7 @@ class Reader:
         rows = self._format.open(path, self._spec.columns, find)
         if self._spec.files[number].size_bytes == PROMISED:
             _check_promise(self._spec.files[number], rows)
+        self._open = (number, rows)
         return rows
 
     def _close_file(self) -> None:
@@ -120,7 +105,7 @@ def _check_unchanged(file: InputFile) -> None:
 
 
 def _check_promise(file: InputFile, rows: Rows) -> None:
-    """Refuse a merged file that is not the complete one of the plan that was waited for."""
+    """SlurmGPUError unless a merged file is the complete one of the expected plan."""
     assert isinstance(rows, MergedRows)
     if len(rows) != file.n_items or rows.fingerprint != file.sha256:
         raise SlurmGPUError(

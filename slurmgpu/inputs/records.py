@@ -1,4 +1,4 @@
-"""Where the records of a line-based file start, found in its bytes as they pass by."""
+"""Find the starts of records in the bytes of a line-based file."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from slurmgpu.errors import SlurmGPUError
 NEWLINE, QUOTE = ord("\n"), ord('"')
 
 MAX_RECORD_BYTES = 1 << 28
-"""A longer record is refused: it is no record, as a rule, and a batch of them would fill the memory."""
+"""Longer records are refused: they are usually errors, and a batch of them would fill the memory."""
 
-# RFC 4180: a quote opens a field at its beginning; behind a quote it is the second half of an escaped one.
+# RFC 4180: a quote opens a field at its start; after a quote it is the second half of an escaped one.
 _MAY_PRECEDE_QUOTE = np.zeros(256, dtype=bool)
 _MAY_PRECEDE_QUOTE[[ord(","), NEWLINE, QUOTE]] = True
 
 
 def split(data: bytes, *, quoting: bool) -> list[bytes]:
-    """The records in `data`, which begins with one; with `quoting`, a newline inside quotes ends none."""
+    """The records in `data`, which starts with one; with `quoting`, newlines in quotes end none."""
     if not (quoting and b'"' in data):
         return data.split(b"\n")
     block = np.frombuffer(data, np.uint8)
@@ -31,15 +31,15 @@ def split(data: bytes, *, quoting: bool) -> list[bytes]:
 
 
 def _outside_quotes(newlines: NDArray[np.intp], quotes: NDArray[np.intp], n_before: int) -> NDArray[np.intp]:
-    """The newlines that have an even number of quotes before them (`n_before` of them in earlier blocks)."""
+    """The newlines after an even number of quotes, with `n_before` quotes in earlier blocks."""
     outside: NDArray[np.bool_] = (np.searchsorted(quotes, newlines) + n_before) % 2 == 0
     return newlines[outside]
 
 
 class RecordFinder:
-    """Finds where records start in a file that is handed over block by block, from the first record on.
+    """Finds the starts of records in a file that is passed block by block, from the first record on.
 
-    `last_start` and `last_line` are the offset and the 1-based line of the record that started last.
+    `last_start` and `last_line` are the offset and the 1-based line of the last record.
     """
 
     def __init__(self, path: str, begin: int, end: int, *, line: int, quoting: bool) -> None:
@@ -54,11 +54,11 @@ class RecordFinder:
         self._last_byte = NEWLINE
 
     def starts(self, block: NDArray[np.uint8]) -> NDArray[np.intp]:
-        """The offsets in the file of records that start behind a newline in `block`, the file's next."""
+        """The offsets of records that start after a newline in `block`, the file's next."""
         newlines = np.flatnonzero(block == NEWLINE)
         ends = self._find_ends(block, newlines) if self._quoting else newlines
         starts = ends + (self._position + 1)
-        starts = starts[: np.searchsorted(starts, self._end)]  # the newline of the last line starts nothing
+        starts = starts[: np.searchsorted(starts, self._end)]  # nothing starts after the last newline
         self._check_length(int(starts[0]) - 1 if len(starts) else self._position + len(block))
         if len(starts):
             self.last_start = int(starts[-1])
@@ -68,14 +68,14 @@ class RecordFinder:
         return starts
 
     def finish(self) -> None:
-        """Refuse a file that ends inside quotes."""
+        """SlurmGPUError if the file ends inside quotes."""
         if self._n_quotes % 2:
             self._refuse(self.last_line, "a quote is opened in this record and never closed")
 
     def _find_ends(self, block: NDArray[np.uint8], newlines: NDArray[np.intp]) -> NDArray[np.intp]:
         quotes = np.flatnonzero(block == QUOTE)
         ends = _outside_quotes(newlines, quotes, self._n_quotes)
-        # One stray quote turns every later newline inside out, so it is looked for here, not in a sample.
+        # A stray quote inverts all later newlines, so all quotes are checked, not a sample.
         openers = quotes[self._n_quotes % 2 :: 2]
         before = block[openers - 1]
         if len(openers) and openers[0] == 0:

@@ -1,4 +1,4 @@
-"""Reading an input once, at planning: is it what its suffix says, where are its items, what is its sum."""
+"""Read an input once, at planning: check its format, index its items, hash it."""
 
 from __future__ import annotations
 
@@ -12,27 +12,46 @@ from typing import Any, BinaryIO
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.inputs.formats import CHUNK_BYTES, Format, Preview, format_of
 from slurmgpu.inputs.index import IndexWriter
-from slurmgpu.inputs.spec import InputFile, InputSpec
+from slurmgpu.inputs.spec import PROMISED, InputFile, InputSpec
+from slurmgpu.inputs.tables import Merged
 
 
 def scan(
     paths: Sequence[Path], index: Path, *, stride: int, progress: Callable[[int, int], None] | None = None
 ) -> InputSpec:
-    """The spec of an input; the offsets of every `stride`-th item are left at `index`.
+    """The spec of an input; writes the offsets of every `stride`-th item to `index`.
 
-    What is not the format is a SlurmGPUError that names the file and the line. Every beginning is looked
-    at before any is read whole, then a sample of the lines that pass by, and the last.
-    The files are read once, in bounded memory; `progress` is called with the bytes read so far and in all.
+    SlurmGPUError names the file and line of other formats. All first bytes are checked before any file is read whole,
+    then a sample of the lines, and the last one. Files are read once, in bounded memory; `progress` is called with the
+    bytes read so far and in total.
     """
     its_format = format_of(paths)
     previews = [_preview(path, its_format) for path in paths]
     _refuse_mixed(previews)
-    advance = _count_up(sum(found.size_bytes for found in previews), progress)
+    total, done = sum(found.size_bytes for found in previews), 0
+
+    def advance(n_bytes: int) -> None:
+        nonlocal done
+        done += n_bytes
+        if progress:
+            progress(done, total)
+
     n_indexed = len(paths) if its_format.is_indexed else 0
     with IndexWriter(index, stride=stride, n_files=n_indexed) as writer, ThreadPoolExecutor(1) as beside:
         files = tuple(_scan_file(its_format, found, writer, beside, advance) for found in previews)
         n_items = sum(file.n_items for file in files)
         spec = InputSpec(its_format.name, files, n_items, stride, previews[0].columns)
+        writer.publish(spec.digest)
+    return spec
+
+
+def promise(
+    path: Path, index: Path, *, n_items: int, columns: Sequence[str], fingerprint: str, stride: int
+) -> InputSpec:
+    """The spec of the merged file that the run of a plan will leave at `path`; a Reader refuses any other file."""
+    file = InputFile(str(path), PROMISED, PROMISED, fingerprint, n_items)
+    spec = InputSpec(Merged.name, (file,), n_items, stride, tuple(columns))
+    with IndexWriter(index, stride=stride, n_files=0) as writer:
         writer.publish(spec.digest)
     return spec
 
@@ -56,7 +75,6 @@ def _scan_file(
 
 
 def _preview(path: Path, its_format: Format) -> Preview:
-    """What the beginning of a file tells; SlurmGPUError if it is empty or not the format."""
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
@@ -69,7 +87,7 @@ def _preview(path: Path, its_format: Format) -> Preview:
 
 
 def _refuse_mixed(previews: Sequence[Preview]) -> None:
-    """Refuse files whose columns differ, and a jsonl file that has no key in common with the first."""
+    """SlurmGPUError if columns differ, or if a jsonl file shares no key with the first."""
     first, first_path = previews[0], previews[0].path
     for other in previews[1:]:
         path, columns = other.path, other.columns
@@ -86,7 +104,7 @@ def _refuse_mixed(previews: Sequence[Preview]) -> None:
 
 
 def _chunks(file: BinaryIO, n_bytes: int, advance: Callable[[int], None]) -> Iterator[bytes]:
-    """The file's first `n_bytes`: one that grows all the time is not followed for ever."""
+    """The file's first `n_bytes`; a growing file is not followed."""
     while chunk := file.read(min(CHUNK_BYTES, n_bytes)):
         yield chunk
         n_bytes -= len(chunk)
@@ -94,7 +112,7 @@ def _chunks(file: BinaryIO, n_bytes: int, advance: Callable[[int], None]) -> Ite
 
 
 def _hashed(chunks: Iterable[bytes], checksum: Any, beside: ThreadPoolExecutor) -> Iterator[bytes]:
-    """The chunks, each hashed in another thread while the caller works on it; at most two are in memory."""
+    """The chunks, hashed in another thread while the caller works; at most two are in memory."""
     hashing: Future[None] | None = None
     for chunk in chunks:
         if hashing:
@@ -103,19 +121,6 @@ def _hashed(chunks: Iterable[bytes], checksum: Any, beside: ThreadPoolExecutor) 
         yield chunk
     if hashing:
         hashing.result()
-
-
-def _count_up(total: int, progress: Callable[[int, int], None] | None) -> Callable[[int], None]:
-    """A function that adds to the bytes done and tells `progress`."""
-    done = 0
-
-    def advance(n_bytes: int) -> None:
-        nonlocal done
-        done += n_bytes
-        if progress:
-            progress(done, total)
-
-    return advance
 
 
 def _names(names: Sequence[str] | None) -> str:

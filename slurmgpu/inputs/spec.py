@@ -1,16 +1,20 @@
-"""What planning learned about an input, frozen in the run's plan."""
+"""The description of an input in a run's plan."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+PROMISED = -1
+"""The size and time of a file that does not exist yet; in place of its SHA-256 stands the fingerprint of its plan."""
+
 
 @dataclass(frozen=True)
 class InputFile:
-    """One file of an input, as it was when the run was planned; `path` is absolute."""
+    """One file of an input at planning; `path` is absolute."""
 
     path: str
     size_bytes: int
@@ -21,11 +25,10 @@ class InputFile:
 
 @dataclass(frozen=True)
 class InputSpec:
-    """An input: its files in order, all of one format, and the number of its items.
+    """An input: its files in order, all of one format, and its number of items.
 
-    `stride` is the distance of the items whose offsets are in the index.
-    `columns` are the names that every item of a csv, parquet or h5 input has; None for jsonl and txt.
-    `ranges` are those items of the files that the input has, first and the one after the last; None for all of them.
+    `stride` is the distance of indexed items. `columns` are the names in every item of a csv, parquet or h5 input; None
+    for jsonl and txt. `ranges` are the items of the files that the input uses, as (start, stop); None for all.
     """
 
     format: str
@@ -37,16 +40,16 @@ class InputSpec:
 
     @property
     def digest(self) -> str:
-        """What `sha256sum FILES | cut -c-64 | sha256sum` prints: it stands for every byte of the input."""
+        """The output of `sha256sum FILES | cut -c-64 | sha256sum`; it identifies every byte of the input."""
         return hashlib.sha256("".join(f"{file.sha256}\n" for file in self.files).encode()).hexdigest()
 
     def taking(self, ranges: Sequence[tuple[int, int]]) -> InputSpec:
-        """An input of these ranges of the files' items alone, numbered from 0 in their order."""
+        """An input of only these ranges of items, numbered from 0 in their order."""
         n_items = sum(stop - start for start, stop in ranges)
         return replace(self, n_items=n_items, ranges=tuple((start, stop) for start, stop in ranges))
 
     def spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Where items start..stop-1 are among the items of all files: first, and the one after the last, of each."""
+        """The ranges (start, stop) of items start..stop-1 among the items of all files."""
         n_before = 0
         for first, end in self.ranges if self.ranges is not None else [(0, self.n_items)]:
             low, high = first + max(start - n_before, 0), min(end, first + stop - n_before)
@@ -55,16 +58,15 @@ class InputSpec:
             n_before += end - first
 
     def to_json(self) -> dict[str, Any]:
-        """The spec in JSON's types, for run.json."""
-        columns = None if self.columns is None else list(self.columns)
-        ranges = None if self.ranges is None else [list(span) for span in self.ranges]
-        return asdict(self) | {"files": [asdict(file) for file in self.files], "columns": columns, "ranges": ranges}
+        """The spec as JSON values, for run.json."""
+        value: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return value
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> InputSpec:
-        """The spec that `to_json` was called on."""
+        """The spec from `to_json`."""
         files = tuple(InputFile(**file) for file in value["files"])
         columns = None if value["columns"] is None else tuple(value["columns"])
-        found = value.get("ranges")  # not in runs of before there were any
+        found = value.get("ranges")  # absent in older runs
         ranges = None if found is None else tuple((start, stop) for start, stop in found)
         return cls(**{**value, "files": files, "columns": columns, "ranges": ranges})

@@ -1,4 +1,4 @@
-"""The configurations of a sweep: what [sweep] of a run file stands for. Its keys: docs/reference/run-file.md."""
+"""Expand [sweep] of a run file into configurations. docs/reference/run-file.md has its keys."""
 
 from __future__ import annotations
 
@@ -17,43 +17,32 @@ from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.util.plurals import count_of
 
 FILE = "sweep.jsonl"
-"""The configurations in the run directory, one in a line: the input of a run that has no other."""
+"""The configurations in the run directory, one per line: the input of a run without another one."""
 
 MOST = 1_000_000
-"""A grid of more is a mistake, as a rule."""
+"""The largest grid; larger ones are usually mistakes."""
 
 RANDOM = "random"
 DISTRIBUTIONS = ("uniform", "loguniform", "int", "logint")
 VALUES = "text, true or false, finite numbers, and lists and tables of them"
 TABLES = ("settings", "arguments")
-"""What a key of [sweep] is taken for, from the tables of the run file."""
+"""Tables of the run file whose keys [sweep] varies."""
 EXACT = 2**53
-"""Up to here every whole number is a float."""
+"""All integers up to this one are exact as floats."""
 SHOWN = 60
-"""So many characters of a value are shown in a sentence."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The values that a list names."""
-
-    values: Sequence[Any]
-
-    def at(self, u: float) -> Any:
-        """The value that belongs to a number of 0 <= u < 1."""
-        return self.values[int(u * len(self.values))]
+"""How many characters of a value to show in messages."""
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """Numbers from `low` to `high`, both included; whole ones where `kind` is int or logint."""
+    """Numbers from `low` to `high`, inclusive; integers if `kind` is int or logint."""
 
     kind: str
     low: float
     high: float
 
     def at(self, u: float) -> Any:
-        """The number that belongs to a number of 0 <= u < 1."""
+        """The number for 0 <= u < 1."""
         low, high = self.low, self.high
         if self.kind == "uniform":
             found = low * (1 - u) + high * u
@@ -68,35 +57,35 @@ class Distribution:
 
 
 def expand(table: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
-    """The configurations that [sweep] stands for, in order: of the table and the run's seed alone.
+    """The configurations of [sweep], in order; they depend only on the table and the run's seed.
 
-    Without `random` they are the grid, its last key varying fastest. With it they are drawn; where there are lists
-    only, no configuration comes twice, and at most all of the grid do. SlurmGPUError for a table that cannot be.
+    Without `random` they are the grid, its last key varying fastest. With `random` they are drawn; if all keys are
+    lists, without repetition and at most the whole grid. SlurmGPUError for an invalid table.
     """
     n_random = _n_random(table)
     axes = {key: _axis(key, value) for key, value in table.items() if key != RANDOM}
     if not axes:
-        raise SlurmGPUError("[sweep] has no key to vary; expected one at least, such as lr = [0.1, 0.01].")
+        raise SlurmGPUError("[sweep] has no key to vary; expected at least one, such as lr = [0.1, 0.01].")
     drawn = [key for key, axis in axes.items() if isinstance(axis, Distribution)]
     if n_random is None and drawn:
         raise SlurmGPUError(
-            f"[sweep] {drawn[0]} is a distribution, and nothing says how many configurations are drawn. "
-            f"Add random = 20, say, to [sweep], or give a list of values."
+            f"[sweep] {drawn[0]} is a distribution, so the number of configurations must be given. "
+            f"Add random = 20, for example, to [sweep], or give a list of values."
         )
-    size = math.prod(len(axis.values) for axis in axes.values() if isinstance(axis, Choice))
+    values = [axis for axis in axes.values() if isinstance(axis, list)]
+    size = math.prod(map(len, values))
     if n_random is not None and (drawn or n_random < size):
         return list(itertools.islice(_drawn(axes, seed, distinct=not drawn), n_random))
     if size > MOST:
         raise SlurmGPUError(
-            f"[sweep] stands for {size:,} configurations; expected {MOST:,} at most. "
-            f"Shorten its lists, or draw from them with random = 100, say."
+            f"[sweep] stands for {size:,} configurations; expected at most {MOST:,}. "
+            f"Shorten its lists, or draw from them with random = 100, for example."
         )
-    values = [axis.values for axis in axes.values() if isinstance(axis, Choice)]
     return [dict(zip(axes, each, strict=True)) for each in itertools.product(*values)]
 
 
 def headline(table: Mapping[str, Any], n_configurations: int) -> str:
-    """What a sweep is, in a line: "6 configurations: lr × width"."""
+    """A sweep in one line: "6 configurations: lr × width"."""
     varied = [
         key
         for key, value in table.items()
@@ -110,41 +99,38 @@ def headline(table: Mapping[str, Any], n_configurations: int) -> str:
 
 
 def describe(data: Mapping[str, Any]) -> str:
-    """A configuration in a sentence: `lr = 0.1, width = 32`."""
+    """A configuration in words: `lr = 0.1, width = 32`."""
     texts = {key: json.dumps(value, ensure_ascii=False, default=str) for key, value in data.items()}
     shown = (f"{key} = {text if len(text) <= SHOWN else f'{text[:SHOWN]}…'}" for key, text in texts.items())
     return ", ".join(shown) or "nothing of its own"
 
 
 def place_of(file: Path, number: int, data: Mapping[str, Any]) -> str:
-    """Where a user finds item `number` of an input: `[sweep], configuration 3 (lr = 0.1, width = 32)`."""
+    """The place of item `number` of an input: `[sweep], configuration 3 (lr = 0.1, width = 32)`."""
     where = "[sweep], configuration" if file.name == FILE else f"{file}, item"
     return f"{where} {number} ({describe(data)})"
 
 
 def write(configurations: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Write the configurations as JSON lines.
-
-    The time of modification is a whole second, which a copy on any other file system has as well.
-    """
+    """Write the configurations as JSON lines; the modification time is whole seconds, which any copy keeps."""
     path.write_text("".join(f"{json.dumps(each, allow_nan=False)}\n" for each in configurations), "utf-8")
     now = int(time.time())
     os.utime(path, (now, now))
 
 
-def _drawn(axes: Mapping[str, Choice | Distribution], seed: int, *, distinct: bool) -> Iterator[dict[str, Any]]:
-    """Configurations without end. `random()` alone is promised to stay as it is in later versions of Python."""
+def _drawn(axes: Mapping[str, list[Any] | Distribution], seed: int, *, distinct: bool) -> Iterator[dict[str, Any]]:
+    """Endless configurations, by `random()`, the only method that stays the same in later versions of Python."""
     numbers = random.Random(seed)
     met: set[tuple[int, ...]] = set()
-    single = {key for key, axis in axes.items() if isinstance(axis, Choice) and len(axis.values) == 1}
+    single = {key for key, axis in axes.items() if isinstance(axis, list) and len(axis) == 1}
     while True:
         us = {key: 0.0 if key in single else numbers.random() for key in axes}
+        places = {key: int(us[key] * len(axis)) for key, axis in axes.items() if isinstance(axis, list)}
         if distinct:
-            places = tuple(int(us[key] * len(axis.values)) for key, axis in axes.items() if isinstance(axis, Choice))
-            if places in met:
+            if tuple(places.values()) in met:
                 continue
-            met.add(places)
-        yield {key: axis.at(us[key]) for key, axis in axes.items()}
+            met.add(tuple(places.values()))
+        yield {key: axis[places[key]] if isinstance(axis, list) else axis.at(us[key]) for key, axis in axes.items()}
 
 
 def _n_random(table: Mapping[str, Any]) -> int | None:
@@ -158,8 +144,7 @@ def _n_random(table: Mapping[str, Any]) -> int | None:
     return found
 
 
-def _axis(key: str, value: Any) -> Choice | Distribution:
-    """What a key may be: one value of a list, or a number of a distribution."""
+def _axis(key: str, value: Any) -> list[Any] | Distribution:
     if isinstance(value, Mapping):
         return _distribution(key, value)
     values = value if isinstance(value, list) else [value]
@@ -177,7 +162,7 @@ def _axis(key: str, value: Any) -> Choice | Distribution:
         if text in texts:
             raise SlurmGPUError(f"[sweep] {key} has the value {_shown(each)} twice; expected each once.")
         texts.add(text)
-    return Choice(values)
+    return values
 
 
 def _distribution(key: str, value: Mapping[str, Any]) -> Distribution:
@@ -216,7 +201,7 @@ def _are_bounds(bounds: Any, *, whole: bool, positive: bool) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether JSON has a value as it is: no NaN, no date."""
+    """Whether JSON can hold a value unchanged: no NaN, no date."""
     if isinstance(value, Mapping):
         return all(map(_is_plain, value.values()))
     if isinstance(value, list):
@@ -225,7 +210,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """A value as TOML writes it, or nearly so."""
+    """A value approximately as in TOML."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key} = {_shown(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""The formats that are tables already: .parquet, and .h5, the merged file of an earlier run."""
+"""Table formats: .parquet, and .h5, the merged file of an earlier run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ AFTERWARDS = (
     "Then plan this run again, as its input was written again; one that was submitted with --after goes on by "
     "`slurmgpu resubmit`."
 )
-"""How a run goes on whose input was damaged and then repaired."""
+"""What to do after repairing a damaged input."""
 
 
 class ParquetRows:
-    """The rows of a .parquet file; the row group that was read last stays in memory."""
+    """The rows of a .parquet file; the last row group stays in memory."""
 
     def __init__(self, path: str) -> None:
         try:
@@ -47,12 +47,12 @@ class ParquetRows:
         return self._bounds[-1]
 
     def close(self) -> None:
-        """Close the file and let go of the row group."""
+        """Close the file and drop the row group."""
         self._file.close()
         self._cached = None
 
     def read(self, start: int, stop: int) -> list[Mapping[str, Any] | ItemError]:
-        """Rows start..stop-1 of this file; a row of a damaged row group is an ItemError."""
+        """Rows start..stop-1; an ItemError for each row of a damaged row group."""
         items: list[Mapping[str, Any] | ItemError] = []
         while start < stop:
             group = bisect_right(self._bounds, start) - 1
@@ -68,7 +68,7 @@ class ParquetRows:
 
     def _group(self, group: int) -> Any:
         if self._cached is None or self._cached[0] != group:
-            self._cached = None  # two row groups need not fit into memory
+            self._cached = None  # two row groups may exceed the memory
             self._cached = (group, self._file.read_row_group(group))
         return self._cached[1]
 
@@ -76,8 +76,7 @@ class ParquetRows:
 class MergedRows:
     """The rows of an earlier run's merged.h5: `index`, its columns, and `error` where the item failed.
 
-    Their bytes are compared with their checksums: all of them at once if `verify`, else each shard's with its first
-    row that is read.
+    Checksums are verified: all of them at once with `verify`, else each shard's when its first row is read.
     """
 
     def __init__(self, path: str, *, verify: bool = False) -> None:
@@ -87,7 +86,7 @@ class MergedRows:
         if not self._merged.complete:
             self._merged.close()
             raise SlurmGPUError(
-                f"{path} lacks rows: its run is incomplete. `slurmgpu resubmit` completes it; then go on."
+                f"{path} lacks rows: its run is incomplete. Complete it with `slurmgpu resubmit`, then go on."
             )
         self.columns = ("index", *self._merged.columns)
         self.fingerprint = str(self._merged.attributes["fingerprint"])
@@ -100,7 +99,7 @@ class MergedRows:
         self._merged.close()
 
     def read(self, start: int, stop: int) -> list[Mapping[str, Any] | ItemError]:
-        """Rows start..stop-1 of this file; SlurmGPUError if their bytes have changed."""
+        """Rows start..stop-1; SlurmGPUError if their bytes have changed."""
         try:
             self._merged.check_rows(start, stop)
         except SlurmGPUError as error:
@@ -110,7 +109,7 @@ class MergedRows:
 
 
 class Table(Rows, Protocol):
-    """Rows of which the number and the columns are known."""
+    """Rows with a known number and known columns."""
 
     columns: tuple[str, ...]
 
@@ -118,14 +117,14 @@ class Table(Rows, Protocol):
 
 
 class Tables(Format):
-    """A format that tells how many rows there are and finds each by itself."""
+    """A format with a known number of rows and random access."""
 
     @abstractmethod
     def table(self, path: str, *, verify: bool = False) -> Table:
-        """The rows of a file; SlurmGPUError if it is not the format, or, with `verify`, damaged anywhere."""
+        """The rows of a file; SlurmGPUError for another format or, with `verify`, any damage."""
 
     def preview(self, file: BinaryIO, found: Preview) -> Preview:
-        """The columns, and the number of rows as the end."""
+        """The columns, and the number of rows as `end`."""
         with closing(self.table(found.path, verify=True)) as table:
             columns, n_items = table.columns, len(table)
         doubled = sorted({name for name in columns if columns.count(name) > 1})
@@ -147,7 +146,7 @@ class Parquet(Tables, name="parquet"):
     """Parquet, read by pyarrow."""
 
     def table(self, path: str, *, verify: bool = False) -> ParquetRows:
-        """The rows of a file; each page has a checksum of its own."""
+        """The rows of a file; each page has its own checksum."""
         return ParquetRows(path)
 
 
@@ -155,11 +154,11 @@ class Merged(Tables, name="h5"):
     """The merged file of an earlier run."""
 
     def table(self, path: str, *, verify: bool = False) -> MergedRows:
-        """The rows of a file, every byte of which is compared with its checksum first if `verify`."""
+        """The rows of a file; with `verify`, every byte is checked first."""
         return MergedRows(path, verify=verify)
 
 
 def _raise_if_disk_failed(error: BaseException) -> None:
-    """Let the file system's errors pass: pyarrow's OSError for damaged contents is one without an errno."""
+    """Raise errors of the file system; pyarrow's OSError for damaged contents has no errno."""
     if getattr(error, "errno", None) is not None:
         raise error

@@ -1,4 +1,4 @@
-"""Joining shards into merged.h5, verified; and export from there.
+"""Join shards into a verified merged.h5, and export it.
 
 May import: code, inputs, page, report, results, run, shards, util, worker and workload.
 """

@@ -1,9 +1,9 @@
-"""Export: the rows of a merged file as JSONL, CSV, Parquet or tensors, written whole or not at all.
+"""Export the rows of a merged file as JSONL, CSV, Parquet or tensors, all or nothing.
 
-Every row has `index`, the columns and `error`. The columns of a failed item are null, and so is `error` where there
-was none; so are NaN and the infinities in JSONL and CSV, for JSON has no words for them. In CSV null is empty.
-Memory is bounded, but for tensors, of which torch.save wants all at once. A workload may write formats of its own.
-Every byte of the merged file is verified before anything is written.
+Every row has `index`, the columns and `error`. A failed item has null columns, a good one a null `error`. NaN and
+infinities are null in JSONL and CSV, since JSON lacks them. In CSV null is empty. Memory is bounded, except for
+tensors, which torch.save needs all at once. A workload may add formats of its own. Every byte of the merged file is
+verified first.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import csv
 import functools
 import io
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -34,26 +35,25 @@ from slurmgpu.util.atomic_files import beside, fsync_dir, working_folder, write_
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, cause_raised, read_bytes, replace, retried
 from slurmgpu.workload import build
 
-Writer = Callable[[Merged, IO[bytes]], str | None]
-"""Writes the rows; what it says is what it wrote, if that is other than rows."""
+log = logging.getLogger(__name__)
 
-_BLOCK_BYTES = 4 << 20  # as Python's objects they take some ten times as much
+Writer = Callable[[Merged, IO[bytes]], str | None]
+"""Writes the rows; returns a description if it writes anything other than rows."""
+
+_BLOCK_BYTES = 4 << 20  # ten times as much as Python objects
 _ROW_GROUP_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
 class Exported:
-    """How many rows were exported, and what a workload says that its own format has of them."""
+    """The number of exported rows, and the description that a workload gave of its own format."""
 
     n_rows: int
     said: str | None = None
 
 
 def export(path: Path, format: str, output: Path) -> Exported:  # noqa: A002 - the word of the command line
-    """Write the rows of a merged file to `output` in one of its formats; SlurmGPUError if a byte of it is wrong.
-
-    It begins again where a file system fails for a moment.
-    """
+    """Write the rows to `output`; SlurmGPUError if a byte differs. Starts again after a transient failure."""
     return retried(lambda: cause_raised(lambda: _export(path, format, output)), BRIEF_PATIENCE_S)
 
 
@@ -72,7 +72,7 @@ def _export(path: Path, format: str, output: Path) -> Exported:  # noqa: A002
 
 
 def export_to(path: Path, format: str, file: IO[bytes]) -> int:  # noqa: A002 - the word of the command line
-    """Write the rows of a merged file to an open file, as far as that gets; how many they are."""
+    """Write the rows of a merged file to an open file; the number of rows."""
     with results.open(path, verify=True) as merged:
         write = _writer(merged, format)
         if FORMATS.get(format) is write and format not in STREAMS:
@@ -90,7 +90,7 @@ def _write_jsonl(merged: Merged, file: IO[bytes]) -> None:
 
 
 def _write_csv(merged: Merged, file: IO[bytes]) -> None:
-    """RFC 4180. Numbers and text are as they are, everything else is JSON; null is empty."""
+    """RFC 4180. Numbers and text are written plainly, other values as JSON, null as empty."""
     text = io.TextIOWrapper(file, encoding="utf-8", newline="")
     writer = csv.writer(text)
     writer.writerow(("index", *merged.columns, "error"))
@@ -110,7 +110,7 @@ def _write_parquet(merged: Merged, file: IO[bytes]) -> None:
 
 
 def _write_pt(merged: Merged, file: IO[bytes]) -> None:
-    """A dict that `torch.load` reads: tensors of numbers, lists of text and JSON, lists of tensors."""
+    """A dict for `torch.load`: tensors of numbers, lists of text and JSON, lists of tensors."""
     try:
         import torch
     except ImportError as error:
@@ -132,7 +132,7 @@ def _write_pt(merged: Merged, file: IO[bytes]) -> None:
 
 
 def _writer(merged: Merged, format: str) -> Writer:  # noqa: A002 - the word of the command line
-    """What writes a format: the workload of the merged file's run where it does so itself."""
+    """The writer of a format: the workload's own if it has one of this name."""
     if format in _beside(merged, "run.json").get("exports", ()):
         run = Run.open(merged.path.parent)
         owners.refuse_foreign(run, f"export it as {format}, which its workload writes,")
@@ -143,7 +143,7 @@ def _writer(merged: Merged, format: str) -> Writer:  # noqa: A002 - the word of 
 
 
 def _write_by_workload(run: Run, format: str, merged: Merged, file: IO[bytes]) -> str | None:  # noqa: A002
-    # As the merge does for a summary: in the run file's folder, to which relative settings are relative.
+    # Relative settings are relative to the run file's folder.
     plan, base = run.plan, Path(run.plan.search_path)
     with working_folder(base), importer.using(run.folder, code_digest(run.submissions())):
         exports = build(plan.workload, plan.settings, base).exports
@@ -154,7 +154,7 @@ def _write_by_workload(run: Run, format: str, merged: Merged, file: IO[bytes]) -
 
 
 def _about(merged: Merged) -> dict[str, Any]:
-    """What lies beside the tensors as JSON: totals, and of the run that merged them its settings and summary."""
+    """The JSON beside the tensors: totals, and the settings and summary of the run."""
     attributes = merged.attributes
     about = {name: attributes.get(name) for name in ("run", "workload", "seed", "n_items", "complete", "fingerprint")}
     about |= {"n_rows": len(merged), "n_errors": int(merged.failed.sum())}
@@ -165,12 +165,17 @@ def _about(merged: Merged) -> dict[str, Any]:
 
 
 def _beside(merged: Merged, name: str) -> dict[str, Any]:
-    """The JSON file of that name beside a merged file, if it is of the same run; else nothing."""
+    """The JSON file of that name beside a merged file; {} if there is none of the same run."""
+    path = merged.path.parent / name
     try:
-        found: dict[str, Any] = json.loads(read_bytes(merged.path.parent / name))
+        found = json.loads(read_bytes(path))
     except FileNotFoundError:
         return {}  # the merged file was copied elsewhere
-    return found if found.get("fingerprint") == merged.attributes["fingerprint"] else {}
+    except ValueError as error:
+        log.warning("%s is damaged, and is not used for the export: %s", path, error)
+        return {}
+    is_same = isinstance(found, dict) and found.get("fingerprint") == merged.attributes["fingerprint"]
+    return found if is_same else {}
 
 
 FORMATS: dict[str, Writer] = {
@@ -181,18 +186,17 @@ FORMATS: dict[str, Writer] = {
 }
 
 STREAMS = ("jsonl", "csv")
-"""Of these, those that can be read as they come."""
+"""The formats that can be written to a stream."""
 
 
 def _blocks(merged: Merged, n_bytes: int) -> Iterator[tuple[int, int]]:
-    """Ranges of rows that take about `n_bytes` each."""
     n_rows = max(1, len(merged) * n_bytes // merged.path.stat().st_size)
     for start in range(0, len(merged), n_rows):
         yield start, min(start + n_rows, len(merged))
 
 
 def _plain_rows(merged: Merged, *, as_cells: bool = False) -> Iterator[tuple[Any, ...]]:
-    """The rows as JSON has them: index, columns, error."""
+    """The rows as JSON values: index, columns, error."""
     columns = [merged[name] for name in merged.columns]
     for start, stop in _blocks(merged, _BLOCK_BYTES):
         stored = [(each.column, each.stored(start, stop)) for each in columns]

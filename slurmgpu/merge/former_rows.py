@@ -1,11 +1,10 @@
-"""The rows of a merged file, shard by shard and verified: what a newer merge must not lose."""
+"""The verified rows of an earlier merged file, by shard: a newer merge must not lose them."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -13,14 +12,15 @@ import numpy as np
 from slurmgpu.code.versions import Stretch, within
 from slurmgpu.errors import ItemError
 from slurmgpu.shards.columns import Column
-from slurmgpu.shards.piece_table import lead_bytes, read_table
+from slurmgpu.shards.numbers import OFFSET_DTYPE
+from slurmgpu.shards.piece_table import Pieces, lead_bytes
 from slurmgpu.shards.shard_file import rows_from
-from slurmgpu.shards.userblock import MERGED, OFFSET_DTYPE, DamagedShardError, Reader, Region, read_userblock
+from slurmgpu.shards.userblock import MERGED, DamagedShardError, Reader, read_userblock
 from slurmgpu.util.shared_files import PATIENCE_S
 
 
 class FormerRows:
-    """A merged file of the plan with this fingerprint; DamagedShardError for any other, and for a damaged one."""
+    """A merged file of the plan with this fingerprint; DamagedShardError for any other file."""
 
     def __init__(
         self, path: Path, columns: Mapping[str, Column], fingerprint: str, patience_s: float = PATIENCE_S
@@ -30,34 +30,26 @@ class FormerRows:
             directory, table, _ = read_userblock(self._reader)
             attributes = directory["attributes"]
             if attributes["format"] != MERGED or attributes["fingerprint"] != fingerprint:
-                raise DamagedShardError("it is no merged file of this plan")
-            regions = [Region(*region) for region in directory["datasets"]]
-            self._table = read_table(table, len(regions))
+                raise DamagedShardError("it is not a merged file of this plan")
+            self._pieces = Pieces(directory, table)
+            self._table = self._pieces.table
             self._code = [Stretch(*each) for each in directory.get("code", ())]
-        except (KeyError, TypeError, ValueError) as error:
+        except BaseException as error:
             self._reader.close()
-            raise DamagedShardError(f"its directory makes no sense ({type(error).__name__}: {error})") from error
-        except BaseException:
-            self._reader.close()
+            if isinstance(error, (KeyError, TypeError, ValueError)):
+                raise DamagedShardError(f"its directory is invalid ({type(error).__name__}: {error})") from error
             raise
         self._columns = columns
-        self._numbers = {region.path: number for number, region in enumerate(regions)}
-        self._regions = {region.path: region for region in regions}
+        self._numbers = {region.path: number for number, region in enumerate(self._pieces.regions)}
         self.shards = {int(row["shard"]): place for place, row in enumerate(self._table)}
-        """The shards that it holds, each with its place in the file."""
-        n_bytes = self._table["n_bytes"]
-        self._before = np.cumsum(n_bytes, axis=0) - n_bytes
+        """The shards in the file, each with its position in the piece table."""
 
-    def __enter__(self) -> FormerRows:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Close the file."""
         self._reader.close()
 
     def code(self, shard: int) -> list[Stretch]:
-        """Which code has computed which rows of a shard; none of them is known of a file of an older slurmgpu."""
+        """The code that computed a shard's rows; unknown for files of older versions."""
         place = self.shards[shard]
         start, stop = (int(self._table[name][place]) for name in ("start", "stop"))
         return within(self._code, start, stop) or [Stretch(start, stop, None)]
@@ -69,30 +61,27 @@ class FormerRows:
         return {start + int(row) for row in np.flatnonzero(np.diff(offsets))}
 
     def rows(self, shard: int) -> list[dict[str, Any] | ItemError]:
-        """The rows of a shard as `write_shard` takes them; DamagedShardError unless all their bytes are as written."""
+        """The rows of a shard as `write_shard` takes them; DamagedShardError if a byte differs."""
         place = self.shards[shard]
         n_rows = int(self._table["stop"][place] - self._table["start"][place])
         contents = {
-            path: self._offsets(path, shard) if lead_bytes(region) else self._piece(path, shard)
-            for path, region in self._regions.items()
+            region.path: self._offsets(region.path, shard) if lead_bytes(region) else self._piece(region.path, shard)
+            for region in self._pieces.regions
         }
         return rows_from(contents, self._columns, n_rows)
 
     def _offsets(self, path: str, shard: int) -> bytes:
-        """A shard's offsets as they were in its own file."""
+        """A shard's offsets as in its own file."""
         values = path.removesuffix("/offsets") + "/values"
-        size = np.dtype(self._regions[values].dtype).itemsize
-        base = int(self._before[self.shards[shard], self._numbers[values]]) // size
+        number = self._numbers[values]
+        size = np.dtype(self._pieces.regions[number].dtype).itemsize
+        base = int(self._pieces.before[self.shards[shard], number]) // size
         moved = np.frombuffer(self._piece(path, shard), OFFSET_DTYPE) - base
         return bytes(OFFSET_DTYPE.itemsize) + moved.tobytes()
 
     def _piece(self, path: str, shard: int) -> bytes:
-        place, number, region = self.shards[shard], self._numbers[path], self._regions[path]
-        n_bytes = int(self._table["n_bytes"][place, number])
-        if not n_bytes:
-            return b""
-        offset = region.offset + lead_bytes(region) + int(self._before[place, number])
-        content = self._reader.read(offset, offset + n_bytes)
-        if zlib.crc32(content) != int(self._table["crc32"][place, number]):
-            raise DamagedShardError(f"the checksum of {path} of shard {shard} differs")
+        name, begin, n_bytes, crc32 = self._pieces.piece(self.shards[shard], self._numbers[path])
+        content = self._reader.read(begin, begin + n_bytes)
+        if zlib.crc32(content) != crc32:
+            raise DamagedShardError(f"the checksum of {name} differs")
         return content

@@ -1,4 +1,4 @@
-"""What tells a failed item from others beside its index: its settings, or its first fields."""
+"""Names of failed items for the report: their settings or first fields."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from slurmgpu.util.atomic_files import working_folder
 log = logging.getLogger(__name__)
 
 MAX_NAMED = 200
-"""Of so many failed items the report has names …"""
+"""The report names at most this many failed items …"""
 MAX_S = 5.0
-"""… if they can be read in this time: those of a large Parquet file may be far apart."""
+"""… and stops after this time: items of a large Parquet file may be far apart."""
 N_FIELDS = 3
 LENGTH = 160
 
 
 def name_items(run: Run, items: Sequence[FailedItem]) -> None:
-    """Give each of the first of a report's failed items its `name`; None stays where the input cannot tell."""
+    """Set `name` of the report's first failed items; None if the input cannot tell."""
     if not items:
         return
     until = time.monotonic() + MAX_S
@@ -43,11 +43,11 @@ def name_items(run: Run, items: Sequence[FailedItem]) -> None:
                         None if isinstance(data, ItemError) else name_of(data, None if is_sweep else N_FIELDS)
                     )
     except (OSError, SlurmGPUError, ValueError) as error:
-        log.info("failed items are told by their index alone: %s", error)
+        log.info("failed items are listed without names: %s", error)
 
 
 def name_of(data: Mapping[str, Any], n_fields: int | None = None) -> str | None:
-    """The first fields of an item's data, or all, in a line; None for one without any."""
+    """The first fields of an item's data, or all, as one line; None if it has none."""
     fields = dict(list(data.items())[:n_fields])
     text = " ".join(sweeps.describe(fields).split()) if fields else ""
     return (text if len(text) <= LENGTH else f"{text[: LENGTH - 1]}…") or None

@@ -1,4 +1,4 @@
-"""Joins: the bytes of many shards copied into one HDF5 file, verified on their way, in bounded memory."""
+"""Copy the bytes of many shards into one HDF5 file, verifying them, in bounded memory."""
 
 from __future__ import annotations
 
@@ -23,11 +23,20 @@ from slurmgpu.code.versions import Stretch, compact, stretches_of
 from slurmgpu.report.joined import Errors, Joined
 from slurmgpu.run.lock import checked
 from slurmgpu.shards.columns import Column
-from slurmgpu.shards.hdf5_layout import Attributes, Skeleton, draw, file_attributes, unplaced_regions
-from slurmgpu.shards.piece_table import Gathered, OffsetsPlace, Place, Table, lead_bytes, new_table, pieces_of
+from slurmgpu.shards.hdf5_layout import Attributes, Skeleton, file_attributes, make_skeleton, unplaced_regions
+from slurmgpu.shards.piece_table import (
+    BufferedWrites,
+    OffsetsWriter,
+    PieceWriter,
+    Table,
+    lead_bytes,
+    new_table,
+    pieces_of,
+)
 from slurmgpu.shards.shard_file import Directory, Shapes, errors_in, examine, read_errors
 from slurmgpu.shards.userblock import (
     MERGED,
+    Content,
     DamagedShardError,
     Reader,
     new_directory,
@@ -35,17 +44,16 @@ from slurmgpu.shards.userblock import (
     read_userblock,
     userblock_size,
     verify,
-    verify_content,
     write_at,
 )
 from slurmgpu.util.atomic_files import fsync_dir
 from slurmgpu.util.shared_files import PATIENCE_S, exists, is_transient, list_anew, remove, replace, retried
 
-_N_THREADS = 4  # one keeps up with most disks; the others hide how long a network takes to answer
-_CHUNK = 64  # so many parts are one piece of a thread's work
-_SMALL_BYTES = 64 << 10  # a file that is read whole when it is measured, and copied out of memory
-_KEPT_BYTES = 128 << 20  # so much of such files is kept until it is copied
-_MAX_ROUNDS = 3  # so often what has appeared meanwhile is joined as well; what comes later is named as missing
+_N_THREADS = 4  # one keeps up with most disks; more hide the latency of a network
+_CHUNK = 64  # parts per piece of a thread's work
+_SMALL_BYTES = 64 << 10  # smaller files are read whole when measured, and copied from memory
+_KEPT_BYTES = 128 << 20  # how much of such files to keep until they are copied
+_MAX_ROUNDS = 3  # rounds of joining new arrivals; later ones are reported missing
 _STALE_PATIENCE_S = 5.0
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -55,7 +63,7 @@ _T = TypeVar("_T")
 
 
 class Source(NamedTuple):
-    """A shard that is to be joined; `older` are former revisions of it, to be taken where the file is damaged."""
+    """A shard to join; `older` are former revisions, used if the file is damaged."""
 
     shard: int
     path: Path
@@ -65,11 +73,11 @@ class Source(NamedTuple):
 
 
 Review = Callable[[Mapping[int, Errors]], Sequence[Source]]
-"""Is told the failed items of each shard that was copied, and answers what to join in addition, or instead."""
+"""Gets the failed items of each copied shard; returns sources to join in addition or instead."""
 
 
 class _Part(NamedTuple):
-    """A source with the bytes of each of its datasets, whose its rows are, and the whole file where that is small."""
+    """A source, the size of each dataset, the code of its rows, and the content of a small file."""
 
     source: Source
     sizes: tuple[int, ...]
@@ -79,7 +87,7 @@ class _Part(NamedTuple):
 
 
 class _Copied(NamedTuple):
-    """The checksum of each piece that a part has become, the part's failed items, and what its notes count."""
+    """The checksums of a copied part's pieces, its failed items, and the note `not_finite`."""
 
     crc32s: list[int]
     errors: Errors
@@ -88,20 +96,14 @@ class _Copied(NamedTuple):
 
 @dataclass
 class _Bad:
-    """What is wrong with each file that could not be joined, and with each shard."""
-
     reasons: dict[Path, str] = field(default_factory=dict)
     sources: dict[int, str] = field(default_factory=dict)
 
     def note(self, source: Source, why: object) -> list[Source]:
-        """Keep what is wrong with a source's file, None if it is gone; the source with its next file, if it has one."""
+        """Record what is wrong with a source, None if it is gone; the source with its next older file, if any."""
         if isinstance(why, str):
             self.reasons[source.path] = why
             self.sources[source.shard] = why
-        return self.older(source)
-
-    def older(self, source: Source) -> list[Source]:
-        """The source with its next older file; none if it has none."""
         if not source.older:
             return []
         return [source._replace(path=source.older[0], older=source.older[1:])]
@@ -119,15 +121,15 @@ def join(
     review: Review = lambda copied: (),
     check: Callable[[], None] = lambda: None,
 ) -> Joined:
-    """Put the rows of `parts` (shard, path, start, stop; in the order of the input) at `target`, in one step.
+    """Write the rows of `parts` (shard, path, start, stop; in input order) to `target`, which is replaced atomically.
 
-    A shard that was read twice and is damaged, or of another plan, is left out and named; one that is gone is left
-    out. A read that fails is tried again for `patience_s`; then, as on a full disk or any other error, the OSError is
-    raised and an older `target` stays as it was. A file that somebody removes while it is written is written again.
-    `review` may add what has appeared; `check` is called right before the file takes the target's place.
+    A shard that is damaged in two readings, or of another plan, is left out and named; a missing one is left out. A
+    failed read is retried for `patience_s`. Then, and on any other error such as a full disk, the OSError is raised and
+    an older `target` stays. An output file that is removed meanwhile is written again.
+    `review` may add new shards; `check` is called right before the file replaces the target.
     """
     _remove_stale(target, patience_s, check)
-    # No join has this name again, on whatever machine: who removes those of dead ones removes no successor's.
+    # A unique name: removing the files of dead joins removes no file of a live one.
     beside = target.with_name(f".{target.name}.{secrets.token_hex(16)}.partial")
     source, bad = _Columns(columns, fingerprint, patience_s), _Bad()
     n_rounds = n_vanished = 0
@@ -140,15 +142,14 @@ def join(
                 try:
                     with retried(lambda: open(beside, "wb", buffering=0), patience_s) as file:
                         merged = _Merged(file.fileno(), source, left, {**identity, **attributes})
-                        copied = merged.copy_all(pool, left, bad)
-                        again, is_whole = _older_ones(left, copied, bad), False
-                        if None not in copied:
-                            whole = [each for each in copied if each is not None]
-                            found = {part.source.shard: each.errors for part, each in zip(left, whole, strict=True)}
+                        copied, again = merged.copy_all(pool, left, bad)
+                        is_whole = False
+                        if len(copied) == len(left):
                             n_rounds += 1
-                            offered = review(found) if n_rounds < _MAX_ROUNDS else ()
+                            errors = {shard: each.errors for shard, each in copied.items()}
+                            offered = review(errors) if n_rounds < _MAX_ROUNDS else ()
                             again = [source for source in offered if source.path not in bad.reasons]
-                            is_whole = not again and merged.finish(whole)
+                            is_whole = not again and merged.finish(list(copied.values()))
                     if is_whole:
                         check()
                         replace(beside, target)
@@ -157,35 +158,28 @@ def join(
                     if n_vanished == _MAX_ROUNDS or exists(beside):
                         raise
                     n_vanished += 1
-                    check()  # a successor has removed it, if there is one
-                    log.warning("%s was removed while it was written, and is written again: %s", beside, error)
+                    check()  # another merge may have removed it
+                    log.warning("%s was removed by another process and is written again: %s", beside, error)
                     continue
-                kept = {part.source.shard: part for part, each in zip(left, copied, strict=True) if each is not None}
+                kept = {part.source.shard: part for part in left if part.source.shard in copied}
                 kept |= {part.source.shard: part for part in source.measure_all(pool, again, bad)}
                 left = [part for _, part in sorted(kept.items())]
     except BaseException:
         remove(beside)
         raise
     fsync_dir(target.parent)
-    errors = [error for each in whole for error in each.errors]
-    shards = frozenset(part.source.shard for part in left)
-    damaged = tuple(sorted((shard, why) for shard, why in bad.sources.items() if shard not in shards))
-    not_finite = _summed([each.not_finite for each in whole])
+    failed = [error for each in copied.values() for error in each.errors]
+    damaged = tuple(sorted((shard, why) for shard, why in bad.sources.items() if shard not in copied))
+    not_finite = _summed([each.not_finite for each in copied.values()])
     taken = {part.source.path for part in left}
     aside = tuple((path, why) for path, why in bad.reasons.items() if path not in taken)
-    return Joined(n_rows, len(errors), shards, damaged, aside, errors, not_finite, merged.code)
-
-
-def _older_ones(parts: Sequence[_Part], copied: Sequence[_Copied | None], bad: _Bad) -> list[Source]:
-    """What is to be joined instead of the parts that were not copied."""
-    left_out = (part for part, each in zip(parts, copied, strict=True) if each is None)
-    return [older for part in left_out for older in bad.older(part.source)]
+    return Joined(n_rows, len(failed), frozenset(copied), damaged, aside, failed, not_finite, merged.code)
 
 
 def _remove_stale(target: Path, patience_s: float, check: Callable[[], None]) -> None:
-    """Remove what joins that were killed have left beside the target; one that cannot be removed does no harm.
+    """Remove the partial files of killed joins; failing to do so does no harm.
 
-    What was listed before `check` has passed is of no successor.
+    Files listed before `check` passed are not a successor's.
     """
     names = sorted(list_anew(target.parent, patience_s))
     stale = [name for name in names if name.startswith(f".{target.name}.") and name.endswith(".partial")]
@@ -197,7 +191,7 @@ def _remove_stale(target: Path, patience_s: float, check: Callable[[], None]) ->
 
 
 def verify_joined(path: Path) -> list[str]:
-    """What is wrong with a merged file, a sentence for each problem; [] when every byte of it is as written."""
+    """A sentence for each problem of a merged file; [] if every byte is as written."""
     problems: list[str] = []
     try:
         with Reader(path) as reader:
@@ -212,7 +206,7 @@ def verify_joined(path: Path) -> list[str]:
 
 
 def _summed(counts: Sequence[Mapping[str, Sequence[int]] | None]) -> dict[str, dict[str, int]] | None:
-    """What the notes of all shards count together; None if one does not tell."""
+    """The sums of the notes of all shards; None if a shard has none."""
     found: dict[str, dict[str, int]] = {}
     for count in counts:
         if count is None:
@@ -225,7 +219,7 @@ def _summed(counts: Sequence[Mapping[str, Sequence[int]] | None]) -> dict[str, d
 
 
 class _Columns:
-    """What all shards of a join have in common."""
+    """What all shards of a join share."""
 
     def __init__(self, columns: Mapping[str, Column], fingerprint: str, patience_s: float) -> None:
         self.columns = columns
@@ -239,7 +233,7 @@ class _Columns:
         self._kept_bytes = 0
 
     def measure_all(self, pool: Executor, sources: Sequence[Source], bad: _Bad) -> list[_Part]:
-        """The parts of what is whole, as far as its user block tells, in order."""
+        """The parts whose user blocks are intact, in order."""
         left = list(sources)
         parts: list[_Part] = []
         while left:
@@ -264,20 +258,20 @@ class _Columns:
         code = stretches_of(found.made_by, source.start, source.stop)
         if content is None:
             return _Part(source, sizes, code, is_small)
-        self._kept_bytes += len(content)  # near enough, of several threads
+        self._kept_bytes += len(content)  # threads may race; an approximate sum suffices
         return _Part(source, sizes, code, is_small, (content, found))
 
     def examine(self, reader: Reader, source: Source) -> Directory:
-        """The directory of a shard; ForeignShardError when it is not the one that was planned."""
+        """The directory of a shard; ForeignShardError if it is not the planned one."""
         found = examine(reader, fingerprint=self.fingerprint, start=source.start, stop=source.stop)
         self._shapes.check(found)
         return found
 
 
 def _each(pool: Executor, function: Callable[[_S], _T], values: Sequence[_S]) -> list[_T]:
-    """What `function` returns for each value, in order.
+    """The result of `function` for each value, in order.
 
-    In threads, where that waits for a disk or a network; where it does not, they would wait for each other.
+    Uses threads only if the first calls mostly wait for a disk or network: otherwise threads would wait for each other.
     """
     chunks = [values[first : first + _CHUNK] for first in range(0, len(values), _CHUNK)]
     started, computed = time.perf_counter(), time.thread_time()
@@ -288,11 +282,11 @@ def _each(pool: Executor, function: Callable[[_S], _T], values: Sequence[_S]) ->
 
 
 _SENSELESS = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError)
-"""What a directory whose checksum is right and whose values make no sense leads to."""
+"""Errors from a directory with a valid checksum and invalid values."""
 
 
 def _tried_twice(read: Callable[[bool], _T]) -> _T | str | None:
-    """What `read` returns; what is wrong with the bytes if that shows twice; None where the file is gone."""
+    """The result of `read`; what is wrong if two readings find damage; None if the file is gone."""
     try:
         try:
             return read(False)
@@ -302,17 +296,17 @@ def _tried_twice(read: Callable[[bool], _T]) -> _T | str | None:
     except DamagedShardError as error:
         return str(error)
     except _SENSELESS as error:
-        return f"its directory makes no sense ({type(error).__name__}: {error})"
+        return f"its directory is invalid ({type(error).__name__}: {error})"
     except FileNotFoundError:
         return None
 
 
 class _StoppedError(Exception):
-    """The join has ended meanwhile, by an error or a signal."""
+    """The join has ended, by an error or a signal."""
 
 
 class _Merged:
-    """A merged file being written: every piece has its place from the beginning, whichever comes first."""
+    """A merged file while it is written: every piece has a fixed place, so pieces may come in any order."""
 
     def __init__(self, fd: int, source: _Columns, parts: Sequence[_Part], attributes: Attributes) -> None:
         self._fd, self._source = fd, source
@@ -326,21 +320,21 @@ class _Merged:
         attributes = file_attributes(MERGED, source.columns, attributes)
         self._directory = new_directory(attributes, n_rows, regions, code=self.code)
         self._userblock_size = userblock_size(self._directory, n_table_bytes=self._table.nbytes)
-        skeleton = draw(regions, self._directory["attributes"], self._userblock_size)
+        skeleton = make_skeleton(regions, self._directory["attributes"], self._userblock_size)
         _allocate(fd, skeleton.size)
         rest_crc32 = self._write_metadata(skeleton)
         self._directory |= {"datasets": skeleton.regions, "file_size": skeleton.size, "rest_crc32": rest_crc32}
 
         before = np.cumsum(n_bytes, axis=0) - n_bytes
         firsts = [region.offset + lead_bytes(region) for region in skeleton.regions]
-        # A part's offsets grow by the number of values before it, which lie in the dataset that comes next.
+        # A part's offsets are raised by the number of values before it; these are in the next dataset.
         bases = np.roll(before // source.itemsizes, -1, axis=1)
         shards = [part.source.shard for part in parts]
         self._positions = dict(zip(shards, (before + firsts).tolist(), strict=True))
         self._bases = dict(zip(shards, bases.tolist(), strict=True))
 
-    def copy_all(self, pool: Executor, parts: Sequence[_Part], bad: _Bad) -> list[_Copied | None]:
-        """Put all parts into their places; None stands for one that was not, and `bad` says why."""
+    def copy_all(self, pool: Executor, parts: Sequence[_Part], bad: _Bad) -> tuple[dict[int, _Copied], list[Source]]:
+        """Copy all parts: what was copied, by shard, and older sources to try for the rest. `bad` says why."""
         futures = {part.source.shard: pool.submit(self._copy_chunk, [part]) for part in parts if not part.is_small}
         small = [part for part in parts if part.is_small]
         found: dict[int, _Copied | str | None] = {}
@@ -351,29 +345,31 @@ class _Merged:
             for shard, future in futures.items():
                 [found[shard]] = future.result()
         except BaseException:
-            # The file is closed then: none of them may write to its descriptor, which may be another's by now.
+            # The file gets closed: no thread may write to its descriptor, which may be reused by then.
             self._stopped.set()
             wait([future for future in futures.values() if not future.cancel()])
             raise
-        copied: list[_Copied | None] = []
+        copied: dict[int, _Copied] = {}
+        older: list[Source] = []
         for part in parts:
             each = found[part.source.shard]
-            copied.append(each if isinstance(each, _Copied) else None)
-            if not isinstance(each, _Copied):
-                bad.note(part.source, each)
-        return copied
+            if isinstance(each, _Copied):
+                copied[part.source.shard] = each
+            else:
+                older += bad.note(part.source, each)
+        return copied, older
 
     def _copy_chunk(self, parts: Sequence[_Part]) -> list[_Copied | str | None]:
-        """What became of each of some parts that lie side by side; small ones are written together."""
-        gathered = Gathered(self._fd)
-        found = [_tried_twice(functools.partial(self._copy, part, gathered)) for part in parts]
-        gathered.flush()
+        """Copy adjacent parts; small ones are written together."""
+        buffer = BufferedWrites(self._fd)
+        found = [_tried_twice(functools.partial(self._copy, part, buffer)) for part in parts]
+        buffer.flush()
         return found
 
-    def _copy(self, part: _Part, gathered: Gathered, again: bool) -> _Copied:
-        """Put a part's pieces into their places; DamagedShardError unless all its bytes are as they were written."""
+    def _copy(self, part: _Part, buffer: BufferedWrites, again: bool) -> _Copied:
+        """Copy a part's pieces; DamagedShardError if a byte differs."""
         if part.held is not None and not again:
-            return self._copy_held(part, *part.held, gathered)
+            return self._copy_held(part, *part.held, buffer)
         size = {"buffer_bytes": _SMALL_BYTES} if part.is_small else {}
         with Reader(part.source.path, patience_s=self._source.patience_s, **size) as reader:
             if again:
@@ -382,51 +378,38 @@ class _Merged:
             if tuple(region.n_bytes for region in found.datasets) != part.sizes:
                 raise DamagedShardError("it was replaced while it was joined")
             if part.is_small and not again and (content := reader.whole()) is not None:
-                return self._copy_held(part, content, found, gathered)
-            places = self._places(part, found)
-            problems = list(
-                verify(
-                    reader,
-                    found.pieces,
-                    start=found.userblock_size,
-                    rest_crc32=found.rest_crc32,
-                    sink=lambda path, content: self._put(places[path], content),
-                )
-            )
-            if problems:
-                raise DamagedShardError("; ".join(problems))
-            return _Copied(_checksums(places), read_errors(reader, found), found.notes.get("not_finite"))
+                return self._copy_held(part, content, found, buffer)
+            writers = self._writers(part, found)
+            found.verify(reader, lambda path, content: self._put(writers[path], content))
+            return _Copied(_checksums(writers), read_errors(reader, found), found.notes.get("not_finite"))
 
-    def _put(self, place: Place, content: memoryview) -> None:
+    def _put(self, writer: PieceWriter, content: memoryview) -> None:
         if self._stopped.is_set():
             raise _StoppedError
-        place.write(content)
+        writer.write(content)
 
-    def _copy_held(self, part: _Part, content: memoryview, found: Directory, gathered: Gathered) -> _Copied:
-        pieces, problems = verify_content(
-            content, found.pieces, start=found.userblock_size, rest_crc32=found.rest_crc32
-        )
-        if problems:
-            raise DamagedShardError("; ".join(problems))
-        places = self._places(part, found, gathered)
+    def _copy_held(self, part: _Part, content: memoryview, found: Directory, buffer: BufferedWrites) -> _Copied:
+        pieces: dict[str, memoryview] = {}
+        found.verify(Content(content), pieces.__setitem__)
+        writers = self._writers(part, found, buffer)
         for path, piece in pieces.items():
-            places[path].write(piece)
-        return _Copied(_checksums(places), errors_in(pieces, found), found.notes.get("not_finite"))
+            writers[path].write(piece)
+        return _Copied(_checksums(writers), errors_in(pieces, found), found.notes.get("not_finite"))
 
-    def _places(self, part: _Part, found: Directory, gathered: Gathered | None = None) -> dict[str, Place]:
+    def _writers(self, part: _Part, found: Directory, buffer: BufferedWrites | None = None) -> dict[str, PieceWriter]:
         positions, bases = self._positions[part.source.shard], self._bases[part.source.shard]
-        write = functools.partial(write_at, self._fd) if gathered is None else gathered.write
+        write = functools.partial(write_at, self._fd) if buffer is None else buffer.write
         return {
-            region.path: OffsetsPlace(write, position, base, found.n_values(region.path))
+            region.path: OffsetsWriter(write, position, base, found.n_values(region.path))
             if lead_bytes(region)
-            else Place(write, position, region.crc32)
+            else PieceWriter(write, position, region.crc32)
             for region, position, base in zip(found.datasets, positions, bases, strict=True)
         }
 
     def finish(self, copied: Sequence[_Copied]) -> bool:
-        """Write the user block, once all pieces are in their places, and wait until the disk has everything.
+        """Write the user block after all pieces, and fsync.
 
-        False where the disk may have lost some of it, and all must be written again: an fsync tells that once.
+        False if the disk may have lost data, so that all must be written again: fsync reports that only once.
         """
         self._table["crc32"] = np.array([part.crc32s for part in copied]).reshape(self._table["crc32"].shape)
         self._directory["n_errors"] = sum(len(part.errors) for part in copied)
@@ -441,7 +424,6 @@ class _Merged:
         return True
 
     def _write_metadata(self, skeleton: Skeleton) -> int:
-        """The checksum of what belongs to no piece."""
         leads = [(region.offset, bytes(lead_bytes(region))) for region in skeleton.regions]
         crc32 = 0
         for offset, content in sorted([*skeleton.metadata, *leads]):
@@ -451,9 +433,9 @@ class _Merged:
 
 
 def _allocate(fd: int, size: int) -> None:
-    """Reserve the space, so that a full disk is found before the copy, on file systems that can do so.
+    """Reserve the space, so that a full disk is found before copying, on file systems that support it.
 
-    Not os.posix_fallocate: on a file system that cannot (NFSv3, many a Lustre) glibc reads and writes every page.
+    Not os.posix_fallocate: without support (NFSv3, many Lustre versions) glibc reads and writes every page.
     """
     while _LIBC.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
         number = ctypes.get_errno()
@@ -463,15 +445,13 @@ def _allocate(fd: int, size: int) -> None:
             raise OSError(number, os.strerror(number))
 
 
-def _checksums(places: Mapping[str, Place]) -> list[int]:
-    """The checksum of each piece as it lies in the merged file."""
-    for place in places.values():
-        place.check()
-    return [place.crc32 for place in places.values()]
+def _checksums(writers: Mapping[str, PieceWriter]) -> list[int]:
+    for writer in writers.values():
+        writer.check()
+    return [writer.crc32 for writer in writers.values()]
 
 
 def _fill_table(source: _Columns, parts: Sequence[_Part]) -> Table:
-    """The piece table, but for the checksums."""
     table = new_table(len(parts), len(source.regions))
     for name in ("shard", "start", "stop"):
         table[name] = [getattr(part.source, name) for part in parts]

@@ -1,7 +1,7 @@
-"""The merge: joins the published shards in input order, sets damaged ones aside, and writes the report.
+"""The merge: join published shards in input order, set damaged ones aside, and write the report.
 
-It is for moments when no task of the run is alive; who calls it has made sure. What it joins decides what the run is:
-complete means that merged.h5 holds a row for every item, and the report, `status` and `resubmit` say the same.
+The caller ensures that no task of the run is alive. merged.h5 defines the state of the run: it is complete if it has a
+row for every item, and the report, `status` and `resubmit` agree.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from slurmgpu.workload import build
 log = logging.getLogger(__name__)
 
 Check = Callable[[], None]
-"""Raises unless who merges may still do so."""
+"""Raises if this process may no longer merge."""
 
 
 def merge(run: Run, lives: Lives | None = None, check: Check = lambda: None) -> Report:
-    """Write merged.h5 and report.json from what is published; the report.
+    """Write merged.h5 and report.json from the published shards; the report.
 
-    A shard that was read twice and is damaged, or of another plan, is renamed to `NNNNN.damaged`, the reason beside
-    it: it is missing then, until a merge finds it whole. The new file has every good row of the one that it replaces.
-    An error that remains ends the merge, and leaves both files as they were. `check` is called before each step that
-    cannot be taken back.
+    A shard that is damaged in two readings, or of another plan, is renamed to `NNNNN.damaged` with the reason beside
+    it, and counts as missing until a merge finds it intact. The new file keeps every good row of the old one. An error
+    that remains after retries ends the merge and leaves both files as they were. `check` is called before each step
+    that cannot be undone.
     """
     leftovers = _partials(run)
     _take_back(run, check)
@@ -97,7 +97,7 @@ def merge(run: Run, lives: Lives | None = None, check: Check = lambda: None) -> 
 
 @dataclass
 class _Joining:
-    """What is to be joined: the newest revision of each shard, and rows that only the former merged.h5 has."""
+    """What to join: the newest revision of each shard, and rows that only the former merged.h5 has."""
 
     run: Run
     columns: Mapping[str, Column] = field(init=False)
@@ -109,7 +109,7 @@ class _Joining:
         self.patience_s = max(PATIENCE_S, self.run.plan.lease_s)
 
     def look(self) -> list[Source]:
-        """All that is published, asked for again; rows that are in merged.h5 alone become shards again."""
+        """All published shards, listed again; rows that only merged.h5 has become shards again."""
         files = self.run.shard_files(fresh=True)
         with self._former() as former:
             for shard in sorted(former.shards.keys() - files.keys()) if former else ():
@@ -118,7 +118,7 @@ class _Joining:
         return [self._source(shard, revisions) for shard, revisions in sorted(files.items())]
 
     def review(self, copied: Mapping[int, Errors]) -> list[Source]:
-        """What has appeared since, and shards that would take good rows out of merged.h5, with these rows put over."""
+        """New shards, and new revisions of shards that would remove good rows from merged.h5."""
         more = [source for source in self.look() if source.shard not in copied and exists(source.path)]
         with self._former() as former:
             for shard, errors in copied.items():
@@ -127,10 +127,10 @@ class _Joining:
         return more
 
     def keep_damaged(self) -> None:
-        """Leave a merged.h5 that cannot be read beside the one that takes its place: it may have rows to save."""
+        """Rename an unreadable merged.h5 instead of replacing it: it may have rows to save."""
         if self.damaged:
             aside = self.run.merged.with_suffix(".damaged.h5")
-            log.error("the former merged.h5 (%s) is %s now", self.damaged, aside)
+            log.error("the former merged.h5 (%s) is now %s", self.damaged, aside)
             with contextlib.suppress(FileNotFoundError):
                 replace(self.run.merged, aside)
 
@@ -140,33 +140,33 @@ class _Joining:
 
     @contextlib.contextmanager
     def _former(self) -> Any:
-        """The rows of the merged.h5 that is there; None where there is none, or none that can be read."""
+        """The rows of the present merged.h5; None if it is missing or unreadable."""
         try:
             rows = FormerRows(self.run.merged, self.columns, self.run.plan.fingerprint, self.patience_s)
         except FileNotFoundError:
             yield None
         except DamagedShardError as error:
             if not self.damaged:
-                log.warning("%s is damaged, and written again from the shards: %s", self.run.merged, error)
+                log.warning("%s is damaged and will be written again from the shards: %s", self.run.merged, error)
             self.damaged = str(error)
             yield None
         else:
-            with rows:
+            with contextlib.closing(rows):
                 yield rows
 
     def _restore(self, former: FormerRows, shard: int) -> bool:
-        """Publish a shard from its rows in merged.h5; whether these are whole."""
+        """Publish a shard from its rows in merged.h5; False if these are damaged."""
         try:
             rows = former.rows(shard)
         except DamagedShardError as error:
-            log.error("shard %d is gone, and its rows in merged.h5 are damaged: %s", shard, error)
+            log.error("shard %d is missing, and its rows in merged.h5 are damaged: %s", shard, error)
             return False
-        log.warning("shard %d is gone; its rows are taken from merged.h5", shard)
+        log.warning("shard %d is missing; its rows are taken from merged.h5", shard)
         publish_rows(self.run, shard, 0, self.columns, rows, {}, {**_maker(), **_with_maker(former.code(shard))})
         return True
 
     def _keep(self, former: FormerRows, shard: int, errors: Errors) -> Source | None:
-        """A shard's next revision, with the good rows of merged.h5 over errors; None where there are none."""
+        """A shard's next revision with good rows of merged.h5 in place of errors; None if there are none."""
         try:
             good = {index for index, _ in errors} - former.failed(shard)
             if not good:
@@ -178,7 +178,7 @@ class _Joining:
             log.error("rows of shard %d in merged.h5 cannot be kept: %s", shard, error)
             return None
         start, _ = self.run.plan.bounds(shard)
-        log.warning("shard %d: %d rows of merged.h5 have failed since; they are kept", shard, len(good))
+        log.warning("shard %d: %d rows of merged.h5 are kept, since they failed when computed again", shard, len(good))
         combined = put_over(now.rows, {index: rows[index - start] for index in good}, start)
         made_by = now.made_by
         for stretch in former.code(shard):
@@ -189,18 +189,17 @@ class _Joining:
 
 
 def _maker() -> dict[str, Any]:
-    """Who made rows that a merge has taken out of an earlier merged.h5."""
+    """The maker of rows that a merge took from an earlier merged.h5."""
     return {"attempt": "merge", "started": time.time(), "seconds": 0.0}
 
 
 def _with_maker(code: Sequence[Stretch]) -> dict[str, Any]:
-    """Which code has computed rows that a merge has taken out of an earlier merged.h5."""
     found = makers_of(code)
     return found | {"revisions": [{**_maker(), **each} for each in found.get("revisions", ())]}
 
 
 def _partials(run: Run) -> dict[str, tuple[int, int]]:
-    """The shards that were not finished, with what shows whether they are still written."""
+    """Unfinished shards with size and time, which show whether they are still written."""
     found = {}
     for name in list_anew(run.shards):
         if name.endswith(".partial"):
@@ -211,13 +210,13 @@ def _partials(run: Run) -> dict[str, tuple[int, int]]:
 
 
 def _clear_away(run: Run, leftovers: Mapping[str, tuple[int, int]], joined: Joined | None, check: Check) -> None:
-    """Remove unfinished shards that have not changed while the merge worked, and damaged ones that were replaced."""
+    """Remove unfinished shards that did not change during the merge, and damaged ones that were replaced."""
     aside = set() if joined is None else {path.stem for path, _ in joined.aside}
     for name in checked(list_names(run.shards), check):
         stem = name.removesuffix(".txt").removesuffix(".damaged")
         which = run.revision_of(f"{stem}.h5") if ".damaged" in name else None
         if joined and which and which[0] in joined.shards and stem not in aside:
-            with contextlib.suppress(IsADirectoryError, PermissionError):  # no file of ours
+            with contextlib.suppress(IsADirectoryError, PermissionError):  # not our file
                 remove(run.shards / name)
     unchanged = _partials(run)
     for name, mark in checked(leftovers.items(), check):
@@ -226,9 +225,9 @@ def _clear_away(run: Run, leftovers: Mapping[str, tuple[int, int]], joined: Join
 
 
 def _take_back(run: Run, check: Check) -> None:
-    """Publish shards again that an earlier merge set aside, and that are whole now; the reading had been at fault.
+    """Publish shards that an earlier merge set aside and that are intact now: the reading was at fault.
 
-    And those that a `resubmit --failed` of an older slurmgpu set aside, as NNNNN.failed.
+    Also those that `resubmit --failed` of an older slurmgpu set aside, as NNNNN.failed.
     """
     for name in checked(list_names(run.shards), check):
         stem, dot, kind = name.rpartition(".")
@@ -244,8 +243,8 @@ def _take_back(run: Run, check: Check) -> None:
             verify_shard(run.shards / name, fingerprint=run.plan.fingerprint, start=start, stop=stop)
         except (DamagedShardError, FileNotFoundError):
             continue
-        check()  # to read it may have taken long
-        log.warning("%s is whole, and is taken back", name)
+        check()  # reading may have taken long
+        log.warning("%s is intact and is used again", name)
         replace(run.shards / name, target)
         remove(run.shards / f"{stem}.damaged.txt")
 
@@ -260,10 +259,10 @@ def _set_aside(path: Path, reason: str) -> None:
 
 
 def _draw(run: Run, report: Report) -> None:
-    """Write report.html, or say why there is none: nothing depends on it."""
+    """Write report.html, or log why not: nothing depends on it."""
     path = pages.page_path(run)
     if missing := pages.missing_packages():
-        log.info("there is no report.html: %s not installed; pip install 'slurmgpu[html]'", " and ".join(missing))
+        log.info("report.html is not written: %s not installed; pip install 'slurmgpu[html]'", " and ".join(missing))
         _remove_former(path)
         return
     try:
@@ -274,7 +273,6 @@ def _draw(run: Run, report: Report) -> None:
 
 
 def _remove_former(page: Path) -> None:
-    """Remove the page of an earlier merge, which knew less."""
     try:
         remove(page)
     except OSError as error:
@@ -282,38 +280,38 @@ def _remove_former(page: Path) -> None:
 
 
 def failed_again(run: Run, submission: int) -> Recompute:
-    """The failed items of all published shards, to be computed again by a submission."""
+    """The failed items of all published shards, for a submission that recomputes them."""
     found = {}
     for shard, revisions in sorted(run.shard_files(fresh=True).items()):
         try:
             with Reader(run.revision_path(shard, revisions[-1])) as reader:
                 errors = read_errors(reader, examine(reader))
         except (DamagedShardError, FileNotFoundError):
-            continue  # the merge will say so
+            continue  # the merge reports it
         if errors:
             found[shard] = Again(revisions[-1] + 1, spans_of([index for index, _ in errors]))
     return Recompute(submission, found)
 
 
 def forget_deaths(run: Run, shards: Sequence[int]) -> None:
-    """Forget what killed workers in shards: what was quarantined is computed again."""
+    """Remove the crash histories of shards, so that quarantined items are computed again."""
     for shard in shards:
         remove(history_path(run.claims.folder, shard))
 
 
 def verify(run: Run) -> list[str]:
-    """What is wrong with merged.h5, a sentence for each problem; none when every byte of it is as it was written."""
+    """A sentence for each problem of merged.h5; [] if every byte is as written."""
     if not exists(run.merged):
         return [f"there is no {run.merged}"]
     return verify_joined(run.merged)
 
 
 def _summary(run: Run) -> dict[str, Any]:
-    """What the workload says of all rows; {"error": why} where it fails, for the report is more than this."""
+    """The workload's summary of all rows; {"error": why} if it fails, since the report must be written anyway."""
     plan = run.plan
     if why := owners.why_foreign(run):
-        log.warning("there is no summary by the workload: %s. To have it: slurmgpu merge --trust %s", why, run.typed)
-        return {"error": f"the workload was not asked, as {why}"}
+        log.warning("the workload makes no summary: %s. To allow it: slurmgpu merge --trust %s", why, run.typed)
+        return {"error": f"the workload was not run: {why}"}
     try:
         with (
             working_folder(Path(plan.search_path)),
@@ -334,7 +332,7 @@ def _summary(run: Run) -> dict[str, Any]:
 
 
 def _former_summary(run: Run, report: Report) -> Mapping[str, Any] | None:
-    """The summary that an earlier merge made of the same rows; None if there is none."""
+    """The summary of an earlier merge of the same rows; None if there is none."""
     try:
         former = read_report(run)
     except SlurmGPUError:
@@ -345,5 +343,5 @@ def _former_summary(run: Run, report: Report) -> Mapping[str, Any] | None:
     same = former is not None and all(former.get(name) == report[name] for name in names)
     if not same or not found or found.keys() == {"error"}:
         return None
-    log.warning("the summary of an earlier merge is kept: it is of the same rows")
+    log.warning("the summary of an earlier merge of the same rows is kept")
     return found

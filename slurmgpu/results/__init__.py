@@ -1,7 +1,7 @@
-"""Results: a merged file, or a shard, as columns of NumPy arrays and strings that are read when they are asked for.
+"""Results: a merged file or a shard as columns of NumPy arrays and strings, read on demand.
 
-The bytes are mapped into memory where the file's user block says that they lie, without libhdf5. So indexing is
-NumPy's own, reading needs no lock, and an open file survives a fork, as into the workers of a torch DataLoader.
+The file's bytes are mapped into memory at the places that its user block lists, without libhdf5. So indexing is
+NumPy's, reading needs no lock, and an open file survives a fork, e.g. into workers of a torch DataLoader.
 
 May import: code, shards.
 """
@@ -39,15 +39,14 @@ _MOST_PROBLEMS = 3
 def open(  # noqa: A001 - slurmgpu.open, as h5py and gzip do it
     path: str | os.PathLike[str], *, verify: bool = False
 ) -> Merged:
-    """A merged file or a shard, to be read by column and row; SlurmGPUError when it is neither, or damaged.
+    """Open a merged file or a shard, to be read by column and row; SlurmGPUError for other or damaged files.
 
-    With `verify` every byte is read first, in little memory, and compared with its checksum: the error names the
-    dataset and the shard that differ. Without, only the user block and the file's length are checked: a bit of the
-    rows that has turned since they were written is not noticed, and read as another value.
+    With `verify` every byte is read first, in little memory, and compared with its checksum; an error names the dataset
+    and shard that differ. Without it, only the user block and the file's length are checked, so that a flipped bit in
+    the rows is read as another value.
 
-    Neither looks at the bytes again: what changes in the file while it is open is not noticed, and where it is cut
-    short or its disk fails meanwhile, reading ends the process with SIGBUS. Neither says that every item has a row:
-    `complete` does.
+    Later changes of the open file are not noticed in either case; if it is truncated or its disk fails, reading ends
+    the process with SIGBUS. `complete` tells whether every item has a row.
     """
     return Merged(path, verify=verify)
 
@@ -55,7 +54,7 @@ def open(  # noqa: A001 - slurmgpu.open, as h5py and gzip do it
 class Merged:
     """The rows of a file: `merged["score"][10:20]`, `merged.row(3)`, `merged.errors`; a context manager.
 
-    A failed item has a row, too: its columns are blank, and what went wrong is in `errors`.
+    A failed item has a row too, with blank columns and a message in `errors`.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = False) -> None:
@@ -74,7 +73,7 @@ class Merged:
         self.close()
 
     def close(self) -> None:
-        """Let go of the file; what was read from it remains."""
+        """Close the file; values that were read stay valid."""
         self._data, self._checking = {}, None
 
     def __len__(self) -> int:
@@ -85,7 +84,7 @@ class Merged:
             if column.shape is not None:
                 return ArrayData(column, self._dataset(name))
             return ListData(column, self._dataset(f"{name}/values"), self._dataset(f"{name}/offsets"))
-        if not isinstance(name, str):  # also what iterating comes to
+        if not isinstance(name, str):  # also raised by iteration
             raise TypeError(f"{name!r} names no column; rows are in row({name!r}) and rows(), columns in [name].")
         raise SlurmGPUError(f"{self.path} has no column {name!r}.{did_you_mean(name, self._columns)}")
 
@@ -96,13 +95,13 @@ class Merged:
 
     @cached_property
     def index(self) -> npt.NDArray[np.int64]:
-        """The index in the input of each row's item."""
+        """The input index of each row's item."""
         index: npt.NDArray[np.int64] = self["index"][:]
         return index
 
     @cached_property
     def code(self) -> npt.NDArray[np.object_]:
-        """The digest of the code that computed each row, as under `code` in the report; None where it is not known."""
+        """The digest of the code that computed each row, as `code` in the report; None if unknown."""
         found = np.full(len(self), None, object)
         for start, stop, digest in self._code:
             first, end = np.searchsorted(self.index, (start, stop))
@@ -111,38 +110,37 @@ class Merged:
 
     @cached_property
     def failed(self) -> npt.NDArray[np.bool_]:
-        """Which rows belong to items that failed."""
-        failed: npt.NDArray[np.bool_] = np.diff(self._dataset("error/offsets")) > 0
-        return failed
+        """A mask of the rows of failed items."""
+        return np.diff(self._dataset("error/offsets")) > 0
 
     @cached_property
     def errors(self) -> dict[int, str]:
-        """What went wrong with each failed item, by its index in the input."""
+        """The error of each failed item, by its input index."""
         rows = np.flatnonzero(self.failed)
         return dict(zip(self.index[rows].tolist(), self["error"][rows], strict=True))
 
     def check_rows(self, start: int, stop: int) -> None:
-        """Compare the bytes of the rows from `start` to `stop` - 1 with their checksums, which a merged file has.
+        """Compare the bytes of rows `start` to `stop` - 1 of a merged file with their checksums.
 
-        Read for it are the shards that these rows are of, and the index and error of all rows, each once.
-        SlurmGPUError names the dataset and the shard that differ.
+        Reads the whole shards of these rows, and the index and error of all rows, each once. SlurmGPUError names the
+        dataset and shard that differ.
         """
         if self._checking is not None and (problems := self._checking.problems(start, stop)):
             raise SlurmGPUError(_damaged(self.path, MERGED, problems))
 
     def row(self, number: int) -> dict[str, Any]:
-        """One row: `index` and the value of each column; numbers, strings and lists' arrays as Python has them."""
+        """One row: `index` and the value of each column, as Python numbers, strings and arrays."""
         number = range(len(self))[number]
         return self.rows(number, number + 1)[0]
 
     def rows(self, start: int = 0, stop: int | None = None) -> list[dict[str, Any]]:
-        """The rows from `start` to `stop` - 1, each as `row` has it."""
+        """The rows from `start` to `stop` - 1, as from `row`."""
         names = ("index", *self.columns)
         values = [self[name].python_values(start, stop) for name in names]
         return [dict(zip(names, row, strict=True)) for row in zip(*values, strict=True)]
 
     def to_pandas(self) -> pd.DataFrame:
-        """All rows as a data frame: `index`, the columns as they are stored, and `error`, None where there was none."""
+        """All rows as a data frame: `index`, the columns as stored, and `error`, None for good rows."""
         try:
             import pandas as pd
         except ImportError as error:
@@ -156,7 +154,7 @@ class Merged:
         return data_frame
 
     def to_arrow(self, start: int = 0, stop: int | None = None) -> pa.Table:
-        """The rows as a table that shares the file's bytes; the columns of failed items are null in it."""
+        """The rows as a table that shares the file's bytes; failed items have null columns."""
         try:
             from slurmgpu.results.arrow import to_arrow
         except ImportError as error:
@@ -171,7 +169,6 @@ class Merged:
 
 
 def _code(directory: Mapping[str, Any]) -> list[Stretch]:
-    """Which code has computed which rows, from a file's directory."""
     attributes = directory["attributes"]
     if attributes["format"] == SHARD:
         return stretches_of(directory["made_by"], attributes["start"], attributes["stop"])
@@ -179,7 +176,7 @@ def _code(directory: Mapping[str, Any]) -> list[Stretch]:
 
 
 def _open(path: Path, verify: bool) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]], Checking | None]:
-    """The directory of a file, each dataset as a read-only array over the file's bytes, and what compares these."""
+    """The directory, read-only arrays over the datasets' bytes, and the checker of a merged file."""
     try:
         with Reader(path) as reader:
             directory, table, size = read_userblock(reader)
@@ -190,7 +187,7 @@ def _open(path: Path, verify: bool) -> tuple[dict[str, Any], dict[str, npt.NDArr
                     raise SlurmGPUError(_damaged(path, directory["attributes"]["format"], problems))
             content = reader.map()
     except DamagedShardError as error:
-        raise SlurmGPUError(f"{path} is not a whole file of slurmgpu's: {error}. {_how_to_go_on(path)}") from error
+        raise SlurmGPUError(f"{path} is not an intact file of slurmgpu: {error}. {_how_to_go_on(path)}") from error
     except OSError as error:
         raise SlurmGPUError(f"{path} cannot be read: {error.strerror}.") from error
     data = {
@@ -202,7 +199,6 @@ def _open(path: Path, verify: bool) -> tuple[dict[str, Any], dict[str, npt.NDArr
 
 
 def _damaged(path: Path, kind: str, problems: list[str]) -> str:
-    """Which bytes are not those that were written, and how to go on."""
     n_more = len(problems) - _MOST_PROBLEMS
     named = "; ".join(problems[:_MOST_PROBLEMS]) + (f"; and {n_more} more" if n_more > 0 else "")
     if kind == SHARD:

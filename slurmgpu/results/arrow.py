@@ -1,4 +1,4 @@
-"""Results as Arrow tables. This module needs pyarrow, and is imported only where a table is asked for."""
+"""Results as Arrow tables. Imported on demand, since it needs pyarrow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from slurmgpu.results.views import ArrayData, ColumnData
-from slurmgpu.shards.userblock import OFFSET_DTYPE
+from slurmgpu.shards.numbers import OFFSET_DTYPE
 
 
 def to_arrow(
@@ -18,8 +18,8 @@ def to_arrow(
 ) -> pa.Table:
     """The rows from `start` to `stop` - 1 as a table: `index`, the columns, and `error`.
 
-    Numbers, text and ragged values are the file's own bytes, not copies of them. The columns of a failed item are
-    null, and `error` is where there was none. A complex number becomes a struct of `real` and `imag`.
+    Numbers, text and ragged values share the file's bytes. The columns of a failed item are null, and the `error` of a
+    good one. Complex numbers become structs of `real` and `imag`.
     """
     rows = slice(*slice(start, stop).indices(len(failed))[:2])
     failed = failed[rows]
@@ -34,7 +34,7 @@ def _column(data: ColumnData, rows: slice, null: npt.NDArray[np.bool_]) -> pa.Ar
         return found.view(kind) if kind else found
     offsets = data.offsets[rows.start : rows.stop + 1]
     values = data.values[offsets[0] : offsets[-1]]
-    if offsets[0]:  # Parquet's writer wants lists to begin with the first value
+    if offsets[0]:  # the Parquet writer requires lists to start at the first value
         offsets = offsets - offsets[0]
     buffers = [_bitmap(~null), pa.py_buffer(offsets)]
     if kind:
@@ -44,13 +44,13 @@ def _column(data: ColumnData, rows: slice, null: npt.NDArray[np.bool_]) -> pa.Ar
 
 
 def _array(values: npt.NDArray[Any], null: npt.NDArray[np.bool_]) -> pa.Array:
-    """The values along the first dimension; every further one is a list.
+    """An array along the first dimension; further dimensions become lists.
 
-    Not one of a fixed size: few versions of pyarrow write these to Parquet when some are null, or when the size is 0.
+    Lists are not of fixed size: few versions of pyarrow can write these to Parquet with nulls or with size 0.
     """
     valid = _bitmap(~null)
     if values.ndim > 1:
-        kept = values[~null] if null.any() else values  # Parquet's writer refuses null lists that hold values
+        kept = values[~null] if null.any() else values  # the Parquet writer refuses null lists with values
         items = _not_null(kept.reshape(len(kept) * values.shape[1], *values.shape[2:]))
         offsets = np.concatenate([np.zeros(1, OFFSET_DTYPE), np.cumsum(~null)]) * values.shape[1]
         buffers = [valid, pa.py_buffer(offsets)]
@@ -72,5 +72,5 @@ def _not_null(values: npt.NDArray[Any]) -> pa.Array:
 
 
 def _bitmap(flags: npt.NDArray[Any]) -> pa.Buffer:
-    """Arrow's form of booleans: one bit for each, the lowest first."""
+    """Booleans in Arrow's format: one bit each, lowest first."""
     return pa.py_buffer(np.packbits(flags, bitorder="little"))

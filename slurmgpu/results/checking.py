@@ -1,4 +1,4 @@
-"""Checking: the bytes of a merged file's rows are compared with their checksums as rows are read, each piece once."""
+"""Verify the bytes of a merged file as its rows are read, each piece once."""
 
 from __future__ import annotations
 
@@ -9,36 +9,31 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from slurmgpu.shards.piece_table import lead_bytes, read_table
-from slurmgpu.shards.userblock import Region
+from slurmgpu.shards.piece_table import Pieces, lead_bytes
 
 _CHUNK_BYTES = 1 << 20
 
 
 class Checking:
-    """Which bytes of a mapped merged file have been compared with their checksums."""
+    """Compares the bytes of a mapped merged file with their checksums, and remembers which are verified."""
 
     def __init__(self, directory: Mapping[str, Any], table: bytes, content: mmap.mmap) -> None:
-        self._regions = [Region(*region) for region in directory["datasets"]]
+        self._pieces = Pieces(directory, table)
         self._content = content
-        self._table = read_table(table, len(self._regions))
         self._todo: set[int] | None = None
 
     def problems(self, start: int, stop: int) -> list[str]:
-        """What differs in the bytes of the rows from `start` to `stop` - 1, as far as they were not found right yet."""
+        """The differences in the bytes of rows `start` to `stop` - 1 that were not verified before."""
         if self._todo is None:
-            if found := [*self._leads(), *self._compare(range(len(self._table)), _is_whole)]:
+            if found := [*self._leads(), *self._compare(range(len(self._pieces.table)), _is_whole)]:
                 return found
-            self._todo = set(range(len(self._table)))
+            self._todo = set(range(len(self._pieces.table)))
         if start >= stop:
             return []
         numbers = range(bisect_right(self._ends, start), bisect_left(self._ends, stop) + 1)
         if not (todo := sorted(self._todo.intersection(numbers))):
             return []
-        # A shard's first value begins where the last offset of the shard before it says.
+        # A shard's first value begins at the last offset of the shard before it.
         before = range(max(numbers.start - 1, 0), numbers.start)
         found = [*self._compare(before, _is_offsets), *self._compare(todo, lambda path: not _is_whole(path))]
         if not found:
@@ -47,29 +42,22 @@ class Checking:
 
     @cached_property
     def _ends(self) -> list[int]:
-        """The rows at which the shards' rows end."""
-        ends: list[int] = (self._table["stop"] - self._table["start"]).cumsum().tolist()
+        table = self._pieces.table
+        ends: list[int] = (table["stop"] - table["start"]).cumsum().tolist()
         return ends
 
-    @cached_property
-    def _begins(self) -> npt.NDArray[np.int64]:
-        """Where each piece begins, behind the first one of its dataset."""
-        sizes: npt.NDArray[np.int64] = self._table["n_bytes"]
-        return sizes.cumsum(axis=0) - sizes
-
     def _leads(self) -> Iterator[str]:
-        for region in self._regions:
+        for region in self._pieces.regions:
             if any(self._content[region.offset : region.offset + lead_bytes(region)]):
                 yield f"the first entry of {region.path} differs"
 
     def _compare(self, numbers: Iterable[int], of_interest: Callable[[str], bool]) -> Iterator[str]:
         for number in numbers:
-            piece = self._table[number]
-            for i, region in enumerate(self._regions):
+            for i, region in enumerate(self._pieces.regions):
                 if of_interest(region.path):
-                    begin = region.offset + lead_bytes(region) + int(self._begins[number, i])
-                    if self._crc32(begin, int(piece["n_bytes"][i])) != piece["crc32"][i]:
-                        yield f"the checksum of {region.path} of shard {piece['shard']} differs"
+                    name, begin, n_bytes, crc32 = self._pieces.piece(number, i)
+                    if self._crc32(begin, n_bytes) != crc32:
+                        yield f"the checksum of {name} differs"
 
     def _crc32(self, begin: int, n_bytes: int) -> int:
         crc32 = 0
@@ -80,7 +68,7 @@ class Checking:
 
 
 def _is_whole(path: str) -> bool:
-    """Whether a dataset is read as a whole, whichever rows are asked for."""
+    """Whether a dataset is always read as a whole."""
     return path in ("index", "error/offsets", "error/values")
 
 

@@ -1,4 +1,4 @@
-"""Views: the values of one column, read from the mapped file when rows are asked for."""
+"""Views of one column's values, read from the mapped file on demand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slurmgpu.shards.columns import Column
 
 
 class ArrayData:
-    """Rows of one shape, indexed like the NumPy array of them all; what comes out is a copy."""
+    """Rows of one shape, indexed like one NumPy array; results are copies."""
 
     def __init__(self, column: Column, content: npt.NDArray[Any]) -> None:
         self.column, self.content = column, content
@@ -32,16 +32,16 @@ class ArrayData:
         return np.array(self.values, dtype)
 
     def stored(self, start: int = 0, stop: int | None = None) -> npt.NDArray[Any]:
-        """The rows from `start` to `stop` as they are stored."""
+        """The rows from `start` to `stop` as stored."""
         return self.content[start:stop]
 
     def python_values(self, start: int = 0, stop: int | None = None) -> list[Any]:
-        """Python's own numbers for the rows from `start` to `stop`; arrays where the column has a shape."""
+        """The rows from `start` to `stop` as Python numbers, or arrays if the column has a shape."""
         return self[start:stop].tolist() if self.values.ndim == 1 else list(self[start:stop])
 
 
 class ListData:
-    """Rows of any length: one value for each."""
+    """Rows of any length."""
 
     def __init__(self, column: Column, values: npt.NDArray[Any], offsets: npt.NDArray[np.int64]) -> None:
         self.column = column
@@ -52,7 +52,7 @@ class ListData:
         return len(self.offsets) - 1
 
     def __getitem__(self, key: Any) -> Any:
-        """One value for an integer; a list for a slice, for integers, and for a mask of booleans."""
+        """One value for an integer; a list for a slice, integers or a boolean mask."""
         if isinstance(key, slice):
             rows = range(len(self))[key]
             if rows.step == 1:
@@ -64,7 +64,7 @@ class ListData:
             return [self._one(row) for row in self._rows(np.asarray(key))]
 
     def stored(self, start: int = 0, stop: int | None = None) -> Sequence[Any]:
-        """The rows from `start` to `stop` as they are stored: of a copy of the file's bytes."""
+        """The rows from `start` to `stop` as stored, from a copy of the file's bytes."""
         start, stop, _ = slice(start, stop).indices(len(self))
         offsets = self.offsets[start : max(start, stop) + 1]
         return self.column.split(self.values[offsets[0] : offsets[-1]].copy(), (offsets - offsets[0]).tolist())
@@ -78,7 +78,7 @@ class ListData:
         if key.dtype == bool and key.shape == (len(self),):
             key = np.flatnonzero(key)
         if key.ndim != 1 or (key.size and key.dtype.kind not in "iu"):
-            raise IndexError(f"rows are chosen by an integer, a slice, integers or a mask of {len(self)} booleans")
+            raise IndexError(f"expected an integer, a slice, integers or a mask of {len(self)} booleans to choose rows")
         rows: list[int] = key.tolist()
         return rows
 

@@ -1,41 +1,108 @@
-"""Columns: the named outputs of a workload, each of a kind, which is one class."""
+"""Columns: the named outputs of a workload."""
 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
-from slurmgpu.shards.kinds import KINDS, class_of
-from slurmgpu.shards.kinds import Column as Column
-from slurmgpu.shards.numbers import as_array, cast, checked_shape, scalar_bounds, stored_dtype
+from slurmgpu.shards.numbers import as_array, as_lists, cast, checked_shape, scalar_bounds, stored_dtype
+from slurmgpu.util.plugins import Plugins
 
 RESERVED_NAMES = ("index", "error")
+
+KINDS = Plugins(
+    "slurmgpu.columns",
+    "column kind",
+    "slurmgpu.shards.columns.Column",
+    {kind: f"slurmgpu.shards.columns:{kind.capitalize()}" for kind in ("array", "text", "json", "ragged")},
+)
+"""Column kinds by the name that files give them."""
+
+
+class Column(ABC):
+    """A kind of column: how its values are checked, stored, read and exported.
+
+    Each row is stored as an array of `dtype`. With a `shape`, all rows have it, and they form the dataset NAME.
+    Without one (None), rows are one-dimensional and of any length: NAME/values has their values one after the other,
+    NAME/offsets where each row begins. Below, `stored` holds what `convert` returned: a list of rows, or a single
+    array if they have one shape.
+
+    `class Date(Array, kind="date")` registers a kind when it is imported. Files name the kind. Where no imported
+    module and no entry point `slurmgpu.columns` has it, values are read as stored.
+    """
+
+    kind: ClassVar[str]
+    is_tensor: ClassVar[bool] = True
+    """Whether PyTorch gets the stored values, not the read ones."""
+    arrow: ClassVar[str | None] = None
+    """Arrow's name for the type of a row, such as "timestamp[us]"; None for plain numbers."""
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...] | None = None
+
+    def __init_subclass__(cls, kind: str | None = None) -> None:
+        if kind is not None:
+            cls.kind = kind
+            KINDS.register(kind, cls)
+
+    @abstractmethod
+    def convert(self, value: Any) -> npt.NDArray[Any] | bytes:
+        """A copy of `value` as stored; ValueError if anything but precision would be lost."""
+
+    @abstractmethod
+    def blank(self) -> npt.NDArray[Any] | bytes:
+        """The stored value of an item without a row."""
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments that make this column again, as JSON values."""
+        return {}
+
+    def split(self, values: npt.NDArray[Any], bounds: Sequence[int]) -> Sequence[Any]:
+        """The stored rows between consecutive `bounds`, for rows of any length."""
+        return [values[first:last] for first, last in pairwise(bounds)]
+
+    def read(self, stored: Any) -> Any:
+        """The rows as users read them: a list, or an uncopied array if they have one shape."""
+        return stored
+
+    def plain(self, stored: Any) -> list[Any]:
+        """The rows as JSON values."""
+        return as_lists(stored) if self.shape is not None else list(map(as_lists, stored))
+
+    def cells(self, stored: Any) -> list[Any]:
+        """The rows as CSV cells; lists and booleans are written as JSON."""
+        return self.plain(stored)
+
+    @property
+    def pandas(self) -> str | None:
+        """The dtype of the rows in pandas; None to let pandas infer it."""
+        return "object"
 
 
 @dataclass(frozen=True, init=False)
 class Array(Column, kind="array"):
-    """A column of one array for each item, of the same `dtype` and `shape` in every row; () is one number."""
+    """A column of arrays, all of one `dtype` and `shape`; shape () is one number."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     _bounds: Mapping[type, tuple[float, float]] = field(repr=False, compare=False)
 
     def __init__(self, dtype: npt.DTypeLike, shape: int | Sequence[int] = ()) -> None:
-        # A frozen dataclass has no other way to set a field from its own __init__.
+        # A frozen dataclass cannot set its own fields otherwise.
         object.__setattr__(self, "dtype", stored_dtype(dtype))
         object.__setattr__(self, "shape", checked_shape(shape))
         object.__setattr__(self, "_bounds", {} if self.shape else scalar_bounds(self.dtype))
 
     def convert(self, value: Any) -> npt.NDArray[Any]:
-        """A copy of `value` as it is stored; ValueError when that would lose anything but precision."""
+        """A copy of `value` as stored; ValueError if anything but precision would be lost."""
         bounds = self._bounds.get(type(value))
         if bounds is not None and bounds[0] <= value <= bounds[1]:
             return np.array(value, self.dtype)
@@ -45,29 +112,29 @@ class Array(Column, kind="array"):
         return cast(found, self.dtype)
 
     def blank(self) -> npt.NDArray[Any]:
-        """What an item without a row gets: NaN where the dtype has one, zero otherwise."""
+        """NaN if the dtype has it, else zero."""
         return np.full(self.shape, np.nan if self.dtype.kind in "fc" else self.dtype.type(), self.dtype)
 
     def arguments(self) -> dict[str, Any]:
-        """The dtype, as NumPy writes it, and the shape."""
+        """The dtype in NumPy's notation, and the shape."""
         return {"dtype": self.dtype.str, "shape": list(self.shape)}
 
     @property
     def pandas(self) -> str | None:
-        """Nothing for single numbers; object for arrays and bytes."""
+        """Inferred for single numbers; object for arrays and bytes."""
         return "object" if self.shape or self.dtype.kind == "S" else None
 
 
 @dataclass(frozen=True)
 class Text(Column, kind="text"):
-    """A column of one string for each item, of any length, stored as UTF-8."""
+    """A column of strings of any length, stored as UTF-8."""
 
     is_tensor = False
     arrow = "large_string"
     dtype: np.dtype[Any] = field(default=np.dtype("uint8"), init=False, repr=False)
 
     def convert(self, value: Any) -> bytes:
-        """The string as UTF-8; ValueError for anything but a string."""
+        """The string as UTF-8; ValueError for other values."""
         if not isinstance(value, str):
             raise ValueError(f"found {type(value).__name__}, expected a str")
         try:
@@ -76,7 +143,7 @@ class Text(Column, kind="text"):
             raise ValueError(f"found a str that UTF-8 cannot hold ({error.reason})") from error
 
     def blank(self) -> bytes:
-        """What an item without a row gets: the empty string."""
+        """The empty string."""
         return b""
 
     def split(self, values: npt.NDArray[Any], bounds: Sequence[int]) -> list[bytes]:
@@ -94,19 +161,19 @@ class Text(Column, kind="text"):
 
     @property
     def pandas(self) -> str | None:
-        """Nothing: pandas has types of text."""
+        """Inferred: pandas has string types."""
         return None
 
 
 @dataclass(frozen=True)
 class Json(Text, kind="json"):
-    """A column of one JSON value for each item: lists and mappings of text, numbers, booleans and None.
+    """A column of JSON values: lists and mappings of text, numbers, booleans and None.
 
-    It is stored as its text, and read back as `json.loads` has it: tuples are lists then, and keys are strings.
+    Values are stored as JSON text. Reading returns what `json.loads` returns: lists for tuples, and string keys.
     """
 
     def convert(self, value: Any) -> bytes:
-        """The value as compact JSON in UTF-8; ValueError for what JSON has no words for, NaN among them."""
+        """The value as compact JSON in UTF-8; ValueError for what JSON cannot hold, such as NaN."""
         try:
             text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         except (TypeError, ValueError, RecursionError) as error:
@@ -118,18 +185,18 @@ class Json(Text, kind="json"):
         return [json.loads(text.decode()) if text else None for text in stored]
 
     def cells(self, stored: Sequence[bytes]) -> list[Any]:
-        """The JSON itself, but a text without its quotes, and nothing for null."""
+        """The JSON text; strings without quotes, None for null."""
         return [json.loads(text) if text[:1] == b'"' else None if text == b"null" else text.decode() for text in stored]
 
     @property
     def pandas(self) -> str | None:
-        """Objects of Python's."""
+        """Python objects."""
         return "object"
 
 
 @dataclass(frozen=True, init=False)
 class Ragged(Column, kind="ragged"):
-    """A column of one 1-d array for each item, of a length that may differ from row to row."""
+    """A column of 1-d arrays whose length may differ from row to row."""
 
     dtype: np.dtype[Any]
 
@@ -137,23 +204,23 @@ class Ragged(Column, kind="ragged"):
         object.__setattr__(self, "dtype", stored_dtype(dtype))
 
     def convert(self, value: Any) -> npt.NDArray[Any]:
-        """A copy of `value` as it is stored; ValueError when that would lose anything but precision."""
+        """A copy of `value` as stored; ValueError if anything but precision would be lost."""
         found = as_array(value)
         if found.ndim != 1:
             raise ValueError(f"found shape {found.shape}, expected one dimension")
         return cast(found, self.dtype)
 
     def blank(self) -> npt.NDArray[Any]:
-        """What an item without a row gets: an array of length 0."""
+        """An array of length 0."""
         return np.empty(0, self.dtype)
 
     def arguments(self) -> dict[str, Any]:
-        """The dtype, as NumPy writes it."""
+        """The dtype in NumPy's notation."""
         return {"dtype": self.dtype.str}
 
 
 class _Unknown(Column):
-    """A column of a kind that is not known here, whose values are read as they are stored."""
+    """A column of an unknown kind; its values are read as stored."""
 
     def __init__(self, described: Mapping[str, Any], dtype: str, shape: Sequence[int] | None) -> None:
         self.described = described
@@ -169,7 +236,7 @@ class _Unknown(Column):
 
 
 def check_columns(columns: Mapping[str, Column], owner: str) -> dict[str, Column]:
-    """The columns that the workload `owner` declares, in order; SlurmGPUError unless a file can hold them."""
+    """The columns of the workload `owner`, in order; SlurmGPUError if a file cannot hold them."""
     if not isinstance(columns, Mapping) or not columns:
         raise SlurmGPUError(
             f"{owner}: columns is {columns!r}; expected a mapping of names to Array, Text, Json or Ragged,"
@@ -178,7 +245,7 @@ def check_columns(columns: Mapping[str, Column], owner: str) -> dict[str, Column
     for name, column in columns.items():
         if not isinstance(name, str) or not name or any(character in name for character in "/.\0"):
             raise SlurmGPUError(
-                f"{owner}: {name!r} is not a column's name; expected a string without '/' and '.'. Rename it."
+                f"{owner}: {name!r} is not a valid column name; expected a string without '/' and '.'. Rename it."
             )
         if name in RESERVED_NAMES:
             raise SlurmGPUError(f"{owner}: the column {name!r} is written by slurmgpu itself; choose another name.")
@@ -191,25 +258,25 @@ def check_columns(columns: Mapping[str, Column], owner: str) -> dict[str, Column
 
 
 def stored_columns(columns: Mapping[str, Column]) -> dict[str, Column]:
-    """The columns of a file, in order: `index`, the workload's, `error`."""
+    """All columns of a file, in order: `index`, the workload's, `error`."""
     return {"index": Array("int64"), **columns, "error": Text()}
 
 
 def columns_to_json(columns: Mapping[str, Column]) -> dict[str, Any]:
-    """The columns as plain values for JSON: `{"score": {"kind": "array", "dtype": "<f4", "shape": [3]}}`."""
+    """The columns as JSON values: `{"score": {"kind": "array", "dtype": "<f4", "shape": [3]}}`."""
     return {name: _column_to_json(column) for name, column in columns.items()}
 
 
 def columns_from_json(value: Mapping[str, Any]) -> dict[str, Column]:
-    """The columns that `columns_to_json` wrote, in the same order."""
+    """The columns that `columns_to_json` described, in the same order."""
     return {name: _column_from_json(name, column) for name, column in value.items()}
 
 
 def convert_row(columns: Mapping[str, Column], row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row as it is stored: ndarrays for Array and Ragged, bytes for Text and Json; a copy that shares no memory.
+    """A copy of the row as stored: ndarrays for Array and Ragged, bytes for Text and Json.
 
-    Raises ValueError, naming the column, what was found and what was expected: a column missing or unknown,
-    a wrong shape, or a value that its dtype cannot hold. Floats may lose precision, nothing else may be lost.
+    ValueError names the column, what was found and what was expected: a missing or unknown column, a wrong shape, or a
+    value that the dtype cannot hold. Only the precision of floats may be lost.
     """
     if not isinstance(row, Mapping):
         raise ValueError(f"a row is a mapping of each column to its value; found {type(row).__name__}")
@@ -238,7 +305,7 @@ def _column_to_json(column: Column) -> dict[str, Any]:
     if isinstance(column, _Unknown):
         return dict(column.described)
     described = {"kind": column.kind, **column.arguments()}
-    if KINDS[column.kind].__module__ != __name__:  # then not every slurmgpu knows it
+    if column.kind not in KINDS.built_in:  # then other installations may not know it
         shape = None if column.shape is None else list(column.shape)
         described["stored"] = {"dtype": column.dtype.str, "shape": shape}
     return described
@@ -248,9 +315,10 @@ def _column_from_json(name: str, value: Mapping[str, Any]) -> Column:
     match value:
         case {"kind": str(kind), **arguments}:
             stored = arguments.pop("stored", None)
-            with suppress(TypeError):  # of arguments that only another version of the class takes
-                if made := class_of(kind):
-                    return made(**arguments)
+            with suppress(TypeError):  # another version of the class took other arguments
+                if made := KINDS.find(kind):
+                    column: Column = made(**arguments)
+                    return column
             if stored is not None:
                 return _Unknown(value, **stored)
     raise SlurmGPUError(

@@ -1,7 +1,7 @@
-"""Skeletons: HDF5 files in which every dataset has its place and none has its data yet.
+"""Skeletons: HDF5 files whose datasets have a place but no data yet.
 
-libhdf5 draws the skeleton in memory and never meets a file system. So a full disk is an OSError of ours, not a file
-that libhdf5 can neither flush nor close.
+libhdf5 writes the skeleton to memory and never to a file system. So a full disk raises an OSError here, instead of
+leaving a file that libhdf5 can neither flush nor close.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ import numpy as np
 from h5py import h5a, h5d, h5f, h5fd, h5p, h5s, h5t
 
 from slurmgpu.shards.columns import Column, columns_to_json, stored_columns
-from slurmgpu.shards.userblock import FORMAT_VERSION, OFFSET_DTYPE, Region, in_file_order
+from slurmgpu.shards.numbers import OFFSET_DTYPE
+from slurmgpu.shards.userblock import FORMAT_VERSION, Region, in_file_order
 
 Attributes = Mapping[str, str | int | bool]
 
-_LIBVER_HIGH = getattr(h5f, "LIBVER_V114", h5f.LIBVER_LATEST)  # an older libhdf5 has no name for it
+_LIBVER_HIGH = getattr(h5f, "LIBVER_V114", h5f.LIBVER_LATEST)  # older libhdf5 lacks the constant
 _PAGE_BYTES = 4096
-_ALIGNMENT_BYTES = 8  # so that NumPy and Arrow can use the bytes where they lie
+_ALIGNMENT_BYTES = 8  # lets NumPy and Arrow use the bytes in place
 
 
 class Skeleton(NamedTuple):
-    """Where the datasets lie, the bytes that are not theirs (`metadata`, by offset), and the file's size."""
+    """The datasets with their offsets, all other bytes by offset (`metadata`), and the file size."""
 
     regions: list[Region]
     metadata: list[tuple[int, bytes]]
@@ -35,7 +36,7 @@ class Skeleton(NamedTuple):
 
 
 def unplaced_regions(columns: Mapping[str, Column], n_rows: int, n_values: Mapping[str, int]) -> list[Region]:
-    """The datasets of a file, in order; `n_values` says how many values a `name/values` has."""
+    """The datasets of a file, in order; `n_values` is the length of each `name/values`."""
     regions = []
     for name, column in stored_columns(columns).items():
         if column.shape is not None:
@@ -47,13 +48,13 @@ def unplaced_regions(columns: Mapping[str, Column], n_rows: int, n_values: Mappi
 
 
 def file_attributes(file_format: str, columns: Mapping[str, Column], others: Attributes) -> dict[str, str | int | bool]:
-    """The attributes of a file, in order: what every file of slurmgpu's has, and the others."""
+    """The attributes of a file, in order: those that all files have, then the others."""
     kinds = json.dumps(columns_to_json(columns), separators=(",", ":"))
     return {"format": file_format, "version": FORMAT_VERSION, "columns": kinds, **others}
 
 
-def draw(regions: Sequence[Region], attributes: Attributes, userblock_size: int) -> Skeleton:
-    """The skeleton of a file with these datasets and attributes; of the same bytes for the same arguments."""
+def make_skeleton(regions: Sequence[Region], attributes: Attributes, userblock_size: int) -> Skeleton:
+    """The skeleton of a file. The same arguments give the same bytes."""
     memory = _Memory()
     placed = _create(memory, regions, attributes, userblock_size)
     metadata = []
@@ -66,7 +67,7 @@ def draw(regions: Sequence[Region], attributes: Attributes, userblock_size: int)
 
 
 class _Memory:
-    """A file object for libhdf5 to draw in, of which only the pages that are written to take room."""
+    """A sparse file object in memory for libhdf5."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -102,7 +103,7 @@ class _Memory:
         pass
 
     def read_range(self, start: int, stop: int) -> bytes:
-        """The bytes from `start` to `stop`; zeros where none were written."""
+        """The bytes from `start` to `stop`; zeros if none were written."""
         return b"".join(self._parts(start, stop))
 
     def _parts(self, start: int, stop: int) -> Iterator[memoryview]:
@@ -118,10 +119,7 @@ def _region(path: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Region:
 
 
 def _create(memory: Any, regions: Sequence[Region], attributes: Attributes, userblock_size: int) -> list[Region]:
-    """The regions with their offsets, in the file that `memory` now holds.
-
-    h5py's low-level interface takes half the time of its high-level one, which small shards would notice.
-    """
+    """Create the file in `memory`; the regions with offsets. h5py's low-level interface takes half the time."""
     access = h5p.create(h5p.FILE_ACCESS)
     access.set_libver_bounds(h5f.LIBVER_V110, _LIBVER_HIGH)
     access.set_alignment(1, _ALIGNMENT_BYTES)
@@ -153,7 +151,7 @@ def _create_datasets(file: Any, regions: Sequence[Region]) -> list[Region]:
         dtype = h5t.py_create(np.dtype(region.dtype), logical=True)
         space = h5s.create_simple(region.shape)
         dataset = h5d.create(file, region.path.encode(), dtype, space, creation, lcpl=links)
-        # Without bytes there is no place; what libhdf5 answers then means nothing.
+        # The offset of an empty dataset is undefined.
         placed.append(region._replace(offset=dataset.get_offset() if region.n_bytes else 0))
     return placed
 

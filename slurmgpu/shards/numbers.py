@@ -1,4 +1,4 @@
-"""Arrays: what a dtype can hold of a value, and what JSON has for it."""
+"""Conversion of values to NumPy dtypes without loss, and to JSON."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import numpy.typing as npt
 
 from slurmgpu.errors import SlurmGPUError
 
+OFFSET_DTYPE = np.dtype("<i8")
+
 _INSTEAD = {
     "U": "use Text() for strings",
     "O": "use Text() for strings, Ragged(dtype) for lists whose length varies",
@@ -18,13 +20,13 @@ _INSTEAD = {
     "m": "use Array('int64') and say the unit in the column's name",
     "V": "use one column for each field, and 'float32' for bfloat16",
 }
-# Kinds of NumPy's dtypes, by the kind that they are stored as.
+# Kinds of NumPy dtypes that can be stored as each kind.
 _COMES_FROM = {"b": "biuf", "i": "biuf", "u": "biuf", "f": "biuf", "c": "biufc", "S": "SU"}
 _KIND_NAMES = {"U": "text", "S": "bytes", "c": "complex numbers"}
 
 
 def stored_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
-    """The little-endian dtype of that name, if every reader of HDF5 has it."""
+    """The little-endian dtype of that name; SlurmGPUError if readers of HDF5 may lack it."""
     try:
         stored: np.dtype[Any] = np.dtype(dtype)
     except TypeError as error:
@@ -44,7 +46,7 @@ def stored_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
 
 
 def checked_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
-    """The shape of a row, if HDF5 has room for it."""
+    """The shape of a row; SlurmGPUError if HDF5 cannot hold it."""
     try:
         dims = tuple(map(operator.index, shape if isinstance(shape, Sequence) else (shape,)))
     except TypeError:
@@ -55,7 +57,7 @@ def checked_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def scalar_bounds(dtype: np.dtype[Any]) -> dict[type, tuple[float, float]]:
-    """The types of value that need no closer look: what lies between the bounds can be stored as it is."""
+    """Types whose values can be stored unchecked if they lie between the bounds."""
     if dtype.kind in "biu":
         limits = _integer_limits(dtype)
         return dict.fromkeys((int, bool, np.int64, dtype.type), limits)
@@ -70,10 +72,10 @@ def _integer_limits(dtype: np.dtype[Any]) -> tuple[int, int]:
 
 
 def as_array(value: Any) -> npt.NDArray[Any]:
-    """The value as numbers or bytes; ValueError for anything else."""
+    """The value as an array of numbers or bytes; ValueError otherwise."""
     try:
         found: npt.NDArray[Any] = np.asarray(value)
-    # A tensor that needs .cpu(), .detach() or .float() first says so itself, with various classes of error.
+    # Tensors that need .cpu(), .detach() or .float() raise one of several errors that say so.
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"found {type(value).__name__} that NumPy cannot read: {error}") from error
     if found.dtype.kind not in "biufcSU":
@@ -82,7 +84,7 @@ def as_array(value: Any) -> npt.NDArray[Any]:
 
 
 def cast(found: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """A contiguous copy as `dtype`; ValueError that names the first value which `dtype` cannot hold."""
+    """A contiguous copy as `dtype`; ValueError names the first value that `dtype` cannot hold."""
     if found.dtype == dtype:
         return np.array(found, order="C")
     if found.size and found.dtype.kind not in _COMES_FROM[dtype.kind]:  # [] is float64 whatever was meant
@@ -105,21 +107,21 @@ def cast(found: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 def _is_whole_between(found: npt.NDArray[Any], low: int, high: int) -> npt.NDArray[np.bool_]:
     if found.dtype.kind != "f":
         return (low <= found) & (found <= high)
-    # As float64 the largest int64 is rounded up to 2**63, so the bound that is exact is the one above it.
+    # float64 rounds the largest int64 up to 2**63, so compare with the exact bound above it.
     wide = found.astype(np.float64)
     fits: npt.NDArray[np.bool_] = (np.trunc(wide) == wide) & (float(low) <= wide) & (wide < float(high + 1))
     return fits
 
 
 def as_lists(values: npt.NDArray[Any]) -> list[Any]:
-    """Nested lists as JSON has them. A complex number is [real, imaginary]; bytes are read as UTF-8."""
+    """Nested lists of JSON values. Complex numbers become [real, imaginary]; bytes are decoded as UTF-8."""
     if values.dtype.kind == "c":
         return as_lists(np.stack([values.real, values.imag], axis=-1))
     if values.dtype.kind == "S":
         values = np.char.decode(values, "utf-8", "backslashreplace")
     elif values.dtype.kind == "f" and not np.isfinite(values).all():
-        unspeakable = ~np.isfinite(values)
+        not_finite = ~np.isfinite(values)
         values = values.astype(object)
-        values[unspeakable] = None
+        values[not_finite] = None
     lists: list[Any] = values.tolist()
     return lists

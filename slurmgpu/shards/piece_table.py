@@ -1,40 +1,63 @@
-"""Pieces: what each shard has become in each dataset of a merged file, as the piece table in its user block says.
+"""Pieces: the bytes of each shard in each dataset of a merged file, as listed in the piece table of its user block.
 
-In a dataset of offsets a shard's piece is an entry for each row. The leading 0 belongs to no piece and counts as
-HDF5 metadata.
+In a dataset of offsets, a shard's piece has one entry per row. The leading 0 belongs to no piece and counts as HDF5
+metadata.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from slurmgpu.shards.userblock import MERGED, OFFSET_DTYPE, DamagedShardError, Piece, Region, in_file_order, write_at
+from slurmgpu.shards.numbers import OFFSET_DTYPE
+from slurmgpu.shards.userblock import MERGED, DamagedShardError, Piece, Region, in_file_order, write_at
 
 Table = npt.NDArray[Any]
 
 
 def new_table(n_shards: int, n_datasets: int) -> Table:
-    """A piece table to be filled in: a record for each shard, in the order of its rows."""
+    """An empty piece table: one record per shard, in row order."""
     return np.zeros(n_shards, _record(n_datasets))
 
 
 def read_table(content: bytes, n_datasets: int) -> Table:
-    """The piece table that a user block holds."""
+    """The piece table of a user block."""
     return np.frombuffer(content, _record(n_datasets))
 
 
+class Pieces:
+    """The pieces of a merged file, by position in its piece table and number of the dataset."""
+
+    def __init__(self, directory: Mapping[str, Any], table: bytes) -> None:
+        self.regions = [Region(*region) for region in directory["datasets"]]
+        self.table = read_table(table, len(self.regions))
+
+    @cached_property
+    def before(self) -> npt.NDArray[np.int64]:
+        """The number of bytes of each dataset in earlier pieces."""
+        n_bytes: npt.NDArray[np.int64] = self.table["n_bytes"]
+        return n_bytes.cumsum(axis=0) - n_bytes
+
+    def piece(self, place: int, number: int) -> Piece:
+        """One piece."""
+        row, region = self.table[place], self.regions[number]
+        begin = region.offset + lead_bytes(region) + int(self.before[place, number])
+        name = f"{region.path} of shard {row['shard']}"
+        return Piece(name, begin, int(row["n_bytes"][number]), int(row["crc32"][number]))
+
+
 def lead_bytes(region: Region) -> int:
-    """How many bytes at the beginning of a dataset belong to no shard."""
+    """The number of bytes at the start of a dataset that belong to no shard."""
     return OFFSET_DTYPE.itemsize if region.path.endswith("/offsets") else 0
 
 
 def pieces(regions: Sequence[Region], table: Table) -> Iterator[Piece]:
-    """Every piece of a merged file, in the order of the file."""
+    """All pieces of a merged file, in file order."""
     numbers = {region.path: number for number, region in enumerate(regions)}
     shards = table["shard"].tolist()
     for region in in_file_order(regions):
@@ -47,7 +70,7 @@ def pieces(regions: Sequence[Region], table: Table) -> Iterator[Piece]:
 
 
 def pieces_of(directory: Mapping[str, Any], table: bytes) -> Iterator[Piece]:
-    """Every piece of a file, of either kind, in the order of the file; in a shard each dataset is one."""
+    """All pieces of a shard or merged file, in file order; in a shard, each dataset is one piece."""
     regions = [Region(*region) for region in directory["datasets"]]
     if directory["attributes"]["format"] == MERGED:
         return pieces(regions, read_table(table, len(regions)))
@@ -55,11 +78,11 @@ def pieces_of(directory: Mapping[str, Any], table: bytes) -> Iterator[Piece]:
 
 
 Write = Callable[[bytes | memoryview, int], None]
-"""Puts bytes at an offset of the file that is being written."""
+"""Writes bytes at an offset of the output file."""
 
 
-class Gathered:
-    """Writes that wait until they can be made together: pieces of neighbours lie side by side in each dataset."""
+class BufferedWrites:
+    """Buffers writes to join adjacent ones: pieces of neighbouring shards lie side by side."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -67,40 +90,40 @@ class Gathered:
         self._ends: dict[int, int] = {}
 
     def write(self, content: bytes | memoryview, offset: int) -> None:
-        """Keep bytes that belong at `offset`; their buffer must stay as it is until `flush`."""
+        """Buffer bytes for `offset`; they must not change until `flush`."""
         first = self._ends.pop(offset, offset)
         self._runs.setdefault(first, []).append(content)
         self._ends[offset + len(content)] = first
 
     def flush(self) -> None:
-        """Write all that was kept."""
+        """Write all buffered bytes."""
         for offset, contents in self._runs.items():
             write_at(self._fd, b"".join(contents), offset)
         self._runs.clear()
         self._ends.clear()
 
 
-class Place:
-    """Where a piece goes in the file that is being written, chunk by chunk, and the piece's checksum."""
+class PieceWriter:
+    """Writes the chunks of a piece to its place in the output file; `crc32` is the piece's checksum."""
 
     def __init__(self, write: Write, position: int, crc32: int) -> None:
         self._write, self._position = write, position
         self.crc32 = crc32
 
     def write(self, chunk: bytes | memoryview) -> None:
-        """Put the next chunk of a shard's dataset where it belongs."""
+        """Write the next chunk."""
         if chunk:
             self._write(chunk, self._position)
             self._position += len(chunk)
 
     def check(self) -> None:
-        """Raise DamagedShardError if what was put there makes no sense."""
+        """Raise DamagedShardError if the written content is invalid."""
 
 
-class OffsetsPlace(Place):
-    """Where a piece of offsets goes: without the shard's leading 0, and grown by the values of earlier shards.
+class OffsetsWriter(PieceWriter):
+    """Writes a piece of offsets: without the leading 0, and raised by the number of values in earlier shards.
 
-    They must begin with 0, never fall, and end with `n_values`: else later rows would have each other's values.
+    Offsets must begin with 0, never fall, and end with `n_values`; otherwise rows would get each other's values.
     """
 
     def __init__(self, write: Write, position: int, base: int, n_values: int) -> None:
@@ -110,7 +133,7 @@ class OffsetsPlace(Place):
         self._is_wrong = False
 
     def write(self, chunk: bytes | memoryview) -> None:
-        """Put the next chunk of a shard's offsets where it belongs."""
+        """Write the next chunk."""
         offsets = np.frombuffer(chunk, OFFSET_DTYPE)
         if self._last is None:
             self._last, offsets = int(offsets[0]), offsets[1:]
@@ -123,7 +146,7 @@ class OffsetsPlace(Place):
             super().write(moved)
 
     def check(self) -> None:
-        """Raise DamagedShardError unless they are offsets into so many values."""
+        """Raise DamagedShardError unless the offsets are valid."""
         if self._is_wrong or self._last != self._n_values:
             raise DamagedShardError(f"its offsets are not those of {self._n_values} values")
 

@@ -1,4 +1,4 @@
-"""Shards: an HDF5 file for each range of items, which appears whole or not at all, and is verified as bytes."""
+"""Shards: one HDF5 file per range of items, published whole or not at all, and verified as bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,11 @@ import numpy as np
 
 from slurmgpu.errors import ItemError
 from slurmgpu.shards.columns import Column, stored_columns
-from slurmgpu.shards.hdf5_layout import Attributes, draw, file_attributes, unplaced_regions
+from slurmgpu.shards.hdf5_layout import Attributes, file_attributes, make_skeleton, unplaced_regions
+from slurmgpu.shards.numbers import OFFSET_DTYPE
 from slurmgpu.shards.userblock import (
-    OFFSET_DTYPE,
     SHARD,
-    DamagedShardError,
+    Content,
     Piece,
     Reader,
     Region,
@@ -33,37 +33,26 @@ from slurmgpu.shards.userblock import (
     verify,
     write_at,
 )
+from slurmgpu.shards.userblock import DamagedShardError as DamagedShardError
 from slurmgpu.util.atomic_files import fsync_dir
 from slurmgpu.util.shared_files import exists, remove, replace, retried
 
 log = logging.getLogger(__name__)
 
-__all__ = [
-    "DamagedShardError",
-    "Directory",
-    "ForeignShardError",
-    "publish",
-    "read_directory",
-    "read_errors",
-    "read_rows",
-    "verify_shard",
-    "write_shard",
-]
-
 FINISHING_PATIENCE_S = 5.0
-"""So long a partial file is removed whose shard is published; the merge removes what stays."""
+"""How long to retry removing the partial file of a published shard; the merge removes what stays."""
 _BLOCK_BYTES = 4 << 20
-HEAD_BYTES = 16 << 10  # holds the user block of a shard of up to about a hundred columns
+HEAD_BYTES = 16 << 10  # holds the user block of a shard with up to about a hundred columns
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 class ForeignShardError(DamagedShardError):
-    """A shard that is whole, but of another plan or of another range of items."""
+    """A whole shard, but of another plan or range of items."""
 
 
 @dataclass(frozen=True)
 class Directory:
-    """What a shard's user block says: the items `start` to `stop` - 1, and where each dataset's bytes lie."""
+    """A shard's user block: items `start` to `stop` - 1, and the place of each dataset."""
 
     fingerprint: str
     start: int
@@ -78,14 +67,15 @@ class Directory:
     made_by: dict[str, Any]
 
     def n_values(self, offsets: str) -> int:
-        """How many values the dataset has into which `offsets` (NAME/offsets) point."""
+        """The number of values that the dataset `offsets` (NAME/offsets) points into."""
         values = offsets.removesuffix("/offsets") + "/values"
-        return next(_length(region) for region in self.datasets if region.path == values)
+        return next(region.shape[0] for region in self.datasets if region.path == values)
 
-    @property
-    def pieces(self) -> list[Piece]:
-        """The datasets' bytes in the order of the file, as `regions.verify` takes them."""
-        return [Piece(path, *place) for path, _, _, *place in in_file_order(self.datasets)]
+    def verify(self, reader: Reader | Content, sink: Callable[[str, memoryview], None] | None = None) -> None:
+        """Read every byte, and pass those of the datasets to `sink`; DamagedShardError if any differs."""
+        pieces = [Piece(path, *place) for path, _, _, *place in in_file_order(self.datasets)]
+        if problems := list(verify(reader, pieces, start=self.userblock_size, rest_crc32=self.rest_crc32, sink=sink)):
+            raise DamagedShardError("; ".join(problems))
 
 
 def write_shard(
@@ -98,24 +88,23 @@ def write_shard(
     notes: Mapping[str, Any],
     made_by: Mapping[str, Any],
 ) -> None:
-    """Put the rows of the items from `start` on at `path`, closed and fsynced.
+    """Write the rows of the items from `start` on to `path`, closed and fsynced.
 
-    `rows` are as `convert_row` returns them. Of an ItemError the text is stored as `error`, and its columns
-    are blank. `notes` and `made_by` go into the user block and change no dataset; `not_finite` is added to the notes:
-    in how many rows a column of floats has NaN, and in how many infinities. When the disk is full, or anything else
-    goes wrong, the file is removed and the OSError raised.
+    `rows` are as `convert_row` returns them. An ItemError is stored as the text `error` with blank columns. `notes` and
+    `made_by` go into the user block and change no dataset. The note `not_finite` is added: the number of rows with NaN,
+    and with infinities, by column. On any failure, such as a full disk, the file is removed and the OSError raised.
     """
     contents = _contents(columns, start, rows)
     identity: Attributes = {"fingerprint": fingerprint, "start": start, "stop": start + len(rows)}
     attributes = file_attributes(SHARD, columns, identity)
     regions = unplaced_regions(columns, len(rows), _n_values(contents))
-    # The block has room for the largest numbers: they are known once the values are written.
+    # Reserve space for the largest numbers: they are known once the values are written.
     largest = {name: [len(rows)] * 2 for name, column in columns.items() if column.dtype.kind in "fc"}
     notes = {**notes, "not_finite": largest}
     directory = new_directory(attributes, len(rows), regions, notes=notes, made_by=dict(made_by))
     directory["n_errors"] = sum(isinstance(row, ItemError) for row in rows)
     size = userblock_size(directory)
-    skeleton = draw(regions, attributes, size)
+    skeleton = make_skeleton(regions, attributes, size)
     try:
         with open(path, "wb", buffering=0) as file:
             fd = file.fileno()
@@ -129,23 +118,23 @@ def write_shard(
             write_at(fd, pack_userblock(directory, size), 0)
             os.fsync(fd)
     except BaseException:
-        with contextlib.suppress(OSError):  # where nothing can be written, nothing can be removed
+        with contextlib.suppress(OSError):  # a disk that cannot be written may not be unlinked on either
             path.unlink()
         raise
 
 
 def publish(partial: Path, target: Path) -> bool:
-    """Make a shard appear at `target`; False if one was there already, for the first one published wins.
+    """Make a shard appear at `target`; False if one was there already, since the first one published wins.
 
-    `partial` is gone afterwards in either case. Once the shard is published nothing fails any more. An OSError from
-    before, that of a `partial` which somebody has removed included, is one after which it is to be written again.
+    `partial` is removed in both cases. After publication nothing fails any more. An OSError before it, including a
+    `partial` that another process removed, means that the shard must be written again.
     """
     first = retried(lambda: _link(partial, target))
     for finish in (lambda: remove(partial, FINISHING_PATIENCE_S), lambda: fsync_dir(target.parent)):
         try:
             finish()
         except OSError as error:
-            log.warning("%s is published, and what follows failed: %s", target.name, error)
+            log.warning("%s is published, but cleaning up failed: %s", target.name, error)
     return first
 
 
@@ -153,13 +142,13 @@ def _link(partial: Path, target: Path) -> bool:
     try:
         os.link(partial, target)
     except FileExistsError:
-        # NFS may answer so although it made the link: the reply was lost, and the request sent again.
+        # NFS may report this for its own link: the reply was lost, and the request sent again.
         return partial.samefile(target)
     except OSError as error:
         if error.errno not in _NO_HARD_LINKS:
             raise
-        # Without hard links two that publish at the same moment may both be told that they were first. The
-        # file is whole in any case, and both copies hold the same datasets.
+        # Without hard links, two tasks that publish at the same moment may both be told they were first. The file is
+        # whole in any case, and both copies hold the same datasets.
         if exists(target):
             return False
         replace(partial, target)
@@ -167,7 +156,7 @@ def _link(partial: Path, target: Path) -> bool:
 
 
 def read_directory(path: Path) -> Directory:
-    """A shard's directory, from its user block alone; DamagedShardError unless block and size are right."""
+    """A shard's directory, from its user block alone; DamagedShardError if block or file size are wrong."""
     with Reader(path, buffer_bytes=HEAD_BYTES) as reader:
         return examine(reader)
 
@@ -175,23 +164,17 @@ def read_directory(path: Path) -> Directory:
 def verify_shard(
     path: Path, *, fingerprint: str | None = None, start: int | None = None, stop: int | None = None
 ) -> Directory:
-    """The directory of a shard of which every byte has been read and is as it was written.
-
-    Raises DamagedShardError otherwise, and ForeignShardError when it is not the shard that is asked for.
-    """
+    """The directory of a fully verified shard; DamagedShardError or ForeignShardError otherwise."""
     with Reader(path) as reader:
         directory = examine(reader, fingerprint=fingerprint, start=start, stop=stop)
-        first = directory.userblock_size
-        problems = list(verify(reader, directory.pieces, start=first, rest_crc32=directory.rest_crc32))
-    if problems:
-        raise DamagedShardError("; ".join(problems))
+        directory.verify(reader)
     return directory
 
 
 def examine(
     reader: Reader, *, fingerprint: str | None = None, start: int | None = None, stop: int | None = None
 ) -> Directory:
-    """The directory of the shard that `reader` reads, once it is known to be the one that is asked for."""
+    """The directory of the open shard; ForeignShardError if it is another shard than the requested one."""
     found, _, size = read_userblock(reader)
     try:
         attributes = found.pop("attributes")
@@ -206,11 +189,11 @@ def examine(
                 raise ForeignShardError(f"it belongs to another plan: {there}")
         return Directory(**identity, **found, datasets=datasets, userblock_size=size)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DamagedShardError(f"its directory makes no sense ({type(error).__name__}: {error})") from error
+        raise DamagedShardError(f"its directory is invalid ({type(error).__name__}: {error})") from error
 
 
 def read_errors(reader: Reader, directory: Directory) -> list[tuple[int, str]]:
-    """The index of each failed item of a shard, and what went wrong."""
+    """The index and error text of each failed item of a shard."""
     if not directory.n_errors:
         return []
     places = {region.path: (region.offset, region.offset + region.n_bytes) for region in directory.datasets}
@@ -218,7 +201,7 @@ def read_errors(reader: Reader, directory: Directory) -> list[tuple[int, str]]:
 
 
 def errors_in(contents: Mapping[str, bytes | memoryview], directory: Directory) -> list[tuple[int, str]]:
-    """The same from the bytes of the datasets, by name."""
+    """As `read_errors`, from the bytes of the datasets by name."""
     if not directory.n_errors:
         return []
     texts, offsets = bytes(contents["error/values"]), np.frombuffer(contents["error/offsets"], OFFSET_DTYPE)
@@ -232,10 +215,9 @@ def errors_in(contents: Mapping[str, bytes | memoryview], directory: Directory) 
 def read_rows(
     path: Path, columns: Mapping[str, Column], *, fingerprint: str, start: int, stop: int, again: bool = False
 ) -> tuple[list[dict[str, Any] | ItemError], Directory]:
-    """The rows of a shard as `write_shard` takes them, and its directory; every byte is verified on the way.
+    """The rows of a shard as `write_shard` takes them, and its directory; every byte is verified.
 
-    `again` is for a second reading, which shall not be out of a cache.
-    Raises DamagedShardError and ForeignShardError as `verify_shard` does.
+    `again` is for a second reading, which should not come from a cache. Raises as `verify_shard` does.
     """
     contents: dict[str, bytearray] = {}
     with Reader(path) as reader:
@@ -243,24 +225,14 @@ def read_rows(
             reader.forget_cache()
         directory = examine(reader, fingerprint=fingerprint, start=start, stop=stop)
         Shapes(columns).check(directory)
-        problems = list(
-            verify(
-                reader,
-                directory.pieces,
-                start=directory.userblock_size,
-                rest_crc32=directory.rest_crc32,
-                sink=lambda name, chunk: contents.setdefault(name, bytearray()).extend(chunk),
-            )
-        )
-    if problems:
-        raise DamagedShardError("; ".join(problems))
+        directory.verify(reader, lambda name, chunk: contents.setdefault(name, bytearray()).extend(chunk))
     return rows_from(contents, columns, stop - start), directory
 
 
 def rows_from(
     contents: Mapping[str, bytes | bytearray], columns: Mapping[str, Column], n_rows: int
 ) -> list[dict[str, Any] | ItemError]:
-    """Rows as `write_shard` takes them, from the bytes of their datasets by name; a name that lacks has none."""
+    """Rows as `write_shard` takes them, from the bytes of datasets by name; a missing name has no values."""
     values = {name: _values(contents, name, column, n_rows) for name, column in stored_columns(columns).items()}
     errors = values["error"]
     return [
@@ -272,7 +244,6 @@ def rows_from(
 
 
 def _values(contents: Mapping[str, bytes | bytearray], name: str, column: Column, n_rows: int) -> Sequence[Any]:
-    """The value of one column in each row, as it is stored."""
     if column.shape is not None:
         return list(np.frombuffer(contents.get(name, b""), column.dtype).reshape(n_rows, *column.shape))
     values = np.frombuffer(contents.get(f"{name}/values", b""), column.dtype)
@@ -280,7 +251,7 @@ def _values(contents: Mapping[str, bytes | bytearray], name: str, column: Column
 
 
 class Shapes:
-    """What the plan's columns say of the datasets of any shard."""
+    """The datasets that every shard of a plan must have."""
 
     def __init__(self, columns: Mapping[str, Column]) -> None:
         self._regions = []
@@ -289,7 +260,7 @@ class Shapes:
             self._regions.append((region.path, region.dtype, region.shape[1:], row_bytes))
 
     def check(self, directory: Directory) -> None:
-        """Raise ForeignShardError unless the datasets are those of the columns, with the rows of all items."""
+        """Raise ForeignShardError unless the shard has these datasets, with one row per item."""
         n_rows = directory.stop - directory.start
         if directory.n_rows != n_rows:
             raise ForeignShardError(f"it has {directory.n_rows} rows for {n_rows} items")
@@ -304,12 +275,7 @@ class Shapes:
                 raise ForeignShardError(f"its dataset {path} has {length} entries for {n_rows} items")
 
 
-def _length(region: Region) -> int:
-    return region.shape[0] if len(region.shape) == 1 else -1
-
-
 def _n_values(contents: Mapping[str, list[Any]]) -> dict[str, int]:
-    """How many values each column with offsets has, by the name of their dataset."""
     ends = {path.removesuffix("/offsets"): offsets for path, offsets in contents.items() if path.endswith("/offsets")}
     return {f"{name}/values": int(offsets[0][-1]) for name, offsets in ends.items()}
 
@@ -317,7 +283,6 @@ def _n_values(contents: Mapping[str, list[Any]]) -> dict[str, int]:
 def _contents(
     columns: Mapping[str, Column], start: int, rows: Sequence[Mapping[str, Any] | ItemError]
 ) -> dict[str, list[Any]]:
-    """For each dataset the values whose bytes, one after the other, are its own."""
     blank = {name: column.blank() for name, column in columns.items()}
     filled = [blank if isinstance(row, ItemError) else row for row in rows]
     values = {name: [row[name] for row in filled] for name in columns}
@@ -336,14 +301,14 @@ def _contents(
 
 
 def _error_text(error: ItemError) -> bytes:
-    # Never empty, for the text is how an item is known to have failed; and a file name in it need not be UTF-8.
+    # Never empty, since a text marks an item as failed. A file name in it need not be UTF-8.
     return (str(error) or type(error).__name__).encode("utf-8", "backslashreplace")
 
 
 def _count_not_finite(
     names: Collection[str], rows: Sequence[Mapping[str, Any] | ItemError]
 ) -> dict[str, tuple[int, int]]:
-    """In how many rows each of these columns has NaN, and in how many infinities, where there are any."""
+    """The number of rows with NaN, and with infinities, of each column that has any."""
     found = {}
     for name in sorted(names):
         values = [row[name] for row in rows if not isinstance(row, ItemError)]
@@ -354,10 +319,7 @@ def _count_not_finite(
 
 
 def _write(fd: int, region: Region, values: Sequence[Any], odd: set[str]) -> Region:
-    """The region with its checksum, once the values are in their place.
-
-    The column's name is added to `odd` where one of its floats is not finite.
-    """
+    """Write the values; the region with its checksum. Adds the column to `odd` if a float is not finite."""
     offset, crc32 = region.offset, 0
     dtype = np.dtype(region.dtype)
     for block in _blocks(values, region.n_bytes):
@@ -371,7 +333,7 @@ def _write(fd: int, region: Region, values: Sequence[Any], odd: set[str]) -> Reg
 
 
 def _blocks(values: Sequence[Any], n_bytes: int) -> Iterator[bytes]:
-    """The values' bytes in blocks of a few megabytes, so that large rows are not held twice."""
+    """The values' bytes in blocks of a few megabytes, to avoid a second copy of large rows."""
     step = max(1, len(values) * _BLOCK_BYTES // max(1, n_bytes))
     for first in range(0, len(values), step):
         yield b"".join(values[first : first + step])

@@ -1,6 +1,6 @@
 """An HDF5 file as regions of bytes: the user block that lists them, and the reader that verifies them.
 
-Nothing here opens a file with libhdf5, which may hang on a damaged one. Byte layout: docs/reference/hdf5.md.
+Nothing here opens a file with libhdf5, which may hang on a damaged one. docs/reference/hdf5.md has the byte layout.
 """
 
 from __future__ import annotations
@@ -13,31 +13,29 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from slurmgpu.util.shared_files import PATIENCE_S, UnusableFileError, is_transient, naming, open_regular, retried
 
 FORMAT_VERSION = 1
 SHARD = "slurmgpu shard"
 MERGED = "slurmgpu merged"
-OFFSET_DTYPE = np.dtype("<i8")
 
 _MAGIC = b"slurmgpu"
-# Magic, version, CRC-32 of all that follows in the block; the sizes of the block, its JSON and its table.
+# Magic, version, CRC-32 of the rest of the block; sizes of the block, its JSON and its table.
 _HEADER = struct.Struct("<8sIIQQQ")
 _CRC_FROM = 16
-_SMALLEST_USERBLOCK = 512  # HDF5's own limit; other sizes are this, doubled
-_BUFFER_BYTES = 1 << 20  # fits the second-level cache, in which a checksum and a copy then find the bytes
+_SMALLEST_USERBLOCK = 512  # HDF5's minimum; larger sizes are powers of 2 times this
+_BUFFER_BYTES = 1 << 20  # fits the L2 cache, so checksum and copy find the bytes there
 _PAGE_BYTES = 4096
-_LARGEST_USERBLOCK = 1 << 31  # a merged file of a million shards with a hundred columns has less
+_SMALL_USERBLOCK = 1 << 20
+_LARGEST_USERBLOCK = 1 << 31  # a merged file of a million shards and a hundred columns needs less
 
 
 class DamagedShardError(Exception):
-    """The bytes of a file are not those that were written; the message says what differs."""
+    """The bytes of a file differ from those written; the message says which."""
 
 
 class Region(NamedTuple):
-    """Where the bytes of one dataset lie. An empty dataset lies nowhere: offset 0, 0 bytes."""
+    """The place of a dataset's bytes. An empty dataset has offset 0 and 0 bytes."""
 
     path: str
     dtype: str
@@ -48,7 +46,7 @@ class Region(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Bytes with a checksum of their own, and the words that name them."""
+    """Bytes with their own checksum, and a name for messages."""
 
     name: str
     offset: int
@@ -57,15 +55,15 @@ class Piece(NamedTuple):
 
 
 def in_file_order(regions: Sequence[Region]) -> list[Region]:
-    """The regions that lie somewhere, by offset; libhdf5 does not always place them in the order of creation."""
+    """The non-empty regions by offset; libhdf5 may not place them in order of creation."""
     return sorted((region for region in regions if region.n_bytes), key=lambda region: region.offset)
 
 
 class Reader:
-    """A file's bytes, read forwards through one buffer; a small file takes one open and one read.
+    """Reads a file forwards through one buffer; a small file takes one open and one read.
 
-    A transient error is tried again for `patience_s`, and then raised: a read that fails says nothing of the bytes.
-    Of what is no regular file the bytes are not those that were written.
+    Transient errors are retried for `patience_s`, then raised: a failed read says nothing about the bytes.
+    Anything but a regular file is a DamagedShardError.
     """
 
     def __init__(
@@ -90,9 +88,9 @@ class Reader:
         os.close(self._fd)
 
     def chunks(self, start: int, stop: int) -> Iterator[memoryview]:
-        """The bytes from `start` to `stop`; each chunk is valid until the next is asked for.
+        """The bytes from `start` to `stop`; each chunk is valid until the next one is requested.
 
-        Chunks end at multiples of 4096 bytes of the file, so that none splits a number.
+        Chunks end at multiples of 4096 bytes of the file, so that no number is split.
         """
         while start < stop:
             if not self._start <= start < self._stop:
@@ -104,11 +102,11 @@ class Reader:
             start = end
 
     def read(self, start: int, stop: int) -> bytes:
-        """The bytes from `start` to `stop`, in one piece."""
+        """The bytes from `start` to `stop`."""
         return b"".join(map(bytes, self.chunks(start, stop)))
 
     def whole(self) -> memoryview | None:
-        """All of the file, if its buffer holds that; it remains as it is when the reader is gone."""
+        """The whole file if it fits the buffer; valid after the reader is closed."""
         if self.size > len(self._view):
             return None
         if self._start or self._stop < self.size:
@@ -118,12 +116,12 @@ class Reader:
         return self._view[: self.size]
 
     def forget_cache(self) -> None:
-        """Have the next read ask the disk or the file server, where the kernel does that for a hint."""
+        """Make the next read bypass the page cache, if the kernel honours the hint."""
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         self._start = self._stop = 0
 
     def map(self) -> mmap.mmap:
-        """The whole file in memory, read when it is touched; it remains when the reader is gone."""
+        """A memory map of the file; valid after the reader is closed."""
         return mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ)
 
     def _fill(self, start: int) -> None:
@@ -144,11 +142,11 @@ class Reader:
             raise
 
     def _reopen(self) -> None:
-        """A handle that an NFS server has forgotten stays stale: the next try is by a new one."""
+        """Open the file again: a stale NFS handle stays stale."""
         try:
             fd, size = _opened(self._path)
         except OSError:
-            return  # the next try tells
+            return  # the next try raises
         os.close(self._fd)
         self._fd = fd
         if size != self.size:
@@ -164,8 +162,22 @@ def _opened(path: os.PathLike[str]) -> tuple[int, int]:
         raise
 
 
+class Content:
+    """The bytes of a whole file in memory, read as by a Reader."""
+
+    def __init__(self, content: memoryview) -> None:
+        self._content = content
+        self.size = len(content)
+
+    def chunks(self, start: int, stop: int) -> Iterator[memoryview]:
+        """The bytes from `start` to `stop`, as one chunk."""
+        if stop > self.size:
+            raise DamagedShardError(f"the file ends at byte {self.size}, before byte {stop}")
+        yield self._content[start:stop]
+
+
 def write_at(fd: int, content: bytes | memoryview, offset: int) -> None:
-    """Put all of `content` at `offset`; near a full disk one system call writes a part of it."""
+    """Write all of `content`; near a full disk, one system call may write only a part."""
     rest = memoryview(content)
     while rest:
         n_written = retried(lambda: os.pwrite(fd, rest, offset))  # noqa: B023  (called at once)
@@ -175,13 +187,13 @@ def write_at(fd: int, content: bytes | memoryview, offset: int) -> None:
 def new_directory(
     attributes: Mapping[str, Any], n_rows: int, datasets: Sequence[Region], **more: Any
 ) -> dict[str, Any]:
-    """The directory of a file that is still to be written: the numbers that follow from its bytes are 0."""
+    """The directory of a file before it is written; numbers that depend on its bytes are 0."""
     numbers = {"n_rows": n_rows, "n_errors": 0, "file_size": 0, "rest_crc32": 0}
     return {"attributes": attributes, **numbers, "datasets": datasets, **more}
 
 
 def userblock_size(directory: Mapping[str, Any], *, n_table_bytes: int = 0) -> int:
-    """How large a user block is enough for this directory, whatever numbers are still to be filled in."""
+    """A sufficient size of the user block, whatever numbers are filled in later."""
     n_numbers = 4 + 3 * len(directory["datasets"])
     needed = _HEADER.size + len(_to_json(directory)) + 20 * n_numbers + n_table_bytes
     size = _SMALLEST_USERBLOCK
@@ -201,48 +213,51 @@ def pack_userblock(directory: Mapping[str, Any], size: int, table: bytes = b"") 
     return block
 
 
-def read_userblock(reader: Reader) -> tuple[dict[str, Any], bytes, int]:
-    """The directory, the table and the size of a user block; DamagedShardError unless it is as written."""
+def read_userblock(reader: Reader, *, quick: bool = False) -> tuple[dict[str, Any], bytes, int]:
+    """The directory, table and size of a user block; DamagedShardError if it is not as written.
+
+    `quick` skips the table, and the checksum of a large block.
+    """
     if reader.size < _SMALLEST_USERBLOCK:
-        raise DamagedShardError(f"the file has {reader.size} bytes, fewer than any file of slurmgpu's")
+        raise DamagedShardError(f"the file has {reader.size} bytes, fewer than any file of slurmgpu")
     magic, version, crc32, size, n_json, n_table = _HEADER.unpack(reader.read(0, _HEADER.size))
     if magic != _MAGIC:
         raise DamagedShardError("it does not begin with slurmgpu's user block")
     if version != FORMAT_VERSION:
         raise DamagedShardError(f"its format has version {version}; this slurmgpu reads {FORMAT_VERSION}")
     if not _HEADER.size + n_json + n_table <= size <= min(reader.size, _LARGEST_USERBLOCK):
-        raise DamagedShardError("the sizes in its user block cannot be")
-    if _checksum(reader, _CRC_FROM, size) != crc32:
+        raise DamagedShardError("the sizes in its user block are impossible")
+    if not (quick and size > _SMALL_USERBLOCK) and _checksum(reader, _CRC_FROM, size) != crc32:
         raise DamagedShardError("the checksum of its user block differs")
     behind_json = _HEADER.size + n_json
     directory = _parsed(reader.read(_HEADER.size, behind_json))
     if reader.size != directory["file_size"]:
         raise DamagedShardError(f"it has {reader.size} bytes, and had {directory['file_size']} when it was written")
-    return directory, reader.read(behind_json, behind_json + n_table), size
+    return directory, b"" if quick else reader.read(behind_json, behind_json + n_table), size
 
 
 def _parsed(content: bytes) -> dict[str, Any]:
     try:
         directory = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise DamagedShardError(f"its directory makes no sense: {error}") from error
+        raise DamagedShardError(f"its directory is not valid JSON: {error}") from error
     if not isinstance(directory, dict) or type(directory.get("file_size")) is not int:
-        raise DamagedShardError("its directory makes no sense: it does not say how large the file is")
+        raise DamagedShardError("its directory does not give the size of the file")
     return directory
 
 
 def verify(
-    reader: Reader,
+    reader: Reader | Content,
     pieces: Iterable[Piece],
     *,
     start: int,
     rest_crc32: int,
     sink: Callable[[str, memoryview], None] | None = None,
 ) -> Iterator[str]:
-    """What differs in the bytes from `start` on: a sentence for each piece, and one for the rest, HDF5's own.
+    """Yield a sentence for each piece that differs, and one for the rest, HDF5's own metadata.
 
-    Everything is read once, in the order of the file, which is the order of `pieces`; `sink` is handed the bytes of
-    each piece on the way, with its name.
+    Reads everything from `start` on once, in file order, which is the order of `pieces`. `sink` gets the name and the
+    bytes of each piece on the way.
     """
     position, rest = start, 0
     for name, offset, n_bytes, expected in pieces:
@@ -259,24 +274,7 @@ def verify(
         yield "the checksum of the HDF5 metadata differs"
 
 
-def verify_content(
-    content: memoryview, pieces: Iterable[Piece], *, start: int, rest_crc32: int
-) -> tuple[dict[str, memoryview], list[str]]:
-    """The bytes of each piece by name, and what differs as `verify` says it, of a file that is in memory."""
-    position, rest = start, 0
-    found, problems = {}, []
-    for name, offset, n_bytes, expected in pieces:
-        rest = zlib.crc32(content[position:offset], rest)
-        position = offset + n_bytes
-        piece = found[name] = content[offset:position]
-        if zlib.crc32(piece) != expected or len(piece) != n_bytes:
-            problems.append(f"the checksum of {name} differs")
-    if zlib.crc32(content[position:], rest) != rest_crc32:
-        problems.append("the checksum of the HDF5 metadata differs")
-    return found, problems
-
-
-def _checksum(reader: Reader, start: int, stop: int, crc32: int = 0) -> int:
+def _checksum(reader: Reader | Content, start: int, stop: int, crc32: int = 0) -> int:
     for chunk in reader.chunks(start, stop):
         crc32 = zlib.crc32(chunk, crc32)
     return crc32

@@ -37,7 +37,7 @@ from slurmgpu.task.worker_process import PARTING_S, STOP_SIGNALS, Events, Stoppe
 from slurmgpu.util import cgroups, gpus
 from slurmgpu.util.shared_files import remove
 from slurmgpu.worker.assignment import Assignment, WorkerFailedError
-from slurmgpu.worker.shard_claimer import Scout, open_shards
+from slurmgpu.worker.shard_claimer import Claimer, open_shards
 
 log = logging.getLogger(__name__)
 
@@ -173,8 +173,8 @@ class Task:
         try:
             signals.pause(0.0)  # of what has come before this task listened
             others.meet()
-            scout = Scout(self.run, self._claim(), pause=signals.pause)
-            if (found := scout.look()) != "work":
+            claimer = Claimer(self.run, self._claim(), pause=signals.pause)
+            if (found := claimer.look()) != "work":
                 self._ended_early(found)  # nothing to load a model for
                 return 0
             self._launcher.prepare(signals.pause)

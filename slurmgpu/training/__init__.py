@@ -1,7 +1,7 @@
-"""Training one model: the loop, its batches, its checkpoints, on one process or several.
+"""Train one model on one or several processes: the loop, batches and checkpoints.
 
-Nothing in here knows a workload, an item or a run: `loop.Training` trains what a user's class describes, with
-`settings.TrainingSettings`, at a `places.Place`. All modules but `settings`, `places` and this one import torch.
+Knows no workload, item or run: `loop.Training` trains what a user's class describes, with
+`settings.TrainingSettings`, at a `ranks.Place`. Only `settings` and this module do without torch.
 
 May import: util. torch, too.
 """

@@ -1,4 +1,4 @@
-"""The best weights of a training: held in memory while it improves, and written with what it is taken up again from."""
+"""The best weights of a training: held in memory, and written with checkpoints."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 
 from slurmgpu.training import states
 from slurmgpu.training.modes import Mode
-from slurmgpu.training.places import Place
-from slurmgpu.training.ranks import led
+from slurmgpu.training.ranks import Place, led
 from slurmgpu.training.written import Written, save_weights, sum_file
 
 log = logging.getLogger(__name__)
@@ -23,9 +22,9 @@ NAME = re.compile(r"best-(\d{10,})\.pt")
 class BestWeights:
     """The weights of the best evaluation, which become `best.pt` at the end.
 
-    Writing them whenever they improve would cost more than a short training; so they are copied into rank 0's memory,
-    where another model like it has to find room, and written as `best-<step>.pt` with the next checkpoint, which says
-    that they belong to it. Those of a sharded model, which may be larger than that, are written at once.
+    Writing them at each improvement could cost more than a short training. So they are copied to rank 0's memory, which
+    must have room for a second model, and written as `best-<step>.pt` with the next checkpoint. Those of a sharded
+    model, which may not fit, are written at once.
     """
 
     def __init__(self, folder: Path, place: Place, mode: Mode) -> None:
@@ -33,44 +32,44 @@ class BestWeights:
         self._step = -1
         self._held: dict[str, Any] | None = None
         self._written: Written | None = None
-        self._is_whole = False  # known to be what was written
+        self._is_whole = False  # whether the file was verified
 
     def hold(self, step: int) -> None:
-        """Take the model's weights for the best ones, those of an evaluation after a step; all ranks call it."""
+        """Keep the model's present weights as the best ones; called by all ranks."""
         weights = states.weights(self._mode.model, sharded=self._mode.sharded)
-        # What comes from a GPU is a copy already.
+        # Weights from a GPU are copies already.
         own = not self._mode.sharded and self._mode.device.type == "cpu"
         self._step, self._held, self._written = step, copy.deepcopy(weights) if own else weights, None
         if self._mode.sharded:
             self.write()
 
     def write(self) -> None:
-        """Write what is held, on all ranks together."""
+        """Write the held weights; called by all ranks."""
         if self._held is not None:
             held, path = self._held, self._path()
             self._written = led(self._place, lambda: save_weights(path, held))
             self._held, self._is_whole = None, True
 
     def state(self) -> dict[str, Any]:
-        """What is kept with a checkpoint, before which `write` was called."""
+        """The state for a checkpoint; call `write` first."""
         return {"step": self._step, "written": self._written and asdict(self._written)}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Put a `state` back, and remove what an attempt that is lost has written after it."""
+        """Restore a `state`, and remove newer files of a lost attempt."""
         self._step, written = state["step"], state["written"]
         self._written, self._is_whole = Written(**written) if written else None, False
         led(self._place, lambda: self._keep(0, self._step))
 
     def prune(self, oldest: int) -> None:
-        """Remove those that no checkpoint names, the oldest being of that step; called by rank 0 alone."""
+        """Remove weights older than those of the oldest checkpoint's step; called by rank 0."""
         self._keep(max((step for step in self._steps() if step < oldest), default=0))
 
     def weights_file(self) -> Path | None:
-        """Where they were written, on all ranks together; None, with a warning, if they are not what was written."""
+        """The path of the weights, on all ranks; None, with a warning, if the file is damaged."""
         return led(self._place, self._find)
 
     def finish(self) -> None:
-        """Leave them as `best.pt`, if they are whole, and nothing else; all ranks call it."""
+        """Rename the weights to `best.pt` if intact, and remove all others; called by all ranks."""
         self.write()
         led(self._place, self._finish)
 
@@ -86,12 +85,12 @@ class BestWeights:
     def _find(self) -> Path | None:
         if self._written is None:
             return None
-        # An attempt that came to its end, and died before that was known, has renamed it.
+        # An attempt that died at its very end has already renamed it.
         for path in (self._path(), self._folder / "best.pt"):
             if path.exists() and (self._is_whole or sum_file(path) == self._written):
                 self._is_whole = True
                 return path
-        log.warning("%s is not what was written: the last weights are kept alone", self._path())
+        log.warning("%s is damaged: only the last weights are kept", self._path())
         return None
 
     def _keep(self, first: int, last: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The blocks of a model: what FSDP gathers at a time, and what gradient checkpointing computes twice."""
+"""The blocks of a model, for FSDP and gradient checkpointing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slurmgpu.errors import SlurmGPUError
 
 
 def find_blocks(user: Any, model: nn.Module) -> list[nn.Module]:
-    """`user.blocks(model)`; else the members of the outermost ModuleLists, else those of the outermost Sequentials."""
+    """`user.blocks(model)`, else the members of the outermost ModuleLists, else of the outermost Sequentials."""
     if blocks := getattr(user, "blocks", None):
         return list(blocks(model))
     found = list(_members(model, nn.ModuleList)) or list(_members(model, nn.Sequential))
@@ -23,7 +23,7 @@ def find_blocks(user: Any, model: nn.Module) -> list[nn.Module]:
 
 
 def checkpoint_blocks(user: Any, model: nn.Module) -> None:
-    """Have the blocks' activations computed again in the backward pass, in place of kept."""
+    """Recompute the blocks' activations in the backward pass instead of keeping them."""
     enable = getattr(model, "gradient_checkpointing_enable", None)
     if enable is not None and not hasattr(user, "blocks"):  # transformers' own
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -42,14 +42,14 @@ def _forward(block: nn.Module, forward: Any, *arguments: Any, **named: Any) -> A
     if not (block.training and is_grad_enabled()):
         return forward(*arguments, **named)
     norms = [each for each in block.modules() if isinstance(each, _NormBase) and each.track_running_stats]
-    if norms and not compiler.is_compiling():  # which allows no contexts of this kind
+    if norms and not compiler.is_compiling():  # the compiler supports no such contexts
         named["context_fn"] = lambda: (contextlib.nullcontext(), _statistics_kept(norms))
     return checkpoint(forward, *arguments, use_reentrant=False, **named)
 
 
 @contextlib.contextmanager
 def _statistics_kept(norms: list[Any]) -> Iterator[None]:
-    """Where running statistics stay as they are: the first computation of a block has updated them."""
+    """Keep running statistics unchanged: the first computation of a block has updated them."""
     momenta = [each.momentum for each in norms]
     counts = [each.num_batches_tracked.clone() for each in norms]
     try:

@@ -1,19 +1,19 @@
-"""Checkpoints in a folder: whole or not there, the last ones kept, a damaged one noticed and passed over.
+"""Checkpoints in a folder: all or nothing, the last ones kept, damaged ones detected and skipped.
 
-A checkpoint is a folder `step-0000001200` with `shared.pt` (rank 0's: what is equal on all ranks), `rank-0.pt` … (each
-rank's own), `sharded/` (torch.distributed.checkpoint's, of a model whose parameters are spread) and `checkpoint.json`,
-which has the size and the CRC of every file. It is written as a `.partial` folder, fsynced and renamed.
+A checkpoint is a folder `step-0000001200` with `shared.pt` (equal on all ranks, from rank 0), `rank-0.pt` … (each
+rank's own), `sharded/` (torch.distributed.checkpoint, for sharded models) and `checkpoint.json`, which has the size and
+CRC of every file. It is written as a `.partial` folder, fsynced and renamed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
 import os
 import re
 import shutil
-import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -22,13 +22,9 @@ from typing import Any
 
 import torch
 
-from slurmgpu.training.folders import REPLACED, make_way, remove, set_aside, take_back
-from slurmgpu.training.places import Place
-from slurmgpu.training.ranks import led, together
-from slurmgpu.training.written import Written, read_state, save_weights, sum_file, unique_partial, write_state
+from slurmgpu.training.ranks import Place, led, together
+from slurmgpu.training.written import Written, read_state, sum_file, unique_partial, write_state
 from slurmgpu.util.atomic_files import fsync_dir, write_json
-
-__all__ = ["Checkpoint", "Checkpoints", "save_weights"]
 
 log = logging.getLogger(__name__)
 
@@ -36,18 +32,19 @@ FORMAT = "slurmgpu checkpoint"
 VERSION = 1
 NAME = re.compile(r"step-(\d{10,})")
 SHARED, SHARDED, SUMS = "shared.pt", "sharded", "checkpoint.json"
+REPLACED = ".replaced"
 
 
 class DamagedError(Exception):
-    """A checkpoint is not what was written; the message says which file, and what is wrong with it."""
+    """A checkpoint is damaged; the message names the file and the damage."""
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints of one training, in `folder`. Every method but `steps` is called by all ranks together.
+    """The checkpoints of one training in `folder`. All ranks call every method but `steps` together.
 
-    Two processes may train the same there at once, where one has taken over from another that was thought dead: each
-    writes under a name of its own, and a step that is there already is kept as it is, since it is the same.
+    Two processes may write there at once, if one took over from another that was thought dead: each uses unique partial
+    names, and an existing step is kept, since it is the same.
     """
 
     folder: Path
@@ -62,19 +59,27 @@ class Checkpoints:
         own: Mapping[str, Any],
         sharded: Mapping[str, Any] | None = None,
         replace: bool = False,
-    ) -> float:
-        """Write the checkpoint of a step and remove all but the last `keep`; the seconds that it took (rank 0's).
+    ) -> None:
+        """Write the checkpoint of a step and remove all but the last `keep`.
 
-        One of the same step is kept as it is, or, to `replace` it since the state has changed, makes way for this one.
-        What cannot be written is an OSError on all ranks, and the checkpoints before are still there. A state that
-        could not be read back is a SlurmGPUError: it is made of tensors, numbers, strings, lists and dicts.
+        An existing checkpoint of this step is kept, or replaced if `replace`, for a changed state. A failed write is an
+        OSError on all ranks and leaves earlier checkpoints. A state that could not be read back is a SlurmGPUError: it
+        must consist of tensors, numbers, strings, lists and dicts.
         """
-        started = time.monotonic()
         partial = led(self.place, lambda: self._begin(step, replace))
         if partial is None:
-            return 0.0
+            return
+        states = {f"rank-{self.place.rank}.pt": own} | ({SHARED: shared} if self.place.leads else {})
         try:
-            self._write(partial, step, shared, own, sharded, replace)
+            written = together(
+                self.place, lambda: {name: write_state(partial / name, state) for name, state in states.items()}
+            )
+            if sharded is not None:
+                from slurmgpu.training import sharding
+
+                written += together(self.place, lambda: sharding.write(partial / SHARDED, sharded, self.place.rank))
+            files = {name: asdict(sums) for each in written for name, sums in each.items()}
+            led(self.place, lambda: self._finish(partial, step, files, replace))
         except Exception as error:
             still_there = led(self.place, partial.is_dir)
             if still_there and self.place.leads:
@@ -82,76 +87,55 @@ class Checkpoints:
             if still_there or not isinstance(error, FileNotFoundError):
                 raise
             if self.place.leads:
-                log.warning("checkpoint of step %d not kept: another process that trains the same removed it", step)
-        return led(self.place, lambda: time.monotonic() - started)
+                log.warning("checkpoint of step %d not kept: another process of the same training removed it", step)
 
     def last(self) -> Checkpoint | None:
-        """The newest checkpoint that is whole, the same on all ranks; None if there is none.
+        """The newest intact checkpoint, the same on all ranks; None if there is none.
 
-        Newer ones that are damaged are set aside (`step-….damaged`), with a warning. One that cannot be read is left
-        alone; an OSError if there is no other, since what may be readable tomorrow is not to be trained again.
-        What writers that died have left is removed.
+        Newer damaged ones are renamed (`step-….damaged`) with a warning. Unreadable ones are left alone; if there is no
+        other, this is an OSError, since they may be readable tomorrow. Leftovers of dead writers are removed.
         """
         led(self.place, self._sweep)
         passed: set[int] = set()
         unreadable = ""
-        while (step := led(self.place, lambda: self._newest(passed))) is not None:
+        while (step := led(self.place, lambda: max(set(self.steps()) - passed, default=None))) is not None:
             checkpoint = Checkpoint(self._path(step), step, 0, self.place)
             found = together(self.place, checkpoint.look)
-            complaint, is_damaged = _worst([each[1:] for each in found])
+            # One complaint, preferably of damage.
+            _, complaint, is_damaged = max(found, key=lambda each: (each[2], each[1] != ""))
             if not complaint:
                 return Checkpoint(checkpoint.path, step, found[0][0], self.place)
             if self.place.leads:
                 log.warning("checkpoint of step %d not used: %s", step, complaint)
                 if is_damaged:
-                    set_aside(checkpoint.path)
+                    _set_aside(checkpoint.path)
             passed.add(step)
             unreadable = unreadable if is_damaged else complaint
         if unreadable:
             raise OSError(errno.EIO, f"no checkpoint in {self.folder} can be read: {unreadable}")
         if passed and self.place.leads:
-            log.warning("no checkpoint in %s is whole: the training begins again", self.folder)
+            log.warning("no checkpoint in %s is intact: the training starts again", self.folder)
         return None
 
     def steps(self) -> list[int]:
-        """The steps of which there is a checkpoint, in order."""
+        """The steps with a checkpoint, in order."""
         names = os.listdir(self.folder) if self.folder.is_dir() else []
         return sorted(int(match[1]) for match in map(NAME.fullmatch, names) if match)
 
     def clear(self) -> None:
-        """Remove all checkpoints, also damaged ones: the training has ended, its weights and its result are kept."""
+        """Remove all checkpoints, including damaged ones."""
         led(self.place, self._clear)
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:010d}"
 
     def _begin(self, step: int, replace: bool) -> Path | None:
-        """An empty folder to write into; None if the step is there already, and not to be replaced."""
+        """An empty folder to write into; None if the step exists and is not replaced."""
         if self._path(step).is_dir() and not replace:
             return None
         partial = unique_partial(self._path(step))
         partial.mkdir(parents=True)
         return partial
-
-    def _write(
-        self,
-        partial: Path,
-        step: int,
-        shared: Mapping[str, Any],
-        own: Mapping[str, Any],
-        sharded: Mapping[str, Any] | None,
-        replace: bool,
-    ) -> None:
-        states = {f"rank-{self.place.rank}.pt": own} | ({SHARED: shared} if self.place.leads else {})
-        written = together(
-            self.place, lambda: {name: write_state(partial / name, state) for name, state in states.items()}
-        )
-        if sharded is not None:
-            from slurmgpu.training import sharding
-
-            written += together(self.place, lambda: sharding.write(partial / SHARDED, sharded, self.place.rank))
-        files = {name: asdict(sums) for each in written for name, sums in each.items()}
-        led(self.place, lambda: self._finish(partial, step, files, replace))
 
     def _finish(self, partial: Path, step: int, files: Mapping[str, Mapping[str, int]], replace: bool) -> None:
         about = {
@@ -165,48 +149,42 @@ class Checkpoints:
         write_json(partial / SUMS, about | {"crc32": _sum_json(about)})
         path = self._path(step)
         if replace:
-            make_way(path)
+            _make_way(path)
         try:
             partial.rename(path)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            # Another process that trains the same was faster.
+            # Another process of the same training was faster.
             shutil.rmtree(partial, ignore_errors=True)
         fsync_dir(self.folder)
         if replace:
-            remove(path.with_name(path.name + REPLACED))
-        self._prune()
-
-    def _prune(self) -> None:
-        for step in self.steps()[: -self.keep]:
-            remove(self._path(step))
-
-    def _newest(self, passed: set[int]) -> int | None:
-        return max(set(self.steps()) - passed, default=None)
+            _remove(path.with_name(path.name + REPLACED))
+        for old in self.steps()[: -self.keep]:
+            _remove(self._path(old))
 
     def _sweep(self) -> None:
-        """Remove what writers have left that died.
+        """Remove leftovers of dead writers.
 
-        Whether one lives, on another machine, cannot be told; but this process has the right to write here now, and one
-        that has lost it, and finds its folder gone, takes that for what it is.
+        Whether a writer on another machine lives is unknown. But this process holds the right to write here, and a
+        process that lost it expects that its folder may vanish.
         """
         for path in self.folder.glob(f"step-*{REPLACED}"):
-            take_back(path)
+            _take_back(path)
         for path in self.folder.glob(".*.partial"):
-            remove(path)
+            _remove(path)
         for path in self.folder.glob(".*.removed"):
             shutil.rmtree(path, ignore_errors=True)
 
     def _clear(self) -> None:
         self._sweep()
         for path in self.folder.glob("step-*"):
-            remove(path)
+            _remove(path)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint that is whole, as a rank reads it."""
+    """An intact checkpoint, as a rank reads it."""
 
     path: Path
     step: int
@@ -214,25 +192,25 @@ class Checkpoint:
     place: Place
 
     def shared(self) -> dict[str, Any]:
-        """What rank 0 saved, its tensors on the CPU (`torch.load` with weights_only)."""
+        """The state that rank 0 saved, its tensors on the CPU."""
         return read_state(self.path / SHARED)
 
     def own(self) -> dict[str, Any] | None:
-        """What this rank saved; None if the checkpoint is of another number of ranks."""
+        """The state that this rank saved; None if the number of ranks differs."""
         if self.world_size != self.place.world_size:
             return None
         return read_state(self.path / f"rank-{self.place.rank}.pt")
 
     def load_sharded(self, into: dict[str, Any]) -> None:
-        """Fill the sharded state `into`, in place; of any number of ranks."""
+        """Fill the sharded state `into` in place, on any number of ranks."""
         from slurmgpu.training import sharding
 
         sharding.read(self.path / SHARDED, into)
 
     def look(self) -> tuple[int, str, bool]:
-        """The number of ranks that wrote it; what is wrong with it, in words, and whether that is damage.
+        """The number of ranks that wrote it, a complaint or "", and whether that is damage.
 
-        Each rank sums its part of the files, so that together they have summed all of them once.
+        Each rank checks its share of the files, so that all ranks together check every file once.
         """
         try:
             about = self._read_sums()
@@ -240,7 +218,7 @@ class Checkpoint:
             self._check_sizes(files)
             for name in sorted(files)[self.place.rank :: self.place.world_size]:
                 if sum_file(self.path / name) != files[name]:
-                    raise DamagedError(f"{name} is not what was written: its CRC differs")
+                    raise DamagedError(f"the CRC of {name} differs")
             return about["world_size"], "", False
         except FileNotFoundError as error:
             return 0, f"{error.filename} is missing", True
@@ -254,24 +232,62 @@ class Checkpoint:
             about = json.loads((self.path / SUMS).read_bytes())
             crc32 = about.pop("crc32")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DamagedError(f"{SUMS} is not what was written: {error}") from error
+            raise DamagedError(f"{SUMS} is damaged: {error}") from error
         if crc32 != _sum_json(about) or about["step"] != self.step:
-            raise DamagedError(f"{SUMS} is not what was written: its CRC differs")
+            raise DamagedError(f"the CRC of {SUMS} differs")
         if (about["format"], about["version"]) != (FORMAT, VERSION):
-            raise DamagedError(f"{SUMS} says version {about['version']}, and this slurmgpu reads version {VERSION}")
+            raise DamagedError(f"{SUMS} has version {about['version']}; this slurmgpu reads version {VERSION}")
         return dict(about)
 
     def _check_sizes(self, files: Mapping[str, Written]) -> None:
         for name, sums in files.items():
             size = (self.path / name).stat().st_size
             if size != sums.bytes:
-                raise DamagedError(f"{name} has {size} bytes, and had {sums.bytes}")
-
-
-def _worst(complaints: list[tuple[str, bool]]) -> tuple[str, bool]:
-    """What one of the ranks has to say, damage first."""
-    return max(complaints, key=lambda each: (each[1], each[0] != ""))
+                raise DamagedError(f"{name} has {size} bytes, expected {sums.bytes}")
 
 
 def _sum_json(value: Any) -> int:
     return zlib.crc32(json.dumps(value, sort_keys=True).encode())
+
+
+def _set_aside(path: Path) -> None:
+    """Rename a damaged checkpoint, so that it is not found again."""
+    aside = path.with_name(f"{path.name}.damaged")
+    _remove(aside)
+    try:
+        path.rename(aside)
+    except OSError as error:
+        log.warning("%s cannot be renamed: %s", path, error)
+
+
+def _make_way(path: Path) -> None:
+    """Move a checkpoint aside before replacing it; the next process finds it if this one dies."""
+    aside = path.with_name(path.name + REPLACED)
+    _remove(aside)
+    with contextlib.suppress(FileNotFoundError):
+        path.rename(aside)
+
+
+def _take_back(aside: Path) -> None:
+    """Undo an unfinished replacement, or remove the replaced checkpoint."""
+    path = aside.with_name(aside.name.removesuffix(REPLACED))
+    if path.is_dir():
+        _remove(aside)
+    else:
+        aside.rename(path)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or folder; it is renamed first, so that no partly removed folder is found."""
+    gone = unique_partial(path).with_suffix(".removed")
+    try:
+        path.rename(gone)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        log.warning("%s cannot be removed: %s", path, error)
+        return
+    if gone.is_dir():
+        shutil.rmtree(gone, ignore_errors=True)
+    else:
+        gone.unlink(missing_ok=True)

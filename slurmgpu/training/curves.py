@@ -1,4 +1,4 @@
-"""The learning curve: losses are summed on the device, and read seldom, so that no step waits for them."""
+"""The learning curve: losses are summed on the device and read rarely, so that no step waits for them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import torch
 from torch import distributed
 
 from slurmgpu.errors import ItemError
-from slurmgpu.training.places import Place
-from slurmgpu.training.ranks import together
+from slurmgpu.training.ranks import Place, together
 
 
 class Curve:
-    """The mean loss of the samples between points; `steps` and `values` are those that have been read.
+    """The mean training loss between points; `steps` and `values` are the points read so far.
 
-    `why` says on each process what is known of a loss that is no number, if anything is.
+    On each process, `why` may explain a loss that is not finite.
     """
 
     def __init__(self, log_steps: int, device: torch.device, place: Place, why: Callable[[], str] = str) -> None:
@@ -25,35 +24,35 @@ class Curve:
         self.values: list[float] = []
         self._log_steps = log_steps
         self._place, self._why = place, why
-        # One sum that only grows, of this process; points are its differences.
+        # This process's running sum; points are its differences.
         self._sum = torch.zeros((), dtype=torch.float64, device=device)
         self._n = 0
         self._open: list[tuple[int, int, torch.Tensor]] = []
-        self._point = (0, 0.0)  # samples and sum of all processes, at the last point
-        self._evaluation = (0, 0.0)  # and at the last evaluation
-        self._read = (-1, 0.0)  # and when they were last read
+        self._point = (0, 0.0)  # samples and sum of all processes at the last point
+        self._evaluation = (0, 0.0)  # the same at the last evaluation
+        self._read = (-1, 0.0)  # the same at the last reading
 
     def add(self, loss: torch.Tensor, n: float | torch.Tensor) -> None:
-        """Count this process's loss, which is that of `n` of the step's samples."""
+        """Add this process's mean loss of `n` of the step's samples."""
         if isinstance(n, torch.Tensor):
             self._sum.add_(loss.detach() * n)
         elif n:
             self._sum.add_(loss.detach(), alpha=n)
 
     def end_step(self, step: int, n: int, *, last: bool = False) -> None:
-        """A step of `n` samples, of all processes together, is over."""
+        """End a step of `n` samples over all processes."""
         self._n += n
         if last or step % self._log_steps == 0:
             self._open.append((step, self._n, self._sum.clone()))
 
-    def read(self, step: int, told: Sequence[float] = ()) -> list[float]:
-        """Add the points up to now, on all ranks together; an ItemError if the loss is no number any more.
+    def read(self, step: int, extras: Sequence[float] = ()) -> list[float]:
+        """Add the points up to now, on all ranks together; an ItemError if the loss is not finite.
 
-        Returns the sums over the ranks of what each of them gives in `told`: they share one collective.
+        Returns the sums over the ranks of `extras`, which share the collective.
         """
-        sums = self.summed(told, *(each for _, _, each in self._open), self._sum)
+        sums = self.summed(extras, *(each for _, _, each in self._open), self._sum)
         try:
-            for (at, n, _), total in zip(self._open, sums[len(told) : -1], strict=True):
+            for (at, n, _), total in zip(self._open, sums[len(extras) : -1], strict=True):
                 self.steps.append(at)
                 self.values.append(_mean(self._point, (n, total), at))
                 self._point = n, total
@@ -62,37 +61,37 @@ class Curve:
             _mean(self._point, self._read, step)
         except ItemError as error:
             raise ItemError(next(filter(None, together(self._place, self._why)), str(error))) from error
-        return sums[: len(told)]
+        return sums[: len(extras)]
 
-    def summed(self, told: Sequence[float], *sums: torch.Tensor) -> list[float]:
-        """Sums over the ranks, which all call this, of what each of them has."""
+    def summed(self, extras: Sequence[float], *sums: torch.Tensor) -> list[float]:
+        """The sums over the ranks of `extras` and `sums`; called by all ranks."""
         if self._place.world_size == 1:
-            return [*told, *(torch.stack(sums).tolist() if sums else ())]
-        own = torch.tensor(told, dtype=torch.float64, device=self._sum.device)
+            return [*extras, *(torch.stack(sums).tolist() if sums else ())]
+        own = torch.tensor(extras, dtype=torch.float64, device=self._sum.device)
         every = torch.cat([own, torch.stack(sums)]) if sums else own
         distributed.all_reduce(every)
         found: list[float] = every.tolist()
         return found
 
     def mean_since_evaluation(self, step: int) -> float:
-        """The mean loss of the samples since this was last called, up to what was last read."""
+        """The mean loss since the last call, up to the last reading."""
         mean = _mean(self._evaluation, self._read, step)
         self._evaluation = self._read
         return mean
 
     def state(self, step: int) -> dict[str, Any]:
-        """What is kept with the checkpoint of a step, for which all points are read; all ranks call it."""
+        """The state for a checkpoint; called by all ranks, since all points are read."""
         if self._read[0] != self._n:
             self.read(step)
         kept = {name: getattr(self, name) for name in ("steps", "values", "_n", "_point", "_evaluation")}
         return kept | {"total": self._read[1]}
 
     def own(self) -> torch.Tensor:
-        """The sum of this process, with which the next values come out as if nothing had been."""
+        """The sum of this process, which makes the next values exact."""
         return self._sum.cpu()
 
     def load(self, state: Mapping[str, Any], own: torch.Tensor | None) -> None:
-        """Put a `state` back; without its `own` sum, rank 0 takes that of all."""
+        """Restore a `state`; without `own`, rank 0 takes the sum of all."""
         for name in ("steps", "values", "_n", "_point", "_evaluation"):
             setattr(self, name, state[name])
         self._sum.fill_(own if own is not None else state["total"] if self._place.leads else 0.0)

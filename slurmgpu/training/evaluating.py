@@ -1,4 +1,4 @@
-"""Losses and metrics over a split, also on several processes; and which evaluation is the best so far."""
+"""Losses and metrics over a split, on one or several processes, and the best evaluation."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from torch import distributed
 from slurmgpu.errors import ItemError, did_you_mean
 from slurmgpu.training.loading import EvalReadings, Loader, Reader, to_device
 from slurmgpu.training.modes import Mode
-from slurmgpu.training.places import Place
-from slurmgpu.training.ranks import led, together
+from slurmgpu.training.ranks import Place, led, together
 from slurmgpu.training.settings import TrainingSettings, goal_of
 from slurmgpu.training.states import keeping_buffers, random_state, set_random_state, share_buffers
 from slurmgpu.training.weighing import Weigher
@@ -24,9 +23,9 @@ log = logging.getLogger(__name__)
 
 
 class Evaluator:
-    """Evaluates one split: the loss and the user's metrics, each averaged over the samples.
+    """Evaluates a split: the loss and the user's metrics, averaged over the samples.
 
-    With weights the loss, and the metrics that are one number for a batch, are averaged by them.
+    With weights, the loss and metrics with one number per batch are averaged by weight.
     """
 
     def __init__(
@@ -48,23 +47,23 @@ class Evaluator:
         self._loader = Loader(reader, self._readings, settings, mode.device)
         self._weigher = weigher
         self._names: list[str] = []  # equal on all ranks, whose sums are added in this order
-        self._odd = ""  # what is wrong with those of this rank
+        self._odd = ""  # what is wrong with this rank's metrics
         self._warned: set[str] = set()
 
     def names(self) -> list[str]:
-        """What an evaluation gives, found out with its first batch."""
+        """The names of the results, found with the first batch."""
         with self._undisturbed():
             batch = self._reader.__getitems__(next(iter(self._readings)))
             self._settle_names(self._measure(to_device(batch, self._mode.device)))
             return [f"{self.split}_{name}" for name in self._names]
 
     def evaluate(self, poll: Callable[[], None] = lambda: None) -> dict[str, float]:
-        """{"val_loss": …, "val_accuracy": …}; leaves the model and all random numbers as they were.
+        """{"val_loss": …, "val_accuracy": …}; model and random numbers stay unchanged.
 
-        `poll` is called after each batch, on all ranks as often; what it raises ends the evaluation. An ItemError, on
-        all ranks, where batches have metrics of other names.
+        `poll` is called after each batch, equally often on all ranks; its exceptions end the evaluation. ItemError on
+        all ranks if the names of metrics differ between batches.
         """
-        sums: dict[str, torch.Tensor] = {}  # each with how many samples, or of what weight, are in it
+        sums: dict[str, torch.Tensor] = {}  # each with its number of samples or total weight
         with self._undisturbed():
             share_buffers(self._mode.model)
             for n, batch in zip(self._readings.counts(), self._loader.read(), strict=True):
@@ -82,21 +81,21 @@ class Evaluator:
         return means
 
     def close(self) -> None:
-        """End the loader's workers."""
+        """Stop the loader's workers."""
         self._loader.close()
 
     def _measure(self, batch: Any) -> dict[str, tuple[torch.Tensor, bool]]:
-        """Means over a batch, on the device, and whether each is of a number for each sample."""
+        """Means over a batch, on the device, and whether each has a value for each sample."""
         found, device = self._mode.plain(batch, measure=True), self._mode.device
         return {name: (_mean(name, value, device), getattr(value, "ndim", 0) > 0) for name, value in found.items()}
 
     def _settle_names(self, found: Mapping[str, Any]) -> None:
-        """Keep the names that rank 0 finds first; remember that a batch has others, which is told after the last."""
+        """Keep the names that rank 0 finds first; other names are reported after the last batch."""
         if not self._names:
             self._names = led(self._place, lambda: sorted(found))
         if found.keys() != set(self._names):
             self._odd = self._odd or (
-                f"metrics() gave {_listed(found)} for one batch and {_listed(self._names)} for another; it shall give "
+                f"metrics() gave {_listed(found)} for one batch and {_listed(self._names)} for another; expected "
                 "the same names for each batch: they are averaged over all samples"
             )
 
@@ -115,7 +114,7 @@ class Evaluator:
         for name, value in means.items():
             if math.isnan(value) and name not in self._warned and self._place.leads:
                 self._warned.add(name)
-                log.warning("%s is NaN: an evaluation in which it is no number is not taken for the best", name)
+                log.warning("%s is NaN: such an evaluation is never the best one", name)
 
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:
@@ -140,7 +139,7 @@ def _mean(name: str, value: Any, device: torch.device) -> torch.Tensor:
         return torch.tensor(float(value), dtype=torch.float64, device=device)
     except (TypeError, ValueError) as error:
         raise ItemError(
-            f"metrics() gave {name!r} as a {type(value).__name__}; it shall be a number, or a tensor of one number for "
+            f"metrics() gave {name!r} as a {type(value).__name__}; expected a number, or a tensor of one number for "
             "the batch or for each sample"
         ) from error
 
@@ -150,7 +149,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 class Watch:
-    """Which evaluation is the best, and whether it is time to stop for lack of a better one."""
+    """Finds the best evaluation, and when to stop early."""
 
     def __init__(self, settings: TrainingSettings) -> None:
         self._settings = settings
@@ -161,10 +160,10 @@ class Watch:
         self.steps: list[int] = []
         self.curve: list[float] = []
         self._waited = 0
-        self._mark = math.nan  # what has to be surpassed by min_delta
+        self._mark = math.nan  # the value to beat by min_delta
 
     def check(self, names: Iterable[str]) -> None:
-        """Choose the metric, of those of an evaluation; refuse one that is none of them."""
+        """Choose the metric among the results' names; ItemError if the given one is missing."""
         self.metric = self.metric or ("val_loss" if "val_loss" in names else "train_loss")
         if self.metric not in names:
             missing = self.metric.startswith("val_") and not any(name.startswith("val_") for name in names)
@@ -172,7 +171,7 @@ class Watch:
             raise ItemError(f"there is no metric {self.metric!r}.{why}{did_you_mean(self.metric, names)}")
 
     def see(self, step: int, found: Mapping[str, float]) -> bool:
-        """Take an evaluation in; whether it is the best so far."""
+        """Add an evaluation; whether it is the best so far."""
         self.check(found)
         value = found[self.metric]
         self.steps.append(step)
@@ -186,16 +185,16 @@ class Watch:
 
     @property
     def gives_up(self) -> bool:
-        """Whether `patience` evaluations have brought nothing better."""
+        """Whether the last `patience` evaluations brought no improvement."""
         return self._settings.patience is not None and self._waited >= self._settings.patience
 
     def state(self) -> dict[str, Any]:
-        """What is kept with a checkpoint."""
+        """The state for a checkpoint."""
         kept = ("metric", "best", "best_step", "score", "steps", "curve", "_waited", "_mark")
         return {name: getattr(self, name) for name in kept}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Put a `state` back."""
+        """Restore a `state`."""
         for name, value in state.items():
             setattr(self, name, value)
 

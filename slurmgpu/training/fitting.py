@@ -7,7 +7,8 @@ import gc
 import logging
 import os
 import resource
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from slurmgpu.util.out_of_memory import is_out_of_memory
 log = logging.getLogger(__name__)
 
 LIMIT = 2**16
-"""Where the search ends if nothing else ends it."""
+"""The largest size to try by default."""
 
 
 def find_batch_size(
@@ -33,29 +34,29 @@ def find_batch_size(
     device: torch.device | str | None = None,
     agree: Callable[[bool], bool] | None = None,
 ) -> int:
-    """The largest batch size at which `fn(batch_size)` does not run out of memory and leaves `margin` of it free.
+    """The largest batch size at which `fn(batch_size)` fits into memory and leaves the share `margin` free.
 
-    `fn` computes a whole step: forward, backward and the optimizer's, whose state needs memory as well. It is tried at
-    `start`, twice that, and so on up to `limit` (65,536 if not given); where it fails, also at a half and at a quarter
-    or three quarters of the way back, so that at most a fifth is given away. With `sizes` only those are tried: the
-    same way up, and every one between by halves.
+    `fn` computes a whole step: forward, backward and the optimizer's, whose state needs memory as well. It is tried
+    with `start`, twice that, and so on up to `limit` (default 65,536). After a failure, a half and then a quarter or
+    three quarters of the way back are tried, so that at most a fifth is given away. With `sizes` only those are tried:
+    the same way up, then by bisection.
 
-    `device` is PyTorch's, else the current GPU if there is one. On a CPU memory beyond what is left is refused while
-    `fn` runs, so that nothing is killed for it. Random numbers are put back to where they were, and the peak that
-    PyTorch keeps of the GPU's memory begins again.
+    `device` defaults to the current GPU, if there is one. On a CPU, allocations beyond the available memory fail while
+    `fn` runs, so that nothing gets killed. Random number generators are restored, and PyTorch's peak memory statistics
+    of the GPU are reset.
 
-    Where several processes search together, `agree(fitted)` tells each of them whether it fitted all.
+    If several processes search together, `agree(fitted)` returns whether all of them fitted.
 
-    Raises MemoryError if the smallest does not fit. It is taken, with a warning, if only the margin is missing. What
-    else `fn` raises goes through.
+    Raises MemoryError if the smallest size does not fit; if only its margin is missing, it is returned with a warning.
+    Other exceptions of `fn` pass through.
     """
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    allowed = sorted(set(sizes)) if sizes is not None else None
-    if limit is not None and allowed is not None:
-        allowed = [size for size in allowed if size <= limit]
-    if start < 1 or (limit is not None and limit < 1) or (allowed is not None and not (allowed and allowed[0] > 0)):
+    allowed: Sequence[int] = range(1, (LIMIT if limit is None else limit) + 1)
+    if sizes is not None:
+        allowed = sorted({size for size in sizes if limit is None or size <= limit})
+    if start < 1 or not allowed or allowed[0] < 1:
         raise ValueError(f"start = {start}, limit = {limit}, sizes = {allowed}: expected sizes of at least 1 to try.")
-    tries = _Tries(fn, _Sizes(allowed, limit or LIMIT), margin, where, agree or bool)
+    tries = _Tries(fn, allowed, margin, where, agree or bool)
     state = random_state(where)
     try:
         return tries.search(start)
@@ -63,54 +64,23 @@ def find_batch_size(
         set_random_state(state, where)
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """What may be tried: some sizes, or all up to a limit."""
-
-    allowed: list[int] | None
-    limit: int
-
-    @property
-    def least(self) -> int:
-        return self.allowed[0] if self.allowed else 1
-
-    @property
-    def most(self) -> int:
-        return self.allowed[-1] if self.allowed else self.limit
-
-    def down(self, size: int) -> int:
-        """The largest that is not above `size`, else the smallest of all."""
-        if self.allowed is None:
-            return max(1, min(size, self.limit))
-        return max((each for each in self.allowed if each <= size), default=self.least)
-
-    def up(self, size: int) -> int:
-        """About twice `size`, and more than it."""
-        found = self.down(2 * size)
-        return found if found > size or self.allowed is None else min(each for each in self.allowed if each > size)
-
-    def between(self, low: int, high: int) -> list[int]:
-        """What is worth trying between what fits and what does not."""
-        if self.allowed is not None:
-            return [each for each in self.allowed if low < each < high]
-        quarters = {low + (high - low) * n // 4 for n in (1, 2, 3)}
-        return sorted(quarters - {low, high})
-
-
 @dataclass
 class _Tries:
     fn: Callable[[int], object]
-    sizes: _Sizes
+    sizes: Sequence[int]
     margin: float
     device: torch.device
     agree: Callable[[bool], bool]
     error: str = ""
-    """What the last size that was too large said."""
+    """The message of the last failure."""
 
     def search(self, start: int) -> int:
         _free(self.device)
-        low, high = self._ends(self.sizes.down(start))
-        between = self.sizes.between(low, high) if high is not None else []
+        low, high = self._ends(self._at_most(start))
+        if isinstance(self.sizes, range):
+            between = sorted({low + (high - low) * n // 4 for n in (1, 2, 3)} - {low, high})
+        else:
+            between = [size for size in self.sizes if low < size < high]
         while between:
             middle = len(between) // 2
             if self._fits(between[middle]):
@@ -119,23 +89,27 @@ class _Tries:
                 between = between[:middle]
         return low
 
-    def _ends(self, size: int) -> tuple[int, int | None]:
-        """A size that fits, and the next one that was tried and does not; None if the largest fits."""
+    def _at_most(self, size: int) -> int:
+        """The largest allowed size up to `size`, else the smallest."""
+        return self.sizes[max(0, bisect_right(self.sizes, size) - 1)]
+
+    def _ends(self, size: int) -> tuple[int, int]:
+        """A size that fits, and the next one that does not; the same one twice if there is no such pair."""
         if self._fits(size):
-            while size < self.sizes.most:
-                larger = self.sizes.up(size)
+            while size < self.sizes[-1]:
+                larger = max(self._at_most(2 * size), self.sizes[bisect_right(self.sizes, size)])
                 if not self._fits(larger):
                     return size, larger
                 size = larger
-            return size, None
-        while size > self.sizes.least:
-            smaller = self.sizes.down(size // 2)
+            return size, size
+        while size > self.sizes[0]:
+            smaller = self._at_most(size // 2)
             if self._fits(smaller):
                 return smaller, size
             size = smaller
         if self.agree(not self.error):
             log.warning("A batch size of %d leaves less than %.0f %% of the memory free.", size, 100 * self.margin)
-            return size, None
+            return size, size
         raise MemoryError(
             f"No batch size fits: memory was short at {size}, the smallest: {self.error or 'in another process'}"
         )
@@ -160,7 +134,7 @@ class _Tries:
             self.error = str(error).strip().partition("\n")[0] or type(error).__name__
             return False
         finally:
-            # Only here is the traceback gone, with the frames that hold the tensors.
+            # The traceback, which holds the tensors, is gone only here.
             _free(self.device)
 
     def _try_on_gpu(self, size: int) -> bool:
@@ -179,10 +153,7 @@ def _free(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _memory_kept(margin: float) -> Iterator[None]:
-    """Let allocations fail that go beyond this process's part of the memory that is left, or its limits allow.
-
-    Linux promises more memory than there is, and then kills.
-    """
+    """Make allocations beyond this process's share of the memory fail: Linux overcommits, and kills later."""
     used, mapped = _size_of("VmData:"), _size_of("VmSize:")
     if used is None or mapped is None:
         yield
@@ -193,7 +164,7 @@ def _memory_kept(margin: float) -> Iterator[None]:
     if (left := memory_left()) is not None:
         rooms.append(left // _n_neighbours())
     if rooms:
-        # Since Linux 4.7 it counts all private memory that can be written: getrlimit(2).
+        # Since Linux 4.7 this counts all private writable memory: getrlimit(2).
         resource.setrlimit(resource.RLIMIT_DATA, (used + int(max(0, min(rooms)) * (1 - margin)), hard))
     try:
         yield
@@ -202,7 +173,7 @@ def _memory_kept(margin: float) -> Iterator[None]:
 
 
 def _size_of(name: str) -> int | None:
-    """Bytes of what this process has mapped, by its name in /proc/self/status; None where there is no such file."""
+    """Bytes of a field in /proc/self/status; None without this file."""
     try:
         lines = Path("/proc/self/status").read_text("utf-8", "replace").splitlines()
     except OSError:
@@ -211,7 +182,6 @@ def _size_of(name: str) -> int | None:
 
 
 def _n_neighbours() -> int:
-    """Processes that may try at the same time on this machine: torchrun's number, else all of the group's."""
     if (local := os.environ.get("LOCAL_WORLD_SIZE")) is not None:
         return int(local)
     together = torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -1,4 +1,4 @@
-"""How many floating-point operations a step needs, and how many a GPU can do."""
+"""Floating-point operations of a step, and peak rates of GPUs."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _TERAFLOPS = """
 """
 
 PEAK_TERAFLOPS = {name: tuple(peaks) for name, *peaks in map(str.split, _TERAFLOPS.split(","))}
-"""TFLOP/s by words in a GPU's name: with 16 bits, in TF32, with 32 bits; "-" where it has no such arithmetic.
+"""TFLOP/s by words in a GPU's name: with 16 bits, in TF32, with 32 bits; "-" if unsupported.
 
-Dense, accumulated in 32 bits, from NVIDIA's and AMD's data sheets. A name without "pcie" or "nvl" is the SXM board's;
-an MI250 is two GPUs, of which this is one.
+Dense, with 32-bit accumulation, from the data sheets of NVIDIA and AMD. A name without "pcie" or "nvl" is the SXM
+board; an MI250 has two GPUs, and this is one of them.
 """
 
 _COLUMN = {"bf16": 0, "fp16": 0, "tf32": 1, "fp32": 2}
 _PARTS = ("mig", "laptop", "max")
-"""Words of GPUs that are less than their names say: a slice, a mobile one, one with less power (Max-Q)."""
+"""Words for reduced GPUs: a slice, a mobile GPU, one with less power (Max-Q)."""
 
 
 def peak_flops(gpu: str, precision: str) -> float | None:
-    """FLOP/s of one GPU by its name, as torch.cuda.get_device_name says it; None where it is not known.
+    """Peak FLOP/s of a GPU by its name from torch.cuda.get_device_name; None if unknown.
 
-    `precision` is "fp32", "tf32", "bf16" or "fp16". A slice of a GPU (MIG) is unknown, and so is every CPU.
+    `precision` is "fp32", "tf32", "bf16" or "fp16". MIG slices and CPUs are unknown.
     """
     name = re.sub(r"[^a-z0-9]+", "_", gpu.lower())
     known = [key for key in PEAK_TERAFLOPS if all(_has(name, word) for word in key.split("_"))]
@@ -46,7 +46,7 @@ def peak_flops(gpu: str, precision: str) -> float | None:
         return None
     peaks = PEAK_TERAFLOPS[max(known, key=len)]
     peak = peaks[_COLUMN[precision]]
-    # NVIDIA's TF32 and bfloat16 came together, with Ampere.
+    # NVIDIA introduced TF32 and bfloat16 together, with Ampere.
     return None if peak == "-" or (precision == "bf16" and peaks[1] == "-") else float(peak) * 1e12
 
 
@@ -55,10 +55,9 @@ def _has(name: str, word: str) -> bool:
 
 
 def count_flops(fn: Callable[[], object]) -> float:
-    """The floating-point operations of products, convolutions and attention in `fn()`, of its backward pass as well.
+    """The floating-point operations of products, convolutions and attention in `fn()`, including backward passes.
 
-    Counted by torch.utils.flop_counter; what torch.compile has compiled is computed as it was written, since kernels
-    cannot be looked into.
+    Counted by torch.utils.flop_counter. Compiled code runs uncompiled here, since kernels cannot be inspected.
     """
     eager = getattr(torch.compiler, "set_stance", None)  # torch 2.6
     with (
@@ -66,7 +65,7 @@ def count_flops(fn: Callable[[], object]) -> float:
         eager("force_eager") if eager else contextlib.nullcontext(),
         FlopCounterMode(display=False) as counter,
     ):
-        # The counter's hooks would run twice; they name modules, and the sum needs no names.
+        # The counter's hooks run twice then; that affects names of modules, not the sum.
         warnings.filterwarnings("ignore", message="Using `torch.compile")
         fn()
     return float(counter.get_total_flops())

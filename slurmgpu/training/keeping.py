@@ -1,4 +1,4 @@
-"""A training's checkpoints: all that changes as it goes on is put into one, and taken out again."""
+"""Save and load all changing state of a training."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from slurmgpu.training.sizing import peak_memory
 from slurmgpu.training.throughput import Throughput
 
 
-@dataclass(frozen=True)
-class Parts:
-    """What changes as a training goes on."""
+@dataclass
+class Keeping:
+    """Saves all that changes in a training, and the constant `given`, in `checkpoints`; all ranks call it together."""
 
+    checkpoints: Checkpoints
     standing: Standing
     mode: Mode
     stepper: Stepper
@@ -31,64 +32,58 @@ class Parts:
     watch: Watch
     best: BestWeights
     meter: Throughput
-
-
-class Keeping:
-    """Puts the `parts` of a training into `checkpoints`, with what is `given` once; all ranks call it together."""
-
-    def __init__(self, checkpoints: Checkpoints, parts: Parts, given: Mapping[str, Any]) -> None:
-        self._checkpoints, self._parts, self._given = checkpoints, parts, given
-        self._last = (-1, -1)  # the steps of the last one, and of the evaluation that it knew
+    given: Mapping[str, Any]
+    _last: tuple[int, int] = (-1, -1)
+    """The last checkpoint's step, and the step of the evaluation before it."""
 
     def save(self) -> float:
-        """Leave a checkpoint; how many seconds that took."""
-        parts, standing = self._parts, self._parts.standing
-        started = time.monotonic()
-        parts.best.write()
-        device, place = parts.mode.device, self._checkpoints.place
+        """Save a checkpoint; the seconds it took."""
+        standing, started = self.standing, time.monotonic()
+        self.best.write()
+        device, place = self.mode.device, self.checkpoints.place
         standing.peak_memory_bytes = peak_memory(device, place, standing.peak_memory_bytes)
-        state = states.model_state(parts.mode.model, parts.stepper.optimizer, sharded=parts.mode.sharded)
+        state = states.model_state(self.mode.model, self.stepper.optimizer, sharded=self.mode.sharded)
         shared: dict[str, Any] = {
-            **self._given,
-            "curve": parts.curve.state(standing.step),
+            **self.given,
+            "curve": self.curve.state(standing.step),
             "standing": asdict(standing),
-            "watch": parts.watch.state(),
-            "best": parts.best.state(),
-            "stepper": parts.stepper.state(),
-            "meter": parts.meter.state(together=True),
+            "watch": self.watch.state(),
+            "best": self.best.state(),
+            "stepper": self.stepper.state(),
+            "meter": self.meter.state(together=True),
         }
         own = {
             "random": states.random_state(device),
-            "buffers": states.buffers(parts.mode.model),
-            "curve": parts.curve.own(),
+            "buffers": states.buffers(self.mode.model),
+            "curve": self.curve.own(),
         }
-        whole, sharded = ({}, state) if parts.mode.sharded else (state, None)
+        whole, sharded = ({}, state) if self.mode.sharded else (state, None)
         now = standing.step, standing.evaluated
-        # That of a step was left before its evaluation where that was in the way.
+        # An interrupted evaluation leaves a checkpoint of its step, which the next one replaces.
         replace = now[0] == self._last[0] and now != self._last
-        self._checkpoints.save(standing.step, shared=shared | whole, own=own, sharded=sharded, replace=replace)
+        self.checkpoints.save(standing.step, shared=shared | whole, own=own, sharded=sharded, replace=replace)
         self._last = now
-        led(place, lambda: parts.best.prune(min(self._checkpoints.steps(), default=0)))
+        led(place, lambda: self.best.prune(min(self.checkpoints.steps(), default=0)))
         return time.monotonic() - started
 
     def load(self, checkpoint: Checkpoint, shared: Mapping[str, Any]) -> bool:
-        """Put all back from a checkpoint, whose `shared()` is given; whether random numbers are among it."""
-        parts, own = self._parts, checkpoint.own()
-        model, optimizer = parts.mode.model, parts.stepper.optimizer
-        if parts.mode.sharded:
+        """Restore from a checkpoint with its `shared()`; whether that includes random number generators."""
+        own = checkpoint.own()
+        model, optimizer = self.mode.model, self.stepper.optimizer
+        if self.mode.sharded:
             state = states.model_state(model, optimizer, sharded=True)
             checkpoint.load_sharded(state)
         else:
             state = {name: shared[name] for name in ("model", "optimizer")}
-        states.load_model_state(model, optimizer, state, sharded=parts.mode.sharded)
-        vars(parts.standing).update(shared["standing"])
-        self._last = parts.standing.step, parts.standing.evaluated
-        parts.watch.load(shared["watch"])
-        parts.best.load(shared["best"])
-        parts.curve.load(shared["curve"], own and own["curve"])
-        parts.stepper.load(shared["stepper"])
-        parts.meter.load(shared["meter"])
+        states.load_model_state(model, optimizer, state, sharded=self.mode.sharded)
+        vars(self.standing).update(shared["standing"])
+        self._last = self.standing.step, self.standing.evaluated
+        self.watch.load(shared["watch"])
+        self.best.load(shared["best"])
+        self.curve.load(shared["curve"], own and own["curve"])
+        self.stepper.load(shared["stepper"])
+        self.meter.load(shared["meter"])
         if own is not None:
             states.load_buffers(model, own["buffers"])
-            states.set_random_state(own["random"], parts.mode.device)
+            states.set_random_state(own["random"], self.mode.device)
         return own is not None

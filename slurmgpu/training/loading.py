@@ -1,7 +1,7 @@
-"""Samples become batches on the device: read alike after a resumption, and with any number of loader workers.
+"""Make batches on the device, the same after a resumption and with any number of loader workers.
 
-While a batch is read, the generators of Python, NumPy and PyTorch's CPU are seeded by which batch it is; afterwards
-they go on as if nothing had been read.
+While a batch is read, the generators of Python, NumPy and PyTorch's CPU are seeded by its position; their states are
+restored afterwards.
 """
 
 from __future__ import annotations
@@ -22,21 +22,24 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.training.batches import Cutting, Position, derive_seed, own_pieces, permutation
+from slurmgpu.training.ranks import Place, together
 from slurmgpu.training.settings import TrainingSettings
+from slurmgpu.training.states import seed_everything
 
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+SPLITS = ("train", "val", "test")
 EXPECTED = "an object with __len__ and __getitem__, such as a torch.utils.data.Dataset"
 
 
 class Reading(NamedTuple):
-    """One batch that is to be read."""
+    """A batch to read."""
 
     seed: int
     indices: Sequence[int]
 
 
 class Reader:
-    """A data set whose batches are read whole, under their own seeds; the loader's workers have it, too."""
+    """A data set that is read by batches under their seeds; the loader's workers share it."""
 
     def __init__(self, samples: Any, collate: Callable[[list[Any]], Any] = default_collate) -> None:
         self._samples = samples
@@ -47,10 +50,10 @@ class Reader:
         return len(self._samples)
 
     def __getitems__(self, reading: Reading) -> Any:
-        """The batch; torch's fetcher calls this with what the batch sampler yields."""
+        """The batch; torch's fetcher calls this with a value of the batch sampler."""
         indices = list(reading.indices)
         if self._tensors is not None:
-            # What comes out of default_collate, without a tensor for each sample; and nothing in it is random.
+            # As default_collate, without a tensor per sample; this needs no random numbers.
             return [each[indices] for each in self._tensors]
         with seeded(reading.seed):
             read = getattr(self._samples, "__getitems__", None)
@@ -58,7 +61,7 @@ class Reader:
 
 
 class Loader:
-    """Batches on the device, in the order of `readings`, which are gone through again each time; to be closed."""
+    """Batches on the device in the order of `readings`, which can be iterated again; must be closed."""
 
     def __init__(
         self,
@@ -72,7 +75,7 @@ class Loader:
         self._pinned = on_gpu if settings.pin_memory is None else settings.pin_memory and on_gpu
         workers: dict[str, Any] = {}
         if settings.num_workers:
-            # fork: a class that was loaded from a file cannot be pickled for a process that starts again.
+            # fork: a class loaded from a file cannot be pickled for a new process.
             workers = {"persistent_workers": True, "multiprocessing_context": "fork"}
             workers["prefetch_factor"] = settings.prefetch_factor
             workers["worker_init_fn"] = _outlive_signals
@@ -82,20 +85,17 @@ class Loader:
             num_workers=settings.num_workers,
             collate_fn=_as_it_is,
             pin_memory=self._pinned,
-            generator=torch.Generator(),  # else it draws from the one that dropout draws from
+            generator=torch.Generator(),  # otherwise it draws from dropout's generator
             **workers,
         )
 
-    def __iter__(self) -> Iterator[Any]:
-        return map(self.moved, self.read())
-
     def moved(self, batch: Any) -> Any:
-        """A batch that was read, on the device."""
+        """A batch on the device."""
         return to_device(batch, self._device, non_blocking=self._pinned)
 
     def read(self) -> Iterator[Any]:
-        """The batches as they were read, in the host's memory."""
-        # Forked processes inherit what is blocked: until they can watch, a signal waits.
+        """The batches in the host's memory."""
+        # Forked processes inherit the mask: signals wait until they can watch for them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             batches = iter(self._loader)
@@ -104,14 +104,14 @@ class Loader:
         yield from batches
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         workers = getattr(self._loader, "_iterator", None)
         if workers is not None:
             workers._shutdown_workers()
 
 
 def _outlive_signals(worker: int) -> None:
-    """Let a reading process end by its parent's SIGTERM alone: Slurm may send one to all, and the training ends it."""
+    """Let only the parent's SIGTERM end a worker: Slurm may signal all processes of a job."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
     def watch() -> None:
@@ -124,7 +124,7 @@ def _outlive_signals(worker: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class TrainReadings:
-    """What one process reads from a position on, to the end of the training."""
+    """The batches of one process from a position to the end of the training."""
 
     cutting: Cutting
     seed: int
@@ -143,7 +143,7 @@ class TrainReadings:
 
 @dataclasses.dataclass(frozen=True)
 class EvalReadings:
-    """What one process reads of a split; every evaluation reads the same."""
+    """The batches of one process in an evaluation of a split; always the same."""
 
     n_samples: int
     batch_size: int
@@ -157,7 +157,7 @@ class EvalReadings:
             yield Reading(derive_seed(self.seed, self.split, first), range(first, first + size))
 
     def counts(self) -> Iterator[int]:
-        """How many samples of each batch count: all, or none of one that another process has."""
+        """The number of samples that count in each batch: all, or 0 if another process has them."""
         return (size if counts else 0 for _, size, counts in self._pieces())
 
     def _pieces(self) -> Iterator[tuple[int, int, bool]]:
@@ -165,34 +165,31 @@ class EvalReadings:
 
 
 def called(user: Any, split: str) -> str:
-    """What errors call the data of a split."""
+    """The name of a split's data in errors."""
     return f"{type(user).__name__}.data({split!r})"
 
 
 def read_split(user: Any, split: str) -> Reader | None:
-    """What the training class has for a split; None if it has nothing.
-
-    A data set of another kind, an empty one, and none for "train" are refused.
-    """
+    """The training class's data for a split, or None; SlurmGPUError for other kinds, empty data, or no "train"."""
     samples = user.data(split)
     name = called(user, split)
     if samples is None:
         if split == "train":
-            raise SlurmGPUError(f"{name} is None; it shall be {EXPECTED}.")
+            raise SlurmGPUError(f"{name} is None; expected {EXPECTED}.")
         return None
     if advice := _advice(samples):
-        raise SlurmGPUError(f"{name} is a {type(samples).__name__}; it shall be {EXPECTED}. {advice}")
+        raise SlurmGPUError(f"{name} is a {type(samples).__name__}; expected {EXPECTED}. {advice}")
     if not len(samples):
-        raise SlurmGPUError(f"{name} has no samples; without a split, return None.")
+        raise SlurmGPUError(f"{name} has no samples; expected at least one. Return None if there is no such split.")
     return Reader(samples, getattr(user, "collate", None) or default_collate)
 
 
 def _advice(samples: Any) -> str:
-    """What to return in place of what is no map-style data set; "" for one that is."""
+    """What to return instead; "" for a map-style data set."""
     if isinstance(samples, DataLoader):
-        return "Return its data set: the settings say how batches are made of it, a method collate(samples) of what."
+        return "Return its data set: the settings define batches, and a method collate(samples) their content."
     if isinstance(samples, IterableDataset):
-        return "Training goes on in the middle of an epoch, for which samples must have numbers."
+        return "Training resumes within an epoch, so samples must be numbered."
     if isinstance(samples, (torch.Tensor, tuple)):
         return "Return torch.utils.data.TensorDataset(inputs, targets)."
     if isinstance(samples, Mapping):
@@ -202,8 +199,81 @@ def _advice(samples: Any) -> str:
     return ""
 
 
+class Splits:
+    """The training class's data for each split; `sizes` are the numbers of samples, -1 for a missing split.
+
+    Random numbers are seeded alike at each call of `data(split)`, so that random splits are the same on each rank, in
+    each attempt, and for "train" as for "val".
+    """
+
+    def __init__(self, user: Any, seed: int, place: Place) -> None:
+        self._user, self._seed = user, derive_seed(seed, "data")
+        self._readers: dict[str, Reader | None] = {}
+        found = together(place, self._read)
+        self.sizes = found[0]
+        for rank, sizes in enumerate(found):
+            for split in SPLITS:
+                if sizes[split] != self.sizes[split]:
+                    raise SlurmGPUError(
+                        f"{called(user, split)} has {_counted(self.sizes[split])} on rank 0 and "
+                        f"{_counted(sizes[split])} on rank {rank}; expected the same on all."
+                    )
+
+    @property
+    def train(self) -> Reader:
+        """The training data."""
+        samples = self._readers["train"]
+        assert samples is not None  # read_split refuses that
+        return samples
+
+    def get(self, split: str) -> Reader | None:
+        """The data of a split, if it exists."""
+        return self._readers[split]
+
+    def check_unchanged(self, before: Mapping[str, int]) -> None:
+        """SlurmGPUError if sizes differ from those in the checkpoint."""
+        for split in SPLITS:
+            if self.sizes[split] != before[split]:
+                raise SlurmGPUError(
+                    f"the data has changed since the checkpoint: {called(self._user, split)} had "
+                    f"{_counted(before[split])} then, and has {_counted(self.sizes[split])} now. Restore it, "
+                    "or train on the new data in a new run."
+                )
+
+    def _read(self) -> dict[str, int]:
+        for split in SPLITS:
+            seed_everything(self._seed)
+            self._readers[split] = read_split(self._user, split)
+        return {split: -1 if reader is None else len(reader) for split, reader in self._readers.items()}
+
+
+def cut(n_samples: int, batch_size: int, settings: TrainingSettings, place: Place) -> Cutting:
+    """The cutting of a training's epochs into steps; SlurmGPUError if there are none."""
+    step_size = settings.global_batch_size or batch_size * settings.accumulation * place.world_size
+    cutting = Cutting(
+        n_samples,
+        step_size,
+        batch_size,
+        epochs=settings.epochs,
+        steps=settings.steps,
+        drop_last=settings.drop_last,
+        rank=place.rank,
+        world_size=place.world_size,
+    )
+    if not cutting.epoch_size:
+        raise SlurmGPUError(
+            f"the {n_samples} training samples make no step of {step_size}, and drop_last drops incomplete ones: "
+            "use a smaller batch_size, or drop_last = false."
+        )
+    return cutting
+
+
+def _counted(n: int) -> str:
+    return "no data" if n < 0 else f"{n:,} samples"
+
+
 def to_device(batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
-    """The batch with all tensors in it moved, through tuples, lists, mappings, dataclasses and what has a `to`."""
+    """The batch with all tensors moved, in tuples, lists, mappings, dataclasses and objects with `to`."""
     if device.type == "cpu":
         return batch
     if isinstance(batch, torch.Tensor):
@@ -226,12 +296,12 @@ def to_device(batch: Any, device: torch.device, *, non_blocking: bool = False) -
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Random numbers by `seed`; those of Python, NumPy and PyTorch's CPU go on afterwards as if nothing had been."""
+    """Seed the generators of Python, NumPy and PyTorch's CPU; restore their states afterwards."""
     python, torch_cpu, numpy = random.getstate(), torch.default_generator.get_state(), mtrand.get_bit_generator()
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
-    # Another generator in NumPy's place takes 2 µs, its state out and in 70 µs. All that is lost is the second of two
-    # normal numbers, which `randn` keeps apart for its next call.
+    # Replacing NumPy's generator takes 2 µs, saving and restoring its state 70 µs. Only the second of two normal
+    # numbers is lost, which `randn` caches for its next call.
     mtrand.set_bit_generator(_FOR_READING)
     np.random.seed(seed & 0xFFFFFFFF)
     try:

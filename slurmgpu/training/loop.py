@@ -1,9 +1,9 @@
-"""The loop: what a user's class describes is trained, evaluated, checkpointed and taken up again."""
+"""The training loop: train, evaluate, checkpoint and resume what a user's class describes."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,37 +13,34 @@ from slurmgpu.errors import Interrupted
 from slurmgpu.training import states
 from slurmgpu.training.batches import MicroBatch, Step, derive_seed
 from slurmgpu.training.best import BestWeights
-from slurmgpu.training.checkpoints import Checkpoints, save_weights
+from slurmgpu.training.checkpoints import Checkpoints
 from slurmgpu.training.curves import Curve
 from slurmgpu.training.evaluating import Evaluator, Watch
-from slurmgpu.training.keeping import Keeping, Parts
-from slurmgpu.training.loading import Loader, TrainReadings
+from slurmgpu.training.keeping import Keeping
+from slurmgpu.training.loading import Loader, Splits, TrainReadings, cut
 from slurmgpu.training.modes import Mode, computing, device_of, join
 from slurmgpu.training.optimizing import Stepper, check_trainable, n_parameters
 from slurmgpu.training.outcome import Outcome, Standing
 from slurmgpu.training.pacing import Pace
-from slurmgpu.training.places import Place
-from slurmgpu.training.ranks import led
+from slurmgpu.training.ranks import Place, led
+from slurmgpu.training.reporting import Reporter
 from slurmgpu.training.settings import AUTO, TrainingSettings
 from slurmgpu.training.sizing import Counter, fit_batch_size, peak_memory
-from slurmgpu.training.splits import Splits, cut
-from slurmgpu.training.telling import Telling
 from slurmgpu.training.throughput import throughput
 from slurmgpu.training.weighing import Weigher
-
-__all__ = ["Outcome", "Training"]
+from slurmgpu.training.written import save_weights
 
 LAST = "last.pt"
 MOST_POINTS = 500
-"""Of a learning curve, unless `log_steps` says how many."""
+"""The largest number of points of a learning curve, unless `log_steps` is set."""
 
 
 class Training:
-    """A training of what `user` describes, in `folder`, where its checkpoints and its weights lie.
+    """Trains what `user` describes, with checkpoints and weights in `folder`.
 
-    `user` has `model()`, `data(split)`, `loss(model, batch)`, and may have `metrics(model, batch)`,
-    `weight(batch)`, `optimizer(model)`, `scheduler(optimizer, n_steps)`, `collate(samples)`, `tokens(batch)`,
-    `flops(batch)` and `blocks(model)`: docs/how-to/train-a-model.md says what each returns.
+    `user` has `model()`, `data(split)`, `loss(model, batch)`, and may have `metrics(model, batch)`, `weight(batch)`,
+    `optimizer(model)`, `scheduler(optimizer, n_steps)`, `collate(samples)`, `tokens(batch)`, `flops(batch)` and
+    `blocks(model)`: docs/how-to/train-a-model.md has their results.
     """
 
     def __init__(self, user: Any, settings: TrainingSettings, place: Place, folder: Path) -> None:
@@ -56,8 +53,8 @@ class Training:
     def run(self) -> Outcome:
         """Train to the end, from the last checkpoint if there is one.
 
-        Raises Interrupted, on all ranks and after a checkpoint, when `place.stopping()`; an ItemError when the loss is
-        no number any more.
+        Raises Interrupted, on all ranks and after a checkpoint, when `place.stopping()`; ItemError if the loss is not
+        finite.
         """
         self._since = self._began = time.monotonic()
         join(self._place)
@@ -78,7 +75,7 @@ class Training:
         states.seed_everything(self._seed)
         model = self._user.model()
         check_trainable(self._user, model)
-        model.train()  # as from_pretrained() gives them, models are in the mode for evaluations
+        model.train()  # from_pretrained() returns models in evaluation mode
         self._n_parameters = n_parameters(model.parameters())
         self._mode = Mode(self._user, model, settings, place)
         checkpoints = Checkpoints(self._folder, place, settings.keep_checkpoints)
@@ -95,20 +92,21 @@ class Training:
         self._curve = Curve(log_steps, device, place, lambda: self._weigher.odd)
         self._watch, self._best = Watch(settings), BestWeights(self._folder, place, self._mode)
         self._pace = Pace(settings, place)
-        self._telling = Telling(place, settings.epochs, standing, self._curve)
+        self._reporter = Reporter(place, settings.epochs, standing, self._curve)
         self._meter = throughput(self._mode.forward, device=device, precision=settings.precision)
         self._counter = Counter(self._user, self._mode, settings, self._meter)
         self._validation, self._test = self._evaluator("val"), self._evaluator("test")
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        parts = Parts(standing, self._mode, self._stepper, self._curve, self._watch, self._best, self._meter)
         given = {"batch_size": self._batch_size, "sizes": self._splits.sizes}
-        self._keeping = Keeping(checkpoints, parts, given)
+        self._keeping = Keeping(
+            checkpoints, standing, self._mode, self._stepper, self._curve, self._watch, self._best, self._meter, given
+        )
         has_random = False
         if checkpoint:
             has_random = self._keeping.load(checkpoint, found)
             standing.resumed += 1
-            self._telling.taken_up()
+            self._reporter.resumed()
         if not has_random:
             states.seed_everything(derive_seed(self._seed, standing.step, place.rank))
 
@@ -130,17 +128,17 @@ class Training:
     def _train(self) -> None:
         standing = self._standing
         measured = self._validation.names() if self._validation else []
-        self._watch.check(["train_loss", *measured])  # now, and not after the first epoch
+        self._watch.check(["train_loss", *measured])  # before the first epoch, not after it
         standing.start_s += time.monotonic() - self._began
         at_end = standing.step > 0 and standing.sample == 0
-        if self._evaluation_is_due(at_end):  # it was interrupted in this
+        if self._evaluation_is_due(at_end):  # it was interrupted
             self._end_step(at_end)
         readings = TrainReadings(self._cutting, self._seed, standing.position, standing.step)
         self._loader = Loader(self._splits.train, readings, self._settings, self._device)
         self._open.append(self._loader)
         self._batches = self._loader.read()
         self._pace.rest()
-        self._telling.rest()
+        self._reporter.rest()
         for step in self._cutting.plan(standing.position, standing.step):
             if standing.early:
                 break
@@ -148,7 +146,6 @@ class Training:
             self._end_step(step.after.epoch > step.epoch)
 
     def _take(self, step: Step) -> None:
-        """One step of the optimizer."""
         standing, scaler = self._standing, self._stepper.scaler
         self._stepper.prepare(standing.position, standing.step)
         with self._meter.step(samples=sum(each.n for each in step.micro_batches)):
@@ -166,14 +163,14 @@ class Training:
         self._curve.end_step(standing.step, step.n, last=standing.step == self._n_steps)
 
     def _read(self, step: Step) -> Iterator[tuple[MicroBatch, Any, Any]]:
-        """The micro-batches of a step: each with its batch, and with the factor of its loss in the step's."""
+        """The micro-batches of a step, each with its batch and the factor of its loss."""
         if not self._weigher:
             for each in step.micro_batches:
                 with self._meter.data():
                     batch = self._loader.moved(next(self._batches))
                 yield each, batch, each.weight
             return
-        # All of them before the first pass: what one weighs in the step, all processes must tell.
+        # Read all of them first: their weights in the step depend on all processes.
         with self._meter.data():
             batches = [next(self._batches) for _ in step.micro_batches]
         factors = self._weigher.factors(step, batches)
@@ -183,17 +180,19 @@ class Training:
             yield each, batch, factor
 
     def _end_step(self, epoch_ends: bool) -> None:
-        """Evaluate, and do what rank 0 decides, where it is time to."""
+        """Evaluate if due, and follow rank 0's decisions."""
         standing = self._standing
         due, evaluates = self._pace.due(), self._evaluation_is_due(epoch_ends)
         found = self._evaluate(self._validation) if evaluates else {}
         if not (due or evaluates or epoch_ends):
             return
-        # The curve and the decision in one collective.
-        stop, checkpoint = self._pace.meet(lambda told: self._curve.read(standing.step, told), epoch_ends=epoch_ends)
+        # One collective for the curve and the decision.
+        stop, checkpoint = self._pace.meet(
+            lambda extras: self._curve.read(standing.step, extras), epoch_ends=epoch_ends
+        )
         if evaluates:
             self._judge(found)
-        self._telling.met()
+        self._reporter.stepped()
         if stop or checkpoint:
             self._save()
         if stop and self._n_left() and not standing.early:
@@ -209,31 +208,31 @@ class Training:
         due = (epoch_ends if every is None else standing.step % every == 0) or self._n_left() == 0
         return due and standing.evaluated != standing.step
 
-    def _evaluate(self, evaluator: Evaluator | None) -> dict[str, float]:
-        try:
-            return self._measure(evaluator) if evaluator else {}
-        except Interrupted:
-            self._save()
-            raise
-
-    def _measure(self, evaluator: Evaluator) -> dict[str, float]:
+    def _evaluate(self, evaluator: Evaluator | None, restore: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """The results of a split; {} without one. If interrupted, calls `restore` and saves a checkpoint."""
+        if evaluator is None:
+            return {}
         started = time.monotonic()
         self._pace.rest()
         try:
-            with self._meter.pause():
-                return evaluator.evaluate(self._poll)
-        finally:
-            self._standing.evaluation_s += time.monotonic() - started
-            self._pace.rest()
-            self._telling.rest()
+            try:
+                with self._meter.pause():
+                    return evaluator.evaluate(self._poll)
+            finally:
+                self._standing.evaluation_s += time.monotonic() - started
+                self._pace.rest()
+                self._reporter.rest()
+        except Interrupted:
+            restore()
+            self._save()
+            raise
 
     def _poll(self) -> None:
-        """Ends an evaluation that is in the way."""
+        """Interrupt the evaluation if the training must stop."""
         if self._pace.due(evaluating=True) and self._pace.meet(self._curve.summed, evaluating=True).stop:
             raise Interrupted(f"in the evaluation after step {self._standing.step:,}")
 
     def _judge(self, found: dict[str, float]) -> None:
-        """Take the evaluation of a step in."""
         standing = self._standing
         standing.final = {"train_loss": self._curve.mean_since_evaluation(standing.step)} | found
         standing.evaluated = standing.step
@@ -242,7 +241,7 @@ class Training:
                 self._best.hold(standing.step)
         self._stepper.evaluated(standing.final[self._watch.metric])
         standing.early = self._watch.gives_up and self._n_left() > 0
-        self._telling.evaluated()
+        self._reporter.evaluated()
 
     # What is kept
 
@@ -253,8 +252,8 @@ class Training:
             cost_s = self._keeping.save()
         standing.checkpoint_s += cost_s
         self._pace.saved(cost_s)
-        self._telling.kept()
-        self._telling.rest()
+        self._reporter.saved()
+        self._reporter.rest()
 
     def _save_last(self) -> None:
         started = time.monotonic()
@@ -303,25 +302,16 @@ class Training:
         )
 
     def _finish_best(self, tested: dict[str, float]) -> dict[str, float]:
-        """The best weights on the test split, which are `best.pt` then; the last ones are in their file."""
+        """Evaluate the best weights on the test split, and rename them to `best.pt`."""
         if self._test is not None and self._watch.best_step not in (-1, self._standing.step):
             tested = {}
             if (path := self._best.weights_file()) is not None:
                 self._mode.load_weights(path)
-                tested = self._evaluate_best(self._test)
+                tested = self._evaluate(self._test, lambda: self._mode.load_weights(self._folder / LAST))
         self._best.finish()
         return tested
 
-    def _evaluate_best(self, test: Evaluator) -> dict[str, float]:
-        try:
-            return self._measure(test)
-        except Interrupted:
-            self._mode.load_weights(self._folder / LAST)
-            self._save()
-            raise
-
     def _lap(self) -> float:
-        """Seconds since the last lap."""
         before, self._since = self._since, time.monotonic()
         return self._since - before
 

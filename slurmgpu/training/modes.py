@@ -1,7 +1,4 @@
-"""How the processes compute one model together: alone, by DDP or by FSDP, in which precision, compiled or not.
-
-torch.nn.DataParallel is not offered: one process for each GPU is faster and says the same (PyTorch's own advice).
-"""
+"""How processes compute one model: alone, by DDP or by FSDP (not DataParallel, which PyTorch advises against)."""
 
 from __future__ import annotations
 
@@ -19,20 +16,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.training.blocks import checkpoint_blocks, find_blocks
-from slurmgpu.training.places import Place
-from slurmgpu.training.precisions import tensor_float_32
+from slurmgpu.training.ranks import Place
 from slurmgpu.training.settings import TrainingSettings
 from slurmgpu.training.states import keeping_buffers, random_state, set_random_state
 
 log = logging.getLogger(__name__)
 
 COLLECTIVE_LIMIT = timedelta(hours=2)
-"""How long ranks wait for each other: for a compilation, a checkpoint; that one died, they learn otherwise."""
+"""How long ranks wait for each other, e.g. for a compilation; deaths are noticed otherwise."""
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Forward(nn.Module):  # type: ignore[misc]  # torch is not followed
-    """The user's loss as a module: what DDP and FSDP wrap, so that `loss` has the user's own model in its hands."""
+    """The user's loss as a module, so that DDP and FSDP wrap it while `loss` gets the user's own model."""
 
     def __init__(self, user: Any, model: nn.Module, settings: TrainingSettings, device: torch.device) -> None:
         super().__init__()
@@ -42,7 +38,7 @@ class Forward(nn.Module):  # type: ignore[misc]  # torch is not followed
         self._precision = torch.autocast(device.type, low) if low is not None else contextlib.nullcontext()
 
     def forward(self, batch: Any, measure: bool = False) -> Any:
-        """The loss of a batch; to `measure`, {name: value} of the loss and the metrics."""
+        """The loss of a batch; with `measure`, {name: value} of the loss and the metrics."""
         with self._precision:
             try:
                 loss = self._loss(self.model, batch)
@@ -50,26 +46,28 @@ class Forward(nn.Module):  # type: ignore[misc]  # torch is not followed
                 if "Expected more than 1 value per channel" not in str(error):
                     raise
                 raise ItemError(
-                    f"{error}: batch normalisation cannot train on one sample. Where one is left over at an epoch's "
-                    "end, set drop_last = true, or another batch_size"
+                    f"{error}: batch normalisation cannot train on one sample. Where one is left at an epoch's end, "
+                    "set drop_last = true, or another batch_size"
                 ) from error
             if not (isinstance(loss, torch.Tensor) and loss.dim() == 0 and (loss.requires_grad or measure)):
                 raise SlurmGPUError(
-                    f"loss(model, batch) gave {_describe(loss)}; it shall be a tensor without dimensions, computed by "
-                    "the model: the mean of the loss over the batch's samples."
+                    f"loss(model, batch) gave {_describe(loss)}; expected a tensor without dimensions, computed by the "
+                    "model: the mean of the loss over the batch's samples."
                 )
             if not measure:
                 return loss
             metrics = self._metrics(self.model, batch) if self._metrics else {}
         if not isinstance(metrics, Mapping):
-            raise ItemError(f"metrics(model, batch) gave {_describe(metrics)}; it shall be a dict of names and numbers")
+            raise ItemError(f"metrics(model, batch) gave {_describe(metrics)}; expected a dict")
         if "loss" in metrics:
-            raise ItemError("metrics(model, batch) gave 'loss', which is what loss(model, batch) gives: rename it")
+            raise ItemError(
+                "metrics(model, batch) gave 'loss', the name of the result of loss(model, batch): rename it"
+            )
         return {"loss": loss, **metrics}
 
 
 class Mode:
-    """A model as all processes compute it. `model` is the user's own, `forward(batch)` its loss, also for backward."""
+    """A model over all processes: `model` is the user's own, `forward(batch)` its loss, for backward as well."""
 
     def __init__(self, user: Any, model: nn.Module, settings: TrainingSettings, place: Place) -> None:
         self.device = device_of(place)
@@ -88,7 +86,7 @@ class Mode:
         elif place.world_size > 1:
             self.forward = _ddp(self.plain, settings, self.device)
         if settings.compile:
-            # Within DDP, which then has the graph cut where a bucket of gradients is full.
+            # Compiled inside DDP, which splits the graph where a bucket of gradients is full.
             model.compile()
         self._needs_first_pass = isinstance(self.forward, DistributedDataParallel) and (
             place.world_size > 2 or settings.static_graph
@@ -96,7 +94,7 @@ class Mode:
 
     @contextlib.contextmanager
     def gathering(self, last: bool) -> Iterator[None]:
-        """Around a micro-batch's passes: gradients are summed over the processes with the last one of a step."""
+        """Around the passes of a micro-batch; gradients are summed over processes at the last one of a step."""
         if isinstance(self.forward, DistributedDataParallel) and not last:
             with self.forward.no_sync():
                 yield
@@ -106,10 +104,9 @@ class Mode:
         yield
 
     def first_pass(self, batch: Any) -> None:
-        """Make DDP's buckets of gradients what they will be: it orders them again after its first backward pass.
+        """Give DDP's gradient buckets their final order, which it changes after its first backward pass.
 
-        More than two numbers are summed in an order that depends on the buckets, so that a training that is taken up
-        again would differ in the last bits.
+        The sum of more than two numbers depends on the order, so a resumed training would differ in the last bits.
         """
         if self._needs_first_pass:
             self._needs_first_pass = False
@@ -119,7 +116,7 @@ class Mode:
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Around passes of which nothing shall be left: no gradients, no statistics, no random numbers."""
+        """Around passes that must leave no trace in gradients, statistics and random numbers."""
         random = random_state(self.device)
         try:
             with keeping_buffers(self.model):
@@ -129,7 +126,7 @@ class Mode:
             set_random_state(random, self.device)
 
     def load_weights(self, path: Path) -> None:
-        """Put the weights of a file of `save_weights` into the model, on all ranks together."""
+        """Load a file of `save_weights` into the model; called by all ranks."""
         weights = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if not self.sharded:
             names = {name.replace("_orig_mod.", ""): name for name in self.model.state_dict()}
@@ -140,7 +137,7 @@ class Mode:
         set_model_state_dict(self.model, weights, options=StateDictOptions(full_state_dict=True))
 
     def reshard(self) -> None:
-        """Have each process hold its own part of the parameters alone, as after a backward pass."""
+        """Keep only this process's part of the parameters, as after a backward pass."""
         if self.sharded:
             for module in self.forward.modules():
                 if hasattr(module, "reshard"):
@@ -156,14 +153,14 @@ def device_of(place: Place) -> torch.device:
 
 
 def join(place: Place) -> None:
-    """Make the process group, if there are several processes and it is not there yet."""
+    """Create the process group if needed."""
     device = device_of(place)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if place.world_size > 1 and not distributed.is_initialized():
         bound = {"device_id": device} if device.type == "cuda" else {}
         backend = "nccl" if device.type == "cuda" else "gloo"
-        # Address and rank are torchrun's, in the environment.
+        # The environment has the address, as set by torchrun.
         distributed.init_process_group(
             backend, rank=place.rank, world_size=place.world_size, timeout=COLLECTIVE_LIMIT, **bound
         )
@@ -171,7 +168,7 @@ def join(place: Place) -> None:
 
 @contextlib.contextmanager
 def computing(settings: TrainingSettings, device: torch.device) -> Iterator[None]:
-    """Where PyTorch computes as the settings say; afterwards as before: the next configuration may say otherwise."""
+    """Configure PyTorch by the settings; restore its configuration for the next one afterwards."""
     threads = torch.get_num_threads()
     deterministic, warns = (
         torch.are_deterministic_algorithms_enabled(),
@@ -179,11 +176,11 @@ def computing(settings: TrainingSettings, device: torch.device) -> Iterator[None
     )
     benchmark = torch.backends.cudnn.benchmark
     try:
-        with tensor_float_32(settings.precision != "fp32"):
+        with _tensor_float_32(settings.precision != "fp32"):
             if settings.threads is not None:
                 torch.set_num_threads(settings.threads)
             if settings.deterministic:
-                # cuBLAS reads it when it is first used.
+                # cuBLAS reads this when it is first used.
                 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
                 torch.backends.cudnn.benchmark = False
                 torch.use_deterministic_algorithms(True)
@@ -194,23 +191,65 @@ def computing(settings: TrainingSettings, device: torch.device) -> Iterator[None
         torch.backends.cudnn.benchmark = benchmark
 
 
+@contextlib.contextmanager
+def _tensor_float_32(allowed: bool) -> Iterator[None]:
+    """Allow or forbid TF32 for fp32 multiplications and convolutions; restore the settings afterwards.
+
+    torch 2.9 added `fp32_precision`; once a program uses it, the older getters raise RuntimeError. The older setters
+    set both. torch.compile needs that, since it calls the older getters.
+    """
+    newer = [(module, module.fp32_precision) for module in _tf32_modules()]
+    matmul, cudnn = _asked(torch.get_float32_matmul_precision), _asked(lambda: torch.backends.cudnn.allow_tf32)
+    try:
+        torch.set_float32_matmul_precision("high" if allowed else "highest")
+        torch.backends.cudnn.allow_tf32 = allowed
+        for module, _ in newer:
+            module.fp32_precision = "tf32" if allowed else "ieee"
+        yield
+    finally:
+        if matmul is not None:
+            torch.set_float32_matmul_precision(matmul)
+        if cudnn is not None:
+            torch.backends.cudnn.allow_tf32 = cudnn
+        for module, before in newer:
+            module.fp32_precision = before
+
+
+def _tf32_modules() -> list[Any]:
+    """The modules with `fp32_precision` that the older setters affect."""
+    backends = torch.backends
+    if not hasattr(backends.cuda.matmul, "fp32_precision"):
+        return []
+    return [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul]
+
+
+def _asked(getter: Any) -> Any:
+    """The result of an older getter; None if it refuses because the newer interface is in use."""
+    try:
+        return getter()
+    except RuntimeError:
+        return None
+
+
 def _describe(loss: Any) -> str:
     if not isinstance(loss, torch.Tensor):
         return f"a {type(loss).__name__}"
-    return f"a tensor of shape {tuple(loss.shape)}" if loss.dim() else "a tensor that no parameter has a part in"
+    return f"a tensor of shape {tuple(loss.shape)}" if loss.dim() else "a tensor that depends on no parameter"
 
 
 def _check(settings: TrainingSettings, place: Place, sharded: bool) -> None:
     if settings.sync_batchnorm and place.world_size > 1 and torch.device(place.device).type != "cuda":
-        raise SlurmGPUError("sync_batchnorm: PyTorch has it on GPUs only; leave it out on CPUs.")
+        raise SlurmGPUError("sync_batchnorm: PyTorch supports it only on GPUs; leave it out on CPUs.")
     if sharded and settings.precision == "fp16":
-        raise SlurmGPUError('strategy "fsdp" with precision "fp16": take "bf16", which needs no scaled loss.')
+        raise SlurmGPUError(
+            'strategy "fsdp" does not support precision "fp16"; use "bf16", which needs no loss scaling.'
+        )
     if settings.strategy == "fsdp" and not sharded:
-        log.info('strategy "fsdp" on one process is the same as without: there is nobody to share with')
+        log.info('strategy "fsdp" has no effect on one process')
 
 
 def _check_gloo(place: Place) -> None:
-    """Refuse FSDP where PyTorch's library for CPUs is too old for it."""
+    """Refuse FSDP on CPUs if gloo is too old."""
     if torch.device(place.device).type != "cpu":
         return
     # Renamed in torch 2.13.
@@ -219,7 +258,7 @@ def _check_gloo(place: Place) -> None:
         scatter(torch.zeros(1), torch.zeros(place.world_size))
     except RuntimeError as error:
         raise SlurmGPUError(
-            f'strategy "fsdp" on CPUs: gloo of torch {torch.__version__} cannot do it; take "ddp", or a newer torch.'
+            f'strategy "fsdp": gloo of torch {torch.__version__} lacks it on CPUs; use "ddp", or a newer torch.'
         ) from error
 
 
@@ -238,7 +277,7 @@ def _ddp(forward: Forward, settings: TrainingSettings, device: torch.device) -> 
 
 
 def _shard(user: Any, forward: Forward, settings: TrainingSettings, place: Place) -> None:
-    """FSDP2 over the blocks and what is left: each process holds its part of the parameters."""
+    """Apply FSDP2 to the blocks and the rest: each process holds its part of the parameters."""
     try:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     except ImportError:  # before torch 2.6
@@ -248,7 +287,7 @@ def _shard(user: Any, forward: Forward, settings: TrainingSettings, place: Place
     mesh = init_device_mesh(torch.device(place.device).type, (place.world_size,))
     _check_gloo(place)
     low = LOW.get(settings.precision)
-    # Autocast holds as well: it casts what comes to the operations that want it, and nothing that is no input of one.
+    # Autocast applies too: it casts inputs of the operations that need it, and nothing else.
     policy = MixedPrecisionPolicy(
         param_dtype=low, reduce_dtype=torch.float32 if low else None, cast_forward_inputs=False
     )

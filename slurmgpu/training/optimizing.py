@@ -1,4 +1,4 @@
-"""The optimizer, its learning rate at each step, and the step itself: unscaled, clipped, skipped if fp16 overflows."""
+"""The optimizer and its learning rate at each step, with loss scaling and clipping."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from slurmgpu.training.settings import TrainingSettings
 
 
 class Stepper:
-    """The optimizer of a training with all that goes with a step of it.
+    """The optimizer of a training, and how it steps.
 
-    The learning rate is a function of the share of the training that is done, so that it is right on another number of
-    processes too; `user.scheduler(optimizer, n_steps)` takes its place.
+    The learning rate depends on the finished share of the training, so it is right on another number of processes too;
+    `user.scheduler(optimizer, n_steps)` replaces it.
     """
 
     def __init__(self, user: Any, model: nn.Module, settings: TrainingSettings, cutting: Cutting) -> None:
@@ -30,8 +30,8 @@ class Stepper:
         self._scheduler: Any = make_scheduler(self.optimizer, cutting.n_steps()) if make_scheduler else None
         if make_scheduler and not (hasattr(self._scheduler, "step") and hasattr(self._scheduler, "state_dict")):
             raise SlurmGPUError(
-                f"{type(user).__name__}.scheduler(optimizer, n_steps) gave a {type(self._scheduler).__name__}; it "
-                "shall be one of torch.optim.lr_scheduler. For a constant learning rate leave the method out."
+                f"{type(user).__name__}.scheduler(optimizer, n_steps) gave a {type(self._scheduler).__name__}; "
+                "expected one of torch.optim.lr_scheduler. For a constant learning rate leave the method out."
             )
         self._waits = isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         self._initial = [float(group["lr"]) for group in self.optimizer.param_groups]
@@ -39,13 +39,15 @@ class Stepper:
         self._parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
 
     def prepare(self, at: Position, done: int) -> None:
-        """Set the learning rates of the step that begins at a position, with `done` steps before it."""
-        if self._scheduler is None and (self._settings.schedule != "constant" or self._warms_up):
+        """Set the learning rates of the step at a position, after `done` steps."""
+        settings = self._settings
+        is_constant = settings.schedule == "constant" and not (settings.warmup_steps or settings.warmup_ratio)
+        if self._scheduler is None and not is_constant:
             for group, initial in zip(self.optimizer.param_groups, self._initial, strict=True):
-                group["lr"] = initial * lr_factor(self._settings, self._cutting, at, done, initial)
+                group["lr"] = initial * lr_factor(settings, self._cutting, at, done, initial)
 
     def step(self) -> None:
-        """Apply the gradients, and forget them."""
+        """Apply and clear the gradients."""
         if self._settings.clip is not None:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self._parameters, self._settings.clip)
@@ -56,33 +58,29 @@ class Stepper:
             self._scheduler.step()
 
     def evaluated(self, value: float) -> None:
-        """Tell a scheduler that waits for it, ReduceLROnPlateau, the metric of an evaluation."""
+        """Pass the metric of an evaluation to ReduceLROnPlateau."""
         if self._waits:
             self._scheduler.step(value)
 
     def state(self) -> dict[str, Any]:
-        """What is kept with a checkpoint beside the optimizer's own state."""
+        """The state for a checkpoint."""
         return {"scaler": self.scaler.state_dict(), "scheduler": self._scheduler and self._scheduler.state_dict()}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Put a `state` back."""
+        """Restore a `state`."""
         if state["scaler"] and self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
         if state["scheduler"] is not None and self._scheduler is not None:
             self._scheduler.load_state_dict(state["scheduler"])
 
-    @property
-    def _warms_up(self) -> bool:
-        return bool(self._settings.warmup_steps or self._settings.warmup_ratio)
-
 
 def make_optimizer(user: Any, model: nn.Module, settings: TrainingSettings) -> torch.optim.Optimizer:
-    """`user.optimizer(model)`, else the one of the settings over the parameters that require gradients."""
+    """`user.optimizer(model)`, else the settings' optimizer of all parameters that require gradients."""
     if make := getattr(user, "optimizer", None):
         made = make(model)
         if not isinstance(made, torch.optim.Optimizer):
             raise SlurmGPUError(
-                f"{type(user).__name__}.optimizer(model) gave a {type(made).__name__}; it shall be a "
+                f"{type(user).__name__}.optimizer(model) gave a {type(made).__name__}; expected a "
                 "torch.optim.Optimizer."
             )
         return made
@@ -100,11 +98,11 @@ def make_optimizer(user: Any, model: nn.Module, settings: TrainingSettings) -> t
 def lr_factor(
     settings: TrainingSettings, cutting: Cutting, at: Position, done: int, largest: float | None = None
 ) -> float:
-    """The learning rate of the step at a position, over the `largest`, which is the settings' if not given.
+    """The learning rate at a position as a share of `largest`, by default the settings' `lr`.
 
-    It rises in the warm-up, as if from 0 one step before the first, and falls over the rest, to min_lr at the end.
+    It rises during warm-up, from 0 one step before the first, then falls to min_lr at the end.
     """
-    share, step = cutting.share_done(at, done), cutting.share_of_step
+    share, step = cutting.share_done(at, done), cutting.share_of(1)
     warmup = cutting.share_of(settings.warmup_steps) if settings.warmup_steps else settings.warmup_ratio
     if share < warmup:
         return (share + step) / (warmup + step)
@@ -118,15 +116,13 @@ def lr_factor(
 
 
 def check_trainable(user: Any, model: Any) -> None:
-    """Refuse what is no model, or has nothing to train."""
+    """Refuse other objects than modules, and modules without trainable parameters."""
     if not isinstance(model, nn.Module):
-        raise SlurmGPUError(
-            f"{type(user).__name__}.model() gave a {type(model).__name__}; it shall be a torch.nn.Module."
-        )
+        raise SlurmGPUError(f"{type(user).__name__}.model() gave a {type(model).__name__}; expected a torch.nn.Module.")
     if not any(each.requires_grad for each in model.parameters()):
         raise SlurmGPUError(f"{type(user).__name__}.model() has no parameter that requires gradients.")
 
 
 def n_parameters(parameters: Iterable[nn.Parameter]) -> int:
-    """How many numbers they are."""
+    """The number of values in the parameters."""
     return sum(each.numel() for each in parameters)

@@ -1,4 +1,4 @@
-"""What a training knows of itself: how far it is, and what came of it."""
+"""The progress and the results of a training."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from slurmgpu.training.batches import Position
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a training. NaN is unknown. Evaluations have names as "val_loss", "val_accuracy", "test_loss"."""
+    """The results of a training; NaN is unknown. Metrics have names such as "val_loss" and "test_accuracy"."""
 
     steps: int
     epochs: float
     samples: int
     final: Mapping[str, float]
-    """The last evaluation of each split, and "train_loss", the mean of the learning curve's last point."""
+    """The last evaluation of each split, and "train_loss", the last point of the learning curve."""
     best: Mapping[str, float]
     """The evaluation with the best metric."""
     best_step: int
@@ -27,16 +27,16 @@ class Outcome:
     """"finished" or "early"."""
     curve_steps: Sequence[int]
     curve: Sequence[float]
-    """Mean training loss of the steps up to each of `curve_steps`."""
+    """The mean training loss of the steps up to each of `curve_steps`."""
     eval_steps: Sequence[int]
     eval_curve: Sequence[float]
     """`metric` at each evaluation."""
     wall_s: float
-    """Of all attempts together, without what was lost and computed again; so are the others."""
+    """Of all attempts, without lost and repeated work; as are the following."""
     start_s: float
-    """Before the first step: for the data, the model, the optimizer, and what a checkpoint brought back."""
+    """Before the first step: loading data, model, optimizer and checkpoint."""
     data_s: float
-    """Waiting for batches; this one and the next two are those of all steps but each attempt's first."""
+    """Waiting for batches; this and the next two exclude each attempt's first step."""
     compute_s: float
     communication_s: float
     evaluation_s: float
@@ -46,29 +46,29 @@ class Outcome:
     tokens_per_s: float
     mfu: float
     peak_memory_bytes: int
-    """The largest of all processes: of the GPU; of a CPU the resident set, since the process began, in which other
-    configurations may have been trained before."""
+    """The maximum over processes: of the GPU, or the resident set of a CPU process, which may have trained other
+    configurations before."""
     world_size: int
     batch_size: int
     resumed: int
-    """How often it was taken up again."""
+    """How often the training was resumed."""
     n_parameters: int
 
 
 @dataclass
 class Standing:
-    """How far a training is, and what that has taken."""
+    """The progress of a training, and its costs."""
 
     step: int = 0
     epoch: int = 0
     sample: int = 0
-    """Of the epoch."""
+    """Samples of the present epoch."""
     samples: int = 0
     evaluated: int = 0
     """The step of the last evaluation."""
     early: bool = False
     final: dict[str, float] = field(default_factory=dict)
-    """That evaluation."""
+    """The results of that evaluation."""
     wall_s: float = 0.0
     start_s: float = 0.0
     evaluation_s: float = 0.0
@@ -78,11 +78,11 @@ class Standing:
 
     @property
     def position(self) -> Position:
-        """Where the next step begins."""
+        """The position of the next step."""
         return Position(self.epoch, self.sample)
 
     def tell(self, n_epochs: int | None) -> str:
-        """How far it is: "epoch 3 of 10, step 1,200"."""
+        """The progress in words: "epoch 3 of 10, step 1,200"."""
         number = self.epoch + (self.sample > 0 or self.epoch == 0)
         of = f" of {n_epochs}" if n_epochs else ""
         return f"epoch {number}{of}, step {self.step:,}"

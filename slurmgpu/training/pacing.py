@@ -1,4 +1,4 @@
-"""When the processes of a training agree on what rank 0 decides: to leave a checkpoint, to end."""
+"""When the processes of a training synchronise on rank 0's decisions to save a checkpoint or to stop."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from slurmgpu.training.places import Place
+from slurmgpu.training.ranks import Place
 from slurmgpu.training.settings import TrainingSettings
 
 MEETING_S = 0.5
-"""About how often they agree: so late may a training hear that it shall stop, beside the length of a step."""
+"""The interval of synchronisations, which delays stopping, as does the length of a step."""
 CHECKPOINT_S = 600.0
 SHARE_OF_CHECKPOINTS = 0.01
 SHARE_AT_EPOCH_ENDS = 0.005
-"""What checkpoints may cost that are left because an epoch ends."""
+"""The largest cost of checkpoints at the ends of epochs."""
 
 Summed = Callable[[Sequence[float]], list[float]]
-"""Gives all ranks, which call it together, the sums of what each of them has."""
+"""Returns the sums over all ranks, which call it together."""
 
 
 class Decision(NamedTuple):
-    """What rank 0 wants of all."""
+    """Rank 0's decision for all ranks."""
 
     stop: bool
     checkpoint: bool
 
 
 class Pace:
-    """Meetings every so many steps, or batches of an evaluation, that they are MEETING_S apart; all ranks count."""
+    """Schedules meetings every so many steps or batches, about MEETING_S apart; all ranks count alike."""
 
     def __init__(self, settings: TrainingSettings, place: Place) -> None:
         self._given_s = settings.checkpoint_s
@@ -39,13 +39,13 @@ class Pace:
         self._cost_s = 0.0
 
     def due(self, *, evaluating: bool = False) -> bool:
-        """Whether, another step being done, or another batch of an evaluation, it is time to meet."""
+        """Count a step, or a batch of an evaluation; whether it is time to meet."""
         rhythm = self._batches if evaluating else self._steps
         rhythm.count += 1
         return rhythm.count >= rhythm.every
 
     def meet(self, summed: Summed, *, epoch_ends: bool = False, evaluating: bool = False) -> Decision:
-        """What rank 0 decides; all ranks come here together."""
+        """Rank 0's decision; called by all ranks together."""
         rhythm = self._batches if evaluating else self._steps
         wishes = (0.0, 0.0, 0.0)
         if self._place.leads:
@@ -57,13 +57,13 @@ class Pace:
         return Decision(bool(stop), bool(checkpoint_too))
 
     def saved(self, cost_s: float) -> None:
-        """A checkpoint has been left, which took rank 0 so long."""
+        """Note a checkpoint that took rank 0 `cost_s`."""
         self._cost_s = cost_s
         self.rest()
         self._saved = time.monotonic()
 
     def rest(self) -> None:
-        """What has been since the last meeting tells nothing of how long a step takes."""
+        """Exclude the time since the last meeting from the estimated length of steps."""
         self._steps.begin()
         self._batches.begin()
 
@@ -77,7 +77,7 @@ class Pace:
 
 
 class _Rhythm:
-    """Meetings every so many steps that they are so many seconds apart."""
+    """An interval in steps that takes about `apart_s` seconds."""
 
     def __init__(self, apart_s: float) -> None:
         self._apart_s = apart_s
@@ -85,12 +85,10 @@ class _Rhythm:
         self.begin()
 
     def begin(self) -> None:
-        """Count from here."""
         self.count, self._since = 0, time.monotonic()
 
     def following(self) -> int:
-        """After how many the next meeting shall be, by how long the last ones took."""
         each_s = (time.monotonic() - self._since) / max(1, self.count)
-        # Never many more than last time, and no more if there were fewer: the next steps may be slower.
+        # At most twice as long, and no longer if cut short: the next steps may be slower.
         most = 2 * self.every if self.count >= self.every else self.every
         return max(1, min(most, int(self._apart_s / max(each_s, 1e-9))))

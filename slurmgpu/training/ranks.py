@@ -1,50 +1,68 @@
-"""What the ranks of a training tell each other besides gradients: outcomes, and errors that all must hear of."""
+"""The ranks of a training: their places, and collectives of results and errors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.training.places import Place
 
 T = TypeVar("T")
 Told = tuple[str, int | None, str]
-"""An exception, told to others: its kind, its errno, its text."""
+"""An exception as sent to other ranks: its kind, errno and text."""
 
 KINDS: dict[str, type[Exception]] = {"ItemError": ItemError, "SlurmGPUError": SlurmGPUError}
 
 
+@dataclass(frozen=True)
+class Place:
+    """One process of a training: its device, and its rank as torchrun counts.
+
+    On rank 0, `stopping()` is true when the training shall save a checkpoint and end. `progress(text)` reports saved
+    progress beyond all earlier attempts: a process that dies later has died of something new. `tell(text)` reports the
+    present state every few seconds, saved or not.
+    """
+
+    device: str = "cpu"
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    stopping: Callable[[], bool] = lambda: False
+    progress: Callable[[str], None] = lambda text: None
+    tell: Callable[[str], None] = lambda text: None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which writes shared files."""
+        return self.rank == 0
+
+
 def together(place: Place, action: Callable[[], T]) -> list[T]:
-    """What `action` returns on each rank, in their order; raises on all ranks if it raises on any."""
+    """The results of `action` on all ranks, in rank order; raises on all ranks if it raises on any."""
     value: T | None = None
     error: Exception | None = None
     try:
         value = action()
     except Exception as found:
         error = found
-    outcomes = _gather(place, (value, None if error is None else _tell(error)))
+    own = value, None if error is None else _tell(error)
+    outcomes: list[Any] = [own] * place.world_size
+    if place.world_size > 1:
+        dist.all_gather_object(outcomes, own)
     if error is not None:
         raise error
     for rank, (_, told) in enumerate(outcomes):
         if told is not None:
             raise _retell(rank, told)
-    return [outcome for outcome, _ in outcomes]  # type: ignore[misc]
+    return [outcome for outcome, _ in outcomes]
 
 
 def led(place: Place, action: Callable[[], T]) -> T:
-    """What `action` returns on rank 0, where alone it is called; what it raises there is raised on all ranks."""
+    """The result of `action` on rank 0, which alone calls it; its exceptions are raised on all ranks."""
     return together(place, lambda: action() if place.leads else None)[0]  # type: ignore[return-value]
-
-
-def _gather(place: Place, value: T) -> list[T]:
-    if place.world_size == 1:
-        return [value]
-    values: list[T | None] = [None] * place.world_size
-    dist.all_gather_object(values, value)
-    return values  # type: ignore[return-value]
 
 
 def _tell(error: Exception) -> Told:

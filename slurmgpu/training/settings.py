@@ -1,7 +1,4 @@
-"""The settings of a training: their types, defaults and meanings, and which cannot go together.
-
-docs/reference/training.md has them as a table. Checked on login nodes, so nothing here imports torch.
-"""
+"""The settings of a training, without torch: they are checked on login nodes. Table: docs/reference/training.md."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings:
-    """How a model is trained; names and defaults are PyTorch's where it has them. One of `epochs` and `steps` is given.
+    """How to train a model, with PyTorch's names and defaults where it has them. One of `epochs` and `steps` is given.
 
     A step is one of the optimizer: of `global_batch_size` samples, or batch_size × processes × accumulation.
     """
@@ -29,14 +26,14 @@ class TrainingSettings:
 
     # The batch
     batch_size: int | Literal["auto"] = 32
-    """Samples of a forward pass of one process; "auto": as many as fit, of those that divide its share of a step."""
+    """Samples per forward pass of one process; "auto": the most that fit and divide its share of a step."""
     global_batch_size: int | None = None
-    """Samples of a step, on however many processes; takes the place of accumulation."""
+    """Samples per step over all processes; replaces accumulation."""
     accumulation: int = 1
     drop_last: bool = False
-    """Leave out the samples at an epoch's end that make no whole step."""
+    """Drop samples at an epoch's end that make no whole step."""
 
-    # The optimizer; a class with a method `optimizer` or `scheduler` has its own
+    # The optimizer; replaced by the class's own methods `optimizer` and `scheduler`
     optimizer: Optimizer = "adamw"
     lr: float = 1e-3
     weight_decay: float | None = None
@@ -47,11 +44,11 @@ class TrainingSettings:
     schedule: Schedule = "constant"
     warmup_steps: int = 0
     warmup_ratio: float = 0.0
-    """The share of the training in which the learning rate rises from 0."""
+    """The share of the training during which the learning rate rises from 0."""
     min_lr: float = 0.0
-    """Where a linear or cosine schedule ends."""
+    """The final learning rate of a linear or cosine schedule."""
     clip: float | None = None
-    """The gradient's largest norm."""
+    """The largest norm of the gradient."""
 
     # How it is computed
     precision: Precision = "fp32"
@@ -68,16 +65,16 @@ class TrainingSettings:
 
     # What is watched
     metric: str | None = None
-    """By what epochs and configurations are ranked: "val_loss", "val_accuracy"; None: val_loss, else train_loss."""
+    """Ranks epochs and configurations: "val_loss", "val_accuracy"; None: val_loss, else train_loss."""
     goal: Goal | None = None
-    """None: "min" for a loss, an error, a perplexity, by the name's last word (`LESS`); "max" for others."""
+    """None: "min" if the last word of the metric's name is in `LESS`, else "max"."""
     patience: int | None = None
-    """Evaluations without a better metric after which training stops."""
+    """Evaluations without improvement after which training stops."""
     min_delta: float = 0.0
     eval_steps: int | None = None
-    """None: the evaluation is at each epoch's end."""
+    """None: evaluate at each epoch's end."""
     log_steps: int | None = None
-    """The steps of a point of the learning curve; None: so many that there are at most 500 points."""
+    """Steps per point of the learning curve; None: at most 500 points."""
 
     # The loader
     num_workers: int = 0
@@ -86,20 +83,20 @@ class TrainingSettings:
     prefetch_factor: int | None = None
 
     seed: int | None = None
-    """None: the item's own, of the run's seed and its index."""
+    """None: the item's own, from the run's seed and its index."""
     checkpoint_s: float | None = None
-    """None: 600 s, or as seldom as keeps the cost of checkpoints at 1 %; given, it is taken as it is. At the ends of
-    epochs, if that costs 0.5 %."""
+    """Seconds between checkpoints; None: 600 s or more, so that they cost at most 1 %. At an epoch's end one is saved
+    if that costs at most 0.5 %."""
     keep_checkpoints: int = 2
     keep_best: bool = True
-    """Keep the weights of the best evaluation beside the last ones; they are held in the memory of rank 0's host."""
+    """Keep the best weights beside the last ones; they need memory on rank 0's host."""
 
 
 LESS = re.compile(r".*loss|error|err|perplexity|ppl|mse|rmse|mae|mape|nll|ce|kl|wer|cer|eer|fid|bpb|bpc")
-"""The last word of what a metric is called of which less is better."""
+"""Last words of names of metrics that should be small."""
 
 
 def goal_of(metric: str, goal: Goal | None = None) -> Goal:
-    """Whether less or more of a metric is better: as it is set, else by the metric's name."""
+    """The given goal, else that of the metric's name."""
     last = metric.lower().rpartition("_")[2]
     return goal or ("min" if LESS.fullmatch(last) else "max")

@@ -1,7 +1,6 @@
-"""Models whose parameters are spread over the ranks (FSDP2): their states, and these on disk.
+"""States of sharded models (FSDP2), in memory and on disk, by torch.distributed.checkpoint.
 
-They are torch.distributed.checkpoint's, and load on another number of ranks than wrote them. It takes 0.6 s to import,
-so that only trainings which need it import this module.
+They load on any number of ranks. Importing this takes 0.6 s, so only trainings that need it do.
 """
 
 from __future__ import annotations
@@ -25,33 +24,33 @@ from slurmgpu.util.atomic_files import fsync_dir
 
 
 def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Parameters, buffers and optimizer state of DTensors, by the user's names; called by all ranks together."""
+    """Parameters, buffers and optimizer state as DTensors under the user's names; called by all ranks."""
     parameters, moments = distributed.get_state_dict(model, optimizer)
     return {"model": parameters, "optimizer": moments}
 
 
 def load_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Put back what `state` gave and `read` has filled."""
+    """Restore a `state` that `read` has filled."""
     distributed.set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
 def weights(model: nn.Module) -> dict[str, Any]:
-    """Parameters and buffers whole, on the CPU of rank 0; {} on the others."""
+    """Unsharded parameters and buffers on the CPU of rank 0; {} on others."""
     options = distributed.StateDictOptions(full_state_dict=True, cpu_offload=True)
     return dict(distributed.get_model_state_dict(model, options=options))
 
 
 def write(folder: Path, state: Mapping[str, Any], rank: int) -> dict[str, Written]:
-    """Write this rank's part of a state, called by all ranks together; the sums of the files that this rank wrote.
+    """Write this rank's part of a state, called by all ranks; the sums of the files that this rank wrote.
 
-    Their names are relative to the folder that `folder` is in.
+    File names are relative to the parent of `folder`.
     """
     folder.mkdir(exist_ok=True)
     try:
         with _alone_or_not():
             dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(folder, sync_files=True))
     except CheckpointException as error:
-        # It is no Exception, and has lost the OSError that caused it.
+        # It is a BaseException, and has lost the OSError that caused it.
         probe(folder)
         raise OSError(errno.EIO, f"the sharded state cannot be written: {error}") from error
     fsync_dir(folder)
@@ -61,10 +60,7 @@ def write(folder: Path, state: Mapping[str, Any], rank: int) -> dict[str, Writte
 
 
 def read(folder: Path, into: dict[str, Any]) -> None:
-    """Fill a state of `state` in place, called by all ranks together; a SlurmGPUError if it is of another model.
-
-    Moments that were not written, of parameters that had no gradient, stay as they are.
-    """
+    """Fill a `state` in place, called by all ranks; SlurmGPUError if it is of another model. Unwritten moments stay."""
     reader = dcp.FileSystemReader(folder)
     known = reader.read_metadata().state_dict_metadata
     missing = [name for name in into["model"] if not any(key.startswith(f"model.{name}") for key in known)]
@@ -81,7 +77,7 @@ def read(folder: Path, into: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _alone_or_not() -> Iterator[None]:
-    """Without the warning that a process without a group is taken to be alone: it is."""
+    """Suppress the warning that a process without a group acts alone."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield

@@ -1,4 +1,4 @@
-"""How much a training takes: the batch that fits, the operations that a sample needs, the memory at its peak."""
+"""The needs of a training: the batch that fits, operations per sample, peak memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slurmgpu.training.flops import count_flops, peak_flops
 from slurmgpu.training.loading import Reader, Reading, to_device
 from slurmgpu.training.modes import Mode
 from slurmgpu.training.optimizing import make_optimizer
-from slurmgpu.training.places import Place
+from slurmgpu.training.ranks import Place
 from slurmgpu.training.settings import TrainingSettings
 from slurmgpu.training.throughput import Throughput
 
@@ -24,14 +24,14 @@ log = logging.getLogger(__name__)
 
 
 def fit_batch_size(user: Any, mode: Mode, samples: Reader, settings: TrainingSettings, place: Place) -> int:
-    """The largest batch size at which a step fits on all processes; of a given global batch, a divisor of their share.
+    """The largest batch size at which a step fits on all processes; with a global batch, a divisor of their share.
 
-    The first samples are what is tried. Model and random numbers are as before.
+    Tries the first samples; model and random numbers stay unchanged.
     """
     if mode.sharded or (settings.sync_batchnorm and place.world_size > 1):
-        # Who runs out of memory between two collectives leaves the others waiting for good.
+        # A rank that runs out of memory between two collectives would block the others.
         what = 'strategy = "fsdp"' if mode.sharded else "sync_batchnorm"
-        raise SlurmGPUError(f'batch_size = "auto" cannot be tried with {what} on several processes; give a number.')
+        raise SlurmGPUError(f'batch_size = "auto" does not work with {what} on several processes; give a number.')
     kept = {name: value.detach().to("cpu", copy=True) for name, value in _tensors(mode).items()}
     optimizer = make_optimizer(user, mode.model, settings)
 
@@ -41,10 +41,15 @@ def fit_batch_size(user: Any, mode: Mode, samples: Reader, settings: TrainingSet
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
+    def agree(fits: bool) -> bool:
+        if place.world_size == 1:
+            return fits
+        told = torch.tensor(int(fits), device=mode.device)
+        distributed.all_reduce(told, distributed.ReduceOp.MIN)
+        return bool(told)
+
     try:
-        found = find_batch_size(
-            attempt, device=mode.device, agree=_agreement(mode, place), **_sizes(samples, settings, place)
-        )
+        found = find_batch_size(attempt, device=mode.device, agree=agree, **_sizes(samples, settings, place))
     finally:
         with torch.no_grad():
             for name, value in _tensors(mode).items():
@@ -56,10 +61,9 @@ def fit_batch_size(user: Any, mode: Mode, samples: Reader, settings: TrainingSet
 
 
 class Counter:
-    """Tells the meter what micro-batches hold: the tokens and the operations that the user's class counts.
+    """Reports the tokens and operations of micro-batches to the meter, as counted by the user's class.
 
-    Where it counts no operations and the GPU's speed is known, they are counted in a rehearsal of the first
-    micro-batch, and taken to be so many for each sample.
+    If it does not count operations and the GPU's peak rate is known, they are counted once in a rehearsal, per sample.
     """
 
     def __init__(self, user: Any, mode: Mode, settings: TrainingSettings, meter: Throughput) -> None:
@@ -81,17 +85,17 @@ class Counter:
 
 
 def flops_per_sample(mode: Mode, batch: Any, n: int) -> float:
-    """Operations of forward and backward for one of a batch's `n` samples; NaN if they cannot be counted."""
+    """Operations per sample of forward and backward passes; NaN if they cannot be counted."""
     try:
         with mode.rehearsal():
             return count_flops(lambda: mode.plain(batch).backward()) / n
-    except Exception as error:  # torch's counter meets whatever a user's model does, and is no reason to fail
+    except Exception as error:  # models may do anything, and counting must not fail a training
         log.warning("mfu: the model's operations cannot be counted: %s", error)
         return float("nan")
 
 
 def peak_memory(device: torch.device, place: Place, before: int = 0) -> int:
-    """The most bytes of any process, `before` included: of the GPU, of a CPU the resident set; all ranks call it."""
+    """The largest memory of any process, and of `before`: GPU memory, or a CPU's resident set; called by all ranks."""
     if device.type == "cuda":
         own = torch.cuda.max_memory_allocated(device)
     else:
@@ -103,23 +107,12 @@ def peak_memory(device: torch.device, place: Place, before: int = 0) -> int:
 
 
 def _sizes(samples: Reader, settings: TrainingSettings, place: Place) -> dict[str, Any]:
-    """Where the search begins, at 2 if it can: batch normalisation cannot train on one sample."""
+    """The arguments of the search. It starts at 2 if possible: batch normalisation cannot train on one sample."""
     if settings.global_batch_size is None:
         return {"start": 2, "limit": max(1, len(samples) // (place.world_size * settings.accumulation))}
     share = -(-settings.global_batch_size // place.world_size)
     sizes = [size for size in range(1, share + 1) if share % size == 0]
     return {"start": sizes[min(1, len(sizes) - 1)], "sizes": sizes}
-
-
-def _agreement(mode: Mode, place: Place) -> Any:
-    def agree(fits: bool) -> bool:
-        if place.world_size == 1:
-            return fits
-        told = torch.tensor(int(fits), device=mode.device)
-        distributed.all_reduce(told, distributed.ReduceOp.MIN)
-        return bool(told)
-
-    return agree
 
 
 def _tensors(mode: Mode) -> dict[str, torch.Tensor]:

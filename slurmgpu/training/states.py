@@ -1,11 +1,8 @@
-"""What a training is made of at a step, as plain values: random numbers, model, optimizer.
+"""The state of a training as plain values: random number generators, model, optimizer.
 
-`fully_shard` runs on the CPU with gloo (torch 2.13: AdamW, fused and not, clip_grad_norm_, state dicts); its mesh is
-`init_device_mesh("cpu", (world_size,))`. torch before 2.6 has it in `torch.distributed._composable.fsdp`.
-
-FSDP shares no buffers among the ranks, and DDP only before a forward pass (rank 0's), so that each rank has running
-statistics of its own. Hence each rank keeps them, `buffers(model)`, among its own states; a training that is evaluated
-with what rank 0 saves shall call `share_buffers(model)` first.
+FSDP does not share buffers among ranks, and DDP only before a forward pass (rank 0's), so running statistics differ
+between ranks. Hence each rank keeps its `buffers(model)` in its own state. Before evaluating what rank 0 saves, call
+`share_buffers(model)`.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ COMPILED = "_orig_mod."
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """The states of Python's, NumPy's and PyTorch's generators, of the CPU and of `device`; loads with weights_only."""
+    """The states of the generators of Python, NumPy and PyTorch (CPU and `device`); loads with weights_only."""
     version, internal, gauss = random.getstate()
     name, key, position, has_gauss, cached = np.random.get_state()
     state: dict[str, Any] = {
@@ -42,7 +39,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Put the generators back into a state of `random_state`."""
+    """Restore a state of `random_state`."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     name, key, position, has_gauss, cached = state["numpy"]
@@ -53,10 +50,10 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed all of them; 64 bits are enough for each."""
+    """Seed all these generators with 64 bits."""
     seed &= MASK
     random.seed(seed)
-    # NumPy's takes words of 32 bits.
+    # NumPy takes words of 32 bits.
     np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
     torch.manual_seed(seed)
 
@@ -73,10 +70,10 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def model_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool) -> dict[str, Any]:
-    """Parameters, buffers and optimizer state, under the names that the user's own model has (no "module.").
+    """Parameters, buffers and optimizer state, under the names in the user's own model.
 
-    Not sharded: plain state dicts of the unwrapped model, complete on each rank. Sharded: of DTensors, for
-    `Checkpoints.save(sharded=…)` and `Checkpoint.load_sharded`. The tensors are the training's own, no copies.
+    Not sharded: plain state dicts, complete on each rank. Sharded: of DTensors, for `Checkpoints.save(sharded=…)` and
+    `Checkpoint.load_sharded`. Tensors are not copied.
     """
     if sharded:
         from slurmgpu.training import sharding
@@ -88,7 +85,7 @@ def model_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, sharded: 
 def load_model_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, sharded: bool
 ) -> None:
-    """Put a state of `model_state` back, bit for bit; a SlurmGPUError if it is of another model or optimizer."""
+    """Restore a state of `model_state`; SlurmGPUError if it is of another model or optimizer."""
     if sharded:
         from slurmgpu.training import sharding
 
@@ -105,12 +102,12 @@ def load_model_state(
 
 
 def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every buffer as this rank has it, also those that a state_dict leaves out (persistent=False)."""
+    """All buffers of this rank, including non-persistent ones."""
     return dict(unwrapped(model).named_buffers())
 
 
 def load_buffers(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
-    """Put back what `buffers` gave; one that has another shape now, a cache say, is left as it is."""
+    """Restore the state of `buffers`; a buffer whose shape differs, such as a cache, is left alone."""
     for name, buffer in unwrapped(model).named_buffers():
         if name in state and state[name].shape == buffer.shape:
             buffer.detach().copy_(state[name])
@@ -118,7 +115,7 @@ def load_buffers(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def keeping_buffers(model: nn.Module) -> Iterator[None]:
-    """Afterwards this rank's buffers are as they were before, whatever a forward pass has made of them."""
+    """Restore this rank's buffers afterwards."""
     kept = {name: each.clone() for name, each in buffers(model).items()}
     try:
         yield
@@ -127,16 +124,16 @@ def keeping_buffers(model: nn.Module) -> Iterator[None]:
 
 
 def share_buffers(model: nn.Module) -> None:
-    """Give rank 0's buffers to all ranks, called by all together: running statistics differ between ranks."""
+    """Copy rank 0's buffers to all ranks; called by all together."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         for buffer in unwrapped(model).buffers():
             torch.distributed.broadcast(buffer, 0)
 
 
 def weights(model: nn.Module, *, sharded: bool) -> dict[str, Any]:
-    """The model's parameters and buffers whole, on the CPU, by the user's names; {} on other ranks than 0.
+    """Unsharded parameters and buffers on the CPU by the user's names; {} on other ranks than 0.
 
-    Called by all ranks together. On the CPU they are the model's own tensors: write them before it goes on.
+    Called by all ranks. A CPU model's own tensors are returned: write them before training goes on.
     """
     if sharded:
         from slurmgpu.training import sharding
@@ -148,21 +145,20 @@ def weights(model: nn.Module, *, sharded: bool) -> dict[str, Any]:
     found = {}
     for name, value in _by_users_names(unwrapped(model).state_dict(keep_vars=True)).items():
         if isinstance(value, torch.Tensor):
-            # A tied weight is one tensor under two names, and shall be written once.
+            # Tied weights are one tensor under two names, to be written once.
             value = copies.setdefault(id(value), value.detach().cpu())
         found[name] = value
     return found
 
 
 def _by_users_names(state: dict[str, T]) -> dict[str, T]:
-    """A state dict without the names that torch.compile puts between those of the user."""
     return {name.replace(COMPILED, ""): value for name, value in state.items()}
 
 
 def _restore_moments(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Undo what load_state_dict does to moments: it casts those of another precision than their parameter's.
+    """Undo the changes of load_state_dict: it casts moments to the dtype of their parameter.
 
-    Those on the CPU it takes as they are: pages of the checkpoint's file, which are copied.
+    It takes moments on the CPU without a copy; these are pages of the checkpoint's file, so they are copied here.
     """
     loaded = optimizer.state_dict()["state"]
     for number, moments in saved["state"].items():

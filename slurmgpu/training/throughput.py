@@ -1,14 +1,13 @@
-"""How fast a training is, and what it waits for: how-to in docs/how-to/measure-training.md."""
+"""Measure the speed of a training: docs/how-to/measure-training.md."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
-from types import TracebackType
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,29 +19,29 @@ from slurmgpu.training.flops import peak_flops
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast a training was, in all attempts and without their first steps. NaN is unknown.
+    """The speed of a training over all attempts, without their first steps. NaN is unknown.
 
-    The seconds are means over the processes, the counts and the rates are of all processes together, where
-    `summary(together=True)` was asked; else all are of this process.
+    With `summary(together=True)`, seconds are means over the processes, counts and rates are totals; else all are of
+    this process.
     """
 
     steps: int
     samples: int
     tokens: int
-    """0 where none were counted."""
+    """0 if not counted."""
     wall_s: float
-    """From the end of the first steps to that of the last one, without what was spent in `pause()`."""
+    """From the end of the warm-up to that of the last step, without `pause()`."""
     data_s: float
-    """Waiting for batches, as far as that held up the device."""
+    """Waiting for batches, as far as it delayed the device."""
     compute_s: float
-    """In steps, without data_s, and without communication_s where that is known."""
+    """In steps, without data_s, and without communication_s if known."""
     communication_s: float
-    """In which DDP waited for gradients of other processes after its own were computed; NaN for FSDP."""
+    """DDP's waiting for gradients of other processes; NaN for FSDP."""
     samples_per_s: float
     tokens_per_s: float
     flops_per_s: float
     mfu: float
-    """Model FLOPs utilisation (PaLM, arXiv:2204.02311, appendix B): flops_per_s over what the GPUs could do."""
+    """Model FLOPs utilisation (PaLM, arXiv:2204.02311, appendix B): flops_per_s over the GPUs' peak."""
 
 
 def throughput(
@@ -54,9 +53,9 @@ def throughput(
 ) -> Throughput:
     """A meter for a loop that trains `model`; the loop marks its parts with `data()` and `step()`.
 
-    A `model` that is a DistributedDataParallel tells what it waits for. `device` is the model's if not given.
-    `precision` is "fp32", "tf32", "bf16" or "fp16", for `mfu`. The first `warmup` steps are left out: they compile,
-    choose kernels and allocate.
+    A DistributedDataParallel `model` reports its waiting. `device` defaults to the model's. `precision` is "fp32",
+    "tf32", "bf16" or "fp16", for `mfu`. The first `warmup` steps, which compile, choose kernels and allocate, are left
+    out.
     """
     parameter = next(model.parameters(), None) if model is not None else None
     found = torch.device(device or (parameter.device if parameter is not None else "cpu"))
@@ -67,7 +66,7 @@ def throughput(
 class Throughput:
     """A meter of steps, made by `throughput()`; it costs microseconds a step and does not wait for the GPU.
 
-    On GPUs it marks the device's own timeline with events and reads them when they have passed.
+    On GPUs it records events and reads them once they have passed.
     """
 
     def __init__(self, device: torch.device, peak: float | None, waits: _Waits | None, warmup: int) -> None:
@@ -77,36 +76,45 @@ class Throughput:
         self._own = _Totals()
         self._since: float | None = None
         self._in_step = False
-        self._pause = _Pause(self)
         self._step, self._before, self._within = (_Part(device.type == "cuda") for _ in range(3))
-        self._marked = _Step(self)
 
     def data(self) -> AbstractContextManager[object]:
-        """Around the reading of a batch, before a step or in it; also around its copy to the device."""
+        """Around reading a batch, before or within a step, and around its copy to the device."""
         self._start()
         return self._within if self._in_step else self._before
 
-    def step(self, *, samples: int = 0, tokens: int = 0, flops: float = 0.0) -> AbstractContextManager[object]:
-        """Around a step of the optimizer, with what this process (not all) computes in it.
-
-        `flops` are of forward and backward, without what gradient checkpointing computes a second time.
-        """
+    @contextmanager
+    def step(self, *, samples: int = 0, tokens: int = 0, flops: float = 0.0) -> Iterator[None]:
+        """Around an optimizer step, with this process's counts; `flops` without recomputation by checkpointing."""
         self._start()
         self.count(samples=samples, tokens=tokens, flops=flops)
-        return self._marked
+        self._in_step, whole = True, False
+        try:
+            with self._step:
+                yield
+            whole = True
+        finally:
+            self._end_step(whole=whole)
 
     def count(self, *, samples: int = 0, tokens: int = 0, flops: float = 0.0) -> None:
-        """Add to what the present step computes what is known only within it."""
+        """Add to the counts of the present step."""
         self._own.samples += samples
         self._own.tokens += tokens
         self._own.flops += flops
 
-    def pause(self) -> AbstractContextManager[object]:
-        """Around what is no training, such as an evaluation or a checkpoint; it waits for the GPU once."""
-        return self._pause
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Around other work, such as an evaluation or a checkpoint; waits for the GPU once."""
+        self._settle()
+        self._lap()
+        try:
+            yield
+        finally:
+            if self._since is not None:
+                self._since = time.perf_counter()
 
     def summary(self, *, together: bool = False) -> Rates:
-        """The rates so far; of all processes if `together`, and all of them have to call it then."""
+        """The rates so far; if `together`, of all processes, which all call this."""
         total = self._total(together)
         waited = total.waited_s / total.n_waited * total.steps if total.n_waited else math.nan
         return Rates(
@@ -124,12 +132,11 @@ class Throughput:
         )
 
     def state(self, *, together: bool = False) -> dict[str, float]:
-        """What is kept with a checkpoint, for `load`; of all processes if `together`, as in `summary`."""
-        total = self._total(together)
-        return {field.name: getattr(total, field.name) for field in fields(total)}
+        """The state for a checkpoint; if `together`, of all processes, as in `summary`."""
+        return dict(vars(self._total(together)))
 
     def load(self, state: Mapping[str, float]) -> None:
-        """Go on counting from a `state`; if that was of all processes, `summary` has to be `together` as well."""
+        """Continue from a `state`; if it was of all processes, call `summary` with `together` as well."""
         self._carried = _Totals(**state)
 
     def _start(self) -> None:
@@ -137,7 +144,6 @@ class Throughput:
             self._since = time.perf_counter()
 
     def _lap(self) -> None:
-        """Add the time since the last lap."""
         if self._since is not None:
             now = time.perf_counter()
             self._own.wall_s += now - self._since
@@ -155,7 +161,7 @@ class Throughput:
             self._waits.look()
 
     def _restart(self) -> None:
-        """Forget what was measured so far, once the GPU has ended it."""
+        """Reset all measurements, after the GPU has finished them."""
         self._settle()
         self._own = _Totals()
         for part in (self._step, self._before, self._within):
@@ -172,16 +178,14 @@ class Throughput:
                 part.read()
 
     def _total(self, together: bool) -> _Totals:
-        own = _Totals() if self._warmup else self._measured()
-        values = [getattr(own, field.name) for field in fields(own)]
+        own = vars(_Totals() if self._warmup else self._measured())
         if together and distributed.is_available() and distributed.is_initialized():
             world_size = distributed.get_world_size()
-            summed = torch.tensor(values, dtype=torch.float64, device=self._device)
+            summed = torch.tensor(list(own.values()), dtype=torch.float64, device=self._device)
             distributed.all_reduce(summed)
-            sums = zip(fields(own), summed.tolist(), strict=True)
-            values = [each / world_size if field.name in _MEANS else each for field, each in sums]
-        before = [getattr(self._carried, field.name) for field in fields(own)]
-        return _Totals(*(a + b for a, b in zip(before, values, strict=True)))
+            sums = zip(own, summed.tolist(), strict=True)
+            own = {name: value / world_size if name in _MEANS else value for name, value in sums}
+        return _Totals(**{name: value + own[name] for name, value in vars(self._carried).items()})
 
     def _measured(self) -> _Totals:
         self._settle()
@@ -208,9 +212,9 @@ class _Totals:
     step_s: float = 0.0
     waited_s: float = 0.0
     n_waited: float = 0
-    """The steps of which waited_s is known."""
+    """The number of steps with known waited_s."""
     capacity: float = 0.0
-    """FLOPs that the GPUs could have done; NaN where that is unknown."""
+    """FLOPs that the GPUs could have done; NaN if unknown."""
 
 
 _MEANS = ("steps", "wall_s", "data_s", "step_s", "waited_s", "n_waited")
@@ -221,7 +225,7 @@ def _ratio(count: float, of: float) -> float:
 
 
 class _Part:
-    """A context in which seconds are counted: of this process, or between two events of the GPU's stream."""
+    """A context that measures seconds: of this process, or between events in the GPU's stream."""
 
     def __init__(self, on_gpu: bool) -> None:
         self.seconds = 0.0
@@ -240,7 +244,6 @@ class _Part:
             self.seconds += time.perf_counter() - self._began
 
     def read(self) -> None:
-        """Add the seconds between events that the GPU has passed."""
         while self._passing and self._passing[0][1].query():
             began, ended = self._passing.popleft()
             self.seconds += began.elapsed_time(ended) / 1e3
@@ -253,37 +256,11 @@ class _Part:
         return event
 
 
-class _Step:
-    def __init__(self, meter: Throughput) -> None:
-        self._meter = meter
-
-    def __enter__(self) -> None:
-        self._meter._in_step = True
-        self._meter._step.__enter__()
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        self._meter._step.__exit__()
-        self._meter._end_step(whole=kind is None)
-
-
-class _Pause:
-    def __init__(self, meter: Throughput) -> None:
-        self._meter = meter
-
-    def __enter__(self) -> None:
-        self._meter._settle()
-        self._meter._lap()
-
-    def __exit__(self, *_: object) -> None:
-        if self._meter._since is not None:
-            self._meter._since = time.perf_counter()
-
-
 class _Waits:
-    """What DDP waits for in the steps that it times itself: the first ten, then one in a hundred.
+    """DDP's waiting in the steps that it times itself: the first ten, then one in a hundred.
 
-    From the end of the backward pass to that of the last bucket's all-reduce (torch/csrc/distributed/c10d/logger.cpp).
-    PyTorch calls the interface a prototype: where it is gone, nothing is known.
+    From the end of the backward pass to that of the last all-reduce (torch/csrc/distributed/c10d/logger.cpp). PyTorch
+    calls the interface a prototype; without it, nothing is known.
     """
 
     def __init__(self, logged: Callable[[], Mapping[str, Any]]) -> None:
@@ -293,7 +270,7 @@ class _Waits:
         self._n_looks = 0
 
     def look(self, *, last: bool = False) -> None:
-        """Take in the newest step that was timed, if it is a new one."""
+        """Read the newest timed step, if it is new."""
         self._n_looks += not last
         if self._n_looks > 10 and self._n_looks % 100 and not last:
             return
@@ -307,13 +284,12 @@ class _Waits:
             self.n_steps += 1
 
     def restart(self) -> None:
-        """Forget what was seen; the step before is told only in the one that comes next."""
+        """Reset; the previous step's times only appear in the next one."""
         self.seconds, self.n_steps, self._n_looks = 0.0, 0, 0
         self._iteration = self._logged().get("iteration", 0) + 1
 
 
 def _waits_of(model: nn.Module | None) -> _Waits | None:
-    """None where no DDP is."""
     model = getattr(model, "_orig_mod", model)  # as torch.compile wraps it
     logged = getattr(model, "_get_ddp_logging_data", None)
     return _Waits(logged) if isinstance(model, DistributedDataParallel) and logged is not None else None

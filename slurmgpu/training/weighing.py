@@ -1,4 +1,4 @@
-"""How much a batch weighs where a loss is no mean over samples: what the user's class says, over all processes."""
+"""Weights of batches whose loss is not a mean over samples, over all processes."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import torch
 from torch import distributed
 
 from slurmgpu.training.batches import Step
-from slurmgpu.training.places import Place
+from slurmgpu.training.ranks import Place
 
 
 class Weigher:
-    """Asks `user.weight(batch)`, if there is one: over how much the loss of a batch is a mean, such as its tokens.
+    """Calls `user.weight(batch)`, if it exists: the number, such as of tokens, that the batch's loss is a mean over.
 
-    Falsy where there is none: then a batch weighs as much as it has samples.
+    Falsy without this method: batches then weigh as much as they have samples.
     """
 
     def __init__(self, user: Any, place: Place, device: torch.device) -> None:
         weight = getattr(user, "weight", None)
-        self._weight = weight if callable(weight) else None  # an attribute may be called so, too
+        self._weight = weight if callable(weight) else None  # an attribute may have this name
         self._place, self._device = place, device
         self.odd = ""
-        """What is wrong with a weight of this process, which counts as NaN: it is told when all processes meet."""
+        """What is wrong with a weight of this process, which counts as NaN until all processes meet."""
 
     def __bool__(self) -> bool:
         return self._weight is not None
@@ -40,16 +40,16 @@ class Weigher:
         if math.isfinite(found) and found > 0:
             return found
         self.odd = self.odd or (
-            f"weight(batch) gave {_describe(given)}; it shall be a positive and finite number: over how many tokens, "
-            "or whatever it is, the loss of the batch is a mean"
+            f"weight(batch) gave {_describe(given)}; expected a positive finite number: over how many tokens, "
+            "or other units, the loss of the batch is a mean"
         )
         return math.nan
 
     def factors(self, step: Step, batches: Sequence[Any]) -> list[Any]:
-        """What to multiply the losses of a step's micro-batches by, so that gradients are those of the step's mean.
+        """The factors of the losses of a step's micro-batches that make gradients those of the step's mean.
 
-        Their sum over all processes is their number: gradients are averaged over the processes. Numbers, on several
-        GPUs tensors: nothing waits for the device. All processes call this.
+        Their sum over all processes is the number of processes, since gradients are averaged over these. On several
+        GPUs they are tensors, to avoid waiting for the device. Called by all processes.
         """
         weights = [
             self.weigh(batch) if each.weight else 0.0 for each, batch in zip(step.micro_batches, batches, strict=True)

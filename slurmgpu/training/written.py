@@ -1,4 +1,4 @@
-"""Files of a checkpoint, summed as they are written, and looked at again before they are trusted."""
+"""Checkpoint files with checksums."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Written:
 
 
 def unique_partial(path: Path) -> Path:
-    """A name beside `path` for writing it, which no other writer has: of the same step, on another machine, say."""
+    """A unique temporary name beside `path`."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> Written:
-    """Write what `read_state` reads, and fsync it. NumPy's numbers, of a scheduler say, become Python's."""
+    """Write and fsync a state for `read_state`. NumPy scalars become Python numbers."""
     plain = _mapped(dict(state), _plain)
     _check_plain(plain)
     with open(path, "wb") as file:
@@ -49,7 +49,7 @@ def write_state(path: Path, state: Mapping[str, Any]) -> Written:
         try:
             torch.save(plain, stream)
         except RuntimeError:
-            # What Python's write raises, PyTorch's zip writer turns into a complaint about positions.
+            # PyTorch's zip writer replaces errors of Python's write by its own.
             if stream.error is not None:
                 raise stream.error from None
             raise
@@ -61,21 +61,20 @@ def write_state(path: Path, state: Mapping[str, Any]) -> Written:
 def read_state(path: Path) -> dict[str, Any]:
     """A state of `write_state`, its tensors on the CPU.
 
-    Large ones are pages of the file, which the processes of a machine share: copy them to where they belong and let go
-    of them. The file may be removed meanwhile, but for one thing: where another machine removes it on NFS, a process
-    that has yet to read a page of it dies (SIGBUS), as it would fail without.
+    Large ones are pages of the file, shared by the processes of a machine: copy them and drop them. The file may be
+    removed meanwhile, except by another machine on NFS: reading more pages then ends the process with SIGBUS.
     """
     state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     return {name: _mapped(value, _off_the_file) for name, value in state.items()}
 
 
 def save_weights(path: Path, weights: Mapping[str, Any]) -> Written:
-    """Write `{name: tensor}` for `torch.load(path, weights_only=True)`, whole or not at all; called by rank 0 alone."""
+    """Write `{name: tensor}` for `torch.load(path, weights_only=True)`, atomically; called by rank 0 alone."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         written = _write_whole(path, weights)
     except FileNotFoundError:
-        log.warning("%s is written again: another process that trains the same removed it half-written", path)
+        log.warning("%s is written again: another process of the same training removed its partial file", path)
         written = _write_whole(path, weights)
     fsync_dir(path.parent)
     return written
@@ -93,7 +92,7 @@ def _write_whole(path: Path, state: Mapping[str, Any]) -> Written:
 
 
 def other_model(error: BaseException) -> SlurmGPUError:
-    """That a checkpoint does not fit what shall be trained, as an error to raise."""
+    """The error for a checkpoint that does not fit the model."""
     return SlurmGPUError(
         "the checkpoint is of another model or optimizer than the training class makes now: "
         f"{' '.join(str(error).split())} Submit the changed class as a new run."
@@ -101,7 +100,7 @@ def other_model(error: BaseException) -> SlurmGPUError:
 
 
 def sum_file(path: Path) -> Written:
-    """The size and the CRC-32 of a file as it is read."""
+    """The size and the CRC-32 of a file."""
     size = crc32 = 0
     with open(path, "rb") as file:
         while chunk := file.read(1 << 22):
@@ -110,7 +109,7 @@ def sum_file(path: Path) -> Written:
 
 
 def probe(folder: Path) -> None:
-    """Raise the OSError of a folder where nothing can be written, since the disk is full, say."""
+    """Raise OSError if nothing can be written in a folder, e.g. since the disk is full."""
     path = folder / f"probe-{secrets.token_hex(4)}"
     try:
         with open(path, "wb") as file:
@@ -122,7 +121,7 @@ def probe(folder: Path) -> None:
 
 
 class _Summed:
-    """A file that sums what is written to it, and remembers why it could not be."""
+    """A file that sums what is written, and keeps the first error."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -143,10 +142,7 @@ class _Summed:
 
 
 def _check_plain(state: Mapping[str, Any]) -> None:
-    """Raise a SlurmGPUError for what could be written, but not be read: found at the first checkpoint, not by the next.
-
-    Tensors are left out of the rehearsal, so that it costs nothing.
-    """
+    """SlurmGPUError, at the first checkpoint, for a state that could be written but not read. Skips tensors."""
     file = io.BytesIO()
     try:
         torch.save(_mapped(state, _without_tensors), file)
@@ -155,13 +151,13 @@ def _check_plain(state: Mapping[str, Any]) -> None:
         lines = [line.strip() for line in without_escapes(str(error)).splitlines() if line.strip()]
         reason = next((line for line in lines if "GLOBAL" in line or "Unsupported" in line), (lines or [""])[0])
         raise SlurmGPUError(
-            "the training's state cannot be kept in a checkpoint, which holds tensors, numbers, strings, lists and "
-            f"dicts: {reason} Look at what the state_dict() of your optimizer, scheduler or model returns."
+            "the training's state cannot be kept in a checkpoint, which supports tensors, numbers, strings, lists and "
+            f"dicts: {reason} Check the state_dict() of your optimizer, scheduler and model."
         ) from error
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A state with `change` applied to all in it that is no dict, list or tuple, keys included."""
+    """A state with `change` applied to all keys and values that are not dicts, lists or tuples."""
     if type(value) in (dict, OrderedDict):
         return type(value)((_mapped(key, change), _mapped(each, change)) for key, each in value.items())
     if type(value) in (list, tuple):
@@ -170,12 +166,11 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """NumPy's numbers as Python's."""
     return value.item() if isinstance(value, np.generic) else value
 
 
 def _off_the_file(value: Any) -> Any:
-    """Copies of small tensors, some of which are kept: they would hold the file open."""
+    """Copies of small tensors; kept ones would hold the file open."""
     return value.clone() if isinstance(value, torch.Tensor) and value.nbytes < SMALL_BYTES else value
 
 

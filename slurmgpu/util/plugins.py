@@ -1,10 +1,10 @@
-"""Classes by name: those that come with slurmgpu, and those of installed packages, by a group of entry points."""
+"""Classes by name: slurmgpu's own, those of imported modules, and those of installed packages (entry points)."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -16,40 +16,69 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plugins:
-    """The subclasses of `interface` that are known here.
+    """The known subclasses of `interface`.
 
-    `what` they are is for sentences, and `built_in` are their full names, "package.module:Class", by short ones.
+    `group` is their group of entry points, and `what` names them in messages. `built_in` maps short names to full
+    ones, "package.module:Class". `imported` has the classes that registered themselves when they were defined.
     """
 
     group: str
     what: str
     interface: str
     built_in: Mapping[str, str]
+    imported: dict[str, Any] = field(default_factory=dict)
+
+    def register(self, name: str, cls: type) -> None:
+        """Make a class known by a name; SlurmGPUError if another class of slurmgpu has this name."""
+        full_name = f"{cls.__module__}:{cls.__qualname__}"
+        if self.built_in.get(name, full_name) != full_name:
+            _, _, taken = self.built_in[name].partition(":")
+            raise SlurmGPUError(f"{taken} is the {self.what} {name!r}; choose another name.")
+        self.imported[name] = cls
+
+    def known(self) -> list[str]:
+        """The names of built-in and imported classes, built-in ones first."""
+        return list(dict.fromkeys([*self.built_in, *self.imported]))
 
     def names(self) -> list[str]:
-        """The names of all, built-in ones first."""
-        return [*self.built_in, *sorted(self._installed().names - self.built_in.keys())]
+        """All names, those of installed packages last."""
+        known = self.known()
+        return [*known, *sorted(self._installed().names - set(known))]
 
-    def make(self, name: str) -> Any:
-        """An instance of the class of this name; SlurmGPUError if no package here has it, or has it wrongly."""
+    def find(self, name: str) -> Any:
+        """The class of this name, None if there is none; SlurmGPUError if it cannot be loaded."""
+        if name in self.imported:
+            return self.imported[name]
         full_name = self.built_in.get(name) or next((each.value for each in self._installed().select(name=name)), None)
         if full_name is None:
+            return None
+        module, _, cls = full_name.partition(":")
+        try:
+            found = attrgetter(cls)(importlib.import_module(module))
+        except Exception as error:
+            raise self._unusable(name, error, full_name) from error
+        if self.interface not in {f"{base.__module__}.{base.__qualname__}" for base in getattr(found, "__mro__", ())}:
+            raise SlurmGPUError(f"{full_name} is no {self.what}: it is no subclass of {self.interface}.")
+        return found
+
+    def make(self, name: str) -> Any:
+        """An instance of the class of this name; SlurmGPUError if there is none, or if it cannot be made."""
+        if (cls := self.find(name)) is None:
             raise SlurmGPUError(
                 f"No {self.what} {name!r} is known in this Python; known are {', '.join(self.names())}. "
                 f"Install the package that brings it ({self.group} in its entry points)."
             )
         try:
-            module, _, cls = full_name.partition(":")
-            made = attrgetter(cls)(importlib.import_module(module))()
+            return cls()
         except Exception as error:
-            raise SlurmGPUError(
-                f"The {self.what} {name!r} cannot be loaded from {full_name}: {type(error).__name__}: {error}"
-            ) from error
-        if self.interface not in {f"{base.__module__}.{base.__qualname__}" for base in type(made).__mro__}:
-            raise SlurmGPUError(f"{full_name} is no {self.what}: it is no subclass of {self.interface}.")
-        return made
+            raise self._unusable(name, error, f"{cls.__module__}:{cls.__qualname__}") from error
+
+    def _unusable(self, name: str, error: Exception, full_name: str) -> SlurmGPUError:
+        return SlurmGPUError(
+            f"The {self.what} {name!r} cannot be loaded from {full_name}: {type(error).__name__}: {error}"
+        )
 
     def _installed(self) -> EntryPoints:
-        from importlib.metadata import entry_points  # 15 ms, and most runs name built-in ones
+        from importlib.metadata import entry_points  # takes 15 ms, which most runs do not need
 
         return entry_points(group=self.group)

@@ -1,4 +1,4 @@
-"""What a task and its worker agree on; without NumPy and h5py, which the task does not need."""
+"""What task and worker share, without NumPy and h5py, which the task does not need."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class WorkerFailedError(Exception):
-    """The worker cannot do its work, and a new one could not either; `kind` is the failure class."""
+    """The worker cannot work, and neither could a new one; `kind` is the failure class."""
 
     def __init__(self, kind: str, message: str, trace: str = "") -> None:
         super().__init__(message)
@@ -19,10 +19,9 @@ class WorkerFailedError(Exception):
 class Assignment:
     """What the task tells its worker.
 
-    `resume` are shards whose claims this attempt holds already, from a worker that died. `end_time` is when the
-    allocation ends, in seconds since the epoch by this node's clock. `inject` are faults on demand. `cluster` is that
-    of the claims. `code` is the digest of the snapshot from which the user's modules come; None in a run of an older
-    slurmgpu.
+    `resume` are shards that this attempt has already claimed, by a worker that died. `end_time` is the end of the
+    allocation in seconds since the epoch, by this node's clock. `inject` are faults on demand. `cluster` is that of
+    the claims. `code` is the digest of the snapshot of the user's modules; None in runs of an older slurmgpu.
     """
 
     task: str

@@ -1,13 +1,13 @@
-"""Several processes for one task: what starts them, and how they keep in step.
+"""Several processes for one task: the launcher that starts them, and their synchronisation.
 
-`python -m slurmgpu.worker.groups RUN ASSIGNMENT` starts one worker for each GPU, with torchrun's environment.
-The task sees one process: its pipes are rank 0's, and its exit code is that of the rank that failed first. Nothing of
-it outlives it, or the task.
+`python -m slurmgpu.worker.groups RUN ASSIGNMENT` starts one worker per GPU with torchrun's environment. The task sees
+one process: its pipes are those of rank 0, its exit code is that of the rank that failed first. No rank survives the
+launcher or the task.
 
-It is not PyTorch's elastic launcher, whose rendezvous listens on all addresses and unpickles what anybody has sent it.
-The TCPStore by which the ranks meet listens on the loopback address alone; from the other nodes of a task its
-connections are carried through `tunnels`. Whatever decides what the ranks do is signed, and so is what
-`torch.distributed` pickles: the store and gloo ask for no secret, and other users of the node reach them.
+This is not PyTorch's elastic launcher, whose rendezvous listens on all addresses and unpickles what anybody sends.
+The TCPStore of the ranks listens on the loopback address; `tunnels` carries connections from other nodes of the task.
+The store and gloo do not authenticate, and other users of the node reach them. So everything that controls the ranks
+is signed, including what `torch.distributed` pickles.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import functools
 import hmac
 import io
 import json
@@ -42,27 +43,27 @@ from slurmgpu.worker.tunnels import Entrance, Exit
 log = logging.getLogger(__name__)
 
 LAUNCHER = "SLURMGPU_LAUNCHER"
-"""Names, in the environment of a rank, the process that started it."""
+"""Environment variable of a rank: the process ID of its launcher."""
 GROUP_SECRET = "SLURMGPU_GROUP_SECRET"
-"""Names, in the environment of a launcher and its ranks, what those of one group know and nobody else."""
+"""Environment variable of a launcher and its ranks: the secret of their group."""
 PEER_PATIENCE_S = 60.0
-"""How long a rank whose call failed waits for the others, which may wait for it in a collective, for good."""
+"""How long a failed rank waits for the others, which may wait for it in a collective forever."""
 PARTING_PATIENCE_S = 600.0
-"""The same of a rank that has left its item for later: others may be busy with keeping their progress."""
+"""The same for a rank that left its item for later: others may still be saving progress."""
 ALL_CAME = "all"
 FOREVER = timedelta(days=365)
 SIGNATURE_BYTES = 32
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo"
 DEATH_S = 5.0
-"""How long to wait for killed processes: one that waits for a disk or a GPU may not die at all."""
-DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Signals that a launcher blocks: it ends when its task says so, or its ranks have ended. Ranks unblock them."""
+"""How long to wait for killed processes: one blocked on a disk or a GPU may not die at all."""
+BLOCKED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that a launcher blocks: it ends with its ranks or when the task says so. Ranks unblock them."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
 class PeersMissingError(Exception):
-    """Some ranks did not come in time; `rank` waited for them, and `value` is what it brought."""
+    """Some ranks did not arrive in time; `rank` waited for them with `value`."""
 
     def __init__(self, rank: int, value: Any, patience_s: float) -> None:
         super().__init__(f"other ranks did not come within {patience_s:g} s")
@@ -72,9 +73,9 @@ class PeersMissingError(Exception):
 
 @dataclass
 class Group:
-    """A process among those that compute together; alone, as by default, it waits for nobody.
+    """A rank's place in its group; the default is a group of one, which never waits.
 
-    `address` is that of the TCPStore by which they speak, the same that `torch.distributed` finds in the environment.
+    `address` is that of the TCPStore, which `torch.distributed` finds in the environment as well.
     """
 
     rank: int = 0
@@ -86,10 +87,10 @@ class Group:
 
     @classmethod
     def of_environment(cls, environ: MutableMapping[str, str] = os.environ) -> Group:
-        """The group that `main` has put this process into, with which the process then ends; else a group of one."""
+        """The group that the launcher made, else a group of one. The process dies with its launcher."""
         launcher, secret = environ.pop(LAUNCHER, None), environ.pop(GROUP_SECRET, "")
         if launcher is None:
-            return cls()  # RANK and its like may be somebody else's
+            return cls()  # RANK etc. may have another meaning here
         _die_with(int(launcher))
         address = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
         return cls(int(environ["RANK"]), int(environ["WORLD_SIZE"]), int(environ["LOCAL_RANK"]), address, secret)
@@ -100,9 +101,9 @@ class Group:
         return self.rank == 0
 
     def gather(self, value: Any = None, patience_s: float | None = None) -> list[Any]:
-        """The values of all ranks, each at its place, when all have come here; values are JSON's.
+        """The JSON values of all ranks, in rank order, when all have called this.
 
-        After `patience_s` without some of them PeersMissingError is raised, here and on those that come later.
+        If some ranks do not arrive within `patience_s`, all others raise PeersMissingError, also those that come later.
         """
         if self.world_size == 1:
             return [value]
@@ -112,10 +113,10 @@ class Group:
         try:
             values = self._exchange(turn, value, patience_s)
             if turn:
-                # Who has come to this turn has read the last one.
+                # All ranks that reached this turn have read the previous one.
                 self._store.delete_key(f"{turn - 1}/{self.rank}")
         except DistNetworkError as error:
-            # The launcher is dead, and with it the group. That is no news for the task, which sees it, too.
+            # The launcher is dead, and so is the group. The task notices that itself.
             log.error("the group's store is gone: %s", error)
             os._exit(EXIT_ABANDONED)
         return values
@@ -129,18 +130,18 @@ class Group:
         try:
             self._store.wait(keys, FOREVER if patience_s is None else timedelta(seconds=patience_s))
         except DistStoreError:
-            word = self._first_word(turn, str(self.rank))
+            word = self._first_ending(turn, str(self.rank))
         if word == ALL_CAME:
             said = list(map(self._read, keys, self._store.multi_get(keys)))
-            # Where nobody was impatient, nobody can have left.
-            if all(patience is None for _, patience in said) or (word := self._first_word(turn, word)) == ALL_CAME:
+            # Without a limit, no rank can have left.
+            if all(patience is None for _, patience in said) or (word := self._first_ending(turn, word)) == ALL_CAME:
                 return [value for value, _ in said]
         key = keys[int(word)]
         [value, patience_s] = self._read(key, self._store.get(key))
         raise PeersMissingError(int(word), value, patience_s)
 
-    def _first_word(self, turn: int, word: str) -> str:
-        """What was said first of how this turn ended: that all came, or the rank that left."""
+    def _first_ending(self, turn: int, word: str) -> str:
+        """How this turn ended, as written first: all came, or the rank that left."""
         key = f"{turn}/end"
         return str(self._read(key, self._store.compare_set(key, "", self._signed(key, word))))
 
@@ -149,38 +150,31 @@ class Group:
         return f"{sign(self.secret, key, text.encode()).hex()} {text}"
 
     def _read(self, key: str, said: bytes) -> Any:
-        """What a rank of this group has written under a key; another user of the node may have written over it."""
+        """The value under a key; exits on a wrong signature: another user of the node wrote it."""
         signature, _, text = said.partition(b" ")
         if not hmac.compare_digest(signature, sign(self.secret, key, text).hex().encode()):
-            log.error("the group's store holds what none of its ranks has written; another user of this node has")
+            log.error("the group's store has a value with a wrong signature; another user of this node wrote it")
             os._exit(EXIT_ABANDONED)
         return json.loads(text)
 
     def guard(self) -> None:
-        """From now on have `torch.distributed` unpickle nothing that no rank of this group has pickled."""
+        """Make `torch.distributed` refuse to unpickle what no rank of this group has pickled."""
         if self.world_size == 1:
             return
         from torch.distributed import distributed_c10d
 
-        secret = self.secret
-
-        class Pickler(SigningPickler):
-            key = secret
-
-        class Unpickler(SigningUnpickler):
-            key = secret
-
-        # They have no public place; what every collective of objects calls is the same in torch 2.5 to 2.13.
+        # They are private, but every collective of objects uses them in torch 2.5 to 2.13.
         if not (hasattr(distributed_c10d, "_pickler") and hasattr(distributed_c10d, "_unpickler")):
-            log.warning("this torch pickles in a way of its own: what its collectives of objects get is not verified")
-        distributed_c10d._pickler, distributed_c10d._unpickler = Pickler, Unpickler
+            log.warning("objects sent by collectives of this torch version are not verified: it pickles differently")
+        distributed_c10d._pickler = functools.partial(SigningPickler, self.secret)
+        distributed_c10d._unpickler = functools.partial(SigningUnpickler, self.secret)
 
     def broadcast(self, value: Any = None) -> Any:
         """The value of rank 0."""
         return self.gather(value)[0]
 
     def leave(self) -> None:
-        """End what the workload began with `torch.distributed`: NCCL complains of a process that ends without."""
+        """Destroy the workload's process group: NCCL complains if a process ends without."""
         distributed = sys.modules.get("torch.distributed")
         if self.world_size > 1 and distributed is not None and distributed.is_initialized():
             distributed.destroy_process_group()
@@ -190,49 +184,44 @@ class Group:
         from torch.distributed import PrefixStore, TCPStore
 
         host, port = self.address
-        # Not counted among the workers that init_process_group() waits for, and with keys of its own.
+        # Not counted by init_process_group(), and with a key prefix of its own.
         return PrefixStore("slurmgpu", TCPStore(host, port, is_master=False, wait_for_workers=False))
 
 
 def sign(secret: str, place: str, content: bytes) -> bytes:
-    """What proves that somebody who knows the secret has written `content` for this place."""
+    """The signature of `content` for this place."""
     return hmac.digest(secret.encode(), place.encode() + b"\0" + content, "sha256")
 
 
 class SigningPickler:
-    """Writes a pickle after what proves whose it is."""
+    """Writes a pickle after its signature."""
 
-    key = ""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
+    def __init__(self, secret: str, file: Any) -> None:
+        self._secret, self._file = secret, file
 
     def dump(self, value: Any) -> None:
-        """Write the pickle of `value`."""
+        """Write the signature and the pickle of `value`."""
         content = pickle.dumps(value)
-        self._file.write(sign(self.key, "pickle", content))
-        self._file.write(content)
+        self._file.write(sign(self._secret, "pickle", content) + content)
 
 
 class SigningUnpickler:
-    """Reads what SigningPickler wrote with the same key, and nothing else."""
+    """Reads only what a SigningPickler wrote with the same secret."""
 
-    key = ""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        self._file = file
+    def __init__(self, secret: str, file: io.BytesIO) -> None:
+        self._secret, self._file = secret, file
 
     def load(self) -> Any:
-        """The value; RuntimeError, before anything is unpickled, if it is not signed."""
+        """The value; RuntimeError before unpickling if the signature is wrong."""
         content = self._file.read()
         signature, content = content[:SIGNATURE_BYTES], content[SIGNATURE_BYTES:]
-        if not hmac.compare_digest(signature, sign(self.key, "pickle", content)):
+        if not hmac.compare_digest(signature, sign(self._secret, "pickle", content)):
             raise RuntimeError("a collective of torch.distributed got an object that no rank of this group has sent")
         return pickle.loads(content)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The launcher's process: exits as the rank that failed first, with 128 and the signal's number for a signal."""
+    """Run the launcher; the exit code of the rank that failed first, 128 + N for signal N."""
     parser = argparse.ArgumentParser(prog="python -m slurmgpu.worker.groups")
     parser.add_argument("run")
     parser.add_argument("assignment")
@@ -262,10 +251,10 @@ def _launch(n_ranks: int, arguments: argparse.Namespace) -> int:
     secret = os.environ.setdefault(GROUP_SECRET, secrets.token_hex(32))
     host, _, port = (arguments.endpoint or "").rpartition(":")
     if arguments.node_rank > 0:
-        # Ranks find the store at the same address on all nodes: their own.
+        # On all nodes, ranks find the store at the same loopback address.
         place = Entrance(LOOPBACK, host.strip("[]"), int(port), secret).port
     else:
-        # Given a socket, or it would listen on all addresses. The system chooses the port: groups share nodes.
+        # Given a socket, since it would listen on all addresses. Nodes are shared, so the system chooses the port.
         listener = socket.create_server((LOOPBACK, 0))
         place = listener.getsockname()[1]
         store = TCPStore(LOOPBACK, place, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
@@ -281,7 +270,7 @@ def _launch(n_ranks: int, arguments: argparse.Namespace) -> int:
 
 
 def _start_rank(n_ranks: int, local_rank: int, port: int, arguments: argparse.Namespace) -> tuple[int, int]:
-    """Start one rank in a session of its own; its process's number, and the rank."""
+    """Start one rank in its own session; its process ID and rank."""
     rank, world_size = arguments.node_rank * n_ranks + local_rank, arguments.nodes * n_ranks
     told = {
         "RANK": rank,
@@ -298,17 +287,17 @@ def _start_rank(n_ranks: int, local_rank: int, port: int, arguments: argparse.Na
         "TORCHELASTIC_RUN_ID": arguments.group,
         "TORCHELASTIC_RESTART_COUNT": 0,
         "TORCHELASTIC_MAX_RESTARTS": 0,
-        "TORCHELASTIC_USE_AGENT_STORE": True,  # or rank 0 would open a store of its own, on all addresses
+        "TORCHELASTIC_USE_AGENT_STORE": True,  # otherwise rank 0 opens a store on all addresses
     }
     command = [sys.executable, "-m", "slurmgpu.worker.main", arguments.run, arguments.assignment]
     environ = {**os.environ, **{name: str(value) for name, value in told.items()}}
     process = subprocess.Popen(command, env=environ, start_new_session=True)
-    process.returncode = 0  # it is waited for by its number
+    process.returncode = 0  # os.waitpid waits for it
     return process.pid, rank
 
 
 def _ends(started: dict[int, int]) -> Iterator[tuple[int, int]]:
-    """The ranks in the order in which they end, with their exit codes, -N for signal N. Reaps orphans as well."""
+    """The ranks in the order of their ends, with exit codes, -N for signal N. Reaps orphans as well."""
     while started:
         pid, status = os.waitpid(-1, 0)
         if pid in started:
@@ -320,12 +309,12 @@ def _prepare_environment(n_ranks: int, n_nodes: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // n_ranks)))
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun does
     if n_nodes == 1:
-        # Else they listen on the node's addresses in the network.
+        # By default they listen on the node's network addresses.
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
-    # Slurm's signals are the task's affair. What is ignored here, ranks ignore, too.
+    # The task handles Slurm's signals. Ranks inherit that this one is ignored.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    # Blocked, for it ends after its ranks, which may have progress to keep.
-    signal.pthread_sigmask(signal.SIG_BLOCK, DEAF_TO)
+    # Blocked: the launcher ends after its ranks, which may have progress to save.
+    signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
 
 
 def _abandon() -> None:
@@ -334,7 +323,7 @@ def _abandon() -> None:
 
 
 def _end_children() -> None:
-    """Kill the ranks, and what they left: their children became this process's when they died."""
+    """Kill the ranks and their children, which this process adopted when the ranks died."""
     deadline = time.monotonic() + DEATH_S
     while (children := _children(os.getpid())) and time.monotonic() < deadline:
         for pid in children:
@@ -346,7 +335,7 @@ def _end_children() -> None:
 
 
 def _children(parent: int) -> list[int]:
-    """Child processes, also those that have ended and wait to be reaped: proc(5)."""
+    """Child processes, including zombies: proc(5)."""
     found = []
     for name in os.listdir("/proc"):
         if name.isdecimal():
@@ -358,10 +347,10 @@ def _children(parent: int) -> list[int]:
 
 
 def _die_with(launcher: int) -> None:
-    """Have the kernel kill this process when the launcher dies, also by SIGKILL; each rank leads a session."""
+    """Have the kernel kill this process when the launcher dies, even by SIGKILL."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:
-        os._exit(EXIT_ABANDONED)  # it died before the kernel was told
+        os._exit(EXIT_ABANDONED)  # it died before the prctl call
 
 
 def _prctl(option: int, value: int) -> None:

@@ -1,10 +1,9 @@
-"""What computes: loads the workload once, then claim → read items → batches → rows → publish, until no shard is left.
+"""The worker: loads the workload once, then claim → read items → batches → rows → publish, until no shard is left.
 
-`python -m slurmgpu.worker.main RUN` is started by the task, possibly inside an image; the standard library, NumPy and
-h5py are all it needs before it imports the workload. It speaks to the task in lines of JSON on what was its
-standard output (prints of the workload go to standard error instead) and ends when its standard input closes: a task
-that was killed takes its worker along. Of several processes, rank 0 does all of this; the others read the same items
-and take part in each call of the workload.
+`python -m slurmgpu.worker.main RUN` is started by the task, possibly in an image. It needs only the standard library,
+NumPy and h5py before it imports the workload. It reports to the task in lines of JSON on its original standard output
+(prints of the workload go to standard error) and ends when its standard input closes, so it dies with its task. With
+several processes, rank 0 does all of this; the others read the same items and take part in each call of the workload.
 """
 
 from __future__ import annotations
@@ -53,14 +52,13 @@ from slurmgpu.worker.computer import (
     INTERRUPTED,
     Computed,
     Computer,
-    DiskFullError,
     Failure,
     WorkerBrokenError,
     check_debugger_left,
     settle,
 )
 from slurmgpu.worker.groups import Group, PeersMissingError
-from slurmgpu.worker.shard_claimer import Scout, Tenure
+from slurmgpu.worker.shard_claimer import Claimer, Deadline
 from slurmgpu.workload import Adapted, Item, TaskContext, build
 
 log = logging.getLogger("slurmgpu.worker")  # __name__ is "__main__" in its own process
@@ -70,7 +68,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Waiting:
-    """A shard that was computed: since `started`, in seconds since the epoch, and since `began`, of no clock's."""
+    """A computed shard: `started` in seconds since the epoch, `began` by the monotonic clock."""
 
     shard: int
     computed: Computed
@@ -80,10 +78,10 @@ class Waiting:
 
 @dataclass
 class Worker:
-    """One worker process's way through the shards of a run; once `stopping` is set it takes no more of them.
+    """One worker process and the shards it computes; it takes no more of them once `stopping` is set.
 
-    With a workload that `resumes`, it then leaves the shard in hand as well, with the progress that the workload keeps;
-    `on_resumable` is called once such a workload is loaded. `end_times` gets what the task learns late.
+    With a workload that `resumes`, it then also leaves the present shard, whose progress the workload saves;
+    `on_resumable` is called once such a workload is loaded. `end_times` gets an end of the walltime that is known late.
     """
 
     run: Run
@@ -103,15 +101,15 @@ class Worker:
 
     def __post_init__(self) -> None:
         self._resume = list(self.assignment.resume)
-        self._tenure = Tenure(self.assignment.end_time, self.run.plan.margin_s, self.stopping, self.end_times)
+        self._deadline = Deadline(self.assignment.end_time, self.run.plan.margin_s, self.stopping, self.end_times)
         given = self.assignment
         claim = Claim(given.task, given.attempt, platform.node(), os.getpid(), cluster=given.cluster)
-        self._scout = Scout(self.run, claim, self._tell_takeover, held=set(self._resume))
+        self._claimer = Claimer(self.run, claim, self._report_takeover, held=set(self._resume))
 
     def work(self) -> None:
-        """Take shards until none is left; raises WorkerFailedError when there is no sense in going on.
+        """Take shards until none is left; raises WorkerFailedError if going on is pointless.
 
-        Works in the run file's folder, as planning did: relative paths among the settings mean the same there.
+        Works in the run file's folder, as planning did, so that relative paths in the settings mean the same.
         """
         plan = self.run.plan
         around = describe(image_name())
@@ -124,26 +122,34 @@ class Worker:
             workload = self._load()
             if self.assignment.inject:
                 workload = self._inject(workload)
-            outside = self._tell_outside()
+            outside = self._log_outside()
             self._resumes = workload.resumes
-            self._columns = columns_from_json(plan.columns)  # of kinds that the workload's module has brought, too
+            self._columns = columns_from_json(plan.columns)  # after loading, which may register kinds
             if self._resumes:
                 self.on_resumable()
             self.group.gather()
-            self._tell_used()
+            self._report_used()
             self.report({"event": "ready", "load_s": time.monotonic() - started, "resumes": self._resumes})
-            name, leads = plan.workload.rpartition(":")[2], self.group.leads
-            calls, told = (self._tell_batch, self._agree), (self._noted, plan.search_path)
-            computer = Computer(workload, name, self._columns, plan.batch_size, *calls, leads, *told)
+            computer = Computer(
+                workload,
+                plan.workload.rpartition(":")[2],
+                self._columns,
+                plan.batch_size,
+                on_batch=self._report_batch,
+                agree=self._agree,
+                keeps_rows=self.group.leads,
+                noted=self._noted,
+                folder=plan.search_path,
+            )
             self._take_and_compute(computer, reader)
-            self._tell_outside(outside)
+            self._log_outside(outside)
 
-    def _tell_outside(self, told: Sequence[str] = ()) -> list[str]:
-        """Log which of the user's files were imported that the snapshot lacks, as of names made up as the code runs."""
+    def _log_outside(self, logged: Sequence[str] = ()) -> list[str]:
+        """Log imported files of the user that the snapshot lacks, such as dynamically named modules."""
         if self.assignment.code is None:
             return []
         files = importer.outside(Path(self.run.plan.search_path))
-        if new := [file for file in files if file not in told]:
+        if new := [file for file in files if file not in logged]:
             log.warning("not in the snapshot of the code, and imported as it is now: %s", ", ".join(new))
         return files
 
@@ -156,18 +162,16 @@ class Worker:
             except Interrupted:
                 self.report({"event": "left", "shard": shard})
                 log.info("shard %d: left, with what is kept of it", shard)
-                continue  # to the end, as a rule; after a take-over to the next shard
-            except DiskFullError as error:
-                raise WorkerFailedError("disk_full", str(error), error.trace) from error
+                continue  # usually to the end; after a takeover to the next shard
             if self.group.leads:
                 waiting.append(Waiting(shard, computed, started, began))
-            # Every item raised at the same place: is it the workload, or this stretch of the input? One more tells.
-            if computed.common_way() is None or len(waiting) == 2:
+            # If all items raised at the same place, a second shard shows whether workload or items are at fault.
+            if computed.common_failure() is None or len(waiting) == 2:
                 self._publish_all(waiting)
         self._publish_all(waiting)
 
     def _shards(self) -> Iterator[tuple[int, History, Spans]]:
-        """The shards to compute, what is known of each, and its items: rank 0 finds them, and tells the others."""
+        """The shards to compute, with crash history and items; rank 0 finds them and tells the others."""
         while True:
             found = None
             if self.group.leads and (shard := self.next_shard()) is not None:
@@ -175,7 +179,7 @@ class Worker:
                 self.report({"event": "claim", "shard": shard})
                 start, stop = self.run.plan.bounds(shard)
                 log.info("shard %d: items %d..%d", shard, start, stop - 1)
-                # Not read by each rank: a network file system may show them different ones.
+                # Read by rank 0 only: a network file system may show ranks different files.
                 found = shard, asdict(read_history(self.run.claims.folder, shard)), self._spans(shard)
             found = self.group.broadcast(found)
             if found is None:
@@ -183,7 +187,7 @@ class Worker:
             yield found[0], History.from_json(found[1]), found[2]
 
     def _spans(self, shard: int) -> Spans:
-        """The items of a shard to compute: all of them where the rows of a former revision cannot be read."""
+        """The items of a shard to compute: all if the rows of the former revision cannot be read."""
         if revision := self.run.revision_to_make(shard):
             try:
                 read = functools.partial(former_rows, self.run, shard, revision, self._columns)
@@ -194,7 +198,7 @@ class Worker:
         return self.run.items_of(shard)
 
     def _agree(self, failure: Failure | None) -> Failure | None:
-        """How a call of the workload ended for the group, see `settle`; rank 0 knows whether it was asked to stop."""
+        """How a call of the workload ended for the group, see `settle`."""
         is_asked = self.group.leads and self._shall_leave()
         if self.group.world_size == 1:
             return settle([failure], is_asked=is_asked)
@@ -209,8 +213,8 @@ class Worker:
         return settle([way and Failure.from_json(way) for way, _ in said], is_asked=said[0][1])
 
     def _publish_all(self, waiting: list[Waiting]) -> None:
-        """Publish what waits, unless all of it failed in one way and no shard yet shows that the workload can work."""
-        ways = [one.computed.common_way() for one in waiting]
+        """Publish `waiting`, unless all of it failed alike and no shard yet shows that the workload works."""
+        ways = [one.computed.common_failure() for one in waiting]
         if ways and ways[0] is not None and all(ways) and not retried(self.run.shard_files, self.run.plan.lease_s):
             raise WorkerFailedError("workload_error", ways[0].message, ways[0].trace)
         for one in waiting:
@@ -218,38 +222,34 @@ class Worker:
         waiting.clear()
 
     def next_shard(self) -> int | None:
-        """The next shard, claimed; None, after an event that says why, when this worker's work is done."""
-        # An item whose progress is kept need not be finished here.
-        over = self._tenure.over(0.0 if self._resumes else 1.1 * self.slowest_s)
+        """The next shard, claimed; None, after an event with the reason, when the work is done."""
+        # A resumable item need not be finished here.
+        over = self._deadline.over(0.0 if self._resumes else 1.1 * self.slowest_s)
         while self._resume and not (over and self._resumes):
             shard = self._resume.pop(0)
-            if self._scout.is_still_own(shard):
+            if self._claimer.is_still_own(shard):
                 return shard
             log.info("shard %d: published, parked or taken over since it was claimed", shard)
             self.report({"event": "skipped", "shard": shard})
-        found = over or _once_more_if_full(self._scout.next)
+        found = over or _once_more_if_full(self._claimer.next)
         if isinstance(found, int):
             return found
         self.report({"event": "done", "reason": found})
         return None
 
     def _shall_leave(self) -> bool:
-        """Whether a workload that keeps its progress shall leave the item in hand: others go on, or have done so."""
-        return self._tenure.over() is not None or (self._shard is not None and self._scout.has_lost(self._shard))
+        """Whether a resumable workload shall leave the present item, since others do or will compute it."""
+        return self._deadline.over() is not None or (self._shard is not None and self._claimer.has_lost(self._shard))
 
-    def _teller(self, event: str) -> Callable[[object], None]:
-        return lambda text: self.report({"event": event, "text": str(text)})
-
-    def _tell_takeover(self, shard: int, former: Claim) -> None:
+    def _report_takeover(self, shard: int, former: Claim) -> None:
         self.report({"event": "takeover", "shard": shard, "from": former.attempt, "host": former.host})
 
-    def _tell_used(self) -> None:
-        """Tell which packages have been imported, if there are more of them: also those that a call imports."""
+    def _report_used(self) -> None:
         if (now := used()) != self._used:
             self._used = now
             self.report({"event": "used", "packages": now})
 
-    def _tell_batch(self, indices: Sequence[int], isolated: bool) -> None:
+    def _report_batch(self, indices: Sequence[int], isolated: bool) -> None:
         self.report({"event": "batch", "items": list(indices), "isolated": isolated})
 
     def _open_input(self) -> Reader:
@@ -294,17 +294,18 @@ class Worker:
                 raise WorkerFailedError("gpu_fault", str(error)) from error
             self.report({"event": "gpus", "names": [gpu.name for gpu in found], "uuids": [gpu.uuid for gpu in found]})
             device = f"cuda:{group.local_rank}"
-        n_gpus, place = given.n_gpus if device != "cpu" else 0, (group.rank, group.world_size, group.local_rank)
-        told = (self._noted.__setitem__, self._shall_leave if group.leads else lambda: False)
         context = TaskContext(
             device,
-            n_gpus,
-            self.run.folder,
-            given.attempt,
-            *place,
-            *told,
-            self._teller("progress"),
-            self._teller("tell"),
+            gpus=given.n_gpus if device != "cpu" else 0,
+            run_dir=self.run.folder,
+            attempt=given.attempt,
+            rank=group.rank,
+            world_size=group.world_size,
+            local_rank=group.local_rank,
+            note=self._noted.__setitem__,
+            stopping=self._shall_leave if group.leads else lambda: False,
+            progress=lambda text: self.report({"event": "progress", "text": str(text)}),
+            tell=lambda text: self.report({"event": "tell", "text": str(text)}),
         )
         try:
             workload = build(plan.workload, plan.settings, Path(plan.search_path))
@@ -321,7 +322,6 @@ class Worker:
         return workload
 
     def _inject(self, workload: Adapted) -> Adapted:
-        """A workload that fails as the user has asked for, and is the loaded one in all else."""
         from slurmgpu.faults import parse_faults
         from slurmgpu.faults.striking import Injected, Marks
 
@@ -332,13 +332,13 @@ class Worker:
             self.group.leads,
             self.report,
             self.stopping,
-            self._tenure.end_now,
+            self._deadline.end_now,
         )
         self.report = injected.overhear
         return replace(workload, call=injected)
 
     def _write(self, one: Waiting, seconds: float) -> bool:
-        """Write a shard's file and publish it; False if another task has published it before."""
+        """Write a shard's file and publish it; False if another task published it first."""
         rows, notes, made_by = self._contents(one, seconds)
         partial = self.run.shards / partial_name(one.shard, self.assignment.attempt)
         write_shard(
@@ -352,11 +352,10 @@ class Worker:
         )
         try:
             return publish(partial, self.run.shard_path(one.shard))
-        except FileNotFoundError as error:  # a merge that took this task for dead has removed it
+        except FileNotFoundError as error:  # removed by a merge that took this task for dead
             raise OSError(errno.ESTALE, "removed before it was published", str(partial)) from error
 
     def _contents(self, one: Waiting, seconds: float) -> tuple[list[Row], dict[str, Any], dict[str, Any]]:
-        """The rows of a shard's file, its notes, and what it says of its maker."""
         rows = {index: row.to_error() if isinstance(row, Failure) else row for index, row in one.computed.rows.items()}
         made_by: dict[str, Any] = {"attempt": self.assignment.attempt, "started": one.started, "seconds": seconds}
         made_by["code"] = self.assignment.code
@@ -372,12 +371,12 @@ class Worker:
         shard, computed = one.shard, one.computed
         seconds = time.monotonic() - one.began
         try:
-            # Written again after a failure: which of its bytes have arrived is not known.
+            # After a failure write all again: it is unknown which bytes arrived.
             won = _once_more_if_full(lambda: retried(lambda: self._write(one, seconds), self.run.plan.lease_s))
         except OSError as error:
             raise WorkerFailedError(class_of(error, FILES), f"shard {shard} cannot be written: {error}") from error
         self._former.pop(shard, None)
-        self._tell_used()
+        self._report_used()
         self.slowest_s = max(self.slowest_s, seconds)
         errors = Counter(row.kind for row in computed.rows.values() if isinstance(row, Failure))
         how = "published" if won else "computed, and published by another task before"
@@ -392,13 +391,14 @@ class Worker:
                 "started": one.started,
                 "won": won,
                 "revision": self.run.revision_to_make(shard),
+                "seconds": seconds,
+                "oom": bool(computed.oom_batch),
             }
-            | {"seconds": seconds, "oom": bool(computed.oom_batch)}
         )
 
 
 def _once_more_if_full(operation: Callable[[], _T]) -> _T:
-    """What `operation` returns, made again after a second if the disk was full: others may be making room just now."""
+    """The result of `operation`, retried once after a second if the disk was full: space may be freed."""
     try:
         return operation()
     except OSError as error:
@@ -409,26 +409,19 @@ def _once_more_if_full(operation: Callable[[], _T]) -> _T:
     return operation()
 
 
-def _use_code(run: Run, digest: str) -> None:
-    try:
-        importer.use(run.folder, digest)
-    except SlurmGPUError as error:
-        raise WorkerFailedError("workload_error", str(error)) from error
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """The worker process: 0 when its work is done, 1 after a `failed` event, 70 when a new process is needed."""
+    """Run the worker; 0 when its work is done, 1 after a `failed` event, 70 if a new process is needed."""
     parser = argparse.ArgumentParser(prog="python -m slurmgpu.worker.main")
     parser.add_argument("run", type=Path)
     parser.add_argument("assignment", type=json.loads)
     arguments = parser.parse_args(argv)
     log_to_stderr()
-    # A segmentation fault leaves the Python stack in the log.
+    # Log the Python stack of a segmentation fault.
     faulthandler.enable()
-    # Where Slurm signals every process of a job, its notice comes here as well; the task alone heeds it.
+    # Slurm may signal every process of a job; only the task handles the notice.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, groups.DEAF_TO)
-    os.environ.pop("PYTHONSAFEPATH", None)  # meant for this process, not for those that the workload starts
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, groups.BLOCKED_SIGNALS)
+    os.environ.pop("PYTHONSAFEPATH", None)  # only for this process, not for the workload's children
     group = Group.of_environment()
     report = report_on_stdout(group.rank, group.local_rank)
     stopping, end_times = threading.Event(), list[float]()
@@ -441,7 +434,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         assignment = Assignment(**arguments.assignment)
         run = Run.open(arguments.run).computing(assignment.submission)
         if assignment.code is not None:
-            _use_code(run, assignment.code)
+            try:
+                importer.use(run.folder, assignment.code)
+            except SlurmGPUError as error:
+                raise WorkerFailedError("workload_error", str(error)) from error
         if group.leads:
             log.info("this worker is process %d of attempt %s", os.getpid(), assignment.attempt)
         Worker(run, assignment, report, stopping, group, outlive_signals, end_times).work()
@@ -455,7 +451,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         report({"event": "broken", "message": str(error)})
         return 70
     except Exception as error:
-        # What the workload raises was caught where it was called: this is a fault of slurmgpu's, and no item's.
+        # The workload's errors were caught at its calls, so this is a bug of slurmgpu.
         trace = traceback.format_exc()
         kind = class_of(error, FILES)
         report({"event": "failed", "class": kind, "message": f"{type(error).__name__}: {error}", "traceback": trace})
@@ -464,12 +460,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__mp_main__":
-    # A process that the workload spawns by multiprocessing begins with the main module of this one.
+    # A process that the workload spawns by multiprocessing starts with this main module.
     importer.use_as_parent()
 
 if __name__ == "__main__":
     exit_code = main()
     if exit_code:
-        # A lost CUDA context, or a collective that waits for a rank that failed, may keep Python from ending.
+        # A lost CUDA context, or a collective that waits for a failed rank, may block Python's exit.
         sys.stderr.flush()
         os._exit(exit_code)

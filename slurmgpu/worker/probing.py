@@ -1,6 +1,6 @@
-"""What a worker would find where it is started: `python -m slurmgpu.worker.probing N_GPUS` prints it as JSON.
+"""Check the surroundings of a worker: `python -m slurmgpu.worker.probing N_GPUS` prints them as JSON.
 
-Standard library only; that NumPy and h5py can be imported is part of what it finds out.
+Standard library only, since it checks whether NumPy and h5py can be imported.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ NEEDED = ("numpy", "h5py")
 
 
 class Found(env_info.Surroundings, total=False):
-    """The surroundings, the GPUs that CUDA can use, and `problems`: a failure class and a sentence for each."""
+    """The surroundings, the GPUs usable by CUDA, and `problems`: pairs of failure class and sentence."""
 
     gpus: list[dict[str, Any]]
     problems: list[list[str]]
 
 
 def probe(n_gpus: int) -> Found:
-    """What a worker would find that has so many GPUs."""
+    """The surroundings of a worker with this number of GPUs."""
     found: Found = {**env_info.describe(image_name()), "gpus": [], "problems": []}
     for name in NEEDED:
         try:
@@ -45,7 +45,7 @@ def probe(n_gpus: int) -> Found:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print what is found; 1 if there are problems."""
+    """Print the surroundings; 1 if there are problems."""
     arguments = sys.argv[1:] if argv is None else argv
     found = probe(int(arguments[0]) if arguments else 0)
     sys.stdout.write(json.dumps(found) + "\n")

@@ -1,6 +1,6 @@
-"""Finding the next shard: a free one, one whose owner died, or the knowledge that there is nothing left to do.
+"""Find the next shard: a free one, one whose owner died, or that nothing is left to do.
 
-A listing may be old: before a task ends for it, what it shows as taken or done is asked for by name or listed again.
+Listings may be outdated: before a task ends because of one, shards are looked up by name or listed again.
 """
 
 from __future__ import annotations
@@ -21,76 +21,76 @@ from slurmgpu.util.shared_files import exists, list_anew, retried
 log = logging.getLogger(__name__)
 
 TRIES = 8
-"""So many shards of a listing that others have taken since: then it is too old, and another one is made."""
+"""After this many taken shards, a listing is outdated and made again."""
 MANY = 1000
-"""With so many free shards each task begins at a place of its own; with fewer all go through them in order."""
+"""With this many free shards each task starts at its own place; with fewer, all go in order."""
 GOLDEN = 0.6180339887498949
-"""Multiples of it, modulo 1, lie apart from each other, however many there are."""
+"""Golden ratio: its multiples modulo 1 are spread evenly, however many there are."""
 OBSERVED = 32
-"""So many of others' claims are watched while there is free work."""
+"""How many claims of others to watch while there is free work."""
 LOOKED_UP = 1000
-"""So many shards that a listing lacks are asked for by their names before a run is taken for complete."""
+"""How many shards missing from a listing to look up by name before the run counts as complete."""
 CLAIMS_A_SECOND, NAMES_A_SECOND = 100, 20_000
-"""An idle task reads no more claims, and lists no more names, on average: there may be a thousand such tasks."""
+"""Average limits of an idle task for reading claims and listing names: there may be a thousand such tasks."""
 
 
 @dataclass
-class Tenure:
-    """How long a worker may go on: until it is `told` to stop, or too little of the walltime is left.
+class Deadline:
+    """How long a worker may go on: until `stop` is set, or the walltime is nearly over.
 
-    `end_time` is when the walltime ends, in seconds since the epoch, None for never; `margin_s` of it are left over.
-    `told_late` gets it where it becomes known while the worker is at work.
+    `end_time` is the end of the walltime in seconds since the epoch, None for never; `margin_s` of it stay unused.
+    `late_end_times` gets the end if it becomes known later.
     """
 
     end_time: float | None
     margin_s: float
-    told: threading.Event
-    told_late: Sequence[float] = ()
+    stop: threading.Event
+    late_end_times: Sequence[float] = ()
     _over: str | None = None
     _end: float | None = field(init=False)
 
     def __post_init__(self) -> None:
-        # A clock that is set while the worker works changes nothing of how long that may be.
+        # By the monotonic clock: the system clock may be set meanwhile.
         self._end = None if self.end_time is None else time.monotonic() + self.end_time - time.time()
 
     def over(self, needed_s: float = 0.0) -> str | None:
-        """Why it may not go on, if `needed_s` are needed: "told to stop" or "deadline"; once said, it stays so."""
-        if self._over is None and self.told.is_set():
+        """Why it may not go on for `needed_s`: "told to stop" or "deadline", and from then on always; or None."""
+        if self._over is None and self.stop.is_set():
             self._over = "told to stop"
-        if self.end_time is None and self.told_late:
-            self.end_time = self.told_late[-1]
+        if self.end_time is None and self.late_end_times:
+            self.end_time = self.late_end_times[-1]
             self.__post_init__()
         if self._over is None and self._end is not None:
             self._over = "deadline" if time.monotonic() + needed_s + self.margin_s > self._end else None
         return self._over
 
     def end_now(self) -> float:
-        """End the walltime so soon that no time is left for another shard; when."""
+        """Move the end of the walltime so close that no further shard fits; the new end."""
         self._end = time.monotonic() + self.margin_s
         self.end_time = time.time() + self.margin_s
         return self.end_time
 
 
 def open_shards(run: Run) -> set[int]:
-    """The shards that are to be computed, from one listing."""
+    """The shards to compute, from one listing."""
     return set(range(run.plan.n_shards)) - retried(run.published, run.plan.lease_s)
 
 
 def is_open(run: Run, shard: int) -> bool:
-    """Whether a shard is to be computed, asked for by its name."""
+    """Whether a shard is to be computed, looked up by name."""
     return not exists(run.shard_path(shard), run.plan.lease_s)
 
 
 State = tuple[int, Claim, str]
-"""A shard with its claim and what is known of it: "alive", "stale" or "unknown"; "gone", "parked", "own" or "left"."""
+"""A shard, its claim, and its state: alive, stale, unknown, gone, parked, own or left."""
 
 
 @dataclass
-class Scout:
-    """Takes shards of `run` for the attempt that `claim` names.
+class Claimer:
+    """Claims shards of `run` for the attempt of `claim`.
 
-    `on_takeover(shard, former)` is told of each claim that was taken from a dead owner; `pause` waits between looks.
-    `held` are the shards that the attempt knows to hold; another one with its claim was left by a worker that died.
+    `on_takeover(shard, former)` is called for each claim taken from a dead owner; `pause` waits between looks. `held`
+    are the shards that the attempt knows it holds; others with its claim were left by a worker that died.
     """
 
     run: Run
@@ -112,14 +112,14 @@ class Scout:
         self._watch = Watch(self.run.plan.lease_s)
 
     def next(self) -> int | str:
-        """A shard, claimed; else why there is none: "complete" (all published) or "others" (the rest has owners)."""
+        """A claimed shard; else "complete" (all published) or "others" (the rest has owners)."""
         self._observe()
         doubted = False
         while True:
             if (shard := self._take_ahead()) is not None:
                 return self._begin(shard)
             free, taken = self._survey()
-            self._ahead = deque(_from(self._place(len(free)), free))
+            self._ahead = deque(_rotated(self._place(len(free)), free))
             if (shard := self._take_ahead()) is not None:
                 return self._begin(shard)
             states: list[State] = []
@@ -135,7 +135,7 @@ class Scout:
             self._wait(len(states))
 
     def look(self) -> str:
-        """The same without claiming anything: "work", "complete" or "others". For a task, before it loads a model."""
+        """Without claiming: "work", "complete" or "others". For a task, before it loads a model."""
         while True:
             free, taken = self._survey()
             states = [] if free else self._states(taken)
@@ -146,19 +146,19 @@ class Scout:
             self._wait(len(states))
 
     def is_still_own(self, shard: int) -> bool:
-        """Whether a shard that this attempt has held for a while is still to be computed, and by this attempt."""
+        """Whether a shard that this attempt claimed is still open and its own."""
         return is_open(self.run, shard) and self.run.claims.holds(shard, self.claim)
 
     def has_lost(self, shard: int) -> bool:
-        """Whether another attempt has taken over a shard that this one holds; looked up six times in `lease_s`.
+        """Whether another attempt took over a shard of this one; checked six times in `lease_s`.
 
-        Who keeps an item's progress in files would write them beside the new owner.
+        Without this check, both would write the progress of the same item.
         """
         now = time.monotonic()
         if shard not in self._lost and now - self._checked >= self.run.plan.lease_s / 6:
             self._checked = now
             claim = self.run.claims.observe(shard)
-            # Nobody's: it is being taken over, perhaps in vain, or written just now.
+            # NOBODYS: it is being taken over, perhaps in vain, or was just written.
             if claim is not None and claim not in (NOBODYS, UNREADABLE) and not claim.is_of(self.claim):
                 self._lost.add(shard)
         return shard in self._lost
@@ -170,23 +170,23 @@ class Scout:
         return shard
 
     def _observe(self) -> None:
-        """Look at others' leases while there is free work, too: when there is none, the dead are known at once."""
+        """Watch others' leases while there is free work, so that the dead are known when there is none."""
         gap = max(self.run.plan.lease_s / 4, 10 * self._n_names / NAMES_A_SECOND)
         if time.monotonic() - self._observed >= gap:
             self._observed = time.monotonic()
             taken = self._survey()[1]
-            # Those behind one's own are of tasks that are near; each task watches others.
-            self._states(_from(bisect_left(taken, self._last), taken)[:OBSERVED])
+            # The following ones belong to nearby tasks, so each task watches others.
+            self._states(_rotated(bisect_left(taken, self._last), taken)[:OBSERVED])
 
     def _survey(self) -> tuple[list[int], list[int]]:
-        """The shards that are to be computed, in order, from listings: those without a claim, and those with one."""
+        """The shards to compute without and with a claim, in order, from listings."""
         is_open = open_shards(self.run) - self._published
         claimed = self.run.claims.numbers()
         self._n_names = self.run.plan.n_shards - len(is_open) + len(claimed)
         return sorted(is_open - claimed), sorted(is_open & claimed)
 
     def _place(self, n_free: int) -> int:
-        """Where to begin among the free shards, in order where these are few."""
+        """Where to start among the free shards; 0 if there are few."""
         self._n_surveys += 1
         if n_free < MANY:
             return 0
@@ -195,7 +195,7 @@ class Scout:
         return int(n_free * (int(number) * GOLDEN % 1 if is_first else random.random()))
 
     def _take_ahead(self) -> int | None:
-        """The first free shard of the last listing that is free still; None if that listing is of no more use."""
+        """The next shard of the last listing that is still free; None if the listing is used up."""
         n_tries = len(self._ahead) if len(self._ahead) < MANY else TRIES
         for _ in range(n_tries):
             shard = self._ahead.popleft()
@@ -205,21 +205,20 @@ class Scout:
         return None
 
     def _keep(self, shard: int) -> bool:
-        """Whether a shard that was claimed just now is to be computed; else the claim is given back."""
+        """Whether a newly claimed shard is still open; else its claim is released."""
         if self._is_open(shard):
             return True
         self.run.claims.release(shard, self.claim)
         return False
 
     def _is_open(self, shard: int) -> bool:
-        """Whether a shard that is open by a listing is so indeed."""
         if is_open(self.run, shard):
             return True
         self._published.add(shard)
         return False
 
     def _take_left(self, states: list[State]) -> int | None:
-        """A shard that a dead worker or a dead task left, or whose claim an old listing still showed."""
+        """A shard that a dead worker or task left, or whose claim is gone."""
         for shard, former, state in states:
             if state == "left" and self._keep(shard):
                 return shard
@@ -232,13 +231,12 @@ class Scout:
         return None
 
     def _states(self, shards: Iterable[int]) -> list[State]:
-        """What is known of the claims of shards."""
         return [self._state(shard) for shard in shards]
 
     def _state(self, shard: int) -> State:
         claim = self.run.claims.observe(shard)
         if claim is None:
-            return shard, NOBODYS, "gone"  # published or given back this moment, or before an old listing
+            return shard, NOBODYS, "gone"  # just published or released, or before an outdated listing
         if claim.parked:
             return shard, claim, "parked"
         if claim.is_of(self.claim):
@@ -246,7 +244,7 @@ class Scout:
         return shard, NOBODYS if claim is UNREADABLE else claim, self._watch.look(shard, claim)
 
     def _verdict(self, states: list[State]) -> str | None:
-        """Why there is nothing to do, if that is so; `states` are those of all shards that are open by a listing."""
+        """Why there is nothing to do, or None; `states` are those of all listed open shards."""
         if any(state not in ("alive", "parked", "own") for _, _, state in states):
             return None
         retried(lambda: list_anew(self.run.shards), self.run.plan.lease_s)
@@ -262,15 +260,14 @@ class Scout:
         return "others" if lacking <= {shard for shard, _, _ in states} else None
 
     def _wait(self, n_claims: int) -> None:
-        """Pause so long that each renewal is seen, of which there are six in a lease; longer, if there is much to read.
+        """Pause so that each of the six renewals in a lease is seen; longer if there is much to read.
 
-        A look every quarter of a lease finds a stale one within one and a half.
+        Looking every quarter of a lease finds a stale one within one and a half leases.
         """
         lease_s = self.run.plan.lease_s
         work_s = n_claims / CLAIMS_A_SECOND + self._n_names / NAMES_A_SECOND
         self.pause(min(lease_s / 4, max(min(1.0, lease_s / 20), work_s)))
 
 
-def _from(place: int, shards: list[int]) -> list[int]:
-    """Shards in order from a place on, and then those before it."""
+def _rotated(place: int, shards: list[int]) -> list[int]:
     return shards[place:] + shards[:place]

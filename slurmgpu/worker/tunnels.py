@@ -1,8 +1,7 @@
-"""TCP connections of a task's other nodes to the store of its group, carried to the leader's for those of the group.
+"""TCP tunnels from a task's other nodes to the group's store on the leader's node.
 
-The store listens on the leader's loopback address, and asks nobody for a secret. On each other node an `Entrance`
-listens on the loopback address as well; what comes in there goes to the `Exit` on the leader's node, which lets in
-those who know the secret, and from there to the store.
+The store listens on the leader's loopback address without authentication. On each other node, an `Entrance` listens on
+the loopback address and forwards to the `Exit` on the leader's node, which checks the secret and forwards to the store.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from slurmgpu.run.rendezvous import KEEPALIVE, Door, knock
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 120.0
-"""How long the leader's launcher may take to start later than another node's."""
+"""How much later than another node's the leader's launcher may start."""
 PAUSE_S = 0.2
 CHUNK_BYTES = 1 << 16
 
 
 class Exit:
-    """Listens at `port` on all addresses, and connects who knows the secret with the store at `host`, `store_port`."""
+    """Listens at `port` on all addresses, and connects peers that know the secret to `host`:`store_port`."""
 
     def __init__(self, host: str, store_port: int, port: int, secret: str) -> None:
         self._place = host, store_port
@@ -36,7 +35,7 @@ class Exit:
 
 
 class Entrance:
-    """Listens on this node alone, at `port`, which the system chooses; connections go to the Exit at `host`."""
+    """Listens on a free `port` of the loopback address, and forwards to the Exit at `host`."""
 
     def __init__(self, own: str, host: str, exit_port: int, secret: str, patience_s: float = PATIENCE_S) -> None:
         self._host, self._exit_port, self._secret, self._patience_s = host, exit_port, secret, patience_s
@@ -70,7 +69,7 @@ class Entrance:
 
 
 def carry(one: socket.socket, other: socket.socket) -> None:
-    """Carry bytes both ways until both ends have closed."""
+    """Forward bytes both ways until both ends have closed."""
     for connection in (one, other):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

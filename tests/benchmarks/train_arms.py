@@ -20,8 +20,9 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
-from slurmgpu.training.loop import Outcome, Training
-from slurmgpu.training.places import Place
+from slurmgpu.training.loop import Training
+from slurmgpu.training.outcome import Outcome
+from slurmgpu.training.ranks import Place
 from slurmgpu.training.settings import TrainingSettings
 
 N_FIRST = 5

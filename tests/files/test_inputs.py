@@ -169,7 +169,7 @@ def test_progress_counts_every_byte(folder: Path) -> None:
         ("a.csv", "a,b\n1,2\n3\n", "a.csv, record 2: expected 2 fields as in the header, found 1"),
         ("a.csv", "a,b\n1,2,3\n", "record 1: expected 2 fields as in the header, found 3"),
         ("a.csv", "a,b\n1,2\n\n3,4", "record 2: expected a CSV record, found an empty line"),
-        ("a.csv", "a,b\n1,\"x\"y\n", r"record 1: expected a CSV record as in RFC 4180, found none \("),
+        ("a.csv", "a,b\n1,\"x\"y\n", r"record 1: expected a CSV record as in RFC 4180: "),
         ("a.csv", "\na,b\n1,2\n", "a.csv, header: expected a CSV record, found an empty line"),
         ("a.csv", "a,b,a\n1,2,3\n", "header: 'a' names two columns"),
         ("a.csv", "a;b\n1;2\n", "header: expected names separated by commas, found 'a;b'"),

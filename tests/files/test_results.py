@@ -266,7 +266,7 @@ def test_a_closed_file_says_so_and_what_was_read_remains(path):
 @pytest.mark.parametrize("content", [b"", b"text\n" * 1000, b"\x89HDF\r\n\x1a\n" + bytes(5000)])
 def test_a_file_that_is_not_ours_is_refused(tmp_path, content):
     (tmp_path / "a.h5").write_bytes(content)
-    with pytest.raises(SlurmGPUError, match=r"a\.h5 is not a whole file of slurmgpu's: "):
+    with pytest.raises(SlurmGPUError, match=r"a\.h5 is not an intact file of slurmgpu: "):
         results.open(tmp_path / "a.h5")
 
 
@@ -292,7 +292,7 @@ def test_a_turned_bit_anywhere_is_found_when_verification_is_asked_for(tmp_path,
         with pytest.raises(SlurmGPUError) as raised:
             results.open(path, verify=True)
         if is_in_userblock:
-            assert "is not a whole file of slurmgpu's: " in str(raised.value), (name, at)
+            assert "is not an intact file of slurmgpu: " in str(raised.value), (name, at)
         else:
             assert (
                 f"has changed since it was written: the checksum of {'the HDF5 ' if name == 'metadata' else ''}"

@@ -13,7 +13,7 @@ import pytest
 
 from slurmgpu.run.claims import UNREADABLE, Claim, Claims, Watch
 from slurmgpu.worker import shard_claimer
-from slurmgpu.worker.shard_claimer import OBSERVED, Scout, Tenure
+from slurmgpu.worker.shard_claimer import OBSERVED, Claimer, Deadline
 from tests.support.failing import TRANSIENT, Failing
 from tests.support.runs import planned_run
 
@@ -61,13 +61,13 @@ def never(seconds):
 def test_free_shards_are_taken_in_order_and_published_ones_left(run):
     publish(run, 1)
     run.claims.take(3, OTHER)
-    scout = Scout(run, ME)
+    scout = Claimer(run, ME)
     assert [scout.next(), scout.next(), scout.next()] == [0, 2, 4]
 
 
 def test_a_shard_that_was_given_back_is_taken_behind_the_others(run):
     run.claims.take(0, OTHER)
-    scout = Scout(run, ME, pause=never)
+    scout = Claimer(run, ME, pause=never)
     assert [scout.next() for _ in range(4)] == [1, 2, 3, 4]
     run.claims.release(0, OTHER)
     assert scout.next() == 0
@@ -75,8 +75,8 @@ def test_a_shard_that_was_given_back_is_taken_behind_the_others(run):
 
 def test_a_complete_run_is_known_at_once(run):
     publish(run, *range(5))
-    assert Scout(run, ME, pause=never).next() == "complete"
-    assert Scout(run, ME, pause=never).look() == "complete"
+    assert Claimer(run, ME, pause=never).next() == "complete"
+    assert Claimer(run, ME, pause=never).look() == "complete"
 
 
 def test_what_living_owners_hold_is_left_to_them(run, clock):
@@ -88,8 +88,8 @@ def test_what_living_owners_hold_is_left_to_them(run, clock):
         clock.go(seconds)
         claims.append(run.claims.renew(4, claims[-1]))
 
-    assert Scout(run, ME, pause=live).next() == "others"
-    assert Scout(run, ME, pause=live).look() == "others"
+    assert Claimer(run, ME, pause=live).next() == "others"
+    assert Claimer(run, ME, pause=live).look() == "others"
     assert len(claims) > 2  # each had to see it
 
 
@@ -97,7 +97,7 @@ def test_the_claim_of_a_dead_owner_is_taken_over(run, clock):
     publish(run, *range(4))
     run.claims.take(4, OTHER)
     taken, began = [], clock.now
-    scout = Scout(run, ME, on_takeover=lambda shard, former: taken.append((shard, former)), pause=clock.go)
+    scout = Claimer(run, ME, on_takeover=lambda shard, former: taken.append((shard, former)), pause=clock.go)
     assert scout.next() == 4
     assert clock.now > began + LEASE_S
     assert taken == [(4, OTHER)]
@@ -106,7 +106,7 @@ def test_the_claim_of_a_dead_owner_is_taken_over(run, clock):
 
 def test_who_died_while_this_worker_was_busy_is_known_when_it_is_idle(run, clock):
     run.claims.take(0, OTHER)
-    scout = Scout(run, ME, pause=never)
+    scout = Claimer(run, ME, pause=never)
     for shard in (1, 2, 3, 4):
         assert scout.next() == shard
         publish(run, shard)
@@ -116,7 +116,7 @@ def test_who_died_while_this_worker_was_busy_is_known_when_it_is_idle(run, clock
 
 def test_who_was_seen_alive_long_ago_must_show_it_again(run, clock):
     run.claims.take(0, OTHER)
-    scout = Scout(run, ME, pause=clock.go)
+    scout = Claimer(run, ME, pause=clock.go)
     assert scout.next() == 1
     run.claims.renew(0, OTHER)
     clock.go(0.4 * LEASE_S)
@@ -130,11 +130,11 @@ def test_a_parked_shard_is_nobodys_in_this_submission(run):
     publish(run, *range(4))
     run.claims.take(4, OTHER)
     run.claims.park(4, OTHER)
-    assert Scout(run, ME, pause=never).next() == "others"
+    assert Claimer(run, ME, pause=never).next() == "others"
 
 
 def test_looking_for_work_claims_nothing(run):
-    assert Scout(run, ME, pause=never).look() == "work"
+    assert Claimer(run, ME, pause=never).look() == "work"
     assert not run.claims.numbers()
 
 
@@ -162,13 +162,13 @@ def test_no_run_is_complete_because_an_old_listing_says_so(run, monkeypatch):
     before = os.listdir(run.shards)
     run.shard_path(2).unlink()  # set aside by a merge
     stale(monkeypatch, run, run.shards, before)
-    assert Scout(run, ME, pause=lambda seconds: None).next() == 2
+    assert Claimer(run, ME, pause=lambda seconds: None).next() == 2
 
 
 def test_shards_that_no_listing_shows_are_asked_for_by_their_names(run, monkeypatch):
     publish(run, *range(5))
     monkeypatch.setattr(type(run), "published", lambda self: {0, 1})  # for ever
-    scout = Scout(run, ME, pause=lambda seconds: None)
+    scout = Claimer(run, ME, pause=lambda seconds: None)
     assert scout.next() == "complete"
     assert not run.claims.numbers()
 
@@ -176,8 +176,8 @@ def test_shards_that_no_listing_shows_are_asked_for_by_their_names(run, monkeypa
 def test_a_claim_that_only_an_old_listing_shows_keeps_no_shard_from_being_computed(run, monkeypatch):
     publish(run, *range(4))
     stale(monkeypatch, run, run.claims.folder, ["00004"])
-    assert Scout(run, ME, pause=never).look() == "work"
-    assert Scout(run, ME, pause=never).next() == 4
+    assert Claimer(run, ME, pause=never).look() == "work"
+    assert Claimer(run, ME, pause=never).next() == 4
 
 
 def test_a_stale_claim_of_a_shard_that_is_published_meanwhile_is_given_back(run, clock, monkeypatch):
@@ -187,7 +187,7 @@ def test_a_stale_claim_of_a_shard_that_is_published_meanwhile_is_given_back(run,
     publish(run, 4)
     stale(monkeypatch, run, run.shards, before)
     taken = []
-    scout = Scout(run, ME, on_takeover=lambda *what: taken.append(what), pause=clock.go)
+    scout = Claimer(run, ME, on_takeover=lambda *what: taken.append(what), pause=clock.go)
     assert scout.next() == "complete"
     assert not taken
     assert run.claims.read(4) is None
@@ -196,9 +196,9 @@ def test_a_stale_claim_of_a_shard_that_is_published_meanwhile_is_given_back(run,
 def test_a_claim_that_a_dead_worker_of_this_attempt_left_is_taken_up(run):
     publish(run, *range(4))
     run.claims.take(4, ME)
-    assert Scout(run, ME, pause=never, held={4}).next() == "others"
-    assert Scout(run, ME, pause=never).look() == "work"
-    assert Scout(run, ME, pause=never).next() == 4
+    assert Claimer(run, ME, pause=never, held={4}).next() == "others"
+    assert Claimer(run, ME, pause=never).look() == "work"
+    assert Claimer(run, ME, pause=never).next() == 4
 
 
 def test_a_task_of_another_cluster_with_this_ones_job_id_is_another_task(run, clock):
@@ -206,10 +206,10 @@ def test_a_task_of_another_cluster_with_this_ones_job_id_is_another_task(run, cl
     theirs = replace(ME, cluster="b")
     run.claims.take(4, theirs)
     taken = []
-    scout = Scout(run, ME, on_takeover=lambda *what: taken.append(what), pause=clock.go)
+    scout = Claimer(run, ME, on_takeover=lambda *what: taken.append(what), pause=clock.go)
     assert scout.next() == 4
     assert taken == [(4, theirs)]
-    assert Scout(run, theirs).has_lost(4)
+    assert Claimer(run, theirs).has_lost(4)
 
 
 @pytest.mark.parametrize("number", TRANSIENT)
@@ -225,7 +225,7 @@ def test_another_ones_claim_that_cannot_be_read_ends_nothing(run, clock, monkeyp
         if failing.n_failed == 3:
             claims.append(run.claims.renew(4, claims[-1]))
 
-    assert Scout(run, ME, pause=live).next() == "others"
+    assert Claimer(run, ME, pause=live).next() == "others"
 
 
 def test_a_claim_that_nobody_can_read_is_taken_over_in_the_end(run, clock, monkeypatch):
@@ -235,7 +235,7 @@ def test_a_claim_that_nobody_can_read_is_taken_over_in_the_end(run, clock, monke
     monkeypatch.setattr(Claims, "observe", lambda self, shard: UNREADABLE if shard == 4 else real(self, shard))
     run.claims.path(4).write_text("unreadable for good")
     began = clock.now
-    assert Scout(run, ME, pause=clock.go).next() == 4
+    assert Claimer(run, ME, pause=clock.go).next() == 4
     assert LEASE_S < clock.now - began < 2 * LEASE_S
 
 
@@ -244,12 +244,12 @@ def test_a_shard_that_was_resumed_is_not_computed_when_it_is_published_or_anothe
         run.claims.take(shard, ME)
     publish(run, 0)
     run.claims.take_over(1, ME, OTHER)
-    scout = Scout(run, ME, held={0, 1, 2})
+    scout = Claimer(run, ME, held={0, 1, 2})
     assert [scout.is_still_own(shard) for shard in range(3)] == [False, False, True]
 
 
 def test_a_clock_that_is_set_while_a_worker_works_is_no_deadline(monkeypatch):
-    tenure = Tenure(time.time() + 3600, 60, threading.Event())
+    tenure = Deadline(time.time() + 3600, 60, threading.Event())
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 12 * 3600)
     assert tenure.over(1000) is None
@@ -305,18 +305,18 @@ def listings(large, monkeypatch):
 def test_a_worker_finds_its_first_shard_with_few_opens_however_many_claims_there_are(large, listings):
     listings["claims"] = range(199_000)  # of as many dead or living tasks; none is published
     with Opens(large.folder) as opens:
-        assert 199_000 <= Scout(large, ME, pause=never).next() < 200_000
+        assert 199_000 <= Claimer(large, ME, pause=never).next() < 200_000
     assert opens.n < 50
     listings["claims"], listings["shards"] = range(200_000), range(199_990)
     large.claims.take(199_995, ME)
     with Opens(large.folder) as opens:
-        assert Scout(large, ME, pause=never).look() == "work"
+        assert Claimer(large, ME, pause=never).look() == "work"
         assert opens.n < 50
 
 
 def test_many_tasks_that_start_at_once_try_different_shards(large):
     tasks = [Claim(f"1_{number}", f"1_{number}.0", "here", 1) for number in range(20)]
-    scouts = [Scout(large, task) for task in tasks]
+    scouts = [Claimer(large, task) for task in tasks]
     with Opens(large.folder) as opens:
         first = [scout.next() for scout in scouts]
         second = [scout.next() for scout in scouts]
@@ -327,7 +327,7 @@ def test_many_tasks_that_start_at_once_try_different_shards(large):
 
 
 def test_a_task_whose_listing_is_old_does_not_try_each_shard_of_it(large, monkeypatch):
-    scout = Scout(large, ME)
+    scout = Claimer(large, ME)
     assert scout.next() == 0
     tried, real = [], Claims.take
     others = range(1, 150_000)  # have been taken since
@@ -356,7 +356,7 @@ def test_an_idle_task_reads_few_claims_a_second_and_finds_a_dead_owner_within_tw
 
     began = clock.now
     with Opens(large.folder) as opens:
-        scout = Scout(
+        scout = Claimer(
             large,
             ME,
             pause=lambda seconds: (setattr(opens, "is_on", False), live(seconds), setattr(opens, "is_on", True)),

@@ -384,7 +384,7 @@ def test_nothing_that_follows_the_link_fails_a_task(tmp_path, monkeypatch, caplo
     assert publish(partial, target)
     verify_shard(target)
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
-        "00000.h5 is published, and what follows failed"
+        "00000.h5 is published, but cleaning up failed"
     ] * 2
 
 

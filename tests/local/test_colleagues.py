@@ -325,7 +325,7 @@ def test_another_users_merge_runs_neither_summarize_nor_on_end(colleagues, user)
     (folder / "run" / "submissions.jsonl").write_text("".join(f"{line}\n" for line in lines if "ended" not in line))
     done = colleagues.slurmgpu(user, "merge", "--force", "run", cwd=folder, umask=0o002, expect=0)
     assert ran(marks) == []
-    assert f"games has written as you. To have it: slurmgpu merge --trust {folder / 'run'}" in done.stderr
+    assert f"games has written as you. To allow it: slurmgpu merge --trust {folder / 'run'}" in done.stderr
     assert report(folder)["complete"]
     (folder / "run" / "submissions.jsonl").write_text("".join(f"{line}\n" for line in lines if "ended" not in line))
     colleagues.slurmgpu(user, "merge", "--force", "--trust", "run", cwd=folder, umask=0o002, expect=0)

@@ -3,6 +3,7 @@
 import csv
 import datetime
 import json
+import os
 import subprocess
 import sys
 
@@ -175,3 +176,19 @@ def test_a_kind_of_an_installed_package_is_found_by_its_entry_point(tmp_path, mo
     found = columns_from_json(described)
     assert type(found["x"]).__name__ == "Half"
     assert columns_to_json(found) == described
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("1 / 0\n", "column kind 'moment' cannot be loaded from moments:Moment: ZeroDivisionError"),
+        ("class Moment: pass\n", "moments:Moment is no column kind"),
+    ],
+)
+def test_a_broken_package_of_a_kind_ends_in_a_sentence(merged, tmp_path, slurmgpu, source, reason):
+    site = install(tmp_path / "site", "moments", source, "slurmgpu.columns", "moment = moments:Moment\n")
+    path = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
+    argv = ("export", merged.parent, "--format", "jsonl", "-o", "-")
+    said = slurmgpu(*argv, cwd=tmp_path, expect=2, PYTHONPATH=path).stderr
+    assert reason in " ".join(said.split())
+    assert "Traceback" not in said

@@ -253,3 +253,11 @@ def test_an_export_needs_little_memory_however_many_rows_there_are(tmp_path, fil
     finally:
         tracemalloc.stop()
     assert peak < 32 << 20
+
+
+def test_damaged_records_beside_a_merged_file_keep_no_rows_back(merged, tmp_path, caplog):
+    (tmp_path / "run.json").write_text('{"exports": ')
+    assert export(merged, "csv", tmp_path / "a.csv").n_rows == N_ROWS
+    assert "run.json is damaged, and is not used for the export" in caplog.text
+    (tmp_path / "run.json").write_text("[1]")
+    assert export(merged, "csv", tmp_path / "a.csv").n_rows == N_ROWS

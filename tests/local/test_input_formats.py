@@ -111,7 +111,7 @@ def test_a_format_of_tables_is_how_its_rows_are_read(tmp_path, told):
 def test_a_format_has_its_name_alone():
     with pytest.raises(SlurmGPUError, match="Csv is the input format 'csv'; choose another name"):
         type("Mine", (Csv,), {}, name="csv")
-    assert type(FORMATS["csv"]) is Csv
+    assert FORMATS.find("csv") is Csv
 
 
 def test_a_format_of_an_installed_package_is_read_in_every_process(tmp_path, project, slurmgpu):
@@ -131,3 +131,13 @@ def test_a_format_of_an_installed_package_is_read_in_every_process(tmp_path, pro
     assert (plan["input"]["format"], plan["input"]["n_items"]) == ("shout", 8)
     shown = slurmgpu("export", "run", "--format", "jsonl", "-o", "-", cwd=folder, expect=0).stdout.splitlines()
     assert [json.loads(line)["error"] for line in shown] == [None] * 8
+
+
+def test_a_broken_package_of_a_format_ends_in_a_sentence(tmp_path, project, slurmgpu):
+    folder = project(1, input="items.shout")
+    (folder / "items.shout").write_text("item\n")
+    package = install(tmp_path / "package", "shouts", "import nowhere\n", "slurmgpu.inputs", "shout = shouts:Shout\n")
+    path = os.pathsep.join([str(package), os.environ.get("PYTHONPATH", "")])
+    said = slurmgpu("plan", cwd=folder, expect=2, PYTHONPATH=path).stderr
+    assert "The input format 'shout' cannot be loaded from shouts:Shout: ModuleNotFoundError" in " ".join(said.split())
+    assert "Traceback" not in said

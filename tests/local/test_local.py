@@ -321,7 +321,7 @@ def test_a_fault_of_slurmgpus_own_is_blamed_on_no_item(project, slurmgpu):
     folder = project(20, workload="Unloadable")
     slurmgpu(*LOCAL, cwd=folder, expect=3)
     source = (folder / "workloads.py").read_text()
-    fault = "import slurmgpu.worker.shard_claimer; slurmgpu.worker.shard_claimer.Scout.next = None"
+    fault = "import slurmgpu.worker.shard_claimer; slurmgpu.worker.shard_claimer.Claimer.next = None"
     (folder / "workloads.py").write_text(source.replace("raise ImportError(\"No module named 'torch'\")", fault))
     done = slurmgpu("resubmit", "run", cwd=folder, expect=3)
     assert records(folder)[1]["failure"] == "crash"

@@ -266,7 +266,7 @@ class Recurrent(Own):
     [
         (InBatch, "it depends on the others, so there is no influence of one example"),
         (Mean, r"gives a tensor \(\) for 2 examples"),
-        (Detached, "depend on no parameter"),
+        (Detached, "finds no parameter on which"),
         (Looks, r"without `.item\(\)`"),
         (Recurrent, "cannot be computed for many examples at once"),
     ],

@@ -137,7 +137,7 @@ def read(at=START, done=0, **settings):
         Reader(Noisy(), torch.stack), TrainReadings(cutting, 4, at, done), TrainingSettings(**settings), CPU
     )
     try:
-        return list(loader)
+        return list(loader.read())
     finally:
         loader.close()
 
@@ -165,7 +165,7 @@ def test_processes_that_read_outlive_a_signal_that_all_processes_of_a_job_get(mo
     cutting = Cutting(23, 6, 3, epochs=2)
     two = TrainingSettings(num_workers=2, prefetch_factor=1)
     loader = Loader(Reader(Noisy()), TrainReadings(cutting, 4, START, 0), two, CPU)
-    batches = iter(loader)
+    batches = loader.read()
     next(batches)
     workers = loader._loader._iterator._workers
     subprocess.run(["kill", "-TERM", *[str(worker.pid) for worker in workers]], check=True)
@@ -217,7 +217,7 @@ class Endless(IterableDataset):
     ("samples", "found"),
     [
         (None, r"User.data\('train'\) is None"),
-        (Endless(), "is a Endless.*must have numbers"),
+        (Endless(), "is a Endless.*must be numbered"),
         (DataLoader(Noisy()), "is a DataLoader.*Return its data set"),
         (torch.zeros(3, 2), "is a Tensor.*TensorDataset"),
         ((torch.zeros(3), torch.zeros(3)), "is a tuple.*TensorDataset"),

@@ -22,8 +22,8 @@ from torch import nn  # noqa: E402
 
 from slurmgpu.errors import SlurmGPUError  # noqa: E402
 from slurmgpu.training import checkpoints, states, written  # noqa: E402
-from slurmgpu.training.checkpoints import Checkpoints, save_weights  # noqa: E402
-from slurmgpu.training.places import Place  # noqa: E402
+from slurmgpu.training.checkpoints import Checkpoints  # noqa: E402
+from slurmgpu.training.ranks import Place  # noqa: E402
 from tests.support import checkpoint_ranks  # noqa: E402
 from tests.support.shard_files import small_disk  # noqa: E402, F401
 
@@ -75,7 +75,7 @@ def test_a_folder_without_checkpoints_has_none(tmp_path):
 
 def test_a_step_that_is_there_is_kept_as_it_is(tmp_path):
     kept = kept_in(tmp_path, 1)
-    assert kept.save(1, shared={}, own={}) == 0.0
+    kept.save(1, shared={}, own={})
     check_last(kept, 1)
 
 
@@ -169,7 +169,7 @@ def test_with_no_whole_checkpoint_the_training_begins_anew_and_says_so(tmp_path,
     for step in (1, 2):
         flipped(tmp_path / f"step-000000000{step}" / "shared.pt")
     assert kept.last() is None
-    assert "the training begins again" in caplog.text
+    assert "the training starts again" in caplog.text
 
 
 def test_a_checkpoint_that_cannot_be_read_now_is_left_alone(tmp_path, caplog):
@@ -270,15 +270,15 @@ def test_weights_that_another_process_sweeps_away_are_written_again(tmp_path, mo
         return sums
 
     monkeypatch.setattr(written, "write_state", meanwhile)
-    save_weights(tmp_path / "best.pt", {"a": torch.ones(3)})
+    written.save_weights(tmp_path / "best.pt", {"a": torch.ones(3)})
     assert torch.load(tmp_path / "best.pt", weights_only=True)["a"].tolist() == [1, 1, 1]
     assert names(tmp_path) == ["best.pt"]
 
 
 def test_weights_are_written_whole_or_not_at_all(tmp_path):
     path = tmp_path / "last.pt"
-    save_weights(path, {"a": torch.zeros(3)})
-    assert killed_at(1, lambda: save_weights(path, {"a": torch.ones(3)})) == -signal.SIGKILL
+    written.save_weights(path, {"a": torch.zeros(3)})
+    assert killed_at(1, lambda: written.save_weights(path, {"a": torch.ones(3)})) == -signal.SIGKILL
     assert torch.load(path, weights_only=True)["a"].tolist() == [0, 0, 0]
     assert Checkpoints(tmp_path, Place()).last() is None
     assert names(tmp_path) == ["last.pt"]
@@ -438,7 +438,7 @@ def test_model_and_optimizer_come_back_bit_for_bit(tmp_path, make, wrap):
 def test_weights_have_the_users_names_and_are_whole(tmp_path):
     model = nn.Sequential(torch.compile(nn.Linear(2, 2)), Tied())
     path = tmp_path / "folder" / "best.pt"
-    save_weights(path, states.weights(torch.compile(model), sharded=False))
+    written.save_weights(path, states.weights(torch.compile(model), sharded=False))
     found = torch.load(path, weights_only=True)
     assert sorted(found) == sorted(nn.Sequential(nn.Linear(2, 2), Tied()).state_dict())
     nn.Sequential(nn.Linear(2, 2), Tied()).load_state_dict(found)
@@ -558,4 +558,4 @@ def test_a_damaged_part_of_a_sharded_state_is_noticed(ranks, tmp_path, caplog):
         flipped(folder / "step-0000000003" / "sharded" / part)
         with caplog.at_level(logging.WARNING):
             assert Checkpoints(folder, Place()).last() is None
-        assert f"sharded/{part} is not what was written" in caplog.text
+        assert f"the CRC of sharded/{part} differs" in caplog.text

@@ -12,7 +12,7 @@ from torch import nn  # noqa: E402
 from torch.utils.data import TensorDataset  # noqa: E402
 
 from slurmgpu.errors import Interrupted, ItemError, SlurmGPUError  # noqa: E402
-from slurmgpu.training import pacing, telling  # noqa: E402
+from slurmgpu.training import pacing, reporting  # noqa: E402
 from slurmgpu.training.batches import Cutting, Position  # noqa: E402
 from slurmgpu.training.blocks import find_blocks  # noqa: E402
 from slurmgpu.training.checkpoints import Checkpoints  # noqa: E402
@@ -21,7 +21,7 @@ from slurmgpu.training.loop import Training  # noqa: E402
 from slurmgpu.training.modes import Mode  # noqa: E402
 from slurmgpu.training.optimizing import lr_factor, make_optimizer  # noqa: E402
 from slurmgpu.training.pacing import Pace  # noqa: E402
-from slurmgpu.training.places import Place  # noqa: E402
+from slurmgpu.training.ranks import Place  # noqa: E402
 from slurmgpu.training.settings import TrainingSettings  # noqa: E402
 from slurmgpu.training.sizing import fit_batch_size, flops_per_sample  # noqa: E402
 from tests.support.runs import run_module  # noqa: E402
@@ -162,7 +162,7 @@ def test_a_weighed_evaluation_is_that_of_a_single_batch(found, world_size):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_weight_of_nothing_ends_the_configuration_in_a_sentence(found, world_size):
     told = found("weightless", world_size)["error"]
-    assert "weight(batch) gave 0; it shall be a positive and finite number: over how many tokens" in told
+    assert "weight(batch) gave 0; expected a positive finite number: over how many tokens" in told
 
 
 @pytest.mark.parametrize("given", [-1.0, math.nan, math.inf, torch.ones(2), "many", None])
@@ -171,7 +171,7 @@ def test_what_is_no_weight_is_refused_in_a_sentence(train, given):
         def weight(self, batch):
             return given
 
-    with pytest.raises(ItemError, match=r"weight\(batch\) gave .*positive and finite number"):
+    with pytest.raises(ItemError, match=r"weight\(batch\) gave .*positive finite number"):
         train(Odd(), epochs=1)
 
 
@@ -184,7 +184,7 @@ def test_an_attribute_that_is_called_weight_is_none(train):
 
 def test_a_metric_of_some_batches_only_ends_the_configuration_on_all_processes(found):
     for world_size in (1, 2):
-        assert "it shall give the same names for each batch" in found("sometimes", world_size)["error"]
+        assert "expected the same names for each batch" in found("sometimes", world_size)["error"]
 
 
 def test_batch_normalisation_trains_on_the_few_samples_of_a_last_step(found):
@@ -196,7 +196,7 @@ def test_an_automatic_batch_size_divides_a_process_share_of_the_step(found):
 
 
 def test_sync_batchnorm_on_cpus_is_refused_in_a_sentence(found):
-    assert "on GPUs only" in found("sync_batchnorm", 2)["error"]
+    assert "only on GPUs" in found("sync_batchnorm", 2)["error"]
 
 
 def test_other_data_on_another_process_is_refused_in_a_sentence(found):
@@ -536,8 +536,8 @@ def wrong(**methods):
         (wrong(model=lambda self: nn.Identity()), {}, "no parameter that requires gradients"),
         (wrong(loss=lambda self, model, batch: 1.0), {}, r"loss\(model, batch\) gave a float"),
         (wrong(loss=lambda self, model, batch: model(batch[0])), {}, r"a tensor of shape \(\d, 3\)"),
-        (wrong(loss=lambda self, model, batch: torch.tensor(1.0)), {}, "no parameter has a part in"),
-        (wrong(optimizer=lambda self, model: "sgd"), {}, "it shall be a torch.optim.Optimizer"),
+        (wrong(loss=lambda self, model, batch: torch.tensor(1.0)), {}, "a tensor that depends on no parameter"),
+        (wrong(optimizer=lambda self, model: "sgd"), {}, "expected a torch.optim.Optimizer"),
         (wrong(metrics=lambda self, model, batch: {"words": "many"}), {}, "gave 'words' as a str"),
         (wrong(), {"metric": "val_acuracy"}, "no metric 'val_acuracy'. Did you mean 'val_accuracy'"),
         (wrong(), {"drop_last": True, "global_batch_size": 30}, "29 training samples make no step of 30"),
@@ -608,15 +608,15 @@ def test_evaluations_and_resumptions_are_lines_of_the_log(train, caplog):
     assert f", val_loss {found['val_loss']:.4g}" in lines[-1]
     caplog.clear()
     train(Plain(), checkpoint_s=0.0)
-    assert caplog.records[0].getMessage() == "taken up from step 9"
+    assert caplog.records[0].getMessage() == "resumed from step 9"
 
 
 def test_every_few_seconds_is_told_where_a_training_is(train, monkeypatch):
     told = []
-    monkeypatch.setattr(telling, "TELL_S", 1e6)
+    monkeypatch.setattr(reporting, "REPORT_S", 1e6)
     train(Plain(), Place(tell=told.append), folder="seldom", checkpoint_s=0.0)
     assert told == []
-    monkeypatch.setattr(telling, "TELL_S", 0.0)
+    monkeypatch.setattr(reporting, "REPORT_S", 0.0)
     train(Plain(), Place(tell=told.append), checkpoint_s=0.0)
     assert [text.partition(", loss")[0] for text in told[:2]] == ["epoch 1 of 3, step 1", "epoch 1 of 3, step 2"]
     assert told[0].endswith(" samples/s")
@@ -742,7 +742,7 @@ def test_a_damaged_file_of_the_best_weights_costs_these_alone(train, tmp_path, c
     assert (outcome.steps, outcome.best_step) == (3, 1)
     assert "test_loss" in outcome.final
     assert "test_loss" not in outcome.best
-    assert "best-0000000001.pt is not what was written" in caplog.text
+    assert "best-0000000001.pt is damaged" in caplog.text
     assert not list((tmp_path / "training").glob("best*"))
 
 

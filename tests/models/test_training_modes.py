@@ -14,7 +14,7 @@ from slurmgpu.training.loading import read_split  # noqa: E402
 from slurmgpu.training.loop import Training  # noqa: E402
 from slurmgpu.training.modes import Mode, computing  # noqa: E402
 from slurmgpu.training.optimizing import Stepper  # noqa: E402
-from slurmgpu.training.places import Place  # noqa: E402
+from slurmgpu.training.ranks import Place  # noqa: E402
 from slurmgpu.training.settings import TrainingSettings, goal_of  # noqa: E402
 from slurmgpu.training.weighing import Weigher  # noqa: E402
 
@@ -60,7 +60,7 @@ WRONG = {
     "loss for each": ({"loss": lambda *_: torch.ones(4)}, {}, r"^loss\(model, batch\) gave a tensor of shape \(4,\)"),
     "metrics is a number": ({"metrics": lambda *_: 0.5}, {}, r"^metrics\(model, batch\) gave a float; .* dict"),
     "metrics is nothing": ({"metrics": lambda *_: None}, {}, r"^metrics\(model, batch\) gave a NoneType"),
-    "metrics has loss": ({"metrics": lambda *_: {"loss": 0.5}}, {}, r"gave 'loss', which .* rename it"),
+    "metrics has loss": ({"metrics": lambda *_: {"loss": 0.5}}, {}, r"gave 'loss', the name of .* rename it"),
     "scheduler is nothing": ({"scheduler": lambda *_: None}, {}, r"scheduler\(optimizer, n_steps\) gave a NoneType"),
     "no such metric": ({}, {"metric": "val_mae"}, r"no metric 'val_mae'\. .*val_loss"),
     "no split": ({"data": only_train}, {"metric": "val_mae"}, r'no metric .val_mae.\. data\("val"\) gave None\.'),

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.training import checkpoints, states
 from slurmgpu.training.checkpoints import Checkpoints
-from slurmgpu.training.places import Place
+from slurmgpu.training.ranks import Place
 
 try:
     from torch.distributed.fsdp import fully_shard

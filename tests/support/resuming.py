@@ -21,7 +21,7 @@ from torch import nn
 
 from slurmgpu.errors import Interrupted
 from slurmgpu.training.loop import Training
-from slurmgpu.training.places import Place
+from slurmgpu.training.ranks import Place
 from slurmgpu.training.settings import TrainingSettings
 
 N_SAMPLES = 53

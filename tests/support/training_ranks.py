@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.training.loop import Training
-from slurmgpu.training.places import Place
+from slurmgpu.training.ranks import Place
 from slurmgpu.training.settings import TrainingSettings
 
 N_TRAIN, N_VAL, N_TEST = 29, 7, 3

@@ -191,7 +191,7 @@ def test_a_wrong_number_of_rows_fails_the_whole_batch_and_hides_in_no_smaller_on
     workload = Recorder(lambda items: [{"x": 1.0}])
     computed = compute(workload, n=8)
     assert workload.batches == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert computed.common_way().message == "workload Recorder returned 1 row for 4 items"
+    assert computed.common_failure().message == "workload Recorder returned 1 row for 4 items"
 
 
 @pytest.mark.parametrize(
@@ -209,8 +209,8 @@ def test_what_is_no_list_of_rows_is_called_what_it_is(returned, said):
     computed = compute(workload)
     assert workload.batches == [[0, 1, 2, 3], [4, 5, 6, 7]]
     expected = "expected a list with a row, or an ItemError, for each of them"
-    assert computed.common_way().message == f"workload Recorder returned {said} for 4 items; {expected}"
-    assert compute(Recorder(lambda items: ({"x": 1.0} for _ in items))).common_way() is None
+    assert computed.common_failure().message == f"workload Recorder returned {said} for 4 items; {expected}"
+    assert compute(Recorder(lambda items: ({"x": 1.0} for _ in items))).common_failure() is None
 
 
 def test_items_that_cannot_be_read_are_input_errors_in_their_place():
@@ -242,10 +242,10 @@ def test_an_isolated_batch_is_computed_item_by_item_without_the_quarantined():
 
 
 def test_a_common_way_of_failing_is_found_only_when_every_item_raised_at_one_place():
-    assert compute(Recorder(raise_at(*range(8)))).common_way().message.startswith("ValueError: cannot do 0")
-    assert compute(Recorder(raise_at(*range(7)))).common_way() is None
-    assert compute(Recorder(lambda items: [ItemError("no")] * len(items))).common_way() is None
-    assert compute(Recorder(raise_at(0)), n=1).common_way() is None
+    assert compute(Recorder(raise_at(*range(8)))).common_failure().message.startswith("ValueError: cannot do 0")
+    assert compute(Recorder(raise_at(*range(7)))).common_failure() is None
+    assert compute(Recorder(lambda items: [ItemError("no")] * len(items))).common_failure() is None
+    assert compute(Recorder(raise_at(0)), n=1).common_failure() is None
 
 
 def test_an_items_seed_depends_on_the_runs_seed_and_its_index_alone():

@@ -15,8 +15,7 @@ import torch
 from slurmgpu.training.checkpoints import Checkpoints
 from slurmgpu.training.loop import Training
 from slurmgpu.training.modes import join
-from slurmgpu.training.places import Place
-from slurmgpu.training.ranks import led, together
+from slurmgpu.training.ranks import Place, led, together
 from slurmgpu.training.settings import TrainingSettings
 from slurmgpu.training.states import seed_everything
 from slurmgpu.util.gpus import visible_ids

@@ -14,7 +14,7 @@ from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
 from slurmgpu.util.atomic_files import write_json
 
 if TYPE_CHECKING:
-    from slurmgpu.training.loop import Outcome
+    from slurmgpu.training.outcome import Outcome
 
 log = logging.getLogger(__name__)
 
