@@ -79,9 +79,10 @@ class Apptainer(Runtime):
         """A copy on the node's disk, as a file or unpacked."""
         return staging.stage(image, identity, folder, how, pause)
 
-    def serves_image(self, identity: Identity, how: str) -> bool:
-        """Yes, of a SIF: squashfuse is started in the job."""
-        return how != "unpack" and bool(identity["kind"] == "sif")
+    def if_served(self, identity: Identity, how: str) -> str:
+        """To unpack a SIF, which squashfuse serves."""
+        is_served = how != "unpack" and identity["kind"] == "sif"
+        return 'Set stage = "unpack" in [container], which needs no such process.' if is_served else ""
 
     def command(self, start: Start, environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
         """`exec`, with the variables under the names by which they are handed on."""

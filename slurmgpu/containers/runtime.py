@@ -109,9 +109,12 @@ class Runtime(ABC):
         """
         return image
 
-    def serves_image(self, identity: Identity, how: str) -> bool:
-        """Whether a process of the job serves the image's files, so that the worker dies of a signal that ends it."""
-        return False
+    def if_served(self, identity: Identity, how: str) -> str:
+        """What to change if Slurm signals all processes of a job; empty unless one of them serves the image's files.
+
+        A signal ends that process, and the worker dies of a bus error.
+        """
+        return ""
 
     @abstractmethod
     def command(self, start: Start, environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:

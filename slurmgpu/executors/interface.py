@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slurmgpu.containers.settings import ContainerRecord
+from slurmgpu.errors import SlurmGPUError
 from slurmgpu.report.attempts import Lives
+from slurmgpu.report.queued import Job
 from slurmgpu.run.directory import Run
 from slurmgpu.run.heartbeats import Sign
 from slurmgpu.run.submissions import Submission, SubmissionLine
@@ -21,6 +23,7 @@ from slurmgpu.slurm.limits import Limit, bound_gpu_hours
 
 if TYPE_CHECKING:
     from slurmgpu.faults import Fault
+    from slurmgpu.plan.run_file import RunFile
     from slurmgpu.slurm.facts import Trial
 
 Lines = Sequence[SubmissionLine]
@@ -73,8 +76,8 @@ class Preview:
 class Executor(ABC):
     """Where tasks run. It has no state; what it needs of a run comes with each call.
 
-    Its tasks are attempts of `job_entry.work`, and log to logs/JOB_TASK_0_log.err. Of one that `queues` a job merges
-    behind them, such as `slurmgpu merge --wait RUN`; of another the process that submits waits for them and merges.
+    Its tasks call `job_entry.work` and log to logs/JOB_TASK_0_log.err. An executor that `queues` also queues a job that
+    calls `submission.merge_behind`; for the others the process that submits waits for the tasks and merges.
     """
 
     name: ClassVar[str]
@@ -83,8 +86,6 @@ class Executor(ABC):
     """Who works on the run, in sentences."""
     queues: ClassVar[bool] = False
     """Whether its tasks are jobs, which have a walltime and go on without the process that submits them."""
-    can_wait: ClassVar[bool] = False
-    """Whether its jobs can wait for those of another run (--after)."""
     not_in_paths: ClassVar[str] = ""
     """Characters that the path of a run directory must not have."""
 
@@ -128,10 +129,10 @@ class Executor(ABC):
 
     @abstractmethod
     def look(self, run: Run, lines: Lines, waiting_merge: str | None) -> Sight:
-        """What is seen of the run, of whose submissions `lines` have not ended; raises where that cannot be asked.
+        """What is seen of the run, whose submissions `lines` have not ended; NoAnswerError if that is not known.
 
-        `waiting_merge` is Slurm's job that asks, to merge when the others have ended; it and its like do not count, nor
-        does another executor's job that asks.
+        `waiting_merge` is the Slurm job of the caller, which merges when the others have ended. It does not count, nor
+        do other jobs that wait to merge; a job of another executor leaves itself out.
         """
 
     @abstractmethod
@@ -139,5 +140,40 @@ class Executor(ABC):
         """Stop what is seen of the run, and write `cancelled` down for each submission; what was done, in words."""
 
     def drop_waiting(self, job: str) -> None:
-        """Take tasks of a job out of the queue that have not started: nothing is left for them."""
+        """Cancel the tasks of a job that have not started: no shard is left for them."""
         return
+
+    def own_jobs(self) -> Sequence[Any]:
+        """All jobs of this user in the queue, by one request, for `queued` of many runs; NoAnswerError without one."""
+        return ()
+
+    def queued(self, run: Run, among: Sequence[Any] | None = None, last: list[Job] | None = None) -> list[Job] | None:
+        """The run's jobs in the queue, for `status`; None if the queue says nothing of it, `last` without an answer.
+
+        `among` are `own_jobs`, if they are known already.
+        """
+        return None
+
+    def lives(self, run: Run, *, settled: bool = False) -> Lives | None:
+        """What the executor's accounting says of the run's tasks; None without accounting or an answer.
+
+        With `settled` it waits a while for the ends that accounting does not have yet.
+        """
+        return None
+
+    def jobs_completing(self, other: Run) -> tuple[str, ...]:
+        """The jobs after which an incomplete run is complete, for --after; SlurmGPUError if there are none."""
+        raise SlurmGPUError(
+            f"{other.folder} is not complete yet, and the executor {self.name} cannot wait for it (--after). "
+            f"Submit once it is complete."
+        )
+
+    def hand_over(self, line: SubmissionLine, jobs: Mapping[str, str]) -> None:
+        """Called in the merge job of a submission that has resubmitted its run as `jobs`."""
+        return
+
+    def command_on_node(self, config: RunFile, command: list[str]) -> list[str]:
+        """The command that runs `command` where a task of the run file would run, for `check --node`."""
+        if self.queues:
+            raise SlurmGPUError(f"The executor {self.name} cannot check a node: leave out --node.")
+        return command

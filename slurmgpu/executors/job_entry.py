@@ -210,17 +210,17 @@ def _memory_mb(environ: Mapping[str, str], n_gpus: int) -> int | None:
     return next((int(environ[name]) * count or None for name, count in shares.items() if name in environ), None)
 
 
-def run_merge(folder: Path) -> None:
-    """The merge job: joins, reports, resubmits if the run file says so; exits with 3 while the run is incomplete.
+def run_merge(folder: Path, submission: int | None = None) -> None:
+    """The merge job of a submission; exits with 3 while the run is incomplete.
 
-    A signal ends it at once, with the run as it was, and with exit code 143 for SIGTERM; the notice SIGUSR2 does not.
+    A signal, except SIGUSR2, ends it at once and leaves the run as it was; SIGTERM gives exit code 143.
     """
-    from slurmgpu.executors import submission as submitting  # it imports this module's functions for Submitit to pickle
+    from slurmgpu.executors.submission import merge_behind  # which imports this module, for Submitit to pickle
 
     _log_like_ours()
     try:
         with early_signals.heeded():
-            code = submitting.merge_on_slurm(Run.open(folder), os.environ["SLURM_JOB_ID"])
+            code = merge_behind(Run.open(folder), submission)
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     if code:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,15 +16,18 @@ from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import slurm_lessons
 from slurmgpu.executors.interface import Executor, Lines, Preview, Sight, Started
+from slurmgpu.report.attempts import Lives
+from slurmgpu.report.queued import Job
 from slurmgpu.run import private
 from slurmgpu.run.directory import Run
 from slurmgpu.run.heartbeats import Sign
 from slurmgpu.run.owners import refuse_anothers
 from slurmgpu.run.submissions import JOB_KEYS, Submission, SubmissionLine
-from slurmgpu.slurm import commands, queue
+from slurmgpu.slurm import accounting, commands, queue
 
 if TYPE_CHECKING:
     from slurmgpu.faults import Fault
+    from slurmgpu.plan.run_file import RunFile
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +38,6 @@ class Slurm(Executor):
     name = "slurm"
     title = "Slurm"
     queues = True
-    can_wait = True
     not_in_paths = "'\"\\"
 
     def check(self, submission: Submission, container: ContainerRecord | None) -> None:
@@ -136,9 +140,51 @@ class Slurm(Executor):
     def drop_waiting(self, job: str) -> None:
         """So that what waits for the array goes on."""
         try:
-            commands.cancel_pending(job)
+            commands.cancel("--state=PENDING", job)
         except commands.SlurmUnavailableError as error:
-            log.warning("tasks that are still queued stay so: %s", error)
+            log.warning("pending tasks stay in the queue: %s", error)
+
+    def own_jobs(self) -> list[queue.QueuedJob]:
+        """One call of squeue."""
+        return queue.own_jobs()
+
+    def queued(self, run: Run, among: Sequence[Any] | None = None, last: list[Job] | None = None) -> list[Job] | None:
+        """What squeue says."""
+        return queue.queued_jobs(run, among, last)
+
+    def lives(self, run: Run, *, settled: bool = False) -> Lives | None:
+        """What sacct says."""
+        return accounting.lives_of(run, settled=settled)
+
+    def jobs_completing(self, other: Run) -> tuple[str, ...]:
+        """The last merge job of the other run, which may have been submitted by hand and not be recorded yet."""
+        merge_jobs = [line.get("merge_job") for line in other.submissions()]
+        jobs = [job for job in queue.jobs_of(other) if job.is_merge or job.array_job in merge_jobs]
+        if not jobs:
+            raise SlurmGPUError(
+                f"{other.folder} is incomplete, and Slurm has no job that will complete it. "
+                f"`slurmgpu resubmit {other.typed}` first."
+            )
+        return (max((job.array_job for job in jobs), key=int),)
+
+    def hand_over(self, line: SubmissionLine, jobs: Mapping[str, str]) -> None:
+        """Jobs that wait for this merge job wait for the next one, which sends the mail as well."""
+        own_job = os.environ["SLURM_JOB_ID"]
+        if line["merge"].keys() & {"mail_user", "mail_type"}:
+            try:
+                commands.run("scontrol", "update", f"JobId={own_job}", "MailType=NONE")
+            except commands.SlurmUnavailableError as error:
+                log.warning("a mail may come before the run's end: %s", error)
+        for job, dependency in queue.dependents(own_job):
+            renamed = re.sub(rf"(?<!\d){own_job}(?!\d)", jobs["merge_job"], dependency)
+            commands.run("scontrol", "update", f"JobId={job}", f"Dependency={renamed}")
+            log.info("job %s waits for %s now", job, renamed)
+
+    def command_on_node(self, config: RunFile, command: list[str]) -> list[str]:
+        """By srun."""
+        from slurmgpu.executors import slurm_jobs
+
+        return slurm_jobs.check_command(config, command)
 
 
 def respect_limits(asked: Submission) -> tuple[Submission, list[str]]:
@@ -159,12 +205,11 @@ def respect_limits(asked: Submission) -> tuple[Submission, list[str]]:
 
 
 def hazards(container: ContainerRecord | None) -> list[str]:
-    """A sentence when Slurm's signals would kill the image under its worker; none when they do not.
-
-    A packed image is served by a process of the job. Where Slurm signals all processes of a job, that one dies, and
-    the worker of a bus error with it. An unpacked image needs no such process.
-    """
-    if not container or not runtime_named(container["runtime"]).serves_image(container["identity"], container["stage"]):
+    """A sentence if Slurm's signals would kill the process that serves the image, and the worker with it."""
+    if container is None:
+        return []
+    advice = runtime_named(container["runtime"]).if_served(container["identity"], container["stage"])
+    if not advice:
         return []
     config = commands.configuration()
     tracking = config.get("ProctrackType", "")
@@ -176,7 +221,7 @@ def hazards(container: ContainerRecord | None) -> list[str]:
         return []
     return [
         f"Slurm signals every process of a job here ({cause}), also the one that serves the image: the notice of a "
-        f'preemption would end the worker by a bus error. Set stage = "unpack" in [container], which needs none.'
+        f"preemption would end the worker by a bus error. {advice}"
     ]
 
 
@@ -187,7 +232,8 @@ def _queue(lines: Lines) -> list[queue.QueuedJob] | None:
     except commands.SlurmUnavailableError as error:
         if not lines:
             return None  # where there is no Slurm, nothing was submitted by hand
-        raise commands.SlurmUnavailableError(f"It cannot be known what the run has in the queue. {error}") from error
+        text = f"It is not known which jobs of the run are in the queue. {error}"
+        raise commands.SlurmUnavailableError(text, is_absent=shutil.which("squeue") is None) from error
 
 
 def _jobs(run: Run, waiting_merge: str | None, queued: Sequence[queue.QueuedJob]) -> list[queue.QueuedJob]:

@@ -56,7 +56,8 @@ def submit(run: Run, submission: Submission, not_in_paths: str) -> dict[str, Any
         array_job = array_of(jobs[0].job_id)
         merge = _merge_executor(run.logs, run.plan.name, submission, f"afterany:{array_job}")
         try:
-            merge_job = _queue(lambda: [merge.submit(job_entry.run_merge, run.folder)])[0].job_id
+            number = submission.submission
+            merge_job = _queue(lambda: [merge.submit(job_entry.run_merge, run.folder, number)])[0].job_id
         except BaseException:
             commands.cancel(array_job)
             raise

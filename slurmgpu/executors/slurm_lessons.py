@@ -48,8 +48,9 @@ def _excluded(
 
 
 def _blamed_alike(attempts: list[AttemptRow]) -> set[str]:
-    """Nodes that lacked something for the container when no node at all had it: a path that is wrong is nobody's."""
-    blamed = {a["bad_node"] for a in attempts if a["failure"] == "container" and a["bad_node"]}
+    """Nodes that lacked something which no other node had: a wrong path, say, is the fault of no node."""
+    doubtful = {name for name, policy in POLICIES.items() if not policy.node_at_fault}
+    blamed = {a["bad_node"] for a in attempts if a["failure"] in doubtful and a["bad_node"]}
     well = any(a["node"] not in blamed and (a["n_shards"] or not a["failure"]) for a in attempts)
     return blamed if len(blamed) > 1 and not well else set()
 

@@ -19,27 +19,30 @@ from slurmgpu.run.submissions import SubmissionLine
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of fault: it `takes` the number of an "item", of a "shard", or none. `once`: over all tasks and restarts.
+    """A kind of fault: it `takes` the number of an "item", of a "shard", or none; `once` for all tasks and restarts.
 
-    `kills` the process that computes, which with the executor debug is the user's own.
+    `kills`: it kills the process that computes, which with the executor debug is the user's own. `row` is the failure
+    class that the item's row gets, "" if it gets its good row; `end` is the failure class of the attempt.
     """
 
     takes: str | None
     once: bool = False
     kills: bool = False
+    row: str = ""
+    end: str = ""
 
 
 KINDS = {
     "kill": Kind("item", once=True, kills=True),
-    "preempt": Kind("item", once=True, kills=True),
-    "timeout": Kind(None, once=True),
+    "preempt": Kind("item", once=True, kills=True, end="preempted"),
+    "timeout": Kind(None, once=True, end="timeout"),
     "oom": Kind("item"),
-    "cuda_oom": Kind("item"),
-    "error": Kind("item"),
-    "crash": Kind("item", kills=True),
+    "cuda_oom": Kind("item", row="cuda_oom"),
+    "error": Kind("item", row="item_error"),
+    "crash": Kind("item", kills=True, row="crash"),
     "damage": Kind("shard", once=True),
 }
-"""In the order in which they strike when several concern one call: a crash ends the others."""
+"""In the order in which they strike if several concern one call: a crash ends the others."""
 
 
 @dataclass(frozen=True)

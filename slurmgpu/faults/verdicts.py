@@ -10,13 +10,10 @@ from slurmgpu.faults.striking import Mark, Marks
 from slurmgpu.report.attempts import AttemptRow, makings_of
 from slurmgpu.report.build import FailedItem, Report
 from slurmgpu.run.directory import Run
+from slurmgpu.run.failures import ITEM, POLICIES
 from slurmgpu.shards.shard_file import Directory, read_directory, verify_shard
 from slurmgpu.shards.userblock import DamagedShardError
 
-ROW_CLASSES = {"crash": "crash", "cuda_oom": "cuda_oom", "error": "item_error"}
-"""The class that a fault gives to the item's row; of other faults the item has its row all the same."""
-ENDS = {"preempt": "preempted", "timeout": "timeout"}
-"""The class that a fault gives to its attempt."""
 ITS_ROW_SAYS = "its row says"
 
 
@@ -132,8 +129,8 @@ def _row(found: _Found, fault: Fault) -> str:
         return f"item {fault.at} has no row yet"
     if found.is_lifted(fault) and fault.at not in found.errors:
         return f"item {fault.at} has its row from {found.maker_of(fault)}, into which nothing was injected"
-    expected, error = ROW_CLASSES.get(fault.kind), found.errors.get(fault.at or 0)
-    if error is None and expected is not None:
+    expected, error = KINDS[fault.kind].row, found.errors.get(fault.at or 0)
+    if error is None and expected:
         raise BrokenPromiseError(f"item {fault.at} has its row, and {expected} was expected")
     if error is not None and error["class"] != expected:
         instead = expected or "its row"
@@ -188,13 +185,13 @@ def _tell_oom(found: _Found, fault: Fault) -> str:
 
 def _ended(found: _Found, fault: Fault) -> AttemptRow:
     """The attempt that the fault has ended, if it ended as it should."""
-    attempt, expected = found.struck(fault), {ENDS[fault.kind]}
-    if all(found.marks(other) and found.struck(other) is attempt for other in found.faults if other.kind in ENDS):
-        # Of two ends the attempt tells one.
-        expected |= {ENDS[other.kind] for other in found.faults if other.kind in ENDS}
-    if attempt["failure"] not in expected:
+    attempt, expected = found.struck(fault), KINDS[fault.kind].end
+    ends = [other for other in found.faults if KINDS[other.kind].end]
+    # If two faults end an attempt, it records one of them.
+    is_only_end = not all(found.marks(other) and found.struck(other) is attempt for other in ends)
+    if attempt["failure"] not in ([expected] if is_only_end else [KINDS[other.kind].end for other in ends]):
         raise BrokenPromiseError(
-            f"{attempt['attempt']} ended with {attempt['failure'] or 'no failure'}, and {ENDS[fault.kind]} was expected"
+            f"{attempt['attempt']} ended with {attempt['failure'] or 'no failure'}, and {expected} was expected"
         )
     return attempt
 
@@ -244,12 +241,13 @@ _TELL = {
 
 def _of_the_others(found: _Found) -> Verdict:
     """A line on all items that no fault was meant for."""
-    report, meant = found.report, {fault.at for fault in found.faults if fault.kind in ROW_CLASSES}
-    failed = [item for item in report["errors"] if item["index"] not in meant]
-    struck = {(found.shard(fault), ROW_CLASSES[fault.kind]) for fault in found.faults if fault.kind in ROW_CLASSES}
+    report, failing = found.report, [fault for fault in found.faults if KINDS[fault.kind].row]
+    failed = [item for item in report["errors"] if item["index"] not in {fault.at for fault in failing}]
+    struck = {(found.shard(fault), KINDS[fault.kind].row) for fault in failing}
     for item in failed:
-        shard = item["index"] // found.run.plan.shard_items
-        if item["class"] != "item_error" and (shard, item["class"]) in struck:
+        shard, policy = item["index"] // found.run.plan.shard_items, POLICIES.get(item["class"])
+        is_own = policy is not None and policy.rest == ITEM  # workloads raise such errors themselves
+        if not is_own and (shard, item["class"]) in struck:
             return Verdict(f"not as promised: item {item['index']} has failed as well ({item['class']})", kept=False)
     if n_missing := report["n_missing_items"]:
         items = "1 item" if n_missing == 1 else f"{n_missing:,} items"

@@ -191,8 +191,13 @@ def cluster_in_names(cluster: str) -> str:
 
 
 def is_slurms(record: Mapping[str, Any]) -> bool:
-    """Whether a submission, or an attempt, is of jobs of Slurm's: of which its queue and its accounting know."""
+    """Whether a submission, or an attempt, is of Slurm's jobs, which Slurm's accounting knows."""
     return bool(record["executor"] == "slurm")
+
+
+def is_of_processes(line: SubmissionLine) -> bool:
+    """Whether a submission's tasks are processes of one machine, by their `pids`, rather than jobs of a queue."""
+    return "pids" in line
 
 
 def job_here(executor: str, submission: int) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from slurmgpu.errors import SlurmGPUError
+from slurmgpu.errors import NoAnswerError
 from slurmgpu.report.attempts import Life
 from slurmgpu.run.failures import class_of_job
 
@@ -32,7 +32,7 @@ ENVIRON = {"SLURM_BITSTR_LEN": "0", "SLURM_TIME_FORMAT": "standard"}
 """Arrays are named whole, not cut at 64 characters, and times are as `queue` reads them, whatever the user prefers."""
 
 
-class SlurmUnavailableError(SlurmGPUError):
+class SlurmUnavailableError(NoAnswerError):
     """A Slurm command is missing, failed or did not answer."""
 
 
@@ -150,11 +150,6 @@ def cancel(*arguments: str) -> None:
     except SlurmUnavailableError as error:
         if "Invalid job id" not in str(error):
             raise
-
-
-def cancel_pending(array_job: str) -> None:
-    """Take the tasks that have not started out of the queue, so that what waits for the array goes on."""
-    cancel("--state=PENDING", array_job)
 
 
 def name_of(uid: int) -> str | None:

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from slurmgpu.errors import NoAnswerError
 from slurmgpu.report.queued import Job
 from slurmgpu.run.directory import Run
-from slurmgpu.run.submissions import JOB_KEYS, SubmissionLine, ended_jobs, is_slurms
+from slurmgpu.run.submissions import JOB_KEYS, SubmissionLine, ended_jobs
 from slurmgpu.slurm import commands
 from slurmgpu.util.array_ids import array_of, indices_of
 
@@ -186,12 +187,6 @@ def _is_known(job: QueuedJob, known: Mapping[str, bool]) -> bool:
     return job.array_job in known and (known[job.array_job] or job.name.startswith(JOB_NAME))
 
 
-def may_be_queued(run: Run) -> bool:
-    """Whether Slurm may have jobs of a run: not of one that was only ever computed on this machine."""
-    lines = run.submissions()
-    return not lines or any(map(is_slurms, lines))
-
-
 def _epoch(text: str) -> float | None:
     """Slurm's "2026-11-22T06:17:00", a time of this machine's zone, in seconds since the epoch; None for "N/A"."""
     try:
@@ -206,8 +201,6 @@ def queued_jobs(run: Run, among: Sequence[QueuedJob] | None = None, last: list[J
     An empty list is for a run that Slurm should have something of; of one on another cluster it is None.
     `among` are all of the user's jobs, where they are known already.
     """
-    if not may_be_queued(run):
-        return None
     lines = run.submissions()
     expected = any(line["state"] == "queued" for line in lines)
     merges = {line.get("merge_job") for line in lines}
@@ -234,8 +227,8 @@ def own_cluster() -> str | None:
         return None
 
 
-def in_short(error: commands.SlurmUnavailableError) -> str:
-    """Why squeue does not answer, in a line for those who have not asked for it."""
+def in_short(error: NoAnswerError) -> str:
+    """Why a queue does not answer, in a line."""
     return str(error).splitlines()[-1].rpartition("error: ")[2].partition(". ")[0].removesuffix(".")
 
 

@@ -53,7 +53,6 @@ from slurmgpu.worker.computer import (
     INTERRUPTED,
     Computed,
     Computer,
-    DiskFullError,
     Failure,
     WorkerBrokenError,
     check_debugger_left,
@@ -157,8 +156,6 @@ class Worker:
                 self.report({"event": "left", "shard": shard})
                 log.info("shard %d: left, with what is kept of it", shard)
                 continue  # to the end, as a rule; after a take-over to the next shard
-            except DiskFullError as error:
-                raise WorkerFailedError("disk_full", str(error), error.trace) from error
             if self.group.leads:
                 waiting.append(Waiting(shard, computed, started, began))
             # Every item raised at the same place: is it the workload, or this stretch of the input? One more tells.
