@@ -1,7 +1,7 @@
-"""`Executor`, the interface of an executor: all that differs from one to the next.
+"""`Executor`, the interface of an executor: everything in which executors differ.
 
-`slurm.py`, `local.py`, `debug.py` and `manual.py` implement it. `plan/executors.py` has the names of those that run
-files may name; those of other packages are found by the entry-point group `slurmgpu.executors`.
+`slurm.py`, `local.py`, `debug.py` and `manual.py` implement it. `plan/executors.py` has the names that run files may
+use; executors of other packages are found by the entry-point group `slurmgpu.executors`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Lines = Sequence[SubmissionLine]
 
 @dataclass(frozen=True)
 class Started:
-    """What has begun.
+    """What has been started.
 
-    `line` is what submissions.jsonl is to say of the submission from now on: of queued jobs the state "queued", and
-    their ids, each by a word for it. `wait` is of tasks of this machine: it calls what it is given until they have
-    ended, and tells what is known of their lives. `to_type` is for the user, where nothing begins by itself.
+    `line` is added to the submission in submissions.jsonl: of queued jobs the state "queued", and their ids by name.
+    `wait`, for tasks of this machine, calls its argument again and again until they have ended, and returns their
+    lives. `to_type` are commands for the user, if the executor starts nothing itself.
     """
 
     line: Mapping[str, Any] = field(default_factory=dict)
@@ -46,11 +46,11 @@ class Started:
 
 @dataclass(frozen=True)
 class Sight:
-    """What an executor sees of a run: `at_work` is what waits or works, in words.
+    """What an executor sees of a run: `at_work` is what is queued or alive, in words.
 
-    The rest is for what it does not see, and whose heartbeats are watched: `hides` if tasks may work here unseen,
-    `is_old` if an older slurmgpu may have submitted them, `elsewhere` the clusters in whose queues jobs may wait.
-    `has_ended` tells of a heartbeat whose task is known to be over.
+    The rest is about tasks that it does not see, and whose heartbeats are watched: `hides` if tasks may work here
+    unseen, `is_old` if an older slurmgpu may have submitted them, `elsewhere` the other clusters in whose queues jobs
+    may wait. `has_ended` says whether the task of a heartbeat is known to have ended.
     """
 
     at_work: str | None = None
@@ -62,7 +62,7 @@ class Sight:
 
 @dataclass
 class Preview:
-    """What would be submitted, for a dry run, and what the cluster says of it; `notes` are for the user."""
+    """What a dry run shows: the submission, and what the cluster says about it; `notes` are for the user."""
 
     submission: Submission
     notes: list[str] = field(default_factory=list)
@@ -74,40 +74,40 @@ class Preview:
 
 
 class Executor(ABC):
-    """Where tasks run. It has no state; what it needs of a run comes with each call.
+    """Where tasks run. It has no state: every call gets the run that it is about.
 
     Its tasks call `job_entry.work` and log to logs/JOB_TASK_0_log.err. An executor that `queues` also queues a job that
     calls `submission.merge_behind`; for the others the process that submits waits for the tasks and merges.
     """
 
     name: ClassVar[str]
-    """What [resources] executor says, and submissions.jsonl and records of attempts have."""
+    """Its name in [resources] executor, submissions.jsonl and the records of attempts."""
     title: ClassVar[str] = "this machine"
-    """Who works on the run, in sentences."""
+    """Its name in sentences."""
     queues: ClassVar[bool] = False
-    """Whether its tasks are jobs, which have a walltime and go on without the process that submits them."""
+    """Whether its tasks are jobs, which have a walltime and do not need the process that submitted them."""
     not_in_paths: ClassVar[str] = ""
     """Characters that the path of a run directory must not have."""
 
     @abstractmethod
     def check(self, submission: Submission, container: ContainerRecord | None) -> None:
-        """Refuse, with a SlurmGPUError, what cannot run from here, before anything is written."""
+        """Raise SlurmGPUError if it cannot run from here; called before anything is written."""
 
     @abstractmethod
     def describe(self, container: ContainerRecord | None) -> str:
-        """What `check` prints of it; SlurmGPUError where it would not work."""
+        """What `slurmgpu check` prints about it; SlurmGPUError if it would not work."""
 
     def check_faults(self, faults: Sequence[Fault]) -> None:
-        """Refuse faults on demand that would harm others."""
+        """Raise SlurmGPUError for faults on demand that would harm others."""
         return
 
     def learn(
         self, run: Run, last: SubmissionLine, options: Mapping[str, Any], given: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], Sequence[str], list[str]]:
-        """What the next submission changes because of how the `last` one failed.
+        """What the next submission changes because of the failures of the `last` one.
 
-        The options of [slurm], the nodes to leave out, and a sentence for each change. `options` are those of the last
-        submission, with those that the user has `given` now.
+        The options of [slurm], the nodes to exclude, and a sentence for each change. `options` are those of the last
+        submission, updated by those that the user has `given` now.
         """
         return options, (), []
 
@@ -116,16 +116,16 @@ class Executor(ABC):
         return submission, []
 
     def preview(self, submission: Submission, run_dir: Path, container: ContainerRecord | None) -> Preview:
-        """What a dry run shows; nothing is queued for it."""
+        """What a dry run shows; nothing is queued."""
         return Preview(submission, bound_gpu_hours=bound_gpu_hours(submission, None))
 
     @abstractmethod
     def place(self, run: Run, submission: Submission) -> dict[str, Any]:
-        """What submissions.jsonl says of where a submission is made, before anything begins; the last checks."""
+        """What submissions.jsonl says about where a submission is made; called, and may refuse, before `start`."""
 
     @abstractmethod
     def start(self, run: Run, submission: Submission) -> Started:
-        """Begin it. Of what `queues`, nothing stays queued when it raises a SlurmGPUError."""
+        """Start it. An executor that `queues` leaves nothing in the queue when it raises SlurmGPUError."""
 
     @abstractmethod
     def look(self, run: Run, lines: Lines, waiting_merge: str | None) -> Sight:
@@ -137,7 +137,7 @@ class Executor(ABC):
 
     @abstractmethod
     def cancel(self, run: Run, lines: Lines) -> list[str]:
-        """Stop what is seen of the run, and write `cancelled` down for each submission; what was done, in words."""
+        """Cancel what is seen of the run, and record `cancelled` for each submission; what was done, in words."""
 
     def drop_waiting(self, job: str) -> None:
         """Cancel the tasks of a job that have not started: no shard is left for them."""

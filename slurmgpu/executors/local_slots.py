@@ -43,7 +43,7 @@ def lives_of(submission: Submission, slots: list[Any]) -> dict[str, list[Life]]:
 
 
 class _Executor(submitit.LocalExecutor):  # type: ignore[misc]  # Submitit's is not typed
-    """Submitit's, with a controller that exits as its task."""
+    """Submitit's executor, with a controller that exits with its task's code."""
 
     def _submit_command(self, command: str) -> Any:
         given = {
@@ -82,12 +82,12 @@ def start(run: Run, submission: Submission) -> list[Any]:
 
 @contextlib.contextmanager
 def _deaf_to_ctrl_c() -> Iterator[None]:
-    """Let what starts meanwhile ignore the terminal's SIGINT, as Submitit's controllers shall: `stop` ends them.
+    """Start processes in the block that ignore SIGINT: `stop` ends Submitit's controllers, Ctrl-C does not.
 
-    The task in each slot listens to it all the same, with a handler of its own.
+    The task in each slot has its own handler.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield  # signals cannot be set here, and Ctrl-C does not come here
+        yield  # handlers cannot be set in this thread
         return
     former = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -97,9 +97,9 @@ def _deaf_to_ctrl_c() -> Iterator[None]:
 
 
 def wait(jobs: list[Any], on_tick: Callable[[], None]) -> None:
-    """Wait for the slots; whatever interrupts this stops them, and they give their shards back.
+    """Wait for the slots. Any exception stops them, and they give their shards back.
 
-    SIGTERM and SIGHUP interrupt it as Ctrl-C does.
+    SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does.
     """
     try:
         with _interrupted_by(signal.SIGTERM, signal.SIGHUP):
@@ -116,8 +116,8 @@ def wait(jobs: list[Any], on_tick: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def _interrupted_by(*signums: int) -> Iterator[None]:
-    """Raise KeyboardInterrupt for signals that would end this process, and leave its slots alone; nohup stays nohup."""
-    in_main_thread = threading.current_thread() is threading.main_thread()  # elsewhere they cannot be set
+    """Raise KeyboardInterrupt for these signals, unless they are ignored, as under nohup."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
     own = [signum for signum in signums if in_main_thread and signal.getsignal(signum) == signal.SIG_DFL]
     for signum in own:
         signal.signal(signum, signal.default_int_handler)

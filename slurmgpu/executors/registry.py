@@ -1,4 +1,4 @@
-"""Executors by name, and those that a run has to do with."""
+"""Executors by name, and those of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slurmgpu.run.submissions import SubmissionLine
 
 @functools.cache
 def executor_named(name: str) -> Executor:
-    """The executor that [resources] executor, or a submission, names; SlurmGPUError if no package here has it."""
+    """The executor of this name; SlurmGPUError if no package here has it."""
     executor: Executor = EXECUTORS.make(name)
     return executor
 

@@ -1,4 +1,4 @@
-"""The Slurm executor: an array job of Submitit's, and a merge job that depends on it."""
+"""The Slurm executor: an array job by Submitit, and a merge job that depends on it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class Slurm(Executor):
-    """Jobs of Slurm's, also those that were submitted by hand."""
+    """Slurm jobs, also those that were submitted by hand."""
 
     name = "slurm"
     title = "Slurm"
@@ -62,7 +62,7 @@ class Slurm(Executor):
     def learn(
         self, run: Run, last: SubmissionLine, options: Mapping[str, Any], given: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], Sequence[str], list[str]]:
-        """Leave nodes out that failed, and ask for more memory where it ran out."""
+        """Exclude nodes that failed, and ask for more memory if it ran out."""
         return slurm_lessons.learn(run, last, options, given)
 
     def fit(self, submission: Submission, container: ContainerRecord | None) -> tuple[Submission, list[str]]:
@@ -71,12 +71,12 @@ class Slurm(Executor):
         return less, notes + hazards(container)
 
     def preview(self, submission: Submission, run_dir: Path, container: ContainerRecord | None) -> Preview:
-        """The scripts, what sbatch says of them, and the limits that hold."""
+        """The scripts, what sbatch says about them, and the limits that hold."""
         seen = super().preview(submission, run_dir, container)
         try:
             self._ask(seen, run_dir, container)
         except commands.SlurmUnavailableError as error:
-            seen.notes.append(f"Neither limits nor scripts can be shown. {error}")
+            seen.notes.append(f"Limits and scripts cannot be shown. {error}")
         return seen
 
     def _ask(self, seen: Preview, run_dir: Path, container: ContainerRecord | None) -> None:
@@ -108,7 +108,7 @@ class Slurm(Executor):
         return Started({"state": "queued", **slurm_jobs.submit(run, submission, self.not_in_paths)})
 
     def look(self, run: Run, lines: Lines, waiting_merge: str | None) -> Sight:
-        """What is in the queue."""
+        """The run's jobs in the queue."""
         queued = _queue(lines)
         if queued is None:
             return Sight()
@@ -122,13 +122,13 @@ class Slurm(Executor):
         )
 
     def cancel(self, run: Run, lines: Lines) -> list[str]:
-        """Take its jobs out of the queue, also those that have not joined the run yet."""
+        """Cancel its jobs, also those that have not joined the run yet."""
         jobs = sorted({job.array_job for job in _jobs(run, None, _queue(lines) or ())}, key=int)
         if not jobs:
             return []
         cluster = queue.own_cluster()
         here = [line for line in lines if cluster is None or line.get("cluster", cluster) == cluster]
-        # One that has no ids may not have written them.
+        # A submission without ids may not have recorded them.
         here = [line for line in here if ({line[key] for key in JOB_KEYS if key in line} or set(jobs)) & set(jobs)]
         for line in here:
             refuse_anothers(run, line)
@@ -190,7 +190,7 @@ class Slurm(Executor):
 def respect_limits(asked: Submission) -> tuple[Submission, list[str]]:
     """The submission within MaxArraySize and MaxSubmitJobs, and a sentence for each change.
 
-    Tasks take shards until none is left, so fewer of them still finish the run.
+    Fewer tasks still finish the run: they take shards until none is left.
     """
     limits = {"MaxArraySize": commands.max_array_size()}
     if (submit_jobs := commands.max_submit_jobs()) is not None:
@@ -226,19 +226,19 @@ def hazards(container: ContainerRecord | None) -> list[str]:
 
 
 def _queue(lines: Lines) -> list[queue.QueuedJob] | None:
-    """The jobs in the queue of all users that the run knows of; None where there is no Slurm, and need not be."""
+    """The jobs in the queue of all users that submitted the run; None if there is no Slurm and none is needed."""
     try:
         return queue.own_jobs(line["uid"] for line in lines if "uid" in line)
     except commands.SlurmUnavailableError as error:
         if not lines:
-            return None  # where there is no Slurm, nothing was submitted by hand
+            return None  # without Slurm nothing was submitted by hand
         text = f"It is not known which jobs of the run are in the queue. {error}"
         raise commands.SlurmUnavailableError(text, is_absent=shutil.which("squeue") is None) from error
 
 
 def _jobs(run: Run, waiting_merge: str | None, queued: Sequence[queue.QueuedJob]) -> list[queue.QueuedJob]:
-    # By the run directory, too: a submission that died between sbatch and its record has left no job ids, and one
-    # that was refused may have left an array that could not be cancelled.
+    # Also by the run directory: a submission that died between sbatch and its record has no job ids, and one that was
+    # refused may have an array that could not be cancelled.
     jobs = queue.jobs_of(run, queued)
     if waiting_merge is None:
         return jobs
@@ -248,11 +248,11 @@ def _jobs(run: Run, waiting_merge: str | None, queued: Sequence[queue.QueuedJob]
 
 
 def _is_over(sign: Sign, cluster: str | None, queued: Sequence[queue.QueuedJob]) -> bool:
-    """Whether a task is known to have ended, however: its job, of this user and cluster, is not in the queue."""
+    """Whether a task is known to have ended: its job, of this user and cluster, is not in the queue."""
     told = sign.told
     if told.get("cluster") is None or told["cluster"] != cluster or told.get("uid") != os.getuid():
         return False
-    # The queue knows nothing of tasks of the local executor, in an allocation of another job's say.
+    # Tasks of the local executor are not in the queue, even if they run in an allocation.
     return str(told.get("job")).isdecimal() and all(job.array_job != told.get("job") for job in queued)
 
 
@@ -264,5 +264,5 @@ def _elsewhere(line: SubmissionLine) -> str | None:
 
 
 def _is_old(line: SubmissionLine) -> bool:
-    """Whether a submission of an older slurmgpu may be another user's or another cluster's, which it does not say."""
+    """Whether a submission of an older slurmgpu, which names no user and no cluster, may be of others."""
     return line["state"] in ("submitting", "queued") and not (line.keys() >= {"uid", "cluster"})
