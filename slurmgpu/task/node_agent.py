@@ -1,6 +1,6 @@
-"""A node of a task that follows: it prepares itself, and starts and ends its part of the group as the leader says.
+"""A following node of a task: it prepares itself, and starts and ends its part of the group as the leader says.
 
-It has no record and no claims, and it decides nothing. When its leader is gone, so is it.
+It has no record and no claims, and decides nothing. It ends when its leader is gone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOOK_S = 0.2
 
 
 def follow(run: Run, attempt: Attempt, rank: int, node: str) -> int:
-    """Be the node of this rank until the leader says that the task has ended; the exit code."""
+    """Follow the leader on the node of this rank until the task has ended; the exit code."""
     with StopSignals() as signals:
         try:
             line = _find_leader(run, attempt, rank, node, signals)
@@ -71,7 +71,7 @@ class _Follower:
         self._end_by: float | None = None
 
     def obey(self) -> int:
-        """Prepare, then do as the leader says; the exit code."""
+        """Prepare, then do what the leader says; the exit code."""
         threading.Thread(target=self._listen, daemon=True, name="the leader's words").start()
         self._line.tell({"problem": self._problem()})
         with contextlib.closing(self._launcher), self._sampler, contextlib.ExitStack() as stack:
@@ -83,17 +83,17 @@ class _Follower:
                     if self._worker is not None:
                         self._worker.reap()
                 if self._end_by is not None and time.monotonic() > self._end_by:
-                    log.warning("the leader does not say what a signal means; this node ends")
+                    log.warning("the leader has not answered a signal; this node ends")
                     return EXIT_STOPPED
                 code = self._heed(event, stack)
                 if code is not None:
                     return code
 
     def _heed(self, event: Mapping[str, Any], stack: contextlib.ExitStack) -> int | None:
-        """What one event asks for; an exit code to end with."""
+        """Handle one event; an exit code to end with."""
         match event:
             case {"event": "signal", "signum": signum} if signum != signal.SIGUSR2:
-                # The leader has it, too, and decides. A node that lost its leader ends without it.
+                # The leader gets it as well, and decides. Without an answer this node ends.
                 self._end_by = self._end_by or time.monotonic() + PARTING_S + 2 * GRACE_S
             case {"event": "leader", "do": "start"}:
                 self._start(event, stack)
@@ -126,7 +126,7 @@ class _Follower:
         self._line.tell({"exited": code, "was_oom": was_oom, "group": self._group})
 
     def _problem(self) -> dict[str, Any] | None:
-        """What keeps this node from computing, before anything is started."""
+        """What prevents this node from computing, before anything is started."""
         try:
             if self._attempt.uses_gpus:
                 gpus.check_visible(self._attempt.n_gpus)
