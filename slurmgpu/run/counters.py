@@ -1,4 +1,4 @@
-"""Files with a counter that goes up while their process lives: what heartbeats and the run's lock have in common."""
+"""Files with a counter that their process increments while it lives: for heartbeats and the run's lock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIZE = 1024
 
 
 def encode(value: Mapping[str, object]) -> bytes:
-    """A value as bytes of one length: a shorter text written in place would leave the end of the longer one."""
+    """A value as bytes, always of one length: a shorter text in place would leave the end of the longer one."""
     return json.dumps(dict(value)).encode().ljust(SIZE - 1) + b"\n"
 
 
@@ -37,7 +37,7 @@ def counting(count: Callable[[], object], pause_s: float, name: str) -> Iterator
 
 
 def own_name() -> str:
-    """The name of this process's user, or the number of one that has no name here."""
+    """The name of this process's user, or the uid of a user without a name here."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):

@@ -17,17 +17,17 @@ log = logging.getLogger(__name__)
 
 
 EXIT_FILE_SYSTEM = 74  # EX_IOERR of sysexits.h
-"""The exit code of a task whose node lost the file system: its record may not tell."""
+"""The exit code of a task whose node lost the file system, and which may not be able to write its record."""
 
 Sees = Callable[[BaseException], bool]
 
 FILES, INPUT, LOADING, ITEM = "files", "input", "loading", "item"
-"""What an error ends: a task, over files of its own; reading the input; loading the workload; or one item."""
+"""What an error ends: a task, by an error of its own files; reading the input; loading the workload; or one item."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A failure class: how it is seen, whose fault it is, what is done about it, and what the user is told.
+    """A failure class: how it is recognised, whose fault it is, what is done about it, and what messages say.
 
     `retriable`: another submission may compute what this failure left, so that `auto_resubmit` goes on.
     `node_at_fault`: the next submission excludes the node. `on_purpose`: a user ended it, and nothing is wrong.
@@ -82,7 +82,7 @@ GPU_FAULT_TEXTS = (
     "Found no NVIDIA driver",
     "CUDA-capable device(s) is/are busy or unavailable",
 )
-"""What PyTorch says when the GPU or its driver is at fault rather than the workload."""
+"""PyTorch's messages if the GPU or its driver is at fault."""
 
 POLICIES: dict[str, Policy] = {
     "cuda_oom": Policy(
@@ -152,25 +152,17 @@ def class_of_job(state: str, exit_code: str = "") -> str | None:
     return next((name for name, policy in POLICIES.items() if state in policy.states), None)
 
 
-SELF_INFLICTED = frozenset(
-    {
-        signal.SIGSEGV,
-        signal.SIGABRT,
-        signal.SIGBUS,
-        signal.SIGFPE,
-        signal.SIGILL,
-        signal.SIGTRAP,
-        signal.SIGSYS,
-    }
-)
-"""Signals that a process brings upon itself; SIGKILL and SIGTERM may as well have come from outside."""
+SELF_INFLICTED = {
+    *(signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS)
+}
+"""Signals that a process causes itself; SIGKILL and SIGTERM may come from outside."""
 
 
 @contextlib.contextmanager
 def blaming(node: str) -> Iterator[None]:
-    """Have a process end with the exit code of a class that has one, and say that `node` is at fault.
+    """End the process with the exit code of the failure class, if it has one, and name `node` in the log.
 
-    For what a task does while it has no record in which to tell of it: accounting has the exit code.
+    For a task that has no record yet: Slurm's accounting has the exit code.
     """
     try:
         yield
@@ -183,8 +175,8 @@ def blaming(node: str) -> Iterator[None]:
 
 
 def signal_of(returncode: int) -> int:
-    """The signal that a process died of, 0 for none: `returncode` as in `subprocess`, negative for a signal."""
-    # Apptainer and shells hand a signal on as 128 + its number.
+    """The signal that a process died of, 0 for none; `returncode` as in `subprocess`."""
+    # Apptainer and shells report a signal as 128 + its number.
     return -returncode if returncode < 0 else returncode - 128 if 128 < returncode < 192 else 0
 
 
@@ -199,6 +191,6 @@ def describe_exit(returncode: int) -> str:
 
 
 def brought_upon_itself(returncode: int) -> bool:
-    """Whether a process that ended so did it by itself (a segfault, an exit), rather than being killed from outside."""
+    """Whether a process ended by itself (a segfault, an exit) rather than being killed from outside."""
     number = signal_of(returncode)
     return number == 0 or number in SELF_INFLICTED
