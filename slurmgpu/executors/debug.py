@@ -25,7 +25,7 @@ class Debug(Here):
         for fault in faults:
             if KINDS[fault.kind].kills:
                 raise SlurmGPUError(
-                    f"--inject {fault} ends the process that computes; with the executor debug that is this one, and "
+                    f"--inject {fault} ends the process that computes, which with the executor debug is your own, and "
                     f"nothing starts it again. Use --executor local."
                 )
 

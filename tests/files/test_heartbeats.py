@@ -187,7 +187,7 @@ def test_a_merge_job_waits_for_tasks_elsewhere_and_not_for_its_own_array(run, mo
     with subprocess.Popen([sys.executable, "-c", BEATS, str(run.tasks / "7_0.0.alive")]) as process:
         assert liveness.others_alive(run, "7").startswith("task 7_0.0 of bob on ")
         process.kill()
-    assert liveness.others_alive(run, "7") is None
+    wait_until(lambda: liveness.others_alive(run, "7") is None, "the heartbeat to stand still")
 
 
 def test_where_squeue_does_not_answer_it_is_refused_and_force_goes_on(run, monkeypatch):

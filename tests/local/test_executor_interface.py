@@ -83,7 +83,8 @@ def main():
     for task in range(int(sys.argv[3])):
         attempt = Attempt(f"spool{submission}", task, submission=submission, executor="spool")
         with beating(run.folder, attempt.name, attempt.job):
-            work(run, attempt)
+            if code := work(run, attempt):
+                sys.exit(code)
     merge_behind(run, submission)
 
 
@@ -149,7 +150,7 @@ def test_such_a_run_is_cancelled_and_resubmitted(project, slurmgpu, site):
 
 def test_such_a_run_resubmits_itself(project, slurmgpu, site):
     folder = project(40, auto_resubmit=1)
-    slurmgpu(*SUBMIT, "--inject", "timeout", "--wait", cwd=folder, expect=0)
+    slurmgpu(*SUBMIT, "--tasks", "1", "--inject", "timeout", "--wait", cwd=folder, expect=0)
     check_rows(folder, 40)
     assert [(line["executor"], line["round"], line["state"]) for line in submissions(folder)] == [
         ("spool", 0, "ended"),
