@@ -46,7 +46,7 @@ class SiteResources(Table):
 
 
 class SiteFile(Table):
-    """A site file, and where it lies: relative paths in it are relative to its folder."""
+    """A site file. Relative paths in it are relative to its folder."""
 
     resources: SiteResources = SiteResources.model_validate({})
     container: ContainerTable = ContainerTable.model_validate({})
@@ -55,7 +55,7 @@ class SiteFile(Table):
 
 
 def site_path() -> Path:
-    """Where this user's site file lies, if there is one."""
+    """The path of this user's site file, which may not exist."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "slurmgpu" / "site.toml"
 
 
