@@ -1,7 +1,7 @@
-"""Faults on demand: what `submit --inject` takes, refused where it could not happen.
+"""Faults on demand: parse and check the argument of `submit --inject`.
 
-`striking` makes them happen, by the way of the real ones; `telling` compares what came of them with what is promised.
-The worker imports this: standard library only.
+`striking` makes them happen, in the same way as real ones; `verdicts` compares the results with what is promised. The
+worker imports this: standard library only.
 
 May import: report, run, shards, util and workload.
 """
@@ -57,7 +57,7 @@ class Fault:
 
 
 def parse_faults(texts: Iterable[str]) -> tuple[Fault, ...]:
-    """The faults in texts such as "crash@17,timeout", each once, in the order in which they strike."""
+    """The faults in texts such as "crash@17,timeout", without duplicates, in the order in which they strike."""
     words = [word.strip() for text in texts for word in text.split(",")]
     if "" in words:
         raise SlurmGPUError(
@@ -92,13 +92,12 @@ def _example(name: str) -> str:
 
 
 def check_faults(faults: Sequence[Fault], plan: Plan) -> None:
-    """Refuse, in a sentence, what could not happen in a run of this plan."""
-    for fault in faults:
-        _check(fault, plan)
+    """Raise SlurmGPUError for faults that cannot happen in a run of this plan."""
     at_items: dict[int | None, Fault] = {}
     for fault in faults:
+        _check(fault, plan)
         if KINDS[fault.kind].takes == "item" and (other := at_items.setdefault(fault.at, fault)) != fault:
-            raise SlurmGPUError(f"--inject {other},{fault}: of one item, one fault. Take another item for one of them.")
+            raise SlurmGPUError(f"--inject {other},{fault}: an item has one fault. Use another item for one of them.")
 
 
 def _check(fault: Fault, plan: Plan) -> None:
@@ -112,17 +111,17 @@ def _check(fault: Fault, plan: Plan) -> None:
         start, stop = plan.bounds(fault.at // plan.shard_items)
         if min(plan.batch_size, stop - start) == 1:
             raise SlurmGPUError(
-                f"--inject {fault} is for a batch that is too large, and here item {fault.at} is in one of its own. "
+                f"--inject {fault} is for a batch that is too large, and item {fault.at} is alone in its batch. "
                 f"An item that never fits is cuda_oom@{fault.at}."
             )
 
 
 def faults_of(line: SubmissionLine) -> tuple[Fault, ...]:
-    """The faults of a submission, from its line in submissions.jsonl; none of one that is older than they."""
+    """The faults of a submission, from its line in submissions.jsonl."""
     return parse_faults(line.get("inject") or ())
 
 
 def faults_for(run: Run, submission: int) -> tuple[str, ...]:
-    """The faults that the tasks of a submission are given, as texts."""
+    """The faults of a submission, as texts, for its tasks."""
     own = (faults_of(line) for line in run.submissions() if line["submission"] == submission)
     return tuple(map(str, next(own, ())))

@@ -1,4 +1,4 @@
-"""Classes by name: those that come with slurmgpu, and those of installed packages, by a group of entry points."""
+"""Classes by name: built-in ones, and those of installed packages, by a group of entry points."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plugins:
-    """The subclasses of `interface` that are known here.
+    """The known subclasses of `interface`.
 
-    `what` they are is for sentences, and `built_in` are their full names, "package.module:Class", by short ones.
+    `what` names them in sentences; `built_in` has the full names, "package.module:Class", by short ones.
     """
 
     group: str
@@ -31,7 +31,7 @@ class Plugins:
         return [*self.built_in, *sorted(self._installed().names - self.built_in.keys())]
 
     def make(self, name: str) -> Any:
-        """An instance of the class of this name; SlurmGPUError if no package here has it, or has it wrongly."""
+        """An instance of the class of this name; SlurmGPUError if no package here has it, or it cannot be loaded."""
         full_name = self.built_in.get(name) or next((each.value for each in self._installed().select(name=name)), None)
         if full_name is None:
             raise SlurmGPUError(
