@@ -8,17 +8,14 @@ from typing import Any
 
 from slurmgpu.executors.registry import executor_named
 from slurmgpu.plan.planner import allocate
-from slurmgpu.plan.run_file import Resources, merge_tables, parse_resources
+from slurmgpu.plan.run_file import merge_tables, parse_resources
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import Submission
 
 
-def first_submission(plan_resources: Mapping[str, Any], n_shards: int) -> Submission:
-    """A run's first submission, from its [resources]."""
-    return _asked_for(1, parse_resources(plan_resources), n_shards)
-
-
-def _asked_for(number: int, wanted: Resources, n_shards: int) -> Submission:
+def first_submission(resources: Mapping[str, Any], n_shards: int, number: int = 1) -> Submission:
+    """A submission for so many shards by [resources]; the run's first unless `number` says otherwise."""
+    wanted = parse_resources(resources)
     allocation = allocate(wanted, n_shards)
     return Submission(
         submission=number,
@@ -59,11 +56,12 @@ def next_submission(
             first, slurm={**run.plan.slurm, **(slurm or {})}, merge={**run.plan.merge, **(merging or {})}
         ), []
     last, given = run.as_submitted(run.last_submission()), slurm or {}
-    wanted = parse_resources(merge_tables(last["resources"], resources or {}))
     n_missing = run.plan.n_shards - len(run.published()) + n_again
-    options, exclude, notes = executor_named(wanted.executor).learn(run, last, {**last["slurm"], **given}, given)
+    wanted = merge_tables(last["resources"], resources or {})
+    asked = first_submission(wanted, max(1, n_missing), last["submission"] + 1)
+    options, exclude, notes = executor_named(asked.executor).learn(run, last, {**last["slurm"], **given}, given)
     submission = replace(
-        _asked_for(last["submission"] + 1, wanted, max(1, n_missing)),
+        asked,
         slurm=options,
         merge={**last["merge"], **(merging or {})},
         exclude=tuple(exclude),
@@ -71,6 +69,6 @@ def next_submission(
         container=last.get("container"),
         code=last.get("code"),
         # Items that are computed again because they failed are not to fail again.
-        inject=() if n_again or wanted.executor != last["executor"] else tuple(last.get("inject") or ()),
+        inject=() if n_again or asked.executor != last["executor"] else tuple(last.get("inject") or ()),
     )
     return submission, notes

@@ -257,7 +257,6 @@ def _is_over(sign: Sign, cluster: str | None, queued: Sequence[queue.QueuedJob])
 
 
 def _elsewhere(line: SubmissionLine) -> str | None:
-    """The cluster in whose queue a submission may have tasks."""
     if line["state"] not in ("submitting", "queued") or line.get("cancelled"):
         return None
     return line.get("cluster")

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
-from slurmgpu.run.directory import Plan, Run
-from slurmgpu.run.submissions import SubmissionLine
+from slurmgpu.run.directory import Plan
 
 
 @dataclass(frozen=True)
@@ -114,14 +113,3 @@ def _check(fault: Fault, plan: Plan) -> None:
                 f"--inject {fault} is for a batch that is too large, and item {fault.at} is alone in its batch. "
                 f"An item that never fits is cuda_oom@{fault.at}."
             )
-
-
-def faults_of(line: SubmissionLine) -> tuple[Fault, ...]:
-    """The faults of a submission, from its line in submissions.jsonl."""
-    return parse_faults(line.get("inject") or ())
-
-
-def faults_for(run: Run, submission: int) -> tuple[str, ...]:
-    """The faults of a submission, as texts, for its tasks."""
-    own = (faults_of(line) for line in run.submissions() if line["submission"] == submission)
-    return tuple(map(str, next(own, ())))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from slurmgpu.faults import KINDS, Fault, faults_of, parse_faults
+from slurmgpu.faults import KINDS, Fault, parse_faults
 from slurmgpu.faults.striking import Mark, Marks
 from slurmgpu.report.attempts import AttemptRow, makings_of
 from slurmgpu.report.build import Report
@@ -36,7 +36,7 @@ def judge(run: Run, report: Report) -> list[Verdict]:
 
     Empty for a run without faults.
     """
-    faults = parse_faults(str(fault) for line in report["submissions"] for fault in faults_of(line))
+    faults = parse_faults(text for line in report["submissions"] for text in line.get("inject") or ())
     if not faults:
         return []
     found = _Found(run, report, faults)
@@ -76,7 +76,7 @@ class _Found:
     @cached_property
     def injected(self) -> dict[int, set[str]]:
         """The faults of each submission."""
-        return {line["submission"]: set(map(str, faults_of(line))) for line in self.report["submissions"]}
+        return {line["submission"]: set(line.get("inject") or ()) for line in self.report["submissions"]}
 
     def marks(self, fault: Fault) -> list[Mark]:
         """When and where the fault struck."""
@@ -227,7 +227,6 @@ _TELL: dict[str, Callable[[_Found, Fault], str]] = {
 
 
 def _of_the_others(found: _Found) -> Verdict:
-    """The verdict on all items without a fault."""
     report, failing = found.report, [fault for fault in found.faults if KINDS[fault.kind].row]
     failed = [item for item in report["errors"] if item["index"] not in {fault.at for fault in failing}]
     struck = {(found.shard(fault), KINDS[fault.kind].row) for fault in failing}

@@ -162,7 +162,6 @@ def _build(config: RunFile, base: Path) -> tuple[str, dict[str, Any], Adapted]:
 
 
 def _where_it_belongs(name: str, settings: Mapping[str, Any]) -> str:
-    """A hint for a name that is no setting of the workload."""
     outer, dot, inner = name.partition(".")
     if dot:
         return f" A table is set whole: {outer}={{{inner}={json.dumps(settings[name])}}}."

@@ -197,11 +197,6 @@ def parse_table(model: type[TableT], value: Mapping[str, Any], where: str) -> Ta
         raise SlurmGPUError(f"{where}: {_first_problem(error, model)}") from error
 
 
-def parse_run_file(value: Mapping[str, Any], where: str) -> RunFile:
-    """The run file that a mapping describes; `where` names it in errors."""
-    return parse_table(RunFile, value, where)
-
-
 def parse_resources(value: Mapping[str, Any]) -> Resources:
     """[resources] from a mapping, such as a run's with flags over it."""
     return parse_table(Resources, value, "resources")
@@ -262,7 +257,6 @@ def _first_problem(error: ValidationError, model: type[BaseModel] | None = None)
 
 
 def _keys(model: type[BaseModel], table: Sequence[str]) -> list[str]:
-    """The keys that a table of a model may have."""
     for name in table:
         inner = model.model_fields[name].annotation
         if isinstance(inner, type) and issubclass(inner, BaseModel):

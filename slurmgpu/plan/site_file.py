@@ -23,7 +23,6 @@ from slurmgpu.plan.run_file import (
     SlurmOptions,
     Table,
     merge_tables,
-    parse_run_file,
     parse_table,
     plain_names,
     read_toml,
@@ -75,7 +74,7 @@ def read_site() -> dict[str, Any]:
 def read_run_file(path: Path, overrides: Mapping[str, Any] | None = None) -> RunFile:
     """The run file at `path`, which overrides the site file; `overrides`, by table and key, override both."""
     below = merge_tables(read_site(), _read(path))
-    return parse_run_file(merge_tables(below, overrides or {}), str(path))
+    return parse_table(RunFile, merge_tables(below, overrides or {}), str(path))
 
 
 def origins(path: Path, overrides: Mapping[str, Any]) -> Origins:
@@ -98,12 +97,11 @@ def _read(path: Path) -> dict[str, Any]:
         value = read_toml(path)
     except FileNotFoundError:
         raise SlurmGPUError(f"There is no run file {path}. `slurmgpu init` writes one.") from None
-    parse_run_file(value, str(path))  # by itself, so that errors name this file
+    parse_table(RunFile, value, str(path))  # by itself, so that errors name this file
     return {**value, **{table: plain_names(value[table]) for table in ("slurm", "merge") if table in value}}
 
 
 def _absolute(container: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """[container] with its relative paths made absolute."""
 
     def whole_bind(bind: str | Mapping[str, Any]) -> str | dict[str, Any]:
         if isinstance(bind, str):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
 import json
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 
@@ -34,11 +32,3 @@ def counting(count: Callable[[], object], pause_s: float, name: str) -> Iterator
     finally:
         over.set()
         thread.join()
-
-
-def own_name() -> str:
-    """The name of this process's user, or the uid of a user without a name here."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return str(os.getuid())

@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
-from slurmgpu.run.counters import SIZE, counting, encode, own_name
+from slurmgpu.run.counters import SIZE, counting, encode
 from slurmgpu.run.submissions import Place, cluster_in_names, is_at, place_of
 from slurmgpu.util.pids import lives, own_id
 from slurmgpu.util.shared_files import list_anew, read_bytes, remove
+from slurmgpu.util.users import own_name
 
 BEAT_S = 3.0
 """How often a task counts up."""

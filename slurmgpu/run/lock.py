@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import Literal, TypedDict, TypeVar, cast
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.run.counters import SIZE, counting, encode, own_name
+from slurmgpu.run.counters import SIZE, counting, encode
 from slurmgpu.run.owners import name_of
 from slurmgpu.util.early_signals import deferred, heed
 from slurmgpu.util.pids import lives, own_id
 from slurmgpu.util.shared_files import UnusableFileError, read_bytes, remove, replace, retried
+from slurmgpu.util.users import own_name
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ user trusts all who may write there: `--trust`, or SLURMGPU_TRUST in the environ
 from __future__ import annotations
 
 import os
-import pwd
 import shlex
 import stat
 from collections.abc import Iterable, Mapping
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.util import users
 from slurmgpu.util.shared_files import OTHERS_WRITE, exists, is_own, may, retried
 
 if TYPE_CHECKING:
@@ -38,10 +38,7 @@ def is_trusted(folder: Path) -> bool:
 
 def name_of(uid: int) -> str:
     """The name of a user on this machine."""
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"the user with the number {uid}"
+    return users.name_of(uid) or f"the user with the number {uid}"
 
 
 def why_foreign(run: Run, others: Iterable[Path] = ()) -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import pwd
 import re
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from slurmgpu.errors import NoAnswerError
 from slurmgpu.report.attempts import Life
 from slurmgpu.run.failures import class_of_job
+from slurmgpu.util.users import own_name
 
 log = logging.getLogger(__name__)
 
@@ -122,19 +122,6 @@ def cancel(*arguments: str) -> None:
     except SlurmUnavailableError as error:
         if "Invalid job id" not in str(error):
             raise
-
-
-def name_of(uid: int) -> str | None:
-    """The name of a user on this machine; None if it has none, as in some containers."""
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return None
-
-
-def own_name() -> str:
-    """The user of this process for Slurm. LOGNAME and USER may be another's: `su` and `sudo -E` keep them."""
-    return name_of(os.getuid()) or str(os.getuid())
 
 
 def hostnames(expression: str) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from typing import TypeVar
 from slurmgpu.slurm import commands
 from slurmgpu.slurm.commands import ARRAY_JOB, SlurmUnavailableError
 from slurmgpu.slurm.survey import GPUS
+from slurmgpu.util.users import own_name
 
 QOS_KEYS = (
     *("Name", "Flags", "MaxWall", "MaxTRESPerJob", "MaxTRESPerUser", "MaxTRESPerAccount", "GrpTRES"),
@@ -39,7 +40,7 @@ class Facts:
     are not enforced.
     """
 
-    user: str = field(default_factory=commands.own_name)
+    user: str = field(default_factory=own_name)
     config: Mapping[str, str] = field(default_factory=dict)
     partitions: Mapping[str, Row] = field(default_factory=dict)
     gpus: Mapping[str, Sequence[Mapping[str, int]]] = field(default_factory=dict)
@@ -142,7 +143,6 @@ def _accounting(user: str, account: str | None, cluster: str) -> tuple[str, list
 
 
 def _table(what: str, keys: Sequence[str], *which: str) -> list[Row]:
-    """The rows of `sacctmgr show`."""
     ask = ("sacctmgr", "--noheader", "--parsable2", "show", what, *which, f"format={','.join(keys)}")
     lines = commands.run(*ask).splitlines()
     return [dict(zip(keys, line.split("|"), strict=True)) for line in lines if line]

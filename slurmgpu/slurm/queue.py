@@ -17,6 +17,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import JOB_KEYS, SubmissionLine, ended_jobs
 from slurmgpu.slurm import commands
 from slurmgpu.util.array_ids import array_of, indices_of
+from slurmgpu.util.users import name_of
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +117,7 @@ def _of_users(uids: Iterable[int]) -> tuple[str, ...]:
 
     Before Slurm 25.05 it prints nothing, with exit code 0, for a uid that has no name here.
     """
-    names = [commands.name_of(uid) for uid in uids]
+    names = [name_of(uid) for uid in uids]
     return () if None in names else ("--user", ",".join(sorted(map(str, uids))))
 
 

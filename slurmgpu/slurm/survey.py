@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from slurmgpu.slurm import commands
 from slurmgpu.slurm.commands import SlurmUnavailableError
+from slurmgpu.util.users import own_name
 
 GPUS = re.compile(r"\bgpu:(?:([^:,()]+):)?(\d+)")
 """GPUs in a node's Gres: "gpu:a100:4(S:0-1)" has type and number, "gpu:4" only a number."""
@@ -78,7 +79,7 @@ def _partitions(text: str) -> list[Partition]:
 
 def _accounts() -> tuple[list[str], list[str]]:
     """Accounts of this user, the default one first, and QOSes."""
-    user = commands.own_name()
+    user = own_name()
     ask = ("sacctmgr", "--noheader", "--parsable2", "show")
     try:
         default = commands.run(*ask, "user", user, "format=DefaultAccount").split()

@@ -168,7 +168,6 @@ class OtherNodes:
             self._give_up(NodeFaultError("node_fail", text, follower.node))
 
     def _heed(self, follower: _Follower, message: Mapping[str, Any]) -> None:
-        """Handle a follower's message on the current group."""
         worker = self._worker
         if worker is None or worker.group != message["group"]:
             return

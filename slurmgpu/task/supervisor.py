@@ -20,7 +20,6 @@ from typing import Any
 from slurmgpu.code import importer
 from slurmgpu.code.snapshots import code_digest
 from slurmgpu.containers.settings import ContainerError
-from slurmgpu.faults import faults_for
 from slurmgpu.report.attempts import TOO_LARGE
 from slurmgpu.run.claims import UNREADABLE, Claim
 from slurmgpu.run.directory import Run
@@ -205,7 +204,6 @@ class Task:
             return self._stopped(stopped.signum)
 
     def _follow(self, events: Events, worker: WorkerProcess) -> None:
-        """Handle the worker's events until it has ended."""
         tick = min(1.0, self.run.plan.lease_s / 12)
         while True:
             try:
@@ -380,7 +378,6 @@ class Task:
         return EXIT_STOPPED
 
     def _is_cancelled(self) -> bool:
-        """Whether `slurmgpu cancel` has recorded that this submission is cancelled."""
         lines = self.run.submissions()
         return any(line.get("cancelled") for line in lines if line["submission"] == self.attempt.submission)
 
@@ -389,7 +386,8 @@ class Task:
         return self._end is not None and time.monotonic() > self._end - NOTICE_S
 
     def _assignment(self) -> Assignment:
-        given, faults = self.attempt, faults_for(self.run, self.attempt.submission)
+        given, lines = self.attempt, self.run.submissions()
+        inject = (tuple(line.get("inject") or ()) for line in lines if line["submission"] == given.submission)
         for shard in sorted(self._claimed):  # also one that was left
             self._held.setdefault(shard, self._claim())
         return Assignment(
@@ -399,10 +397,10 @@ class Task:
             given.device,
             None if self._end is None else time.time() + self._end - time.monotonic(),
             sorted(self._held),
-            faults,
+            next(inject, ()),
             given.cluster,
             given.submission,
-            code_digest(self.run.submissions(), given.submission),
+            code_digest(lines, given.submission),
         )
 
     def _work_here(self) -> int:

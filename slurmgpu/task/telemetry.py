@@ -173,8 +173,6 @@ class _Mean:
 
 
 class _GPUUsage:
-    """Sums and peaks over the samples of the task's GPUs."""
-
     def __init__(self) -> None:
         self._utilisation, self._power_w = _Mean(), _Mean()
         self._memory: Reading | None = None
@@ -222,14 +220,11 @@ class _GPUUsage:
         }
 
     def _growth(self, name: str) -> float | None:
-        """The growth of a counter, over all cards."""
         grown = [last - self._first[key] for key, last in self._last.items() if key[0] == name]
         return round(sum(grown), 1) if grown else None
 
 
 class _HostUsage:
-    """Peaks and sums over the samples of the worker's processes."""
-
     def __init__(self) -> None:
         self._rss_bytes: int | None = None
         self._before: tuple[int, float, float] | None = None
