@@ -48,6 +48,8 @@ def run_on_end(run: Run, report: Report, timeout_s: float = TIMEOUT_S) -> None:
     }
     environ.pop("PYTHONSAFEPATH", None)  # for this process only: a user's script may import modules beside it
     folder = Path(run.plan.search_path)
+    sys.stderr.flush()
+    stderr = 2  # the file descriptor, as sys.stderr may have been replaced
     try:
         with open_file(report_path(run)) as stdin:
             started = subprocess.Popen(
@@ -56,8 +58,8 @@ def run_on_end(run: Run, report: Report, timeout_s: float = TIMEOUT_S) -> None:
                 cwd=folder if folder.is_dir() else run.folder,
                 env=environ,
                 stdin=stdin,
-                stdout=_stderr(),
-                stderr=_stderr(),
+                stdout=stderr,
+                stderr=stderr,
                 start_new_session=True,
             )
     except (OSError, ValueError) as error:  # ValueError: a zero byte in it
@@ -81,12 +83,6 @@ def _how(code: int) -> str:
         return f"failed with exit code {code}"
     names = {int(number): number.name for number in signal.Signals}  # without most of the real-time ones
     return f"died of {names.get(-code, f'signal {-code}')}"
-
-
-def _stderr() -> int:
-    """The file descriptor of this process's stderr, even if sys.stderr was replaced."""
-    sys.stderr.flush()
-    return 2
 
 
 def _kill(started: subprocess.Popen[bytes]) -> None:

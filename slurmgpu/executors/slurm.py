@@ -115,9 +115,12 @@ class Slurm(Executor):
         if jobs := _jobs(run, waiting_merge, queued):
             return Sight(f"Slurm has {len(jobs)} of its jobs, such as {jobs[0].job_id} ({jobs[0].state})")
         cluster = queue.own_cluster()
+        open_ones = [line for line in lines if line["state"] in ("submitting", "queued")]
+        clusters = [line.get("cluster") for line in open_ones if not line.get("cancelled")]
         return Sight(
-            is_old=any(map(_is_old, lines)),
-            elsewhere=[name for line in lines if (name := _elsewhere(line)) and name != cluster],
+            # An older slurmgpu recorded no user and no cluster, which may be others.
+            is_old=any(not line.keys() >= {"uid", "cluster"} for line in open_ones),
+            elsewhere=[name for name in clusters if name and name != cluster],
             has_ended=lambda sign: _is_over(sign, cluster, queued),
         )
 
@@ -254,14 +257,3 @@ def _is_over(sign: Sign, cluster: str | None, queued: Sequence[queue.QueuedJob])
         return False
     # Tasks of the local executor are not in the queue, even if they run in an allocation.
     return str(told.get("job")).isdecimal() and all(job.array_job != told.get("job") for job in queued)
-
-
-def _elsewhere(line: SubmissionLine) -> str | None:
-    if line["state"] not in ("submitting", "queued") or line.get("cancelled"):
-        return None
-    return line.get("cluster")
-
-
-def _is_old(line: SubmissionLine) -> bool:
-    """Whether a submission of an older slurmgpu, which names no user and no cluster, may be of others."""
-    return line["state"] in ("submitting", "queued") and not (line.keys() >= {"uid", "cluster"})

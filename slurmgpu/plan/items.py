@@ -48,13 +48,21 @@ def items_of(
 
     `after` is a run whose merged file may be the input before it exists.
     """
-    index, configurations = folder / "input.idx", _configurations(config, path)
+    index = folder / "input.idx"
     if config.input is not None:
+        if config.sweep is not None:
+            raise SlurmGPUError(f"{path}: input and [sweep] both say what the items are. Remove one of them.")
         spec = _promised(config.input, path.parent, after, index, stride)
         spec = spec or _scan(config.input, path.parent, index, stride, progress)
         lines = _check(spec, index, workload, path)
         return Items(spec, [index], lines=lines)
-    own, made = configurations or _default_items(workload, path), folder / sweeps.FILE
+    configurations = None if config.sweep is None else sweeps.expand(config.sweep, config.seed)
+    own, made = configurations or workload.default_items, folder / sweeps.FILE
+    if not own:
+        raise SlurmGPUError(
+            f'{path}: input is missing. Name the files with the items, as in input = "items.jsonl", '
+            f"or give configurations under [sweep]."
+        )
     sweeps.write(own, made)
     spec = inputs.scan([made], index, stride=stride)
     lines = _check(spec, index, workload, path, called="[sweep]" if configurations else None)
@@ -87,23 +95,6 @@ def _scan(
         return inputs.scan(inputs.find(named, base), index, stride=stride, progress=progress)
 
     return retried(lambda: cause_raised(scan), BRIEF_PATIENCE_S)
-
-
-def _configurations(config: RunFile, path: Path) -> Configurations | None:
-    if config.sweep is None:
-        return None
-    if config.input is not None:
-        raise SlurmGPUError(f"{path}: input and [sweep] both say what the items are. Remove one of them.")
-    return sweeps.expand(config.sweep, config.seed)
-
-
-def _default_items(workload: Adapted, path: Path) -> Configurations:
-    if not workload.default_items:
-        raise SlurmGPUError(
-            f'{path}: input is missing. Name the files with the items, as in input = "items.jsonl", '
-            f"or give configurations under [sweep]."
-        )
-    return workload.default_items
 
 
 def _promised(

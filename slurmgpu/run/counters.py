@@ -6,6 +6,7 @@ import contextlib
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 SIZE = 1024
 
@@ -13,6 +14,15 @@ SIZE = 1024
 def encode(value: Mapping[str, object]) -> bytes:
     """A value as bytes, always of one length: a shorter text in place would leave the end of the longer one."""
     return json.dumps(dict(value)).encode().ljust(SIZE - 1) + b"\n"
+
+
+def decode(content: bytes) -> dict[str, Any] | None:
+    """The value; None while it is written for the first time, or if it is damaged."""
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ that was killed leaves its file, whose counter no longer changes.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import time
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
-from slurmgpu.run.counters import SIZE, counting, encode
+from slurmgpu.run.counters import SIZE, counting, decode, encode
 from slurmgpu.run.submissions import Place, cluster_in_names, is_at, place_of
 from slurmgpu.util.pids import lives, own_id
 from slurmgpu.util.shared_files import list_anew, read_bytes, remove
@@ -84,7 +83,8 @@ def beating(folder: Path, attempt: str, job: str, node: int = 0) -> Iterator[Non
             yield
     finally:
         with contextlib.suppress(OSError):
-            if _parse(read_bytes(path, max_bytes=4 * SIZE)).get("token") == value["token"]:
+            told = decode(read_bytes(path, max_bytes=4 * SIZE))
+            if told and told.get("token") == value["token"]:
                 remove(path)
 
 
@@ -153,7 +153,7 @@ class Observer:
         except OSError as error:
             content = str(error).encode()  # while it cannot be read, it does not change
         seen, since, has_beaten, told = self._seen.get(name, (content, now, False, {}))
-        told = _parse(content) or told  # empty while it is written
+        told = cast(Heartbeat, decode(content) or told)  # nothing while it is written
         if seen != content:
             since, has_beaten = now, True
         self._seen[name] = content, since, has_beaten, told
@@ -162,11 +162,3 @@ class Observer:
         if known is None:
             known = False if is_silent else True if has_beaten else None
         return Sign(name.removesuffix(SUFFIX), told, known)
-
-
-def _parse(content: bytes) -> Heartbeat:
-    try:
-        value = json.loads(content)
-    except (ValueError, RecursionError):
-        return {}  # it is being written for the first time, or damaged
-    return cast(Heartbeat, value) if isinstance(value, dict) else {}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
 import math
 import os
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Literal, TypedDict, TypeVar, cast
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.run.counters import SIZE, counting, encode
+from slurmgpu.run.counters import SIZE, counting, decode, encode
 from slurmgpu.run.owners import name_of
 from slurmgpu.util.early_signals import deferred, heed
 from slurmgpu.util.pids import lives, own_id
@@ -314,13 +313,8 @@ def _look(path: Path) -> bytes | None:
 
 def _parse(content: bytes) -> Holder:
     """The content of a lock; only its text if it is damaged, or an older slurmgpu's."""
-    try:
-        value = json.loads(content)
-        if isinstance(value, dict):
-            return cast(Holder, value)
-    except (ValueError, RecursionError):
-        pass
-    return {"text": content.decode("utf-8", "replace")}
+    value = decode(content)
+    return {"text": content.decode("utf-8", "replace")} if value is None else cast(Holder, value)
 
 
 def _encode(value: Holder) -> bytes:
