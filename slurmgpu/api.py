@@ -22,7 +22,7 @@ from slurmgpu.executors.submission import Outcome
 from slurmgpu.faults import check_faults, parse_faults
 from slurmgpu.faults.verdicts import Verdict, judge
 from slurmgpu.merge import merge
-from slurmgpu.plan.container_spec import contain_anew
+from slurmgpu.plan.container_spec import contain_again
 from slurmgpu.plan.planner import Draft, draft_run
 from slurmgpu.report.build import Report, is_complete, last_report
 from slurmgpu.report.forecast import FORECAST_FORMAT, FORECAST_VERSION, forecast, observe
@@ -276,7 +276,7 @@ def resubmit(
                 raise SlurmGPUError(f"{run.folder} lacks no shard, and all its rows are by this code.")
         submission, notes = resubmission.next_submission(run, resources, slurm, merging, n_again=len(again.shards))
         if container := submission.container or run.plan.container:
-            container, changes = contain_anew(container, Path(run.plan.provenance["run_file"]))
+            container, changes = contain_again(container, Path(run.plan.provenance["run_file"]))
             check_image(container)
             submission = replace(submission, container=container)
             notes += changes

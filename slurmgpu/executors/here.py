@@ -14,7 +14,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.interface import Executor, Lines, Sight
 from slurmgpu.run.directory import Run
 from slurmgpu.run.liveness import are_seen_here, processes_here
-from slurmgpu.run.owners import refuse_anothers
+from slurmgpu.run.owners import refuse_other_users
 from slurmgpu.run.submissions import Submission, slots_of
 from slurmgpu.util import gpus
 from slurmgpu.util.pids import numbering
@@ -48,7 +48,7 @@ class Here(Executor):
             if not are_seen_here(line):
                 raise SlurmGPUError(f"This run works on {line['host']}; cancel it there, outside a container.")
             if pids := sorted({*(processes_here(line) or ())} & {*slots_of(line)}):
-                refuse_anothers(run, line)
+                refuse_other_users(run, line)
                 run.record_submission({"submission": line["submission"], "cancelled": True})
                 stop(pids)
                 done.append(f"processes {', '.join(map(str, pids))}")

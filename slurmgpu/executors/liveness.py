@@ -97,7 +97,7 @@ def others_alive(run: Run, own_array: str | None) -> str | None:
         time.sleep(1.0)
 
 
-def forget_the_dead(run: Run) -> None:
+def forget_dead_tasks(run: Run) -> None:
     """Remove the heartbeats of tasks that were killed, after a merge: nobody need watch them again."""
     observer = _observer(run)
     observer.forget([sign for sign in observer.look() if sign.lives is False])

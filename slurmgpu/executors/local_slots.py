@@ -71,7 +71,7 @@ def start(run: Run, submission: Submission) -> list[Any]:
     slots = gpu_ids(submission)
     n_threads = max(1, len(os.sched_getaffinity(0)) // len(slots))
     number, device = submission.submission, submission.device
-    with job_entry.safe_path(), _deaf_to_ctrl_c():
+    with job_entry.safe_path(), _ignoring_sigint():
         jobs = []
         for slot, ids in enumerate(slots):
             with job_entry.owners_files(_Executor, "_submit_command"):
@@ -81,7 +81,7 @@ def start(run: Run, submission: Submission) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _deaf_to_ctrl_c() -> Iterator[None]:
+def _ignoring_sigint() -> Iterator[None]:
     """Start processes in the block that ignore SIGINT: `stop` ends Submitit's controllers, Ctrl-C does not.
 
     The task in each slot has its own handler.

@@ -21,7 +21,7 @@ from slurmgpu.report.queued import Job
 from slurmgpu.run import private
 from slurmgpu.run.directory import Run
 from slurmgpu.run.heartbeats import Sign
-from slurmgpu.run.owners import refuse_anothers
+from slurmgpu.run.owners import refuse_other_users
 from slurmgpu.run.submissions import JOB_KEYS, Submission, SubmissionLine
 from slurmgpu.slurm import accounting, commands, queue
 
@@ -134,7 +134,7 @@ class Slurm(Executor):
         # A submission without ids may not have recorded them.
         here = [line for line in here if ({line[key] for key in JOB_KEYS if key in line} or set(jobs)) & set(jobs)]
         for line in here:
-            refuse_anothers(run, line)
+            refuse_other_users(run, line)
         for line in here:
             run.record_submission({"submission": line["submission"], "cancelled": True})
         commands.cancel(*jobs)

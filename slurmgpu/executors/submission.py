@@ -13,7 +13,7 @@ from typing import cast
 from slurmgpu.errors import NoAnswerError, SlurmGPUError
 from slurmgpu.executors import manual_jobs, on_end
 from slurmgpu.executors.interface import Executor, Started
-from slurmgpu.executors.liveness import alive, forget_the_dead, others_alive, refuse_alive
+from slurmgpu.executors.liveness import alive, forget_dead_tasks, others_alive, refuse_alive
 from slurmgpu.executors.registry import executor_named, lives_of
 from slurmgpu.executors.resubmission import next_submission
 from slurmgpu.faults import parse_faults
@@ -83,7 +83,7 @@ def start(run: Run, prepare: Prepare, on_tick: Callable[[], None] = lambda: None
             damage_shards(run, parse_faults(submission.inject))
         with heeded(), run_lock(run.folder, "merging", patient=True) as lock:
             report = merge.merge(run, lives, lock.check)
-            forget_the_dead(run)
+            forget_dead_tasks(run)
         if _goes_on(run, report, submission.round):
             log.warning("incomplete; resubmitting, %d of %d times", submission.round + 1, run.plan.auto_resubmit)
             return start(run, lambda _: next_submission(run, round=submission.round + 1), on_tick, patient=True)
@@ -186,7 +186,7 @@ def _merge_and_end(run: Run, lives: Lives | None, lock: Lock) -> tuple[Report, b
     """The report, and whether a submission ends with it that had not ended."""
     report = merge.merge(run, lives, lock.check)
     lock.check()
-    forget_the_dead(run)
+    forget_dead_tasks(run)
     open_ones = [line for line in run.submissions() if line["state"] != "ended"]
     for line in open_ones:
         run.record_submission({"submission": line["submission"], "state": "ended"})
@@ -204,7 +204,7 @@ def merge_behind(run: Run, submission: int | None = None) -> int:
     over, lives = True, lives_of(run, settled=True)
     with _locked_when_over(run, lambda: others_alive(run, last.get("array_job"))) as lock:
         report = merge.merge(run, lives, lock.check)
-        forget_the_dead(run)
+        forget_dead_tasks(run)
     log.info("%s", _in_words(report))
     try:
         if _goes_on(run, report, last["round"]):

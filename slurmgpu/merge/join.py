@@ -39,7 +39,7 @@ from slurmgpu.shards.userblock import (
     write_at,
 )
 from slurmgpu.util.atomic_files import fsync_dir
-from slurmgpu.util.shared_files import PATIENCE_S, exists, is_transient, list_anew, remove, replace, retried
+from slurmgpu.util.shared_files import PATIENCE_S, exists, is_transient, list_fresh, remove, replace, retried
 
 _N_THREADS = 4  # one keeps up with most disks; the others hide how long a network takes to answer
 _CHUNK = 64  # so many parts are one piece of a thread's work
@@ -187,7 +187,7 @@ def _remove_stale(target: Path, patience_s: float, check: Callable[[], None]) ->
 
     What was listed before `check` has passed is of no successor.
     """
-    names = sorted(list_anew(target.parent, patience_s))
+    names = sorted(list_fresh(target.parent, patience_s))
     stale = [name for name in names if name.startswith(f".{target.name}.") and name.endswith(".partial")]
     for name in checked(stale, check):
         try:

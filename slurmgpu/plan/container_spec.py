@@ -103,7 +103,7 @@ def _refuse_home(table: ContainerTable, base: Path) -> None:
         )
 
 
-def contain_anew(frozen: ContainerRecord, run_file: Path) -> tuple[ContainerRecord, list[str]]:
+def contain_again(frozen: ContainerRecord, run_file: Path) -> tuple[ContainerRecord, list[str]]:
     """A run's container with the current [container] of its run file, for another submission; and a note on changes.
 
     The image must be the same, but may have another path. A run file that is gone, or cannot be read, changes nothing.

@@ -54,7 +54,7 @@ class Claim:
         return (self.cluster, self.attempt) == (attempt.cluster, attempt.attempt)
 
 
-NOBODYS = Claim(task="", attempt="", host="", pid=0)
+UNOWNED = Claim(task="", attempt="", host="", pid=0)
 """A claim that is not written yet, or is damaged: it is stale if it stays so."""
 UNREADABLE = Claim(task="", attempt="", host="", pid=-1)
 """A claim that cannot be read at the moment."""
@@ -203,11 +203,11 @@ class Claims:
             file.write(_encode(claim))
 
     def _stands(self, path: Path) -> Claim | None:
-        """The current content of a claim that was stale; NOBODYS if it still cannot be read."""
+        """The current content of a claim that was stale; UNOWNED if it still cannot be read."""
         try:
             return _read(path, 0.0)
         except OSError:
-            return NOBODYS
+            return UNOWNED
 
     def _rename(self, path: Path, mine: Path) -> bool:
         def rename() -> bool:
@@ -288,12 +288,12 @@ def _read(path: Path, patience_s: float) -> Claim | None:
         return None
     except UnusableFileError as error:
         log.debug("%s is nobody's claim: %s", path, error.strerror)
-        return NOBODYS
+        return UNOWNED
     try:
         return _checked(Claim(**json.loads(content)))
     except (ValueError, TypeError, RecursionError):
         # Created and not written yet, or its writer died.
-        return NOBODYS
+        return UNOWNED
 
 
 def _checked(claim: Claim) -> Claim:

@@ -37,7 +37,7 @@ from slurmgpu.util.shared_files import (
     UnusableFileError,
     exists,
     is_folder,
-    list_anew,
+    list_fresh,
     list_names,
     make_folder,
     may,
@@ -268,7 +268,7 @@ class Run:
         """
         found: dict[int, list[int]] = {}
         n_shards = self.plan.n_shards
-        for name in list_anew(self.shards) if fresh else list_names(self.shards):
+        for name in list_fresh(self.shards) if fresh else list_names(self.shards):
             numbers = self.revision_of(name) if name.endswith(".h5") else None
             if numbers is not None and numbers[0] < n_shards:
                 found.setdefault(numbers[0], []).append(numbers[1])

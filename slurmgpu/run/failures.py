@@ -190,7 +190,7 @@ def describe_exit(returncode: int) -> str:
     return f"exited with code {returncode} before its work was done"
 
 
-def brought_upon_itself(returncode: int) -> bool:
+def is_self_inflicted(returncode: int) -> bool:
     """Whether a process ended by itself (a segfault, an exit) rather than being killed from outside."""
     number = signal_of(returncode)
     return number == 0 or number in SELF_INFLICTED

@@ -19,7 +19,7 @@ from typing import cast
 from slurmgpu.run.counters import SIZE, counting, decode, encode
 from slurmgpu.run.submissions import Place, cluster_in_names, is_at, place_of
 from slurmgpu.util.pids import lives, own_id
-from slurmgpu.util.shared_files import list_anew, read_bytes, remove
+from slurmgpu.util.shared_files import list_fresh, read_bytes, remove
 from slurmgpu.util.users import own_name
 
 BEAT_S = 3.0
@@ -128,7 +128,7 @@ class Observer:
         if now - self._looked > LONGEST_GAP_S:
             self._seen.clear()
         self._looked = now
-        names = [name for name in list_anew(self._tasks) if name.endswith(SUFFIX) and not name.startswith(".")]
+        names = [name for name in list_fresh(self._tasks) if name.endswith(SUFFIX) and not name.startswith(".")]
         place = place_of(self.folder) if names else {}
         signs = (self._look_at(name, now) for name in sorted(names))
         return [sign for sign in signs if sign is not None and is_at(place, sign.told)]

@@ -88,7 +88,7 @@ def refuse_unwritable(run: Run, to_do: str, *, computes: bool = False, merges: b
     )
 
 
-def refuse_anothers(run: Run, line: Mapping[str, Any]) -> None:
+def refuse_other_users(run: Run, line: Mapping[str, Any]) -> None:
     """Raise SlurmGPUError if a submission is another user's: only that user can cancel it."""
     if (uid := line.get("uid", os.getuid())) != os.getuid() != 0:
         name = name_of(uid)

@@ -75,7 +75,7 @@ def _read_exactly(connection: socket.socket, n_bytes: int, deadline: float) -> b
     return content
 
 
-class Door:
+class Listener:
     """A port that listens; `enter(connection)` is called, in a thread, for clients that know the secret."""
 
     def __init__(self, secret: str, enter: Callable[[socket.socket], None], port: int = 0) -> None:
@@ -85,7 +85,7 @@ class Door:
         self._server = socket.create_server(("", port), family=family, dualstack_ipv6=both)
         self.port: int = self._server.getsockname()[1]
         self._strangers = threading.BoundedSemaphore(MOST_GREETINGS)
-        threading.Thread(target=self._accept, daemon=True, name="door").start()
+        threading.Thread(target=self._accept, daemon=True, name="listener").start()
 
     def _accept(self) -> None:
         while True:
@@ -114,8 +114,8 @@ class Door:
         self._server.close()
 
 
-def knock(host: str, port: int, secret: str) -> socket.socket | None:
-    """A connection to a door that knows the secret; None if another process listens there. OSError if none does."""
+def connect(host: str, port: int, secret: str) -> socket.socket | None:
+    """A connection to a listener that knows the secret; None if another process listens there. OSError if none does."""
     connection = socket.create_connection((host, port), timeout=GREETING_S)
     if prove(connection, secret, opens=False):
         return connection
@@ -156,8 +156,8 @@ class Line:
         self._connection.close()
 
 
-class Meeting:
-    """A door whose address and secret are in the file `path`, which only this user can read.
+class Rendezvous:
+    """A listener whose address and secret are in the file `path`, which only this user can read.
 
     `serve(line, hello)` is called for each client, in its own thread.
     """
@@ -165,8 +165,8 @@ class Meeting:
     def __init__(self, path: Path, hosts: list[str], serve: Callable[[Line, dict[str, Any]], None]) -> None:
         self._path, self._serve = path, serve
         secret = secrets.token_hex(32)
-        self._door = Door(secret, self._enter)
-        _write_secret(path, {"hosts": hosts, "port": self._door.port, "secret": secret})
+        self._listener = Listener(secret, self._enter)
+        _write_secret(path, {"hosts": hosts, "port": self._listener.port, "secret": secret})
 
     def _enter(self, connection: socket.socket) -> None:
         line = Line(connection)
@@ -178,11 +178,11 @@ class Meeting:
     def close(self) -> None:
         """Remove the file and stop listening."""
         self._path.unlink(missing_ok=True)
-        self._door.close()
+        self._listener.close()
 
 
-def join_meeting(path: Path, hello: Mapping[str, Any]) -> Line | None:
-    """A line to the process that opened the meeting; None while there is none, or if it cannot be reached."""
+def join_rendezvous(path: Path, hello: Mapping[str, Any]) -> Line | None:
+    """A line to the process that opened the rendezvous; None while there is none, or if it cannot be reached."""
     try:
         meeting = json.loads(read_own(path, max_bytes=MOST_MEETING_BYTES))
         hosts, port, secret = meeting["hosts"], int(meeting["port"]), str(meeting["secret"])
@@ -190,7 +190,7 @@ def join_meeting(path: Path, hello: Mapping[str, Any]) -> Line | None:
         return None
     for host in hosts:
         with contextlib.suppress(OSError):
-            connection = knock(host, port, secret)
+            connection = connect(host, port, secret)
             if connection is not None:
                 line = Line(connection, host)
                 line.tell(hello)

@@ -103,7 +103,7 @@ class Recording:
             self._keep()
         self._drop()
 
-    def bury(self, death: Death) -> None:
+    def add_death(self, death: Death) -> None:
         """A worker died: only the kept progress of its shard is left."""
         self.record["deaths"].append({**death, "at": self._clock(), "state": self.record["state"]})
         self._drop()

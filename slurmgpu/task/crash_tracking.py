@@ -8,7 +8,7 @@ from collections.abc import MutableMapping, Sequence
 from slurmgpu.run.claims import Claim
 from slurmgpu.run.crash_history import read_history, write_history
 from slurmgpu.run.directory import Run
-from slurmgpu.run.failures import POLICIES, brought_upon_itself, describe_exit
+from slurmgpu.run.failures import POLICIES, describe_exit, is_self_inflicted
 from slurmgpu.run.records import Death
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class Deaths:
             if history.forget(items):
                 write_history(self._run.claims.folder, shard, history)
 
-    def bury(self, returncode: int, was_oom: bool, held: MutableMapping[int, Claim]) -> tuple[Death, str | None]:
+    def add_death(self, returncode: int, was_oom: bool, held: MutableMapping[int, Claim]) -> tuple[Death, str | None]:
         """A death for the attempt's record, and why no other worker is started; None if one is.
 
         A shard that is parked is removed from `held`.
@@ -71,7 +71,7 @@ class Deaths:
             limit = MAX_DEATHS
             shard, items, _ = self._in_flight
             death["shard"], death["items"] = shard, [items[0], items[-1]][: len(items)]
-            weight = 1.0 if self._broken or (brought_upon_itself(returncode) and not was_oom) else 0.5
+            weight = 1.0 if self._broken or (is_self_inflicted(returncode) and not was_oom) else 0.5
             self._remember(weight, kind, message, held)
         log.error("%s: %s%s", kind, message, _what_was_in_flight(death))
         self._n_in_a_row += 1

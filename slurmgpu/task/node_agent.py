@@ -18,9 +18,9 @@ from typing import Any
 from slurmgpu.containers.settings import ContainerError
 from slurmgpu.run.directory import Run
 from slurmgpu.run.records import Attempt
-from slurmgpu.run.rendezvous import Line, join_meeting
+from slurmgpu.run.rendezvous import Line, join_rendezvous
 from slurmgpu.task.launcher import Launcher
-from slurmgpu.task.nodes import MEETING_S, group_command, meeting_path
+from slurmgpu.task.nodes import MEETING_S, group_command, rendezvous_path
 from slurmgpu.task.telemetry import Sampler
 from slurmgpu.task.worker_process import GRACE_S, PARTING_S, StoppedError, StopSignals, WorkerProcess
 from slurmgpu.util import cgroups, gpus
@@ -49,7 +49,7 @@ def follow(run: Run, attempt: Attempt, rank: int, node: str) -> int:
 def _find_leader(run: Run, attempt: Attempt, rank: int, node: str, signals: StopSignals) -> Line | None:
     deadline = time.monotonic() + MEETING_S
     while time.monotonic() < deadline:
-        if line := join_meeting(meeting_path(run, attempt), {"rank": rank, "node": node}):
+        if line := join_rendezvous(rendezvous_path(run, attempt), {"rank": rank, "node": node}):
             return line
         signals.pause(LOOK_S)
     return None
@@ -85,11 +85,11 @@ class _Follower:
                 if self._end_by is not None and time.monotonic() > self._end_by:
                     log.warning("the leader has not answered a signal; this node ends")
                     return EXIT_STOPPED
-                code = self._heed(event, stack)
+                code = self._handle(event, stack)
                 if code is not None:
                     return code
 
-    def _heed(self, event: Mapping[str, Any], stack: contextlib.ExitStack) -> int | None:
+    def _handle(self, event: Mapping[str, Any], stack: contextlib.ExitStack) -> int | None:
         """Handle one event; an exit code to end with."""
         match event:
             case {"event": "signal", "signum": signum} if signum != signal.SIGUSR2:

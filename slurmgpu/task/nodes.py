@@ -20,7 +20,7 @@ from typing import Any
 
 from slurmgpu.run.directory import Run
 from slurmgpu.run.records import Attempt
-from slurmgpu.run.rendezvous import Line, Meeting, free_port, own_hosts
+from slurmgpu.run.rendezvous import Line, Rendezvous, free_port, own_hosts
 from slurmgpu.task.launcher import Launcher
 from slurmgpu.task.worker_process import Events, StoppedError, StopSignals, WorkerProcess
 from slurmgpu.worker.assignment import Assignment
@@ -48,7 +48,7 @@ def node_rank() -> int:
     return int(os.environ.get("SLURM_PROCID", "0"))
 
 
-def meeting_path(run: Run, attempt: Attempt) -> Path:
+def rendezvous_path(run: Run, attempt: Attempt) -> Path:
     """Where the followers of an attempt read how to find their leader."""
     return run.tasks / f".{attempt.name}.group"
 
@@ -80,14 +80,14 @@ class OtherNodes:
     signals: StopSignals
     fault: NodeFaultError | None = None
     _followers: dict[int, _Follower] = field(default_factory=dict)
-    _meeting: Meeting | None = None
+    _meeting: Rendezvous | None = None
     _worker: GroupProcess | None = None
     _n_groups: int = 0
     _is_stopped: bool = False
 
     def __enter__(self) -> OtherNodes:
         if self.attempt.n_nodes > 1:
-            self._meeting = Meeting(meeting_path(self.run, self.attempt), own_hosts(), self._serve)
+            self._meeting = Rendezvous(rendezvous_path(self.run, self.attempt), own_hosts(), self._serve)
         return self
 
     def meet(self) -> None:
@@ -158,7 +158,7 @@ class OtherNodes:
         self._followers[hello["rank"]] = follower
         while (message := line.hear()) is not None:
             if "group" in message:
-                self._heed(follower, message)
+                self._handle(follower, message)
             elif message["problem"] is None:
                 follower.is_prepared = True
             else:
@@ -167,7 +167,7 @@ class OtherNodes:
             text = f"{follower.node}: its process died or stopped answering"
             self._give_up(NodeFaultError("node_fail", text, follower.node))
 
-    def _heed(self, follower: _Follower, message: Mapping[str, Any]) -> None:
+    def _handle(self, follower: _Follower, message: Mapping[str, Any]) -> None:
         worker = self._worker
         if worker is None or worker.group != message["group"]:
             return

@@ -198,7 +198,7 @@ class Task:
                     signals.pause(0.5)
                 if not self._heard and (complaint := self._launcher.explain(worker.said(), returncode)):
                     raise complaint
-                if not self._bury(returncode, was_oom=worker.was_oom or cgroups.oom_kills() > kills_before):
+                if not self._add_death(returncode, was_oom=worker.was_oom or cgroups.oom_kills() > kills_before):
                     return 1
         except StoppedError as stopped:
             return self._stopped(stopped.signum)
@@ -220,7 +220,7 @@ class Task:
                     self._was_told = True
                     worker.take_no_more()
             elif event["event"] == "signal":
-                self._heed_stop(event["signum"], worker)
+                self._handle_stop(event["signum"], worker)
             if self._stopped_by is not None and time.monotonic() > self._part_by:
                 log.warning("the worker did not end within %.0f s of the signal", PARTING_S)
                 worker.stop()
@@ -243,7 +243,7 @@ class Task:
         # Monotonic: the time that is left does not change if the clock is set.
         self._end = time.monotonic() + end_time - time.time()
 
-    def _heed_stop(self, signum: int, worker: WorkerProcess) -> None:
+    def _handle_stop(self, signum: int, worker: WorkerProcess) -> None:
         """Handle a signal that ends the task: at once, unless the worker can keep its progress."""
         # A user who types Ctrl-C twice will not wait. Slurm itself sends SIGTERM twice: GraceTime, then KillWait.
         if not self._keeps_progress or (self._stopped_by == signum == signal.SIGINT):
@@ -353,10 +353,10 @@ class Task:
         self._unrenewed.discard(shard)
         return True
 
-    def _bury(self, returncode: int, was_oom: bool) -> bool:
+    def _add_death(self, returncode: int, was_oom: bool) -> bool:
         """Record why a worker died; whether to start another one."""
-        death, why_no_more = self._deaths.bury(returncode, was_oom, self._held)
-        self.recording.bury(death)
+        death, why_no_more = self._deaths.add_death(returncode, was_oom, self._held)
+        self.recording.add_death(death)
         if why_no_more is not None:
             self._fail(death["class"], why_no_more)
             return False

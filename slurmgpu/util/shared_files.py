@@ -253,7 +253,7 @@ def list_entries(folder: Path) -> list[os.DirEntry[str]]:
     return retried(scan)
 
 
-def list_anew(folder: Path, patience_s: float = PATIENCE_S) -> list[str]:
+def list_fresh(folder: Path, patience_s: float = PATIENCE_S) -> list[str]:
     """The names in a folder, as the file server has them now.
 
     An NFS client caches a listing until the folder's mtime changes, which a change within one tick of the server's

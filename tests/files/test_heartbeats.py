@@ -89,7 +89,7 @@ def test_a_task_elsewhere_that_beats_is_alive_and_one_that_is_silent_is_not(run,
     with monkeypatch.context() as waiting:
         waiting.setattr(liveness.time, "sleep", lambda seconds: pytest.fail("who was silent for long is watched again"))
         assert liveness.alive(run) is None
-    liveness.forget_the_dead(run)
+    liveness.forget_dead_tasks(run)
     assert not (run.tasks / "7_0.0.alive").exists()
 
 
