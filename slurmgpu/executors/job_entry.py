@@ -23,7 +23,8 @@ from slurmgpu.slurm import commands
 from slurmgpu.slurm.own_job import OwnJob, own_job
 from slurmgpu.task.node_agent import follow
 from slurmgpu.task.nodes import node_rank
-from slurmgpu.task.supervisor import EXIT_STOPPED, Task
+from slurmgpu.task.supervisor import Task
+from slurmgpu.task.worker_process import EXIT_STOPPED
 from slurmgpu.util import early_signals, gpus
 
 log = logging.getLogger(__name__)

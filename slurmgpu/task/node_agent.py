@@ -21,14 +21,13 @@ from slurmgpu.run.records import Attempt
 from slurmgpu.run.rendezvous import Line, join_rendezvous
 from slurmgpu.task.launcher import Launcher
 from slurmgpu.task.nodes import MEETING_S, group_command, rendezvous_path
-from slurmgpu.task.telemetry import Sampler
-from slurmgpu.task.worker_process import GRACE_S, PARTING_S, StoppedError, StopSignals, WorkerProcess
+from slurmgpu.task.telemetry import sampler_of
+from slurmgpu.task.worker_process import EXIT_STOPPED, GRACE_S, PARTING_S, StoppedError, StopSignals, WorkerProcess
 from slurmgpu.util import cgroups, gpus
 from slurmgpu.util.pipes import FAILURES
 
 log = logging.getLogger(__name__)
 
-EXIT_STOPPED = 75
 LOOK_S = 0.2
 
 
@@ -62,9 +61,7 @@ class _Follower:
         self._launcher = Launcher(run, attempt)
         self._log_path: Path = run.logs / f"{attempt.name}.node{rank}.log"
         self._worker: WorkerProcess | None = None
-        samples = run.folder / "telemetry" / f"{attempt.name}.node{rank}.jsonl"
-        gpu_ids = gpus.visible_ids() if attempt.uses_gpus else []
-        self._sampler = Sampler(samples, gpu_ids, run.plan.sample_s, lambda: self._worker.pid if self._worker else None)
+        self._sampler = sampler_of(run, attempt, lambda: self._worker.pid if self._worker else None, rank)
         self._group = ""
         self._heard = False
         self._kills_before = 0

@@ -30,9 +30,10 @@ from slurmgpu.task.attempt_writer import Recording
 from slurmgpu.task.crash_tracking import Deaths
 from slurmgpu.task.launcher import Launcher
 from slurmgpu.task.nodes import NodeFaultError, OtherNodes
-from slurmgpu.task.telemetry import Sampler
-from slurmgpu.task.worker_process import PARTING_S, STOP_SIGNALS, Events, StoppedError, StopSignals, WorkerProcess
+from slurmgpu.task.telemetry import sampler_of
+from slurmgpu.task.worker_process import EXIT_STOPPED, PARTING_S, Events, StoppedError, StopSignals, WorkerProcess
 from slurmgpu.util import cgroups, gpus
+from slurmgpu.util.early_signals import SIGNUMS
 from slurmgpu.util.shared_files import remove
 from slurmgpu.worker.assignment import Assignment, WorkerFailedError
 from slurmgpu.worker.shard_claimer import Scout, open_shards
@@ -43,7 +44,6 @@ NOTICE_S = 120
 """A signal this near to the end of the walltime is its notice; sbatch(1) may send that 60 s early."""
 MOST_DROPPED = 32
 """How many claims a requeued task reads to find those that it held before."""
-EXIT_STOPPED = 75  # EX_TEMPFAIL: its shards were given back
 GOOD_ENDS = {"complete": "every shard is published", "others": "living tasks compute the rest"}
 """Why a task takes no more shards without a failure; see docs/reference/files.md."""
 
@@ -58,10 +58,7 @@ class Task:
         self._end: float | None = None
         self._launcher = Launcher(run, attempt)
         self._worker_pid: int | None = None
-        # A task on CPUs samples no GPUs.
-        gpu_ids = gpus.visible_ids() if attempt.uses_gpus else []
-        telemetry = run.folder / "telemetry" / f"{attempt.name}.jsonl"
-        self._sampler = Sampler(telemetry, gpu_ids, run.plan.sample_s, lambda: self._worker_pid)
+        self._sampler = sampler_of(run, attempt, lambda: self._worker_pid)
         self.recording = Recording(run, attempt, self._sampler.usage)
         self.record = self.recording.record
         if attempt.end_time is not None:
@@ -193,7 +190,7 @@ class Task:
                     return self._fail("host_oom", "; ".join(parked)) if parked else 0
                 if self.record["failure"] is not None:
                     return 1
-                if signal_of(returncode) in STOP_SIGNALS:
+                if signal_of(returncode) in SIGNUMS:
                     # A signal to the whole job, which is no crash, may reach the worker before this process.
                     signals.pause(0.5)
                 if not self._heard and (complaint := self._launcher.explain(worker.said(), returncode)):

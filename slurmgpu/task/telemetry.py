@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from slurmgpu.run.records import Usage
-from slurmgpu.run.telemetry_log import HeadLine, SampleLine
+from slurmgpu.run.directory import Run
+from slurmgpu.run.records import Attempt, Usage
+from slurmgpu.run.telemetry_log import HeadLine, SampleLine, telemetry_path
+from slurmgpu.util.gpus import visible_ids
 from slurmgpu.util.nvml import THROTTLE_REASONS, Cards, Reading, open_cards
 from slurmgpu.util.process_tree import Tree, TreeWatch
 from slurmgpu.util.shared_files import open_to_append
@@ -159,6 +161,12 @@ class Sampler:
                 file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
         except OSError as error:
             log.debug("%s cannot be written: %s", self._path, error)
+
+
+def sampler_of(run: Run, attempt: Attempt, tree_of: Callable[[], int | None], node: int = 0) -> Sampler:
+    """The sampler of an attempt on one of its nodes; that of a task on CPUs samples no GPUs."""
+    gpu_ids = visible_ids() if attempt.uses_gpus else []
+    return Sampler(telemetry_path(run.folder, attempt.name, node), gpu_ids, run.plan.sample_s, tree_of)
 
 
 class _Mean:

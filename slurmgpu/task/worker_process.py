@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from slurmgpu.util.early_signals import recall
+from slurmgpu.util.early_signals import SIGNUMS, recall
 from slurmgpu.util.process_tree import living
 from slurmgpu.util.shared_files import open_file, open_to_append, retried
 
@@ -27,7 +27,7 @@ GRACE_S = 2.0
 PARTING_S = 20.0
 """How long a worker may take that keeps its progress; it leaves the task time for its end before KillWait."""
 SAID_BYTES = 1 << 16
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
+EXIT_STOPPED = 75  # EX_TEMPFAIL: the task's shards were given back
 
 Events = queue.SimpleQueue[dict[str, Any]]
 
@@ -52,7 +52,7 @@ class StopSignals:
         self._former: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
-        for signum in STOP_SIGNALS:
+        for signum in SIGNUMS:
             if signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN:
                 continue  # nohup: the run goes on without its terminal
             self._former[signum] = signal.signal(signum, self._put)

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 
 import pytest
 
@@ -12,6 +13,7 @@ from slurmgpu.executors.liveness import alive
 from slurmgpu.executors.registry import executor_named
 from slurmgpu.plan.executors import EXECUTORS
 from slurmgpu.run.directory import Run
+from tests.support import pretend_runs
 from tests.support.packages import install
 from tests.support.pretend_runs import pretend_run
 from tests.support.runs import check_rows, let_go, records, report, submissions, wait_until, wait_until_held
@@ -169,6 +171,14 @@ def test_what_it_cannot_do_is_refused_in_a_sentence(project, slurmgpu, site):
     assert not (folder / "run").exists()
     said = slurmgpu("submit", "--executor", "spol", cwd=folder, expect=2).stderr
     assert "[resources] executor: should be 'slurm', 'local', 'debug' or 'spool'; found 'spol'." in said
+
+
+def test_a_run_whose_executor_is_not_installed_is_shown(tmp_path, slurmgpu, monkeypatch):
+    monkeypatch.setattr(pretend_runs, "BEGIN", time.time() - 300)
+    run = pretend_run(tmp_path / "run", 300, n_tasks=2, executor="gone")
+    status = json.loads(slurmgpu("status", "--json", run.folder, expect=0).stdout)
+    assert (status["state"], len(status["attempts"])) == ("running", 2)
+    assert "running" in slurmgpu("list", tmp_path, expect=0).stdout
 
 
 def test_what_is_no_executor_is_a_sentence(site):
