@@ -13,16 +13,16 @@ from typing import Any, cast
 from slurmgpu.code import former, snapshots
 from slurmgpu.containers.registry import runtime_named
 from slurmgpu.containers.settings import ContainerError
-from slurmgpu.errors import SlurmGPUError
+from slurmgpu.errors import NoAnswerError, SlurmGPUError
 from slurmgpu.executors import liveness, resubmission
 from slurmgpu.executors import probe as probes
 from slurmgpu.executors import submission as submitting
-from slurmgpu.executors.registry import executor_named
+from slurmgpu.executors.registry import executor_named, queued_jobs
 from slurmgpu.executors.submission import Outcome
 from slurmgpu.faults import check_faults, parse_faults
 from slurmgpu.faults.verdicts import Verdict, judge
 from slurmgpu.merge import merge
-from slurmgpu.plan.container_spec import contain_anew
+from slurmgpu.plan.container_spec import contain_again
 from slurmgpu.plan.planner import Draft, draft_run
 from slurmgpu.report.build import Report, is_complete, last_report
 from slurmgpu.report.forecast import FORECAST_FORMAT, FORECAST_VERSION, forecast, observe
@@ -31,7 +31,6 @@ from slurmgpu.run.directory import Run, create_run
 from slurmgpu.run.lock import Lock
 from slurmgpu.run.recompute import Recompute, recompute_path, write_recompute
 from slurmgpu.run.submissions import Submission, is_over
-from slurmgpu.slurm import commands, queue
 from slurmgpu.util.shared_files import remove
 
 log = logging.getLogger(__name__)
@@ -56,7 +55,7 @@ class RunHandle:
 
     def status(self) -> dict[str, Any]:
         """How the run stands: the keys of `slurmgpu status --json`."""
-        return cast(dict[str, Any], read_status(self.run, queue.queued_jobs(self.run)))
+        return cast(dict[str, Any], read_status(self.run, queued_jobs(self.run)))
 
     def report(self) -> dict[str, Any]:
         """The report of the last merge; SlurmGPUError before the first."""
@@ -206,13 +205,9 @@ def submit_draft(
 
 def submission_of(draft: Draft, after: Run | None = None, inject: Sequence[str] = ()) -> Submission:
     """The first submission of a draft."""
-    waits_for = submitting.after_jobs(after) if after is not None else ()
     submission = resubmission.first_submission(draft.plan.resources, draft.plan.n_shards)
     executor = executor_named(submission.executor)
-    if waits_for and not executor.can_wait:
-        raise SlurmGPUError(
-            f"{after.folder if after else ''} is not complete yet; only the slurm executor can wait for it (--after)."
-        )
+    waits_for = () if after is None or is_complete(after) else executor.jobs_completing(after)
     faults = parse_faults(inject)
     executor.check_faults(faults)
     check_faults(faults, draft.plan)
@@ -281,7 +276,7 @@ def resubmit(
                 raise SlurmGPUError(f"{run.folder} lacks no shard, and all its rows are by this code.")
         submission, notes = resubmission.next_submission(run, resources, slurm, merging, n_again=len(again.shards))
         if container := submission.container or run.plan.container:
-            container, changes = contain_anew(container, Path(run.plan.provenance["run_file"]))
+            container, changes = contain_again(container, Path(run.plan.provenance["run_file"]))
             check_image(container)
             submission = replace(submission, container=container)
             notes += changes
@@ -327,7 +322,7 @@ def wait_for(run: Run, on_tick: Callable[[Status], None] = lambda status: None) 
             asked = time.monotonic()
             try:
                 alive = liveness.alive(run) is not None
-            except commands.SlurmUnavailableError as error:
+            except NoAnswerError as error:
                 log.warning("%s", error)
         if alive:
             time.sleep(0.2)

@@ -10,6 +10,14 @@ class SlurmGPUError(Exception):
     """What was found, what was expected and what to do, in a sentence or two; the command line exits with 2."""
 
 
+class NoAnswerError(SlurmGPUError):
+    """A scheduler does not answer; if it `is_absent` it is not installed here, and waiting does not help."""
+
+    def __init__(self, message: str, *, is_absent: bool = False) -> None:
+        super().__init__(message)
+        self.is_absent = is_absent
+
+
 class ItemError(Exception):
     """One item cannot be computed: a workload returns it in place of a row, or raises it.
 

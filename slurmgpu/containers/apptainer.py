@@ -1,10 +1,9 @@
-"""Apptainer and SingularityCE: how they are asked, started and understood, and the images that they take."""
+"""Apptainer and SingularityCE: their options, their messages and their images."""
 
 from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -13,22 +12,21 @@ import slurmgpu
 from slurmgpu.containers import apptainer_complaints, images, staging
 from slurmgpu.containers.runtime import Runtime, Start
 from slurmgpu.containers.settings import Bind, ContainerError, Identity
-from slurmgpu.containers.unpacking import Pause
 
 OLDEST = {"apptainer": (1, 1), "singularity": (3, 10)}
-"""The first versions with --no-eval, without which a value `$(…)` in the environment is run by a shell."""
+"""The first versions with --no-eval; without it a shell evaluates `$(…)` in values of the environment."""
 VERSION = re.compile(r"(apptainer|singularity)\S* version (\d+)\.(\d+)\S*")
 
 SQUASHFS = "-comp zstd -all-root"
-"""zstd: smaller than gzip, and quicker to import from. Owned by root: an image that is unpacked as a normal user, to
-build another on top of it, must not name owners."""
+"""zstd: smaller and faster to read than gzip. Owned by root: normal users cannot unpack an image with other owners, to
+build another one on top of it."""
 
 QUOTE = '"'
 CSV_SPECIAL = frozenset(',"\r\n')
 
 DROPPED = re.compile(
     r"""
-    (APPTAINER|SINGULARITY)ENV_.*                   # get in in spite of --cleanenv
+    (APPTAINER|SINGULARITY)ENV_.*                   # are set inside in spite of --cleanenv
     | (APPTAINER|SINGULARITY)_(                     # options of exec that the run decides
         BIND | BINDPATH | MOUNT | ENV | ENV_FILE | HOME | NO_HOME | NO_MOUNT | WORKDIR | PWD | CWD | TARGET_PWD | NV
         | NVCCLI | ROCM | CONTAIN | CONTAINALL | CLEANENV | NO_EVAL | SCRATCH | OVERLAY | WRITABLE | WRITABLE_TMPFS
@@ -51,11 +49,16 @@ class Apptainer(Runtime):
     can_be_strict = True
     if_slow = 'is there no squashfuse on this node? With stage = "unpack" it is not needed'
     definitions = ".def"
+    identify = staticmethod(images.identify)
+    same_image = staticmethod(images.same_image)
+    stage = staticmethod(staging.stage)
+    explain = staticmethod(apptainer_complaints.explain)
+    why_build_failed = staticmethod(apptainer_complaints.why_build_failed)
     prefixes: ClassVar[tuple[str, ...]] = ("APPTAINERENV_",)
-    """A variable of this name and another one is handed on under the other one."""
+    """Variables with this prefix are set inside without it."""
 
     def read_version(self, said: str) -> str | None:
-        """The version; which of the two it is stands in the text, as `singularity` may be Apptainer's old name."""
+        """The version, with the program's name from the text: `singularity` may be a link to Apptainer."""
         match = VERSION.search(said)
         if match is None:
             return None
@@ -67,24 +70,13 @@ class Apptainer(Runtime):
             )
         return match[0]
 
-    def identify(self, path: Path) -> Identity:
-        """A SIF by its digests, a sandbox by that of its labels."""
-        return images.identify(path)
-
-    def same_image(self, path: Path, identity: Identity) -> None:
-        """Nothing is hashed as long as size, time of change and UUID agree."""
-        images.same_image(path, identity)
-
-    def stage(self, image: Path, identity: Identity, folder: Path, how: str, pause: Pause = time.sleep) -> Path:
-        """A copy on the node's disk, as a file or unpacked."""
-        return staging.stage(image, identity, folder, how, pause)
-
-    def serves_image(self, identity: Identity, how: str) -> bool:
-        """Yes, of a SIF: squashfuse is started in the job."""
-        return how != "unpack" and bool(identity["kind"] == "sif")
+    def if_served(self, identity: Identity, how: str) -> str:
+        """To unpack a SIF, which squashfuse serves."""
+        is_served = how != "unpack" and identity["kind"] == "sif"
+        return 'Set stage = "unpack" in [container], which needs no such process.' if is_served else ""
 
     def command(self, start: Start, environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-        """`exec`, with the variables under the names by which they are handed on."""
+        """`exec`, with the variables inside under their prefixed names."""
         argv = [self.program, "--quiet", "exec", "--cleanenv", "--no-eval"]
         if start.gpus:
             argv.append("--nv")
@@ -95,10 +87,6 @@ class Apptainer(Runtime):
         outside = {name: value for name, value in environ.items() if not DROPPED.fullmatch(name)}
         handed = {prefix + name: value for prefix in self.prefixes for name, value in start.environ.items()}
         return argv, outside | handed
-
-    def explain(self, said: str, returncode: int) -> ContainerError | None:
-        """By its exit code, and what it and the image's shell and Python are known to say."""
-        return apptainer_complaints.explain(said, returncode)
 
     def build_command(
         self,
@@ -125,13 +113,9 @@ class Apptainer(Runtime):
             command += ["--build-arg", f"{name}={value}"]
         return [*command, str(target), str(recipe)]
 
-    def why_build_failed(self, said: str) -> str | None:
-        """The meaning of what a build has said."""
-        return apptainer_complaints.why_build_failed(said)
-
 
 class SingularityCE(Apptainer):
-    """SingularityCE, or Apptainer under its old name, which prefers its new one and complains of the old alone."""
+    """SingularityCE, or Apptainer as `singularity`, which warns if only the old prefix is used."""
 
     name = "singularity"
     title = "SingularityCE"
@@ -143,7 +127,7 @@ def _home_options(start: Start) -> list[str]:
     home = start.container.home
     options = ["--containall", "--workdir", str(start.own_folder)] if start.container.strict else []
     if home == "none":
-        # Without the latter, home comes in all the same when the task was started below it.
+        # Without `--no-mount cwd` home is mounted if the task was started below it.
         return [*options, "--no-home", "--no-mount", "cwd"]
     if home == "private" and not start.container.strict:
         return [*options, "--home", f"{start.own_folder / 'home'}:{start.home}", "--no-mount", "cwd"]
@@ -151,9 +135,9 @@ def _home_options(start: Start) -> list[str]:
 
 
 def mount(bind: Bind, *, filled: bool = False) -> str:
-    """The bind as `--mount` takes it: a line of CSV, so that any character may stand in a path.
+    """The bind as `--mount` takes it: a line of CSV, so that a path may hold any character.
 
-    `filled`: with as many fields whether read-only or not. A build reads all its mounts as one CSV text.
+    `filled`: the same number of fields for all binds, since a build reads its mounts as one CSV text.
     """
     fields = ["type=bind", f"src={bind.src}", f"dst={bind.dst}"]
     if bind.read_only:

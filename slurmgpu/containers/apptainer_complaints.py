@@ -1,4 +1,4 @@
-"""What Apptainer and SingularityCE write to stderr, as a sentence and a failure class: of a start and of a build."""
+"""Messages of Apptainer and SingularityCE, at a start and of a build, and what each means."""
 
 from __future__ import annotations
 
@@ -115,17 +115,17 @@ RUNTIME = (
     ),
     Complaint(r"permission denied", 'the image\'s program may not be executed; [container] python = "…" names it'),
 )
-"""Looked for in the lines of the runtime alone: a workload may print such words about its own files."""
+"""Searched in the runtime's own lines: a workload may print such words about its own files."""
 
 SHELL = (
     Complaint(
-        # What the kernel cannot execute Apptainer gives to the image's shell to read.
+        # If the kernel cannot execute a program, Apptainer runs it as a script of the image's shell.
         r"(?m)^(/\S+): (?:line )?\d+: (?:[Ss]yntax error|.*not found|.*cannot execute).*",
         "the image's program does not run on this node, perhaps as it is for another kind of processor: \\g<0>",
     ),
     Complaint(r"source: read /\.singularity\.d/\S+: input/output error", DAMAGED),
 )
-"""Looked for everywhere: said by the image's shell, in which the runtime starts a program."""
+"""Searched in all lines: messages of the image's shell, in which the runtime starts a program."""
 
 
 BUILD = {
@@ -153,23 +153,23 @@ BUILD = {
     "unpacked base, or set APPTAINER_DROP_CAPS, or build as a normal user",
     r"unknown flag: (\S+)": r"this version is too old: it does not know \1; Apptainer 1.2 does",
 }  # fmt: skip
-"""What a build that failed says, and what it means."""
+"""Messages of failed builds, and what they mean."""
 
 NO_CAUSE = re.compile(r"(INFO|WARNING|VERBOSE|DEBUG)\b|\++ ")
-"""Lines of a build that say no cause: news, and the commands of its script as a shell shows them."""
+"""Lines of a build that name no cause: progress, and the commands of its script as a shell prints them."""
 BUILD_LAST_WORD = re.compile(r"(?:FATAL|ERROR)\s*:\s*(.+)")
 WRAPPER = re.compile(r"While performing build: .*\bexit status \d+$")
-"""What Apptainer says of any script that fails."""
+"""Apptainer's message for any script that fails."""
 
 
-def explain(text: str, returncode: int) -> ContainerError | None:
-    """What `text`, the stderr of a worker that never said a word, means; None if the container is not to blame.
+def explain(said: str, returncode: int) -> ContainerError | None:
+    """Why a worker ended without an event, by its stderr; None if the container is not the cause.
 
     `returncode` as in `subprocess`: the runtime itself fails with 255, its starter with 1.
     """
-    lines = without_escapes(text).splitlines()
-    said = "\n".join(line for line in lines if RUNTIME_LINE.match(line))
-    found = find_complaint("\n".join(lines), (*SHELL, *INTERPRETER)) or find_complaint(said, RUNTIME)
+    lines = without_escapes(said).splitlines()
+    of_runtime = "\n".join(line for line in lines if RUNTIME_LINE.match(line))
+    found = find_complaint("\n".join(lines), (*SHELL, *INTERPRETER)) or find_complaint(of_runtime, RUNTIME)
     if found is not None:
         return found
     if returncode in BUS_ERROR:
@@ -180,7 +180,7 @@ def explain(text: str, returncode: int) -> ContainerError | None:
             node_at_fault=True,
         )
     if returncode == FAILED:
-        words = LAST_WORD.findall(said)
+        words = LAST_WORD.findall(of_runtime)
         return ContainerError(
             f"the container did not start: {words[-1].strip()}"
             if words
@@ -190,7 +190,7 @@ def explain(text: str, returncode: int) -> ContainerError | None:
 
 
 def why_build_failed(said: str) -> str | None:
-    """The meaning of what a build has said; its own last words where it is not known."""
+    """Why a build failed, by its output; its last message if the cause is not known."""
     for pattern, meaning in BUILD.items():
         if match := re.search(pattern, said):
             return match.expand(meaning)

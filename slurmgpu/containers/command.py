@@ -1,4 +1,4 @@
-"""Binds and variables of a program in a container, from its settings and this node; its runtime makes the command."""
+"""Binds and variables of a program in a container; its runtime makes the command of them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def exec_command(
 ) -> tuple[list[str], dict[str, str]]:
     """The command that runs the image's Python with the arguments `inner` in `folder`, and its environment.
 
-    `image`, `binds` and `scratch` are those of this node, which `node.prepare` has checked. `environ` is the task's
-    environment, of which little comes in; `extra_env` is slurmgpu's own, which comes in and overrides.
+    `image`, `binds` and `scratch` are those of this node, which `node.prepare` has checked. Few variables of `environ`,
+    the task's environment, are set inside; all of `extra_env` are, and override others.
     """
     runtime = runtime_named(container.runtime)
     needed = needed_binds([*binds, Bind(str(scratch), str(scratch))])
@@ -51,10 +51,7 @@ def exec_command(
 
 
 def needed_binds(binds: Sequence[Bind]) -> list[Bind]:
-    """The binds, and those of the places that links on their way lead to, parents first.
-
-    Without those that another one brings already.
-    """
+    """The binds, and those of the targets of links on their paths, parents first; without those that others include."""
     known: Known = {}
     kept: dict[str, Bind] = {}
     for bind in sorted(_where_links_lead(binds, known), key=lambda bind: (bind.dst.count("/"), bind.dst)):
@@ -65,7 +62,7 @@ def needed_binds(binds: Sequence[Bind]) -> list[Bind]:
 
 
 def _where_links_lead(binds: Sequence[Bind], known: Known) -> list[Bind]:
-    """One bind for each place inside; what a path is a link to is bound as well, unless something else goes there."""
+    """One bind for each place inside; the target of a link is bound too, unless something else is bound there."""
     found: dict[str, Bind] = {}
     for bind in binds:
         _add(found, bind)
@@ -81,7 +78,7 @@ def _where_links_lead(binds: Sequence[Bind], known: Known) -> list[Bind]:
 
 
 def _add(found: dict[str, Bind], bind: Bind) -> None:
-    # A folder that is bound twice is bound as the more generous of the two.
+    # A folder that is bound twice is read-only if both binds are.
     read_only = bind.read_only and found.get(bind.dst, bind).read_only
     found[bind.dst] = Bind(bind.src, bind.dst, read_only)
 
@@ -91,7 +88,7 @@ def _brings(above: Bind, bind: Bind, known: Known) -> bool:
     *_, place = names(above.src.rstrip("/") + rest, known)
     if place != names(bind.src, known)[-1]:
         return False
-    # The runtime leaves out, without a word, a mount on what is a link within another mount: the link is seen instead.
+    # The runtime silently ignores a mount on a link within another mount: the link is seen instead.
     through_link = place != names(above.src, known)[-1].rstrip("/") + rest
     return through_link or bind.read_only == above.read_only
 
@@ -104,7 +101,7 @@ def _below(path: str, folder: str) -> str | None:
 def _drop_invisible(
     inside: dict[str, str], container: Container, binds: Sequence[Bind], shared: tuple[str, ...]
 ) -> None:
-    """Forget TMPDIR where it is not seen inside: `mktemp` would fail, and Python would quietly take /tmp."""
+    """Drop TMPDIR if it is not visible inside: `mktemp` would fail, and Python would silently use /tmp."""
     path = inside.get("TMPDIR")
     if path is None or "TMPDIR" in container.env:
         return
@@ -114,12 +111,12 @@ def _drop_invisible(
 
 
 def package_binds(packages: Sequence[tuple[str, str]]) -> list[Bind]:
-    """The slurmgpu that runs here, and the `packages`, names and paths, read-only by name below /opt/slurmgpu."""
+    """Read-only binds of this slurmgpu and of the `packages`, names and paths, below /opt/slurmgpu."""
     own = ("slurmgpu", str(Path(slurmgpu.__file__).resolve().parent))
     return [Bind(path, f"{INSIDE}/{name}", read_only=True) for name, path in (own, *packages)]
 
 
 def python_path(packages: Sequence[tuple[str, str]]) -> str:
-    """The PYTHONPATH by which Python finds what `package_binds` brings in."""
+    """The PYTHONPATH for the packages of `package_binds`."""
     folders = [str(Path(INSIDE, name).parent) for name, _ in packages]
     return ":".join(dict.fromkeys([INSIDE, *folders]))

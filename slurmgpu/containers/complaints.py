@@ -1,4 +1,4 @@
-"""Texts on stderr that say why a container, or the interpreter in it, did not start; and what each means."""
+"""Messages on stderr of a container, or of its interpreter, that did not start, and what each means."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slurmgpu.containers.settings import ContainerError
 
 @dataclass(frozen=True)
 class Complaint:
-    """A text that is looked for, and what it means, in which a group of the pattern may stand."""
+    """A pattern to search for, and what it means, which may refer to groups of the pattern."""
 
     pattern: str
     meaning: str
@@ -35,11 +35,11 @@ INTERPRETER = (
         r"the image lacks the library \1, which its Python needs",
     ),
 )
-"""Looked for everywhere, when a worker ended before it said a word."""
+"""Searched in all lines of a worker that ended without an event."""
 
 
 def find_complaint(text: str, complaints: Iterable[Complaint]) -> ContainerError | None:
-    """The first of the complaints that stands in the text, as an error; None if there is none."""
+    """The first of the complaints that the text contains, as an error; None if there is none."""
     for complaint in complaints:
         if match := re.search(complaint.pattern, text):
             sentence = match.expand(complaint.meaning)

@@ -1,4 +1,4 @@
-"""Digests of images, remembered in ~/.cache/slurmgpu/digests.json; that file's loss costs time only."""
+"""Digests of images, cached in ~/.cache/slurmgpu/digests.json."""
 
 from __future__ import annotations
 
@@ -20,23 +20,19 @@ def digests(path: Path, part: Range) -> dict[str, str]:
     """The sha256 of the file, and of the bytes `part` (offset, size) in it: `sha256` and `partition_sha256`."""
     status = path.stat()
     key = f"{path.resolve()}|{status.st_size}|{status.st_mtime_ns}|{status.st_ino}"
-    cache = _folder() / "digests.json"
+    # `~` is no folder if the user has none.
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")  # noqa: PTH111, PTH118
+    cache = Path(home, "slurmgpu", "digests.json")
     known = _read(cache)
     if key not in known:
         found = _compute(path, part)
-        # Another process may have added to it during the minute that a large image takes.
+        # Read again: another process may have added to it during the minute that a large image takes.
         known = {**_read(cache), key: found}
         recent = dict(list(known.items())[-MAX_REMEMBERED:])
         with contextlib.suppress(OSError):  # a home that cannot be written: computed again each time
             cache.parent.mkdir(parents=True, exist_ok=True)
             write_json(cache, recent, durable=False)
     return known[key]
-
-
-def _folder() -> Path:
-    # `~` is no folder where the user has none.
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")  # noqa: PTH111, PTH118
-    return Path(home) / "slurmgpu"
 
 
 def _read(cache: Path) -> dict[str, dict[str, str]]:
@@ -46,12 +42,12 @@ def _read(cache: Path) -> dict[str, dict[str, str]]:
         return {}
     if not isinstance(value, dict):
         return {}
-    return {key: found for key, found in value.items() if _complete(found)}
-
-
-def _complete(found: object) -> bool:
     names = ("sha256", "partition_sha256")
-    return isinstance(found, dict) and all(isinstance(found.get(name), str) for name in names)
+    return {
+        key: found
+        for key, found in value.items()
+        if isinstance(found, dict) and all(isinstance(found.get(name), str) for name in names)
+    }
 
 
 def _compute(path: Path, part: Range) -> dict[str, str]:

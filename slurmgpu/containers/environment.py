@@ -1,4 +1,4 @@
-"""What a process in the image finds in its environment. No value is ever an argument, which `ps` would show."""
+"""The environment of a process in the image. No value is ever an argument, which `ps` would show."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ALLOWED = (
     *("HF_*", "TRANSFORMERS_*", "TOKENIZERS_*", "TORCH_*", "PYTORCH_*", "TRITON_*", "VLLM_*", "JAX_*", "XLA_*"),
     *("WANDB_*", "*_PROXY", "*_proxy", "XDG_CACHE_HOME", "TMPDIR", "TZ", "TERM"),
 )
-"""What comes in of the task's environment. docs/explanation/containers.md says why not everything."""
+"""The variables of the task that are set inside. docs/explanation/containers.md says why not all."""
 
 INSTALLATIONS = re.compile(r"(CUDA|NVIDIA|NCCL|UCX|OMPI|ROCR|HIP|MKL|OPENBLAS)_(HOME|ROOT|PATH|DIR|BASE|PREFIX)\Z")
-"""Where modules of the host installed a library: the image has its own."""
+"""Paths of libraries that modules of the host installed: the image has its own."""
 
 ALWAYS = {"PYTHONNOUSERSITE": "1", "PYTHONUNBUFFERED": "1", "LANG": "C.UTF-8"}
 
@@ -31,32 +31,24 @@ CACHES = {
     "MPLCONFIGDIR": "matplotlib",
     "NUMBA_CACHE_DIR": "numba",
 }
-"""Caches of compiled code, which many tasks must not share on a network file system, and their folders."""
+"""Caches of compiled code, which tasks must not share on a network file system, and their folders."""
 
 FOLDERS = (
-    "HF_HOME",
-    "HF_HUB_CACHE",
-    "HF_DATASETS_CACHE",
-    "TORCH_HOME",
-    "WANDB_DIR",
-    "XDG_CACHE_HOME",
-    "TMPDIR",
-    "SLURM_TMPDIR",
+    *("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TORCH_HOME", "WANDB_DIR", "XDG_CACHE_HOME"),
+    *("TMPDIR", "SLURM_TMPDIR"),
 )
-"""Variables that name folders of the host: they come in together with a bind, or are of no use."""
+"""Variables that name folders of the host, which are bound."""
 
 
 def inner_environment(
     container: Container, environ: Mapping[str, str], own: Mapping[str, str], scratch: Path
 ) -> dict[str, str]:
-    """The variables of a process in the image: allowed ones of the task, the user's over them, `own` over all."""
+    """The variables of a process in the image: allowed ones of the task, overridden by the user's, then by `own`."""
     inside = {name: value for name, value in environ.items() if _allowed(name)}
     inside |= ALWAYS
     inside |= {name: str(scratch / "caches" / folder) for name, folder in CACHES.items()}
-    if container.home == "none":
-        inside.setdefault(
-            "XDG_CACHE_HOME", str(scratch / "caches")
-        )  # there is no ~/.cache then, and nothing to make it in
+    if container.home == "none":  # then there is no ~/.cache
+        inside.setdefault("XDG_CACHE_HOME", str(scratch / "caches"))
     for name, value in container.env.items():
         if value is True:
             if name not in environ:
@@ -77,7 +69,7 @@ def inner_environment(
 
 
 def _allowed(name: str) -> bool:
-    # One name that no shell takes, and the runtime drops every variable, with exit code 0.
+    # With one name that no shell takes the runtime drops all variables, with exit code 0.
     if not NAME.match(name) or INSTALLATIONS.match(name):
         return False
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in ALLOWED)

@@ -1,4 +1,4 @@
-"""Folders on a node's disk: one that a task has for itself, in use as long as a lock says so and gone with its task."""
+"""A task's own folder on the node's disk: in use while its lock is held, and removed with the task."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ _locks: dict[Path, IO[bytes]] = {}
 
 
 def task_folder(scratch: Path) -> Path:
-    """The folder under `scratch` that this task has for itself: a private home, a strict container's /tmp."""
+    """The folder of this task under `scratch`: a private home, a strict container's /tmp."""
     return scratch / "tasks" / f"{os.uname().nodename}-{os.getpid()}-{_token(os.getpid())}"
 
 
 @functools.cache
 def _token(pid: int) -> str:
-    # Scratch may be shared by nodes, or by PID namespaces of one: their processes may have equal numbers.
+    # Nodes, or PID namespaces of a node, may share scratch: their processes may have the same pid.
     return secrets.token_hex(4)
 
 
 def take_task_folder(scratch: Path) -> Path:
-    """The task's folder, new, with an empty `home` in it; what dead tasks of this node left goes first."""
+    """Make the task's folder with an empty `home` in it; folders of dead tasks of this node are removed."""
     own = task_folder(scratch)
     _leave(own)
     own.parent.mkdir(exist_ok=True)
     for folder in own.parent.iterdir():
-        # Locks of another node cannot be trusted: they are its own on many a file system.
+        # Not those of other nodes: many file systems do not share locks.
         if folder.name.rsplit("-", 2)[0] == os.uname().nodename:
             _remove_if_dead(folder)
-    # It gets its name when it has its lock: until then another task would take it for a dead one's.
+    # It gets its name once it has its lock: without one, another task would remove it.
     new = own.with_name(f".{own.name}")
     (new / "home").mkdir(parents=True)
     lock = open(new / LOCK, "wb")  # noqa: SIM115 - it is held until the task leaves
-    with contextlib.suppress(OSError):  # a file system without locks: nobody gets it, and nothing is removed
+    with contextlib.suppress(OSError):  # a file system without locks: no task gets one, and nothing is removed
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     new.rename(own)
     _locks[own] = lock
@@ -49,9 +49,9 @@ def take_task_folder(scratch: Path) -> Path:
 
 
 def leave_task_folders() -> None:
-    """Remove what this process took, with all that is in it; never an error."""
+    """Remove the folders that this process took; never an error."""
     for own in list(_locks):
-        if own == task_folder(own.parent.parent):  # not what a process took of which this one is a fork
+        if own == task_folder(own.parent.parent):  # not those of the process that forked this one
             _leave(own)
 
 
@@ -62,7 +62,7 @@ def _leave(own: Path) -> None:
 
 
 def _remove_if_dead(folder: Path) -> None:
-    # "ab": a task that was killed while it removed its folder may have left it without a lock.
+    # "ab": a task that was killed while it removed its folder may have left one without a lock.
     with contextlib.suppress(OSError), open(folder / LOCK, "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _remove_locked(folder, lock)
@@ -76,7 +76,7 @@ def _remove_locked(folder: Path, lock: IO[bytes]) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a folder with all that is in it, as far as that can be done; no error if it is not there."""
+    """Remove a file, or a folder and its content; no error if that fails."""
     if not path.is_dir() or path.is_symlink():
         with contextlib.suppress(OSError):
             path.unlink()
@@ -89,7 +89,7 @@ def remove(path: Path) -> None:
 
 
 def _open_up(folder: Path) -> None:
-    # An image, or a cache, may hold folders that even their owner may not change.
+    # An image, or a cache, may hold folders that their owner may not write.
     with contextlib.suppress(OSError):
         if not folder.is_symlink():
             folder.chmod(stat.S_IRWXU)

@@ -1,4 +1,4 @@
-"""Which image a run was planned with, and whether the one on this node is the same. Nothing is started for it."""
+"""The identity of an image, and whether the image on this node is the same. Nothing is started for it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from slurmgpu.errors import SlurmGPUError
 LABELS = Path(".singularity.d", "labels.json")
 BUILD_ARCH, BUILD_DATE = "org.label-schema.build-arch", "org.label-schema.build-date"
 GO_MACHINES = {"amd64": "x86_64", "arm64": "aarch64", "386": "i686", "loong64": "loongarch64"}
-"""Go's words for architectures, where `platform.machine()` has others."""
+"""Go's names of architectures that differ from those of `platform.machine()`."""
 
 
 def identify(path: Path) -> Identity:
-    """What tells this image from all others, for run.json; SlurmGPUError if it is none or cannot run here.
+    """The identity of this image for run.json; SlurmGPUError if it is no image or cannot run here.
 
-    `sha256` is the file's, and signing changes it; `partition_sha256` is the root file system's, and it stays.
-    A sandbox is known by the digest of its labels, which hold the time of its build.
+    `sha256` is the file's, which signing changes; `partition_sha256` is the root file system's, which it does not.
+    A sandbox is identified by the digest of its labels, which hold the time of its build.
     """
     try:
         found = _sandbox(path) if path.is_dir() else _sif(path, read_sif(path))
@@ -33,14 +33,18 @@ def identify(path: Path) -> Identity:
     except OSError as error:
         text = _unreadable(path, error)
         raise SlurmGPUError(f"{text[:1].upper()}{text[1:]}.") from error
-    _check_arch(path, found["arch"])
+    here = platform.machine()
+    if found["arch"] not in (None, here):
+        raise SlurmGPUError(
+            f"{path} is built for {found['arch']}, and this machine is {here}. Build it on a machine like this."
+        )
     return {**found, "size_bytes": status.st_size if found["kind"] == "sif" else None, "mtime_ns": status.st_mtime_ns}
 
 
 def same_image(path: Path, identity: Identity) -> None:
-    """Nothing, if the image on this node is the one of the plan; else ContainerError.
+    """Raise ContainerError unless the image on this node is the one of the plan.
 
-    Costs no hashing as long as size, time of change and UUID agree.
+    It is hashed only if its time of change differs.
     """
     try:
         if path.is_dir() != (identity["kind"] == "sandbox"):
@@ -64,9 +68,10 @@ def same_image(path: Path, identity: Identity) -> None:
     except SlurmGPUError as error:
         raise ContainerError(str(error)) from error
     except OSError as error:
-        # An NFS that is not mounted, or stale, is the node's fault; permissions are the file's.
         text = f"{_unreadable(path, error, ' on this node')}; put it back, or plan a new run with another"
-        raise ContainerError(text, node_at_fault=_gone(error)) from error
+        # An NFS that is not mounted, or stale, is the node's fault; permissions are not.
+        is_gone = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.EIO, errno.ENOTCONN)
+        raise ContainerError(text, node_at_fault=is_gone) from error
 
 
 def _sif(path: Path, sif: Sif) -> Identity:
@@ -109,21 +114,11 @@ def _sandbox(path: Path) -> Identity:
     }
 
 
-def _check_arch(path: Path, arch: str | None) -> None:
-    here = platform.machine()
-    if arch is not None and arch != here:
-        raise SlurmGPUError(f"{path} is built for {arch}, and this machine is {here}. Build it on a machine like this.")
-
-
 def _another(path: Path, difference: str) -> str:
     return (
         f"the image {path} is not the one that this run was planned with: {difference}. "
         f"Put the old one back, or plan a new run with this one"
     )
-
-
-def _gone(error: OSError) -> bool:
-    return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.EIO, errno.ENOTCONN)
 
 
 def _unreadable(path: Path, error: OSError, where: str = "") -> str:

@@ -1,18 +1,18 @@
-"""Symbolic links: by which names a path is reached, all of which a container must have."""
+"""The names of a path through symbolic links, all of which a container must have."""
 
 from __future__ import annotations
 
 import os
 
 MOST_LINKS = 40
-"""So many links the kernel follows in one path."""
+"""How many links the kernel follows in one path."""
 
 Known = dict[str, str | None]
-"""What the links met so far lead to, and None for what is no link: a path is asked for once."""
+"""The targets of links by path, None for no link: each path is read once."""
 
 
 def names(path: str, known: Known) -> list[str]:
-    """An absolute path as it is, and after each link that is followed on its way; the last name has no link in it."""
+    """An absolute path, and the path after each link that is followed; the last one has no link in it."""
     found: list[str] = []
     done, todo = "", path.split("/")[::-1]
     while todo and len(found) < MOST_LINKS:
@@ -47,7 +47,7 @@ def upwards(path: str) -> list[str]:
 def _target(path: str, known: Known) -> str | None:
     if path not in known:
         try:
-            known[path] = os.readlink(path)  # noqa: PTH115 - as text: Path would take a `..` or a `//` away
+            known[path] = os.readlink(path)  # noqa: PTH115 - as text: Path would drop a `..` or a `//`
         except (OSError, ValueError):
             known[path] = None
     return known[path]

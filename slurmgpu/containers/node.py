@@ -1,4 +1,4 @@
-"""What a container needs of its node, looked at before anything is claimed and before a model is loaded."""
+"""What a container needs on its node, checked before anything is claimed and before a model is loaded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ INFINIBAND = "/dev/infiniband"
 
 @dataclass(frozen=True)
 class Prepared:
-    """A container as this node has it: `image` may be a staged copy, `binds` are expanded and exist."""
+    """A container on this node: `image` may be a staged copy, `binds` are expanded and exist."""
 
     image: Path
     scratch: Path
@@ -38,11 +38,11 @@ class Prepared:
 def prepare(
     container: Container, binds: Sequence[Bind], environ: Mapping[str, str], pause: Pause = time.sleep
 ) -> Prepared:
-    """The container ready to run on this node, its image staged; ContainerError, as a sentence, if it cannot be.
+    """The container ready to run on this node, its image staged; ContainerError if that fails.
 
     `binds` are slurmgpu's own (the run directory, packages …), to which those of [container] and of variables that
-    name folders are added. Leaves a folder `slurmgpu-<uid>` in the scratch folder: caches, and staged images;
-    `folders.leave_task_folders` removes what is the task's own, also after an error. What `pause` raises ends a wait.
+    name folders are added. Leaves a folder `slurmgpu-<uid>` in the scratch folder with caches and staged images;
+    `folders.leave_task_folders` removes the task's own folder, also after an error. `pause` may raise to end a wait.
     """
     scratch = _scratch(container, environ)
     try:
@@ -56,7 +56,7 @@ def prepare(
     _check_binds(wanted)
     if container.strict or container.home == "private":
         _make_places([*wanted, Bind(str(scratch), str(scratch))], task_folder(scratch) / "home", environ)
-    inner_environment(container, environ, {}, scratch)  # a variable that is to be handed on is there
+    inner_environment(container, environ, {}, scratch)  # raises if a variable of [container] env is not set
     image = Path(container.image)
     runtime.same_image(image, container.identity)
     image = runtime.stage(image, container.identity, scratch / "images", container.stage, pause)
@@ -64,18 +64,18 @@ def prepare(
 
 
 def _scratch(container: Container, environ: Mapping[str, str]) -> Path:
-    """The user's own folder on the node's disk; in it, one for this task."""
+    """The user's folder on the node's disk, with one for this task in it."""
     given = container.scratch and expand(container.scratch, environ, "[container] scratch")
     temporary = environ.get("TMPDIR", "")
     if not Path(temporary).is_absolute() or not Path(temporary).is_dir():
-        temporary = "/tmp"  # a TMPDIR of the machine that submitted, say; Python does the same
+        temporary = "/tmp"  # as Python does: TMPDIR may be that of the machine that submitted
     base = Path(given or temporary)
     scratch = base / f"slurmgpu-{os.getuid()}"
     try:
         scratch.mkdir(mode=0o700, exist_ok=True)
         status = scratch.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-            raise ContainerError(f"{scratch} belongs to somebody else on this node", node_at_fault=True)
+            raise ContainerError(f"{scratch} belongs to another user on this node", node_at_fault=True)
         if stat.S_IMODE(status.st_mode) != 0o700:
             scratch.chmod(0o700)
         take_task_folder(scratch)
@@ -92,13 +92,13 @@ def _scratch(container: Container, environ: Mapping[str, str]) -> Path:
 
 
 def _make_places(binds: Sequence[Bind], own_home: Path, environ: Mapping[str, str]) -> None:
-    """Make the places of binds below home in the home of this task's own.
+    """Make the destinations of binds below home in the task's own home.
 
-    Apptainer makes those that the image lacks; those that it has are hidden by this home, and then it gives up.
+    Apptainer makes those that the image lacks; those that the image has are hidden by this home, and Apptainer fails.
     """
     homes = {Path(home_folder(environ))}
-    with contextlib.suppress(KeyError):  # a user whom passwd does not know: Apptainer says so
-        homes.add(Path(pwd.getpwuid(os.getuid()).pw_dir))  # where a strict container has home, whatever HOME says
+    with contextlib.suppress(KeyError):  # a user without an entry in passwd, whom Apptainer refuses
+        homes.add(Path(pwd.getpwuid(os.getuid()).pw_dir))  # the home of a strict container, whatever HOME says
     for bind in needed_binds(binds):
         path = Path(os.path.normpath(bind.dst))
         for home in homes & set(path.parents):
@@ -109,7 +109,7 @@ def _make_places(binds: Sequence[Bind], own_home: Path, environ: Mapping[str, st
 
 
 def _folder_binds(container: Container, environ: Mapping[str, str], shared: tuple[str, ...]) -> list[Bind]:
-    """Folders that variables name come in with them; a strict container gets InfiniBand, too."""
+    """Binds of the folders that variables name, and of InfiniBand for a strict container."""
     given = {name: environ.get(name) if value is True else value for name, value in container.env.items()}
     paths = {name: given.get(name, environ.get(name)) for name in FOLDERS}
     found = [os.path.normpath(path) for path in paths.values() if isinstance(path, str) and Path(path).is_absolute()]

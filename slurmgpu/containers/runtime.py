@@ -1,4 +1,4 @@
-"""`Runtime`, the interface of a container runtime: all that differs from one to the next.
+"""`Runtime`, the interface of a container runtime: everything in which runtimes differ.
 
 `containers/apptainer.py` implements it; `containers/registry.py` finds implementations by name, those of other
 packages by the entry-point group `slurmgpu.runtimes`.
@@ -25,11 +25,11 @@ SHARED = ("/tmp", "/var/tmp")
 
 @dataclass(frozen=True)
 class Start:
-    """A program that is to run in an image on this node; everything is decided but how the runtime is told.
+    """A program to run in an image on this node, for the runtime to make a command of.
 
-    `argv` is the program in the image and its arguments. `binds` exist, parents before what lies in them.
-    `environ` are all variables that the program finds. `home` is the path of home, `own_folder` the task's own folder
-    on the node's disk, with an empty `home` in it for a private one.
+    `argv` is the program in the image and its arguments. `binds` exist, parents before what is in them. `environ` are
+    all variables of the program. `home` is the path of home, `own_folder` the task's own folder on the node's disk,
+    with an empty `home` in it for a private one.
     """
 
     container: Container
@@ -44,10 +44,10 @@ class Start:
 
 
 class Runtime(ABC):
-    """A container runtime. It has no state; what it needs of a run comes with each call.
+    """A container runtime. It has no state: every call gets what it needs of a run.
 
-    `name` stands in [container] runtime and in run.json, `title` in sentences, and `program` is looked for on PATH.
-    What follows says which values of [container] it can do; `check` refuses others when a run is planned.
+    `name` is used in [container] runtime and in run.json, `title` in sentences; `program` is searched on PATH. The
+    next attributes are the values of [container] that it supports; `check` refuses others when a run is planned.
     """
 
     name: ClassVar[str]
@@ -58,39 +58,39 @@ class Runtime(ABC):
     stages: ClassVar[tuple[str, ...]] = ("none",)
     can_be_strict: ClassVar[bool] = False
     shared: ClassVar[tuple[str, ...]] = SHARED
-    """Folders of the node that a container shows, and can write in, unless it is strict."""
+    """Folders of the node that a container sees and can write, unless it is strict."""
     if_slow: ClassVar[str] = ""
-    """What to suspect and do when a container takes more than 10 s to start; empty if nothing is known."""
+    """A likely cause, and what to do, if a container takes more than 10 s to start; empty if none is known."""
     definitions: ClassVar[str | None] = None
     """The suffix of the definition files that it builds images from; None if it builds none."""
 
     def check(self, container: Container) -> None:
-        """Refuse, with a SlurmGPUError, settings of [container] that this runtime cannot do."""
+        """Raise SlurmGPUError for settings of [container] that this runtime does not support."""
         for key, value, can in (("home", container.home, self.homes), ("stage", container.stage, self.stages)):
             if value not in can:
                 choice = " or ".join(f'"{each}"' for each in can)
                 raise SlurmGPUError(f'[container] {key} = "{value}" is not for {self.title}, which can {choice}.')
         if container.strict and not self.can_be_strict:
-            raise SlurmGPUError(f"[container] strict = true is not for {self.title}. Take the line away.")
+            raise SlurmGPUError(f"[container] strict = true is not for {self.title}. Remove the line.")
 
     @abstractmethod
     def read_version(self, said: str) -> str | None:
-        """The version in what `program` says to `version_arguments`, for records; None if it says none.
+        """The version in the output of `program` with `version_arguments`, for records; None if there is none.
 
         ContainerError if it is too old.
         """
 
     @abstractmethod
     def identify(self, path: Path) -> Identity:
-        """What tells this image from all others, as run.json keeps it; SlurmGPUError if it is none or cannot run here.
+        """The identity of this image for run.json; SlurmGPUError if it is no image or cannot run here.
 
         Keys: `kind`, a word for the format; `sha256`; `partition_sha256`, of the root file system alone, or None;
-        `uuid`, `arch` as `platform.machine()` says it, `created`, each a text or None; `labels`, texts by name;
-        `size_bytes`, None where it is a folder; `mtime_ns`. Called where runs are planned: nothing is started for it.
+        `uuid`, `arch` as in `platform.machine()`, `created`, each a text or None; `labels`, texts by name;
+        `size_bytes`, None for a folder; `mtime_ns`. Called where runs are planned: it starts no process.
         """
 
     def same_image(self, path: Path, identity: Identity) -> None:
-        """Nothing if the image on this node is the one that was planned with, `identity`; else ContainerError."""
+        """Raise ContainerError unless the image on this node is the one of the plan, `identity`."""
         try:
             found = self.identify(path)
         except SlurmGPUError as error:
@@ -104,14 +104,16 @@ class Runtime(ABC):
     def stage(self, image: Path, identity: Identity, folder: Path, how: str, pause: Pause = time.sleep) -> Path:
         """The image to run on this node: `image`, or a copy of it in `folder`; `how` is one of `stages`.
 
-        ContainerError if it cannot be copied. `pause` is called again and again meanwhile, and ends it by what it
-        raises.
+        ContainerError if it cannot be copied. `pause` is called again and again meanwhile, and may raise to end it.
         """
         return image
 
-    def serves_image(self, identity: Identity, how: str) -> bool:
-        """Whether a process of the job serves the image's files, so that the worker dies of a signal that ends it."""
-        return False
+    def if_served(self, identity: Identity, how: str) -> str:
+        """What to change if Slurm signals all processes of a job; empty unless one of them serves the image's files.
+
+        A signal ends that process, and the worker dies of a bus error.
+        """
+        return ""
 
     @abstractmethod
     def command(self, start: Start, environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
@@ -122,7 +124,7 @@ class Runtime(ABC):
         """
 
     def explain(self, said: str, returncode: int) -> ContainerError | None:
-        """Why a worker ended that never said a word, from its stderr; None if the container is not to blame.
+        """Why a worker ended without an event, by its stderr; None if the container is not the cause.
 
         `returncode` as in `subprocess`.
         """
@@ -145,5 +147,5 @@ class Runtime(ABC):
         raise NotImplementedError
 
     def why_build_failed(self, said: str) -> str | None:
-        """What the output of a build that failed means; its own last words, or None, where that is not known."""
+        """Why a build failed, by its output; its last message, or None, if the cause is not known."""
         return None

@@ -1,4 +1,4 @@
-"""What a run keeps about its container, and the error that ends a task whose container cannot work."""
+"""What a run keeps about its container, and the error of a container that cannot work."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ VARIABLE = re.compile(r"\$\{?([A-Za-z_][A-Za-z0-9_]*)\}?")
 
 
 class ContainerError(Exception):
-    """The container cannot work here, as a sentence; nothing was claimed, so nothing is lost.
+    """The container cannot work here. Nothing was claimed, so nothing is lost.
 
-    `kind` is the failure class; `node_at_fault`: another node may well do.
+    `kind` is the failure class; `node_at_fault`: it may work on another node.
     """
 
     def __init__(self, message: str, *, kind: str = "container", node_at_fault: bool = False) -> None:
@@ -29,7 +29,7 @@ class ContainerError(Exception):
 
 @dataclass(frozen=True)
 class Bind:
-    """A file or folder of the node that is seen in the container; paths may hold `$VARIABLES` and `~` of the node."""
+    """A file or folder of the node in the container; paths may hold `$VARIABLES` and `~` of the node."""
 
     src: str
     dst: str
@@ -98,7 +98,7 @@ def expand(path: str, environ: Mapping[str, str], what: str = "the bind") -> str
 
 
 class Identity(TypedDict, total=False):
-    """What tells an image from all others: see `Runtime.identify`."""
+    """What identifies an image: see `Runtime.identify`."""
 
     kind: str
     sha256: str
@@ -112,7 +112,7 @@ class Identity(TypedDict, total=False):
 
 
 class BindRecord(TypedDict):
-    """A bind, as run.json keeps it."""
+    """A bind in run.json."""
 
     src: str
     dst: str
@@ -139,9 +139,9 @@ class ContainerRecord(TypedDict):
 class Container:
     """The image in which a run's workers run, and what they see of the node.
 
-    `image` is absolute. `env` values are texts, `True` (hand on the task's own) or `False` (keep out).
-    `identity` is what `images.identify` said when the run was planned.
-    `packages` are the names and paths of folders and files that the workload is imported from.
+    `image` is absolute. `env` values are texts, `True` (the task's own value) or `False` (not set). `identity` is that
+    of the image when the run was planned. `packages` are the names and paths of folders and files that the workload is
+    imported from.
     """
 
     image: str
@@ -169,13 +169,13 @@ class Container:
 
 
 def check_env(env: Mapping[str, str | bool]) -> None:
-    """Refuse, with a SlurmGPUError, what [container] env cannot say."""
+    """Raise SlurmGPUError for variables that [container] env cannot set."""
     for name, value in env.items():
-        # One name that no shell takes, and apptainer drops every variable, with exit code 0.
+        # With one name that no shell takes apptainer drops all variables, with exit code 0.
         if not NAME.match(name):
             raise SlurmGPUError(
                 f"[container] env: {name!r} is no name of a variable; it may hold letters, digits and underscores, "
-                f"and begins with none of the digits."
+                f"and does not begin with a digit."
             )
         if name == "HOME":
             raise SlurmGPUError('[container] env: HOME cannot be set; home = "private" gives an empty one.')

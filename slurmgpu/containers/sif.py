@@ -37,12 +37,12 @@ MACHINES = {
     b"12": "riscv64",
     b"13": "loongarch64",
 }
-"""SIF's codes of architectures, as `platform.machine()` says them."""
+"""SIF's codes of architectures, and their names in `platform.machine()`."""
 
 
 @dataclass(frozen=True)
 class Sif:
-    """What the header says: `arch` as `platform.machine()` says it, the root file system's place, the labels."""
+    """The header's content: `arch` as in `platform.machine()`, the place of the root file system, the labels."""
 
     uuid: str
     arch: str
@@ -90,9 +90,7 @@ def read_sif(path: Path) -> Sif:
 
 def _check_whole(path: Path, size: int, needed: int) -> None:
     if needed > size:
-        raise SlurmGPUError(
-            f"{path} is cut short: it has {size:,} bytes and its header speaks of {needed:,}. Copy it again."
-        )
+        raise SlurmGPUError(f"{path} is cut short: it has {size:,} bytes, and {needed:,} by its header. Copy it again.")
 
 
 def _root(path: Path, objects: list[tuple[Any, ...]]) -> tuple[Any, ...]:
@@ -103,7 +101,7 @@ def _root(path: Path, objects: list[tuple[Any, ...]]) -> tuple[Any, ...]:
 
 
 def _labels(file: BinaryIO, objects: list[tuple[Any, ...]]) -> dict[str, str]:
-    """Labels where `apptainer build` puts them, else {}: they are a nicety, never a reason to fail."""
+    """The labels of `apptainer build`; {} if there are none, or they are damaged."""
     for fields in objects:
         name = fields[12].rstrip(b"\0")
         if fields[0] == DATA_LABELS or (fields[0] == DATA_JSON and name == INSPECT_METADATA):

@@ -1,4 +1,4 @@
-"""Copies of images on a node's own disk, made once by whichever task comes first, and whole as soon as they appear."""
+"""Copies of images on a node's disk, which the first task makes, and which appear whole."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from slurmgpu.util.atomic_files import FULL
 
 CHUNK = 1 << 22
 SYNC_BYTES = 1 << 28
-"""So much is written before it is waited for: a task that is to end must not wait for all of a large image."""
+"""Bytes between two fsyncs: a task that is to end must not wait for all of a large image."""
 UNPACKED_RATIO = 3.5
 """Bytes of an unpacked image for each of a SIF: 3.3 for a small one of Python, 3.6 for one of torch."""
 INSTEAD = '[container] scratch names another folder, and stage = "none" does without a copy'
 
 
 def stage(image: Path, identity: Identity, folder: Path, how: str, pause: Pause = time.sleep) -> Path:
-    """The image to run on this node: a copy in `folder`, made now if there is no whole one, or `image` itself.
+    """A copy on the node's disk, in `folder`, made now if there is no whole one, or `image` itself.
 
-    "node" copies a SIF to `<sha256>.sif` unless it lies on the same file system already; "unpack" makes a sandbox
-    `<sha256>` of it. A sandbox is used where it is. ContainerError if there is no room, or the copy differs.
-    `pause` is called again and again while this takes time, and ends it by what it raises; then nothing is left.
+    "node" copies a SIF to `<sha256>.sif` unless it is on the same file system; "unpack" makes a sandbox `<sha256>` of
+    it. A sandbox is used where it is. ContainerError if there is no room, or the copy differs. `pause` is called again
+    and again, and may raise to end this; then nothing is left.
     """
     if how == "none" or identity["kind"] == "sandbox":
         return image
@@ -57,7 +57,7 @@ def stage(image: Path, identity: Identity, folder: Path, how: str, pause: Pause 
 
 
 def _is_usable(target: Path, identity: Identity, how: str, pause: Pause) -> bool:
-    # What lies in /tmp may have been cut short by a full disk, a crash of the node, or cleaning by age.
+    # A full disk, a crash of the node, or cleaning by age may have cut short what is in /tmp.
     if how == "unpack":
         return is_whole(target, pause)
     try:
@@ -71,7 +71,7 @@ def _is_usable(target: Path, identity: Identity, how: str, pause: Pause) -> bool
 
 @contextlib.contextmanager
 def _locked(path: Path, pause: Pause) -> Iterator[None]:
-    # A lock of a node's own disk, which the kernel takes back when its holder dies; the file stays for the next.
+    # A lock on the node's disk, which the kernel releases when its holder dies; the file stays for the next task.
     with open(path, "ab") as file:
         os.utime(path)
         while True:
@@ -86,7 +86,7 @@ def _locked(path: Path, pause: Pause) -> Iterator[None]:
 def _make(image: Path, identity: Identity, target: Path, how: str, pause: Pause) -> None:
     part = target.with_name(f"{target.name}.part")
     remove(record_of(target))
-    for left in (target, part):  # damaged, and of a task that died
+    for left in (target, part):  # a damaged copy, and that of a task that died
         remove(left)
     try:
         _check_room(target.parent, (identity["size_bytes"] or 0) * (UNPACKED_RATIO if how == "unpack" else 1))

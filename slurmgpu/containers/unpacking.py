@@ -1,4 +1,4 @@
-"""A SIF unpacked into a folder, and whether such a folder still is what was unpacked."""
+"""Unpack a SIF into a folder, and check whether such a folder is still whole."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from slurmgpu.containers.sif import read_sif
 from slurmgpu.util.atomic_files import write_json
 
 UPPER_LEVELS = 4
-"""So deep a folder is looked at before each task, down to the libraries of a system, which takes some milliseconds."""
+"""How many levels are checked before each task, down to the libraries of a system; it takes some milliseconds."""
 WHOLE_S = 86400.0
-"""So often it is looked at, and touched, as a whole: cleaning of /tmp by age leaves a file alone for a few days."""
+"""How often all files are checked, and touched: cleaning of /tmp by age keeps a file for a few days."""
 
 Pause = Callable[[float], None]
 
@@ -38,9 +38,9 @@ def unpack(image: Path, part: Path, pause: Pause) -> None:
     argv = [program, "-no-progress", "-no-xattrs", "-offset", str(offset), "-dest", str(part), str(image)]
     returncode, said = _run(argv, pause)
     if returncode < 0:
-        pause(0.5)  # a signal to the whole job may have ended it before it reaches this process
+        pause(0.5)  # a signal to the whole job may have ended it before this process gets it
     is_full = "No space left" in said or "Disk quota" in said
-    # 2: something could not be set or made that a container does not need, a device file say.
+    # 2: something that a container does not need, such as a device file, could not be made.
     if returncode not in (0, 2) or is_full or not (part / ".singularity.d").is_dir():
         raise ContainerError(
             f"{image} cannot be unpacked on this node: {said.strip()[-400:] or f'unsquashfs ended with {returncode}'}",
@@ -70,12 +70,12 @@ def _run(argv: list[str], pause: Pause) -> tuple[int, str]:
 
 
 def record_of(folder: Path) -> Path:
-    """The file beside an unpacked image that says what is in it; last to come, first to go."""
+    """The file beside an unpacked image that describes it; written last, removed first."""
     return folder.with_name(f"{folder.name}.json")
 
 
 def describe(folder: Path, pause: Pause) -> dict[str, list[int]]:
-    """What `is_whole` compares a folder with: how many entries it has in all, with how many bytes, and near the top."""
+    """What `is_whole` compares a folder with: its number of entries and bytes, and of entries near the top."""
     return {"whole": _look(folder, pause), "upper": _look(folder, pause, UPPER_LEVELS)}
 
 
@@ -85,10 +85,10 @@ def remember(folder: Path, description: dict[str, list[int]]) -> None:
 
 
 def is_whole(folder: Path, pause: Pause) -> bool:
-    """Whether nothing is missing of the image that was unpacked into `folder`.
+    """Whether the image that was unpacked into `folder` is complete.
 
-    It is counted as a whole once a day and after a boot, and touched, so that cleaning by age spares it; in between its
-    upper levels stand for it.
+    All files are counted once a day and after a boot, and touched, so that cleaning by age keeps them; in between only
+    the upper levels are counted.
     """
     record = record_of(folder)
     try:
@@ -105,7 +105,7 @@ def is_whole(folder: Path, pause: Pause) -> bool:
 
 
 def _look(folder: Path, pause: Pause, levels: float = math.inf) -> list[int]:
-    """The number of entries, and, where all are looked at, of bytes in files; then they are touched, too."""
+    """The number of entries and, if all `levels` are counted, of bytes in files, which are then touched."""
     n_entries = n_bytes = 0
     now, todo = time.time_ns(), [(os.fspath(folder), 1)]
     while todo:
@@ -120,6 +120,6 @@ def _look(folder: Path, pause: Pause, levels: float = math.inf) -> list[int]:
                 if levels == math.inf:
                     status = entry.stat(follow_symlinks=False)
                     n_bytes += 0 if is_folder else status.st_size
-                    # Not the time of change, by which Python knows its compiled files.
+                    # Not the time of modification, by which Python finds its compiled files.
                     os.utime(entry.path, ns=(now, status.st_mtime_ns), follow_symlinks=False)
     return [n_entries, n_bytes]

@@ -1,4 +1,4 @@
-"""Which runtime a node has, and whether it is new enough; asked for once for each program file, as it takes 20 ms."""
+"""The version of a node's runtime, cached for each program file, as asking for it takes 20 ms."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def runtime_version(runtime: Runtime, environ: Mapping[str, str], scratch: Path)
     program, memory = Path(found).resolve(), scratch / "runtime.json"
     status = program.stat()
     key = f"{program}|{status.st_size}|{status.st_mtime_ns}|{status.st_ino}"
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # anything but what was written here
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # no cache, or a damaged one
         known = json.loads(memory.read_bytes())
         if known["key"] == key:
             return str(known["version"])
     version = _ask(found, runtime, environ)
-    if _is_binary(program):  # a script may call another program tomorrow
+    if _is_binary(program):  # a script may call another program later
         with contextlib.suppress(OSError):
             write_json(memory, {"key": key, "version": version}, durable=False)
     return version

@@ -1,4 +1,4 @@
-"""The debug executor: one task, in this very process, so that a debugger works in it."""
+"""The debug executor: one task, in this process, where a debugger works."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.heartbeats import beating
 from slurmgpu.run.records import Attempt
 from slurmgpu.run.submissions import Submission, job_here
-from slurmgpu.task.supervisor import Task
 
 
 class Debug(Here):
@@ -27,11 +26,13 @@ class Debug(Here):
             if KINDS[fault.kind].kills:
                 raise SlurmGPUError(
                     f"--inject {fault} ends the process that computes, which with the executor debug is your own, and "
-                    f"nothing starts it again. Take --executor local."
+                    f"nothing starts it again. Use --executor local."
                 )
 
     def start(self, run: Run, submission: Submission) -> Started:
-        """Nothing yet: who waits works."""
+        """Nothing yet: the task runs in `wait`."""
+        from slurmgpu.task.supervisor import Task  # takes long to import, and `status` asks executors
+
         number = submission.submission
         job = job_here(self.name, number)
         attempt = Attempt(job, 0, 0, number, self.name, submission.gpus_per_task, submission.device)

@@ -1,4 +1,4 @@
-"""What the executors of this machine share: its GPUs, and its processes while they work."""
+"""What the executors of this machine share: its GPUs and its processes."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.interface import Executor, Lines, Sight
 from slurmgpu.run.directory import Run
 from slurmgpu.run.liveness import are_seen_here, processes_here
-from slurmgpu.run.owners import refuse_anothers
+from slurmgpu.run.owners import refuse_other_users
 from slurmgpu.run.submissions import Submission, slots_of
 from slurmgpu.util import gpus
 from slurmgpu.util.pids import numbering
 
 
 class Here(Executor):
-    """An executor whose tasks are processes of this machine, told by the `pids` in submissions.jsonl."""
+    """An executor whose tasks are processes of this machine, by the `pids` in submissions.jsonl."""
 
     def check(self, submission: Submission, container: ContainerRecord | None) -> None:
-        """Refuse more GPUs, or nodes, than there are here."""
+        """Refuse more GPUs or nodes than this machine has."""
         gpu_ids(submission)
 
     def describe(self, container: ContainerRecord | None) -> str:
-        """That nothing is needed."""
+        """That it needs no Slurm."""
         return f"{self.name}: no Slurm is needed"
 
     def place(self, run: Run, submission: Submission) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class Here(Executor):
             if not are_seen_here(line):
                 raise SlurmGPUError(f"This run works on {line['host']}; cancel it there, outside a container.")
             if pids := sorted({*(processes_here(line) or ())} & {*slots_of(line)}):
-                refuse_anothers(run, line)
+                refuse_other_users(run, line)
                 run.record_submission({"submission": line["submission"], "cancelled": True})
                 stop(pids)
                 done.append(f"processes {', '.join(map(str, pids))}")
@@ -59,16 +59,16 @@ def stop(pids: Iterable[int]) -> None:
     """Ask slots that are alive to end."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)  # Submitit's controller hands it on to the task
+            os.kill(pid, signal.SIGTERM)  # Submitit's controller passes it to the task
 
 
 def gpu_ids(submission: Submission) -> list[list[str]]:
-    """The GPUs of each slot, as CUDA_VISIBLE_DEVICES takes them; a sentence when this machine has too few."""
+    """The GPUs of each slot, as CUDA_VISIBLE_DEVICES takes them; SlurmGPUError if this machine has too few."""
     n_slots, per_slot = submission.n_concurrent, submission.gpus_per_task
     if submission.nodes_per_task > 1:
         raise SlurmGPUError(
-            f"nodes_per_task = {submission.nodes_per_task}, and the local executor has this machine alone. "
-            f"Set it to 1 here: --nodes-per-task 1."
+            f"nodes_per_task = {submission.nodes_per_task}, but the local executor has one node, this machine. "
+            f"Set --nodes-per-task 1."
         )
     if per_slot == 0:
         return [[] for _ in range(n_slots)]
@@ -80,7 +80,7 @@ def gpu_ids(submission: Submission) -> list[list[str]]:
             ids = [str(number) for number in range(len(gpus.probe(n_slots * per_slot)))]
         except gpus.GPUFaultError as error:
             raise SlurmGPUError(
-                f"{error}. To compute on this machine's CPUs: --gpus 0, with --tasks for how many."
+                f"{error}. To compute on this machine's CPUs: --gpus 0, and --tasks for the number of tasks."
             ) from error
     if len(ids) < n_slots * per_slot:
         raise SlurmGPUError(

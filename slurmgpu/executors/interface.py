@@ -1,7 +1,7 @@
-"""`Executor`, the interface of an executor: all that differs from one to the next.
+"""`Executor`, the interface of an executor: everything in which executors differ.
 
-`slurm.py`, `local.py`, `debug.py` and `manual.py` implement it. `plan/executors.py` has the names of those that run
-files may name; those of other packages are found by the entry-point group `slurmgpu.executors`.
+`slurm.py`, `local.py`, `debug.py` and `manual.py` implement it. `plan/executors.py` has the names that run files may
+use; executors of other packages are found by the entry-point group `slurmgpu.executors`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slurmgpu.containers.settings import ContainerRecord
+from slurmgpu.errors import SlurmGPUError
 from slurmgpu.report.attempts import Lives
+from slurmgpu.report.queued import Job
 from slurmgpu.run.directory import Run
 from slurmgpu.run.heartbeats import Sign
 from slurmgpu.run.submissions import Submission, SubmissionLine
@@ -21,6 +23,7 @@ from slurmgpu.slurm.limits import Limit, bound_gpu_hours
 
 if TYPE_CHECKING:
     from slurmgpu.faults import Fault
+    from slurmgpu.plan.run_file import RunFile
     from slurmgpu.slurm.facts import Trial
 
 Lines = Sequence[SubmissionLine]
@@ -29,11 +32,11 @@ Lines = Sequence[SubmissionLine]
 
 @dataclass(frozen=True)
 class Started:
-    """What has begun.
+    """What has been started.
 
-    `line` is what submissions.jsonl is to say of the submission from now on: of queued jobs the state "queued", and
-    their ids, each by a word for it. `wait` is of tasks of this machine: it calls what it is given until they have
-    ended, and tells what is known of their lives. `to_type` is for the user, where nothing begins by itself.
+    `line` is added to the submission in submissions.jsonl: of queued jobs the state "queued", and their ids by name.
+    `wait`, for tasks of this machine, calls its argument again and again until they have ended, and returns their
+    lives. `to_type` are commands for the user, if the executor starts nothing itself.
     """
 
     line: Mapping[str, Any] = field(default_factory=dict)
@@ -43,11 +46,11 @@ class Started:
 
 @dataclass(frozen=True)
 class Sight:
-    """What an executor sees of a run: `at_work` is what waits or works, in words.
+    """What an executor sees of a run: `at_work` is what is queued or alive, in words.
 
-    The rest is for what it does not see, and whose heartbeats are watched: `hides` if tasks may work here unseen,
-    `is_old` if an older slurmgpu may have submitted them, `elsewhere` the clusters in whose queues jobs may wait.
-    `has_ended` tells of a heartbeat whose task is known to be over.
+    The rest is about tasks that it does not see, and whose heartbeats are watched: `hides` if tasks may work here
+    unseen, `is_old` if an older slurmgpu may have submitted them, `elsewhere` the other clusters in whose queues jobs
+    may wait. `has_ended` says whether the task of a heartbeat is known to have ended.
     """
 
     at_work: str | None = None
@@ -59,7 +62,7 @@ class Sight:
 
 @dataclass
 class Preview:
-    """What would be submitted, for a dry run, and what the cluster says of it; `notes` are for the user."""
+    """What a dry run shows: the submission, and what the cluster says about it; `notes` are for the user."""
 
     submission: Submission
     notes: list[str] = field(default_factory=list)
@@ -71,42 +74,40 @@ class Preview:
 
 
 class Executor(ABC):
-    """Where tasks run. It has no state; what it needs of a run comes with each call.
+    """Where tasks run. It has no state: every call gets the run that it is about.
 
-    Its tasks are attempts of `job_entry.work`, and log to logs/JOB_TASK_0_log.err. Of one that `queues` a job merges
-    behind them, such as `slurmgpu merge --wait RUN`; of another the process that submits waits for them and merges.
+    Its tasks call `job_entry.work` and log to logs/JOB_TASK_0_log.err. An executor that `queues` also queues a job that
+    calls `submission.merge_behind`; for the others the process that submits waits for the tasks and merges.
     """
 
     name: ClassVar[str]
-    """What [resources] executor says, and submissions.jsonl and records of attempts have."""
+    """Its name in [resources] executor, submissions.jsonl and the records of attempts."""
     title: ClassVar[str] = "this machine"
-    """Who works on the run, in sentences."""
+    """Its name in sentences."""
     queues: ClassVar[bool] = False
-    """Whether its tasks are jobs, which have a walltime and go on without the process that submits them."""
-    can_wait: ClassVar[bool] = False
-    """Whether its jobs can wait for those of another run (--after)."""
+    """Whether its tasks are jobs, which have a walltime and do not need the process that submitted them."""
     not_in_paths: ClassVar[str] = ""
     """Characters that the path of a run directory must not have."""
 
     @abstractmethod
     def check(self, submission: Submission, container: ContainerRecord | None) -> None:
-        """Refuse, with a SlurmGPUError, what cannot run from here, before anything is written."""
+        """Raise SlurmGPUError if it cannot run from here; called before anything is written."""
 
     @abstractmethod
     def describe(self, container: ContainerRecord | None) -> str:
-        """What `check` prints of it; SlurmGPUError where it would not work."""
+        """What `slurmgpu check` prints about it; SlurmGPUError if it would not work."""
 
     def check_faults(self, faults: Sequence[Fault]) -> None:
-        """Refuse faults on demand that would harm others."""
+        """Raise SlurmGPUError for faults on demand that would harm others."""
         return
 
     def learn(
         self, run: Run, last: SubmissionLine, options: Mapping[str, Any], given: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], Sequence[str], list[str]]:
-        """What the next submission changes because of how the `last` one failed.
+        """What the next submission changes because of the failures of the `last` one.
 
-        The options of [slurm], the nodes to leave out, and a sentence for each change. `options` are those of the last
-        submission, with those that the user has `given` now.
+        The options of [slurm], the nodes to exclude, and a sentence for each change. `options` are those of the last
+        submission, updated by those that the user has `given` now.
         """
         return options, (), []
 
@@ -115,29 +116,64 @@ class Executor(ABC):
         return submission, []
 
     def preview(self, submission: Submission, run_dir: Path, container: ContainerRecord | None) -> Preview:
-        """What a dry run shows; nothing is queued for it."""
+        """What a dry run shows; nothing is queued."""
         return Preview(submission, bound_gpu_hours=bound_gpu_hours(submission, None))
 
     @abstractmethod
     def place(self, run: Run, submission: Submission) -> dict[str, Any]:
-        """What submissions.jsonl says of where a submission is made, before anything begins; the last checks."""
+        """What submissions.jsonl says about where a submission is made; called, and may refuse, before `start`."""
 
     @abstractmethod
     def start(self, run: Run, submission: Submission) -> Started:
-        """Begin it. Of what `queues`, nothing stays queued when it raises a SlurmGPUError."""
+        """Start it. An executor that `queues` leaves nothing in the queue when it raises SlurmGPUError."""
 
     @abstractmethod
     def look(self, run: Run, lines: Lines, waiting_merge: str | None) -> Sight:
-        """What is seen of the run, of whose submissions `lines` have not ended; raises where that cannot be asked.
+        """What is seen of the run, whose submissions `lines` have not ended; NoAnswerError if that is not known.
 
-        `waiting_merge` is Slurm's job that asks, to merge when the others have ended; it and its like do not count, nor
-        does another executor's job that asks.
+        `waiting_merge` is the Slurm job of the caller, which merges when the others have ended. It does not count, nor
+        do other jobs that wait to merge; a job of another executor leaves itself out.
         """
 
     @abstractmethod
     def cancel(self, run: Run, lines: Lines) -> list[str]:
-        """Stop what is seen of the run, and write `cancelled` down for each submission; what was done, in words."""
+        """Cancel what is seen of the run, and record `cancelled` for each submission; what was done, in words."""
 
     def drop_waiting(self, job: str) -> None:
-        """Take tasks of a job out of the queue that have not started: nothing is left for them."""
+        """Cancel the tasks of a job that have not started: no shard is left for them."""
         return
+
+    def own_jobs(self) -> Sequence[Any]:
+        """All jobs of this user in the queue, by one request, for `queued` of many runs; NoAnswerError without one."""
+        return ()
+
+    def queued(self, run: Run, among: Sequence[Any] | None = None, last: list[Job] | None = None) -> list[Job] | None:
+        """The run's jobs in the queue, for `status`; None if the queue says nothing of it, `last` without an answer.
+
+        `among` are `own_jobs`, if they are known already.
+        """
+        return None
+
+    def lives(self, run: Run, *, settled: bool = False) -> Lives | None:
+        """What the executor's accounting says of the run's tasks; None without accounting or an answer.
+
+        With `settled` it waits a while for the ends that accounting does not have yet.
+        """
+        return None
+
+    def jobs_completing(self, other: Run) -> tuple[str, ...]:
+        """The jobs after which an incomplete run is complete, for --after; SlurmGPUError if there are none."""
+        raise SlurmGPUError(
+            f"{other.folder} is not complete yet, and the executor {self.name} cannot wait for it (--after). "
+            f"Submit once it is complete."
+        )
+
+    def hand_over(self, line: SubmissionLine, jobs: Mapping[str, str]) -> None:
+        """Called in the merge job of a submission that has resubmitted its run as `jobs`."""
+        return
+
+    def command_on_node(self, config: RunFile, command: list[str]) -> list[str]:
+        """The command that runs `command` where a task of the run file would run, for `check --node`."""
+        if self.queues:
+            raise SlurmGPUError(f"The executor {self.name} cannot check a node: leave out --node.")
+        return command

@@ -1,4 +1,4 @@
-"""What of a run is alive, by what its executors see and by heartbeats, and how to stop it."""
+"""Find what is alive of a run, by its executors and by heartbeats, and cancel it."""
 
 from __future__ import annotations
 
@@ -8,26 +8,23 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from slurmgpu.errors import SlurmGPUError
+from slurmgpu.errors import NoAnswerError, SlurmGPUError
 from slurmgpu.executors.interface import Sight
 from slurmgpu.executors.registry import executors_of
 from slurmgpu.run.claims import Watch
 from slurmgpu.run.directory import Run
 from slurmgpu.run.heartbeats import Observer
 from slurmgpu.run.liveness import patience
-from slurmgpu.slurm import commands
 
 log = logging.getLogger(__name__)
 
-MERGE_PAUSE_S = 5.0
-
 
 def alive(run: Run, waiting_merge: str | None = None) -> str | None:
-    """What of this run is alive or queued, in words; None when nothing is. Raises when Slurm does not tell.
+    """What is alive or queued of this run, in words; None if nothing is. NoAnswerError if a queue does not answer.
 
-    `waiting_merge` is the job of who asks, to merge when the others have ended; others that wait like it do not count.
-    Of tasks of which Slurm here knows nothing, another user's or another cluster's, the heartbeats are watched: that
-    may take as long as a lease, and half a minute at least.
+    `waiting_merge` is the Slurm job of the caller, which merges when the others have ended; it does not count, nor do
+    other jobs that wait to merge. Tasks of other users and clusters are not in the queue here: their heartbeats are
+    watched, which takes as long as a lease, and half a minute at least.
     """
     sights = []
     for executor, lines in executors_of(run):
@@ -38,13 +35,12 @@ def alive(run: Run, waiting_merge: str | None = None) -> str | None:
 
 
 def _heard(run: Run, sights: Sequence[Sight], waiting_merge: str | None) -> str | None:
-    """Which task shows that it lives; None once all others have been silent for long enough.
+    """A task whose heartbeat goes on, in words; None once all are silent for long enough.
 
-    Of the queue of another cluster nothing is heard: who has jobs there is told so, but not a merge that waits, as one
-    there waits for it.
+    Jobs in the queue of another cluster are not seen here and count as alive, but not for a merge that waits: jobs
+    there may wait for it.
     """
-    patience_s = patience(run.plan.lease_s)
-    observer = _OBSERVERS.setdefault(run.folder, Observer(run.folder, patience_s))
+    patience_s, observer = patience(run.plan.lease_s), _observer(run)
     elsewhere = [name for sight in sights for name in sight.elsewhere]
     is_old = any(sight.is_old for sight in sights)
     is_hidden, written = is_old or any(s.hides for s in sights), _written_by_living(run) if is_old else {}
@@ -76,25 +72,21 @@ def _heard(run: Run, sights: Sequence[Sight], waiting_merge: str | None) -> str 
 
 
 _OBSERVERS: dict[Path, Observer] = {}
-"""What this process has seen of heartbeats: a second look does not watch again who was silent for long."""
+"""The heartbeats that this process has seen: a second look need not wait again for tasks that are silent."""
+
+
+def _observer(run: Run) -> Observer:
+    return _OBSERVERS.setdefault(run.folder, Observer(run.folder, patience(run.plan.lease_s)))
 
 
 def _written_by_living(run: Run) -> dict[str, float]:
-    """When each attempt that has not ended wrote of itself, by its own clock: older ones have no heartbeats."""
+    """When each attempt that has not ended wrote its record, by its own clock; older versions have no heartbeats."""
     return {record["attempt"]: record["updated"] for record in run.attempts() if record["state"] != "ended"}
 
 
-def wait_for_others(run: Run, own_array: str | None) -> None:
-    """Wait until no task lives but those of an array whose merge job this is, and which is over."""
-    while what := others_alive(run, own_array):
-        log.info("waiting: %s", what)
-        time.sleep(MERGE_PAUSE_S)
-
-
 def others_alive(run: Run, own_array: str | None) -> str | None:
-    """Which task lives that is of another array than this one of this cluster; None once all are silent."""
-    cluster = os.environ.get("SLURM_CLUSTER_NAME")
-    observer = _OBSERVERS.setdefault(run.folder, Observer(run.folder, patience(run.plan.lease_s)))
+    """A task that lives and is not of this array of this cluster, in words; None once all others are silent."""
+    cluster, observer = os.environ.get("SLURM_CLUSTER_NAME"), _observer(run)
     while True:
         signs = observer.look()
         others = [s for s in signs if s.told.get("cluster") != cluster or s.told.get("job") != own_array]
@@ -105,29 +97,29 @@ def others_alive(run: Run, own_array: str | None) -> str | None:
         time.sleep(1.0)
 
 
-def forget_the_dead(run: Run) -> None:
-    """Remove the heartbeats of tasks that were killed, after a merge: who asks next need not watch them again."""
-    observer = _OBSERVERS.get(run.folder) or Observer(run.folder, patience(run.plan.lease_s))
+def forget_dead_tasks(run: Run) -> None:
+    """Remove the heartbeats of tasks that were killed, after a merge: nobody need watch them again."""
+    observer = _observer(run)
     observer.forget([sign for sign in observer.look() if sign.lives is False])
 
 
 def refuse_alive(run: Run, to_do: str, *, force: bool = False) -> None:
-    """Raise a sentence when something of the run is alive, or may be; with `force` only say so."""
+    """Raise a SlurmGPUError if something of the run is or may be alive; with `force` only warn."""
     try:
         what = alive(run)
-    except commands.SlurmUnavailableError as error:
+    except NoAnswerError as error:
         if not force:
-            raise SlurmGPUError(f"{error} Where you know that nothing of {run.folder} is at work: --force.") from error
+            raise SlurmGPUError(f"{error} If you know that no task of {run.folder} is alive: --force.") from error
         what = str(error)
     if what and not force:
         raise SlurmGPUError(
             f"{run.folder} is still at work: {what}. `slurmgpu status {run.typed}` shows it; wait for its end, "
-            f"or `slurmgpu cancel {run.typed}`, before you {to_do}. Where you know better: --force."
+            f"or `slurmgpu cancel {run.typed}`, before you {to_do}. If you know that it has ended: --force."
         )
     if what:
         log.warning("--force: %s", what)
 
 
 def cancel(run: Run) -> str:
-    """Stop what is alive of the run; what was done, in words."""
+    """Cancel what is alive of the run; what was done, in words."""
     return "; ".join(done for executor, lines in executors_of(run) for done in executor.cancel(run, lines))

@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import platform
-import shlex
 import shutil
-import signal
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
-from typing import Any
-
-import submitit
-from submitit.local.local import LocalJob
+from collections.abc import Callable
 
 from slurmgpu.containers.registry import runtime_named
 from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.executors import job_entry
-from slurmgpu.executors.here import Here, gpu_ids, stop
+from slurmgpu.executors.here import Here
 from slurmgpu.executors.interface import Started
-from slurmgpu.executors.steady import make_steady
-from slurmgpu.report.attempts import Life, Lives
+from slurmgpu.report.attempts import Lives
 from slurmgpu.run.directory import Run
-from slurmgpu.run.failures import EXIT_FILE_SYSTEM
-from slurmgpu.run.submissions import Submission, job_here
-from slurmgpu.util.shared_files import retried
-
-NEVER_MIN = 10 * 365 * 24 * 60
-"""Submitit's local executor has a walltime of two minutes by default; this machine has none."""
+from slurmgpu.run.submissions import Submission
 
 
 class Local(Here):
@@ -52,109 +33,13 @@ class Local(Here):
 
     def start(self, run: Run, submission: Submission) -> Started:
         """Start the slots."""
-        slots = start(run, submission)
+        from slurmgpu.executors import local_slots  # Submitit takes long to import, and `status` asks executors
+
+        slots = local_slots.start(run, submission)
         pids = [os.getpid(), *(int(slot.job_id) for slot in slots)]  # this process merges when the slots have ended
 
         def wait_for_end(on_tick: Callable[[], None]) -> Lives:
-            wait(slots, on_tick)
-            return lives_of(submission, slots)
+            local_slots.wait(slots, on_tick)
+            return local_slots.lives_of(submission, slots)
 
         return Started({"state": "running", **self.place(run, submission), "pids": pids}, wait_for_end)
-
-
-def lives_of(submission: Submission, slots: list[Any]) -> dict[str, list[Life]]:
-    """The slots, when all have ended: so that the report misses those that died before they wrote a record."""
-    lives, job = {}, job_here(submission.executor, submission.submission)
-    for number, slot in enumerate(slots):
-        node, failure, message = platform.node(), "lost", ""
-        if slot._process.poll() == EXIT_FILE_SYSTEM:
-            failure, message = "file_system", f"{node} has lost a file system (exit code {EXIT_FILE_SYSTEM})"
-        life = Life("ENDED", failure, True, 0, submission.gpus_per_task, node, message, submission.executor)
-        lives[f"{job}_{number}"] = [life]
-    return lives
-
-
-class _Executor(submitit.LocalExecutor):  # type: ignore[misc]  # Submitit's is not typed
-    """Submitit's, with a controller that exits as its task."""
-
-    def _submit_command(self, command: str) -> Any:
-        given = {
-            "EXECUTOR": "local",
-            "STDERR_TO_STDOUT": "",
-            "LOCAL_NTASKS": "1",
-            "LOCAL_COMMAND": command,
-            "LOCAL_TIMEOUT_S": str(60 * NEVER_MIN),
-            "LOCAL_SIGNAL_DELAY_S": "30",
-            "LOCAL_NODEID": "0",
-            "LOCAL_JOB_NUM_NODES": "1",
-            "LOCAL_WITH_SHELL": "",
-        }
-        env = {**os.environ, **{f"SUBMITIT_{key}": value for key, value in given.items()}, "CUDA_VISIBLE_DEVICES": ""}
-        argv = [sys.executable, "-m", "slurmgpu.executors.slot", str(self.folder)]
-        process = subprocess.Popen(argv, env=env)
-        return LocalJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
-
-
-def start(run: Run, submission: Submission) -> list[Any]:
-    """Start the slots; Submitit's jobs."""
-    job = job_here(submission.executor, submission.submission)
-    make_steady()
-    executor = _Executor(run.logs, python=f"{shlex.quote(sys.executable)} {job_entry.BEGIN}")
-    slots = gpu_ids(submission)
-    n_threads = max(1, len(os.sched_getaffinity(0)) // len(slots))
-    number, device = submission.submission, submission.device
-    with job_entry.safe_path(), _deaf_to_ctrl_c():
-        jobs = []
-        for slot, ids in enumerate(slots):
-            with job_entry.owners_files(_Executor, "_submit_command"):
-                given = (run.folder, job, slot, number, ids, device, n_threads)
-                jobs.append(retried(lambda: executor.submit(job_entry.run_local_task, *given)))  # noqa: B023
-        return jobs
-
-
-@contextlib.contextmanager
-def _deaf_to_ctrl_c() -> Iterator[None]:
-    """Let what starts meanwhile ignore the terminal's SIGINT, as Submitit's controllers shall: `stop` ends them.
-
-    The task in each slot listens to it all the same, with a handler of its own.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals cannot be set here, and Ctrl-C does not come here
-        return
-    former = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, former)
-
-
-def wait(jobs: list[Any], on_tick: Callable[[], None]) -> None:
-    """Wait for the slots; whatever interrupts this stops them, and they give their shards back.
-
-    SIGTERM and SIGHUP interrupt it as Ctrl-C does.
-    """
-    try:
-        with _interrupted_by(signal.SIGTERM, signal.SIGHUP):
-            while not all(job.done() for job in jobs):
-                on_tick()
-                time.sleep(0.1)
-    except BaseException:
-        stop([int(job.job_id) for job in jobs if not job.done()])
-        for job in jobs:
-            while not job.done():
-                time.sleep(0.05)
-        raise
-
-
-@contextlib.contextmanager
-def _interrupted_by(*signums: int) -> Iterator[None]:
-    """Raise KeyboardInterrupt for signals that would end this process, and leave its slots alone; nohup stays nohup."""
-    in_main_thread = threading.current_thread() is threading.main_thread()  # elsewhere they cannot be set
-    own = [signum for signum in signums if in_main_thread and signal.getsignal(signum) == signal.SIG_DFL]
-    for signum in own:
-        signal.signal(signum, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        for signum in own:
-            signal.signal(signum, signal.SIG_DFL)

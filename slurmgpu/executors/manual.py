@@ -1,4 +1,4 @@
-"""Jobs by hand: the scripts in sbatch/, and the lines that submit a run with them."""
+"""Jobs that users submit themselves: the scripts in sbatch/, and the commands that submit a run with them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from slurmgpu.slurm import commands, queue
 
 HERE = Path(__file__).resolve().parent.parent
 SCRIPTS = next((folder for folder in (HERE.parent / "sbatch", HERE / "sbatch") if folder.is_dir()), HERE / "sbatch")
-"""The scripts as they came: in a checkout beside the package, in an installation within it."""
+"""The scripts of this installation: in a checkout beside the package, otherwise within it."""
 
 
 class Manual(Slurm):
-    """Jobs of Slurm's that the user submits: the first task of theirs writes the submission that they are."""
+    """Slurm jobs that the user submits: the first of their tasks to start records the submission."""
 
     name = "manual"
 
     def fit(self, submission: Submission, container: ContainerRecord | None) -> tuple[Submission, list[str]]:
-        """What the lines ask for: tasks of Slurm's within this cluster's limits, where these are known."""
+        """The submission within this cluster's limits, if these are known."""
         asked, notes = replace(submission, executor=Slurm.name), []
         if commands_first := [*asked.slurm.get("setup", ()), *asked.merge.get("setup", ())]:
             typed = "; ".join(dict.fromkeys(commands_first))
@@ -39,17 +39,20 @@ class Manual(Slurm):
         return asked, [*notes, *limited]
 
     def start(self, run: Run, submission: Submission) -> Started:
-        """The lines to type."""
+        """The commands to type."""
         return Started(to_type=lines_to_type(run, submission))
 
 
 def lines_to_type(run: Run, submission: Submission) -> list[str]:
-    """The two lines that submit a run by hand from the working directory: its tasks, and the merge behind them."""
-    folder = _as_typed(run.folder)
-    # By it the jobs are known while they wait: from Slurm 24.11 on squeue does not show a script's arguments.
+    """The two commands that submit a run from the working directory: its tasks, and the merge behind them."""
+    near = os.path.relpath(run.folder)
+    folder = str(run.folder) if near.startswith("..") else near
+    # Identifies the jobs while they wait: from Slurm 24.11 on squeue does not show a script's arguments.
     comment = {"comment": f"{queue.COMMENT}{run.folder}"}
     merge_options = {**comment, **submission.merge_options, "kill_on_invalid_dep": "yes"}
-    tasks = [*_flags({**comment, **_task_options(submission)}), _script(_fitting(submission)), folder]
+    kind = "model-parallel" if submission.gpus_per_task > 1 else "array"
+    script = _script("multi-node" if submission.nodes_per_task > 1 else kind)
+    tasks = [*_flags({**comment, **_task_options(submission)}), script, folder]
     merge = [*_flags(merge_options), _script("merge"), folder]
     return [
         f"J=$(sbatch --parsable {shlex.join(tasks)})",
@@ -58,35 +61,22 @@ def lines_to_type(run: Run, submission: Submission) -> list[str]:
     ]
 
 
-def _fitting(submission: Submission) -> str:
-    if submission.nodes_per_task > 1:
-        return "multi-node"
-    return "model-parallel" if submission.gpus_per_task > 1 else "array"
-
-
 def _task_options(submission: Submission) -> dict[str, Any]:
     options = submission.sbatch_options
-    # The scripts ask for GPUs by --gpus-per-node, which goes over what they say; --gres would be added to it.
-    others, asked = _without_gpus(str(options.pop("gres", "")))
+    # The scripts ask for GPUs by --gpus-per-node, which this overrides; --gres would be added to it.
+    parts = [part for part in str(options.pop("gres", "")).split(",") if part]
+    asked = ",".join(part.partition(":")[2] or "1" for part in parts if part.partition(":")[0] == "gpu")
+    others = ",".join(part for part in parts if part.partition(":")[0] != "gpu")
     kind = f"{submission.gpu_type}:" if submission.gpu_type else ""
     options["gpus_per_node"] = asked or f"{kind}{submission.gpus_per_task // submission.nodes_per_task}"
     if others:
         options["gres"] = others
     if submission.nodes_per_task > 1:
         options["nodes"] = submission.nodes_per_task
+    throttle = f"%{submission.n_concurrent}" if submission.n_concurrent < submission.n_tasks else ""
     # Also for one task: without an array the %a in the scripts' --output is 4294967294.
-    options["array"] = "0"
-    if submission.n_tasks > 1:
-        throttle = f"%{submission.n_concurrent}" if submission.n_concurrent < submission.n_tasks else ""
-        options["array"] = f"0-{submission.n_tasks - 1}{throttle}"
+    options["array"] = f"0-{submission.n_tasks - 1}{throttle}" if submission.n_tasks > 1 else "0"
     return options
-
-
-def _without_gpus(gres: str) -> tuple[str, str]:
-    """A --gres without its GPUs, and these as --gpus-per-node takes them: "gpu:a100:2,shard:1" has "a100:2"."""
-    parts = [part for part in gres.split(",") if part]
-    gpus = [part.partition(":")[2] or "1" for part in parts if part.partition(":")[0] == "gpu"]
-    return ",".join(part for part in parts if part.partition(":")[0] != "gpu"), ",".join(gpus)
 
 
 def _flags(options: Mapping[str, Any]) -> list[str]:
@@ -99,11 +89,6 @@ def _flags(options: Mapping[str, Any]) -> list[str]:
 
 
 def _script(name: str) -> str:
-    """The user's own copy, in sbatch/ of the working directory; without one the script as it came."""
+    """The user's own copy in sbatch/ of the working directory, else the script of this installation."""
     own = Path("sbatch", f"{name}.sbatch")
     return str(own) if own.exists() else str(SCRIPTS / own.name)
-
-
-def _as_typed(folder: Path) -> str:
-    near = os.path.relpath(folder)
-    return str(folder) if near.startswith("..") else near

@@ -1,4 +1,4 @@
-"""Jobs that were submitted by hand: their tasks find the submission that they are, or write it themselves."""
+"""Jobs that were submitted by hand: their tasks find their submission, or record it themselves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slurmgpu.logs import LogFormatter
 from slurmgpu.plan.run_file import merge_tables
 from slurmgpu.run.directory import Run
 from slurmgpu.run.lock import run_lock
-from slurmgpu.run.submissions import Code, Submission, SubmissionLine
+from slurmgpu.run.submissions import Submission, SubmissionLine
 from slurmgpu.slurm.own_job import OwnJob
 from slurmgpu.util import gpus
 
@@ -23,11 +23,11 @@ log = logging.getLogger(__name__)
 
 
 def check_job() -> None:
-    """Raise a sentence unless this is the one process of a Slurm job on its node."""
+    """Raise SlurmGPUError unless this is the only process of a Slurm job on its node."""
     environ = os.environ
     if "SLURM_JOB_ID" not in environ:
         raise SlurmGPUError(
-            "This is no job of Slurm's: `slurmgpu task` is what sbatch/array.sbatch runs. "
+            "This is no Slurm job: sbatch/array.sbatch runs `slurmgpu task`. "
             "To compute on this machine: slurmgpu resubmit RUN --executor local."
         )
     n_nodes, n_job_nodes = nodes_here(), int(environ.get("SLURM_JOB_NUM_NODES", "1"))
@@ -36,7 +36,7 @@ def check_job() -> None:
         raise SlurmGPUError(
             f"`slurmgpu task` was started {n_processes} times on {n_nodes} of the job's {n_job_nodes} nodes; expected "
             f"once on each: srun --ntasks-per-node=1, as sbatch/multi-node.sbatch does. "
-            f"It starts the processes of its GPUs itself."
+            f"Each starts the processes of its GPUs itself."
         )
 
 
@@ -52,10 +52,9 @@ def gpus_here() -> int:
 
 
 def join(run: Run, own: OwnJob, device: str | None, on_wait: Callable[[], None] = lambda: None) -> SubmissionLine:
-    """The submission that `own`, this job, is: the first of its tasks writes it, the others and the requeued find it.
+    """The submission of this job, `own`: the first of its tasks records it, the others and the requeued find it.
 
-    It has no merge job of its own: the one that waits for it was submitted by hand as well. `on_wait` is called while
-    another task writes.
+    It has no merge job yet: that was submitted by hand as well. `on_wait` is called while another task records it.
     """
     array_job = own.array_job
     cluster = os.environ.get("SLURM_CLUSTER_NAME")
@@ -72,19 +71,21 @@ def join(run: Run, own: OwnJob, device: str | None, on_wait: Callable[[], None] 
 
 
 def _written(run: Run, array_job: str, cluster: str | None) -> SubmissionLine | None:
-    """The submission with this job; two clusters that share the disk may give the same id."""
+    """The submission of this job; two clusters that share the disk may give the same id."""
     lines = [line for line in reversed(run.submissions()) if line.get("array_job") == array_job]
     return next((line for line in lines if cluster is None or line.get("cluster", cluster) == cluster), None)
 
 
 def _as_submission(run: Run, n_tasks: int, device: str | None) -> Submission:
-    """What was asked for, as far as it matters to later submissions, and what was given."""
+    """What Slurm's environment says was given, and what later submissions need of what was asked for."""
     lines = run.submissions()
     planned: SubmissionLine = {"submission": 0, "slurm": run.plan.slurm, "merge": run.plan.merge}
     last = run.as_submitted(lines[-1]) if lines else planned
     asked = last.get("resources", run.plan.resources)
     wanted = merge_tables(asked, {"executor": "slurm", "device": device})
-    n_nodes = nodes_here()
+    n_nodes, digests = nodes_here(), snapshots.digests_in(run.folder)
+    # A run of an older slurmgpu has no snapshot.
+    planned_code = snapshots.read(run.folder, digests[0], with_sources=False).line() if digests else None
     return replace(
         first_submission(wanted, run.plan.n_shards),
         submission=lines[-1]["submission"] + 1 if lines else 1,
@@ -95,19 +96,13 @@ def _as_submission(run: Run, n_tasks: int, device: str | None) -> Submission:
         slurm=last["slurm"],
         merge=last["merge"],
         exclude=tuple(last.get("exclude", ())),
-        code=last.get("code") or _planned_code(run),
+        code=last.get("code") or planned_code,
     )
-
-
-def _planned_code(run: Run) -> Code | None:
-    """What names the snapshot that was taken when the run was planned; None for a run of an older slurmgpu."""
-    digests = snapshots.digests_in(run.folder)
-    return snapshots.read(run.folder, digests[0], with_sources=False).line() if digests else None
 
 
 @contextlib.contextmanager
 def log_beside(run: Run, job: str) -> Iterator[None]:
-    """Let this job's log go to where `slurmgpu logs` looks for it, as well; the file is named as Submitit names it.
+    """Write this job's log also to the file where `slurmgpu logs` looks for it, which is named as Submitit names it.
 
     `job` is 1234_7 for a task of an array, 1235 for a merge.
     """
@@ -118,7 +113,7 @@ def log_beside(run: Run, job: str) -> Iterator[None]:
     try:
         yield
     except SlurmGPUError as error:
-        # In the file alone: the command line prints it to stderr.
+        # To the file only: the command line prints it to stderr.
         handler.handle(log.makeRecord(log.name, logging.ERROR, __file__, 0, str(error), (), None))
         raise
     finally:

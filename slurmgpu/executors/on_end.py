@@ -1,4 +1,4 @@
-"""The end of a run: the command that the run file wants to be run then, `on_end`. docs/how-to/notify.md shows some."""
+"""`on_end`: the command that the run file has run at the end. docs/how-to/notify.md shows examples."""
 
 from __future__ import annotations
 
@@ -19,25 +19,13 @@ from slurmgpu.util.shared_files import open_file
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 60.0
-"""How long the command may take; then it is killed, with its children."""
-
-
-def environment(run: Run, report: Report) -> dict[str, str]:
-    """What the command finds in its environment beside the merge's own: the words of a one-line message."""
-    return {
-        "SLURMGPU_RUN": str(run.folder),
-        "SLURMGPU_NAME": run.name,
-        "SLURMGPU_STATE": "complete" if report["complete"] else "incomplete",
-        "SLURMGPU_N_ITEMS": str(report["n_items"]),
-        "SLURMGPU_N_ERRORS": str(report["n_errors"]),
-        "SLURMGPU_N_MISSING": str(report["n_missing_items"]),
-    }
+"""The command is killed after this time, with its children."""
 
 
 def run_on_end(run: Run, report: Report, timeout_s: float = TIMEOUT_S) -> None:
-    """Run the run file's `on_end`, if it has one, with report.json on its standard input; never raises for it.
+    """Run the run file's `on_end`, if any, in its folder, with report.json on standard input; its errors are logged.
 
-    It works in the run file's folder, through the shell. What it prints goes to stderr: a merge's stdout may be JSON.
+    Its output goes to stderr: a merge's stdout may be JSON.
     """
     command = run.plan.on_end
     if not command:
@@ -49,9 +37,19 @@ def run_on_end(run: Run, report: Report, timeout_s: float = TIMEOUT_S) -> None:
         log.warning("on_end is not run: %s", why)
         return
     log.info("on_end starts")  # the command may hold a token
-    environ = {**os.environ, **environment(run, report)}
-    environ.pop("PYTHONSAFEPATH", None)  # meant for this process: a script of the user's may import what lies beside it
+    environ = {
+        **os.environ,
+        "SLURMGPU_RUN": str(run.folder),
+        "SLURMGPU_NAME": run.name,
+        "SLURMGPU_STATE": "complete" if report["complete"] else "incomplete",
+        "SLURMGPU_N_ITEMS": str(report["n_items"]),
+        "SLURMGPU_N_ERRORS": str(report["n_errors"]),
+        "SLURMGPU_N_MISSING": str(report["n_missing_items"]),
+    }
+    environ.pop("PYTHONSAFEPATH", None)  # for this process only: a user's script may import modules beside it
     folder = Path(run.plan.search_path)
+    sys.stderr.flush()
+    stderr = 2  # the file descriptor, as sys.stderr may have been replaced
     try:
         with open_file(report_path(run)) as stdin:
             started = subprocess.Popen(
@@ -60,8 +58,8 @@ def run_on_end(run: Run, report: Report, timeout_s: float = TIMEOUT_S) -> None:
                 cwd=folder if folder.is_dir() else run.folder,
                 env=environ,
                 stdin=stdin,
-                stdout=_stderr(),
-                stderr=_stderr(),
+                stdout=stderr,
+                stderr=stderr,
                 start_new_session=True,
             )
     except (OSError, ValueError) as error:  # ValueError: a zero byte in it
@@ -81,21 +79,14 @@ def run_on_end(run: Run, report: Report, timeout_s: float = TIMEOUT_S) -> None:
 
 
 def _how(code: int) -> str:
-    """The end of a command, in words."""
     if code > 0:
         return f"failed with exit code {code}"
     names = {int(number): number.name for number in signal.Signals}  # without most of the real-time ones
     return f"died of {names.get(-code, f'signal {-code}')}"
 
 
-def _stderr() -> int:
-    """The file descriptor of this process's stderr, also where sys.stderr is something else."""
-    sys.stderr.flush()
-    return 2
-
-
 def _kill(started: subprocess.Popen[bytes]) -> None:
-    """End a command and what it has started in its session."""
+    """End a command and the processes of its session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(started.pid, signal.SIGKILL)
     started.wait()

@@ -1,4 +1,4 @@
-"""The probe: a run of its own beside the run, of some whole batches of its items, computed by one task."""
+"""The probe: a separate run beside the run, of some whole batches of its items, computed by one task."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from slurmgpu.report.build import FailedItem, Report
 from slurmgpu.run.directory import Run
 from slurmgpu.run.lock import run_lock
 from slurmgpu.run.owners import name_of
+from slurmgpu.util.plurals import count_of
 from slurmgpu.util.shared_files import exists, retried
 
 SUFFIX = "-probe"
@@ -27,7 +28,7 @@ SHOWN_ERRORS = 3
 
 @dataclass(frozen=True)
 class Failed:
-    """Why a probe came to nothing: the failure class, its message, and where the log lies."""
+    """Why a probe failed: the failure class, its message, and the log's path."""
 
     failure: str
     message: str
@@ -44,27 +45,27 @@ def probe_dir(run_dir: Path) -> Path:
 
 
 def draft_probe(draft: Draft, n_items: int) -> Draft:
-    """The draft of a probe of so many items, rounded up to whole batches, evenly spread over the run's input."""
+    """The draft of a probe of `n_items`, rounded up to whole batches, evenly spread over the run's input."""
     plan, spec = draft.plan, draft.items.spec
     if n_items < 1:
         raise SlurmGPUError(f"--probe {n_items}: expected how many items to compute first, 1 at least.")
     if n_items >= plan.n_items:
-        n_batches = (plan.n_items - 1) // plan.batch_size  # as many as the run is more than
+        n_batches = (plan.n_items - 1) // plan.batch_size  # whole batches that are fewer than all items
         fewer = f"Probe fewer of them, such as --probe {max(1, n_batches // 2) * plan.batch_size}, or submit"
         raise SlurmGPUError(
-            f"--probe {n_items}: the run has {plan.n_items:,} item{'s' if plan.n_items > 1 else ''} in all, and what a "
-            f"probe computes the run computes again. {fewer if n_batches else 'Submit'} without --probe."
+            f"--probe {n_items}: the run has {count_of(plan.n_items, 'item')} in all, and computes the items of a "
+            f"probe again. {fewer if n_batches else 'Submit'} without --probe."
         )
     if any(file.size_bytes == PROMISED for file in spec.files):
         raise SlurmGPUError(
-            f"{spec.files[0].path} is not there yet, so none of its items can be probed. "
+            f"{spec.files[0].path} does not exist yet, so none of its items can be probed. "
             f"Wait for the run that makes it, or submit without --probe."
         )
     target = probe_dir(draft.run_dir)
     taken = spec.taking(spread(plan.n_items, plan.batch_size, n_items))
     copies = draft.items.files[0].parent / "probe"
     copies.mkdir(exist_ok=True)
-    # copy2: an input of slurmgpu's own making keeps its time of modification, by which tasks know it.
+    # copy2: keeps the time of modification, by which tasks recognise an input that slurmgpu made.
     files = [Path(shutil.copy2(file, copies)) for file in draft.items.files]
     n_gpus = allocate(draft.resources, n_shards=None).gpus_per_task
     resources = {**plan.resources, "gpus": n_gpus, "array": False, "gpus_per_task": None, "tasks": 1}
@@ -92,20 +93,20 @@ def draft_probe(draft: Draft, n_items: int) -> Draft:
 
 
 def spread(n_items: int, batch_size: int, n_wanted: int) -> list[tuple[int, int]]:
-    """Ranges of whole batches of an input, evenly spread, with `n_wanted` items at least, or with all there are."""
+    """Ranges of whole batches of an input, evenly spread, with at least `n_wanted` items; all items if it has fewer."""
     n_whole, n_batches = n_items // batch_size, -(-n_wanted // batch_size)
     if n_batches > n_whole:
         return [(0, n_items)]
     ranges: list[tuple[int, int]] = []
     for number in range(n_batches):
-        start = (2 * number + 1) * n_whole // (2 * n_batches) * batch_size  # of the middle of its stretch
+        start = (2 * number + 1) * n_whole // (2 * n_batches) * batch_size  # the middle of its part of the input
         first = ranges.pop()[0] if ranges and ranges[-1][1] == start else start
         ranges.append((first, start + batch_size))
     return ranges
 
 
 def make_room(folder: Path) -> None:
-    """Remove an earlier probe at `folder`; SlurmGPUError for anything else, and for one that is at work."""
+    """Remove an earlier probe at `folder`; SlurmGPUError for anything else, and if tasks of it are alive."""
     if not exists(folder):
         return
     if (owner := retried(folder.stat).st_uid) != os.geteuid() != 0:
@@ -122,35 +123,33 @@ def make_room(folder: Path) -> None:
 
 
 def why_failed(run: Run, report: Report) -> Failed | None:
-    """Why the probe says nothing of the run: it is incomplete, or each of its items failed; None if it does."""
+    """Why the probe gives no forecast: it is incomplete, or all of its items failed; None if it gives one."""
     if report["complete"] and report["n_errors"] < report["n_items"]:
         return None
-    attempts = [attempt for attempt in report["attempts"] if attempt["failure"]]
-    if not report["complete"] and attempts:
-        last = attempts[-1]
+    logs = [run.logs / f"{attempt['attempt']}.log" for attempt in report["attempts"]]
+    failed = [attempt for attempt in report["attempts"] if attempt["failure"]]
+    if not report["complete"] and failed:
+        last = failed[-1]
         return Failed(str(last["failure"]), last["message"], str(run.logs / f"{last['attempt']}.log"))
-    if report["errors"]:
-        first = report["errors"][0]
-        index = original(run, first["index"])
-        message = f"every item of it failed, the first, item {index} of the input, so: {first['message']}"
-    else:
-        message = "it lacks items, and no task says why"
-    log = next((str(run.logs / f"{attempt['attempt']}.log") for attempt in report["attempts"]), str(run.logs))
-    return Failed(report["errors"][0]["class"] if report["errors"] else "lost", message, log)
+    log, errors = str(logs[0] if logs else run.logs), report["errors"]
+    if not errors:
+        return Failed("lost", "it lacks items, and no task says why", log)
+    index = original(run, errors[0]["index"])
+    message = f"every item of it failed, the first, item {index} of the input, with: {errors[0]['message']}"
+    return Failed(errors[0]["class"], message, log)
 
 
 def failed_items(run: Run, report: Report) -> list[FailedItem]:
-    """The first items of the probe that failed, by their numbers in the whole input."""
+    """The first items of the probe that failed, with their indices in the whole input."""
     first = report["errors"][:SHOWN_ERRORS]
     return [{**error, "index": original(run, error["index"])} for error in first]
 
 
 def original(run: Run, index: int) -> int:
-    """The number that an item of a probe has in the whole input."""
+    """The index in the whole input of an item of a probe."""
     [(start, _)] = InputSpec.from_json(run.plan.input).spans(index, index + 1)
     return start
 
 
 def _without_mail(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the mail that was asked for: it is for the run."""
     return {key: value for key, value in options.items() if not key.startswith("mail")}

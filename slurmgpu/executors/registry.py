@@ -1,30 +1,66 @@
-"""Executors by name, and those that a run has to do with."""
+"""Executors by name, and those of a run."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.interface import Executor, Lines
-from slurmgpu.plan.executors import EXECUTORS
+from slurmgpu.plan.executors import DEFAULT, EXECUTORS
+from slurmgpu.report.attempts import Lives
+from slurmgpu.report.queued import Job
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import SubmissionLine
 
 
 @functools.cache
 def executor_named(name: str) -> Executor:
-    """The executor that [resources] executor, or a submission, names; SlurmGPUError if no package here has it."""
+    """The executor of this name; SlurmGPUError if no package here has it."""
     executor: Executor = EXECUTORS.make(name)
     return executor
 
 
 def executors_of(run: Run) -> list[tuple[Executor, Lines]]:
-    """The executors of a run's submissions, each with those of them that have not ended.
+    """The executors of a run's submissions, each with those that have not ended.
 
-    Slurm of a run that has none: jobs by hand may wait, of which nothing is written before they start.
+    The default one of a run without submissions: jobs that were submitted by hand are not recorded before they start.
     """
     found: dict[str, list[SubmissionLine]] = {}
     for line in run.submissions():
         of_it = found.setdefault(line["executor"], [])
         if line["state"] != "ended":
             of_it.append(line)
-    return [(executor_named(name), lines) for name, lines in (found or {"slurm": []}).items()]
+    return [(executor_named(name), lines) for name, lines in (found or {DEFAULT: []}).items()]
+
+
+def queueing(run: Run) -> Iterator[Executor]:
+    """The executors of a run that are installed here; the default one of a run without submissions."""
+    for name in dict.fromkeys(line["executor"] for line in run.submissions()) or {DEFAULT: None}:
+        with contextlib.suppress(SlurmGPUError):
+            yield executor_named(name)
+
+
+def queued_jobs(
+    run: Run, last: list[Job] | None = None, among: Mapping[str, Sequence[Any]] | None = None
+) -> list[Job] | None:
+    """A run's jobs in its executors' queues; None if these say nothing of it, `last` without an answer.
+
+    `among` are all of the user's jobs by executor, where one request is for many runs.
+    """
+    found = [
+        executor.queued(run, None if among is None else among[executor.name], last)
+        for executor in queueing(run)
+        if among is None or executor.name in among
+    ]
+    answers = [jobs for jobs in found if jobs is not None]
+    return [job for jobs in answers for job in jobs] if answers else None
+
+
+def lives_of(run: Run, *, settled: bool = False) -> Lives | None:
+    """What the accounting of a run's executors says of its tasks, as `Executor.lives`."""
+    found = [executor.lives(run, settled=settled) for executor, _ in executors_of(run)]
+    answers = [lives for lives in found if lives is not None]
+    return {task: each for lives in answers for task, each in lives.items()} if answers else None

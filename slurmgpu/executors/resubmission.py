@@ -1,4 +1,4 @@
-"""What a submission asks for: the first one, and those that compute what failures have left."""
+"""What a submission asks for: the first one, and those that compute what is missing after failures."""
 
 from __future__ import annotations
 
@@ -8,18 +8,14 @@ from typing import Any
 
 from slurmgpu.executors.registry import executor_named
 from slurmgpu.plan.planner import allocate
-from slurmgpu.plan.run_file import Resources, merge_tables, parse_resources
+from slurmgpu.plan.run_file import merge_tables, parse_resources
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import Submission
 
 
-def first_submission(plan_resources: Mapping[str, Any], n_shards: int, **given: Any) -> Submission:
-    """A run's first submission, from its [resources]."""
-    return replace(_asked_for(1, parse_resources(plan_resources), n_shards), **given)
-
-
-def _asked_for(number: int, wanted: Resources, n_shards: int) -> Submission:
-    """A submission for so many shards, as [resources] have it."""
+def first_submission(resources: Mapping[str, Any], n_shards: int, number: int = 1) -> Submission:
+    """A submission for so many shards by [resources]; the run's first unless `number` says otherwise."""
+    wanted = parse_resources(resources)
     allocation = allocate(wanted, n_shards)
     return Submission(
         submission=number,
@@ -35,14 +31,14 @@ def _asked_for(number: int, wanted: Resources, n_shards: int) -> Submission:
 
 
 def fewer_tasks(submission: Submission, n_shards: int) -> list[str]:
-    """A sentence if a first submission has fewer tasks than were asked for, as the run has no more shards."""
+    """A sentence if a first submission has fewer tasks than were asked for, because the run has fewer shards."""
     asked = allocate(parse_resources(submission.resources), None)
     if asked.n_tasks <= submission.n_tasks:
         return []
     gpus = f" ({asked.n_concurrent * asked.gpus_per_task} GPUs)" if asked.gpus_per_task else ""
     there = "1 shard, so there is 1 task" if n_shards == 1 else f"{n_shards:,} shards, so there are as many tasks"
     found = f"{asked.n_tasks} tasks{gpus} were asked for; the run has {there}, one for each"
-    return [f"{found}. A smaller shard_items makes more."]
+    return [f"{found}. A smaller shard_items makes more shards."]
 
 
 def next_submission(
@@ -53,25 +49,26 @@ def next_submission(
     n_again: int = 0,
     round: int = 0,  # noqa: A002  the word of the run file's docs
 ) -> tuple[Submission, list[str]]:
-    """The submission that computes what is missing: the last one, adjusted to what failed; and what changed."""
-    if not run.submissions():  # whoever planned the run died before it was submitted
+    """The submission that computes what is missing: the last one, adjusted to its failures; and what changed."""
+    if not run.submissions():  # the run was planned, and not submitted
         first = first_submission(merge_tables(run.plan.resources, resources or {}), run.plan.n_shards)
         return replace(
             first, slurm={**run.plan.slurm, **(slurm or {})}, merge={**run.plan.merge, **(merging or {})}
         ), []
     last, given = run.as_submitted(run.last_submission()), slurm or {}
-    wanted = parse_resources(merge_tables(last["resources"], resources or {}))
     n_missing = run.plan.n_shards - len(run.published()) + n_again
-    options, exclude, notes = executor_named(wanted.executor).learn(run, last, {**last["slurm"], **given}, given)
+    wanted = merge_tables(last["resources"], resources or {})
+    asked = first_submission(wanted, max(1, n_missing), last["submission"] + 1)
+    options, exclude, notes = executor_named(asked.executor).learn(run, last, {**last["slurm"], **given}, given)
     submission = replace(
-        _asked_for(last["submission"] + 1, wanted, max(1, n_missing)),
+        asked,
         slurm=options,
         merge={**last["merge"], **(merging or {})},
         exclude=tuple(exclude),
         round=round,
         container=last.get("container"),
         code=last.get("code"),
-        # What is computed again because it failed shall not fail again.
-        inject=() if n_again or wanted.executor != last["executor"] else tuple(last.get("inject") or ()),
+        # Items that are computed again because they failed are not to fail again.
+        inject=() if n_again or asked.executor != last["executor"] else tuple(last.get("inject") or ()),
     )
     return submission, notes

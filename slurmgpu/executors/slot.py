@@ -1,6 +1,6 @@
-"""`python -m slurmgpu.executors.slot FOLDER`: Submitit's controller of a slot of this machine, which exits as its task.
+"""`python -m slurmgpu.executors.slot FOLDER`: Submitit's controller of a slot, which exits with its task's code.
 
-Submitit's own ends with 0 whatever its task does, and at the first error of the file system with its logs.
+Submitit's own always exits with 0, and dies of the first file system error on its logs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slurmgpu.util.shared_files import retried
 
 
 class Slot(Controller):  # type: ignore[misc]  # Submitit's is not typed
-    """The controller of one task, started again while its logs cannot be opened."""
+    """The controller of one task, which tries again while its logs cannot be opened."""
 
     code = 0
 
@@ -33,7 +33,7 @@ class Slot(Controller):  # type: ignore[misc]  # Submitit's is not typed
 
 
 def main() -> None:
-    """Be the controller; exit code 74 where the file system is lost, and a sentence with the node."""
+    """Run the controller; exit code 74 and a sentence that names the node if the file system is lost."""
     slot = Slot(Path(sys.argv[1]))
     with blaming(node_name()):
         slot.run()

@@ -1,9 +1,11 @@
-"""The Slurm executor: an array job of Submitit's, and a merge job that depends on it."""
+"""The Slurm executor: an array job by Submitit, and a merge job that depends on it."""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,26 +16,28 @@ from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import slurm_lessons
 from slurmgpu.executors.interface import Executor, Lines, Preview, Sight, Started
+from slurmgpu.report.attempts import Lives
+from slurmgpu.report.queued import Job
 from slurmgpu.run import private
 from slurmgpu.run.directory import Run
 from slurmgpu.run.heartbeats import Sign
-from slurmgpu.run.owners import refuse_anothers
+from slurmgpu.run.owners import refuse_other_users
 from slurmgpu.run.submissions import JOB_KEYS, Submission, SubmissionLine
-from slurmgpu.slurm import commands, queue
+from slurmgpu.slurm import accounting, commands, queue
 
 if TYPE_CHECKING:
     from slurmgpu.faults import Fault
+    from slurmgpu.plan.run_file import RunFile
 
 log = logging.getLogger(__name__)
 
 
 class Slurm(Executor):
-    """Jobs of Slurm's, also those that were submitted by hand."""
+    """Slurm jobs, also those that were submitted by hand."""
 
     name = "slurm"
     title = "Slurm"
     queues = True
-    can_wait = True
     not_in_paths = "'\"\\"
 
     def check(self, submission: Submission, container: ContainerRecord | None) -> None:
@@ -58,7 +62,7 @@ class Slurm(Executor):
     def learn(
         self, run: Run, last: SubmissionLine, options: Mapping[str, Any], given: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], Sequence[str], list[str]]:
-        """Leave nodes out that failed, and ask for more memory where it ran out."""
+        """Exclude nodes that failed, and ask for more memory if it ran out."""
         return slurm_lessons.learn(run, last, options, given)
 
     def fit(self, submission: Submission, container: ContainerRecord | None) -> tuple[Submission, list[str]]:
@@ -67,12 +71,12 @@ class Slurm(Executor):
         return less, notes + hazards(container)
 
     def preview(self, submission: Submission, run_dir: Path, container: ContainerRecord | None) -> Preview:
-        """The scripts, what sbatch says of them, and the limits that hold."""
+        """The scripts, what sbatch says about them, and the limits that hold."""
         seen = super().preview(submission, run_dir, container)
         try:
             self._ask(seen, run_dir, container)
         except commands.SlurmUnavailableError as error:
-            seen.notes.append(f"Neither limits nor scripts can be shown. {error}")
+            seen.notes.append(f"Limits and scripts cannot be shown. {error}")
         return seen
 
     def _ask(self, seen: Preview, run_dir: Path, container: ContainerRecord | None) -> None:
@@ -104,30 +108,33 @@ class Slurm(Executor):
         return Started({"state": "queued", **slurm_jobs.submit(run, submission, self.not_in_paths)})
 
     def look(self, run: Run, lines: Lines, waiting_merge: str | None) -> Sight:
-        """What is in the queue."""
+        """The run's jobs in the queue."""
         queued = _queue(lines)
         if queued is None:
             return Sight()
         if jobs := _jobs(run, waiting_merge, queued):
             return Sight(f"Slurm has {len(jobs)} of its jobs, such as {jobs[0].job_id} ({jobs[0].state})")
         cluster = queue.own_cluster()
+        open_ones = [line for line in lines if line["state"] in ("submitting", "queued")]
+        clusters = [line.get("cluster") for line in open_ones if not line.get("cancelled")]
         return Sight(
-            is_old=any(map(_is_old, lines)),
-            elsewhere=[name for line in lines if (name := _elsewhere(line)) and name != cluster],
+            # An older slurmgpu recorded no user and no cluster, which may be others.
+            is_old=any(not line.keys() >= {"uid", "cluster"} for line in open_ones),
+            elsewhere=[name for name in clusters if name and name != cluster],
             has_ended=lambda sign: _is_over(sign, cluster, queued),
         )
 
     def cancel(self, run: Run, lines: Lines) -> list[str]:
-        """Take its jobs out of the queue, also those that have not joined the run yet."""
+        """Cancel its jobs, also those that have not joined the run yet."""
         jobs = sorted({job.array_job for job in _jobs(run, None, _queue(lines) or ())}, key=int)
         if not jobs:
             return []
         cluster = queue.own_cluster()
         here = [line for line in lines if cluster is None or line.get("cluster", cluster) == cluster]
-        # One that has no ids may not have written them.
+        # A submission without ids may not have recorded them.
         here = [line for line in here if ({line[key] for key in JOB_KEYS if key in line} or set(jobs)) & set(jobs)]
         for line in here:
-            refuse_anothers(run, line)
+            refuse_other_users(run, line)
         for line in here:
             run.record_submission({"submission": line["submission"], "cancelled": True})
         commands.cancel(*jobs)
@@ -136,15 +143,57 @@ class Slurm(Executor):
     def drop_waiting(self, job: str) -> None:
         """So that what waits for the array goes on."""
         try:
-            commands.cancel_pending(job)
+            commands.cancel("--state=PENDING", job)
         except commands.SlurmUnavailableError as error:
-            log.warning("tasks that are still queued stay so: %s", error)
+            log.warning("pending tasks stay in the queue: %s", error)
+
+    def own_jobs(self) -> list[queue.QueuedJob]:
+        """One call of squeue."""
+        return queue.own_jobs()
+
+    def queued(self, run: Run, among: Sequence[Any] | None = None, last: list[Job] | None = None) -> list[Job] | None:
+        """What squeue says."""
+        return queue.queued_jobs(run, among, last)
+
+    def lives(self, run: Run, *, settled: bool = False) -> Lives | None:
+        """What sacct says."""
+        return accounting.lives_of(run, settled=settled)
+
+    def jobs_completing(self, other: Run) -> tuple[str, ...]:
+        """The last merge job of the other run, which may have been submitted by hand and not be recorded yet."""
+        merge_jobs = [line.get("merge_job") for line in other.submissions()]
+        jobs = [job for job in queue.jobs_of(other) if job.is_merge or job.array_job in merge_jobs]
+        if not jobs:
+            raise SlurmGPUError(
+                f"{other.folder} is incomplete, and Slurm has no job that will complete it. "
+                f"`slurmgpu resubmit {other.typed}` first."
+            )
+        return (max((job.array_job for job in jobs), key=int),)
+
+    def hand_over(self, line: SubmissionLine, jobs: Mapping[str, str]) -> None:
+        """Jobs that wait for this merge job wait for the next one, which sends the mail as well."""
+        own_job = os.environ["SLURM_JOB_ID"]
+        if line["merge"].keys() & {"mail_user", "mail_type"}:
+            try:
+                commands.run("scontrol", "update", f"JobId={own_job}", "MailType=NONE")
+            except commands.SlurmUnavailableError as error:
+                log.warning("a mail may come before the run's end: %s", error)
+        for job, dependency in queue.dependents(own_job):
+            renamed = re.sub(rf"(?<!\d){own_job}(?!\d)", jobs["merge_job"], dependency)
+            commands.run("scontrol", "update", f"JobId={job}", f"Dependency={renamed}")
+            log.info("job %s waits for %s now", job, renamed)
+
+    def command_on_node(self, config: RunFile, command: list[str]) -> list[str]:
+        """By srun."""
+        from slurmgpu.executors import slurm_jobs
+
+        return slurm_jobs.check_command(config, command)
 
 
 def respect_limits(asked: Submission) -> tuple[Submission, list[str]]:
     """The submission within MaxArraySize and MaxSubmitJobs, and a sentence for each change.
 
-    Tasks take shards until none is left, so fewer of them still finish the run.
+    Fewer tasks still finish the run: they take shards until none is left.
     """
     limits = {"MaxArraySize": commands.max_array_size()}
     if (submit_jobs := commands.max_submit_jobs()) is not None:
@@ -159,12 +208,11 @@ def respect_limits(asked: Submission) -> tuple[Submission, list[str]]:
 
 
 def hazards(container: ContainerRecord | None) -> list[str]:
-    """A sentence when Slurm's signals would kill the image under its worker; none when they do not.
-
-    A packed image is served by a process of the job. Where Slurm signals all processes of a job, that one dies, and
-    the worker of a bus error with it. An unpacked image needs no such process.
-    """
-    if not container or not runtime_named(container["runtime"]).serves_image(container["identity"], container["stage"]):
+    """A sentence if Slurm's signals would kill the process that serves the image, and the worker with it."""
+    if container is None:
+        return []
+    advice = runtime_named(container["runtime"]).if_served(container["identity"], container["stage"])
+    if not advice:
         return []
     config = commands.configuration()
     tracking = config.get("ProctrackType", "")
@@ -176,23 +224,24 @@ def hazards(container: ContainerRecord | None) -> list[str]:
         return []
     return [
         f"Slurm signals every process of a job here ({cause}), also the one that serves the image: the notice of a "
-        f'preemption would end the worker by a bus error. Set stage = "unpack" in [container], which needs none.'
+        f"preemption would end the worker by a bus error. {advice}"
     ]
 
 
 def _queue(lines: Lines) -> list[queue.QueuedJob] | None:
-    """The jobs in the queue of all users that the run knows of; None where there is no Slurm, and need not be."""
+    """The jobs in the queue of all users that submitted the run; None if there is no Slurm and none is needed."""
     try:
         return queue.own_jobs(line["uid"] for line in lines if "uid" in line)
     except commands.SlurmUnavailableError as error:
         if not lines:
-            return None  # where there is no Slurm, nothing was submitted by hand
-        raise commands.SlurmUnavailableError(f"It cannot be known what the run has in the queue. {error}") from error
+            return None  # without Slurm nothing was submitted by hand
+        text = f"It is not known which jobs of the run are in the queue. {error}"
+        raise commands.SlurmUnavailableError(text, is_absent=shutil.which("squeue") is None) from error
 
 
 def _jobs(run: Run, waiting_merge: str | None, queued: Sequence[queue.QueuedJob]) -> list[queue.QueuedJob]:
-    # By the run directory, too: a submission that died between sbatch and its record has left no job ids, and one
-    # that was refused may have left an array that could not be cancelled.
+    # Also by the run directory: a submission that died between sbatch and its record has no job ids, and one that was
+    # refused may have an array that could not be cancelled.
     jobs = queue.jobs_of(run, queued)
     if waiting_merge is None:
         return jobs
@@ -202,21 +251,9 @@ def _jobs(run: Run, waiting_merge: str | None, queued: Sequence[queue.QueuedJob]
 
 
 def _is_over(sign: Sign, cluster: str | None, queued: Sequence[queue.QueuedJob]) -> bool:
-    """Whether a task is known to have ended, however: its job, of this user and cluster, is not in the queue."""
+    """Whether a task is known to have ended: its job, of this user and cluster, is not in the queue."""
     told = sign.told
     if told.get("cluster") is None or told["cluster"] != cluster or told.get("uid") != os.getuid():
         return False
-    # The queue knows nothing of tasks of the local executor, in an allocation of another job's say.
+    # Tasks of the local executor are not in the queue, even if they run in an allocation.
     return str(told.get("job")).isdecimal() and all(job.array_job != told.get("job") for job in queued)
-
-
-def _elsewhere(line: SubmissionLine) -> str | None:
-    """The cluster in whose queue a submission may have tasks."""
-    if line["state"] not in ("submitting", "queued") or line.get("cancelled"):
-        return None
-    return line.get("cluster")
-
-
-def _is_old(line: SubmissionLine) -> bool:
-    """Whether a submission of an older slurmgpu may be another user's or another cluster's, which it does not say."""
-    return line["state"] in ("submitting", "queued") and not (line.keys() >= {"uid", "cluster"})

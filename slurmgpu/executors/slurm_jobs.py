@@ -1,4 +1,4 @@
-"""Jobs of Slurm's by Submitit: the array, the merge that depends on it, and the srun of `check --node`."""
+"""Slurm jobs by Submitit: the array, the merge that depends on it, and the srun of `check --node`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from slurmgpu.slurm.commands import ARRAY_JOB
 from slurmgpu.util.array_ids import array_of
 
 SIGNAL_BEFORE_END_S = 30
-"""A task stops taking shards by itself; the signal is for a shard that takes longer than any before it."""
+"""Tasks stop taking shards by themselves; the signal is for a shard that takes longer than any before it."""
 PYTHON = f"""sh -c 'trap "" USR2; exec "$0" "$@"' {shlex.quote(sys.executable)} {job_entry.BEGIN}"""
-"""Slurm may send it a minute early, and so while Python starts, which would die of it before it can be told."""
+"""Slurm may send SIGUSR2 a minute early: while Python starts it would die of it, as it has no handler yet."""
 
 
 def scripts(folder: Path, name: str, submission: Submission) -> dict[str, str]:
@@ -46,8 +46,8 @@ def scripts(folder: Path, name: str, submission: Submission) -> dict[str, str]:
 
 
 def submit(run: Run, submission: Submission, not_in_paths: str) -> dict[str, Any]:
-    """Queue the array and its merge; their job ids. Nothing stays queued when the merge job is refused."""
-    refuse_odd_path(run.folder, not_in_paths)  # it may have been planned for this machine, or moved
+    """Queue the array and its merge; their job ids. The array is cancelled if the merge job is refused."""
+    refuse_odd_path(run.folder, not_in_paths)  # it may have been planned for another executor, or moved
     array = _array_executor(run.logs, run.plan.name, submission)
     with commands.outside_job(), job_entry.safe_path():
         tasks = [run.folder] * submission.n_tasks
@@ -56,7 +56,8 @@ def submit(run: Run, submission: Submission, not_in_paths: str) -> dict[str, Any
         array_job = array_of(jobs[0].job_id)
         merge = _merge_executor(run.logs, run.plan.name, submission, f"afterany:{array_job}")
         try:
-            merge_job = _queue(lambda: [merge.submit(job_entry.run_merge, run.folder)])[0].job_id
+            number = submission.submission
+            merge_job = _queue(lambda: [merge.submit(job_entry.run_merge, run.folder, number)])[0].job_id
         except BaseException:
             commands.cancel(array_job)
             raise
@@ -65,25 +66,17 @@ def submit(run: Run, submission: Submission, not_in_paths: str) -> dict[str, Any
 
 CHECK_TIME = "00:05:00"
 FOR_SRUN = {
-    "account",
-    "constraint",
-    "cpus_per_task",
-    "exclude",
-    "gres",
-    "mem",
-    "mem_per_cpu",
-    "mem_per_gpu",
-    "nodelist",
+    *("account", "constraint", "cpus_per_task", "exclude", "gpus_per_node", "gres", "mem", "mem_per_cpu"),
+    *("mem_per_gpu", "nodelist", "nodes", "partition", "qos", "reservation"),
 }
-FOR_SRUN |= {"partition", "qos", "reservation"}
 
 
 def check_command(config: RunFile, command: list[str]) -> list[str]:
     """The srun that runs a command where a task of the run file would run, for five minutes at most."""
     submission = first_submission(config.resources.model_dump(), n_shards=1)
     options = _array_options(replace(submission, slurm=config.slurm))
-    asked = {key: value for key, value in options.items() if key in FOR_SRUN | {"gpus_per_node", "nodes"}}
-    flags = [f"--{key.replace('_', '-')}={value}" for key, value in asked.items() if value is not False]
+    asked = {key: value for key, value in options.items() if key in FOR_SRUN and value is not False}
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in asked.items()]
     if "setup" in options:
         script = "\n".join(["set -e", *options["setup"], f"exec {shlex.join(command)}"])
         command = ["bash", "-c", script]
@@ -93,7 +86,7 @@ def check_command(config: RunFile, command: list[str]) -> list[str]:
 
 def _queue(submit_jobs: Any, excluded: Sequence[str] = ()) -> Any:
     try:
-        # Submitit prints to stderr what it raises as well.
+        # Submitit also prints to stderr what it raises.
         with (
             contextlib.redirect_stderr(io.StringIO()),
             job_entry.owners_files(submitit.SlurmExecutor, "_make_submission_command"),
@@ -123,12 +116,12 @@ def _array_executor(logs: Path, name: str, submission: Submission) -> submitit.S
 def _array_options(submission: Submission) -> dict[str, Any]:
     options = submission.sbatch_options
     if submission.gpus_per_task and "gpu" not in str(options.get("gres", "")):
-        # Who asks for GPUs by --gres, for their type say, has said it all. Per node, not per task: it is the same for
-        # one process, and hides nothing where several share a node.
+        # --gres, with a type for example, already asks for GPUs. Per node, not per task: it is the same for one
+        # process, and hides no GPU from processes that share a node.
         count = submission.gpus_per_task // submission.nodes_per_task
         options["gpus_per_node"] = f"{submission.gpu_type}:{count}" if submission.gpu_type else count
     if submission.nodes_per_task > 1:
-        options["nodes"] = submission.nodes_per_task  # and one task of srun's on each: Submitit's default
+        options["nodes"] = submission.nodes_per_task  # with one task of srun on each: Submitit's default
     if submission.after:
         options["dependency"] = ",".join(f"afterok:{job}" for job in submission.after)
         options["kill_on_invalid_dep"] = "yes"
@@ -147,7 +140,7 @@ def _executor(logs: Path, name: str, options: Mapping[str, Any], parallelism: in
         executor = submitit.SlurmExecutor(logs, python=PYTHON)
     except RuntimeError as error:  # it looks for srun
         raise commands.SlurmUnavailableError(commands.NOT_HERE.format("srun")) from error
-    # sbatch's own names go to Submitit's catch-all; its defaults (5 minutes, a wckey) are not what users wrote.
+    # sbatch's options go to Submitit's catch-all, without its defaults (5 minutes, a wckey).
     # srun does not inherit --cpus-per-task from Slurm 22.05 to 23.11: without the argument a step has one core.
     cpus = options.get("cpus_per_task")
     plain = {key.replace("_", "-"): value for key, value in options.items() if value is not False}

@@ -1,4 +1,4 @@
-"""What Slurm's next jobs are asked for because of how the last ones failed: other nodes, more memory."""
+"""What the next Slurm jobs ask for after failures of the last ones: other nodes, more memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEMORY_OPTIONS = {"mem", "mem_per_cpu", "mem_per_gpu"}
 def learn(
     run: Run, last: SubmissionLine, options: Mapping[str, Any], given: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], Sequence[str], list[str]]:
-    """The options, the nodes to leave out, and a sentence for each change: see `Executor.learn`."""
+    """The options, the nodes to exclude, and a sentence for each change: see `Executor.learn`."""
     exclude: list[str] = []
     notes: list[str] = []
     all_attempts = attempts_of(run, lives_of(run))
@@ -36,20 +36,21 @@ def learn(
 def _excluded(
     before: Sequence[str], attempts: list[AttemptRow], all_attempts: list[AttemptRow]
 ) -> tuple[list[str], list[str]]:
-    """The nodes to leave out: those of before, and where these attempts failed; and what to say of it."""
+    """The nodes to exclude, `before` and those on which these attempts failed, and sentences on them."""
     notes = []
     innocent = _blamed_alike(all_attempts)
     exclude = sorted({*before, *bad_nodes(attempts)} - innocent)
     if innocent:
-        notes.append(f"{', '.join(sorted(innocent))} failed alike, and no other node did better: none is excluded.")
+        notes.append(f"{', '.join(sorted(innocent))} failed alike, and no other node worked: none is excluded.")
     if new := sorted(set(exclude) - set(before)):
         notes.append(f"Excluded: {', '.join(new)}, where nodes or GPUs failed.")
     return exclude, notes
 
 
 def _blamed_alike(attempts: list[AttemptRow]) -> set[str]:
-    """Nodes that lacked something for the container when no node at all had it: a path that is wrong is nobody's."""
-    blamed = {a["bad_node"] for a in attempts if a["failure"] == "container" and a["bad_node"]}
+    """Nodes that lacked something which no other node had: a wrong path, say, is the fault of no node."""
+    doubtful = {name for name, policy in POLICIES.items() if not policy.node_at_fault}
+    blamed = {a["bad_node"] for a in attempts if a["failure"] in doubtful and a["bad_node"]}
     well = any(a["node"] not in blamed and (a["n_shards"] or not a["failure"]) for a in attempts)
     return blamed if len(blamed) > 1 and not well else set()
 
@@ -63,15 +64,15 @@ def _with_more_memory(
     options: Mapping[str, Any], attempts: list[AttemptRow], *, by_hand: bool
 ) -> tuple[dict[str, Any], str]:
     had = max((a["memory_mb"] or 0 for a in attempts), default=0)
-    if by_hand and had:  # the script may have asked for another amount than the run file
+    if by_hand and had:  # the script may ask for another amount than the run file
         options = {name: value for name, value in options.items() if name not in MEMORY_OPTIONS}
     for name in sorted(MEMORY_OPTIONS):
         if name in options:
             match = re.fullmatch(r"(\d+)([KMGTkmgt]?)[Bb]?", str(options[name]))
             if match is None:
-                note = f"Memory ran out, but {name} = {options[name]!r} is not understood: raise it by hand."
+                note = f"Memory ran out, and {name} = {options[name]!r} cannot be read: raise it with --slurm {name}=…"
                 return dict(options), note
-            # Whole megabytes: 1.5 of 1G is no whole number of G.
+            # In whole megabytes: 1.5 times 1G is no whole number of G.
             megabytes = int(match[1]) * {"K": 1 / 1024, "G": 1024, "T": 1024**2}.get(match[2].upper(), 1)
             more = f"{-(-int(megabytes * MEMORY_FACTOR) // 1)}M"
             return {**options, name: more}, f"Memory ran out: {name} is {more} instead of {options[name]}."

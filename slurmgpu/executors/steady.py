@@ -1,4 +1,4 @@
-"""Submitit's own files on a file system that fails for a moment: what it reads, writes and renames is tried again."""
+"""Retries for Submitit's own files: what it reads, writes and renames, on a file system that fails for a moment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slurmgpu.util.shared_files import exists, replace, retried, status_of
 
 
 class _SteadyPath(type(Path())):  # type: ignore[misc]  # the class of paths, by its name, cannot be subclassed before 3.12
-    """A path that is not taken for missing, nor ends a job, while the file system fails for a moment."""
+    """A path whose `exists` tries again while the file system fails for a moment."""
 
     def exists(self, **given: Any) -> bool:
         """Whether there is a file."""
@@ -22,7 +22,7 @@ class _SteadyPath(type(Path())):  # type: ignore[misc]  # the class of paths, by
 
 
 def make_steady() -> None:
-    """Have what Submitit does in a run's logs/ be tried again, in this process; a second call changes nothing."""
+    """Make Submitit, in this process, try again what fails in a run's logs/; a second call changes nothing."""
     paths: Any = utils.JobPaths
     if paths.move_temporary_file is _move:
         return
@@ -44,7 +44,7 @@ def _retrying(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _saving(filepath: Path | str) -> Iterator[Path]:
-    """As Submitit's: a name to write under, which is renamed."""
+    """As Submitit's: a temporary name, which is renamed."""
     path = Path(filepath)
     partial = path.with_suffix(f"{path.suffix}.save_tmp")
     yield partial
@@ -52,7 +52,7 @@ def _saving(filepath: Path | str) -> Iterator[Path]:
 
 
 def _move(paths: utils.JobPaths, tmp_path: Path | str, name: str, keep_as_symlink: bool = False) -> None:
-    """As Submitit's. It comes after sbatch, or the start of the process: to begin again would do that twice."""
+    """As Submitit's. Called after sbatch, or the start of the process: a retry of the caller would start it twice."""
     source, target = Path(tmp_path), Path(getattr(paths, name))
     try:
         replace(source, target)
@@ -60,7 +60,7 @@ def _move(paths: utils.JobPaths, tmp_path: Path | str, name: str, keep_as_symlin
             retried(lambda: _link(source, target))
     except OSError as error:
         raise SlurmGPUError(
-            f"{error.filename or target}, without which a job that was started does nothing: {error.strerror}. "
+            f"{error.filename or target}, which the job that was started needs: {error.strerror}. "
             f"Resubmit the run once its file system works."
         ) from error
 

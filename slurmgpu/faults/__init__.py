@@ -1,7 +1,7 @@
-"""Faults on demand: what `submit --inject` takes, refused where it could not happen.
+"""Faults on demand: parse and check the argument of `submit --inject`.
 
-`striking` makes them happen, by the way of the real ones; `telling` compares what came of them with what is promised.
-The worker imports this: standard library only.
+`striking` makes them happen, in the same way as real ones; `verdicts` compares the results with what is promised. The
+worker imports this: standard library only.
 
 May import: report, run, shards, util and workload.
 """
@@ -13,33 +13,35 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
-from slurmgpu.run.directory import Plan, Run
-from slurmgpu.run.submissions import SubmissionLine
+from slurmgpu.run.directory import Plan
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of fault: it `takes` the number of an "item", of a "shard", or none. `once`: over all tasks and restarts.
+    """A kind of fault: it `takes` the number of an "item", of a "shard", or none; `once` for all tasks and restarts.
 
-    `kills` the process that computes, which with the executor debug is the user's own.
+    `kills`: it kills the process that computes, which with the executor debug is the user's own. `row` is the failure
+    class that the item's row gets, "" if it gets its good row; `end` is the failure class of the attempt.
     """
 
     takes: str | None
     once: bool = False
     kills: bool = False
+    row: str = ""
+    end: str = ""
 
 
 KINDS = {
     "kill": Kind("item", once=True, kills=True),
-    "preempt": Kind("item", once=True, kills=True),
-    "timeout": Kind(None, once=True),
+    "preempt": Kind("item", once=True, kills=True, end="preempted"),
+    "timeout": Kind(None, once=True, end="timeout"),
     "oom": Kind("item"),
-    "cuda_oom": Kind("item"),
-    "error": Kind("item"),
-    "crash": Kind("item", kills=True),
+    "cuda_oom": Kind("item", row="cuda_oom"),
+    "error": Kind("item", row="item_error"),
+    "crash": Kind("item", kills=True, row="crash"),
     "damage": Kind("shard", once=True),
 }
-"""In the order in which they strike when several concern one call: a crash ends the others."""
+"""In the order in which they strike if several concern one call: a crash ends the others."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Fault:
 
 
 def parse_faults(texts: Iterable[str]) -> tuple[Fault, ...]:
-    """The faults in texts such as "crash@17,timeout", each once, in the order in which they strike."""
+    """The faults in texts such as "crash@17,timeout", without duplicates, in the order in which they strike."""
     words = [word.strip() for text in texts for word in text.split(",")]
     if "" in words:
         raise SlurmGPUError(
@@ -89,13 +91,12 @@ def _example(name: str) -> str:
 
 
 def check_faults(faults: Sequence[Fault], plan: Plan) -> None:
-    """Refuse, in a sentence, what could not happen in a run of this plan."""
-    for fault in faults:
-        _check(fault, plan)
+    """Raise SlurmGPUError for faults that cannot happen in a run of this plan."""
     at_items: dict[int | None, Fault] = {}
     for fault in faults:
+        _check(fault, plan)
         if KINDS[fault.kind].takes == "item" and (other := at_items.setdefault(fault.at, fault)) != fault:
-            raise SlurmGPUError(f"--inject {other},{fault}: of one item, one fault. Take another item for one of them.")
+            raise SlurmGPUError(f"--inject {other},{fault}: an item has one fault. Use another item for one of them.")
 
 
 def _check(fault: Fault, plan: Plan) -> None:
@@ -109,17 +110,6 @@ def _check(fault: Fault, plan: Plan) -> None:
         start, stop = plan.bounds(fault.at // plan.shard_items)
         if min(plan.batch_size, stop - start) == 1:
             raise SlurmGPUError(
-                f"--inject {fault} is for a batch that is too large, and here item {fault.at} is in one of its own. "
+                f"--inject {fault} is for a batch that is too large, and item {fault.at} is alone in its batch. "
                 f"An item that never fits is cuda_oom@{fault.at}."
             )
-
-
-def faults_of(line: SubmissionLine) -> tuple[Fault, ...]:
-    """The faults of a submission, from its line in submissions.jsonl; none of one that is older than they."""
-    return parse_faults(line.get("inject") or ())
-
-
-def faults_for(run: Run, submission: int) -> tuple[str, ...]:
-    """The faults that the tasks of a submission are given, as texts."""
-    own = (faults_of(line) for line in run.submissions() if line["submission"] == submission)
-    return tuple(map(str, next(own, ())))

@@ -1,4 +1,4 @@
-"""Making faults happen: a workload that fails where they say so, by what makes real ones fail, and shards that rot."""
+"""Make faults happen: in the workload, in the same way as real ones, and in published shards."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from slurmgpu.workload import Adapted, Item, Row
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 60.0
-"""How long a worker whose task was preempted waits for the word that ends it."""
+"""How long a worker whose task was preempted waits to be stopped."""
 TOO_MUCH_BYTES = 1 << 50
-"""More than any GPU has, and any machine."""
+"""More memory than any GPU or machine has."""
 
 
 class Mark(TypedDict):
-    """That a fault struck: when, in which attempt, and which items were in the call."""
+    """When a fault struck, in which attempt, and the items in the call."""
 
     time: float
     attempt: str
@@ -41,18 +41,18 @@ class Mark(TypedDict):
 
 @dataclass(frozen=True)
 class Marks:
-    """Where each fault writes down that it struck: a file of JSON lines in injected/, in the run directory."""
+    """The record of each fault that struck: a file of JSON lines in injected/, in the run directory."""
 
     folder: Path
     attempt: str = ""
 
     @classmethod
     def of(cls, run: Run, attempt: str = "") -> Marks:
-        """The marks of a run, which `attempt` makes."""
+        """The marks of a run, made by `attempt`."""
         return cls(run.folder / "injected", attempt)
 
     def set(self, fault: Fault, items: Sequence[int] = ()) -> bool:
-        """Write down that a fault strikes; False, and nothing is written, for one that strikes once and has."""
+        """Record that a fault strikes; False, without a record, if it strikes once and has struck."""
         self.folder.mkdir(exist_ok=True)
         mark: Mark = {"time": time.time(), "attempt": self.attempt, "items": list(items)}
         line = json.dumps(mark) + "\n"
@@ -75,10 +75,10 @@ class Marks:
 
 @dataclass
 class Injected:
-    """Computes rows as a workload does, and fails as `faults` say.
+    """A workload that computes rows, and fails as `faults` say.
 
-    Those that end a process, or strike once, are of rank 0 alone, which `leads`. `report` tells the task, `stopping` is
-    what it answers; `end_now` ends the walltime with the shard in hand, and says when that is.
+    Faults that end a process, or strike once, strike on rank 0 only, which `leads`. `report` sends events to the task,
+    which sets `stopping`; `end_now` ends the walltime with the current shard, and returns that time.
     """
 
     workload: Adapted
@@ -93,7 +93,7 @@ class Injected:
     def __call__(self, items: Sequence[Item]) -> Sequence[Row | Any]:
         """The rows of the workload, unless a fault strikes."""
         self._in_hand = [item.index for item in items]
-        # Of a workload that keeps its progress, what strikes once strikes when there is some.
+        # If the workload keeps its progress, faults that strike once wait until there is some.
         waits = self.workload.resumes
         for fault in self.faults:
             if not (waits and KINDS[fault.kind].once):
@@ -101,7 +101,7 @@ class Injected:
         return self.workload.call(items)
 
     def overhear(self, event: Mapping[str, Any]) -> None:
-        """Report what the worker says; behind progress that is kept, strike with what waits for it."""
+        """Report an event of the worker; after progress that is kept, the faults that wait for it strike."""
         self.report(event)
         if event["event"] == "progress":
             for fault in self.faults:
@@ -109,7 +109,7 @@ class Injected:
                     self._meet(fault)
 
     def _meet(self, fault: Fault) -> None:
-        """Let a fault strike, if what is in hand concerns it."""
+        """Let a fault strike, if it is of an item in this call."""
         if fault.kind == "timeout" or (KINDS[fault.kind].takes == "item" and fault.at in self._in_hand):
             getattr(self, f"_{fault.kind}")(fault)
 
@@ -126,13 +126,13 @@ class Injected:
     def _crash(self, fault: Fault) -> None:
         if self._strikes(fault):
             sys.stderr.flush()
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # nobody wants to look into it
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core dump
             ctypes.string_at(0)
 
     def _preempt(self, fault: Fault) -> None:
         if self._strikes(fault):
             self.report({"event": "preempt"})
-            self.stopping.wait(PATIENCE_S)  # or dies meanwhile, as one does that keeps no progress
+            self.stopping.wait(PATIENCE_S)  # a worker that keeps no progress is killed meanwhile
 
     def _timeout(self, fault: Fault) -> None:
         if self._strikes(fault):
@@ -156,7 +156,7 @@ class Injected:
 
 
 def damage_shards(run: Run, faults: Sequence[Fault]) -> None:
-    """Turn over a byte of each published shard that a fault names, in the largest of its columns."""
+    """Flip a byte of each published shard that a fault names, in its largest column."""
     for fault in faults:
         if fault.kind != "damage" or fault.at is None or not (path := run.shard_path(fault.at)).exists():
             continue

@@ -1,43 +1,42 @@
-"""What became of faults on demand: each compared with what is promised of it, from the report, records and shards."""
+"""Verdicts on faults on demand: their results in the report, records and shards, compared with what is promised."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from slurmgpu.faults import KINDS, Fault, faults_of, parse_faults
+from slurmgpu.faults import KINDS, Fault, parse_faults
 from slurmgpu.faults.striking import Mark, Marks
 from slurmgpu.report.attempts import AttemptRow, makings_of
-from slurmgpu.report.build import FailedItem, Report
+from slurmgpu.report.build import Report
 from slurmgpu.run.directory import Run
+from slurmgpu.run.failures import ITEM, POLICIES
 from slurmgpu.shards.shard_file import Directory, read_directory, verify_shard
 from slurmgpu.shards.userblock import DamagedShardError
+from slurmgpu.util.plurals import count_of
 
-ROW_CLASSES = {"crash": "crash", "cuda_oom": "cuda_oom", "error": "item_error"}
-"""The class that a fault gives to the item's row; of other faults the item has its row all the same."""
-ENDS = {"preempt": "preempted", "timeout": "timeout"}
-"""The class that a fault gives to its attempt."""
 ITS_ROW_SAYS = "its row says"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A line on one fault, or on all else that was computed; `kept`: it is as promised, as far as the run has come."""
+    """A line on one fault, or on all other items; `kept`: it is as promised, as far as the run has come."""
 
     text: str
     kept: bool = True
 
 
 class BrokenPromiseError(Exception):
-    """What was found instead of what is promised."""
+    """What was found is not what is promised."""
 
 
 def judge(run: Run, report: Report) -> list[Verdict]:
-    """A verdict for each fault that was injected into a run, as of its last merge, and one for all other items.
+    """A verdict on each fault that was injected into a run, at its last merge, and one on all other items.
 
-    None for a run without faults.
+    Empty for a run without faults.
     """
-    faults = parse_faults(str(fault) for line in report["submissions"] for fault in faults_of(line))
+    faults = parse_faults(text for line in report["submissions"] for text in line.get("inject") or ())
     if not faults:
         return []
     found = _Found(run, report, faults)
@@ -54,7 +53,7 @@ def _verdict(found: _Found, fault: Fault) -> Verdict:
 
 
 def _unseen(found: _Found, fault: Fault) -> Verdict:
-    """Of a fault that never struck: nothing is proven of it, unless it still may."""
+    """The verdict on a fault that has not struck: it proves nothing, unless it may still strike."""
     if not found.report["complete"]:
         return Verdict(f"{fault}: it has not happened so far")
     if KINDS[fault.kind].takes == "item" and found.is_lifted(fault):
@@ -68,8 +67,6 @@ def _unseen(found: _Found, fault: Fault) -> Verdict:
 
 
 class _Found:
-    """What report, records, shards and the marks of the faults say."""
-
     def __init__(self, run: Run, report: Report, faults: tuple[Fault, ...]) -> None:
         self.run, self.report, self.faults = run, report, faults
         self.errors = {item["index"]: item for item in report["errors"]}
@@ -78,20 +75,20 @@ class _Found:
 
     @cached_property
     def injected(self) -> dict[int, set[str]]:
-        """By submission, the faults that its tasks were given."""
-        return {line["submission"]: set(map(str, faults_of(line))) for line in self.report["submissions"]}
+        """The faults of each submission."""
+        return {line["submission"]: set(line.get("inject") or ()) for line in self.report["submissions"]}
 
     def marks(self, fault: Fault) -> list[Mark]:
         """When and where the fault struck."""
         return Marks.of(self.run).read(fault)
 
     def shard(self, fault: Fault) -> int:
-        """The shard that the fault is of."""
+        """The shard of the fault."""
         assert fault.at is not None
         return fault.at if KINDS[fault.kind].takes == "shard" else fault.at // self.run.plan.shard_items
 
     def directory(self, shard: int) -> Directory:
-        """What a published shard says of itself."""
+        """The header of a published shard."""
         try:
             return read_directory(self.run.shard_path(shard))
         except (OSError, DamagedShardError) as error:
@@ -108,7 +105,7 @@ class _Found:
         return self.maker(self.shard(fault), None if KINDS[fault.kind].takes == "shard" else fault.at)
 
     def is_lifted(self, fault: Fault) -> bool:
-        """Whether the shard was computed by a later submission, into which the fault was not injected."""
+        """Whether a later submission, without the fault, computed the shard."""
         attempt = self.attempts.get(self.maker_of(fault))
         submission = attempt["submission"] if attempt else None
         return str(fault) not in self.injected.get(submission or 0, set())
@@ -122,40 +119,36 @@ class _Found:
         """The attempt in which the fault struck first."""
         name = self.marks(fault)[0]["attempt"]
         if name not in self.attempts:
-            raise BrokenPromiseError(f"the report knows nothing of {name}, in which it happened")
+            raise BrokenPromiseError(f"{name}, in which it happened, is not in the report")
         return self.attempts[name]
 
 
 def _row(found: _Found, fault: Fault) -> str:
-    """What became of the item's row, in words; it shall have the class of the fault, if that has one."""
+    """What became of the item's row, in words; BrokenPromiseError if it has not the class of the fault."""
     if found.shard(fault) in found.missing:
         return f"item {fault.at} has no row yet"
     if found.is_lifted(fault) and fault.at not in found.errors:
         return f"item {fault.at} has its row from {found.maker_of(fault)}, into which nothing was injected"
-    expected, error = ROW_CLASSES.get(fault.kind), found.errors.get(fault.at or 0)
-    if error is None and expected is not None:
+    expected, error = KINDS[fault.kind].row, found.errors.get(fault.at or 0)
+    if error is None and expected:
         raise BrokenPromiseError(f"item {fault.at} has its row, and {expected} was expected")
     if error is not None and error["class"] != expected:
         instead = expected or "its row"
         raise BrokenPromiseError(
             f"item {fault.at} has failed ({error['class']}: {error['message']}), and {instead} was expected"
         )
-    return f"item {fault.at} has its row" if error is None else f"{ITS_ROW_SAYS} {error['class']}: {_first_line(error)}"
-
-
-def _first_line(error: FailedItem) -> str:
-    return error["message"].partition("\n")[0]
+    if error is None:
+        return f"item {fault.at} has its row"
+    first_line = error["message"].partition("\n")[0]
+    return f"{ITS_ROW_SAYS} {error['class']}: {first_line}"
 
 
 def _tell_crash(found: _Found, fault: Fault) -> str:
-    n_deaths, row = found.deaths(fault), _row(found, fault)
-    if n_deaths < len(found.marks(fault)):
-        raise BrokenPromiseError(
-            f"{_workers(len(found.marks(fault)))} died of item {fault.at}, and the records tell of {n_deaths}"
-        )
-    if row.startswith(ITS_ROW_SAYS):
-        row = f"it is quarantined, and {row}"
-    return f"{_workers(len(found.marks(fault)))} died of item {fault.at}; {row}"
+    n_marks, n_deaths, row = len(found.marks(fault)), found.deaths(fault), _row(found, fault)
+    said = f"{count_of(n_marks, 'worker')} died of item {fault.at}"
+    if n_deaths < n_marks:
+        raise BrokenPromiseError(f"{said}, and the records tell of {n_deaths}")
+    return f"{said}; it is quarantined, and {row}" if row.startswith(ITS_ROW_SAYS) else f"{said}; {row}"
 
 
 def _tell_kill(found: _Found, fault: Fault) -> str:
@@ -165,21 +158,13 @@ def _tell_kill(found: _Found, fault: Fault) -> str:
     return f"a worker was killed with item {fault.at} in flight; another one went on, and {row}"
 
 
-def _tell_error(found: _Found, fault: Fault) -> str:
-    return f"the workload raised for item {fault.at}; {_row(found, fault)}"
-
-
-def _tell_cuda_oom(found: _Found, fault: Fault) -> str:
-    return f"item {fault.at} fits into no memory, not even alone; {_row(found, fault)}"
-
-
 def _tell_oom(found: _Found, fault: Fault) -> str:
     n_items, row, shard = len(found.marks(fault)[0]["items"]), _row(found, fault), found.shard(fault)
     said = f"memory was short for {n_items} items, {fault.at} among them"
     if shard in found.missing or found.is_lifted(fault):
         return f"{said}; {row}"
     notes = found.directory(shard).notes
-    # After a worker's death in the same batch its items are computed one by one.
+    # After a worker's death in the same batch its items are computed one by one instead.
     if not ({"oom_batch", "isolated_batches"} & notes.keys()):
         raise BrokenPromiseError(f"shard {shard} says nothing of smaller batches")
     batch = notes.get("oom_batch", 1)
@@ -187,14 +172,14 @@ def _tell_oom(found: _Found, fault: Fault) -> str:
 
 
 def _ended(found: _Found, fault: Fault) -> AttemptRow:
-    """The attempt that the fault has ended, if it ended as it should."""
-    attempt, expected = found.struck(fault), {ENDS[fault.kind]}
-    if all(found.marks(other) and found.struck(other) is attempt for other in found.faults if other.kind in ENDS):
-        # Of two ends the attempt tells one.
-        expected |= {ENDS[other.kind] for other in found.faults if other.kind in ENDS}
-    if attempt["failure"] not in expected:
+    """The attempt that the fault has ended; BrokenPromiseError if it ended otherwise."""
+    attempt, expected = found.struck(fault), KINDS[fault.kind].end
+    ends = [other for other in found.faults if KINDS[other.kind].end]
+    # If two faults end an attempt, it records one of them.
+    is_only_end = not all(found.marks(other) and found.struck(other) is attempt for other in ends)
+    if attempt["failure"] not in ([expected] if is_only_end else [KINDS[other.kind].end for other in ends]):
         raise BrokenPromiseError(
-            f"{attempt['attempt']} ended with {attempt['failure'] or 'no failure'}, and {ENDS[fault.kind]} was expected"
+            f"{attempt['attempt']} ended with {attempt['failure'] or 'no failure'}, and {expected} was expected"
         )
     return attempt
 
@@ -209,10 +194,9 @@ def _tell_preempt(found: _Found, fault: Fault) -> str:
 
 def _tell_timeout(found: _Found, fault: Fault) -> str:
     attempt = _ended(found, fault)
-    n_shards = attempt["n_shards"]
     return (
         f"the walltime of {attempt['attempt']} ended early ({attempt['failure']}); "
-        f"it published {n_shards} {'shard' if n_shards == 1 else 'shards'}, and took no more"
+        f"it published {count_of(attempt['n_shards'], 'shard')}, and took no more"
     )
 
 
@@ -230,12 +214,12 @@ def _tell_damage(found: _Found, fault: Fault) -> str:
     return f"{said}; the merge has found it, and {found.maker(shard)} computed the shard again"
 
 
-_TELL = {
+_TELL: dict[str, Callable[[_Found, Fault], str]] = {
     "crash": _tell_crash,
     "kill": _tell_kill,
-    "error": _tell_error,
+    "error": lambda found, fault: f"the workload raised for item {fault.at}; {_row(found, fault)}",
     "oom": _tell_oom,
-    "cuda_oom": _tell_cuda_oom,
+    "cuda_oom": lambda found, fault: f"item {fault.at} fits into no memory, not even alone; {_row(found, fault)}",
     "preempt": _tell_preempt,
     "timeout": _tell_timeout,
     "damage": _tell_damage,
@@ -243,21 +227,18 @@ _TELL = {
 
 
 def _of_the_others(found: _Found) -> Verdict:
-    """A line on all items that no fault was meant for."""
-    report, meant = found.report, {fault.at for fault in found.faults if fault.kind in ROW_CLASSES}
-    failed = [item for item in report["errors"] if item["index"] not in meant]
-    struck = {(found.shard(fault), ROW_CLASSES[fault.kind]) for fault in found.faults if fault.kind in ROW_CLASSES}
+    report, failing = found.report, [fault for fault in found.faults if KINDS[fault.kind].row]
+    failed = [item for item in report["errors"] if item["index"] not in {fault.at for fault in failing}]
+    struck = {(found.shard(fault), KINDS[fault.kind].row) for fault in failing}
     for item in failed:
-        shard = item["index"] // found.run.plan.shard_items
-        if item["class"] != "item_error" and (shard, item["class"]) in struck:
+        shard, policy = item["index"] // found.run.plan.shard_items, POLICIES.get(item["class"])
+        is_own = policy is not None and policy.rest == ITEM  # workloads raise such errors themselves
+        if not is_own and (shard, item["class"]) in struck:
             return Verdict(f"not as promised: item {item['index']} has failed as well ({item['class']})", kept=False)
     if n_missing := report["n_missing_items"]:
-        items = "1 item" if n_missing == 1 else f"{n_missing:,} items"
-        return Verdict(f"without a row so far: {items}. To compute the rest: {report['resubmit']}")
+        return Verdict(
+            f"without a row so far: {count_of(n_missing, 'item')}. To compute the rest: {report['resubmit']}"
+        )
     if failed:
         return Verdict(f"{len(failed):,} more failed by themselves; every other item has its row.")
     return Verdict("every other item has its row.")
-
-
-def _workers(n: int) -> str:
-    return "1 worker" if n == 1 else f"{n} workers"

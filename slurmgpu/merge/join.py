@@ -47,7 +47,7 @@ from slurmgpu.shards.userblock import (
     write_at,
 )
 from slurmgpu.util.atomic_files import fsync_dir
-from slurmgpu.util.shared_files import PATIENCE_S, exists, is_transient, list_anew, remove, replace, retried
+from slurmgpu.util.shared_files import PATIENCE_S, exists, is_transient, list_fresh, remove, replace, retried
 
 _N_THREADS = 4  # one keeps up with most disks; more hide the latency of a network
 _CHUNK = 64  # parts per piece of a thread's work
@@ -181,7 +181,7 @@ def _remove_stale(target: Path, patience_s: float, check: Callable[[], None]) ->
 
     Files listed before `check` passed are not a successor's.
     """
-    names = sorted(list_anew(target.parent, patience_s))
+    names = sorted(list_fresh(target.parent, patience_s))
     stale = [name for name in names if name.startswith(f".{target.name}.") and name.endswith(".partial")]
     for name in checked(stale, check):
         try:

@@ -38,7 +38,7 @@ from slurmgpu.shards.shard_file import examine, read_errors, verify_shard
 from slurmgpu.shards.userblock import DamagedShardError, Reader
 from slurmgpu.util.atomic_files import working_folder, write_bytes, write_json
 from slurmgpu.util.early_signals import EndedBySignalError
-from slurmgpu.util.shared_files import PATIENCE_S, exists, list_anew, list_names, remove, replace, retried
+from slurmgpu.util.shared_files import PATIENCE_S, exists, list_fresh, list_names, remove, replace, retried
 from slurmgpu.worker.computer import check_debugger_left
 from slurmgpu.workload import build
 
@@ -201,7 +201,7 @@ def _with_maker(code: Sequence[Stretch]) -> dict[str, Any]:
 def _partials(run: Run) -> dict[str, tuple[int, int]]:
     """Unfinished shards with size and time, which show whether they are still written."""
     found = {}
-    for name in list_anew(run.shards):
+    for name in list_fresh(run.shards):
         if name.endswith(".partial"):
             with contextlib.suppress(FileNotFoundError):
                 stat = retried((run.shards / name).lstat)

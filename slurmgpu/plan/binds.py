@@ -1,6 +1,6 @@
-"""What a run needs of the file system in its container: its own folders, its input, and paths among its settings.
+"""The binds of a run in its container: its own folders, its input, and paths among its settings.
 
-On the node, since links may lead elsewhere there. `containers.command.needed_binds` adds where they lead.
+Found on the node, as links may lead elsewhere there. `containers.command.needed_binds` adds the targets of links.
 """
 
 from __future__ import annotations
@@ -15,25 +15,27 @@ from slurmgpu.containers.settings import Bind, ContainerError, home_folder
 from slurmgpu.run.directory import Run
 
 MANY_FOLDERS = 100
-"""From so many folders on, those above them are bound in their place: a command line has an end."""
+"""If there are more folders, their parents are bound instead, as the length of a command line is limited."""
 
 MOST_BYTES = 64 * 1024
-"""So long may be the paths of files whose folder cannot be bound.
+"""The total length of the paths of files whose folder cannot be bound.
 
-Some runtimes put all binds into one variable, and the kernel takes none of more than 128 kB.
+Some runtimes put all binds into one variable, which the kernel limits to 128 kB.
 """
 
 OF_THE_IMAGE = ("/bin", "/dev", "/etc", "/lib", "/lib64", "/opt", "/proc", "/run", "/sbin", "/sys", "/usr", "/var")
-"""Folders that an image fills itself."""
+"""Folders of the image."""
 
 
 def container_binds(run: Run) -> list[Bind]:
-    """What every run needs inside: its directory, the run file's folder, and what it reads elsewhere.
+    """The run directory, the run file's folder, and what the run reads elsewhere.
 
-    No bind of these brings in home, a folder above it, /tmp, or what is the image's; but the run file may lie in one.
+    None of these binds home, a folder above it, /tmp, or a folder of the image, unless the run file is in it.
     """
     known: Known = {}
-    apart = _apart(known)
+    private = {name for folder in (home_folder(os.environ), *SHARED) for name in names(folder, known)}
+    # Folders that hold more than a run's files: none of them is bound because a file in it is read.
+    apart = {folder for name in private for folder in upwards(name)} | set(OF_THE_IMAGE)
     binds = [Bind(folder, folder) for folder in (str(run.folder), run.plan.search_path)]
     settings = list(_named_by_settings(run, apart, known))
     binds += [Bind(path, path) for path in settings]
@@ -41,54 +43,40 @@ def container_binds(run: Run) -> list[Bind]:
     brought = {name for bind in binds for name in names(bind.src, known)}
     folders: set[str] = set()
     files: set[str] = set()
-    for path in (*_read_files(run), *_linked_in([*settings, *run.plan.paths])):
+    module = run.plan.workload.rpartition(":")[0]
+    read = [file["path"] for file in run.input["files"]] + ([module] if module.endswith(".py") else [])
+    for path in (*read, *_linked_in([*settings, *run.plan.paths])):
         for name in names(path, known):
             folder = name.rpartition("/")[0] or "/"
             if brought.isdisjoint(upwards(name)):
                 (files if folder in apart else folders).add(name if folder in apart else folder)
     if sum(len(os.fsencode(path)) + 1 for path in files) > MOST_BYTES:
         raise ContainerError(
-            f"{len(files)} files that the run reads lie directly in {os.path.dirname(min(files))} or another folder "  # noqa: PTH120
+            f"{len(files)} files that the run reads are directly in {os.path.dirname(min(files))} or another folder "  # noqa: PTH120
             f"that is not bound as a whole, because it holds more than the run's; move them into a folder of their own"
         )
     wanted = sorted(files) + sorted(_gathered(folders, apart))
     return [*binds, *(Bind(path, path, read_only=True) for path in wanted)]
 
 
-def _apart(known: Known) -> set[str]:
-    """The folders that hold more than a run's: none of them is bound because a file in it is read."""
-    private = {name for folder in (home_folder(os.environ), *SHARED) for name in names(folder, known)}
-    return {folder for name in private for folder in upwards(name)} | set(OF_THE_IMAGE)
-
-
-def _read_files(run: Run) -> Iterator[str]:
-    """The input, and the workload's file."""
-    for file in run.input["files"]:
-        yield file["path"]
-    module = run.plan.workload.rpartition(":")[0]
-    if module.endswith(".py"):
-        yield module
-
-
 def _named_by_settings(run: Run, apart: set[str], known: Known) -> Iterator[str]:
-    """The files and folders that settings name."""
     base = run.plan.search_path
     for value in run.plan.texts():
-        # A prompt may begin with ~, and be too long for a path: these two functions raise nothing.
+        # A prompt may begin with ~, and be too long for a path: these functions do not raise for that.
         path = os.path.normpath(os.path.join(base, os.path.expanduser(value)))  # noqa: PTH111, PTH118
         if path != base and os.path.exists(path) and apart.isdisjoint(names(path, known)):  # noqa: PTH110
             yield path
 
 
 def _linked_in(paths: Iterable[str]) -> Iterator[str]:
-    """The links that lie in these folders: of a Hugging Face snapshot, every file is one."""
+    """The links in these folders: every file of a Hugging Face snapshot is one."""
     for path in map(Path, paths):
         if path.is_dir() and os.access(path, os.R_OK):
             yield from (entry.path for entry in os.scandir(path) if entry.is_symlink() and Path(entry.path).exists())
 
 
 def _gathered(folders: set[str], apart: set[str]) -> set[str]:
-    """The folders; if they are many, the deepest of them give way to those that they are in."""
+    """The folders; if there are too many, the deepest ones are replaced by their parents."""
     depth = max((folder.count("/") for folder in folders), default=0)
     while len(folders) > MANY_FOLDERS and depth > 1:
         above = {folder: folder.rpartition("/")[0] for folder in folders if folder.count("/") == depth}

@@ -1,4 +1,4 @@
-"""From [container] of a run file to the container that a run is frozen to, and what may still change of it."""
+"""The container of a run, from [container] of its run file, and what a resubmission may change of it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from slurmgpu.plan.site_file import origins, read_run_file
 
 
 def image_path(table: ContainerTable, base: Path) -> Path | None:
-    """The image that a run file in `base` names; None where tasks run without one."""
+    """The image that a run file in `base` names; None if tasks run without one."""
     if table.image is None or table.runtime == "none":
         return None
     return (base / Path(table.image).expanduser()).resolve()
 
 
 def identify_image(image: Path, runtime: str, run_file: Path, overrides: Mapping[str, Any] | None = None) -> Identity:
-    """What tells a run file's image from others; SlurmGPUError, also of where it is named, if it is none."""
+    """The identity of a run file's image; a SlurmGPUError also says where it is named."""
     try:
         return runtime_named(runtime).identify(image)
     except SlurmGPUError as error:
@@ -36,13 +36,13 @@ def identify_image(image: Path, runtime: str, run_file: Path, overrides: Mapping
 def contain(
     table: ContainerTable, full_name: str, run_file: Path, overrides: Mapping[str, Any] | None
 ) -> Container | None:
-    """The image as it will be frozen, looked at without starting anything; None where tasks run without one."""
+    """The container to freeze, checked without starting anything; None if tasks run without one."""
     base = run_file.parent
     image = image_path(table, base)
     if image is None and (overrides or {}).get("container", {}).get("image"):
         source = origins(run_file, overrides or {})["container"]["runtime"]["from"]
         raise SlurmGPUError(
-            f'--image names an image, and [container] runtime = "none" in {source} runs without one. Leave out one of '
+            f'--image names an image, and [container] runtime = "none" in {source} runs without one. Remove one of '
             f"the two."
         )
     if image is None:
@@ -55,12 +55,12 @@ def contain(
 
 
 def _settings(table: ContainerTable, base: Path) -> dict[str, Any]:
-    """What [container] says beside the image."""
+    """The settings of [container] except the image."""
     check_env(table.env)
     _refuse_home(table, base)
     given = [bind if isinstance(bind, str) else bind.model_dump() for bind in table.binds]
     return {
-        # Without an image there is no runtime either; of a run that has one, the file may have lost it.
+        # "none" only if the run file of a run with an image was changed since.
         "runtime": DEFAULT if table.runtime == "none" else table.runtime,
         "python": table.python,
         "binds": tuple(Bind.parse(bind, base) for bind in given),
@@ -73,7 +73,7 @@ def _settings(table: ContainerTable, base: Path) -> dict[str, Any]:
 
 
 def packages_of(full_name: str, base: Path) -> tuple[tuple[str, str], ...]:
-    """Name and path of what the workload is imported from, if that is not in the run file's folder."""
+    """Name and path of the package of the workload, unless it is in the run file's folder."""
     module = full_name.rpartition(":")[0]
     top = module.partition(".")[0]
     if module.endswith(".py") or top == "slurmgpu":
@@ -84,7 +84,7 @@ def packages_of(full_name: str, base: Path) -> tuple[tuple[str, str], ...]:
         found = [(top, Path(file).parent)]
     elif file:
         found = [(Path(file).name, Path(file))]
-    else:  # a namespace package lies in several folders, each of which needs one of its own to be found in
+    else:  # a namespace package: each of its folders gets its own folder on PYTHONPATH
         outside = [folder for folder in folders if folder.is_dir() and folder.resolve() != base / top]
         found = [(f".{number}/{top}" if number else top, folder) for number, folder in enumerate(outside)]
     if not folders and not found:
@@ -93,21 +93,20 @@ def packages_of(full_name: str, base: Path) -> tuple[tuple[str, str], ...]:
 
 
 def _refuse_home(table: ContainerTable, base: Path) -> None:
-    """Refuse a run file whose folder, which tasks must see, brings in the home that they are not to see."""
+    """Refuse a run file in home, or above it, if tasks must not see home: its folder is bound."""
     home = Path(home_folder(os.environ)).resolve()
     if (table.strict or table.home != "host") and base in (home, *home.parents):
         what = "strict = true" if table.strict else f'home = "{table.home}"'
         raise SlurmGPUError(
-            f"The run file lies in {base}, which holds your home directory. Its folder is bound into the container, "
-            f"and [container] {what} is to keep home out. Move it into a folder of its own, or take that line away."
+            f"The run file is in {base}, which holds your home directory. Its folder is bound into the container, "
+            f"and [container] {what} is to keep home out. Move it into a folder of its own, or remove that line."
         )
 
 
-def contain_anew(frozen: ContainerRecord, run_file: Path) -> tuple[ContainerRecord, list[str]]:
-    """A run's container with [container] as its run file says it today, for another submission; and a note on changes.
+def contain_again(frozen: ContainerRecord, run_file: Path) -> tuple[ContainerRecord, list[str]]:
+    """A run's container with the current [container] of its run file, for another submission; and a note on changes.
 
-    Another image is not among them: it must be the same, perhaps in another place. A run file that is gone, or cannot
-    be read, changes nothing.
+    The image must be the same, but may have another path. A run file that is gone, or cannot be read, changes nothing.
     """
     before = Container.from_json(frozen)
     try:

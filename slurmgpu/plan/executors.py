@@ -1,6 +1,6 @@
 """The executors that a run file may name: built-in ones, and those of packages (entry points `slurmgpu.executors`).
 
-What they do is in `executors`, floors above: `executors/interface.py` says how.
+Their classes are in `executors`, some floors above: see `executors/interface.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The items of a run that is planned: from files, from [sweep], or the workload's own. All are an input in the end."""
+"""The items of a run that is planned: from files, from [sweep], or the workload's own, as one kind of input."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Configurations = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Items:
-    """The input as the plan has it, and the files about it that go into the run directory.
+    """The input of the plan, and the files about it for the run directory.
 
-    `said` tells what the items are if no files of the user's have them; `configurations` are those of a sweep; `lines`
-    are what the workload says of them.
+    `said` describes items that are not from the user's files; `configurations` are those of a sweep; `lines` are the
+    workload's notes on the items.
     """
 
     spec: inputs.InputSpec
@@ -44,17 +44,25 @@ def items_of(
     after: Run | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Items:
-    """The items of the run file at `path`, checked by what the workload takes; files about them are made in `folder`.
+    """The items of the run file at `path`, checked for the workload; files about them are made in `folder`.
 
     `after` is a run whose merged file may be the input before it exists.
     """
-    index, configurations = folder / "input.idx", _configurations(config, path)
+    index = folder / "input.idx"
     if config.input is not None:
+        if config.sweep is not None:
+            raise SlurmGPUError(f"{path}: input and [sweep] both say what the items are. Remove one of them.")
         spec = _promised(config.input, path.parent, after, index, stride)
         spec = spec or _scan(config.input, path.parent, index, stride, progress)
         lines = _check(spec, index, workload, path)
         return Items(spec, [index], lines=lines)
-    own, made = configurations or _default_items(workload, path), folder / sweeps.FILE
+    configurations = None if config.sweep is None else sweeps.expand(config.sweep, config.seed)
+    own, made = configurations or workload.default_items, folder / sweeps.FILE
+    if not own:
+        raise SlurmGPUError(
+            f'{path}: input is missing. Name the files with the items, as in input = "items.jsonl", '
+            f"or give configurations under [sweep]."
+        )
     sweeps.write(own, made)
     spec = inputs.scan([made], index, stride=stride)
     lines = _check(spec, index, workload, path, called="[sweep]" if configurations else None)
@@ -72,7 +80,7 @@ def _check(
     path: Path,
     called: str | None = None,
 ) -> Sequence[str]:
-    """Refuse items that the workload does not take; what it says of the others."""
+    """Refuse items that the workload does not accept; its notes on the others."""
     inputs.check_fields(spec, index, workload.fields, f"Workload {workload.name}", workload.advice, called)
     if workload.check_input is None:
         return ()
@@ -83,44 +91,22 @@ def _check(
 def _scan(
     named: str | list[str], base: Path, index: Path, stride: int, progress: Callable[[int, int], None] | None
 ) -> inputs.InputSpec:
-    """The input that the run file names, looked for and read again where its file system fails for a moment."""
-
     def scan() -> inputs.InputSpec:
         return inputs.scan(inputs.find(named, base), index, stride=stride, progress=progress)
 
     return retried(lambda: cause_raised(scan), BRIEF_PATIENCE_S)
 
 
-def _configurations(config: RunFile, path: Path) -> Configurations | None:
-    """The configurations of the sweep that the run file at `path` has; None for one without."""
-    if config.sweep is None:
-        return None
-    if config.input is not None:
-        raise SlurmGPUError(f"{path}: input and [sweep] both say what the items are. Leave one of them out.")
-    return sweeps.expand(config.sweep, config.seed)
-
-
-def _default_items(workload: Adapted, path: Path) -> Configurations:
-    """What a workload computes where the run file names no items, if it has such a thing."""
-    if not workload.default_items:
-        raise SlurmGPUError(
-            f'{path}: input is missing. Name the files with the items, as in input = "items.jsonl", '
-            f"or give configurations under [sweep]."
-        )
-    return workload.default_items
-
-
 def _promised(
     named: str | list[str], base: Path, after: Run | None, index: Path, stride: int
 ) -> inputs.InputSpec | None:
-    """The input that `after` is going to merge, if that is what the run file names and it is not complete yet."""
+    """The input that `after` will merge, if the run file names it and it is not complete yet."""
     if after is None or not isinstance(named, str) or is_complete(after):
         return None
     path = (base / Path(named).expanduser()).resolve()
     if path != after.merged.resolve():
         return None
-    columns = ("index", *after.plan.columns)
-    plan = after.plan
+    plan, columns = after.plan, ("index", *after.plan.columns)
     return inputs.promise(
         path, index, n_items=plan.n_items, columns=columns, fingerprint=plan.fingerprint, stride=stride
     )

@@ -1,4 +1,4 @@
-"""How a workload uses what its tasks will hold, asked of it before anything is queued; and what GPUs hold by name."""
+"""How a workload uses the GPUs of its tasks, asked before anything is queued; and the memory of GPUs by name."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _MEMORY_GB = """
 GPU_MEMORY_GB = {name: (int(sizes[0]), int(sizes[-1])) for name, *sizes in map(str.split, _MEMORY_GB.split(","))}
 """Memory by words in a GPU's name: the smallest and the largest that is sold under it.
 
-From NVIDIA's and AMD's data sheets; an MI250 is two GPUs. A name that tells its memory, as a100_80gb, needs no table.
+From NVIDIA's and AMD's data sheets; an MI250 is two GPUs. A name with its memory, as a100_80gb, needs no table.
 """
 
 
 def gpu_memory_of(resources: Resources) -> tuple[int, int] | None:
-    """Bytes of one GPU, at least and at most, as [resources] tells them; None where nothing does."""
+    """The least and the most bytes of one GPU, by [resources]; None if they are not known."""
     if resources.gpu_memory is not None:
         size = size_bytes(resources.gpu_memory)
         return size, size
@@ -42,7 +42,7 @@ def gpu_memory_of(resources: Resources) -> tuple[int, int] | None:
 
 
 def place(workload: Adapted, resources: Resources, gpus_per_task: int) -> Placement:
-    """How many processes a task has, and lines on why: what the run file says, else what the workload wants."""
+    """How many processes a task has, and lines on why: by the run file, else by the workload."""
     name = workload.name
     if workload.place is not None:
         found = _ask(workload.place, resources, gpus_per_task)
@@ -74,13 +74,13 @@ def _ask(asked: Callable[[Share], Placement], resources: Resources, gpus_per_tas
     try:
         return answer(least)
     except SlurmGPUError:
-        answer(None)  # raises what has nothing to do with memory
+        answer(None)  # raises errors that are not about memory
     try:
         found = answer(most)
     except SlurmGPUError as error:
         raise SlurmGPUError(
             f'{error} (gpu_type = "{kind}" is taken for {most // 10**9} GB, the most that is sold under that name; '
-            f"gpu_memory under [resources] says otherwise.)"
+            f"set gpu_memory under [resources] if it has more.)"
         ) from error
     warning = (
         f'gpu_type = "{kind}" is sold with {least // 10**9} and with {most // 10**9} GB; this fits the larger only: '

@@ -46,14 +46,14 @@ from slurmgpu.workload import (
 )
 
 TARGET_SHARDS = 2048
-"""At most so many shards by default: enough for balance over hundreds of GPUs, few enough for one directory."""
+"""The most shards by default: enough for balance over hundreds of GPUs, few enough for one directory."""
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A run not yet written: its plan, where it would lie, its items, whose files are temporary ones, and its code.
+    """A run that is not written yet: its plan, directory, items, whose files are temporary, and code.
 
-    `resumes` is true where the workload keeps the progress of its items; `notes` are for who plans it.
+    `resumes`: the workload keeps the progress of its items; `notes` are for the user.
     """
 
     plan: Plan
@@ -67,7 +67,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Allocation:
-    """How many tasks are queued, how many of them may run at once, and the GPUs of each."""
+    """The number of tasks, how many of them may run at once, and the GPUs of each."""
 
     n_tasks: int
     n_concurrent: int
@@ -82,14 +82,15 @@ def draft_run(
     progress: Callable[[int, int], None] | None = None,
     after: Run | None = None,
 ) -> Iterator[Draft]:
-    """The plan of a run file, while the `with` block lasts; SlurmGPUError where anything in it cannot work.
+    """The plan of a run file, while the `with` block lasts; SlurmGPUError if anything in it cannot work.
 
     `after` is a run that this one waits for: its merged file may be the input before it exists.
     """
     path = run_file.expanduser().resolve()
     config = read_run_file(path, overrides)
     gpus_per_task = allocate(config.resources, n_shards=None).gpus_per_task
-    target = _run_dir(path, config, run_dir)
+    named = Path(config.run_dir or f"runs/{path.stem}").expanduser()
+    target = (path.parent / named if run_dir is None else run_dir.expanduser()).absolute()
     refuse_odd_path(target, EXECUTORS.make(config.resources.executor).not_in_paths)
     refuse_existing(target)
     importer.forget_changed()
@@ -144,7 +145,7 @@ def draft_run(
 
 
 def workload_of(run_file: Path) -> Adapted:
-    """The workload that a run file names, with its settings, which are checked."""
+    """The workload that a run file names, with its settings, checked."""
     path = run_file.expanduser().resolve()
     return _build(read_run_file(path), path.parent)[2]
 
@@ -161,7 +162,6 @@ def _build(config: RunFile, base: Path) -> tuple[str, dict[str, Any], Adapted]:
 
 
 def _where_it_belongs(name: str, settings: Mapping[str, Any]) -> str:
-    """What to say of a name that is none of a workload's settings, and is something else."""
     outer, dot, inner = name.partition(".")
     if dot:
         return f" A table is set whole: {outer}={{{inner}={json.dumps(settings[name])}}}."
@@ -173,12 +173,12 @@ def _where_it_belongs(name: str, settings: Mapping[str, Any]) -> str:
 
 
 def default_shard_items(n_items: int, batch_size: int) -> int:
-    """Items in a shard: whole batches, and at most 2048 shards; of the input alone, never of the number of GPUs."""
+    """Items in a shard: whole batches, for at most 2048 shards; it depends on the input, not on the number of GPUs."""
     return batch_size * -(-n_items // (batch_size * TARGET_SHARDS))
 
 
 def allocate(resources: Resources, n_shards: int | None) -> Allocation:
-    """Tasks and GPUs that [resources] asks for: see docs/reference/cli.md for the rule. No more tasks than shards."""
+    """Tasks and GPUs by [resources], with at most as many tasks as shards: docs/reference/cli.md has the rule."""
     gpus, per_task, nodes = resources.gpus, resources.gpus_per_task, resources.nodes_per_task
     if gpus == 0:
         if per_task is not None:
@@ -214,20 +214,18 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def refuse_odd_path(run_dir: Path, not_in_paths: str) -> None:
-    """Raise a sentence for a run directory whose path would not stay what it is on its way through Slurm.
+    """Raise SlurmGPUError for a run directory whose path Slurm would change; the executor refuses `not_in_paths`.
 
-    `not_in_paths` are characters that the executor refuses.
-
-    Submitit and Slurm replace %j and its like wherever they stand in the path of a log; a backslash turns that off. A
-    line break ends a line of #SBATCH, and what sbatch makes of a quote in one differs between its versions.
+    Submitit and Slurm replace %j and other patterns anywhere in the path of a log; a backslash turns that off. A line
+    break ends a line of #SBATCH, and versions of sbatch differ in how they read a quote in one.
     """
     path = str(run_dir)
     if found := CONTROL.search(path):
         what = f"the control character {found[0]!a}"
     elif "%" in path:
-        what = "a %, of which Slurm makes numbers of jobs in the paths of logs"
+        what = "a %, which Slurm replaces by numbers of jobs in the paths of logs"
     elif odd := sorted({each for each in path if each in not_in_paths}):
-        what = f"{' and '.join(odd)}, which Slurm may read in ways of its own"
+        what = f"{' and '.join(odd)}, which versions of Slurm read differently"
     else:
         return
     raise SlurmGPUError(
@@ -236,32 +234,22 @@ def refuse_odd_path(run_dir: Path, not_in_paths: str) -> None:
     )
 
 
-def _run_dir(path: Path, config: RunFile, run_dir: Path | None) -> Path:
-    if run_dir is not None:
-        return run_dir.expanduser().absolute()
-    return (path.parent / Path(config.run_dir or f"runs/{path.stem}").expanduser()).absolute()
-
-
 def _batch_size(config: RunFile, workload: Adapted) -> int:
+    asked = config.workload.batch_size
     if workload.takes_one:
-        return _batch_of_one(config, workload)
-    size = config.workload.batch_size or workload.batch_size
+        if asked in (None, 1):
+            return 1
+        own = " Under [settings], batch_size is its own." if "batch_size" in _hints(type(workload.user)) else ""
+        raise SlurmGPUError(
+            f"[workload] batch_size = {asked}, and workload {workload.name} computes items one by one: remove it.{own}"
+        )
+    size = asked or workload.batch_size
     if size is None:
         raise SlurmGPUError(
             f"Workload {workload.name} has no batch_size, a whole number of at least 1. "
             f"Set it in the class or in [workload]."
         )
     return size
-
-
-def _batch_of_one(config: RunFile, workload: Adapted) -> int:
-    if config.workload.batch_size not in (None, 1):
-        own = " Under [settings], batch_size is that of its own." if "batch_size" in _hints(type(workload.user)) else ""
-        raise SlurmGPUError(
-            f"[workload] batch_size = {config.workload.batch_size}, and workload {workload.name} computes items "
-            f"one by one: leave it out.{own}"
-        )
-    return 1
 
 
 def _hints(cls: type) -> dict[str, Any]:
@@ -281,7 +269,7 @@ def _shard_items(config: RunFile, batch_size: int) -> int | None:
 
 
 def _settings(full_name: str, settings: Mapping[str, Any], search_path: Path) -> dict[str, Any]:
-    """The settings as they will be frozen: plain JSON, of the types that the workload's __init__ is annotated with."""
+    """The settings to freeze: plain JSON, of the types that the workload's __init__ is annotated with."""
     try:
         frozen: dict[str, Any] = json.loads(json.dumps(settings))
     except TypeError as error:
@@ -299,19 +287,15 @@ def _settings(full_name: str, settings: Mapping[str, Any], search_path: Path) ->
 
 def _check_type(full_name: str, name: str, value: Any, hint: Any) -> None:
     try:
-        config = (
-            None
-            if isinstance(hint, type) and hasattr(hint, "model_fields")
-            else ConfigDict(arbitrary_types_allowed=True)
-        )
-        adapter = TypeAdapter(hint, config=config)
+        is_model = isinstance(hint, type) and hasattr(hint, "model_fields")
+        adapter = TypeAdapter(hint, config=None if is_model else ConfigDict(arbitrary_types_allowed=True))
     except PydanticSchemaGenerationError:
         return
     try:
         # JSON mode, strict: "5" is no int, but 5 is a float and a list is a tuple.
         adapter.validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
-        # Of the kinds that a setting may be of, the one meant is that whose error lies deepest.
+        # If a setting may be of several types, the deepest error is of the one that was meant.
         worst = max(error.errors(), key=lambda each: len(each["loc"]))
         problem, found, place = worst["msg"].removeprefix("Input "), worst.get("input", value), worst["loc"]
         where = f"setting {name!r}" + (f", at {place[-1]!r}," if place and found != value else "")

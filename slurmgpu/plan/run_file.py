@@ -1,6 +1,6 @@
 """The run file's tables: TOML in, checked values out. Unknown keys are refused with a suggestion.
 
-docs/reference/run-file.md lists every key; `site` reads a run file over the site file.
+docs/reference/run-file.md lists every key; `site_file` reads a run file over the site file.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SLURM_RESERVED = {
 
 
 def _slurm_names(value: Any) -> Any:
-    """Sbatch's long names with '-' or '_', as users copy them; refused are those that slurmgpu sets itself."""
+    """Options of sbatch by their long names, with '-' or '_'; those that slurmgpu sets itself are refused."""
     if not isinstance(value, Mapping):
         return value
     # An unquoted 04:00:00 is a time of day to TOML.
@@ -66,7 +66,7 @@ def _slurm_names(value: Any) -> Any:
 
 
 def plain_names(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of sbatch with '_' in their names, however they were written."""
+    """Options of sbatch with '_' in their names, with or without leading dashes."""
     return {str(name).lstrip("-").replace("-", "_"): value for name, value in options.items()}
 
 
@@ -93,7 +93,7 @@ GpuMemory = Annotated[str, AfterValidator(_checked_size)]
 
 
 def _one_of(known: Plugins, *also: str) -> BeforeValidator:
-    """What refuses all but the names of these classes, and those that go without one."""
+    """A validator that accepts the names of these classes, and `also` others."""
 
     def check(value: Any) -> Any:
         if value not in (*known.built_in, *also) and value not in (names := [*known.names(), *also]):
@@ -109,7 +109,7 @@ ExecutorName = Annotated[str, _one_of(EXECUTORS)]
 
 
 class Table(BaseModel):
-    """What refuses keys that it does not know, and values of another type."""
+    """A table that refuses unknown keys, and values of another type."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -122,7 +122,7 @@ class WorkloadTable(Table):
 
 
 class Resources(Table):
-    """[resources]: what the run may hold at once, and where its tasks run."""
+    """[resources]: what the run may use at once, and where its tasks run."""
 
     gpus: int = Field(1, ge=0)
     array: bool = False
@@ -159,7 +159,7 @@ class ContainerTable(Table):
 
 
 class RunFile(Table):
-    """A run file, and where it lies: relative paths in it are relative to its folder."""
+    """A run file. Relative paths in it are relative to its folder."""
 
     input: str | list[str] | None = None
     run_dir: str | None = None
@@ -181,7 +181,7 @@ class RunFile(Table):
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The content of a TOML file; FileNotFoundError where there is none, SlurmGPUError where it is none."""
+    """The content of a TOML file; FileNotFoundError without one, SlurmGPUError if it is not TOML."""
     try:
         value: dict[str, Any] = tomllib.loads(retried(lambda: path.read_text("utf-8"), BRIEF_PATIENCE_S))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -197,20 +197,15 @@ def parse_table(model: type[TableT], value: Mapping[str, Any], where: str) -> Ta
         raise SlurmGPUError(f"{where}: {_first_problem(error, model)}") from error
 
 
-def parse_run_file(value: Mapping[str, Any], where: str) -> RunFile:
-    """The run file that a mapping describes; `where` names it in errors."""
-    return parse_table(RunFile, value, where)
-
-
 def parse_resources(value: Mapping[str, Any]) -> Resources:
-    """[resources] from a mapping: of a run, with flags put over it."""
+    """[resources] from a mapping, such as a run's with flags over it."""
     return parse_table(Resources, value, "resources")
 
 
 def parse_slurm_options(texts: Sequence[str]) -> dict[str, SlurmValue]:
     """The sbatch options in KEY=VALUE of --slurm; KEY alone is an option without a value, such as `no-requeue`.
 
-    Values are text, so that a time or a name of digits stays what it is, but for true and false.
+    Values are text, so that a time or a name of digits is not changed, except true and false.
     """
     pairs = (text.partition("=") for text in texts)
     words = {"true": True, "false": False}
@@ -222,9 +217,9 @@ def parse_slurm_options(texts: Sequence[str]) -> dict[str, SlurmValue]:
 
 
 def merge_tables(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """`above` put over `below`, key by key and within tables key by key; a None above changes nothing.
+    """`below` updated by `above`, key by key, also within tables; a None in `above` changes nothing.
 
-    A value that is itself a mapping, a setting say, is replaced whole.
+    A mapping within a table, such as a setting, is replaced as a whole.
     """
     merged = dict(below)
     for key, value in above.items():
@@ -237,7 +232,7 @@ def merge_tables(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """KEY=VALUE of --set: the value is TOML where it can be read so, else the text itself."""
+    """KEY=VALUE of --set: the value is TOML if it can be read so, else the text itself."""
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise SlurmGPUError(f"--set {text!r} is not of the form KEY=VALUE.")
@@ -248,7 +243,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def _first_problem(error: ValidationError, model: type[BaseModel] | None = None) -> str:
-    # A misspelt key is missing under its right name, too: the wrong one says more.
+    # A misspelt key is also missing under its right name: the wrong name says more.
     problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     path = [str(part) for part in problem["loc"] if part not in ("str", "int", "float", "bool", "list[str]")]
     table, key = path[:-1], path[-1] if path else ""
@@ -262,7 +257,6 @@ def _first_problem(error: ValidationError, model: type[BaseModel] | None = None)
 
 
 def _keys(model: type[BaseModel], table: Sequence[str]) -> list[str]:
-    """The keys that a table of a model may have."""
     for name in table:
         inner = model.model_fields[name].annotation
         if isinstance(inner, type) and issubclass(inner, BaseModel):

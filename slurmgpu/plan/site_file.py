@@ -1,4 +1,4 @@
-"""The site file: what holds for all of a user's runs on a cluster. Run files go over it, and flags over both.
+"""The site file: settings for all of a user's runs on a cluster. Run files override it, and flags override both.
 
 docs/how-to/site-file.md shows one; `slurmgpu init --site` writes one.
 """
@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from slurmgpu.containers.settings import whole_path
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.executors import DEFAULT
 from slurmgpu.plan.run_file import (
@@ -22,7 +23,6 @@ from slurmgpu.plan.run_file import (
     SlurmOptions,
     Table,
     merge_tables,
-    parse_run_file,
     parse_table,
     plain_names,
     read_toml,
@@ -32,11 +32,11 @@ TABLES = ("resources", "container", "slurm", "merge")
 """The tables that a site file may have."""
 
 Origins = Mapping[str, Mapping[str, Mapping[str, Any]]]
-"""By table and key: the `value`, and `from` where it is, a flag or a file's name."""
+"""By table and key: the `value`, and `from` where it was set, a flag or a file's name."""
 
 
 class SiteResources(Table):
-    """[resources] of a site file: what is the cluster's, not the run's."""
+    """[resources] of a site file: the keys that describe the cluster, not the run."""
 
     gpu_type: str | None = None
     gpu_memory: GpuMemory | None = None
@@ -45,7 +45,7 @@ class SiteResources(Table):
 
 
 class SiteFile(Table):
-    """A site file, and where it lies: relative paths in it are relative to its folder."""
+    """A site file. Relative paths in it are relative to its folder."""
 
     resources: SiteResources = SiteResources.model_validate({})
     container: ContainerTable = ContainerTable.model_validate({})
@@ -54,12 +54,12 @@ class SiteFile(Table):
 
 
 def site_path() -> Path:
-    """Where this user's site file lies, if there is one."""
+    """The path of this user's site file, which may not exist."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "slurmgpu" / "site.toml"
 
 
 def read_site() -> dict[str, Any]:
-    """The tables of the site file, with no other keys than those it sets; none where there is no site file."""
+    """The tables of the site file, with only the keys that it sets; empty without a site file."""
     path = site_path()
     try:
         value = read_toml(path)
@@ -72,19 +72,22 @@ def read_site() -> dict[str, Any]:
 
 
 def read_run_file(path: Path, overrides: Mapping[str, Any] | None = None) -> RunFile:
-    """The run file at `path` over the site file, and `overrides`, tables and keys as in them, over both."""
-    return parse_run_file(_merged([read_site(), _read(path), overrides or {}]), str(path))
+    """The run file at `path`, which overrides the site file; `overrides`, by table and key, override both."""
+    below = merge_tables(read_site(), _read(path))
+    return parse_table(RunFile, merge_tables(below, overrides or {}), str(path))
 
 
 def origins(path: Path, overrides: Mapping[str, Any]) -> Origins:
-    """Every value of these tables that was set, and where."""
+    """Every value in TABLES that was set, and where."""
     site, own = read_site(), _read(path)
     values = read_run_file(path, overrides).model_dump()
     found: dict[str, dict[str, dict[str, Any]]] = {}
+    flags = {"slurm": "--slurm", "merge": "--mail-user"}
     for table in TABLES:
         sources = dict.fromkeys(site.get(table, {}), site_path().name)
         sources |= dict.fromkeys(own.get(table, {}), path.name)
-        sources |= {key: _flag(table, key) for key, value in overrides.get(table, {}).items() if value is not None}
+        given = [key for key, value in overrides.get(table, {}).items() if value is not None]
+        sources |= {key: flags.get(table, f"--{key.replace('_', '-')}") for key in given}
         found[table] = {key: {"value": values[table][key], "from": source} for key, source in sources.items()}
     return found
 
@@ -94,35 +97,21 @@ def _read(path: Path) -> dict[str, Any]:
         value = read_toml(path)
     except FileNotFoundError:
         raise SlurmGPUError(f"There is no run file {path}. `slurmgpu init` writes one.") from None
-    parse_run_file(value, str(path))  # by itself: what is wrong in it is said of it
+    parse_table(RunFile, value, str(path))  # by itself, so that errors name this file
     return {**value, **{table: plain_names(value[table]) for table in ("slurm", "merge") if table in value}}
 
 
-def _merged(layers: list[Mapping[str, Any]]) -> dict[str, Any]:
-    value: dict[str, Any] = {}
-    for layer in layers:
-        value = merge_tables(value, layer)
-    return value
-
-
-def _flag(table: str, key: str) -> str:
-    named = {"slurm": "--slurm", "merge": "--mail-user"}
-    return named.get(table, f"--{key.replace('_', '-')}")
-
-
 def _absolute(container: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """[container] with its relative paths made absolute; those that begin with ~ or a variable are a node's."""
-
-    def whole(path: str) -> str:
-        return path if path.startswith(("/", "~", "$")) else os.path.normpath(folder / path)
 
     def whole_bind(bind: str | Mapping[str, Any]) -> str | dict[str, Any]:
         if isinstance(bind, str):
             source, colon, rest = bind.partition(":")
-            return whole(source) + colon + rest
-        return {**bind, "src": whole(bind["src"])}
+            return whole_path(source, folder) + colon + rest
+        return {**bind, "src": whole_path(bind["src"], folder)}
 
-    changed: dict[str, Any] = {key: whole(container[key]) for key in ("image", "scratch") if container.get(key)}
+    changed: dict[str, Any] = {
+        key: whole_path(container[key], folder) for key in ("image", "scratch") if container.get(key)
+    }
     if "binds" in container:
         changed["binds"] = [whole_bind(bind) for bind in container["binds"]]
     return {**container, **changed}

@@ -147,7 +147,8 @@ def rows_of(
             job_task, at, cluster = task.partition("@")
             name = f"{job_task}.{restart}{at}{cluster}"
             # The last one out cancels what is pending: a task that never ran and was cancelled is no failure.
-            failed = life.failure not in (None, "cancelled")
+            policy = POLICIES.get(life.failure or "")
+            failed = policy is not None and not policy.on_purpose
             if name not in recorded and life.ended and (failed or name in left_out):
                 rows.append(_attempt_without_record(name, life, left_out.get(name)))
     return rows
@@ -307,7 +308,7 @@ def _interruption(record: BriefRecord, life: Life | None, cancelled: bool) -> Ve
     if life is not None and life.failure and POLICIES[life.failure].is_stop:
         if life.failure != failure:
             failure, message = life.failure, f"{_ADVICE.sub('', message)} (Slurm: {life.state})"
-    elif cancelled and (failure == "preempted" or record["reason"] is None):
+    elif cancelled and (POLICIES[failure or ""].is_guess or record["reason"] is None):
         # With a reason it took no more shards because little was left of its walltime, and nobody stopped it.
         failure, message = "cancelled", _ADVICE.sub("", message)
     return failure, message

@@ -7,7 +7,7 @@ from typing import TypedDict
 
 from slurmgpu.report.queued import Queue, array_task
 from slurmgpu.run.liveness import processes_here
-from slurmgpu.run.submissions import ENDS, SubmissionLine, is_over, is_slurms
+from slurmgpu.run.submissions import ENDS, SubmissionLine, is_of_processes, is_over
 
 Lines = Sequence[SubmissionLine]
 """The submissions of a run."""
@@ -38,7 +38,7 @@ def is_somebody_at_work(lines: Lines, queue: Queue | None) -> bool | None:
 
 def _is_at_work(line: SubmissionLine, queue: Queue | None) -> bool | None:
     """Whether somebody works on one submission, if there is nothing in the queue."""
-    if is_slurms(line):
+    if not is_of_processes(line):
         return None if queue is None else False
     here = processes_here(line)
     return None if here is None else bool(here)

@@ -24,7 +24,7 @@ from slurmgpu.report.states import Lines, Standing, is_somebody_at_work, is_told
 from slurmgpu.run.directory import Run
 from slurmgpu.run.liveness import heard_at, is_alive, last_heard, own_time, patience
 from slurmgpu.run.records import BriefRecord, Record, Unread
-from slurmgpu.run.submissions import ENDS, is_over, is_slurms
+from slurmgpu.run.submissions import ENDS, is_of_processes, is_over
 from slurmgpu.run.telemetry_log import last_sample, telemetry_path
 from slurmgpu.shards.merged_head import read_merged_head
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, exists, list_entries, retried
@@ -219,8 +219,8 @@ class StatusReader:
             self._queued, self._asked = queued, now
             self._asked_of = {line["submission"] for line in lines if line.get("uid", self._owner) == os.getuid()}
         queue = None if queued is None else still_waiting(of_open(queued, lines), records, self._asked)
-        on_slurm = {line["submission"] for line in lines if is_slurms(line) and line["state"] not in ENDS}
-        if queue is None or (not queue and on_slurm - self._asked_of):
+        open_ones = [line for line in lines if line["state"] not in ENDS and not is_of_processes(line)]
+        if queue is None or (not queue and {line["submission"] for line in open_ones} - self._asked_of):
             return None, set()
         left = {task_of(r) for r in records if r["state"] == "ended" and last_heard(r) > self._asked - LEAVING_S}
         return queue, left

@@ -1,10 +1,10 @@
-"""Who computes which shard: one file for each claim, created exclusively, renewed in place, taken over by renaming.
+"""Claims of shards: one file for each, created exclusively, renewed in place, taken over by renaming.
 
-Nothing here compares two machines' clocks: a lease is stale when an observer has not seen its counter change for
+Clocks of two machines are never compared: a lease is stale when an observer has not seen its counter change for
 `lease_s` by the observer's own clock.
 
-A file system may fail for a moment, or fail to tell that an operation has happened. What an attempt must know of its
-own claim is asked for again, for `patience_s`. Of another's claim nothing is believed that could not be read.
+A file system may fail for a moment, or report that an operation failed which has happened. An attempt reads its own
+claim again for `patience_s`; another's claim that cannot be read is neither alive nor stale.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ log = logging.getLogger(__name__)
 MAX_BYTES = 1 << 16
 """More than any claim has."""
 PARTING_PATIENCE_S = 5.0
-"""So long a claim is given back: one that is not goes stale."""
+"""How long a task tries to give a claim back; one that is not given back goes stale."""
 _IN_PLACE = os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""How a claim is opened that is there: nothing waits for the reader of a FIFO that somebody put in its place."""
+"""The flags to open an existing claim: they do not wait for the reader of a FIFO in its place."""
 
 
 @dataclass(frozen=True)
 class Claim:
     """The content of a claim file.
 
-    `task` names the array task ("1234_7"), `attempt` one life of it ("1234_7.0"); `renewals` is the lease. `cluster`
-    tells tasks of two clusters that share the disk and have given the same job id; "" where there is none.
-    A `parked` shard is left for the next submission: nobody takes it in this one.
+    `task` names the array task ("1234_7"), `attempt` one life of it ("1234_7.0"); `renewals` is the lease's counter.
+    `cluster` distinguishes tasks of two clusters that share the disk and gave the same job id; "" without a cluster.
+    A `parked` shard is left for the next submission: no task takes it in this one.
     """
 
     task: str
@@ -54,15 +54,15 @@ class Claim:
         return (self.cluster, self.attempt) == (attempt.cluster, attempt.attempt)
 
 
-NOBODYS = Claim(task="", attempt="", host="", pid=0)
-"""What a claim says that is not written yet, or is damaged: it is stale if it stays so."""
+UNOWNED = Claim(task="", attempt="", host="", pid=0)
+"""A claim that is not written yet, or is damaged: it is stale if it stays so."""
 UNREADABLE = Claim(task="", attempt="", host="", pid=-1)
-"""Stands for a claim that cannot be read at the moment: nothing is known of it."""
+"""A claim that cannot be read at the moment."""
 
 
 @dataclass(frozen=True)
 class Claims:
-    """The claims of a run, in one directory; `patience_s` is how long what must be known is asked for again."""
+    """The claims of a run, in one directory; `patience_s` is how long operations are tried again."""
 
     folder: Path
     patience_s: float = PATIENCE_S
@@ -72,9 +72,9 @@ class Claims:
         return self.folder / f"{shard:05d}"
 
     def take(self, shard: int, claim: Claim) -> bool:
-        """Create the claim; False when somebody holds it.
+        """Create the claim; False if another attempt holds it.
 
-        After a reply that was lost the claim may be this one's, and empty: then nobody renews it, and it goes stale.
+        After a lost reply an empty claim of this attempt may be left, which goes stale.
         """
         path, created = self.path(shard), False
 
@@ -87,7 +87,7 @@ class Claims:
 
         try:
             retried(write, self.patience_s)
-        except (FileExistsError, FileNotFoundError):  # FileNotFoundError: taken over before it could be written
+        except (FileExistsError, FileNotFoundError):  # FileNotFoundError: taken over before it was written
             return False
         except OSError:
             if created:
@@ -96,11 +96,11 @@ class Claims:
         return True
 
     def read(self, shard: int, patience_s: float | None = None) -> Claim | None:
-        """Who holds the shard; None when nobody does. An OSError that outlasts the patience is raised."""
+        """The claim of the shard; None if there is none. Raises an OSError that outlasts the patience."""
         return _read(self.path(shard), self.patience_s if patience_s is None else patience_s)
 
     def observe(self, shard: int) -> Claim | None:
-        """The same at once; UNREADABLE if this moment does not tell."""
+        """The same without a second try; UNREADABLE after an error."""
         try:
             return self.read(shard, 0.0)
         except OSError as error:
@@ -113,14 +113,14 @@ class Claims:
         return found is not None and found.is_of(claim) and not found.parked
 
     def renew(self, shard: int, claim: Claim) -> Claim | None:
-        """Count the lease up; None, and nothing is written, when the claim is no longer this attempt's.
+        """Renew the lease; None, and nothing is written, if the claim is no longer this attempt's.
 
-        An OSError is raised at once: there are more renewals to come.
+        An OSError is raised at once: the lease is renewed again soon.
         """
         found = self.read(shard, 0.0)
         if found is None or not found.is_of(claim) or found.parked:
             return None
-        # From what the file says: a renewal that was told to have failed may have been written.
+        # From the file: a renewal that was reported to have failed may have been written.
         renewed = replace(claim, renewals=max(claim.renewals, found.renewals) + 1)
         try:
             self._rewrite(shard, renewed)
@@ -135,7 +135,7 @@ class Claims:
                 retried(lambda: self._rewrite(shard, replace(claim, parked=True)), self.patience_s)
 
     def release(self, shard: int, claim: Claim) -> None:
-        """Give the shard back, if the attempt that made `claim` still holds it; if it cannot be, its lease ends."""
+        """Give the shard back, if the attempt that made `claim` still holds it; if that fails, its lease ends."""
         try:
             if self.holds(shard, claim, min(self.patience_s, PARTING_PATIENCE_S)):
                 self._remove(self.path(shard))
@@ -143,10 +143,10 @@ class Claims:
             log.warning("shard %d is not given back, and its lease ends instead: %s", shard, error)
 
     def take_over(self, shard: int, stale: Claim, claim: Claim) -> bool:
-        """Take a stale claim; of several observers one wins.
+        """Take a stale claim; one of several observers wins.
 
-        The stale file is renamed to a name of the taker's own. What was renamed may be another taker's new claim, made
-        since `stale` was read: then it is put back, unless a third has claimed by now and the shard is computed twice.
+        The stale file is renamed to the taker's own name. If it turns out to be another taker's new claim, made since
+        `stale` was read, it is put back, unless a third has claimed by now and the shard is computed twice.
         """
         path = self.path(shard)
         if self._stands(path) != stale:
@@ -164,9 +164,9 @@ class Claims:
             self._remove(mine)
 
     def drop_earlier(self, claim: Claim, among: Iterable[int] | None = None) -> list[int]:
-        """Remove the claims that earlier attempts of a requeued task left; they are known to be dead.
+        """Remove the claims that earlier attempts of a requeued task, which are dead, left; their shards.
 
-        Only those of the shards `among` are looked at, by default all. One that cannot be read goes stale by itself.
+        Only the shards `among` are read, by default all. A claim that cannot be read goes stale.
         """
         dropped = []
         for shard in sorted(self.numbers()) if among is None else among:
@@ -177,9 +177,9 @@ class Claims:
         return dropped
 
     def clear(self, check: Callable[[], None] = lambda: None) -> list[int]:
-        """Remove every claim: for `resubmit` and `merge`, which know that no task is alive.
+        """Remove every claim, for `resubmit` and `merge`, which know that no task is alive; the shards.
 
-        `check` raises unless who calls this may still do so.
+        `check` raises if the caller has lost the run's lock.
         """
         names = retried(lambda: os.listdir(self.folder), self.patience_s)
         for name in checked(names, check):
@@ -198,23 +198,23 @@ class Claims:
                 yield shard, claim
 
     def _rewrite(self, shard: int, claim: Claim) -> None:
-        # In place: renaming a new file over it could undo a take-over of this moment. Hence no O_CREAT either.
+        # In place and without O_CREAT: a new file that is renamed over it could undo a take-over.
         with os.fdopen(os.open(self.path(shard), _IN_PLACE), "wb") as file:
             file.write(_encode(claim))
 
     def _stands(self, path: Path) -> Claim | None:
-        """What a claim that was seen to be stale says now; one that still cannot be read is nobody's."""
+        """The current content of a claim that was stale; UNOWNED if it still cannot be read."""
         try:
             return _read(path, 0.0)
         except OSError:
-            return NOBODYS
+            return UNOWNED
 
     def _rename(self, path: Path, mine: Path) -> bool:
         def rename() -> bool:
             try:
                 path.rename(mine)
             except FileNotFoundError:
-                return exists(mine, 0.0)  # the reply to an earlier try was lost: nobody else uses this name
+                return exists(mine, 0.0)  # whether the reply to an earlier try was lost: the name is this task's own
             return True
 
         return retried(rename, self.patience_s)
@@ -223,15 +223,14 @@ class Claims:
         try:
             os.link(mine, self.path(shard))
         except FileExistsError:
-            pass  # claimed a third time, or put back and the reply lost: two copies of a shard are harmless
+            pass  # another claim, or the reply was lost: two copies of a shard are harmless
         except OSError as error:
-            # Its owner renews it by its name, so a copy does as well, where there are no hard links for example.
+            # Without hard links, for example. Its owner renews it by its name, so a copy is as good.
             log.debug("%s is put back as a copy: %s", mine, error)
             if found is not None:
                 self.take(shard, found)
 
     def _remove(self, path: Path) -> None:
-        """Remove a file, if that can be done: what stays goes stale, or is looked at by nobody."""
         try:
             remove(path, min(self.patience_s, PARTING_PATIENCE_S))
         except OSError as error:
@@ -239,7 +238,7 @@ class Claims:
 
 
 class Watch:
-    """Others' leases as one observer has seen them, by its own monotonic clock."""
+    """Leases as one observer has seen them, by its own monotonic clock."""
 
     def __init__(self, lease_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.lease_s = lease_s
@@ -249,17 +248,17 @@ class Watch:
         self._doubted: set[int] = set()
 
     def doubt(self) -> None:
-        """Forget who was seen alive, not since when each lease is unchanged: alive is who renews from now on.
+        """Reset leases to unknown; keep the times of last change.
 
-        What has changed by the next look may have changed long before this moment.
+        A change that the next look finds may have happened before this call, and does not count.
         """
         self._seen = {shard: (claim, since, False) for shard, (claim, since, _) in self._seen.items()}
         self._doubted = set(self._seen)
 
     def look(self, shard: int, claim: Claim) -> str:
-        """What is known of a claim: "alive" (it was seen renewed, and not stale since), "stale", or "unknown" yet.
+        """The state of a claim: "alive" (seen renewed, and not stale since), "stale", or still "unknown".
 
-        One that cannot be read is neither, until that has lasted for a lease.
+        One that cannot be read is unknown for the time of a lease, then stale.
         """
         now = self._clock()
         if claim is UNREADABLE:
@@ -268,7 +267,7 @@ class Watch:
         before, is_first = self._seen.get(shard), shard not in self._seen or shard in self._doubted
         self._doubted.discard(shard)
         if before is None or before[0] != claim:
-            # A claim that changed hands has an owner who lives: he has just written it.
+            # A claim of another attempt than before was just written, so its owner is alive.
             self._seen[shard] = (claim, now, not is_first)
             return "unknown" if is_first else "alive"
         _, since, renewed = before
@@ -278,7 +277,7 @@ class Watch:
 
 
 def _encode(claim: Claim) -> bytes:
-    # One length whatever the counter says: a shorter text written in place would leave the end of the longer one.
+    # Always of one length: a shorter text written in place would leave the end of the longer one.
     return json.dumps(asdict(claim)).encode().ljust(1023) + b"\n"
 
 
@@ -289,12 +288,12 @@ def _read(path: Path, patience_s: float) -> Claim | None:
         return None
     except UnusableFileError as error:
         log.debug("%s is nobody's claim: %s", path, error.strerror)
-        return NOBODYS
+        return UNOWNED
     try:
         return _checked(Claim(**json.loads(content)))
     except (ValueError, TypeError, RecursionError):
-        # Created and not written yet, or its writer died in between.
-        return NOBODYS
+        # Created and not written yet, or its writer died.
+        return UNOWNED
 
 
 def _checked(claim: Claim) -> Claim:
@@ -310,5 +309,5 @@ def _is_earlier(found: Claim, claim: Claim) -> bool:
 
 
 def _numbers(names: Iterable[str]) -> set[int]:
-    """The shards that are claimed, of a listing: `000005` is no claim of shard 5."""
+    """The claimed shards in a listing: `000005` is no claim of shard 5."""
     return {int(name) for name in names if name.isdecimal() and f"{int(name):05d}" == name}

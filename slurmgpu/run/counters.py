@@ -1,20 +1,28 @@
-"""Files with a counter that goes up while their process lives: what heartbeats and the run's lock have in common."""
+"""Files with a counter that their process increments while it lives: for heartbeats and the run's lock."""
 
 from __future__ import annotations
 
 import contextlib
-import getpass
 import json
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 SIZE = 1024
 
 
 def encode(value: Mapping[str, object]) -> bytes:
-    """A value as bytes of one length: a shorter text written in place would leave the end of the longer one."""
+    """A value as bytes, always of one length: a shorter text in place would leave the end of the longer one."""
     return json.dumps(dict(value)).encode().ljust(SIZE - 1) + b"\n"
+
+
+def decode(content: bytes) -> dict[str, Any] | None:
+    """The value; None while it is written for the first time, or if it is damaged."""
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 @contextlib.contextmanager
@@ -34,11 +42,3 @@ def counting(count: Callable[[], object], pause_s: float, name: str) -> Iterator
     finally:
         over.set()
         thread.join()
-
-
-def own_name() -> str:
-    """The name of this process's user, or the number of one that has no name here."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return str(os.getuid())

@@ -1,10 +1,9 @@
-"""What killed workers in a shard, kept beside its claim so that the next worker knows, whoever runs it.
+"""Deaths of workers in a shard, kept beside its claim for the next worker, in whatever task it runs.
 
-A worker may die because of one item, or because somebody killed it. Nothing tells which for sure, so deaths are
-weighed: one that the process brought upon itself (a segfault, an exit) counts 1, a kill from outside 1/2. A batch that
-weighs 1 is computed item by item; an item that weighs 1 by itself, and 2 together with the batch it came from, is
-quarantined. So an item that segfaults costs two workers, and a worker that is killed by chance, once or twice, changes
-nothing in the results.
+A worker may die because of an item, or because it was killed from outside. Which is not known for sure, so deaths have
+weights: one by the process itself (a segfault, an exit) counts 1, a kill from outside 1/2. A batch that weighs 1 is
+computed item by item; an item that weighs 1 alone, and 2 together with the batch it came from, is quarantined. So an
+item that segfaults costs two workers, and one or two kills by chance change nothing in the results.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class History:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> History:
-        """A history from its `asdict`, whose keys JSON has made texts."""
+        """A history from the JSON of its `asdict`, whose keys are texts."""
         return cls(
             batch_weights=_by_index(value["batch_weights"]),
             item_weights=_by_index(value["item_weights"]),
@@ -49,14 +48,14 @@ class History:
         )
 
     def record(self, items: Sequence[int], *, isolated: bool, weight: float, error: str) -> int | None:
-        """Count a death with `items` in flight; the item that is now quarantined, if one is."""
+        """Count a death with `items` in flight; the item that is quarantined now, if one is."""
         first = items[0]
         if not isolated:
             self.batch_weights[first] = self.batch_weights.get(first, 0.0) + weight
         if len(items) > 1:
             return None
         alone = self.item_weights[first] = self.item_weights.get(first, 0.0) + weight
-        # A batch of one is no evidence beside the item's own.
+        # A batch of one adds no evidence to the item's own.
         batch = max(self.batch_weights.values(), default=0.0) if isolated else 0.0
         if alone >= 1 and alone + min(batch, 1.0) >= 2:
             self.quarantined[first] = error
@@ -64,7 +63,7 @@ class History:
         return None
 
     def forget(self, items: Sequence[int]) -> bool:
-        """Hold no death against `items`, which were in flight and have got further; whether there was one."""
+        """Forget deaths with `items`, which have progressed since; whether there was one."""
         weights = [self.batch_weights.pop(items[0], None), *(self.item_weights.pop(item, None) for item in items)]
         return any(weight is not None for weight in weights)
 
@@ -74,12 +73,12 @@ class History:
 
 
 def history_path(claims: Path, shard: int) -> Path:
-    """Where a shard's history lies, if it has one."""
+    """The path of a shard's history, which few shards have."""
     return claims / f"{shard:05d}.history"
 
 
 def read_history(claims: Path, shard: int) -> History:
-    """The history of a shard; an empty one for nearly all, and where it cannot be read or makes no sense."""
+    """The history of a shard; an empty one without a file, and if that is damaged or cannot be read."""
     path = history_path(claims, shard)
     try:
         content = read_bytes(path, max_bytes=MAX_BYTES)
@@ -87,13 +86,13 @@ def read_history(claims: Path, shard: int) -> History:
     except FileNotFoundError:
         return History()
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        # What killed workers in this shard may kill a few more: that is no reason to compute nothing.
+        # The item may kill a few more workers, which is better than not to compute the shard.
         log.warning("%s is damaged, and taken for empty: %s: %s", path, type(error).__name__, error)
         return History()
 
 
 def write_history(claims: Path, shard: int, history: History) -> None:
-    """Keep a shard's history. One that cannot be kept costs what it would have said, but for a disk that is full."""
+    """Write a shard's history; an error is logged, except that of a full disk, which is raised."""
     path = history_path(claims, shard)
     try:
         write_json(path, asdict(history))

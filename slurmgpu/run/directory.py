@@ -37,7 +37,7 @@ from slurmgpu.util.shared_files import (
     UnusableFileError,
     exists,
     is_folder,
-    list_anew,
+    list_fresh,
     list_names,
     make_folder,
     may,
@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 RUN_FORMAT = "slurmgpu run"
 RUN_VERSION = 1
 RECORDING_S = 20.0
-"""A process that appends a line does not take so long; one that has not ended by then has died of it."""
+"""A process takes less time to append a line; one that holds the lock longer is dead."""
 N_APPENDED = 3
 SMALL_BYTES = 1 << 20
 MOST_RECORD_BYTES = 64 << 20
@@ -151,8 +151,7 @@ class Plan:
 class Run:
     """A run directory and the plan in it.
 
-    `recompute` is None, but in what `computing` returns. `status` is that of run.json as it was read; None where this
-    process has made it.
+    `recompute` is set by `computing`. `status` is that of run.json when it was read; None if this process made it.
     """
 
     folder: Path
@@ -162,7 +161,7 @@ class Run:
 
     @classmethod
     def open(cls, folder: Path) -> Run:
-        """The run in `folder`; a sentence when there is none, or one of a newer slurmgpu."""
+        """The run in `folder`; SlurmGPUError if there is none, or one of a newer slurmgpu."""
         folder = folder.expanduser().absolute()
         try:
             content, status = read_with_status(folder / "run.json")
@@ -186,12 +185,12 @@ class Run:
 
     @property
     def name(self) -> str:
-        """What the run is called: the run directory's name, whatever it was when the run was planned."""
+        """The name of the run directory now, which may have been another when the run was planned."""
         return self.folder.name if self.folder.name != ".." else self.folder.resolve().name
 
     @property
     def typed(self) -> str:
-        """The run directory as it is typed in a shell, for the commands that messages propose."""
+        """The run directory quoted for a shell, for commands in messages."""
         return shlex.quote(str(self.folder))
 
     @property
@@ -216,7 +215,7 @@ class Run:
 
     @property
     def merged(self) -> Path:
-        """Where the merge puts the joined file."""
+        """The path of the merged file."""
         return self.folder / "merged.h5"
 
     @property
@@ -226,50 +225,50 @@ class Run:
 
     @property
     def input(self) -> dict[str, Any]:
-        """The plan's input; of files that lie in the run directory, the paths where that is now."""
+        """The plan's input, with the current paths of files in the run directory."""
         files = [{**file, "path": str(self.folder / file["path"])} for file in self.plan.input["files"]]
         return {**self.plan.input, "files": files}
 
     def computing(self, submission: int) -> Run:
-        """The run as the tasks of a submission see it: what that computes again is not published yet."""
+        """The run for the tasks of a submission: what it computes again counts as not published."""
         return dataclasses.replace(self, recompute=read_recompute(self.folder, submission))
 
     def shard_path(self, shard: int) -> Path:
-        """Where a shard is published. Its presence is the only meaning of done.
+        """The path at which a shard is published; it is done if this file exists.
 
-        That is `00005.h5`, or `00005.r1.h5` for a submission that computes items of a published shard again.
+        `00005.h5`, or `00005.r1.h5` for a submission that computes items of a published shard again.
         """
         return self.revision_path(shard, self.revision_to_make(shard))
 
     def revision_to_make(self, shard: int) -> int:
-        """The revision of a shard that is computed here; 0 for one of which nothing is published yet."""
+        """The revision of a shard that this submission computes; 0 for a shard that was not published before."""
         again = None if self.recompute is None else self.recompute.shards.get(shard)
         return 0 if again is None else again.revision
 
     def revision_path(self, shard: int, revision: int) -> Path:
-        """Where a revision of a shard lies; 0 is the shard as it was computed first."""
+        """The path of a revision of a shard; 0 is the shard as it was computed first."""
         return self.shards / shard_name(shard, revision)
 
     @staticmethod
     def revision_of(name: str) -> tuple[int, int] | None:
-        """The shard and the revision that a file's name says, `00005.r1.h5` say; None for any other name."""
+        """The shard and the revision of a file such as `00005.r1.h5`; None for any other name."""
         match = _SHARD_NAME.fullmatch(name)
         return None if match is None else (int(match[1]), int(match[2] or 0))
 
     def items_of(self, shard: int) -> Sequence[tuple[int, int]]:
-        """The items of a shard that are to be computed, as spans (start, stop): all of them, as a rule."""
+        """The items of a shard to compute, as spans (start, stop); all of them unless some are computed again."""
         again = None if self.recompute is None else self.recompute.shards.get(shard)
         return [self.plan.bounds(shard)] if again is None else again.items
 
     def shard_files(self, *, fresh: bool = False) -> dict[int, list[int]]:
-        """The revisions that are there of each published shard, ascending, from one listing.
+        """The existing revisions of each published shard, ascending, from one listing.
 
-        With `fresh` no cached answer is believed: the folder is listed as the file server has it now, and each shard
-        that still lacks is asked for by its name.
+        With `fresh` no cache is used: the folder is listed as the file server has it now, and each shard that is still
+        missing is opened by its name.
         """
         found: dict[int, list[int]] = {}
         n_shards = self.plan.n_shards
-        for name in list_anew(self.shards) if fresh else list_names(self.shards):
+        for name in list_fresh(self.shards) if fresh else list_names(self.shards):
             numbers = self.revision_of(name) if name.endswith(".h5") else None
             if numbers is not None and numbers[0] < n_shards:
                 found.setdefault(numbers[0], []).append(numbers[1])
@@ -288,33 +287,35 @@ class Run:
         return {shard for shard, there in files.items() if shard not in again or again[shard].revision in there}
 
     def damaged(self) -> dict[int, str]:
-        """Shards that a merge set aside and nobody has computed since, with what was wrong with them."""
+        """Shards that a merge set aside and that were not computed since, with what was wrong with them."""
         found = {}
         for name in list_names(self.shards):
             numbers = self.revision_of(name.removesuffix(".damaged.txt") + ".h5")
             if name.endswith(".damaged.txt") and numbers is not None and not numbers[1]:
                 number, _ = numbers
-                with contextlib.suppress(OSError):  # one that cannot be read, or is gone, says nothing
+                with contextlib.suppress(OSError):  # it cannot be read, or is gone
                     if not exists(self.revision_path(number, 0)):
                         found[number] = read_bytes(self.shards / name, max_bytes=1 << 20, patience_s=1.0)
         return {number: why.decode("utf-8", "replace").strip() for number, why in found.items()}
 
     def attempts(self) -> list[Record]:
-        """What each attempt wrote of itself, in the order of their start; without the records that are left out."""
+        """The records of attempts, by start; without those that cannot be used."""
         return self.read_attempts()[0]
 
     def attempt(self, name: str) -> Record | Unread:
-        """What one attempt wrote of itself; why not, if that cannot be had."""
+        """The record of one attempt, or why it cannot be used."""
         return _read_record(self.tasks / f"{name}.json")
 
     def damaged_records(self) -> list[str]:
-        """The attempts whose records make no sense: a dying node, or a full disk, may have left them so."""
+        """The attempts whose records are damaged, by a dying node or a full disk."""
         return [name for name, why in self.read_attempts()[1].items() if why is Unread.DAMAGED]
 
     def read_attempts(self) -> tuple[list[Record], dict[str, Unread]]:
         """The records by start; and by attempt, in order, why a record is left out."""
         records, left_out = [], {}
-        for name in _json_names(self.tasks):
+        for name in list_names(self.tasks):
+            if not name.endswith(".json") or name.startswith("."):
+                continue
             if isinstance(record := _read_record(self.tasks / name), Unread):
                 left_out[name.removesuffix(".json")] = record
             else:
@@ -322,10 +323,10 @@ class Run:
         return sorted(records, key=lambda record: (record["started"], record["attempt"])), left_out
 
     def submissions(self) -> list[SubmissionLine]:
-        """The submissions, each with what all its lines say: of before sbatch, of after it, and of its end.
+        """The submissions, each merged from its lines, which were written before sbatch, after it, and at its end.
 
-        In a copy of a run that was at work, what works is not the copy's: its submission has ended there, and is
-        `copied`.
+        If the run directory was copied while tasks were alive, these are not the copy's: there its submission has
+        ended, and is `copied`.
         """
         merged: dict[int, SubmissionLine] = {}
         try:
@@ -336,30 +337,30 @@ class Run:
             try:
                 value = json.loads(line)
             except ValueError:
-                continue  # blank, or torn by a full disk or a kill; a line that counts was written whole
+                continue  # blank, or cut short by a full disk or a kill
             if isinstance(value, dict) and type(value.get("submission")) is int:
                 merged.setdefault(value["submission"], cast(SubmissionLine, {})).update(cast(SubmissionLine, value))
-        # Without its first line, a damaged one, nothing is known of a submission that could be used.
+        # A submission whose first line is damaged cannot be used.
         found = [line for _, line in sorted(merged.items()) if "executor" in line and "state" in line]
-        # Of what has ended the place does not matter: a list of many runs asks the file system for none.
+        # The place does not matter for submissions that have ended: `list` reads it for few of many runs.
         place: Place = place_of(self.folder) if any(line["state"] not in ENDS for line in found) else {}
         return [as_seen_at(line, place) for line in found]
 
     def as_submitted(self, line: SubmissionLine) -> SubmissionLine:
-        """A submission with the options that only its owner may read; with dots for others."""
+        """A submission with its private options if this user may read them, else with dots for them."""
         return private.reveal(self.folder, str(line["submission"]), line)
 
     def last_submission(self) -> SubmissionLine:
-        """The last submission; a sentence when there was none."""
+        """The last submission; SlurmGPUError if there is none."""
         lines = self.submissions()
         if not lines:
             raise SlurmGPUError(f"{self.folder} was never submitted. `slurmgpu resubmit {self.typed}` does it.")
         return lines[-1]
 
     def record_submission(self, value: SubmissionLine) -> None:
-        """Append a line to submissions.jsonl; `submission` in it is the number that lines of one submission share.
+        """Append a line to submissions.jsonl; lines of one submission have the same number `submission`.
 
-        One process at a time, as two that append at once overwrite each other's line on NFS.
+        One process at a time: on NFS two that append at once overwrite each other's line.
         """
         place: Place = place_of(self.folder) if "executor" in value else {}
         path = self.folder / "submissions.jsonl"
@@ -367,7 +368,7 @@ class Run:
             if "executor" in value:
                 owner = name_of(path.stat().st_uid)
                 raise SlurmGPUError(f"{path} is {owner}'s alone to write: have {owner} submit this run.")
-            log.warning("%s is not one's own; it is not told: %s", path, value)
+            log.warning("%s is another user's; this is not recorded: %s", path, value)
             return
         with hold(self.folder / ".recording", "recording", patient=True, patience_s=RECORDING_S):
             shown = private.keep(self.folder, str(value["submission"]), value)
@@ -376,13 +377,13 @@ class Run:
                 retried(lambda: _append(path, line))
                 if line in read_bytes(path).splitlines(keepends=True):
                     return
-        raise SlurmGPUError(f"A line that was written to {path} is not in it: its file system loses what is written.")
+        raise SlurmGPUError(f"A line that was written to {path} is not in it: its file system loses data.")
 
 
 def create_run(folder: Path, plan: Plan, files: Sequence[Path]) -> Run:
-    """Make the run directory, whole or not at all; refuse one that exists.
+    """Make the run directory in one step; refuse an existing one.
 
-    `files` are moved into it. Of two shells that make the same run at once, one succeeds.
+    `files` are moved into it. If two processes make the same run at once, one succeeds.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with beside(folder) as partial:
@@ -405,11 +406,10 @@ def create_run(folder: Path, plan: Plan, files: Sequence[Path]) -> Run:
 
 
 def protect(folder: Path) -> bool:
-    """Keep what is executed the owner's, if that is who asks, where others may write in a run directory.
+    """Protect what is executed, if this user owns the run directory and others may write in it; else False.
 
-    They may add files, shards and records; those of the owner's in the directory itself they cannot remove or rename,
-    and in logs/, where the jobs find Submitit's scripts and pickles, they can do nothing. For run.json and
-    submissions.jsonl say what is run. False for who is not the owner, and can change nothing.
+    run.json, submissions.jsonl, and logs/ with Submitit's scripts and pickles say what is run. Others may add files,
+    shards and records, but cannot remove or rename the owner's files in the directory, or write to logs/.
     """
     found = retried(folder.stat)
     if found.st_uid != os.geteuid():
@@ -425,7 +425,7 @@ def protect(folder: Path) -> bool:
 
 
 def refuse_existing(folder: Path) -> None:
-    """Raise a sentence when `folder` holds a run, or anything else."""
+    """Raise SlurmGPUError if `folder` holds a run, or anything else."""
     if status_of(folder / "run.json") is not None:
         typed = shlex.quote(str(folder))
         raise SlurmGPUError(
@@ -437,20 +437,19 @@ def refuse_existing(folder: Path) -> None:
 
 
 def _append(path: Path, line: bytes) -> None:
-    # What it says is executed: that of a line that comes later goes over one before.
     fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     with os.fdopen(fd, "a+b") as file:
         if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
-            line = b"\n" + line  # a line of its own, behind a torn one
+            line = b"\n" + line  # the line before was cut short
         file.write(line)
         file.flush()
         os.fsync(file.fileno())
 
 
 def _read_record(path: Path) -> Record | Unread:
-    """An attempt's record. One may make no sense: progress is not fsynced, and nodes die. A failed read is not that."""
+    """An attempt's record. It may be damaged: progress is not fsynced, and nodes die."""
     try:
-        # One that could not be read before is not waited for again: it costs itself, and not all that looks.
+        # A record that could not be read before is not tried again, so that it delays readers once.
         patience_s = 0.0 if path in _told_of else BRIEF_PATIENCE_S
         record = read_record(read_bytes(path, max_bytes=MOST_RECORD_BYTES, patience_s=patience_s))
         if record["attempt"] != path.stem:
@@ -466,8 +465,4 @@ def _read_record(path: Path) -> Record | Unread:
 
 _AT_PRESENT = "cannot be read at present"
 _told_of: set[Path] = set()
-"""Records left out that were warned of: those who follow a run read them every second."""
-
-
-def _json_names(folder: Path) -> list[str]:
-    return [name for name in list_names(folder) if name.endswith(".json") and not name.startswith(".")]
+"""Records with a warning in the log: a process that follows a run reads them every second."""

@@ -17,29 +17,30 @@ log = logging.getLogger(__name__)
 
 
 EXIT_FILE_SYSTEM = 74  # EX_IOERR of sysexits.h
-"""The exit code of a task whose node lost the file system: its record may not tell."""
+"""The exit code of a task whose node lost the file system, and which may not be able to write its record."""
 
 Sees = Callable[[BaseException], bool]
 
 FILES, INPUT, LOADING, ITEM = "files", "input", "loading", "item"
-"""What an error ends: a task, over files of its own; reading the input; loading the workload; or one item."""
+"""What an error ends: a task, by an error of its own files; reading the input; loading the workload; or one item."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A failure class: how it is seen, whose fault it is, what is done about it, and what the user is told.
+    """A failure class: how it is recognised, whose fault it is, what is done about it, and what messages say.
 
     `retriable`: another submission may compute what this failure left, so that `auto_resubmit` goes on.
-    `node_at_fault`: the next submission excludes the node. `on_purpose`: a user ended it, and nothing is wrong:
-    `resubmit` goes on when the user asks for it. `more_memory`: the next submission asks for more, and takes the
-    shards with it that are left for its sake.
+    `node_at_fault`: the next submission excludes the node. `on_purpose`: a user ended it, and nothing is wrong.
+    `more_memory`: the next submission asks for more memory, and takes the shards that were parked for it.
+    `may_restart`: Slurm may start the task again. `ends_task`: it ends the task, not the item, if the workload keeps
+    its progress: the next task continues the item.
 
-    `seen` are the errors that are of the class, by what they end; of its `rest` all others are. `states` are those
-    that Slurm has of a job, `exit_code` that of a task which could write nothing down. `is_stop`: a signal ended it,
-    and Slurm's accounting knows better whose.
+    `seen` are the errors of the class, by what they end; all other errors that end the same are of the class with this
+    `rest`. `states` are Slurm's states of a job, `exit_code` is that of a task which could not write its record.
+    `is_stop`: a signal ended it. `is_guess`: Slurm's accounting may know the cause, which the attempt does not.
 
-    A message begins with the node and `says`, where there is such; `logged` is how a line begins that a worker logs of
-    a whole batch.
+    `says` follows the node's name at the beginning of a message. A class with `logged` is one of a batch that is too
+    large: it is halved, and the line that the worker logs of it begins so.
     """
 
     meaning: str
@@ -52,6 +53,9 @@ class Policy:
     states: tuple[str, ...] = ()
     exit_code: int | None = None
     is_stop: bool = False
+    is_guess: bool = False
+    may_restart: bool = False
+    ends_task: bool = False
     says: str = ""
     logged: str = ""
 
@@ -78,7 +82,7 @@ GPU_FAULT_TEXTS = (
     "Found no NVIDIA driver",
     "CUDA-capable device(s) is/are busy or unavailable",
 )
-"""What PyTorch says when the GPU or its driver is at fault rather than the workload."""
+"""PyTorch's messages if the GPU or its driver is at fault."""
 
 POLICIES: dict[str, Policy] = {
     "cuda_oom": Policy(
@@ -95,6 +99,8 @@ POLICIES: dict[str, Policy] = {
         "ended from outside before its walltime, as where Slurm takes the allocation back",
         True,
         is_stop=True,
+        is_guess=True,
+        may_restart=True,
         states=("PREEMPTED", "REQUEUED"),
     ),
     "node_fail": Policy(
@@ -114,11 +120,13 @@ POLICIES: dict[str, Policy] = {
     "container": Policy("the image is missing, unreadable or does not start", False),
     "workload_error": Policy("loading failed, or every item of a shard failed the same way", False, rest=LOADING),
     "input_error": Policy("the input cannot be read as it was planned", False, rest=INPUT),
-    "disk_full": Policy("a file could not be written", False, seen={FILES: _is_full}),
+    "disk_full": Policy("a file could not be written", False, ends_task=True, seen={FILES: _is_full}),
     "cancelled": Policy(
         "scancel, slurmgpu cancel or Ctrl-C", False, on_purpose=True, is_stop=True, states=("CANCELLED", "REVOKED")
     ),
-    "lost": Policy("no end was recorded, as where its process was killed, and nothing else tells why", True),
+    "lost": Policy(
+        "no end was recorded, as where its process was killed, and nothing else tells why", True, is_guess=True
+    ),
 }
 
 
@@ -130,34 +138,31 @@ def class_of(error: BaseException, ended: str) -> str:
     return next(name for name, policy in POLICIES.items() if policy.rest == ended)
 
 
+def class_of_exit(code: int) -> str | None:
+    """The failure class that a task's exit code says; None for most codes."""
+    codes = {policy.exit_code: name for name, policy in POLICIES.items() if policy.exit_code is not None}
+    return codes.get(code)
+
+
 def class_of_job(state: str, exit_code: str = "") -> str | None:
-    """The failure class of a job that Slurm says to have ended so (`FAILED`, `74:0`); None of all other states."""
-    if state == "FAILED":  # as Slurm calls every end with an exit code
-        for name, policy in POLICIES.items():
-            if policy.exit_code is not None and exit_code == f"{policy.exit_code}:0":
-                return name
+    """The failure class of a job that ended in this state of Slurm's (`FAILED`, `74:0`); None for a good end."""
+    code, _, signum = exit_code.partition(":")
+    if state == "FAILED" and signum == "0" and (found := class_of_exit(int(code))):
+        return found
     return next((name for name, policy in POLICIES.items() if state in policy.states), None)
 
 
-SELF_INFLICTED = frozenset(
-    {
-        signal.SIGSEGV,
-        signal.SIGABRT,
-        signal.SIGBUS,
-        signal.SIGFPE,
-        signal.SIGILL,
-        signal.SIGTRAP,
-        signal.SIGSYS,
-    }
-)
-"""Signals that a process brings upon itself; SIGKILL and SIGTERM may as well have come from outside."""
+SELF_INFLICTED = {
+    *(signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS)
+}
+"""Signals that a process causes itself; SIGKILL and SIGTERM may come from outside."""
 
 
 @contextlib.contextmanager
 def blaming(node: str) -> Iterator[None]:
-    """Have a process end with the exit code of a class that has one, and say that `node` is at fault.
+    """End the process with the exit code of the failure class, if it has one, and name `node` in the log.
 
-    For what a task does while it has no record in which to tell of it: accounting has the exit code.
+    For a task that has no record yet: Slurm's accounting has the exit code.
     """
     try:
         yield
@@ -170,8 +175,8 @@ def blaming(node: str) -> Iterator[None]:
 
 
 def signal_of(returncode: int) -> int:
-    """The signal that a process died of, 0 for none: `returncode` as in `subprocess`, negative for a signal."""
-    # Apptainer and shells hand a signal on as 128 + its number.
+    """The signal that a process died of, 0 for none; `returncode` as in `subprocess`."""
+    # Apptainer and shells report a signal as 128 + its number.
     return -returncode if returncode < 0 else returncode - 128 if 128 < returncode < 192 else 0
 
 
@@ -185,7 +190,7 @@ def describe_exit(returncode: int) -> str:
     return f"exited with code {returncode} before its work was done"
 
 
-def brought_upon_itself(returncode: int) -> bool:
-    """Whether a process that ended so did it by itself (a segfault, an exit), rather than being killed from outside."""
+def is_self_inflicted(returncode: int) -> bool:
+    """Whether a process ended by itself (a segfault, an exit) rather than being killed from outside."""
     number = signal_of(returncode)
     return number == 0 or number in SELF_INFLICTED

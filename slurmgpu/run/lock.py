@@ -1,15 +1,14 @@
-"""One lock for whoever submits, joins or merges a run: held by one process at a time, whatever becomes of the others.
+"""Per-run lock for submit, join and merge: one process holds it at a time, and it survives crashed holders.
 
-The lock is a file with a token and a counter, which its holder counts up. Those who wait judge the counter by their own
-clock, and take the lock of a silent holder away. A holder that was stopped meanwhile may wake: so it asks, right before
-each step that cannot be undone, whether the file still has its token (`Lock.check`), and it never removes another's.
+The lock is a file with a token and a counter, which its holder increments. Processes that wait judge the counter by
+their own clock, and remove the lock of a silent holder. A holder that was stopped may continue later: before each step
+that cannot be undone it checks that the file still has its token (`Lock.check`), and it never removes another's lock.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
 import math
 import os
@@ -24,20 +23,21 @@ from pathlib import Path
 from typing import Literal, TypedDict, TypeVar, cast
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.run.counters import SIZE, counting, encode, own_name
+from slurmgpu.run.counters import SIZE, counting, decode, encode
 from slurmgpu.run.owners import name_of
 from slurmgpu.util.early_signals import deferred, heed
 from slurmgpu.util.pids import lives, own_id
 from slurmgpu.util.shared_files import UnusableFileError, read_bytes, remove, replace, retried
+from slurmgpu.util.users import own_name
 
 log = logging.getLogger(__name__)
 
 RENEW_S = 5.0
-"""How often a holder counts up."""
+"""How often a holder increments the counter."""
 PATIENCE_S = 120.0
-"""A lock that has not changed for so long, by the observer's clock, is a dead one's; NFS may show it 60 s late."""
+"""The holder of a lock that has not changed for this time is dead, by the observer's clock; NFS may lag 60 s."""
 LONGEST_GAP_S = 10.0
-"""An observer that has not looked for so long was stopped itself, and its clock says nothing of others."""
+"""An observer that has not looked for longer was stopped itself, and starts again."""
 CHECKED_S = 1.0
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
@@ -46,11 +46,11 @@ _T = TypeVar("_T")
 
 
 class LockLostError(SlurmGPUError):
-    """The lock of this process is another's now: it was taken for dead."""
+    """Another process has taken this process's lock, as it seemed dead."""
 
 
 class Holder(TypedDict, total=False):
-    """What a lock says of who holds it; of one that makes no sense its `text` alone."""
+    """The content of a lock, about its holder; only the `text` of a damaged one."""
 
     token: str
     beat: int
@@ -67,7 +67,7 @@ class Holder(TypedDict, total=False):
 
 @dataclass
 class Lock:
-    """A lock that this process took; others may have taken it away since, which `check` tells."""
+    """A lock that this process took; `check` raises if another process has removed it since."""
 
     path: Path
     content: Holder
@@ -76,14 +76,14 @@ class Lock:
 
     @property
     def token(self) -> str:
-        """What only the holder's file has."""
+        """The token that identifies this lock."""
         return str(self.content["token"])
 
     def beat(self) -> bool:
-        """Count up, so that others see that the holder lives; False if the lock is no longer this process's."""
+        """Increment the counter; False if the lock is no longer this process's."""
         with self._writing:
             try:
-                # The content is read by the descriptor it is then written by: it cannot become another's in between.
+                # Read and written by the same descriptor: the file cannot become another's in between.
                 fd = retried(lambda: os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC))
             except FileNotFoundError:
                 return False
@@ -91,7 +91,7 @@ class Lock:
                 if _parse(retried(lambda: os.pread(fd, SIZE, 0))).get("token") != self.token:
                     return False
                 self.content["beat"] += 1
-                begun = time.monotonic()  # before: who is stopped behind the writing was silent since
+                begun = time.monotonic()  # before the write: a process that is stopped after it was silent since then
                 retried(lambda: os.pwrite(fd, _encode(self.content), 0))
             finally:
                 os.close(fd)
@@ -99,9 +99,9 @@ class Lock:
             return True
 
     def check(self) -> None:
-        """Raise LockLostError unless the lock is still this process's: to be asked before what cannot be undone."""
+        """Raise LockLostError unless the lock is still this process's; call it before steps that cannot be undone."""
         was_silent = time.monotonic() - self._beaten > PATIENCE_S / 2
-        # An observer that is about to take the lock may have it under another name for a moment.
+        # An observer that tries to take the lock renames it for a moment.
         for pause in (0.0, 0.1, 0.5):
             time.sleep(pause)
             if self.beat():
@@ -109,7 +109,7 @@ class Lock:
         else:
             self._raise_lost()
         if was_silent:
-            time.sleep(0.5)  # who has seen the old counter, and was taking it away, has done so by now
+            time.sleep(0.5)  # an observer of the old counter has removed the lock by now
             if not self.beat():
                 self._raise_lost()
 
@@ -119,11 +119,11 @@ class Lock:
         raise LockLostError(
             f"This process was stopped, or could not write to {self.path.parent}, for more than {PATIENCE_S:.0f} s, "
             f"and was taken for dead: {holder} has its lock now. It has changed nothing since. "
-            f"Look at the run with `slurmgpu status`, and start this again if it is still to be done."
+            f"Look at the run with `slurmgpu status`, and start this again if it is still needed."
         )
 
     def release(self) -> None:
-        """Remove the lock, if it is still this process's, and no other's."""
+        """Remove the lock, if it is still this process's."""
         content = _look(self.path)
         seen = None if content is None else _parse(content)
         if seen is not None and seen.get("token") == self.token:
@@ -131,9 +131,9 @@ class Lock:
 
 
 def checked(values: Iterable[_T], check: Callable[[], None]) -> Iterator[_T]:
-    """Each of `values`, for a loop that removes what they name: `check` comes before the first, and every second.
+    """Each of `values`, for a loop that removes files: `check` is called before the first, and once a second.
 
-    So a holder that is stopped in the middle asks for its lock before it goes on.
+    So a holder that was stopped in the middle checks its lock before it goes on.
     """
     last = -math.inf
     for value in values:
@@ -150,8 +150,8 @@ def run_lock(
 ) -> Iterator[Lock]:
     """Hold the lock of the run in `folder` while the block lasts.
 
-    While another process holds it the patient wait, and the others are refused. `doing` is told to those. `on_wait` is
-    called again and again meanwhile; what it raises ends the waiting.
+    If another process holds it, this waits if `patient`, else it raises SlurmGPUError. `doing` is shown to processes
+    that wait. `on_wait` is called again and again while this one waits, and may raise to end that.
     """
     with (
         hold(folder / ".submitting", doing, patient=patient, on_wait=on_wait) as lock,
@@ -170,7 +170,7 @@ def hold(
     patience_s: float | None = None,
 ) -> Iterator[Lock]:
     """Hold the lock at `path` for a moment: it is not renewed while the block lasts."""
-    with deferred() as allowed:  # a signal comes while it waits, or while it holds the lock, and never in between
+    with deferred() as allowed:  # a signal raises while it waits, or while it holds the lock, but not in between
         lock = _acquire(path, doing, patient, on_wait, PATIENCE_S if patience_s is None else patience_s)
         try:
             with allowed():
@@ -185,11 +185,11 @@ def hold(
 def _acquire(path: Path, doing: str, patient: bool, on_wait: Callable[[], None], patience_s: float) -> Lock:
     seen, since, looked, is_told = None, time.monotonic(), time.monotonic(), False
     while True:
-        content = _look(path)  # one request: a thousand tasks may wait here at once
+        content = _look(path)  # one request: a thousand tasks may wait at once
         if content is None:
             if lock := _try(path, doing):
                 return lock
-            time.sleep(random.uniform(0.01, 0.1))  # somebody was quicker, and a cache may not show it yet
+            time.sleep(random.uniform(0.01, 0.1))  # another process was faster, and a cache may not show it yet
             continue
         holder, now = _parse(content), time.monotonic()
         life = lives(holder)
@@ -203,7 +203,7 @@ def _acquire(path: Path, doing: str, patient: bool, on_wait: Callable[[], None],
             seen, since = content, now
         elif life is False or now - since > patience_s:
             if _take_away(path, holder):
-                log.warning("removed the lock of one who is dead: %s", _in_words(holder))
+                log.warning("removed the lock of a dead process: %s", _in_words(holder))
             continue
         if not is_told and patient:
             log.info("waiting for %s", _in_words(holder))
@@ -217,7 +217,7 @@ def _acquire(path: Path, doing: str, patient: bool, on_wait: Callable[[], None],
 
 
 def _try(path: Path, doing: str) -> Lock | None:
-    """The lock, if it is free. The file appears with its content: who looks at it finds its holder."""
+    """The lock, if it is free. The file appears with its content, which names its holder."""
     about = {"token": secrets.token_hex(16), "beat": 0, "doing": doing, "user": own_name(), "since": time.time()}
     value = cast(Holder, {**about, **own_id()})
     mine = path.with_name(f"{path.name}.{value['token']}.partial")
@@ -232,7 +232,7 @@ def _try(path: Path, doing: str) -> Lock | None:
             raise SlurmGPUError(f"{path.parent} is gone.") from None
         raise
     except OSError as error:
-        error.filename = str(path)  # what users know of
+        error.filename = str(path)  # instead of the temporary name
         raise
     return Lock(path, value) if is_mine else None
 
@@ -244,7 +244,7 @@ def _write(path: Path, value: Holder, flags: int = os.O_TRUNC) -> None:
 
 
 def _link(mine: Path, path: Path, value: Holder) -> bool:
-    """Give a file that was written the name of the lock, if nobody has it; also where the reply to that is lost."""
+    """Link a file to the name of the lock, if that is free; also if the reply is lost."""
     try:
         try:
             retried(lambda: os.link(mine, path, follow_symlinks=False))
@@ -259,48 +259,44 @@ def _link(mine: Path, path: Path, value: Holder) -> bool:
 
 
 def _take_away(path: Path, holder: Holder, by: Literal["token"] | None = None) -> bool:
-    """Remove the lock of `holder`, and no other; unless `by` its token alone, only if it has not beaten since.
+    """Remove the lock of `holder`, if its content is unchanged; with `by`, if its token is the same.
 
-    Of several who try, one has it after the renaming.
+    It is renamed first: one of several processes that try succeeds.
     """
     mine = path.with_name(f"{path.name}.{secrets.token_hex(16)}.taken")
     try:
         replace(path, mine)
         content = _parse(read_bytes(mine))
     except FileNotFoundError:
-        return False  # somebody was quicker
+        return False  # another process was faster
     except PermissionError as error:
         if by is not None:
             raise
+        # In a folder with the sticky bit the folder's owner may remove it as well.
+        owners = dict.fromkeys(name_of(each.stat().st_uid) for each in (path, path.parent))
         raise SlurmGPUError(
             f"{path} is the lock of a process that is dead, {_in_words(holder)}, and you may not remove it: "
-            f"{error.strerror}. Have {_remover(path)} remove it: rm {shlex.quote(str(path))}"
+            f"{error.strerror}. Have {' or '.join(owners)} remove it: rm {shlex.quote(str(path))}"
         ) from error
     taken = content == holder if by is None else content.get(by) == holder[by]
     if not taken:
-        _put_back(mine, path, content)  # it changed hands, or was renewed, since it was looked at
+        _put_back(mine, path, content)  # it has another holder, or was renewed, since it was read
     remove(mine)
     return taken
 
 
 def _put_back(mine: Path, path: Path, content: Holder) -> None:
-    """Give a lock its name again, as the file that it is: another user's could not renew a copy of it."""
+    """Rename a lock back, as the same file: its holder may be another user, who could not renew a copy."""
     try:
         retried(lambda: os.link(mine, path, follow_symlinks=False))
     except FileExistsError:
-        pass  # somebody has taken it since, or the reply was lost
+        pass  # another process has taken it since, or the reply was lost
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        # No hard links, or none to the files of others (protected_hardlinks). Who takes it in between is fenced off.
+        # No hard links, or none to others' files (protected_hardlinks). A process that takes it in between loses it.
         if _look(path) is None:
             replace(mine, path)
-
-
-def _remover(path: Path) -> str:
-    """Who may remove a lock that is another's: its owner, and in a folder with the sticky bit that of the folder."""
-    owners = dict.fromkeys(name_of(each.stat().st_uid) for each in (path, path.parent))
-    return " or ".join(owners)
 
 
 def _look(path: Path) -> bytes | None:
@@ -310,20 +306,15 @@ def _look(path: Path) -> bytes | None:
         return None
     except UnusableFileError as error:
         raise SlurmGPUError(
-            f"{path} should be the lock of whoever submits or merges the run: {error.strerror}. Remove it, if it is "
-            f"none of yours ask who can write to {path.parent}."
+            f"{path} should be the lock of a process that submits or merges the run: {error.strerror}. Remove it; if "
+            f"it is not yours, ask its owner."
         ) from error
 
 
 def _parse(content: bytes) -> Holder:
-    """What a lock says; of one that makes no sense, of an older slurmgpu say, its text alone."""
-    try:
-        value = json.loads(content)
-        if isinstance(value, dict):
-            return cast(Holder, value)
-    except (ValueError, RecursionError):
-        pass
-    return {"text": content.decode("utf-8", "replace")}
+    """The content of a lock; only its text if it is damaged, or an older slurmgpu's."""
+    value = decode(content)
+    return {"text": content.decode("utf-8", "replace")} if value is None else cast(Holder, value)
 
 
 def _encode(value: Holder) -> bytes:

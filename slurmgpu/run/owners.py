@@ -1,14 +1,13 @@
-"""Whose a run is: who may write it, and whose word is executed by those who work on it.
+"""Owners of a run: who may write it, and whose content a user who works on it would execute.
 
-What run.json and submissions.jsonl say is executed as whoever computes, merges or exports: the workload's code, images,
-`setup` and `on_end`. So it is believed only where nobody but that user, or root, can have written it, or where that
-user has said that whoever may write there is trusted: `--trust`, or SLURMGPU_TRUST in the environment.
+run.json and submissions.jsonl name what is executed as the user who computes, merges or exports: the workload's code,
+images, `setup` and `on_end`. So they are used only if nobody but that user or root can have written them, or if the
+user trusts all who may write there: `--trust`, or SLURMGPU_TRUST in the environment.
 """
 
 from __future__ import annotations
 
 import os
-import pwd
 import shlex
 import stat
 from collections.abc import Iterable, Mapping
@@ -16,38 +15,36 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.util import users
 from slurmgpu.util.shared_files import OTHERS_WRITE, exists, is_own, may, retried
 
 if TYPE_CHECKING:
     from slurmgpu.run.directory import Run
 
 ENVIRON = "SLURMGPU_TRUST"
-"""The variable that names the run directory whose writers are trusted; tasks and jobs inherit it."""
+"""This variable names the run directory whose writers are trusted; tasks and jobs inherit it."""
 
 
 def trust(folder: Path) -> None:
-    """Trust whoever can write in a run directory, here and in what this process starts."""
+    """Trust all who may write in a run directory, in this process and its children."""
     os.environ[ENVIRON] = str(folder.expanduser().resolve())
 
 
 def is_trusted(folder: Path) -> bool:
-    """Whether this user has said so of that run directory."""
+    """Whether the user trusts all who may write in this run directory."""
     named = os.environ.get(ENVIRON)
     return bool(named) and Path(named or "").expanduser().resolve() == folder.resolve()
 
 
 def name_of(uid: int) -> str:
-    """What a user is called here."""
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"the user with the number {uid}"
+    """The name of a user on this machine."""
+    return users.name_of(uid) or f"the user with the number {uid}"
 
 
 def why_foreign(run: Run, others: Iterable[Path] = ()) -> str | None:
-    """Why what a run says may be another user's word, as a sentence; None if it is this user's, or is trusted.
+    """Why another user may have written a run's files, as a sentence; None if not, or if these are trusted.
 
-    It is asked of run.json as it was when the run was opened, and of `others`, as far as they are there.
+    Checks run.json as it was when the run was opened, and those of the files `others` that exist.
     """
     if is_trusted(run.folder):
         return None
@@ -62,24 +59,24 @@ def why_foreign(run: Run, others: Iterable[Path] = ()) -> str | None:
             mode = stat.S_IMODE(status.st_mode)
             return (
                 f"others may write {path} (mode {mode:04o}), and what it says is run as you: "
-                f"`chmod go-w {shlex.quote(str(path))}` once you have seen that it is as you have left it"
+                f"`chmod go-w {shlex.quote(str(path))}` once you have checked its content"
             )
     return None
 
 
 def refuse_foreign(run: Run, to_do: str, others: Iterable[Path] = ()) -> None:
-    """Raise a sentence where `to_do` would run what another user can have written."""
+    """Raise SlurmGPUError if `to_do` would run what another user can have written."""
     if why := why_foreign(run, others):
         raise SlurmGPUError(
-            f"You cannot {to_do} like this: {why}. If you trust whoever may write there: --trust, "
+            f"You cannot {to_do} like this: {why}. If you trust all who may write there: --trust, "
             f"or {ENVIRON}={run.typed} in the environment."
         )
 
 
 def refuse_unwritable(run: Run, to_do: str, *, computes: bool = False, merges: bool = False) -> None:
-    """Raise a sentence unless this user may write all that `to_do` writes, before any of it is done.
+    """Raise SlurmGPUError unless this user may write all that `to_do` writes; called before it begins.
 
-    Its owner is not asked: what fails then is the file system's, or is repaired by chmod.
+    The owner is not checked, who can change the modes.
     """
     owner = retried(run.folder.stat).st_uid
     if os.geteuid() == owner or (obstacle := _obstacle(run, computes=computes, merges=merges)) is None:
@@ -91,18 +88,17 @@ def refuse_unwritable(run: Run, to_do: str, *, computes: bool = False, merges: b
     )
 
 
-def refuse_anothers(run: Run, line: Mapping[str, Any]) -> None:
-    """Raise a sentence where what a submission has at work is another user's, whom alone the system lets stop it."""
+def refuse_other_users(run: Run, line: Mapping[str, Any]) -> None:
+    """Raise SlurmGPUError if a submission is another user's: only that user can cancel it."""
     if (uid := line.get("uid", os.getuid())) != os.getuid() != 0:
         name = name_of(uid)
         raise SlurmGPUError(
-            f"Submission {line['submission']} of {run.folder} is {name}'s, and so is what it has at work: "
+            f"Submission {line['submission']} of {run.folder} is {name}'s, and so are its tasks: "
             f"have {name} type `slurmgpu cancel {run.typed}`."
         )
 
 
 def _obstacle(run: Run, *, computes: bool, merges: bool) -> str | None:
-    """What keeps this user from writing what is to be written, in words."""
     changed = [run.folder, run.claims.folder, run.shards, run.tasks]
     added = [run.logs, run.folder / "telemetry"] if computes else []
     for folder in (*changed, *added):
@@ -124,6 +120,6 @@ def _obstacle(run: Run, *, computes: bool, merges: bool) -> str | None:
 
 
 def _keeps_others(folder: Path) -> bool:
-    """Whether what others have put into a folder is theirs to remove or replace, and not this user's."""
+    """Whether this user cannot remove or replace files of others in a folder, because of its sticky bit."""
     status = retried(folder.stat)
     return bool(status.st_mode & stat.S_ISVTX) and os.geteuid() not in (0, status.st_uid)

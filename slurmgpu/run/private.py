@@ -1,8 +1,8 @@
-"""What of a run is its owner's alone: commands and options of Slurm that may hold tokens, in a file of mode 0600.
+"""The private parts of a run: commands and Slurm options that may hold tokens, in a file of mode 0600.
 
-Everybody who may read a run directory reads run.json and submissions.jsonl. There `on_end`, `setup` and the values of
-`export` are replaced by dots, and so is whatever looks like a token among the other options; `private.json` has what
-stood there. What it holds is executed, so it is believed only if nobody but its reader, or root, can have written it.
+All who may read a run directory can read run.json and submissions.jsonl. There `on_end`, `setup`, the values of
+`export`, and what looks like a token in other options are replaced by dots; `private.json` has the originals. These are
+executed, so the file is used only if nobody but its reader or root can have written it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ NAME = "private.json"
 MODE = 0o600
 MOST_BYTES = 16 << 20
 TABLES = ("slurm", "merge")
-"""Where options of sbatch are, in a plan and in a submission."""
+"""The tables of sbatch options, in a plan and in a submission."""
 WHOLLY = ("setup", "export")
-"""Options of which nothing is shown: whose value is a secret, their looks do not tell."""
+"""Options whose values are hidden as a whole."""
 PLAN = "plan"
 
 
@@ -35,7 +35,7 @@ Shown = TypeVar("Shown", bound=Mapping[str, Any])
 
 
 def public(value: Shown) -> Shown:
-    """A plan or a submission as everybody may read it."""
+    """A plan or a submission without its private parts."""
     shown: dict[str, Any] = dict(value)
     for table in TABLES:
         if isinstance(value.get(table), Mapping):
@@ -54,7 +54,7 @@ def _public_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keep(folder: Path, key: str, value: Shown) -> Shown:
-    """What everybody may read of a plan or a submission; the rest is kept in `folder` under `key`."""
+    """The public part of a plan or a submission; the rest is kept in `folder` under `key`."""
     shown = public(value)
     secret = {name: value[name] for name in (*TABLES, "on_end") if name in value and shown[name] != value[name]}
     if secret:
@@ -65,9 +65,9 @@ def keep(folder: Path, key: str, value: Shown) -> Shown:
 
 
 def reveal(folder: Path, key: str, shown: Shown) -> Shown:
-    """The plan or submission of which `shown` is what everybody reads; with dots as they are for who is not its owner.
+    """The plan or submission whose public part is `shown`; `shown` itself if this user may not read the rest.
 
-    Nothing is taken from private.json but what stands behind dots.
+    Only values that are hidden in `shown` are taken from private.json.
     """
     if not is_hidden(shown):
         return shown
@@ -78,12 +78,12 @@ def reveal(folder: Path, key: str, shown: Shown) -> Shown:
 
 
 def is_hidden(value: Mapping[str, Any]) -> bool:
-    """Whether something of a plan or a submission is not shown."""
+    """Whether a part of a plan or a submission is hidden."""
     return HIDDEN in json.dumps([value.get(name) for name in (*TABLES, "on_end")], ensure_ascii=False)
 
 
 def refuse_hidden(folder: Path, options: Mapping[str, Any]) -> None:
-    """Raise a sentence where options are needed that their reader may not know."""
+    """Raise SlurmGPUError if options that are needed are hidden."""
     names = [name for name, value in options.items() if HIDDEN in json.dumps(value, ensure_ascii=False)]
     if names:
         raise SlurmGPUError(
@@ -93,7 +93,7 @@ def refuse_hidden(folder: Path, options: Mapping[str, Any]) -> None:
 
 
 def _read(folder: Path, *, to_keep: bool = False) -> dict[str, Any]:
-    """What is kept; nothing of a file that cannot be believed, or a sentence if that is about to be replaced."""
+    """The content of private.json; empty if it cannot be used, or SlurmGPUError if it is about to be replaced."""
     try:
         value = json.loads(read_own(folder / NAME, max_bytes=MOST_BYTES))
     except FileNotFoundError:
@@ -101,7 +101,7 @@ def _read(folder: Path, *, to_keep: bool = False) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         if to_keep:
             raise SlurmGPUError(
-                f"{folder / NAME} has what on_end and setup are, and cannot be used: {error}. "
+                f"{folder / NAME} holds on_end and setup, and cannot be used: {error}. "
                 f"`chmod 600` it if it is yours, or remove it and give them again."
             ) from error
         log.debug("%s is not used: %s", folder / NAME, error)

@@ -1,8 +1,8 @@
-"""Which items of published shards a submission computes again: `resubmit --failed`, kept in recompute.json.
+"""The items of published shards that a submission computes again (`resubmit --failed`), in recompute.json.
 
-A shard whose items are computed again stays as it is. The new rows are published beside it as its next revision,
-`00005.r1.h5`, a whole shard that holds all good rows of the former one; so no row is gone at any moment. A revision
-is created exclusively: a task that was late and is not the first has published nothing.
+Such a shard is not changed. The new rows are published beside it as its next revision, `00005.r1.h5`, a whole shard
+that also holds all good rows of the former one; so no row is missing at any time. A revision is created exclusively: a
+task that comes later publishes nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Spans = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Again:
-    """What is computed again of one shard: the revision that it becomes, and its items."""
+    """What is computed again of one shard: its new revision, and the items."""
 
     revision: int
     items: Spans
@@ -46,12 +46,12 @@ class Recompute:
 
 
 def recompute_path(run_folder: Path) -> Path:
-    """Where it is kept: one file a run, that of the last submission which computed items again."""
+    """The file's path: one for each run, of the last submission that computed items again."""
     return run_folder / "recompute.json"
 
 
 def write_recompute(run_folder: Path, value: Recompute) -> None:
-    """Keep what a submission computes again, before anything of it is queued."""
+    """Write what a submission computes again, before anything of it is queued."""
     shards = {
         str(shard): [again.revision, [list(span) for span in again.items]] for shard, again in value.shards.items()
     }
@@ -60,7 +60,7 @@ def write_recompute(run_folder: Path, value: Recompute) -> None:
 
 
 def read_recompute(run_folder: Path, submission: int) -> Recompute | None:
-    """What a submission computes again; None for one that computes what is missing. A sentence if that is damaged."""
+    """What a submission computes again; None if it computes missing shards only. SlurmGPUError if damaged."""
     path = recompute_path(run_folder)
     try:
         value = json.loads(read_bytes(path))

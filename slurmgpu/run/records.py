@@ -1,4 +1,4 @@
-"""An attempt, one life of a task: what it was given, and what it writes of itself to tasks/; and reading that."""
+"""An attempt, which is one life of a task: what it was given, and its record in tasks/."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, TypedDict, cast
 
@@ -20,9 +21,9 @@ class Attempt:
 
     `job` is the array job's id, `task` its index in the array, `restart` how often Slurm has requeued it. `end_time` is
     when the allocation ends, in seconds since the epoch by this node's clock; `memory_mb` the job's host memory on this
-    node, if it is known. `n_gpus` are those of one node, of which the task has `n_nodes`; `nodes` are their names, if
-    it has several and they are known. `cluster` is the name of the cluster that gave the job its id, "" where none did;
-    `abroad` is that name where the run was queued on another one first, which may give the same id.
+    node, if known. The task has `n_nodes` nodes with `n_gpus` GPUs each; `nodes` are their names, if it has several and
+    they are known. `cluster` is the cluster that gave the job its id, "" without one; `abroad` is its name if the run
+    was queued on another cluster first, which may give the same id.
     """
 
     job: str
@@ -41,12 +42,12 @@ class Attempt:
 
     @property
     def uses_gpus(self) -> bool:
-        """Whether it computes on GPUs; not if it was told to leave them alone."""
+        """Whether it computes on GPUs."""
         return self.n_gpus > 0 and self.device != "cpu"
 
     @property
     def task_name(self) -> str:
-        """The array task, whatever its restart: "1234_7"."""
+        """The array task without its restart: "1234_7"."""
         return f"{self.job}_{self.task}"
 
     @property
@@ -56,7 +57,7 @@ class Attempt:
 
 
 def node_name() -> str:
-    """The name of this node: Slurm's, in a job of Slurm's."""
+    """The name of this node; Slurm's name in a Slurm job."""
     return os.environ.get("SLURMD_NODENAME") or platform.node()
 
 
@@ -76,7 +77,7 @@ Takeover = TypedDict("Takeover", {"shard": int, "from": str, "host": str})
 
 
 class Usage(TypedDict, total=False):
-    """Means and peaks of what an attempt used; None is unknown, and a key may lack in an older record."""
+    """Means and peaks of what an attempt used; None is unknown. Older records lack some keys."""
 
     n_samples: int
     n_samples_ready: int
@@ -94,13 +95,13 @@ class Usage(TypedDict, total=False):
 
 
 class _Heard(TypedDict, total=False):
-    """What a record has that is looked at again and again: when it was written, by the clock of who looks."""
+    """When a record was written, by the clock of a reader that looks again and again."""
 
     heard: float
 
 
 class Computed(TypedDict):
-    """Which computations of shards are an attempt's: each with its start, seconds, and whether it came first."""
+    """The shards that an attempt computed, each with its start, seconds, and whether it was published first."""
 
     attempt: str
     submission: int
@@ -108,7 +109,7 @@ class Computed(TypedDict):
 
 
 class BriefRecord(Computed, _Heard):
-    """What a status keeps in mind of a record, of thousands of attempts."""
+    """The fields of a record that `status` keeps in memory, of thousands of attempts."""
 
     job: str
     task: int
@@ -148,7 +149,7 @@ class BriefRecord(Computed, _Heard):
 
 
 class Record(BriefRecord):
-    """What an attempt writes of itself to tasks/: see docs/reference/files.md."""
+    """An attempt's record in tasks/: see docs/reference/files.md."""
 
     gpus: list[str]
     traceback: str
@@ -158,63 +159,28 @@ class Record(BriefRecord):
 
 def new_record(attempt: Attempt, node: str, pid: int, gpus: list[str], started: float) -> Record:
     """The record of an attempt that starts, its keys in the order of the file."""
-    return {
+    given = {
         "attempt": attempt.name,
-        "job": attempt.job,
-        "task": attempt.task,
-        "restart": attempt.restart,
-        "submission": attempt.submission,
-        "executor": attempt.executor,
+        **{name: getattr(attempt, name) for name in FIELDS if hasattr(attempt, name)},
         "node": node,
         "pid": pid,
-        "n_gpus": attempt.n_gpus,
-        "n_nodes": attempt.n_nodes,
-        "device": attempt.device,
         "gpus": gpus,
-        "memory_mb": attempt.memory_mb,
         "started": started,
-        "end_time": attempt.end_time,
-        "updated": 0.0,
-        "ended": None,
-        "state": "starting",
-        "phases": [],
-        "reason": None,
-        "failure": None,
-        "message": "",
-        "traceback": "",
-        "bad_node": None,
-        "image": None,
-        "surroundings": {},
-        "usage": {},
-        "load_s": None,
-        "n_items": 0,
-        "n_errors": 0,
-        "failed": [],
-        "shard": None,
-        "shard_started": None,
-        "shard_done": 0,
-        "shard_kept": None,
-        "progress": None,
-        "published": [],
-        "kept_s": 0.0,
-        "lost_s": 0.0,
-        "deaths": [],
-        "takeovers": [],
-        "version": 1,
     }
+    return cast(Record, {name: given.get(name, copy(field.begin)) for name, field in FIELDS.items()})
 
 
 class Unread(enum.Enum):
-    """Why a record is left out: for good, or as long as the file system answers with errors."""
+    """Why a record is left out: for good, or while the file system answers with errors."""
 
     DAMAGED = "its record is damaged"
     UNREADABLE = "its record cannot be read at present"
 
 
 def read_record(content: bytes) -> Record:
-    """The record in a file of tasks/, with defaults for what one of an older slurmgpu lacks.
+    """The record in a file of tasks/, with defaults for fields that an older slurmgpu did not write.
 
-    ValueError says what is wrong with one of which something makes no sense; the others can be used without a doubt.
+    ValueError says which field holds what it cannot hold; the fields of a record that is returned need no more checks.
     """
     try:
         value = json.loads(content)
@@ -222,26 +188,20 @@ def read_record(content: bytes) -> Record:
         raise ValueError("its JSON is nested too deeply") from error
     if not isinstance(value, dict):
         raise ValueError("it is no JSON object")
-    for name, makes_sense in FIELDS.items():
-        if name in value and not makes_sense(value[name]):
+    for name, rule in FIELDS.items():
+        if name not in value:
+            if not rule.is_new:
+                raise ValueError(f"it lacks {name}")
+            value[name] = copy(rule.begin)
+        elif not rule.check(value[name]):
             raise ValueError(f"its {name} is {value[name]!r:.80}")
-        if name not in value and name not in ADDED:
-            raise ValueError(f"it lacks {name}")
-    if not value.keys() >= set(ADDED):  # it is older than these, which are as in one that begins
-        value = {**new_record(Attempt("", 0), "", 0, [], 0.0), **value}
     return cast(Record, value)
 
-
-ADDED = (
-    *("bad_node", "image", "n_nodes", "progress", "surroundings", "usage", "end_time", "phases"),
-    *("shard_started", "shard_done", "shard_kept", "kept_s", "lost_s", "failed"),
-)
-"""Keys that records of an older slurmgpu lack."""
 
 Check = Callable[[Any], bool]
 REAL = (int, float)
 LARGEST = 65_536
-"""No cluster has so many nodes, and no node so many GPUs."""
+"""More than the nodes of any cluster, and the GPUs of any node."""
 
 
 def _is_count(value: Any) -> bool:
@@ -249,12 +209,12 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_part_of_cluster(value: Any) -> bool:
-    """A number of nodes, or of GPUs: what is made for each of them must fit into memory."""
+    """A number of nodes, or of GPUs: lists with an entry for each must fit into memory."""
     return type(value) is int and 0 <= value <= LARGEST
 
 
 def _is_number(value: Any) -> bool:
-    """A time or a duration that can be computed with: clocks that were set back make negative ones."""
+    """A time or a duration; clocks that were set back make negative ones."""
     return type(value) in REAL and -1e9 < value < 1e11
 
 
@@ -279,7 +239,7 @@ def _is_phase(value: Any) -> bool:
 
 
 def _is_published(value: Any) -> bool:
-    # Without a call for each number: there are as many as the run has shards.
+    # Without a function call for each number: there are as many as the run has shards.
     if not isinstance(value, list) or len(value) < 3:
         return False
     shard, started, seconds, *won = value
@@ -306,7 +266,6 @@ def _object_of(checks: Mapping[str, Check], **may_lack: Check) -> Check:
 
 
 def _is_usage(value: Any) -> bool:
-    """Numbers by name, as far as they are known, but for two."""
     if not isinstance(value, dict):
         return False
     others: dict[str, Check] = {"throttled": _or_none(_is_object), "xids": _list_of(_is_count)}
@@ -317,55 +276,66 @@ def _is_measure(value: Any) -> bool:
     return type(value) in REAL and abs(value) < 1e18
 
 
-FIELDS: Mapping[str, Check] = {
-    "attempt": _is_text,
-    "job": _is_text,
-    "task": _is_count,
-    "restart": _is_count,
-    "submission": _is_count,
-    "executor": _is_text,
-    "node": _is_text,
-    "pid": lambda value: type(value) is int,
-    "n_gpus": _is_part_of_cluster,
-    "n_nodes": lambda value: _is_part_of_cluster(value) and value > 0,
-    "device": _is_text,
-    "gpus": _list_of(_is_text),
-    "memory_mb": _or_none(_is_count),
-    "started": _is_number,
-    "end_time": _or_none(_is_number),
-    "updated": _is_number,
-    "ended": _or_none(_is_number),
-    "state": ("starting", "loading", "running", "ended").__contains__,
-    "phases": _list_of(_is_phase),
-    "reason": _or_none(_is_text),
-    "failure": _or_none(lambda value: _is_text(value) and value in POLICIES),
-    "message": _is_text,
-    "traceback": _is_text,
-    "bad_node": _or_none(_is_text),
-    "image": _or_none(_is_text),
-    "surroundings": _is_object,
-    "usage": _is_usage,
-    "load_s": _or_none(_is_number),
-    "n_items": _is_count,
-    "n_errors": _is_count,
-    "failed": _list_of(_is_failed),
-    "shard": _or_none(_is_count),
-    "shard_started": _or_none(_is_number),
-    "shard_done": _is_count,
-    "shard_kept": _or_none(_is_number),
-    "progress": _or_none(_is_text),
-    "published": _list_of(_is_published),
-    "kept_s": _is_number,
-    "lost_s": _is_number,
-    "deaths": _list_of(
-        _object_of(
-            {"class": lambda value: _is_text(value) and value in POLICIES, "message": _is_text, "at": _is_number},
-            state=_is_text,
-            shard=_is_count,
-            items=_list_of(_is_count),
-        )
-    ),
-    "takeovers": _list_of(_object_of({"shard": _is_count, "from": _is_text, "host": _is_text})),
-    "version": lambda value: value == 1,
+def _is_class(value: Any) -> bool:
+    return isinstance(value, str) and value in POLICIES
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of a record: what it may hold, what it begins with, and whether records of older versions lack it."""
+
+    check: Check
+    begin: Any = None
+    is_new: bool = False
+
+
+_IS_DEATH = _object_of(
+    {"class": _is_class, "message": _is_text, "at": _is_number},
+    state=_is_text,
+    shard=_is_count,
+    items=_list_of(_is_count),
+)
+FIELDS: Mapping[str, Field] = {
+    "attempt": Field(_is_text),
+    "job": Field(_is_text),
+    "task": Field(_is_count),
+    "restart": Field(_is_count),
+    "submission": Field(_is_count),
+    "executor": Field(_is_text),
+    "node": Field(_is_text),
+    "pid": Field(lambda value: type(value) is int),
+    "n_gpus": Field(_is_part_of_cluster),
+    "n_nodes": Field(lambda value: _is_part_of_cluster(value) and value > 0, 1, True),
+    "device": Field(_is_text),
+    "gpus": Field(_list_of(_is_text)),
+    "memory_mb": Field(_or_none(_is_count)),
+    "started": Field(_is_number),
+    "end_time": Field(_or_none(_is_number), None, True),
+    "updated": Field(_is_number, 0.0),
+    "ended": Field(_or_none(_is_number)),
+    "state": Field(("starting", "loading", "running", "ended").__contains__, "starting"),
+    "phases": Field(_list_of(_is_phase), [], True),
+    "reason": Field(_or_none(_is_text)),
+    "failure": Field(_or_none(_is_class)),
+    "message": Field(_is_text, ""),
+    "traceback": Field(_is_text, ""),
+    "bad_node": Field(_or_none(_is_text), None, True),
+    "image": Field(_or_none(_is_text), None, True),
+    "surroundings": Field(_is_object, {}, True),
+    "usage": Field(_is_usage, {}, True),
+    "load_s": Field(_or_none(_is_number)),
+    "n_items": Field(_is_count, 0),
+    "n_errors": Field(_is_count, 0),
+    "failed": Field(_list_of(_is_failed), [], True),
+    "shard": Field(_or_none(_is_count)),
+    "shard_started": Field(_or_none(_is_number), None, True),
+    "shard_done": Field(_is_count, 0, True),
+    "shard_kept": Field(_or_none(_is_number), None, True),
+    "progress": Field(_or_none(_is_text), None, True),
+    "published": Field(_list_of(_is_published), []),
+    "kept_s": Field(_is_number, 0.0, True),
+    "lost_s": Field(_is_number, 0.0, True),
+    "deaths": Field(_list_of(_IS_DEATH), []),
+    "takeovers": Field(_list_of(_object_of({"shard": _is_count, "from": _is_text, "host": _is_text})), []),
+    "version": Field(lambda value: value == 1, 1),
 }
-"""What makes sense as each field of a record."""

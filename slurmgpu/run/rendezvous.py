@@ -1,7 +1,7 @@
-"""How the nodes of a task find each other and speak: lines of JSON over TCP, for those who know a secret.
+"""How the nodes of a task find each other: lines of JSON over TCP, between processes that know a secret.
 
-Nothing is read but a greeting of 64 bytes before the other side has proved that it knows the secret, which itself never
-goes over the network. A connection that closes means that the other side is gone.
+Before the other side has proved that it knows the secret, only a greeting of 64 bytes is read from it. The secret is
+never sent. A closed connection means that the other side is gone.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from slurmgpu.util.atomic_files import fsync_dir
 from slurmgpu.util.shared_files import read_own
 
 KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 6}
-"""A node that lost its power says nothing: after 45 s it is taken for dead."""
+"""A node without power sends nothing: it is taken for dead after 45 s."""
 GREETING_S = 10.0
 """How long the other side may take to prove that it knows the secret."""
 MOST_GREETINGS = 64
-"""More connections than these, of which nobody knows yet whose they are, are closed at once."""
+"""How many connections may be unproved at once; more are closed."""
 MOST_LINE_BYTES = 16 << 20
-"""Longer messages are nobody's of ours."""
-NONCE_BYTES = PROOF_BYTES = 32
+"""More than any message of slurmgpu."""
+NONCE_BYTES = 32  # and as many in a proof
 MOST_MEETING_BYTES = 1 << 16
 OPENING, JOINING = b"opening", b"joining"
 
 
 def prove(connection: socket.socket, secret: str, *, opens: bool) -> bool:
-    """Whether the other side knows the secret as well, which neither says: both prove it, with numbers used once.
+    """Whether the other side knows the secret: both prove it with nonces, without sending it.
 
-    `opens` is true on the side that waited for connections. The other side gets GREETING_S for all of it.
+    `opens` is true on the side that listens. The other side gets GREETING_S for all of it.
     """
     own, other = (OPENING, JOINING) if opens else (JOINING, OPENING)
     deadline, nonce = time.monotonic() + GREETING_S, secrets.token_bytes(NONCE_BYTES)
@@ -45,7 +45,7 @@ def prove(connection: socket.socket, secret: str, *, opens: bool) -> bool:
         connection.settimeout(GREETING_S)
         connection.sendall(nonce)
         theirs = _read_exactly(connection, NONCE_BYTES, deadline)
-        # Who opens the meeting waits for the proof first, and so tells a stranger nothing that depends on the secret.
+        # The side that listens waits for the proof first, so strangers get nothing that depends on the secret.
         if not opens:
             connection.sendall(_proof(secret, own, nonce, theirs))
         if not hmac.compare_digest(
@@ -75,8 +75,8 @@ def _read_exactly(connection: socket.socket, n_bytes: int, deadline: float) -> b
     return content
 
 
-class Door:
-    """A port where others are waited for; `enter(connection)` is called, in a thread, for who knows the secret."""
+class Listener:
+    """A port that listens; `enter(connection)` is called, in a thread, for clients that know the secret."""
 
     def __init__(self, secret: str, enter: Callable[[socket.socket], None], port: int = 0) -> None:
         self._secret, self._enter = secret, enter
@@ -85,7 +85,7 @@ class Door:
         self._server = socket.create_server(("", port), family=family, dualstack_ipv6=both)
         self.port: int = self._server.getsockname()[1]
         self._strangers = threading.BoundedSemaphore(MOST_GREETINGS)
-        threading.Thread(target=self._accept, daemon=True, name="door").start()
+        threading.Thread(target=self._accept, daemon=True, name="listener").start()
 
     def _accept(self) -> None:
         while True:
@@ -108,14 +108,14 @@ class Door:
                 self._enter(connection)
 
     def close(self) -> None:
-        """Wait for nobody any more; those who came stay."""
+        """Stop listening; connections stay open."""
         with contextlib.suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)  # or the thread that waits would keep the port
+            self._server.shutdown(socket.SHUT_RDWR)  # else the thread in accept() keeps the port
         self._server.close()
 
 
-def knock(host: str, port: int, secret: str) -> socket.socket | None:
-    """A connection to a door that knows the secret; None if what listens there does not. OSError if nothing does."""
+def connect(host: str, port: int, secret: str) -> socket.socket | None:
+    """A connection to a listener that knows the secret; None if another process listens there. OSError if none does."""
     connection = socket.create_connection((host, port), timeout=GREETING_S)
     if prove(connection, secret, opens=False):
         return connection
@@ -124,7 +124,7 @@ def knock(host: str, port: int, secret: str) -> socket.socket | None:
 
 
 class Line:
-    """One connection, as one side holds it."""
+    """One side of a connection."""
 
     def __init__(self, connection: socket.socket, host: str = "") -> None:
         self.host = host
@@ -136,12 +136,12 @@ class Line:
         self._lock = threading.Lock()
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        """Send a message; that the other side is gone, `hear` says."""
+        """Send a message; if the other side is gone, `hear` returns None."""
         with self._lock, contextlib.suppress(OSError):
             self._connection.sendall(json.dumps(dict(message)).encode() + b"\n")
 
     def hear(self) -> dict[str, Any] | None:
-        """The next message; None when the other side is gone, or sends what is no message."""
+        """The next message; None if the other side is gone, or sent no JSON object."""
         try:
             line = self._reader.readline(MOST_LINE_BYTES)
             found = json.loads(line) if line.endswith(b"\n") else None
@@ -150,23 +150,23 @@ class Line:
         return found if isinstance(found, dict) else None
 
     def close(self) -> None:
-        """End the connection, also for a thread that waits to hear."""
+        """Close the connection, also for a thread in `hear`."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
 
-class Meeting:
-    """A door of which `path` tells others, and nobody else, where it is and which secret opens it.
+class Rendezvous:
+    """A listener whose address and secret are in the file `path`, which only this user can read.
 
-    `serve(line, hello)` is called, in a thread of its own, for each that comes.
+    `serve(line, hello)` is called for each client, in its own thread.
     """
 
     def __init__(self, path: Path, hosts: list[str], serve: Callable[[Line, dict[str, Any]], None]) -> None:
         self._path, self._serve = path, serve
         secret = secrets.token_hex(32)
-        self._door = Door(secret, self._enter)
-        _write_secret(path, {"hosts": hosts, "port": self._door.port, "secret": secret})
+        self._listener = Listener(secret, self._enter)
+        _write_secret(path, {"hosts": hosts, "port": self._listener.port, "secret": secret})
 
     def _enter(self, connection: socket.socket) -> None:
         line = Line(connection)
@@ -176,21 +176,21 @@ class Meeting:
         line.close()
 
     def close(self) -> None:
-        """End it: nobody comes any more."""
+        """Remove the file and stop listening."""
         self._path.unlink(missing_ok=True)
-        self._door.close()
+        self._listener.close()
 
 
-def join_meeting(path: Path, hello: Mapping[str, Any]) -> Line | None:
-    """A line to who opened the meeting; None as long as there is none, or it cannot be reached."""
+def join_rendezvous(path: Path, hello: Mapping[str, Any]) -> Line | None:
+    """A line to the process that opened the rendezvous; None while there is none, or if it cannot be reached."""
     try:
         meeting = json.loads(read_own(path, max_bytes=MOST_MEETING_BYTES))
         hosts, port, secret = meeting["hosts"], int(meeting["port"]), str(meeting["secret"])
-    except (OSError, ValueError, KeyError, TypeError):  # on a network file system it may be seen before its content is
+    except (OSError, ValueError, KeyError, TypeError):  # a network file system may show the file before its content
         return None
     for host in hosts:
         with contextlib.suppress(OSError):
-            connection = knock(host, port, secret)
+            connection = connect(host, port, secret)
             if connection is not None:
                 line = Line(connection, host)
                 line.tell(hello)
@@ -199,14 +199,14 @@ def join_meeting(path: Path, hello: Mapping[str, Any]) -> Line | None:
 
 
 def own_hosts() -> list[str]:
-    """By what other nodes may reach this one, the likeliest first."""
-    # srun's host is the first of a job's nodes, and Slurm itself reaches it by this address from all of them.
+    """Names and addresses of this node for other nodes, the likeliest first."""
+    # srun runs on the first of a job's nodes, and Slurm itself reaches it by this address from all of them.
     names = [os.environ.get("SLURM_LAUNCH_NODE_IPADDR"), socket.gethostname(), os.environ.get("SLURMD_NODENAME")]
     return list(dict.fromkeys(name for name in names if name))
 
 
 def free_port() -> int:
-    """A port on which nothing listens at this moment."""
+    """A port that is free at this moment."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]
@@ -217,7 +217,7 @@ def _write_secret(path: Path, value: Mapping[str, Any]) -> None:
     partial = path.with_name(f"{path.name}.partial")
     partial.unlink(missing_ok=True)
     with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        os.fchmod(file.fileno(), 0o600)  # a default ACL of the folder stands over the mode above
+        os.fchmod(file.fileno(), 0o600)  # a default ACL of the folder overrides the mode above
         json.dump(value, file)
         file.flush()
         os.fsync(file.fileno())

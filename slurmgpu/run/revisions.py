@@ -1,7 +1,7 @@
-"""Revisions: shards in which rows of some items take the place of former ones, published beside the former file.
+"""Revisions: shards in which rows of some items replace former ones, published beside the former file.
 
-A good row is replaced by a good row alone. So nothing that happens to a revision, or to who computes it, takes a row
-away: the file before it stays, and holds what it held.
+A good row is only replaced by another good row, and the former file stays: no row is lost, whatever happens to a
+revision or to the task that computes it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Row = Mapping[str, Any] | ItemError
 
 @dataclass(frozen=True)
 class Former:
-    """The rows of a shard before a revision, its notes, and what it says of its makers."""
+    """The rows, notes and makers of a shard before a revision."""
 
     rows: Sequence[Row]
     notes: Mapping[str, Any]
@@ -33,9 +33,9 @@ class Former:
 
 
 def former_rows(run: Run, shard: int, before: int, columns: Mapping[str, Column]) -> Former:
-    """What a shard's newest whole file before revision `before` holds; DamagedShardError where there is none.
+    """The content of a shard's newest whole file before revision `before`; DamagedShardError if there is none.
 
-    Each file is asked for by its name, as a listing may be old, and is damaged only if it is so in two readings.
+    Files are opened by name, as a listing may be old. A file is damaged only if two readings say so.
     """
     start, stop = run.plan.bounds(shard)
     problems = []
@@ -56,7 +56,7 @@ def former_rows(run: Run, shard: int, before: int, columns: Mapping[str, Column]
 
 
 def put_over(former: Sequence[Row], rows: Mapping[int, Row], start: int) -> list[Row]:
-    """The former rows of the items from `start` on, with `rows` over them, by index; but no error over a good row."""
+    """The former rows of the items from `start` on, replaced by `rows`, by index; no error replaces a good row."""
     combined = list(former)
     for index, row in rows.items():
         if not isinstance(row, ItemError) or isinstance(former[index - start], ItemError):
@@ -65,7 +65,7 @@ def put_over(former: Sequence[Row], rows: Mapping[int, Row], start: int) -> list
 
 
 def made_again(former: Mapping[str, Any], made_by: Mapping[str, Any], indices: Sequence[int]) -> dict[str, Any]:
-    """What a revision says of its makers: those of the former file, and at the end of `revisions` who made `indices`.
+    """The makers of a revision: those of the former file, and in `revisions` also the maker of `indices`.
 
     A row was made by the last revision that names its item, else by the maker of the shard.
     """
@@ -82,19 +82,13 @@ def publish_rows(
     notes: Mapping[str, Any],
     made_by: Mapping[str, Any],
 ) -> Path:
-    """Publish rows that are at hand as a revision of a shard; where it lies, also if another was there first."""
+    """Publish rows as a revision of a shard; its path, also if another attempt published it first."""
     target = run.revision_path(shard, revision)
     partial = own_name(target)
     start, _ = run.plan.bounds(shard)
     try:
         write_shard(
-            partial,
-            columns,
-            start=start,
-            rows=rows,
-            fingerprint=run.plan.fingerprint,
-            notes=notes,
-            made_by=made_by,
+            partial, columns, start=start, rows=rows, fingerprint=run.plan.fingerprint, notes=notes, made_by=made_by
         )
         publish(partial, target)
     finally:

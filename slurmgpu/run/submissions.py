@@ -1,4 +1,4 @@
-"""What a submission asks for: the same for every executor; kept in submissions.jsonl, before and after it is queued."""
+"""Submissions and their lines in submissions.jsonl: the same for every executor."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.util.shared_files import retried
 
 ENDS = ("ended", "refused")
-"""States of a submission of which nothing will start any more."""
+"""States of a submission that starts no more tasks."""
 JOB_KEYS: tuple[Literal["array_job", "merge_job"], ...] = ("array_job", "merge_job")
-"""What has the ids of its jobs in Slurm."""
+"""The keys of Slurm job ids."""
 
 
 class Git(TypedDict):
@@ -27,7 +27,7 @@ class Git(TypedDict):
 
 
 class CodeAbout(TypedDict):
-    """What a snapshot of the user's modules was taken with."""
+    """The versions with which a snapshot of the user's modules was taken."""
 
     python: str
     distributions: dict[str, str]
@@ -36,7 +36,7 @@ class CodeAbout(TypedDict):
 
 
 class Code(CodeAbout):
-    """What names a snapshot, and a sentence for what of it could not be taken."""
+    """The digest of a snapshot, and a sentence for each module that is not in it."""
 
     digest: str
     left_out: list[str]
@@ -50,7 +50,7 @@ class Jobs(TypedDict, total=False):
 
 
 class Place(TypedDict, total=False):
-    """What tells a run directory from its copies."""
+    """What distinguishes a run directory from its copies."""
 
     folder: str
     inode: int
@@ -61,7 +61,7 @@ class _Number(TypedDict):
 
 
 class SubmissionLine(_Number, Jobs, Place, total=False):
-    """A line of submissions.jsonl, or what all lines of one submission say: see docs/reference/files.md."""
+    """A line of submissions.jsonl, or all lines of one submission merged: see docs/reference/files.md."""
 
     executor: str
     device: str
@@ -95,11 +95,11 @@ class SubmissionLine(_Number, Jobs, Place, total=False):
 
 @dataclass(frozen=True)
 class Submission:
-    """One array job and its merge job, or their like on this machine.
+    """One array job and its merge job, or the same on this machine.
 
-    `after` are merge jobs of other runs that this one waits for. `round` counts the merge job's own resubmissions.
-    `container` is None where it is the plan's. `inject` are faults on demand. `code` is what names the snapshot of the
-    user's modules that its tasks import: its digest, and the versions that were there.
+    `after` are merge jobs of other runs that this one waits for. `round` counts resubmissions by the merge job.
+    `container` is None if it is the plan's. `inject` are faults on demand. `code` is the snapshot of the user's modules
+    that its tasks import.
     """
 
     submission: int
@@ -126,7 +126,7 @@ class Submission:
 
     @property
     def sbatch_options(self) -> dict[str, Any]:
-        """[slurm], with the nodes to leave out."""
+        """[slurm], with the nodes to exclude."""
         options = dict(self.slurm)
         if self.exclude:
             options["exclude"] = ",".join(part for part in (str(options.get("exclude") or ""), *self.exclude) if part)
@@ -134,12 +134,12 @@ class Submission:
 
     @property
     def walltime_s(self) -> float | None:
-        """The walltime that [slurm] asks for; None where it does not, or asks for one without end."""
+        """The walltime that [slurm] asks for; None if it asks for none, or for an unlimited one."""
         return seconds_of(str(self.slurm.get("time", "")))
 
     @property
     def merge_options(self) -> dict[str, Any]:
-        """[merge], which has account, partition, QOS and reservation from [slurm] unless it says otherwise."""
+        """[merge], with account, partition, QOS and reservation of [slurm] by default."""
         inherited = {
             key: self.slurm[key] for key in ("account", "partition", "qos", "reservation") if key in self.slurm
         }
@@ -147,68 +147,70 @@ class Submission:
 
 
 def is_over(lines: Sequence[SubmissionLine]) -> bool:
-    """Whether nothing of a run's last submission will start any more; False if there was none."""
+    """Whether a run's last submission starts no more tasks; False if there was none."""
     return bool(lines) and lines[-1]["state"] in ENDS
 
 
 def ended_jobs(lines: Sequence[SubmissionLine]) -> set[str | None]:
-    """The jobs in Slurm of submissions that have ended; None stands for those that never had one."""
+    """The Slurm jobs of submissions that have ended; also None, for submissions without a job."""
     return {line.get(key) for line in lines if line["state"] == "ended" for key in JOB_KEYS}
 
 
 def place_of(folder: Path) -> Place:
-    """A run directory's path, which it has not after a move, and its inode, which it has.
+    """A run directory's path, which a move changes, and its inode, which a move does not change.
 
-    Both, as some file systems number their files again whenever they are mounted.
+    Both are needed, as some file systems number their files again at each mount.
     """
     return {"folder": str(folder.resolve()), "inode": retried(folder.stat).st_ino}
 
 
 def is_at(place: Place, told: Mapping[str, object]) -> bool:
-    """Whether what a file of a run directory tells is of the directory at this place, not of one that it copies."""
+    """Whether a file of a run directory was written at this place, not in a directory that it was copied from."""
     return any(told.get(key, value) == value for key, value in place.items())
 
 
 def as_seen_at(line: SubmissionLine, place: Place) -> SubmissionLine:
-    """A submission as the run directory at this place has it: ended, if another folder's tasks are at work for it."""
+    """A submission for the run directory at this place: ended, if its tasks are those of another directory."""
     if line["state"] in ENDS or is_at(place, line):
         return line
     return {**line, "state": "ended", "copied": True}
 
 
 def abroad(lines: Sequence[SubmissionLine], cluster: str) -> str:
-    """What tells names of this cluster from equal ones of another: "" on the first that the run was queued on.
-
-    Also "" where there is none. Old names stay as they are.
-    """
+    """The suffix that distinguishes names of this cluster: "" on the run's first cluster, and without one."""
     first = next((line["cluster"] for line in lines if line.get("cluster")), cluster)
     return "" if first == cluster else cluster_in_names(cluster)
 
 
 def cluster_in_names(cluster: str) -> str:
-    """A cluster's name, as names of files have it."""
+    """A cluster's name for use in file names."""
     return re.sub(r"[^\w-]", "-", cluster)
 
 
 def is_slurms(record: Mapping[str, Any]) -> bool:
-    """Whether a submission, or an attempt, is of jobs of Slurm's: of which its queue and its accounting know."""
+    """Whether a submission, or an attempt, is of Slurm's jobs, which Slurm's accounting knows."""
     return bool(record["executor"] == "slurm")
 
 
+def is_of_processes(line: SubmissionLine) -> bool:
+    """Whether a submission's tasks are processes of one machine, by their `pids`, rather than jobs of a queue."""
+    return "pids" in line
+
+
 def job_here(executor: str, submission: int) -> str:
-    """What stands in place of a job id for a submission to this machine: "local1"."""
+    """The job id of a submission to this machine: "local1"."""
     return f"{executor}{submission}"
 
 
 def slots_of(line: SubmissionLine) -> list[int]:
-    """The processes of a local submission's slots; the first of all its processes is that which merges."""
+    """The processes of a local submission's slots, without the first one, which merges."""
     return list(line.get("pids", ()))[1:]
 
 
 def seconds_of(text: str) -> float | None:
-    """The seconds of a time as sbatch(1) takes it, and as Slurm shows it; None for UNLIMITED and its like.
+    """The seconds of a time in the formats of sbatch(1); None for UNLIMITED and other words.
 
-    "90" and "90:30" are minutes, "1:30:00" and "1-12" begin with hours and days.
+    "90" and "90:30" begin with minutes, "1:30:00" with hours, "1-12" with days.
     """
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
     if found is None:

@@ -1,11 +1,12 @@
-"""What the samples in telemetry/ say: read line by line, for as long as each of them makes sense."""
+"""Read the samples in telemetry/, line by line, without damaged ones."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
@@ -15,9 +16,9 @@ from slurmgpu.util.shared_files import open_file
 log = logging.getLogger(__name__)
 
 TAIL_BYTES = 16384
-"""So much of a file's end is read for its last sample."""
+"""How much of a file's end is read for its last sample."""
 LINE_BYTES = 256
-"""About as long as a line may be before it is cheaper to look for some of a file's lines than to read them all."""
+"""If some samples are further apart than this, they are read one by one instead of the whole file."""
 
 
 class _Xids(TypedDict, total=False):
@@ -25,7 +26,7 @@ class _Xids(TypedDict, total=False):
 
 
 class SampleLine(_Xids):
-    """A line of a file: `gpus` and `host` have the values that the line above names, `xids` the driver's errors."""
+    """A line of a file: `gpus` and `host` have the values that the head line names, `xids` the driver's errors."""
 
     time: float
     ready: bool
@@ -64,26 +65,26 @@ class Sample:
 
 
 def telemetry_path(folder: Path, attempt: str, node: int = 0) -> Path:
-    """Where an attempt's samples lie in a run directory; `node` counts the nodes of a task from 0."""
+    """The path of an attempt's samples in a run directory; `node` is the rank of the node."""
     return folder / "telemetry" / f"{attempt}{f'.node{node}' if node else ''}.jsonl"
 
 
 def last_sample(path: Path) -> Sample | None:
-    """The last sample of a file, from its end alone; None where there is none."""
+    """The last sample of a file, of which only the end is read; None if there is none."""
     try:
         with open_file(path) as file:
             header = file.readline(TAIL_BYTES)
             file.seek(max(len(header), file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            return next(iter(_samples([header, *file], [], last=True)), None)
+            return next(iter(deque(_samples([header, *file], []), maxlen=1)), None)
     except OSError as error:
         log.debug("%s cannot be read: %s", path, error)
         return None
 
 
 def some_samples(path: Path, n_samples: int, damaged: set[Path] | None = None) -> list[Sample]:
-    """About so many samples of a file, spread evenly over it; all of them where it has few.
+    """About `n_samples` samples of a file, spread evenly over it; all of them if it has few.
 
-    A file with a line that makes no sense is added to `damaged`.
+    A file with a damaged line is added to `damaged`.
     """
     unreadable: list[bytes] = []
     try:
@@ -107,7 +108,7 @@ def some_samples(path: Path, n_samples: int, damaged: set[Path] | None = None) -
 
 
 def _line_after(file: int, place: int) -> bytes:
-    """The first line that begins behind a place of a file."""
+    """The first line that begins after a place of a file."""
     for n_bytes in (4 * LINE_BYTES, TAIL_BYTES):
         lines = os.pread(file, n_bytes, place - 1).split(b"\n", 2)
         if len(lines) == 3:
@@ -115,26 +116,19 @@ def _line_after(file: int, place: int) -> bytes:
     return b""
 
 
-def _samples(lines: Any, unreadable: list[bytes], *, last: bool = False) -> Iterator[Sample]:
-    """What lines say; those that make no sense are added to `unreadable`, but not one that is still being written."""
+def _samples(lines: Iterable[bytes], unreadable: list[bytes]) -> Iterator[Sample]:
+    """The samples in lines; damaged lines are added to `unreadable`, except one that is still being written."""
     names: tuple[list[str], list[str]] = ([], [])
-    found: Sample | None = None
     for line in lines:
         try:
             value = json.loads(line)
             if "gpu_values" in value:
                 names = (list(value["gpu_values"]), list(value["host_values"]))
                 continue
-            sample = _sample(value, *names)
+            yield _sample(value, *names)
         except (ValueError, TypeError, KeyError, AttributeError):
             if line.endswith(b"\n"):
                 unreadable.append(line)
-            continue
-        if not last:
-            yield sample
-        found = sample
-    if last and found is not None:
-        yield found
 
 
 def _sample(value: SampleLine, gpu_names: list[str], host_names: list[str]) -> Sample:

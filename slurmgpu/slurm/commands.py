@@ -1,73 +1,67 @@
-"""Slurm's own commands and what they answer, for all that ask; a failure of one costs detail, never data."""
+"""Slurm's commands and their answers; a failure of one costs detail, never data."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-import pwd
 import re
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from slurmgpu.errors import SlurmGPUError
+from slurmgpu.errors import NoAnswerError
 from slurmgpu.report.attempts import Life
 from slurmgpu.run.failures import class_of_job
+from slurmgpu.util.users import own_name
 
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 30
 ARRAY_JOB = "ARRAY_JOB"
-"""What stands for the array's id in the script of a merge that is only shown."""
+"""The placeholder of the array's id in the script of a merge that is only shown."""
 NOT_HERE = "There is no {} here. Submit from a node of the cluster, or use this machine: --executor local."
 
 INHERITED = ("SLURM_", "SBATCH_", "SRUN_", "PMI_", "PMIX_", "SUBMITIT_")
 KEPT = {"SLURM_CONF"}
 
 PREFERENCES = ("SQUEUE_", "SINFO_", "SACCT_", "SCONTROL_", "SCANCEL_", "SLURM_CLUSTERS")
-"""Variables that begin so are a user's options for commands: they would hide jobs, say, or ask other clusters."""
+"""Prefixes of a user's options for commands, which could hide jobs or ask other clusters."""
 ENVIRON = {"SLURM_BITSTR_LEN": "0", "SLURM_TIME_FORMAT": "standard"}
-"""Arrays are named whole, not cut at 64 characters, and times are as `queue` reads them, whatever the user prefers."""
+"""Names of arrays are not cut at 64 characters, and times have the format that `queue` reads."""
 
 
-class SlurmUnavailableError(SlurmGPUError):
+class SlurmUnavailableError(NoAnswerError):
     """A Slurm command is missing, failed or did not answer."""
 
 
 def has_ended(state: str) -> bool:
-    """Whether a job of this state has ended. Of every state that is not known it is alive."""
+    """Whether a job in this state has ended; not in a state that is not known."""
     return state == "COMPLETED" or class_of_job(state) is not None
 
 
 def run(*command: str) -> str:
-    """Standard output of a Slurm command; SlurmUnavailableError says what it complained of.
+    """Standard output of a Slurm command; SlurmUnavailableError with its message if it fails."""
+    done = _call(*command)
+    if done.returncode:
+        raise SlurmUnavailableError(f"{' '.join(command[:2])} failed: {done.stderr.strip()}")
+    return done.stdout
 
-    It answers what is asked, whatever a user prefers to see.
-    """
+
+def _call(*command: str) -> subprocess.CompletedProcess[str]:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(PREFERENCES)} | ENVIRON
     try:
-        # replace: names and arguments of jobs are any bytes.
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=TIMEOUT_S,
-            check=True,
-            env=_environ(),
-        )
+        # replace: names and arguments of jobs may be any bytes.
+        return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, env=environ)
     except FileNotFoundError:
         raise SlurmUnavailableError(NOT_HERE.format(command[0])) from None
     except subprocess.TimeoutExpired as error:
         raise SlurmUnavailableError(f"{command[0]} did not answer within {TIMEOUT_S} s. Try again later.") from error
-    except subprocess.CalledProcessError as error:
-        raise SlurmUnavailableError(f"{' '.join(command[:2])} failed: {error.stderr.strip()}") from error
-    return done.stdout
 
 
 def submit_lines(job_ids: Sequence[str]) -> dict[str, str]:
-    """The command line by which each job was submitted, as accounting has it; without those that it does not know."""
+    """The command line by which each job was submitted, for the jobs that accounting knows."""
     asked = ("--allocations", "--format", "JobID,SubmitLine", "--jobs", ",".join(job_ids))
     found: dict[str, str] = {}
     current = ""
@@ -81,29 +75,16 @@ def submit_lines(job_ids: Sequence[str]) -> dict[str, str]:
 
 
 def try_script(path: str) -> tuple[bool, str]:
-    """Whether sbatch would take the script at `path`, and what it says of it; nothing is queued."""
-    command = ["sbatch", "--test-only", path]
-    try:
-        with outside_job():
-            # replace: it may quote the script, which holds names of any bytes.
-            done = subprocess.run(
-                command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, env=_environ()
-            )
-    except FileNotFoundError:
-        raise SlurmUnavailableError(NOT_HERE.format("sbatch")) from None
-    except subprocess.TimeoutExpired as error:
-        raise SlurmUnavailableError(f"sbatch did not answer within {TIMEOUT_S} s. Try again later.") from error
+    """Whether sbatch would accept the script at `path`, and what it says; nothing is queued."""
+    with outside_job():
+        done = _call("sbatch", "--test-only", path)
     lines = [" ".join(line.removeprefix("sbatch: ").split()) for line in done.stderr.splitlines()]
     return done.returncode == 0, "; ".join(line for line in lines if line)
 
 
-def _environ() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith(PREFERENCES)} | ENVIRON
-
-
 @contextlib.contextmanager
 def outside_job() -> Iterator[None]:
-    """Forget the enclosing job, if there is one: its SLURM_* and SBATCH_* variables change what sbatch and srun do."""
+    """Hide the enclosing job, if any: its SLURM_* and SBATCH_* variables change what sbatch and srun do."""
     hidden = {
         name: os.environ.pop(name) for name in list(os.environ) if name.startswith(INHERITED) and name not in KEPT
     }
@@ -114,20 +95,11 @@ def outside_job() -> Iterator[None]:
 
 
 def accounting(job_ids: Sequence[str]) -> dict[str, list[Life]]:
-    """What sacct knows: for each array task ("1234_7") its lives in order, one for each restart."""
+    """What sacct says: for each array task ("1234_7") its lives in order, one for each restart."""
     fields = "JobID,State,ElapsedRaw,AllocTRES,NodeList,ExitCode"
-    command = [
-        "sacct",
-        "--noheader",
-        "--parsable2",
-        "--duplicates",
-        "--format",
-        fields,
-        "--jobs",
-        ",".join(job_ids),
-    ]
+    asked = ("--noheader", "--parsable2", "--duplicates", "--format", fields, "--jobs", ",".join(job_ids))
     lives: dict[str, list[Life]] = {}
-    for line in run(*command).splitlines():
+    for line in run("sacct", *asked).splitlines():
         job_id, state, elapsed, tres, node, exit_code = line.split("|")
         state = state.split(" ")[0].rstrip("+")  # "CANCELLED by 1000"
         task, is_step, _ = job_id.partition(".")
@@ -138,7 +110,7 @@ def accounting(job_ids: Sequence[str]) -> dict[str, list[Life]]:
             life = Life(state, class_of_job(state, exit_code), has_ended(state), int(elapsed or 0), n_gpus, node)
             lives.setdefault(task, []).append(life)
         elif state == "OUT_OF_MEMORY" and task in lives and lives[task][-1].state != "COMPLETED":
-            # The job itself may only say FAILED.
+            # The state of the job itself may be FAILED.
             lives[task][-1] = replace(lives[task][-1], failure=class_of_job(state))
     return lives
 
@@ -150,24 +122,6 @@ def cancel(*arguments: str) -> None:
     except SlurmUnavailableError as error:
         if "Invalid job id" not in str(error):
             raise
-
-
-def cancel_pending(array_job: str) -> None:
-    """Take the tasks that have not started out of the queue, so that what waits for the array goes on."""
-    cancel("--state=PENDING", array_job)
-
-
-def name_of(uid: int) -> str | None:
-    """The name of a user on this machine; None where it has none, as in some containers."""
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return None
-
-
-def own_name() -> str:
-    """The user that Slurm takes this process for. LOGNAME and USER may be another's: `su` and `sudo -E` leave them."""
-    return name_of(os.getuid()) or str(os.getuid())
 
 
 def hostnames(expression: str) -> tuple[str, ...]:
@@ -185,10 +139,10 @@ def configuration() -> dict[str, str]:
 
 
 def signals_children(config: Mapping[str, str]) -> bool:
-    """Whether cgroup.conf has Slurm signal every process of a step; False where this machine cannot read it.
+    """Whether Slurm signals every process of a step, by cgroup.conf; False if that cannot be read here.
 
-    It lies beside slurm.conf, or where a configless node keeps both. `scontrol show config` leaves this line out, as
-    of Slurm 26.05.
+    It lies beside slurm.conf, or where a configless node keeps both. `scontrol show config` of Slurm 26.05 does not
+    print this setting.
     """
     beside = Path(os.environ.get("SLURM_CONF") or config.get("SLURM_CONF", "/etc/slurm/slurm.conf")).parent
     for folder in (beside, Path("/run/slurm/conf")):
@@ -210,17 +164,10 @@ def max_array_size() -> int:
 
 
 def max_submit_jobs() -> int | None:
-    """The smallest limit on submitted jobs of this user's associations; None where there is none, or no accounting."""
+    """The smallest limit on submitted jobs of this user's associations; None without one, or without accounting."""
+    asked = ("show", "assoc", f"user={own_name()}", "format=MaxSubmitJobs,GrpSubmitJobs")
     try:
-        text = run(
-            "sacctmgr",
-            "--noheader",
-            "--parsable2",
-            "show",
-            "assoc",
-            f"user={own_name()}",
-            "format=MaxSubmitJobs,GrpSubmitJobs",
-        )
+        text = run("sacctmgr", "--noheader", "--parsable2", *asked)
     except SlurmUnavailableError as error:
         log.info("job limits are not known: %s", error)
         return None

@@ -1,4 +1,4 @@
-"""What Slurm says of partitions, QOSes, associations and its configuration, as it says it; each where it answers."""
+"""Partitions, QOSes, associations and configuration as Slurm prints them, as far as it answers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TypeVar
 from slurmgpu.slurm import commands
 from slurmgpu.slurm.commands import ARRAY_JOB, SlurmUnavailableError
 from slurmgpu.slurm.survey import GPUS
+from slurmgpu.util.users import own_name
 
 QOS_KEYS = (
     *("Name", "Flags", "MaxWall", "MaxTRESPerJob", "MaxTRESPerUser", "MaxTRESPerAccount", "GrpTRES"),
@@ -22,9 +23,9 @@ ASSOCIATION_KEYS = (
     *("MaxJobs", "GrpJobs", "MaxSubmitJobs", "GrpSubmitJobs"),
 )
 MAX_ACCOUNTS = 16
-"""So many accounts are asked for, from the user's upwards: each takes a command."""
+"""How many accounts are asked about, from the user's upwards: each takes a command."""
 START = re.compile(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
-"""As sbatch writes times where SLURM_TIME_FORMAT is standard, which `commands` sees to."""
+"""sbatch's times with SLURM_TIME_FORMAT=standard, which `commands` sets."""
 
 T = TypeVar("T")
 Row = Mapping[str, str]
@@ -32,14 +33,14 @@ Row = Mapping[str, str]
 
 @dataclass
 class Facts:
-    """A cluster's limits in Slurm's own words; what a command did not answer is empty, and a note says so.
+    """A cluster's limits in Slurm's own terms; what a command did not answer is empty, and a note says so.
 
-    `partitions` are by name, and so are `gpus`: for each kind of node of a partition its GPUs by type, once for each
-    node. `associations` are this user's with the account, and those of the account and of the ones above it; `qos` and
-    they are empty where they are not enforced.
+    `partitions` are by name, and so are `gpus`: for each node of a partition its GPUs by type. `associations` are this
+    user's with the account, those of the account, and those of the accounts above it; they and `qos` are empty if they
+    are not enforced.
     """
 
-    user: str = field(default_factory=commands.own_name)
+    user: str = field(default_factory=own_name)
     config: Mapping[str, str] = field(default_factory=dict)
     partitions: Mapping[str, Row] = field(default_factory=dict)
     gpus: Mapping[str, Sequence[Mapping[str, int]]] = field(default_factory=dict)
@@ -50,7 +51,7 @@ class Facts:
 
 
 def read_facts(account: str | None = None) -> Facts:
-    """Ask scontrol, sinfo and sacctmgr, each once; `account` is the one that is asked for, None for the default."""
+    """Ask scontrol, sinfo and sacctmgr; `account` is that of the submission, None for the default."""
     facts = Facts()
     notes = facts.notes
     facts.config = _asked("The cluster's configuration is", commands.configuration, {}, notes)
@@ -70,10 +71,10 @@ def read_facts(account: str | None = None) -> Facts:
 
 @dataclass(frozen=True)
 class Trial:
-    """What Slurm says of a script; `start` is when the job, or an array's first, would, as things stand.
+    """What Slurm says about a script; `start` is when the job, or an array's first task, would start now.
 
-    None is unknown: of a job that Slurm does not take, and of one that waits for another. Else it has this machine's
-    zone, as sbatch says it by this machine's clock.
+    None if it is not known: for a job that Slurm refuses, and for one that waits for another. It has this machine's
+    time zone, as sbatch prints it by this machine's clock.
     """
 
     start: datetime | None
@@ -87,22 +88,18 @@ class Trial:
 
 
 def try_scripts(scripts: Mapping[str, str]) -> dict[str, Trial]:
-    """What sbatch says of each of these scripts, of which nothing is queued; raises SlurmUnavailableError."""
+    """What sbatch says about each of these scripts, without queueing them; may raise SlurmUnavailableError."""
     found = {}
     for job, text in scripts.items():
-        # The array has no id yet that the merge could wait for.
+        # The array, for which the merge would wait, has no id yet.
         plain = re.sub(rf"^#SBATCH --dependency=.*:{ARRAY_JOB}\n", "", text, flags=re.MULTILINE)
         with tempfile.NamedTemporaryFile("w", suffix=".sbatch", encoding="utf-8", errors="surrogateescape") as file:
             file.write(plain)
             file.flush()
             taken, said = commands.try_script(file.name)
-        found[job] = Trial(_start_in(said) if plain == text else None, said, taken)
+        start = START.search(said) if plain == text else None
+        found[job] = Trial(start and datetime.fromisoformat(start[1]).astimezone(), said, taken)
     return found
-
-
-def _start_in(said: str) -> datetime | None:
-    found = START.search(said)
-    return None if found is None else datetime.fromisoformat(found[1]).astimezone()
 
 
 def _asked(what: str, ask: Callable[[], T], default: T, notes: list[str]) -> T:
@@ -131,7 +128,7 @@ def _gpus() -> dict[str, list[dict[str, int]]]:
 
 
 def _accounting(user: str, account: str | None, cluster: str) -> tuple[str, list[Row], dict[str, Row]]:
-    """The user's default account, the associations of the user, of the account and of those above it, and all QOSes."""
+    """The account, the associations of the user, of the account and of those above it, and all QOSes."""
     if account is None:
         account = next((row["DefaultAccount"] for row in _table("user", ("DefaultAccount",), user)), "")
     found: dict[str, list[Row]] = {}
@@ -146,7 +143,6 @@ def _accounting(user: str, account: str | None, cluster: str) -> tuple[str, list
 
 
 def _table(what: str, keys: Sequence[str], *which: str) -> list[Row]:
-    """What `sacctmgr show` says, row by row."""
     ask = ("sacctmgr", "--noheader", "--parsable2", "show", what, *which, f"format={','.join(keys)}")
     lines = commands.run(*ask).splitlines()
     return [dict(zip(keys, line.split("|"), strict=True)) for line in lines if line]

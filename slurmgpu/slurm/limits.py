@@ -1,9 +1,8 @@
-"""What Slurm allows this user, and what becomes of a submission that asks for more.
+"""What Slurm allows this user, and what happens to a submission that asks for more.
 
-Slurm itself takes most of what is above a limit, and lets it pend for ever; `sbatch --test-only` does not tell either.
-Which of several limits holds: https://slurm.schedmd.com/resource_limits.html#hierarchy. Of two QOSes, and of the QOSes
-and the associations, the first one that sets a limit decides, for each TRES apart; what an account's members share is
-held at every level above a user.
+Slurm accepts most jobs that are above a limit, and they pend for ever; `sbatch --test-only` does not say so. Which of
+several limits holds: https://slurm.schedmd.com/resource_limits.html#hierarchy. The first QOS or association that sets a
+limit decides, for each TRES separately; limits that an account's members share hold at every level above a user.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ QOS, ASSOCIATION = "QOS", "Assoc"
 
 @dataclass(frozen=True)
 class Limit:
-    """A limit, what it is, what the submission asks for, and what will happen if that is more; "" if it fits."""
+    """A limit, its value, what the submission asks for, and what will happen if that is more; "" if it fits."""
 
     limit: str
     value: str
@@ -42,40 +41,25 @@ class Limit:
 
 @dataclass(frozen=True)
 class Source:
-    """Who sets limits, in the words of `Facts`' rows; `reasons` begins Slurm's reasons for what pends."""
+    """A QOS or an association that sets limits, a row of `Facts`; `reasons` is the prefix of Slurm's reasons."""
 
     name: str
     row: Mapping[str, str]
     reasons: str
     denies: bool
 
-    @property
-    def is_qos(self) -> bool:
-        """Whether it is a QOS: else it is an association."""
-        return self.reasons == QOS
-
 
 @dataclass(frozen=True)
 class Rule:
-    """A kind of limit, and its keys in QOSes and associations with Slurm's reasons, behind the source's word."""
+    """A kind of limit, and its keys in QOSes and associations with Slurm's reasons, without the source's prefix."""
 
     kind: str
     keys: Mapping[str, str]
 
-    @property
-    def counts_gpus(self) -> bool:
-        """Whether its values are lists of TRES, such as "cpu=64,gres/gpu=8"."""
-        return self.kind in ("task", "at once")
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether all of an association's users share what it allows."""
-        return all(key.startswith("Grp") for key in self.keys)
-
 
 @dataclass(frozen=True)
 class Held:
-    """A limit that holds: whose it is, its key there, and its value, the GPUs of a list of TRES."""
+    """A limit that holds: its source, its key there, and its value, which is the GPUs of a list of TRES."""
 
     rule: Rule
     source: Source
@@ -97,7 +81,7 @@ RULES = (
 
 
 def limits_of(submission: Submission, facts: Facts) -> tuple[list[Limit], float | None]:
-    """The limits that hold for a submission, and the walltime of its tasks in seconds; None if it is not known."""
+    """The limits that hold for a submission, and the walltime of its tasks in seconds, None if that is not known."""
     partitions = [facts.partitions[name] for name in _partitions(submission, facts) if name in facts.partitions]
     associations = _associations(submission, facts, partitions)
     names = _qos_names(submission, facts, partitions, associations)
@@ -105,7 +89,7 @@ def limits_of(submission: Submission, facts: Facts) -> tuple[list[Limit], float 
     held = [each for rule in RULES for each in _held(rule, sources, submission)]
     walltime_s = _walltime_s(submission, partitions, [each.value for each in held if each.rule.kind == "wall"])
     asked = replace(submission, slurm={**submission.slurm, "time": _time(walltime_s)})
-    # The partition's MaxTime does not bind jobs of such a QOS.
+    # The partition's MaxTime does not hold for jobs of such a QOS.
     is_free = any("PartitionTimeLimit" in _flags(facts, name) for name, is_job_s in names if is_job_s)
     found = [limit for partition in partitions for limit in _of_partition(asked, partition, facts, is_free)]
     found += [_of_rule(asked, each) for each in held]
@@ -113,7 +97,7 @@ def limits_of(submission: Submission, facts: Facts) -> tuple[list[Limit], float 
 
 
 def bound_gpu_hours(submission: Submission, walltime_s: float | None) -> float | None:
-    """The GPU-hours that all tasks can use at most, without automatic resubmissions; None without a walltime."""
+    """The most GPU-hours that all tasks can use, without automatic resubmissions; None without a walltime."""
     if submission.gpus_per_task == 0:
         return 0.0
     return None if walltime_s is None else submission.n_tasks * submission.gpus_per_task * walltime_s / 3600
@@ -128,14 +112,14 @@ def _partitions(submission: Submission, facts: Facts) -> list[str]:
 def _associations(
     submission: Submission, facts: Facts, partitions: Sequence[Mapping[str, str]]
 ) -> list[Mapping[str, str]]:
-    """The user's association with the account, or those with it in the partitions, and the accounts' own, upwards."""
+    """The user's associations with the account, by partition if there are such, and those of the accounts above."""
     account = str(submission.slurm.get("account") or facts.default_account)
     names = [row["PartitionName"] for row in partitions]
     own = [row for row in facts.associations if row["User"] == facts.user and row["Account"] == account]
     found = [row for row in own if row["Partition"] in names] or [row for row in own if not row["Partition"]]
     accounts = {row["Account"]: row for row in facts.associations if not row["User"]}
     while account in accounts:
-        row = accounts.pop(account)  # so that there is an end to it, whatever the names of parents are
+        row = accounts.pop(account)  # so that it ends even if parents form a circle
         found.append(row)
         account = row.get("ParentName", "")
     return found
@@ -147,7 +131,7 @@ def _qos_names(
     partitions: Sequence[Mapping[str, str]],
     associations: Sequence[Mapping[str, str]],
 ) -> list[tuple[str, bool]]:
-    """The QOSes that limit the jobs, the one that decides first; True marks the jobs' own."""
+    """The QOSes that limit the jobs, by precedence; True marks the jobs' own."""
     default = next((row["DefaultQOS"] for row in associations if row["User"]), "")
     own = str(submission.slurm.get("qos") or default or "normal")
     names = [(row.get("QoS", ""), False) for row in partitions]
@@ -162,8 +146,8 @@ def _flags(facts: Facts, name: str) -> list[str]:
 def _sources(
     facts: Facts, names: Sequence[tuple[str, bool]], associations: Sequence[Mapping[str, str]]
 ) -> Iterator[Source]:
-    """Who sets limits for the jobs: of two that set the same, the first one's holds."""
-    denies = any("DenyOnLimit" in _flags(facts, name) for name, _ in names)  # then the others' are strict as well
+    """The sources of limits for the jobs, by precedence."""
+    denies = any("DenyOnLimit" in _flags(facts, name) for name, _ in names)  # holds for the limits of all
     for name in dict.fromkeys(name for name, _ in names):
         yield Source(f"QOS {name}", facts.qos[name], QOS, denies)
     for row in associations:
@@ -172,8 +156,8 @@ def _sources(
 
 
 def _held(rule: Rule, sources: Sequence[Source], submission: Submission) -> list[Held]:
-    """The limits of a rule that hold; of those on GPUs and on GPUs of the type, one source's lower one."""
-    if not rule.counts_gpus:
+    """The limits of a rule that hold; of a source's limits on GPUs and on GPUs of the type, the lower one."""
+    if rule.kind not in ("task", "at once"):  # whose values are lists of TRES, such as "cpu=64,gres/gpu=8"
         return _deciding(rule, sources)
     if not submission.gpus_per_task:
         return []
@@ -187,19 +171,19 @@ def _held(rule: Rule, sources: Sequence[Source], submission: Submission) -> list
 
 
 def _deciding(rule: Rule, sources: Sequence[Source], tres: str | None = None) -> list[Held]:
-    """Of what sources say of a rule, or of a TRES in it, the first; of what accounts share, what each of them says."""
+    """The first limit of a rule, or of a TRES in it; all limits of accounts, if their users share them."""
     found = [
         Held(rule, source, key, value)
         for source in sources
         for key in rule.keys
         if (value := source.row.get(key, "") if tres is None else _count(source.row.get(key, ""), tres))
     ]
-    is_up_to_accounts = rule.is_shared and found and not found[0].source.is_qos
-    return found if is_up_to_accounts else found[:1]
+    is_shared = all(key.startswith("Grp") for key in rule.keys)
+    return found if is_shared and found and found[0].source.reasons == ASSOCIATION else found[:1]
 
 
 def _walltime_s(submission: Submission, partitions: Sequence[Mapping[str, str]], most: Sequence[str]) -> float | None:
-    """What was asked for, or else the partition's default, or else the most that there is."""
+    """The walltime that was asked for, or else the partition's default, or else the longest one."""
     if "time" in submission.slurm:
         return submission.walltime_s
     defaults = [seconds for row in partitions if (seconds := seconds_of(row.get("DefaultTime", ""))) is not None]
@@ -209,14 +193,11 @@ def _walltime_s(submission: Submission, partitions: Sequence[Mapping[str, str]],
 
 
 def _of_partition(asked: Submission, partition: Mapping[str, str], facts: Facts, is_free: bool) -> Iterator[Limit]:
-    name, walltime_s = partition["PartitionName"], asked.walltime_s
-    longest = partition.get("MaxTime", "")
-    then = ""
-    if _is_more(walltime_s, seconds_of(longest)):
-        refuses = facts.config.get("EnforcePartLimits", "NO") != "NO"
-        then = REFUSED if refuses else f"{NEVER} (PartitionTimeLimit)"
+    name = partition["PartitionName"]
     if not is_free:
-        yield Limit(f"MaxTime of partition {name}", longest, _time(walltime_s), then)
+        refuses = facts.config.get("EnforcePartLimits", "NO") != "NO"
+        never = REFUSED if refuses else f"{NEVER} (PartitionTimeLimit)"
+        yield _of_walltime(asked, f"MaxTime of partition {name}", partition.get("MaxTime", ""), never)
     if not asked.gpus_per_task or name not in facts.gpus:
         return
     kind = asked.gpu_type or ""
@@ -233,41 +214,39 @@ def _of_rule(asked: Submission, held: Held) -> Limit:
     name, reason = f"{held.key} of {source.name}", f"{source.reasons}{rule.keys[held.key]}"
     never = REFUSED if source.denies else f"{NEVER} ({reason})"
     if rule.kind == "wall":
-        is_more = _is_more(asked.walltime_s, seconds_of(value))
-        return Limit(name, value, _time(asked.walltime_s), never if is_more else "")
+        return _of_walltime(asked, name, value, never)
+    most = int(value)
     if rule.kind == "jobs":
-        fitting, then = int(value), ""
-        if asked.n_concurrent > fitting:
-            then = _fewer(fitting, reason)
+        then = _fewer(most, reason) if asked.n_concurrent > most else ""
         return Limit(name, value, f"{asked.n_concurrent} at once", then)
     if rule.kind == "submit":
         n_jobs = asked.n_tasks + 1  # the merge job
-        return Limit(name, value, str(n_jobs), REFUSED if n_jobs > int(value) else "")
-    gpus = int(value)
-    if asked.gpus_per_task > gpus:
-        return Limit(name, number_of(gpus), f"{asked.gpus_per_task} for a task", never)
-    if rule.kind == "task":
-        return Limit(name, number_of(gpus), f"{asked.gpus_per_task} for a task")
-    limit = _at_once(asked, name, gpus, reason)
-    return replace(limit, value=number_of(gpus))
+        return Limit(name, value, str(n_jobs), REFUSED if n_jobs > most else "")
+    if rule.kind == "task" or asked.gpus_per_task > most:
+        then = never if asked.gpus_per_task > most else ""
+        return Limit(name, number_of(most), f"{asked.gpus_per_task} for a task", then)
+    return replace(_at_once(asked, name, most, reason), value=number_of(most))
 
 
 def _of_cluster(asked: Submission, config: Mapping[str, str]) -> Iterator[Limit]:
-    n_jobs = asked.n_tasks + 1  # the merge job
+    n_tasks, n_jobs = asked.n_tasks, asked.n_tasks + 1  # the merge job
     if (most := config.get("MaxArraySize", "")).isdecimal():
-        then = REFUSED if asked.n_tasks > int(most) else ""
-        yield Limit("MaxArraySize", most, f"{asked.n_tasks} task{'' if asked.n_tasks == 1 else 's'}", then)
+        then = REFUSED if n_tasks > int(most) else ""
+        yield Limit("MaxArraySize", most, f"{n_tasks} task{'' if n_tasks == 1 else 's'}", then)
     if (most := config.get("MaxJobCount", "")).isdecimal():
-        then = REFUSED if n_jobs > int(most) else ""
-        yield Limit("MaxJobCount, of all users", most, str(n_jobs), then)
+        yield Limit("MaxJobCount, of all users", most, str(n_jobs), REFUSED if n_jobs > int(most) else "")
+
+
+def _of_walltime(asked: Submission, name: str, longest: str, never: str) -> Limit:
+    walltime_s, limit = asked.walltime_s, seconds_of(longest)
+    is_more = walltime_s is not None and limit is not None and walltime_s > limit
+    return Limit(name, longest, _time(walltime_s), never if is_more else "")
 
 
 def _at_once(asked: Submission, name: str, gpus: int, reason: str) -> Limit:
     """A limit on the GPUs that the tasks may have together."""
     wanted = asked.n_concurrent * asked.gpus_per_task
-    then = ""
-    if wanted > gpus:
-        then = _fewer(gpus // asked.gpus_per_task, reason)
+    then = _fewer(gpus // asked.gpus_per_task, reason) if wanted > gpus else ""
     return Limit(name, str(gpus), f"{wanted} at once", then)
 
 
@@ -276,13 +255,9 @@ def _fewer(n_tasks: int, reason: str) -> str:
 
 
 def _count(text: str, tres: str) -> str:
-    """The number of one TRES in a list such as "cpu=64,gres/gpu=8,gres/gpu:a100=4"; "" where it has none of it."""
+    """The number of one TRES in a list such as "cpu=64,gres/gpu=8,gres/gpu:a100=4"; "" if it is not in it."""
     counts: dict[str, str] = dict(re.findall(r"([\w/:.-]+)=(\d+)", text))
     return counts.get(tres, "")
-
-
-def _is_more(seconds: float | None, limit: float | None) -> bool:
-    return seconds is not None and limit is not None and seconds > limit
 
 
 def _time(seconds: float | None) -> str:

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from slurmgpu.run.submissions import seconds_of
 from slurmgpu.slurm import commands
 
 log = logging.getLogger(__name__)
 
 IDENTITY_S = 5.0
-"""So long squeue is waited for where the environment may be another job's; a slurmctld that is busy takes longer."""
+"""How long to wait for squeue if the environment may be another job's; a busy slurmctld takes longer."""
 YEAR_S = 365 * 86400
-"""The walltime that a job without a limit has in its environment, from Slurm 23.02 on."""
+"""From Slurm 23.02 on, a job without a time limit has this walltime in its environment."""
 
 
 @dataclass(frozen=True)
 class OwnJob:
-    """The job that this process runs in: of an array, the array's id and the index in it; of a plain job, its id and 0.
+    """The job of this process: the array's id and the index in it, or a plain job's id and 0.
 
-    `restart` is how often it was requeued; `n_tasks` are those of the array. `end_time` tells when its walltime ends,
-    in seconds since the epoch; None without a limit, and for as long as Slurm has not told it.
+    `restart` is how often it was requeued; `n_tasks` is the number of tasks in the array. `end_time` returns when the
+    walltime ends, in seconds since the epoch; None without a limit, and until Slurm has answered.
     """
 
     array_job: str
@@ -36,11 +36,10 @@ class OwnJob:
 
 
 def own_job(*, own_array: bool) -> OwnJob:
-    """The job that this process is in, as the environment says; Slurm is asked only where that leaves it in doubt.
+    """The job of this process by its environment; squeue is asked only if that is ambiguous.
 
-    sbatch hands an array task's variables on to what is submitted in it, and an array alone gets its own in their
-    place. `own_array` is whether this job is known to be an array, or to have been submitted without such variables:
-    then nothing is in doubt.
+    sbatch passes the variables of an array task to jobs that are submitted in it, and only an array overwrites them.
+    `own_array`: this job is an array, or was submitted without such variables; then nothing is ambiguous.
     """
     environ = os.environ
     job_id = environ["SLURM_JOB_ID"]
@@ -60,18 +59,18 @@ def own_job(*, own_array: bool) -> OwnJob:
 
 
 def _is_in_array(environ: Mapping[str, str]) -> bool | None:
-    """Whether this job is a task of the array that the environment names; None where that does not tell."""
+    """Whether this job is a task of the array that the environment names; None if that is not known."""
     array_job = environ.get("SLURM_ARRAY_JOB_ID")
     if array_job is None:
         return False
-    # Slurm gives each task of an array a job id of its own, but the last to start, which has the array's.
+    # Each task of an array has its own job id; the last one to start has the array's.
     if array_job == environ["SLURM_JOB_ID"]:
         return True
     return False if environ.get("SLURM_ARRAY_TASK_COUNT") == "1" else None
 
 
 def _end_time(environ: Mapping[str, str]) -> float | None:
-    """What Slurm says of it from 23.02 on; its own word for "never" is a number too large for a time, or a year."""
+    """The end of the walltime from Slurm 23.02 on; None for "never", which is a number too large, or a year."""
     text, begin = environ.get("SLURM_JOB_END_TIME", ""), environ.get("SLURM_JOB_START_TIME", "")
     if not text.isdecimal() or not 0 < int(text) < 0xFFFFFFF0:
         return None
@@ -81,7 +80,7 @@ def _end_time(environ: Mapping[str, str]) -> float | None:
 
 @dataclass
 class _Asked:
-    """What squeue says of a job, asked in a thread: no task waits for it before it computes."""
+    """squeue's answer on a job, asked in a thread, so that the task computes meanwhile."""
 
     job_id: str
     _answered: threading.Event = field(default_factory=threading.Event)
@@ -92,19 +91,19 @@ class _Asked:
         threading.Thread(target=self._ask, daemon=True, name="squeue").start()
 
     def answer(self, timeout_s: float) -> tuple[str, str, str] | None:
-        """The array's id, the index in it and the restarts; None if it does not tell in time."""
+        """The array's id, the index in it and the restarts; None without an answer in time."""
         if not self._answered.wait(timeout_s):
-            log.warning("squeue has not answered within %.0f s; going on with what the environment says", timeout_s)
+            log.warning("squeue has not answered within %.0f s; the environment is used instead", timeout_s)
         return self._identity
 
     def end_time(self) -> float | None:
-        """When the walltime ends, as far as it is known by now."""
+        """When the walltime ends; None if it is not known yet."""
         return self._end
 
     def _ask(self) -> None:
         columns = ("JobID", "ArrayJobID", "ArrayTaskID", "RestartCnt", "TimeLeft")
         try:
-            # Asked for the last task of an array, whose id is the array's, squeue answers with all of its tasks.
+            # For the last task of an array, whose id is the array's, squeue prints all of the tasks.
             asked = ",".join(f"{name}:24" for name in columns)
             text = commands.run("squeue", "--noheader", "--all", "--jobs", self.job_id, "--Format", asked)
             fields = next(line.split() for line in text.splitlines() if line.split()[:1] == [self.job_id])
@@ -113,16 +112,7 @@ class _Asked:
         except (commands.SlurmUnavailableError, StopIteration, ValueError) as error:
             log.warning("the walltime is not known: %s", error or "squeue does not know this job")
         else:
-            seconds = _seconds(left)
+            seconds = seconds_of(left)
             self._end = None if seconds is None else time.time() + seconds
             self._identity = array_job, index, restart
         self._answered.set()
-
-
-def _seconds(text: str) -> float | None:
-    """Slurm's days-hours:minutes:seconds."""
-    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
-    if match is None:
-        return None  # UNLIMITED, NOT_SET, INVALID
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

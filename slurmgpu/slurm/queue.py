@@ -1,4 +1,4 @@
-"""What waits and runs in Slurm's queue, as squeue tells it, and which of it belongs to a run."""
+"""The jobs in Slurm's queue, by squeue, and which of them belong to a run."""
 
 from __future__ import annotations
 
@@ -6,30 +6,33 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
+from slurmgpu.errors import NoAnswerError
 from slurmgpu.report.queued import Job
 from slurmgpu.run.directory import Run
-from slurmgpu.run.submissions import JOB_KEYS, SubmissionLine, ended_jobs, is_slurms
+from slurmgpu.run.submissions import JOB_KEYS, SubmissionLine, ended_jobs
 from slurmgpu.slurm import commands
 from slurmgpu.util.array_ids import array_of, indices_of
+from slurmgpu.util.users import name_of
 
 log = logging.getLogger(__name__)
 
 JOB_NAME = "slurmgpu"
 MERGE_NAME = "slurmgpu-merge"
-"""What names of jobs begin with: Submitit's, and those of sbatch/*.sbatch."""
+"""Prefixes of the names of jobs: Submitit's, and those of sbatch/*.sbatch."""
 COMMENT = "slurmgpu:"
-"""What comments of jobs begin with that were submitted by the lines of `slurmgpu plan`; the run directory follows."""
+"""The prefix of the comments of jobs that the commands of `slurmgpu plan` submit; the run directory follows."""
 
 
 @dataclass(frozen=True)
 class QueuedJob:
     """A line of squeue: an array task, or the not yet started rest of an array.
 
-    `start` is when it started, or will by Slurm's own estimate, in seconds since the epoch; None if that is not known.
+    `start` is when it started, or will by Slurm's estimate, in seconds since the epoch; None if that is not known.
     """
 
     job_id: str
@@ -43,19 +46,9 @@ class QueuedJob:
 
     def to_json(self, is_merge: bool) -> Job:
         """The job in the JSON of status."""
-        n_tasks = 0 if is_merge else self.n_tasks
-        return {
-            "job_id": self.job_id,
-            "state": self.state,
-            "reason": self.reason,
-            "start": self.start,
-            "n_tasks": n_tasks,
-        }
-
-    @property
-    def n_tasks(self) -> int:
-        """Tasks that this line stands for: of "1234_[5-9,12%4]" six."""
-        return len(indices_of(self.job_id))
+        n_tasks = 0 if is_merge else len(indices_of(self.job_id))  # "1234_[5-9,12%4]" has six
+        told = {"job_id": self.job_id, "state": self.state, "reason": self.reason}
+        return cast(Job, {**told, "start": self.start, "n_tasks": n_tasks})
 
     @property
     def array_job(self) -> str:
@@ -64,7 +57,7 @@ class QueuedJob:
 
     @property
     def is_merge(self) -> bool:
-        """Whether it merges, rather than computes."""
+        """Whether it merges."""
         return self.name.startswith(MERGE_NAME)
 
     def is_submitits(self, run: Run) -> bool:
@@ -73,7 +66,7 @@ class QueuedJob:
 
     @property
     def lacks_arguments(self) -> bool:
-        """Whether it may be of a run, and nothing but its script is known of it."""
+        """Whether it may be a run's, and squeue shows its script without arguments."""
         if not self.name.startswith(JOB_NAME) or self.comment.startswith(COMMENT) or not self.command:
             return False
         is_submitits = "submission_file" in Path(self.command).name
@@ -82,8 +75,8 @@ class QueuedJob:
     def is_of(self, run: Run) -> bool:
         """Whether it belongs to a run by its script: Submitit's lies in the run directory.
 
-        One that was submitted by hand says the run in its comment; or it bears a name that begins with "slurmgpu", and
-        has the run among its arguments.
+        A job that was submitted by hand names the run in its comment; or its name begins with "slurmgpu", and one of
+        its arguments is the run.
         """
         if self.is_submitits(run):
             return True
@@ -91,36 +84,19 @@ class QueuedJob:
             return Path(self.comment.removeprefix(COMMENT)).resolve() == run.folder.resolve()
         if not self.name.startswith(JOB_NAME) or run.folder.name not in self.command:
             return False
-        # squeue shows the arguments joined by blanks, which a path may hold as well.
+        # squeue shows the arguments joined by blanks, which a path may hold too.
         words = self.command.split(" ")[1:]
         spans = (" ".join(words[a:b]) for a in range(len(words)) for b in range(a + 1, len(words) + 1))
         folder = run.folder.resolve()
         return any(Path(self.folder, span).resolve() == folder for span in spans if Path(span).name == folder.name)
 
 
-def find_jobs(
-    job_ids: Sequence[str], of: Run | None = None, among: Sequence[QueuedJob] | None = None
-) -> list[QueuedJob]:
-    """What squeue says of these jobs, and of those whose script tells that they are of a run; not of ended ones.
-
-    `among` are all of the user's jobs, where one call of squeue is for many runs.
-    """
-    if not job_ids and of is None:
-        return []
-    wanted = set(job_ids)
-    return [
-        job
-        for job in (own_jobs() if among is None else among)
-        if job.array_job in wanted or (of is not None and job.is_of(of))
-    ]
-
-
 def own_jobs(and_of: Iterable[int] = ()) -> list[QueuedJob]:
-    """All of the user's jobs in the queue, by one call of squeue; not the ended ones. Those of other users by uid."""
+    """All jobs of this user in the queue, and of other users by uid, that have not ended; by one call of squeue."""
     uids = {os.getuid(), *and_of}
-    # Named with --jobs, one job that Slurm has forgotten makes squeue fail for all; so all of the user's are asked for.
-    # Arguments hold any character, also newlines. A job whose name or arguments hold these two is no run's.
-    # The arguments come last: of those that do hold them a part is left, and the job is known.
+    # All jobs: one in --jobs that Slurm has forgotten makes squeue fail for all of them.
+    # Arguments may hold any character, also newlines. The separators are in no name or argument of a run's job. The
+    # arguments come last: if they hold a separator they are cut, and the job is still known.
     fields = "\x1f".join(("%U", "%i", "%T", "%r", "%j", "%S", "%k", "%Z", "%o")) + "\x1e"
     text = commands.run("squeue", "--noheader", "--all", *_of_users(uids), "--format", fields)
     records = [[part.strip() for part in record.split("\x1f")] for record in text.split("\x1e\n")]
@@ -132,23 +108,23 @@ def own_jobs(and_of: Iterable[int] = ()) -> list[QueuedJob]:
         )
         if uid in wanted
     ]
-    # REQUEUED is how a life ended, in accounting; in the queue it is a job that is about to be pending again.
+    # REQUEUED is an end in accounting; in the queue it is a job that will be pending again.
     return _with_arguments([job for job in jobs if job.state == "REQUEUED" or not commands.has_ended(job.state)])
 
 
 def _of_users(uids: Iterable[int]) -> tuple[str, ...]:
-    """The option of squeue by which it tells of the jobs of these users; none where it would pass over one of them.
+    """The option of squeue for the jobs of these users; none if it would skip one of them.
 
-    Before Slurm 25.05 it knows no uid that has no name here: its answer is empty, with exit code 0.
+    Before Slurm 25.05 it prints nothing, with exit code 0, for a uid that has no name here.
     """
-    names = [commands.name_of(uid) for uid in uids]
+    names = [name_of(uid) for uid in uids]
     return () if None in names else ("--user", ",".join(sorted(map(str, uids))))
 
 
 def _with_arguments(jobs: list[QueuedJob]) -> list[QueuedJob]:
-    """The jobs, with the line that submitted them in place of a script whose arguments squeue does not show.
+    """The jobs, with the command line that submitted them instead of a script without arguments.
 
-    Slurm 24.11 and later show none. Accounting has the line since 21.08; without it such jobs stay as they are.
+    squeue of Slurm 24.11 and later shows none. Accounting has the line since 21.08; without it jobs stay as they are.
     """
     doubtful = {job.array_job for job in jobs if job.lacks_arguments}
     if unknown := sorted(doubtful - _SUBMITTED_BY.keys()):
@@ -161,35 +137,31 @@ def _with_arguments(jobs: list[QueuedJob]) -> list[QueuedJob]:
 
 
 _SUBMITTED_BY: dict[str, str] = {}
-"""The lines that accounting has told: those who watch a run ask for the queue again and again."""
+"""The lines from accounting: `status --watch` asks for the queue again and again."""
 
 
 def jobs_of(run: Run, among: Sequence[QueuedJob] | None = None) -> list[QueuedJob]:
     """A run's jobs in the queue, of all submissions that have not ended, and those that have not joined it yet.
 
-    An id is not enough to know one by: on another cluster that shares the disk it is another job's.
+    The id is not enough to identify a job: on another cluster that shares the disk it is another job's. `among` are
+    all of the user's jobs, if they are known already.
     """
     lines = run.submissions()
-    jobs = find_jobs([line[key] for line in lines for key in JOB_KEYS if key in line], run, among)
+    ids = {line[key] for line in lines for key in JOB_KEYS if key in line}
+    jobs = [job for job in (own_jobs() if among is None else among) if job.array_job in ids or job.is_of(run)]
     over = ended_jobs(lines)
-    # Slurm is asked for its name only where that matters: who watches a run comes here again and again.
+    # Slurm is asked for the cluster's name only if that matters: `status --watch` calls this again and again.
     if any(job.array_job in over or not job.is_of(run) for job in jobs):
         here = own_cluster()
         lines = [line for line in lines if here is None or line.get("cluster", here) == here]
         over = ended_jobs(lines)
     known = {line[key]: "cluster" in line for line in lines for key in JOB_KEYS if key in line}
-    return [job for job in jobs if job.array_job not in over and (job.is_of(run) or _is_known(job, known))]
 
+    def is_known(job: QueuedJob) -> bool:
+        # By its id, and also by its name if its cluster is not recorded.
+        return job.array_job in known and (known[job.array_job] or job.name.startswith(JOB_NAME))
 
-def _is_known(job: QueuedJob, known: Mapping[str, bool]) -> bool:
-    """Whether a job is one of these by its id, and by its name where it is not recorded on which cluster it is."""
-    return job.array_job in known and (known[job.array_job] or job.name.startswith(JOB_NAME))
-
-
-def may_be_queued(run: Run) -> bool:
-    """Whether Slurm may have jobs of a run: not of one that was only ever computed on this machine."""
-    lines = run.submissions()
-    return not lines or any(map(is_slurms, lines))
+    return [job for job in jobs if job.array_job not in over and (job.is_of(run) or is_known(job))]
 
 
 def _epoch(text: str) -> float | None:
@@ -201,13 +173,11 @@ def _epoch(text: str) -> float | None:
 
 
 def queued_jobs(run: Run, among: Sequence[QueuedJob] | None = None, last: list[Job] | None = None) -> list[Job] | None:
-    """A run's jobs in the queue, by one call of squeue; None where Slurm has none of it, `last` if it does not answer.
+    """A run's jobs in the queue, by one call of squeue; `last` if it does not answer.
 
-    An empty list is for a run that Slurm should have something of; of one on another cluster it is None.
-    `among` are all of the user's jobs, where they are known already.
+    An empty list means that the queue has none of the jobs that it should have; None that it need not have any, as for
+    a run on another cluster. `among` are all of the user's jobs, if they are known already.
     """
-    if not may_be_queued(run):
-        return None
     lines = run.submissions()
     expected = any(line["state"] == "queued" for line in lines)
     merges = {line.get("merge_job") for line in lines}
@@ -221,26 +191,26 @@ def queued_jobs(run: Run, among: Sequence[QueuedJob] | None = None, last: list[J
 
 
 def _are_here(lines: Sequence[SubmissionLine]) -> bool:
-    """Whether all that is queued was submitted on the cluster that is asked here, as far as is known."""
+    """Whether all queued submissions were made on this cluster, as far as is known."""
     clusters = {line["cluster"] for line in lines if line["state"] == "queued" and "cluster" in line}
     return not clusters or clusters == {commands.cluster_name()}
 
 
 def own_cluster() -> str | None:
-    """The name of the cluster that is asked here; None if it does not say."""
+    """The name of this cluster; None without an answer."""
     try:
         return os.environ.get("SLURM_CLUSTER_NAME") or commands.cluster_name() or None
     except commands.SlurmUnavailableError:
         return None
 
 
-def in_short(error: commands.SlurmUnavailableError) -> str:
-    """Why squeue does not answer, in a line for those who have not asked for it."""
+def in_short(error: NoAnswerError) -> str:
+    """Why a queue does not answer, in a line."""
     return str(error).splitlines()[-1].rpartition("error: ")[2].partition(". ")[0].removesuffix(".")
 
 
 def dependents(job_id: str) -> list[tuple[str, str]]:
-    """Jobs of this user that wait for `job_id`, with their dependency as `scontrol update` takes it."""
+    """Jobs of this user that wait for `job_id`, each with its dependency in the format of `scontrol update`."""
     found = []
     own = _of_users([os.getuid()])
     asked = ("--noheader", "--all", *own, "--states", "PENDING", "--format", "%U|%i|%E")

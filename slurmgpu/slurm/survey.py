@@ -1,4 +1,4 @@
-"""What Slurm says of this cluster and this user, for the site file that `init --site` proposes."""
+"""What Slurm says about this cluster and this user, for the site file of `init --site`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 from slurmgpu.slurm import commands
 from slurmgpu.slurm.commands import SlurmUnavailableError
+from slurmgpu.util.users import own_name
 
 GPUS = re.compile(r"\bgpu:(?:([^:,()]+):)?(\d+)")
-"""Of a node's Gres: "gpu:a100:4(S:0-1)" has type and number, "gpu:4" a number alone."""
+"""GPUs in a node's Gres: "gpu:a100:4(S:0-1)" has type and number, "gpu:4" only a number."""
 
 
 @dataclass
@@ -25,7 +26,7 @@ class Partition:
 
     @property
     def described(self) -> str:
-        """Its nodes and GPUs, in a few words."""
+        """Its nodes, GPUs and time limit, in words."""
         kinds = ", ".join(f"{kind or 'gpu'}:{count}" for kind, count in sorted(self.gpus.items()))
         nodes = f"{self.n_nodes} node{'s' if self.n_nodes > 1 else ''}"
         return f"{nodes}{f' with {kinds}' if kinds else ', no GPU'}, time limit {self.time_limit}"
@@ -33,7 +34,7 @@ class Partition:
 
 @dataclass(frozen=True)
 class Survey:
-    """A cluster as this user sees it. The first account is the default one; none where accounting does not answer."""
+    """A cluster as this user sees it. The first account is the default one; none if accounting does not answer."""
 
     cluster: str
     partitions: list[Partition]
@@ -48,17 +49,16 @@ class Survey:
 
     @property
     def gpu_types(self) -> list[str]:
-        """Every type of GPU that has a name."""
+        """The types of GPU that have a name."""
         return sorted({kind for partition in self.partitions for kind in partition.gpus if kind})
 
 
 def survey() -> Survey:
-    """Ask sinfo, scontrol and, where it answers, sacctmgr; SlurmUnavailableError where there is no Slurm."""
+    """Ask sinfo, scontrol and, if it answers, sacctmgr; SlurmUnavailableError if there is no Slurm."""
     if shutil.which("sinfo") is None:
-        raise SlurmUnavailableError("There is no sinfo here. A site file is written on a node of the cluster.")
+        raise SlurmUnavailableError("There is no sinfo here. Write the site file on a node of the cluster.")
     partitions = _partitions(commands.run("sinfo", "--noheader", "--format", "%P\x1f%a\x1f%l\x1f%D\x1f%G"))
-    config = dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", commands.run("scontrol", "show", "config"), re.M))
-    accounts, qos = _accounts()
+    config, (accounts, qos) = commands.configuration(), _accounts()
     return Survey(config.get("ClusterName", "?"), partitions, accounts, qos, config.get("TmpFS", "/tmp"))
 
 
@@ -79,7 +79,7 @@ def _partitions(text: str) -> list[Partition]:
 
 def _accounts() -> tuple[list[str], list[str]]:
     """Accounts of this user, the default one first, and QOSes."""
-    user = commands.own_name()
+    user = own_name()
     ask = ("sacctmgr", "--noheader", "--parsable2", "show")
     try:
         default = commands.run(*ask, "user", user, "format=DefaultAccount").split()

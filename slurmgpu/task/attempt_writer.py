@@ -1,6 +1,6 @@
-"""What an attempt writes of itself while it lives: its state, its shard in hand, where its seconds went.
+"""The record that an attempt writes while it lives: its state, its current shard, where its seconds went.
 
-docs/reference/files.md has the fields. Everything is by this node's clock.
+docs/reference/files.md has the fields. All times are by this node's clock.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from slurmgpu.util.env_info import Surroundings
 log = logging.getLogger(__name__)
 
 PROGRESS_S = 3.0
-"""How often an attempt's record is written again; `status` reads it."""
+"""How often an attempt's record is written; `status` reads it."""
 SHARE = 0.02
-"""More rarely, if writing it would take more than this part of the time …"""
+"""Less often, if writing it would take more than this share of the time …"""
 LONGEST_S = 10.0
-"""… but not so rarely that `status` would take the attempt for a dead one."""
+"""… but at least so often that `status` does not take the attempt for dead."""
 END_PATIENCE_S = 10.0
-"""So long an attempt tries to write its end: Slurm's KillWait is 30 s by default."""
+"""How long an attempt tries to write its end: Slurm's KillWait is 30 s by default."""
 PROGRESS_LENGTH = 200
-"""What a workload says of an item's progress is cut at this many characters."""
+"""A workload's progress text is cut at this many characters."""
 
 
 class Recording:
-    """The record of an attempt, kept up to date and written; `usage` tells what it has used so far."""
+    """Keeps the record of an attempt up to date and writes it; `usage` returns what it has used so far."""
 
     def __init__(
         self,
@@ -49,9 +49,9 @@ class Recording:
         self._path = run.tasks / f"{attempt.name}.json"
         self._usage = usage
         self._due = time.monotonic() + PROGRESS_S
-        # Several, while the first waits for the second to show that it is not the workload that fails.
+        # Several, while a shard whose items all failed waits for the next one to show whether the workload fails.
         self._in_hand: set[int] = set()
-        self._since = now  # what came before is accounted for; of use while something is in hand
+        self._since = now  # the time before is accounted for
         self._kept_here = 0.0
         self._call: frozenset[int] = frozenset()
 
@@ -67,7 +67,7 @@ class Recording:
         self.record["failure"], self.record["message"], self.record["traceback"] = failure, message, trace
 
     def hear(self, event: Mapping[str, Any]) -> None:
-        """Note what an event of the worker says."""
+        """Record an event of the worker."""
         record = self.record
         match event["event"]:
             case "loading":
@@ -98,41 +98,41 @@ class Recording:
                 record["takeovers"].append({"shard": event["shard"], "from": event["from"], "host": event["host"]})
 
     def leave(self, is_kept: bool) -> None:
-        """The shard in hand was left for later; `is_kept`: all that was done of it."""
+        """The current shard was left for later; `is_kept` if its progress is kept."""
         if is_kept:
             self._keep()
         self._drop()
 
-    def bury(self, death: Death) -> None:
-        """A worker died: of the shard that it had in hand is left what is kept."""
+    def add_death(self, death: Death) -> None:
+        """A worker died: only the kept progress of its shard is left."""
         self.record["deaths"].append({**death, "at": self._clock(), "state": self.record["state"]})
         self._drop()
 
     def end(self) -> None:
-        """The attempt ends, and gives back what it has in hand."""
+        """The attempt ends, and gives its shard back."""
         self._drop()
         self.enter("ended")
         self.record["ended"] = self._clock()
         self.write()
 
     def write_if_due(self) -> None:
-        """Write the record, unless that was done just now, or the attempt has ended."""
+        """Write the record, unless it was just written, or the attempt has ended."""
         if time.monotonic() >= self._due and self.record["state"] != "ended":
             self.write()
 
     def write(self) -> None:
-        """Write the record."""
+        """Write the record; an error is logged."""
         begun = time.monotonic()
         self.record["updated"] = self._clock()
         self.record["usage"] = self._usage()
         has_ended = self.record["state"] == "ended"
         try:
-            # Progress is written again soon, and leases are to be renewed meanwhile.
+            # Progress is not tried again: it is written again soon, and leases must be renewed meanwhile.
             options = {"durable": has_ended, "in_place_if_full": has_ended}
             patience_s = END_PATIENCE_S if has_ended else 0.0
             write_json_text(self._path, _as_json(self.record), **options, patience_s=patience_s)
         except OSError as error:
-            # Progress, or an end, that nobody learns of is no reason to give up shards that can be written.
+            # A record that cannot be written is no reason to give up shards that can be.
             log.warning("%s cannot be written: %s", self._path, error)
         self._due = begun + until_next(time.monotonic() - begun)
 
@@ -150,19 +150,18 @@ class Recording:
         self.record["shard_done"], self._call = 0, frozenset()
 
     def _count(self, items: Sequence[int]) -> None:
-        """Another call of the workload: the one before has come back, and was of use unless this repeats some of it."""
+        """Another call of the workload; the one before counts as done unless this call repeats some of its items."""
         call = frozenset(items)
         if not call & self._call:
             self.record["shard_done"] += len(self._call)
         self._call = call
 
     def _note_progress(self, text: str) -> None:
-        # It is shown on terminals, and may be what no terminal takes.
+        # It is shown on terminals, and may hold control characters.
         printable = "".join(letter if letter.isprintable() else " " for letter in text)
         self.record["progress"] = " ".join(printable.split())[:PROGRESS_LENGTH]
 
     def _keep(self) -> None:
-        """What was done until now is kept, whatever becomes of this worker."""
         if self._in_hand:
             now = self._clock()
             self._kept_here += now - self._since
@@ -179,7 +178,7 @@ class Recording:
         times = round(event["started"], 3), round(event["seconds"], 3)
         revision = [event["revision"]] if event.get("revision") else []
         record["published"].append([event["shard"], *times, event["won"], *revision])
-        record["kept_s"] = max(0.0, round(record["kept_s"] - self._kept_here, 3))  # it is among these seconds
+        record["kept_s"] = max(0.0, round(record["kept_s"] - self._kept_here, 3))  # `times` include them
         self._in_hand.discard(event["shard"])
         self._since, self._kept_here = self._clock(), 0.0
         if not self._in_hand:
@@ -194,11 +193,11 @@ class Recording:
 
 
 def until_next(cost_s: float) -> float:
-    """Seconds from one writing of a record to the next, if it takes `cost_s`."""
+    """Seconds between two writes of a record, if one takes `cost_s`."""
     return min(max(PROGRESS_S, cost_s / SHARE), LONGEST_S)
 
 
 def _as_json(record: Record) -> str:
-    """A line for each field: indented, a hundred thousand shards would take a second."""
+    """A line for each field: with indented lists, a hundred thousand shards would take a second."""
     fields = (f"{json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}" for name, value in record.items())
     return "{\n  " + ",\n  ".join(fields) + "\n}\n"

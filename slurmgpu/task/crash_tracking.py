@@ -1,4 +1,4 @@
-"""The deaths of an attempt's workers: what each had in hand, which item is to blame, and whether to start another."""
+"""Deaths of an attempt's workers: which items were in flight, which is to blame, and whether to go on."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import MutableMapping, Sequence
 from slurmgpu.run.claims import Claim
 from slurmgpu.run.crash_history import read_history, write_history
 from slurmgpu.run.directory import Run
-from slurmgpu.run.failures import POLICIES, brought_upon_itself, describe_exit
+from slurmgpu.run.failures import POLICIES, describe_exit, is_self_inflicted
 from slurmgpu.run.records import Death
 
 log = logging.getLogger(__name__)
 
 MAX_DEATHS = 8
-"""Workers that may die in a row, without a shard published or an item quarantined, before the task gives up."""
+"""How many workers may die in a row, without a shard published or an item quarantined, before the task gives up."""
 MAX_DEATHS_LOADING = 3
 
 
 class Deaths:
-    """What is known of an attempt's workers that died; what was in flight goes into the shard's history.
+    """The deaths of an attempt's workers; the items in flight are recorded in the shard's history.
 
-    `parked` says of each shard that was left for a submission with more memory, and why.
+    `parked` has a sentence for each shard that was left for a submission with more memory.
     """
 
     def __init__(self, run: Run, submission: int) -> None:
@@ -33,23 +33,23 @@ class Deaths:
         self._n_in_a_row = 0
 
     def take_up(self, shard: int, items: Sequence[int], is_isolated: bool) -> None:
-        """Suspect these items, if the worker dies now."""
+        """These items are in flight from now on."""
         self._in_flight = (shard, items, is_isolated)
 
     def put_down(self) -> None:
-        """Suspect nobody."""
+        """No item is in flight."""
         self._in_flight = None
 
     def note_broken(self, message: str) -> None:
-        """Know why the worker will die: the first of several messages says it."""
+        """Record why the worker is going to die; the first message counts."""
         self._broken = self._broken or message
 
     def forgive(self) -> None:
-        """Forget deaths that led nowhere: a shard has been published, or an item has got further."""
+        """Forget deaths in a row: a shard was published, or an item has progressed."""
         self._n_in_a_row = 0
 
     def forgive_in_flight(self) -> None:
-        """Forget the deaths of what is in flight, whose progress is kept: it did not die of what comes now."""
+        """Forget deaths with the items in flight: their progress is kept, so what comes next did not cause them."""
         self.forgive()
         if self._in_flight is not None:
             shard, items, _ = self._in_flight
@@ -57,10 +57,10 @@ class Deaths:
             if history.forget(items):
                 write_history(self._run.claims.folder, shard, history)
 
-    def bury(self, returncode: int, was_oom: bool, held: MutableMapping[int, Claim]) -> tuple[Death, str | None]:
-        """A death for the attempt's record, and why no worker is to be started after it; None if one is.
+    def add_death(self, returncode: int, was_oom: bool, held: MutableMapping[int, Claim]) -> tuple[Death, str | None]:
+        """A death for the attempt's record, and why no other worker is started; None if one is.
 
-        A shard that is left for a submission with more memory is taken out of `held`.
+        A shard that is parked is removed from `held`.
         """
         kind = "host_oom" if was_oom else "crash"
         how = describe_exit(returncode)
@@ -71,7 +71,7 @@ class Deaths:
             limit = MAX_DEATHS
             shard, items, _ = self._in_flight
             death["shard"], death["items"] = shard, [items[0], items[-1]][: len(items)]
-            weight = 1.0 if self._broken or (brought_upon_itself(returncode) and not was_oom) else 0.5
+            weight = 1.0 if self._broken or (is_self_inflicted(returncode) and not was_oom) else 0.5
             self._remember(weight, kind, message, held)
         log.error("%s: %s%s", kind, message, _what_was_in_flight(death))
         self._n_in_a_row += 1
@@ -88,25 +88,21 @@ class Deaths:
         if guilty is not None:
             self.forgive()
             if POLICIES[kind].more_memory and history.parked_by is None:
-                # More memory may be all it needs: the shard is left for a submission that has it.
+                # More memory may be enough: the shard is left for a submission that has it.
                 del history.quarantined[guilty]
                 history.parked_by = self._submission
-                self._park(shard, held.pop(shard))
+                try:
+                    self._run.claims.park(shard, held.pop(shard))
+                except OSError as error:  # then its lease ends, and the next worker finds its history
+                    log.warning("shard %d cannot be parked: %s", shard, error)
                 log.error("shard %d is left for a submission with more memory: item %d", shard, guilty)
                 self.parked.append(f"item {guilty} needs more host memory; its shard {shard} was left")
             else:
                 log.error("item %d is quarantined: %s: %s", guilty, kind, message)
         write_history(self._run.claims.folder, shard, history)
 
-    def _park(self, shard: int, claim: Claim) -> None:
-        try:
-            self._run.claims.park(shard, claim)
-        except OSError as error:  # then its lease ends, and who takes it over finds its history
-            log.warning("shard %d cannot be parked: %s", shard, error)
-
 
 def _what_was_in_flight(death: Death) -> str:
-    """What a worker that died had in hand, in words; "" if nothing."""
     items = death.get("items")
     if not items:
         return ""

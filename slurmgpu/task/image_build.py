@@ -1,4 +1,4 @@
-"""Making an image from one of the definition files, and looking into an image as a task's worker would."""
+"""Build an image from one of the definition files, and check an image as a task would."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def installed() -> Iterator[Runtime]:
 
 
 def find_runtime(*, builds: bool = False) -> Runtime:
-    """The first container runtime on PATH, with `builds` of those that build images; a sentence if there is none."""
+    """The first container runtime on PATH, with `builds` the first that builds images; SlurmGPUError without one."""
     for runtime in installed():
         if runtime.definitions or not builds:
             return runtime
@@ -61,12 +61,12 @@ def build_image(
     binds: Sequence[Bind] = (),
     progress: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Build slurmgpu-NAME.def into the file `output`, which appears whole; `progress` gets every line that is said.
+    """Build slurmgpu-NAME.def into the file `output`, which appears whole; `progress` gets each line of output.
 
-    A build that fails leaves OUTPUT.log, and a SlurmGPUError that says why.
+    A build that fails leaves OUTPUT.log, and raises a SlurmGPUError that says why.
     """
     if output.exists():
-        raise SlurmGPUError(f"{output} is there already, and runs may depend on it. Give another name, or remove it.")
+        raise SlurmGPUError(f"{output} exists already, and runs may depend on it. Give another name, or remove it.")
     if not output.absolute().parent.is_dir():
         raise SlurmGPUError(f"The folder of {output} does not exist.")
     binds = [_existing(bind) for bind in binds]
@@ -80,7 +80,7 @@ def build_image(
         if code != 0:
             said = log.read_text("utf-8", "replace")
             raise SlurmGPUError(
-                f"The build failed: {runtime.why_build_failed(said) or f'exit code {code}'}. All it said is in {log}."
+                f"The build failed: {runtime.why_build_failed(said) or f'exit code {code}'}. Its output is in {log}."
             )
         partial.replace(output)
         log.unlink()
@@ -99,7 +99,7 @@ def _existing(bind: Bind) -> Bind:
 
 
 def look_inside(container: Container, *, n_gpus: int) -> NodeCheck:
-    """Start the image's Python once on this machine, as a task does, and hear what it sees."""
+    """Start the image's Python once on this machine, as a task does, and report what it sees."""
     with tempfile.TemporaryDirectory(prefix="slurmgpu-check-") as folder, contextlib.ExitStack() as stack:
         own = Bind(folder, folder)
         stack.callback(leave_task_folders)

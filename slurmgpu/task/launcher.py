@@ -22,7 +22,7 @@ from slurmgpu.run.directory import Run
 from slurmgpu.run.records import Attempt
 from slurmgpu.worker.assignment import Assignment
 
-# Which Python an image has is known only now: one that is too old to read slurmgpu gets a sentence, no SyntaxError.
+# Only now is it known which Python an image has: one that is too old gets a sentence instead of a SyntaxError.
 START = """\
 import sys
 if sys.version_info < (3, 10):
@@ -35,34 +35,37 @@ runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 
 
 class Launcher:
-    """Makes the commands of a task's workers. `prepare` comes first, before anything is claimed."""
+    """Makes the commands of a task's workers. Call `prepare` first, before anything is claimed."""
 
     def __init__(self, run: Run, attempt: Attempt) -> None:
         self.run = run
         self.attempt = attempt
-        self.container = _container_of(run, attempt.submission)
+        # [container] may have been corrected for this submission.
+        own = (line.get("container") for line in run.submissions() if line["submission"] == attempt.submission)
+        found = next(own, None) or run.plan.container
+        self.container = Container.from_json(found) if found else None
         self._prepared: Prepared | None = None
 
     def prepare(self, pause: Callable[[float], None] = time.sleep) -> None:
-        """Look at what the worker will need of this node; ContainerError says what it lacks.
+        """Check what the worker needs on this node; ContainerError says what it lacks.
 
-        Copying an image takes a while: what `pause` raises meanwhile ends it.
+        `pause` is called while an image is copied, and may raise to end that.
         """
         if self.container is not None and self._prepared is None:
             self._prepared = prepare(self.container, container_binds(self.run), os.environ, pause)
 
     def close(self) -> None:
-        """Remove what the task has for itself on this node, once its worker has ended."""
+        """Remove the task's own folder on this node, once its worker has ended."""
         leave_task_folders()
 
     @property
     def image(self) -> str | None:
-        """The image that is used on this node, a staged copy perhaps; None without one."""
+        """The image on this node, which may be a staged copy; None without one."""
         return str(self._prepared.image) if self._prepared else None
 
     @property
     def if_slow(self) -> str:
-        """What to suspect when the worker's Python takes long to start; empty if nothing is known."""
+        """A likely cause if the worker's Python takes long to start; empty if none is known."""
         return "" if self.container is None else runtime_named(self.container.runtime).if_slow
 
     @property
@@ -78,11 +81,11 @@ class Launcher:
     def command(
         self, module: str, *arguments: str, environ: Mapping[str, str] = MappingProxyType({})
     ) -> tuple[list[str], dict[str, str]]:
-        """What runs a module of slurmgpu's where the worker runs, and its environment, `environ` within it."""
+        """The command that runs a module of slurmgpu where the worker runs, and its environment with `environ`."""
         inner = ["-c", START, module, *arguments]
         own = {"PYTHONUNBUFFERED": "1", "HDF5_USE_FILE_LOCKING": "FALSE", **self.run.plan.environ, **environ}
         if self.container is None:
-            # The package that this task runs, wherever it was imported from, is the one that its worker runs.
+            # The worker runs the same slurmgpu as this task, wherever that was imported from.
             home = str(Path(slurmgpu.__file__).resolve().parent.parent)
             path = os.pathsep.join(part for part in (home, os.environ.get("PYTHONPATH")) if part)
             return [sys.executable, *inner], {**os.environ, **own, "PYTHONPATH": path}
@@ -100,12 +103,5 @@ class Launcher:
         )
 
     def explain(self, said: str, returncode: int) -> ContainerError | None:
-        """Why a worker ended that never said a word; None when it was not for its container."""
+        """Why a worker ended without an event; None if the container is not the cause."""
         return None if self.container is None else runtime_named(self.container.runtime).explain(said, returncode)
-
-
-def _container_of(run: Run, submission: int) -> Container | None:
-    """The container of a submission: as planned, or as [container] was corrected for it."""
-    own = (line.get("container") for line in run.submissions() if line["submission"] == submission)
-    found = next(own, None) or run.plan.container
-    return Container.from_json(found) if found else None

@@ -1,6 +1,6 @@
-"""A node of a task that follows: it prepares itself, and starts and ends its part of the group as the leader says.
+"""A following node of a task: it prepares itself, and starts and ends its part of the group as the leader says.
 
-It has no record and no claims, and it decides nothing. When its leader is gone, so is it.
+It has no record and no claims, and decides nothing. It ends when its leader is gone.
 """
 
 from __future__ import annotations
@@ -18,22 +18,21 @@ from typing import Any
 from slurmgpu.containers.settings import ContainerError
 from slurmgpu.run.directory import Run
 from slurmgpu.run.records import Attempt
-from slurmgpu.run.rendezvous import Line, join_meeting
+from slurmgpu.run.rendezvous import Line, join_rendezvous
 from slurmgpu.task.launcher import Launcher
-from slurmgpu.task.nodes import MEETING_S, group_command, meeting_path
-from slurmgpu.task.telemetry import Sampler
-from slurmgpu.task.worker_process import GRACE_S, PARTING_S, StoppedError, StopSignals, WorkerProcess
+from slurmgpu.task.nodes import MEETING_S, group_command, rendezvous_path
+from slurmgpu.task.telemetry import sampler_of
+from slurmgpu.task.worker_process import EXIT_STOPPED, GRACE_S, PARTING_S, StoppedError, StopSignals, WorkerProcess
 from slurmgpu.util import cgroups, gpus
 from slurmgpu.util.pipes import FAILURES
 
 log = logging.getLogger(__name__)
 
-EXIT_STOPPED = 75
 LOOK_S = 0.2
 
 
 def follow(run: Run, attempt: Attempt, rank: int, node: str) -> int:
-    """Be the node of this rank until the leader says that the task has ended; the exit code."""
+    """Follow the leader on the node of this rank until the task has ended; the exit code."""
     with StopSignals() as signals:
         try:
             line = _find_leader(run, attempt, rank, node, signals)
@@ -49,7 +48,7 @@ def follow(run: Run, attempt: Attempt, rank: int, node: str) -> int:
 def _find_leader(run: Run, attempt: Attempt, rank: int, node: str, signals: StopSignals) -> Line | None:
     deadline = time.monotonic() + MEETING_S
     while time.monotonic() < deadline:
-        if line := join_meeting(meeting_path(run, attempt), {"rank": rank, "node": node}):
+        if line := join_rendezvous(rendezvous_path(run, attempt), {"rank": rank, "node": node}):
             return line
         signals.pause(LOOK_S)
     return None
@@ -62,16 +61,14 @@ class _Follower:
         self._launcher = Launcher(run, attempt)
         self._log_path: Path = run.logs / f"{attempt.name}.node{rank}.log"
         self._worker: WorkerProcess | None = None
-        samples = run.folder / "telemetry" / f"{attempt.name}.node{rank}.jsonl"
-        gpu_ids = gpus.visible_ids() if attempt.uses_gpus else []
-        self._sampler = Sampler(samples, gpu_ids, run.plan.sample_s, lambda: self._worker.pid if self._worker else None)
+        self._sampler = sampler_of(run, attempt, lambda: self._worker.pid if self._worker else None, rank)
         self._group = ""
         self._heard = False
         self._kills_before = 0
         self._end_by: float | None = None
 
     def obey(self) -> int:
-        """Prepare, then do as the leader says; the exit code."""
+        """Prepare, then do what the leader says; the exit code."""
         threading.Thread(target=self._listen, daemon=True, name="the leader's words").start()
         self._line.tell({"problem": self._problem()})
         with contextlib.closing(self._launcher), self._sampler, contextlib.ExitStack() as stack:
@@ -83,17 +80,17 @@ class _Follower:
                     if self._worker is not None:
                         self._worker.reap()
                 if self._end_by is not None and time.monotonic() > self._end_by:
-                    log.warning("the leader does not say what a signal means; this node ends")
+                    log.warning("the leader has not answered a signal; this node ends")
                     return EXIT_STOPPED
-                code = self._heed(event, stack)
+                code = self._handle(event, stack)
                 if code is not None:
                     return code
 
-    def _heed(self, event: Mapping[str, Any], stack: contextlib.ExitStack) -> int | None:
-        """What one event asks for; an exit code to end with."""
+    def _handle(self, event: Mapping[str, Any], stack: contextlib.ExitStack) -> int | None:
+        """Handle one event; an exit code to end with."""
         match event:
             case {"event": "signal", "signum": signum} if signum != signal.SIGUSR2:
-                # The leader has it, too, and decides. A node that lost its leader ends without it.
+                # The leader gets it as well, and decides. Without an answer this node ends.
                 self._end_by = self._end_by or time.monotonic() + PARTING_S + 2 * GRACE_S
             case {"event": "leader", "do": "start"}:
                 self._start(event, stack)
@@ -126,7 +123,7 @@ class _Follower:
         self._line.tell({"exited": code, "was_oom": was_oom, "group": self._group})
 
     def _problem(self) -> dict[str, Any] | None:
-        """What keeps this node from computing, before anything is started."""
+        """What prevents this node from computing, before anything is started."""
         try:
             if self._attempt.uses_gpus:
                 gpus.check_visible(self._attempt.n_gpus)

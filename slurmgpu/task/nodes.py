@@ -1,8 +1,8 @@
-"""The other nodes of a task that has several, and how their processes keep in step with those of this one.
+"""The other nodes of a task that has several, and the group of processes on all of them.
 
-Slurm starts one process on each node. That of the first node is the task, with its record, its claims and rank 0; it
-leads. Those of the others follow: see `following`. Whatever dies on any node ends the group on all of them, and the
-task starts a new one.
+Slurm starts one process on each node. The first node's is the task, with its record, its claims and rank 0, and leads;
+the others follow: see `node_agent`. A process that dies on any node ends the group on all of them, and the task starts
+a new one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from slurmgpu.run.directory import Run
 from slurmgpu.run.records import Attempt
-from slurmgpu.run.rendezvous import Line, Meeting, free_port, own_hosts
+from slurmgpu.run.rendezvous import Line, Rendezvous, free_port, own_hosts
 from slurmgpu.task.launcher import Launcher
 from slurmgpu.task.worker_process import Events, StoppedError, StopSignals, WorkerProcess
 from slurmgpu.worker.assignment import Assignment
@@ -31,11 +31,11 @@ log = logging.getLogger(__name__)
 MEETING_S = 120.0
 """How long a node may take to start its process and find the leader."""
 FAREWELL_S = 10.0
-"""How long a task that ends early waits for followers to come, so that they need not wait for it."""
+"""How long a task that ends early waits for followers to connect, so that they need not wait for it."""
 
 
 class NodeFaultError(Exception):
-    """Another node of the task cannot go on; `kind` is the failure class, `node` the one at fault, if one is."""
+    """Another node of the task cannot go on; `kind` is the failure class, `node` the node at fault, if any."""
 
     def __init__(self, kind: str, message: str, node: str | None) -> None:
         super().__init__(message)
@@ -44,11 +44,11 @@ class NodeFaultError(Exception):
 
 
 def node_rank() -> int:
-    """The place of this node among those of its task; srun tells it."""
+    """The rank of this node among those of its task, set by srun."""
     return int(os.environ.get("SLURM_PROCID", "0"))
 
 
-def meeting_path(run: Run, attempt: Attempt) -> Path:
+def rendezvous_path(run: Run, attempt: Attempt) -> Path:
     """Where the followers of an attempt read how to find their leader."""
     return run.tasks / f".{attempt.name}.group"
 
@@ -60,7 +60,7 @@ def group_command(
     address = f"[{host}]" if ":" in host else host
     place = ["--nodes", str(launcher.attempt.n_nodes), "--node-rank", str(rank), "--group", group["name"]]
     words = [str(launcher.run.folder), json.dumps(assignment), *place, "--endpoint", f"{address}:{group['port']}"]
-    # Never an argument, which every user of the node sees.
+    # The secret is no argument: every user of the node sees those.
     return launcher.command("slurmgpu.worker.groups", *words, environ={GROUP_SECRET: group["secret"]})
 
 
@@ -73,25 +73,25 @@ class _Follower:
 
 @dataclass
 class OtherNodes:
-    """The other nodes of a task, as its leader sees them; there may be none."""
+    """The other nodes of a task, for its leader; there may be none."""
 
     run: Run
     attempt: Attempt
     signals: StopSignals
     fault: NodeFaultError | None = None
     _followers: dict[int, _Follower] = field(default_factory=dict)
-    _meeting: Meeting | None = None
+    _meeting: Rendezvous | None = None
     _worker: GroupProcess | None = None
     _n_groups: int = 0
     _is_stopped: bool = False
 
     def __enter__(self) -> OtherNodes:
         if self.attempt.n_nodes > 1:
-            self._meeting = Meeting(meeting_path(self.run, self.attempt), own_hosts(), self._serve)
+            self._meeting = Rendezvous(rendezvous_path(self.run, self.attempt), own_hosts(), self._serve)
         return self
 
     def meet(self) -> None:
-        """Wait until all have come; NodeFaultError names one that does not."""
+        """Wait until all have connected; NodeFaultError names one that has not."""
         deadline = time.monotonic() + MEETING_S
         while missing := self._missing():
             self.check()
@@ -104,7 +104,7 @@ class OtherNodes:
             self._pause()
 
     def start(self, launcher: Launcher, assignment: Assignment, log_path: Path) -> WorkerProcess:
-        """The worker; on several nodes its part here, while the others start theirs."""
+        """Start the worker; on several nodes its part here, while the others start theirs."""
         if self._meeting is None:
             return WorkerProcess(*launcher.worker(assignment), log_path, self.signals.events)
         while not all(follower.is_prepared for follower in self._followers.values()):
@@ -120,7 +120,7 @@ class OtherNodes:
         return self._worker
 
     def check(self) -> None:
-        """Raise what keeps another node from going on, if anything does."""
+        """Raise the fault of another node, if there is one."""
         if self.fault is not None:
             raise self.fault
 
@@ -146,19 +146,19 @@ class OtherNodes:
         try:
             self.signals.pause(0.05)
         except StoppedError:
-            self._is_stopped = True  # and so are those who have not come yet
+            self._is_stopped = True  # and so are nodes that have not connected yet
             raise
 
     def _missing(self) -> list[int]:
         return [rank for rank in range(1, self.attempt.n_nodes) if rank not in self._followers]
 
     def _serve(self, line: Line, hello: Mapping[str, Any]) -> None:
-        """In a thread for each follower: hear it until it is gone."""
+        """Handle a follower's messages until it is gone, in a thread of its own."""
         follower = _Follower(hello["node"], line)
         self._followers[hello["rank"]] = follower
         while (message := line.hear()) is not None:
             if "group" in message:
-                self._heed(follower, message)
+                self._handle(follower, message)
             elif message["problem"] is None:
                 follower.is_prepared = True
             else:
@@ -167,8 +167,7 @@ class OtherNodes:
             text = f"{follower.node}: its process died or stopped answering"
             self._give_up(NodeFaultError("node_fail", text, follower.node))
 
-    def _heed(self, follower: _Follower, message: Mapping[str, Any]) -> None:
-        """What a follower tells of a group, unless that is history."""
+    def _handle(self, follower: _Follower, message: Mapping[str, Any]) -> None:
         worker = self._worker
         if worker is None or worker.group != message["group"]:
             return
@@ -187,7 +186,7 @@ class OtherNodes:
 
 
 class GroupProcess(WorkerProcess):
-    """The part of a group that runs on this node; it ends with those of the other nodes, and they with it."""
+    """The part of a group on this node; it ends with the parts on the other nodes."""
 
     def __init__(
         self, others: OtherNodes, group: str, command: list[str], env: dict[str, str], log_path: Path, events: Events
@@ -198,18 +197,18 @@ class GroupProcess(WorkerProcess):
         super().__init__(command, env, log_path, events)
 
     def end_as(self, code: int, was_oom: bool) -> None:
-        """End it because it ended so on another node, unless it has ended by itself."""
+        """End it because the part on another node has ended, unless it has ended itself."""
         if self._process.poll() is None:
             self._first_exit, self.was_oom = code, was_oom
             self.end()
 
     def end(self) -> None:
-        """End it, politely, then not, and let who follows its events see it end."""
+        """End it by SIGTERM, then by SIGKILL; its last event says that it has ended."""
         self.stop()
         self._kill_all()
 
     def wait(self) -> int:
-        """The exit code of what ended first, on whichever node; NodeFaultError when a node is lost."""
+        """The exit code of the part that ended first; NodeFaultError if a node is lost."""
         code = super().wait()
         if code:
             self._others.check()

@@ -1,4 +1,4 @@
-"""Whether this node could work on a run: the image, its Python, and the GPUs, looked at as a task would."""
+"""Whether this node can work on a run: check the image, its Python and the GPUs as a task does."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ TIMEOUT_S = 300
 
 @dataclass(frozen=True)
 class NodeCheck:
-    """What was found on a node: `found` as `probing` says it, and the sentences for what is wrong.
+    """What was found on a node: `found` is the output of `probing`, `problems` are sentences.
 
-    `start_s` is how long it took to start the Python and hear it; `runtime` the container runtime and its version;
-    `if_slow` says what to suspect when that took long.
+    `start_s` is how long the Python took to start and report; `runtime` is the container runtime and its version;
+    `if_slow` is a likely cause of a slow start.
     """
 
     found: Found
@@ -37,7 +37,7 @@ class NodeCheck:
 
 
 def check_here(plan: Plan, n_gpus: int, device: str) -> NodeCheck:
-    """Start the plan's Python once, in its image if it has one, and hear what it sees."""
+    """Start the plan's Python once, in its image if it has one, and report what it sees."""
     with tempfile.TemporaryDirectory(prefix="slurmgpu-check-") as folder, contextlib.ExitStack() as stack:
         launcher = Launcher(Run(Path(folder), plan), Attempt("check", 0, n_gpus=n_gpus, device=device))
         stack.callback(launcher.close)
@@ -56,13 +56,13 @@ def hear(
     explain: Callable[[str, int], ContainerError | None],
     if_slow: str,
 ) -> NodeCheck:
-    """Run a command that starts `slurmgpu.worker.probing`, and understand what it says; its stderr by `explain`."""
+    """Run a command that starts `slurmgpu.worker.probing`, and read its output; `explain` reads its stderr."""
     started = time.monotonic()
     try:
         done = subprocess.run(command, env=environ, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return NodeCheck({}, [f"its Python did not start within {TIMEOUT_S} s"])
-    # A wrapper, or a sitecustomize, of the image may have said something before.
+    # A wrapper, or a sitecustomize, of the image may have printed something before.
     line = next((line for line in reversed(done.stdout.splitlines()) if line.startswith("{")), None)
     if line is None:
         complaint = explain(done.stderr, done.returncode)

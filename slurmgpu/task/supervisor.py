@@ -1,7 +1,7 @@
-"""One array task on its node: GPU preflight, a worker kept alive, leases renewed, signals obeyed, all of it recorded.
+"""One array task on its node: checks GPUs, keeps a worker alive, renews leases, handles signals, writes its record.
 
 It runs on the host, outside any container image. A worker that dies is started again within the same allocation, and
-an item that kills its workers is found and quarantined.
+an item that kills its workers is quarantined.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from slurmgpu.code import importer
 from slurmgpu.code.snapshots import code_digest
 from slurmgpu.containers.settings import ContainerError
-from slurmgpu.faults import faults_for
 from slurmgpu.report.attempts import TOO_LARGE
 from slurmgpu.run.claims import UNREADABLE, Claim
 from slurmgpu.run.directory import Run
@@ -32,9 +30,10 @@ from slurmgpu.task.attempt_writer import Recording
 from slurmgpu.task.crash_tracking import Deaths
 from slurmgpu.task.launcher import Launcher
 from slurmgpu.task.nodes import NodeFaultError, OtherNodes
-from slurmgpu.task.telemetry import Sampler
-from slurmgpu.task.worker_process import PARTING_S, STOP_SIGNALS, Events, StoppedError, StopSignals, WorkerProcess
+from slurmgpu.task.telemetry import sampler_of
+from slurmgpu.task.worker_process import EXIT_STOPPED, PARTING_S, Events, StoppedError, StopSignals, WorkerProcess
 from slurmgpu.util import cgroups, gpus
+from slurmgpu.util.early_signals import SIGNUMS
 from slurmgpu.util.shared_files import remove
 from slurmgpu.worker.assignment import Assignment, WorkerFailedError
 from slurmgpu.worker.shard_claimer import Claimer, open_shards
@@ -42,33 +41,30 @@ from slurmgpu.worker.shard_claimer import Claimer, open_shards
 log = logging.getLogger(__name__)
 
 NOTICE_S = 120
-"""So near to the walltime's end a signal is taken for its notice; sbatch(1) allows itself 60 s of earliness."""
+"""A signal this near to the end of the walltime is its notice; sbatch(1) may send that 60 s early."""
 MOST_DROPPED = 32
-"""So many claims a requeued task looks at, for those that it held before."""
-EXIT_STOPPED = 75  # EX_TEMPFAIL: given back, to be taken up again
+"""How many claims a requeued task reads to find those that it held before."""
 GOOD_ENDS = {"complete": "every shard is published", "others": "living tasks compute the rest"}
-"""Why a task that has not failed takes no more shards; see docs/reference/files.md."""
+"""Why a task takes no more shards without a failure; see docs/reference/files.md."""
 
 
 class Task:
-    """An attempt at work. `run_worker` for a worker process, `run_in_process` for the debugger."""
+    """An attempt that works: `run_worker` with a worker process, `run_in_process` for the debugger."""
 
     def __init__(self, run: Run, attempt: Attempt, end_time: Callable[[], float | None] = lambda: None) -> None:
         self.run = run = run.computing(attempt.submission)
         self.attempt = attempt
-        self._later_end = end_time  # of an attempt that began before Slurm had told it
+        self._later_end = end_time  # if Slurm had not said it yet when the attempt began
         self._end: float | None = None
-        self._set_end(attempt.end_time)
         self._launcher = Launcher(run, attempt)
         self._worker_pid: int | None = None
-        # Without GPUs to use there are none to sample.
-        gpu_ids = gpus.visible_ids() if attempt.uses_gpus else []
-        telemetry = run.folder / "telemetry" / f"{attempt.name}.jsonl"
-        self._sampler = Sampler(telemetry, gpu_ids, run.plan.sample_s, lambda: self._worker_pid)
+        self._sampler = sampler_of(run, attempt, lambda: self._worker_pid)
         self.recording = Recording(run, attempt, self._sampler.usage)
         self.record = self.recording.record
-        self._held: dict[int, Claim] = {}  # whose leases are renewed
-        self._claimed: set[int] = set()  # what is to be given back, unless it is published
+        if attempt.end_time is not None:
+            self._end_at(attempt.end_time)
+        self._held: dict[int, Claim] = {}  # leases to renew
+        self._claimed: set[int] = set()  # shards to give back, unless they are published
         self._deaths = Deaths(run, attempt.submission)
         self._heard = False
         self._was_told = False
@@ -79,22 +75,19 @@ class Task:
         self._unrenewed: set[int] = set()
         self._renewed = time.monotonic()
 
-    # What both ways of running share
-
     def run_worker(self) -> int:
         """Work with a worker process until no shard is left for this task; its exit code."""
-        signals = StopSignals(self.recording.write_if_due)  # who waits long, for an image say, is seen to live
+        signals = StopSignals(self.recording.write_if_due)  # also while it waits long, as for an image
         with signals, self._sampler, OtherNodes(self.run, self.attempt, signals) as others:
             return self._finish(self._guarded(lambda: self._keep_a_worker(signals, others)))
 
     def run_in_process(self) -> int:
-        """Work in this very process, where `breakpoint()` stops; its exit code."""
+        """Work in this process, where `breakpoint()` stops; its exit code."""
         try:
             return self._finish(self._guarded(self._work_here))
-        except BaseException as error:  # what leaves the debugger, Ctrl-C above all
-            self._fail(
-                "cancelled" if isinstance(error, KeyboardInterrupt) else "crash", f"{type(error).__name__}: {error}"
-            )
+        except BaseException as error:  # Ctrl-C, or the end of the debugger
+            failure = "cancelled" if isinstance(error, KeyboardInterrupt) else "crash"
+            self._fail(failure, f"{type(error).__name__}: {error}")
             self._finish(1)
             raise
 
@@ -118,7 +111,7 @@ class Task:
         except OSError as error:
             return self._fail(class_of(error, FILES), str(error), traceback.format_exc())
         except Exception as error:
-            # A fault of slurmgpu's own: it is recorded, and the claims are given back, before the task ends.
+            # A bug of slurmgpu: it is recorded, and the claims are given back, before the task ends.
             return self._fail("crash", f"{type(error).__name__}: {error}", traceback.format_exc())
 
     def _fail(self, failure: str, message: str, trace: str = "") -> int:
@@ -131,9 +124,9 @@ class Task:
         return 1
 
     def _drop_earlier(self) -> None:
-        """Give back what earlier attempts of this task held when Slurm requeued it; a claim that is missed goes stale.
+        """Give back the claims of earlier attempts of this task after a requeue; one that is missed goes stale.
 
-        A task takes shards in order: what it held lies beside the shard that its last record names.
+        A task takes shards in order: its claims are near the shard that its last record names.
         """
         if not self.attempt.restart:
             return
@@ -162,16 +155,14 @@ class Task:
         return own if code and own else code
 
     def _remove_partials(self) -> None:
-        """Remove what dead workers have left half written; the merge removes what cannot be removed now."""
+        """Remove partial files of dead workers; the merge removes those that cannot be removed now."""
         with contextlib.suppress(OSError):
             for partial in partials_of(self.run.shards, self.attempt.name):
                 remove(partial, 0.0)
 
-    # The worker process
-
     def _keep_a_worker(self, signals: StopSignals, others: OtherNodes) -> int:
         try:
-            signals.pause(0.0)  # of what has come before this task listened
+            signals.pause(0.0)  # raises if a signal came before this task listened
             others.meet()
             claimer = Claimer(self.run, self._claim(), pause=signals.pause)
             if (found := claimer.look()) != "work":
@@ -183,10 +174,11 @@ class Task:
                 kills_before = cgroups.oom_kills()
                 self._heard = self._keeps_progress = False
                 self._learn_end()
-                with others.start(self._launcher, self._assignment(), self._log_path()) as worker:
+                log_path = self.run.logs / f"{self.attempt.name}.log"
+                with others.start(self._launcher, self._assignment(), log_path) as worker:
                     self._worker_pid = worker.pid
                     if self._was_told:
-                        worker.take_no_more()  # one that died may have left an item that is kept where it was
+                        worker.take_no_more()  # the worker before may have died before it kept its progress
                     self._follow(signals.events, worker)
                     returncode = worker.wait()
                 self._worker_pid = None
@@ -198,18 +190,17 @@ class Task:
                     return self._fail("host_oom", "; ".join(parked)) if parked else 0
                 if self.record["failure"] is not None:
                     return 1
-                if signal_of(returncode) in STOP_SIGNALS:
-                    # A signal to the whole job may reach the worker before this process: then it is no crash.
+                if signal_of(returncode) in SIGNUMS:
+                    # A signal to the whole job, which is no crash, may reach the worker before this process.
                     signals.pause(0.5)
                 if not self._heard and (complaint := self._launcher.explain(worker.said(), returncode)):
                     raise complaint
-                if not self._bury(returncode, was_oom=worker.was_oom or cgroups.oom_kills() > kills_before):
+                if not self._add_death(returncode, was_oom=worker.was_oom or cgroups.oom_kills() > kills_before):
                     return 1
         except StoppedError as stopped:
             return self._stopped(stopped.signum)
 
     def _follow(self, events: Events, worker: WorkerProcess) -> None:
-        """Handle the worker's events until it has ended."""
         tick = min(1.0, self.run.plan.lease_s / 12)
         while True:
             try:
@@ -220,9 +211,13 @@ class Task:
             if (end_time := self._learn_end()) is not None:
                 worker.tell_end(end_time)
             if event["event"] == "signal" and event["signum"] == signal.SIGUSR2:
-                self._heed_notice(worker)
+                # Slurm's notice. If it is of the walltime, the worker itself knows better when to stop.
+                if not self._is_near_end():
+                    log.warning("SIGUSR2: this task takes no more shards")
+                    self._was_told = True
+                    worker.take_no_more()
             elif event["event"] == "signal":
-                self._heed_stop(event["signum"], worker)
+                self._handle_stop(event["signum"], worker)
             if self._stopped_by is not None and time.monotonic() > self._part_by:
                 log.warning("the worker did not end within %.0f s of the signal", PARTING_S)
                 worker.stop()
@@ -233,29 +228,21 @@ class Task:
             self.handle(event)
 
     def _learn_end(self) -> float | None:
-        """When the walltime ends, if that was not known until now."""
+        """When the walltime ends, if that was not known before."""
         if self.attempt.end_time is not None or (end_time := self._later_end()) is None:
             return None
-        self.attempt = replace(self.attempt, end_time=end_time)
-        self.record["end_time"] = end_time
-        self._set_end(end_time)
+        self._end_at(end_time)
         return end_time
 
-    def _set_end(self, end_time: float | None) -> None:
-        # A clock that is set later changes nothing of how long is left.
-        self._end = None if end_time is None else time.monotonic() + end_time - time.time()
+    def _end_at(self, end_time: float) -> None:
+        self.attempt = replace(self.attempt, end_time=end_time)
+        self.record["end_time"] = end_time
+        # Monotonic: the time that is left does not change if the clock is set.
+        self._end = time.monotonic() + end_time - time.time()
 
-    def _heed_notice(self, worker: WorkerProcess) -> None:
-        """Slurm's notice, of the walltime or of a preemption; SIGTERM follows when the end has come."""
-        if self._interruption() == "preempted":
-            log.warning("SIGUSR2: this task takes no more shards")
-            self._was_told = True
-            worker.take_no_more()
-        # Of the walltime the worker knows itself, and more precisely.
-
-    def _heed_stop(self, signum: int, worker: WorkerProcess) -> None:
-        """A signal that ends the task: at once, unless the worker can keep the progress of what it has in hand."""
-        # Ctrl-C twice is somebody who will not wait. SIGTERM comes twice from Slurm itself: GraceTime, then KillWait.
+    def _handle_stop(self, signum: int, worker: WorkerProcess) -> None:
+        """Handle a signal that ends the task: at once, unless the worker can keep its progress."""
+        # A user who types Ctrl-C twice will not wait. Slurm itself sends SIGTERM twice: GraceTime, then KillWait.
         if not self._keeps_progress or (self._stopped_by == signum == signal.SIGINT):
             worker.stop()
             raise StoppedError(signum)
@@ -265,7 +252,7 @@ class Task:
             worker.take_no_more()
 
     def handle(self, event: Mapping[str, Any]) -> None:
-        """Take note of one event of the worker, and keep leases and the record fresh."""
+        """Handle one event of the worker, and keep leases and the record fresh."""
         self.recording.hear(event)
         match event["event"]:
             case "gpus":
@@ -294,23 +281,21 @@ class Task:
             case "done":
                 self._ended_early(event["reason"])
             case "failed":
-                # Of several processes the first to fail says why; the others may fail for lack of it.
+                # The first of several processes to fail says why; the others may fail because of it.
                 if self.record["failure"] is None:
                     if POLICIES[event["class"]].node_at_fault:
                         self.record["bad_node"] = event.get("node", self.record["node"])
                     self._fail(event["class"], event["message"], event["traceback"])
             case "preempt":
-                os.kill(os.getpid(), signal.SIGTERM)  # a fault on demand, by the way of the real ones
+                os.kill(os.getpid(), signal.SIGTERM)  # a fault on demand, like a real one
             case "timeout":
-                self.attempt = replace(self.attempt, end_time=event["end_time"])
-                self.record["end_time"] = event["end_time"]
-                self._set_end(event["end_time"])
+                self._end_at(event["end_time"])
             case "broken":
                 self._deaths.note_broken(event["message"])
         self._refresh()
 
     def _ended_early(self, reason: str) -> None:
-        """Write down why the worker took no more shards, and what became of the one that it left."""
+        """Record why the worker took no more shards, and what became of the one that it left."""
         self.record["reason"] = reason
         if reason in GOOD_ENDS:
             log.info("this task takes no more shards: %s", GOOD_ENDS[reason])
@@ -336,11 +321,11 @@ class Task:
         self._deaths.put_down()
         self._held.pop(shard, None)
         claim = self.run.claims.observe(shard)
-        # Who has taken it over goes on from what there was then.
+        # An attempt that has taken it over continues from what was kept at that time.
         self.recording.leave(is_kept=claim is UNREADABLE or (claim is not None and claim.is_of(self._claim())))
 
     def _let_go(self, shard: int) -> None:
-        """A shard is published, by this attempt or by another, or it is another's; its claim stays as it is."""
+        """The shard is published, or another attempt's; its claim is left as it is."""
         self._held.pop(shard, None)
         self._claimed.discard(shard)
 
@@ -353,9 +338,9 @@ class Task:
         self.recording.write_if_due()
 
     def _renew(self, shard: int, claim: Claim) -> bool:
-        """Renew a lease; False if that has failed and is to be tried again soon."""
+        """Renew a lease; False if that has failed and is tried again soon."""
         try:
-            # None: taken over. The worker finishes all the same; the first of two equal copies is kept.
+            # None: taken over. The worker still finishes; the first of two equal copies is kept.
             self._held[shard] = self.run.claims.renew(shard, claim) or claim
         except OSError as error:
             if shard not in self._unrenewed:
@@ -365,10 +350,10 @@ class Task:
         self._unrenewed.discard(shard)
         return True
 
-    def _bury(self, returncode: int, was_oom: bool) -> bool:
-        """Write down why a worker died; whether another one shall be started."""
-        death, why_no_more = self._deaths.bury(returncode, was_oom, self._held)
-        self.recording.bury(death)
+    def _add_death(self, returncode: int, was_oom: bool) -> bool:
+        """Record why a worker died; whether to start another one."""
+        death, why_no_more = self._deaths.add_death(returncode, was_oom, self._held)
+        self.recording.add_death(death)
         if why_no_more is not None:
             self._fail(death["class"], why_no_more)
             return False
@@ -379,28 +364,28 @@ class Task:
     def _stopped(self, signum: int) -> int:
         name = signal.Signals(signum).name
         by_hand = signum in (signal.SIGINT, signal.SIGHUP) or self._is_cancelled()
-        self.record["failure"] = "cancelled" if by_hand else self._interruption()
+        is_near = self._is_near_end()
+        self.record["failure"] = "cancelled" if by_hand else "timeout" if is_near else "preempted"
         self.record["message"] = f"stopped by {name}; {self._of_what_was_left() or 'its shards were given back'}"
         if time.monotonic() > self._part_by:
             self.record["message"] += f". Its worker did not end within {PARTING_S:g} s"
-        if self.record["failure"] == "timeout" and self.record["shard"] is not None:
+        if is_near and not by_hand and self.record["shard"] is not None:
             self.record["message"] += f". Shard {self.record['shard']} {TOO_LARGE}"
         log.warning("%s: %s", self.record["failure"], self.record["message"])
         return EXIT_STOPPED
 
     def _is_cancelled(self) -> bool:
-        """Whether `slurmgpu cancel` has left word that this task's submission shall end."""
         lines = self.run.submissions()
         return any(line.get("cancelled") for line in lines if line["submission"] == self.attempt.submission)
 
-    def _interruption(self) -> str:
-        """What Slurm's signal means: the walltime, of which it may warn a minute early, or a preemption."""
-        is_near = self._end is not None and time.monotonic() > self._end - NOTICE_S
-        return "timeout" if is_near else "preempted"
+    def _is_near_end(self) -> bool:
+        """Whether a signal of Slurm's is about the walltime, and not a preemption."""
+        return self._end is not None and time.monotonic() > self._end - NOTICE_S
 
     def _assignment(self) -> Assignment:
-        given, faults = self.attempt, faults_for(self.run, self.attempt.submission)
-        for shard in sorted(self._claimed):  # one that was left, too
+        given, lines = self.attempt, self.run.submissions()
+        inject = (tuple(line.get("inject") or ()) for line in lines if line["submission"] == given.submission)
+        for shard in sorted(self._claimed):  # also one that was left
             self._held.setdefault(shard, self._claim())
         return Assignment(
             given.task_name,
@@ -409,16 +394,11 @@ class Task:
             given.device,
             None if self._end is None else time.time() + self._end - time.monotonic(),
             sorted(self._held),
-            faults,
+            next(inject, ()),
             given.cluster,
             given.submission,
-            code_digest(self.run.submissions(), given.submission),
+            code_digest(lines, given.submission),
         )
-
-    def _log_path(self) -> Path:
-        return self.run.logs / f"{self.attempt.name}.log"
-
-    # The debugger's way
 
     def _work_here(self) -> int:
         from slurmgpu.worker.main import Worker

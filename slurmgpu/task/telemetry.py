@@ -1,4 +1,4 @@
-"""What an attempt used: samples of its GPUs and of its worker's processes, in telemetry/, and their means and peaks."""
+"""Telemetry of an attempt: samples of its GPUs and of its worker's processes, and their means and peaks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from slurmgpu.run.records import Usage
-from slurmgpu.run.telemetry_log import HeadLine, SampleLine
+from slurmgpu.run.directory import Run
+from slurmgpu.run.records import Attempt, Usage
+from slurmgpu.run.telemetry_log import HeadLine, SampleLine, telemetry_path
+from slurmgpu.util.gpus import visible_ids
 from slurmgpu.util.nvml import THROTTLE_REASONS, Cards, Reading, open_cards
 from slurmgpu.util.process_tree import Tree, TreeWatch
 from slurmgpu.util.shared_files import open_to_append
@@ -22,7 +24,7 @@ log = logging.getLogger(__name__)
 TELEMETRY_FORMAT = "slurmgpu telemetry"
 TELEMETRY_VERSION = 1
 FIRST_S = 0.5
-"""The first samples come sooner, each after twice the time, so that a short task has some as well."""
+"""The first samples come sooner, each after twice the time, so that short tasks have some too."""
 PATIENCE_S = 2.0
 """How long a task waits at its end for a sample that hangs in the driver."""
 
@@ -31,11 +33,11 @@ HOST_VALUES = ("rss_bytes", "cpu_s", "n_processes")
 
 
 class Sampler:
-    """A thread that samples what an attempt uses, every `sample_s` seconds, into the file `path`; 0 does nothing.
+    """A thread that samples what an attempt uses, every `sample_s` seconds, into the file `path`; never if that is 0.
 
-    `gpu_ids` are those of CUDA_VISIBLE_DEVICES: None for all GPUs that NVML shows, none for a task on CPUs. `tree_of`
-    says which process is the worker's first at the moment, None if there is none. Nothing that fails in here harms the
-    task: what cannot be read is unknown, and what cannot be written is left out.
+    `gpu_ids` are those of CUDA_VISIBLE_DEVICES: None for all GPUs that NVML shows, empty for a task on CPUs. `tree_of`
+    returns the worker's first process, None if there is none. Errors do not harm the task: what cannot be read is
+    unknown, and what cannot be written is left out.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class Sampler:
         self._thread = threading.Thread(target=self._work, daemon=True, name="telemetry")
         self._wake = threading.Event()
         self._ended = False
-        # All below is read and changed under the lock, and no reading is done under it: NVML may hang.
+        # The attributes below are used under the lock. NVML, which may hang, is never called under it.
         self._lock = threading.Lock()
         self._wanted = gpu_ids
         self._ready: int | None = None
@@ -55,13 +57,13 @@ class Sampler:
         self._gpus, self._host = _GPUUsage(), _HostUsage()
 
     def mark_ready(self) -> None:
-        """The worker that lives now has loaded its workload; until another one lives, its samples count as work."""
+        """The current worker has loaded its workload: its samples count as work."""
         with self._lock:
             self._ready = self._tree_of()
         self._wake.set()
 
     def use_gpus(self, uuids: Sequence[str]) -> None:
-        """The GPUs that CUDA really uses, as the worker reports them: CUDA's numbers and NVML's may differ."""
+        """Sample the GPUs that the worker reports: CUDA's numbers and NVML's may differ."""
         with self._lock:
             self._wanted = list(uuids)
         self._wake.set()
@@ -110,10 +112,10 @@ class Sampler:
         """The cards that are wanted now; `cards` are those so far."""
         had = {card.uuid for card in cards.cards} if cards else set()
         if cards is not None and wanted is not None and set(wanted) == had:
-            return cards  # they had been found by their numbers
+            return cards  # the same cards, found by their numbers
         found = open_cards(wanted) if wanted is None or wanted else None
         if cards is not None and found is None:
-            return cards  # NVML has other names for them; the numbers are what is left
+            return cards  # NVML does not know these names: keep those found by their numbers
         if cards is not None:
             cards.close()
         with self._lock:
@@ -161,6 +163,12 @@ class Sampler:
             log.debug("%s cannot be written: %s", self._path, error)
 
 
+def sampler_of(run: Run, attempt: Attempt, tree_of: Callable[[], int | None], node: int = 0) -> Sampler:
+    """The sampler of an attempt on one of its nodes; that of a task on CPUs samples no GPUs."""
+    gpu_ids = visible_ids() if attempt.uses_gpus else []
+    return Sampler(telemetry_path(run.folder, attempt.name, node), gpu_ids, run.plan.sample_s, tree_of)
+
+
 class _Mean:
     def __init__(self) -> None:
         self.total, self.n = 0.0, 0
@@ -173,8 +181,6 @@ class _Mean:
 
 
 class _GPUUsage:
-    """Sums and peaks over the samples of the task's GPUs."""
-
     def __init__(self) -> None:
         self._utilisation, self._power_w = _Mean(), _Mean()
         self._memory: Reading | None = None
@@ -222,14 +228,11 @@ class _GPUUsage:
         }
 
     def _growth(self, name: str) -> float | None:
-        """By how much a counter has grown, over all cards."""
         grown = [last - self._first[key] for key, last in self._last.items() if key[0] == name]
         return round(sum(grown), 1) if grown else None
 
 
 class _HostUsage:
-    """Peaks and sums over the samples of the worker's processes."""
-
     def __init__(self) -> None:
         self._rss_bytes: int | None = None
         self._before: tuple[int, float, float] | None = None
@@ -238,7 +241,7 @@ class _HostUsage:
     def add(self, tree: Tree, root: int, at: float, *, ready: bool) -> None:
         self._rss_bytes = max(self._rss_bytes or 0, tree.rss_bytes)
         if ready and self._before is not None and self._before[0] == root:
-            # It shrinks when a process ends that nobody of the tree has waited for.
+            # It shrinks when a process ends that no process of the tree has waited for.
             self._cpu_s += max(0.0, tree.cpu_s - self._before[1])
             self._wall_s += at - self._before[2]
         self._before = (root, tree.cpu_s, at) if ready else None

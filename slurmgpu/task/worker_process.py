@@ -1,4 +1,4 @@
-"""A worker process as its task sees it: events out of a pipe, signals, and an end that leaves nothing behind."""
+"""A worker process as its task sees it: events from a pipe, signals, and an end that leaves no process behind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from slurmgpu.util.early_signals import recall
+from slurmgpu.util.early_signals import SIGNUMS, recall
 from slurmgpu.util.process_tree import living
 from slurmgpu.util.shared_files import open_file, open_to_append, retried
 
@@ -25,9 +25,9 @@ log = logging.getLogger(__name__)
 GRACE_S = 2.0
 """How long a worker may take to end after SIGTERM; Slurm's KillWait is 30 s by default, and sites shorten it."""
 PARTING_S = 20.0
-"""How long one may take that keeps the progress of its items: so much of KillWait that the task can still give back."""
+"""How long a worker may take that keeps its progress; it leaves the task time for its end before KillWait."""
 SAID_BYTES = 1 << 16
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
+EXIT_STOPPED = 75  # EX_TEMPFAIL: the task's shards were given back
 
 Events = queue.SimpleQueue[dict[str, Any]]
 
@@ -41,9 +41,9 @@ class StoppedError(Exception):
 
 
 class StopSignals:
-    """Signals that end the task, turned into events of one queue; the former handlers come back at the end.
+    """Signals that end the task, as events of one queue; the former handlers are restored at the end.
 
-    `on_pause` is called whenever somebody pauses.
+    `on_pause` is called by each `pause`.
     """
 
     def __init__(self, on_pause: Callable[[], None] = lambda: None) -> None:
@@ -52,9 +52,9 @@ class StopSignals:
         self._former: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
-        for signum in STOP_SIGNALS:
+        for signum in SIGNUMS:
             if signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN:
-                continue  # nohup: the run shall outlive its terminal
+                continue  # nohup: the run goes on without its terminal
             self._former[signum] = signal.signal(signum, self._put)
         for came in recall():  # before this task could listen
             self._put(came, None)
@@ -64,7 +64,7 @@ class StopSignals:
         self.events.put({"event": "signal", "signum": signum})
 
     def pause(self, seconds: float) -> None:
-        """Wait; raises StoppedError as soon as a signal comes, also with 0 seconds. For times when no worker lives."""
+        """Wait; StoppedError as soon as a signal comes, also with 0 seconds. Only while no worker lives."""
         self._on_pause()
         end = time.monotonic() + seconds
         while True:
@@ -81,7 +81,7 @@ class StopSignals:
 
 
 class WorkerProcess:
-    """A worker in a session of its own, its events read into a queue; gone, with all its children, at the end."""
+    """A worker in its own session, its events read into a queue; killed with all its children at the end."""
 
     was_oom = False
     """Whether host memory was short on another node of the task."""
@@ -114,7 +114,7 @@ class WorkerProcess:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        # Not through a buffered file: while a read of it waits, nobody could close it, not even Python at its end.
+        # Not through a buffered file, which cannot be closed while a read of it waits, not even by Python at its end.
         pipe, rest = self._process.stdout.fileno(), b""
         while chunk := os.read(pipe, 1 << 16):
             *lines, rest = (rest + chunk).split(b"\n")
@@ -129,11 +129,11 @@ class WorkerProcess:
             event = json.loads(line)
             self._events.put({"event": event["event"], **event})
         except (ValueError, TypeError, KeyError):
-            # Printed before the worker took the pipe for itself, or cut short by its death.
+            # Printed before the worker took the pipe, or cut short by its death.
             log.warning("the worker wrote %r", line)
 
     def said(self) -> str:
-        """What it has written to its log so far; the end of it, if that is much; "" if that cannot be read."""
+        """What it has written to its log, or the end of that; "" if it cannot be read."""
         with contextlib.suppress(OSError), open_file(self._log_path) as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(self._log_start, end - SAID_BYTES))
@@ -145,23 +145,23 @@ class WorkerProcess:
         return self._process.wait()
 
     def take_no_more(self) -> None:
-        """Let it finish the shard in hand, and end."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError, ValueError):  # it has ended by itself, or is being ended
-            self._process.stdin.write(b"stop\n")
-            self._process.stdin.flush()
+        """Let it finish its shard, and end."""
+        self._tell("stop")
 
     def tell_end(self, end_time: float) -> None:
-        """Tell it when the walltime ends: Slurm has said so since it was started."""
+        """Tell it when the walltime ends, if that was not known when it started."""
+        self._tell(f"end {end_time!r}")
+
+    def _tell(self, line: str) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError, ValueError):
-            self._process.stdin.write(f"end {end_time!r}\n".encode())
+        with contextlib.suppress(BrokenPipeError, ValueError):  # it has ended, or is being ended
+            self._process.stdin.write(f"{line}\n".encode())
             self._process.stdin.flush()
 
     def reap(self) -> None:
-        """When the worker is dead, kill what it left: children that hold its pipe open would hide its end.
+        """If the worker is dead, kill its children: those that hold its pipe open would hide its end.
 
-        A daemon that it started, in a session of its own and with no living parent, is left alone, and not waited for.
+        A daemon that it started, in its own session and with no living parent, is not killed and not waited for.
         """
         if self._process.poll() is None:
             return
@@ -172,9 +172,9 @@ class WorkerProcess:
             self._events.put({"event": "eof", "pid": self.pid})
 
     def stop(self) -> None:
-        """End it: politely, then not."""
+        """Ask it to end, and wait a moment for that."""
         assert self._process.stdin is not None
-        # A group's launcher, and a worker that keeps progress, outlive SIGTERM, and end at this.
+        # A group's launcher, and a worker that keeps progress, ignore SIGTERM, and end when their stdin is closed.
         self._process.stdin.close()
         self._process.terminate()
         try:
@@ -192,18 +192,19 @@ class WorkerProcess:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
-        if not self._reader.is_alive():  # else the number of its file would be given to another while it is read
+        if not self._reader.is_alive():  # else its file descriptor would be reused while it is read
             self._process.stdout.close()
 
     def _kill_all(self) -> None:
-        """Kill whatever lives of the worker: its session, also what runs in process groups or sessions below it.
+        """Kill the worker's session, and process groups and sessions below it.
 
-        Apptainer puts the process that serves the image into a group of its own, a launcher each rank into a session.
+        Apptainer puts the process that serves the image into its own group, and a launcher puts each rank into its own
+        session.
         """
         deadline = time.monotonic() + GRACE_S
         while left := living(self.pid):
             for pid in left:
-                with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended; it is another user's
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or is another user's
                     os.kill(pid, signal.SIGKILL)
             if time.monotonic() > deadline:
                 log.warning("processes %s do not die of SIGKILL; they wait for a disk or a GPU", sorted(left))

@@ -1,4 +1,4 @@
-"""Small pure helpers: files, hashes, text, processes and GPUs of this machine.
+"""Small helpers: files, hashes, text, processes and GPUs of this machine.
 
 May import: errors.
 """

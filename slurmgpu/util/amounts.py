@@ -1,4 +1,4 @@
-"""Durations, sizes, rates and shares in words: every way in which slurmgpu writes them."""
+"""Durations, sizes, rates and shares in words."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 
 
 def clock(seconds: float) -> str:
-    """Hours, minutes and seconds; days where there are some."""
+    """Hours, minutes and seconds; days if there are any."""
     minutes, seconds = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
@@ -18,12 +18,12 @@ def clock(seconds: float) -> str:
 
 
 def wide_clock(seconds: float) -> str:
-    """Hours, minutes and seconds, as wide in every row of a table; days where there are some."""
+    """Hours, minutes and seconds of fixed width, for tables; days if there are any."""
     return time.strftime("%H:%M:%S", time.gmtime(seconds)) if seconds < 86400 else f"{seconds / 86400:.1f} d"
 
 
 def span_of(seconds: float) -> str:
-    """A length of time to about two digits."""
+    """A duration to about two digits, in one unit."""
     for size, unit in UNITS[:-1]:
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
@@ -31,7 +31,7 @@ def span_of(seconds: float) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """A time span in its two largest units, cut and not rounded: "2 h 14 min"; "–" if it is not known."""
+    """A duration in its two largest units, rounded down: "2 h 14 min"; "–" if it is not known."""
     if seconds is None or not math.isfinite(seconds):
         return "–"
     tenths = max(0, int(10 * seconds + 0.001))  # differences of times of the epoch are a bit off
@@ -46,7 +46,7 @@ def duration(seconds: float | None) -> str:
 
 
 def time_words(seconds: float) -> str:
-    """A time that was set, exactly and in the words of people: "20 min", "1 h 30 min", "2 d"."""
+    """A duration that was set, exactly: "20 min", "1 h 30 min", "2 d"."""
     parts, rest = [], round(seconds)
     for size, unit in UNITS:
         count, rest = divmod(rest, size)
@@ -56,7 +56,7 @@ def time_words(seconds: float) -> str:
 
 
 def about(seconds: float) -> str:
-    """A time that was estimated, to two digits, in the unit that suits it."""
+    """An estimated duration to two digits, in one unit."""
     for unit, size, most in (("s", 1.0, 100.0), ("min", 60.0, 6_000.0), ("h", 3_600.0, 360_000.0)):
         if seconds < most:
             return f"{digits(seconds / size)} {unit}"
@@ -64,17 +64,17 @@ def about(seconds: float) -> str:
 
 
 def digits(value: float) -> str:
-    """A number to two digits: what is estimated claims no more."""
+    """An estimated number to two digits."""
     return f"{float(f'{value:.2g}'):,.12g}"
 
 
 def rate_of(rate: float) -> str:
-    """Items in a second, with about three digits."""
+    """Items per second, with about three digits."""
     return f"{rate:,.{0 if rate >= 100 else 1 if rate >= 10 else 2 if rate >= 1 else 3}f}"
 
 
 def size_of(size: int) -> str:
-    """A number of bytes, to three digits, in the unit that suits it."""
+    """A number of bytes to three digits, in one unit."""
     value = float(size)
     for unit in ("B", "kB", "MB", "GB"):
         if value < 1000:
@@ -89,5 +89,5 @@ def gigabytes(size: float | None) -> str:
 
 
 def share_of(done: int, total: int) -> str:
-    """How much of it is done, in percent with one decimal, cut and not rounded: 100.0% is all of it."""
+    """The share that is done, in percent with one decimal, rounded down: 100.0% is all of it."""
     return f"{1000 * done // total / 10:.1f}%" if total else "–"

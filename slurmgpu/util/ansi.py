@@ -1,4 +1,4 @@
-"""What text may hold that is meant for a terminal and not for a reader: escape sequences and control characters."""
+"""Escape sequences and control characters in text, which are meant for a terminal."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ ESCAPES = re.compile(
     r"[ -/]*[0-~])",
     re.MULTILINE,
 )
-"""Escape sequences as ECMA-48 has them; the text of one that is not ended goes to the end of its line."""
+"""Escape sequences by ECMA-48; one that does not end goes to the end of its line."""
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]|[\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-"""Control characters but tabs and ends of lines, and those that turn the direction of a text and of what follows."""
+"""Control characters except tabs and ends of lines, and those that change the direction of text."""
 
 
 def without_escapes(text: str) -> str:
@@ -22,5 +22,5 @@ def without_escapes(text: str) -> str:
 
 
 def harmless(text: str) -> str:
-    """A text as lines that a terminal only shows: no escape sequences, and a sign in place of control characters."""
+    """A text that a terminal only shows: without escape sequences, and with a sign for control characters."""
     return CONTROLS.sub("\ufffd", without_escapes(text.replace("\r\n", "\n").replace("\r", "\n")))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Indices:
-    """Tasks of an array; `at_once` is how many of the array may run at a time, None where that is not limited."""
+    """Tasks of an array; `at_once` is how many of them may run at a time, None without a limit."""
 
     ranges: tuple[range, ...]
     at_once: int | None = None
@@ -21,11 +21,11 @@ class Indices:
 
 
 UNKNOWN = Indices((range(-1, 0),))
-"""One task, of which it is not known which."""
+"""One task with an unknown index."""
 
 
 def array_of(job_id: str) -> str:
-    """The array's own id: "1234" of "1234_7", of "1234_[5-9,12%4]", of "1234", and of "1234+1", a part of a hetjob."""
+    """The array's id: "1234" of "1234_7", "1234_[5-9,12%4]", "1234" and "1234+1", which is a part of a hetjob."""
     return re.split(r"[_+]", job_id, maxsplit=1)[0]
 
 

@@ -23,18 +23,18 @@ _NUMBERS = itertools.count()
 
 def fsync_dir(path: Path) -> None:
     """Make renames and links in a directory survive a power loss, on file systems that can sync a directory."""
-    retried(lambda: _fsync_dir(path))
 
+    def sync() -> None:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno not in _CANNOT_SYNC_FOLDERS:
+                raise
+        finally:
+            os.close(fd)
 
-def _fsync_dir(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in _CANNOT_SYNC_FOLDERS:
-            raise
-    finally:
-        os.close(fd)
+    retried(sync)
 
 
 def own_name(path: Path) -> Path:
@@ -44,27 +44,23 @@ def own_name(path: Path) -> Path:
 
 @contextlib.contextmanager
 def beside(path: Path) -> Iterator[Path]:
-    """A name beside `path` for what shall appear there whole; after an error it is gone, and the error names `path`."""
+    """A temporary name beside `path`; after an error it is removed, and the error names `path` instead."""
     partial = own_name(path)
     try:
         yield partial
     except BaseException as error:
-        with contextlib.suppress(OSError):  # where nothing can be written, nothing can be removed
+        with contextlib.suppress(OSError):  # on a file system that cannot be written
             if partial.is_dir():
                 shutil.rmtree(partial)
             else:
                 partial.unlink()
         if isinstance(error, OSError):
-            _tell_of(path, partial, error)
+            name = error.filename
+            if name is None and error.errno in FULL:
+                error.filename = str(path)
+            elif isinstance(name, str) and Path(name).is_relative_to(partial):
+                error.filename = str(path / Path(name).relative_to(partial))
         raise
-
-
-def _tell_of(path: Path, partial: Path, error: OSError) -> None:
-    """Have an error name what the user knows of; that a disk is full is told of no file at all."""
-    if error.filename is None and error.errno in FULL:
-        error.filename = str(path)
-    elif isinstance(error.filename, str) and Path(error.filename).is_relative_to(partial):
-        error.filename = str(path / Path(error.filename).relative_to(partial))
 
 
 def write_bytes(
@@ -73,29 +69,28 @@ def write_bytes(
     """Put `content` at `path` in one step; a reader sees the old file or the new one, never a part.
 
     Without `durable` nothing is fsynced: for progress that may be lost with the machine. `mode` are its permissions,
-    by default those that the umask leaves. A transient error is tried again for `patience_s`.
+    by default those of the umask. A transient error is tried again for `patience_s`.
     """
-    retried(lambda: _write_bytes(path, content, durable, mode), patience_s)
+
+    def write() -> None:
+        with beside(path) as partial:
+            with open(partial, "wb") as file:
+                if mode is not None:
+                    os.fchmod(file.fileno(), mode)
+                file.write(content)
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
+            replace(partial, path)
+        if durable:
+            fsync_dir(path.parent)
+
+    retried(write, patience_s)
 
 
-def _write_bytes(path: Path, content: bytes, durable: bool, mode: int | None) -> None:
-    with beside(path) as partial:
-        with open(partial, "wb") as file:
-            if mode is not None:
-                os.fchmod(file.fileno(), mode)
-            file.write(content)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        replace(partial, path)
-    if durable:
-        fsync_dir(path.parent)
-
-
-def write_json(path: Path, value: Any, *, durable: bool = True, in_place_if_full: bool = False) -> None:
-    """Put `value` at `path` as indented JSON, in one step; the rest is as with `write_json_text`."""
-    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-    write_json_text(path, text, durable=durable, in_place_if_full=in_place_if_full)
+def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
+    """Put `value` at `path` as indented JSON, in one step."""
+    write_json_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", durable=durable)
 
 
 def write_json_text(
@@ -108,10 +103,10 @@ def write_json_text(
 ) -> None:
     """Put JSON at `path`, in one step.
 
-    With `in_place_if_full` a disk that has no room for a second file gets the content over the first one's, where
-    another reader may see a part of it.
+    With `in_place_if_full`, if the disk has no room for a second file, the content is written over the old file, and
+    readers may see a part of it.
     """
-    # A lone surrogate, out of a file name say, becomes the escape that JSON has for it.
+    # A lone surrogate, as of a file name, becomes its JSON escape.
     content = text.encode("utf-8", "backslashreplace")
     try:
         write_bytes(path, content, durable=durable, patience_s=patience_s)
@@ -124,7 +119,7 @@ def write_json_text(
 
 @contextlib.contextmanager
 def working_folder(path: Path) -> Iterator[None]:
-    """Work in `path` for a while. (`contextlib.chdir` is Python 3.11's.)"""
+    """Change to the folder `path` in the block, as `contextlib.chdir` of Python 3.11."""
     before = Path.cwd()
     os.chdir(path)
     try:

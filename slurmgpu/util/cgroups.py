@@ -1,4 +1,4 @@
-"""How often the kernel has killed a process of this job for lack of memory, and how much of it is left.
+"""How often the kernel has killed a process of this job for lack of memory, and how much memory is left.
 
 cgroup v2's and v1's files: https://docs.kernel.org/admin-guide/cgroup-v2.html (memory.events) and
 cgroup-v1/memory.html (memory.oom_control).
@@ -12,17 +12,17 @@ ROOT = Path("/sys/fs/cgroup")
 
 
 def oom_kills() -> int:
-    """The sum of `oom_kill` over this process's memory cgroups, from its own up to its job's; 0 where none can be read.
+    """The sum of `oom_kill` over this process's memory cgroups, up to its job's; 0 if none can be read.
 
-    Only its growth between two calls means something. Slurm limits the step, the job, or both.
+    Only its growth between two calls has a meaning. Slurm limits the step, the job, or both.
     """
     return sum(_counter(file) for file in _counter_files())
 
 
 def memory_left() -> int | None:
-    """Bytes of memory that this process may still fill: of the machine's, and of its job's; files in it do not count.
+    """Bytes of memory that this process may still use, by the machine and by its job; cached files do not count.
 
-    None where the kernel does not say.
+    None if the kernel does not say.
     """
     machine = _value(Path("/proc/meminfo"), "MemAvailable:")
     found = [] if machine is None else [machine * 1024]
@@ -48,7 +48,7 @@ def _counter_files() -> list[Path]:
 
 
 def _value(file: Path, name: str = "") -> int | None:
-    """The number in a file, or in its line that begins with `name`; None for "max", or where it cannot be read."""
+    """The number in a file, or in its line that begins with `name`; None for "max", or if it cannot be read."""
     try:
         words = (line.split() for line in file.read_text("utf-8").splitlines())
         return next((int(line[1 if name else 0]) for line in words if line and name in ("", line[0])), None)
@@ -58,7 +58,7 @@ def _value(file: Path, name: str = "") -> int | None:
 
 def _upwards(path: str) -> list[str]:
     parts = path.strip("/").split("/")
-    # Above the job's cgroup v2 counts other jobs' kills as well.
+    # Not above the job's: cgroup v2 counts other jobs' kills there.
     job = next((n for n, part in enumerate(parts, 1) if part.startswith("job_")), len(parts))
     return ["/".join(parts[:n]) for n in range(len(parts), job - 1, -1)]
 

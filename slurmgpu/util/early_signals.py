@@ -1,8 +1,8 @@
-"""Signals that ask a process to end: remembered from its first instruction on, and heeded once it can.
+"""Signals that ask a process to end: remembered from its first instruction on, and handled once it can.
 
-Without this one that comes while modules are imported, or while the run is read, ends a task or is passed over. A task
-asks for what has come and listens by itself (`recall`); a merge, and whoever else holds the run's lock, is ended by an
-exception, so that it takes away what it has begun and gives the lock back (`heeded`).
+Otherwise a signal that comes while modules are imported, or while the run is read, would kill a task or be lost. A task
+asks for the signals that have come and then sets its own handlers (`recall`). A merge, and other holders of the run's
+lock, are ended by an exception, so that they remove partial files and release the lock (`heeded`).
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _ended_by: int | None = None
 
 
 class EndedBySignalError(SystemExit):
-    """A signal ends this process, with 128 and its number as shells have it."""
+    """A signal ends this process, with exit code 128 plus its number, as in shells."""
 
 
 def remember() -> None:
-    """Remember from now on what asks this process to end, instead of ending."""
+    """Remember signals from now on instead of ending."""
     for signum in SIGNUMS:
         if signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN:
-            continue  # nohup: the run shall outlive its terminal
+            continue  # nohup: the run goes on without its terminal
         signal.signal(signum, _note)
 
 
 def recall() -> list[int]:
-    """What has come until now, in order; each is given once."""
+    """The signals that have come, in order; each is returned once."""
     came = []
     while _came:
         came.append(_came.pop(0))
@@ -45,16 +45,16 @@ def recall() -> list[int]:
 
 
 def is_asked_to_end() -> bool:
-    """Whether one has come that ends a task, and was not recalled yet; the notice SIGUSR2 is none."""
+    """Whether a signal has come that ends a task, and was not recalled yet; the notice SIGUSR2 does not."""
     return any(signum != signal.SIGUSR2 for signum in _came)
 
 
 @contextlib.contextmanager
 def heeded() -> Iterator[None]:
-    """Have what asks this process to end raise in the block, also what has come before; SIGUSR2 is passed over.
+    """Let signals raise in the block, also those that came before; SIGUSR2 is ignored.
 
-    SIGINT raises KeyboardInterrupt, the others EndedBySignalError, and only the first of them does. What is ignored
-    stays so, and in other threads than the main one, which gets no signals, nothing changes.
+    SIGINT raises KeyboardInterrupt, the others EndedBySignalError; only the first signal raises. Ignored signals stay
+    ignored. Only the main thread gets signals: in others this does nothing.
     """
     global _is_heeding, _ended_by
     if _is_heeding or not _is_main():
@@ -81,9 +81,9 @@ def heeded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def deferred() -> Iterator[Callable[[], AbstractContextManager[None]]]:
-    """Have nothing raise in the block, but where it calls `heed`, and in the blocks of what this gives.
+    """Let no signal raise in the block, except in calls of `heed` and in `with allowed():`, which it yields.
 
-    What comes meanwhile raises at the end. So what is taken is given back.
+    Signals that come meanwhile raise at the end. So a lock that is taken is released.
     """
     global _n_deferring
     if not _is_main():
@@ -110,14 +110,14 @@ def _allowed() -> Iterator[None]:
 
 
 def heed() -> None:
-    """Raise what has come, where that is heeded."""
+    """Raise for signals that have come, in a block of `heeded`."""
     global _ended_by
     if not _is_heeding or not _is_main():
         return
     asking = [signum for signum in _came if signum != signal.SIGUSR2]
     _came.clear()
     if not asking or (_ended_by is not None and signal.SIGINT not in asking):
-        return  # it is ending already; Ctrl-C once more is somebody who will not wait
+        return  # it is ending already, and only another Ctrl-C interrupts that
     _ended_by = asking[0]
     raise KeyboardInterrupt if signal.SIGINT in asking else EndedBySignalError(128 + asking[0])
 

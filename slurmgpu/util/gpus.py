@@ -1,7 +1,7 @@
-"""The GPUs that this process was given, and whether CUDA can use them. Standard library only; torch is not needed.
+"""The GPUs of this process, and whether CUDA can use them. Standard library only, without torch.
 
-Function names and codes are the CUDA driver API's and NVML's: https://docs.nvidia.com/cuda/cuda-driver-api/ and
-https://docs.nvidia.com/deploy/nvml-api/. No context is made, so nothing of a GPU's memory is used.
+Function names and codes are those of the CUDA driver API and NVML: https://docs.nvidia.com/cuda/cuda-driver-api/ and
+https://docs.nvidia.com/deploy/nvml-api/. No context is made, so no GPU memory is used.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import ctypes
 import os
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 MIN_FREE = 0.1
@@ -22,9 +22,9 @@ FREE_PATIENCE_S = 10.0
 
 @dataclass(frozen=True)
 class GPU:
-    """One CUDA device, or MIG instance. `free_bytes` is None where NVML cannot be asked.
+    """One CUDA device, or MIG instance. `free_bytes` and `driver`, its version, are from NVML, None without it.
 
-    `cuda` is the newest CUDA that the driver supports, as "12.4"; `driver` is the driver's own version, from NVML too.
+    `cuda` is the newest CUDA that the driver supports, as "12.4".
     """
 
     name: str
@@ -40,31 +40,31 @@ class GPUFaultError(Exception):
 
 
 def number_of(n_gpus: int) -> str:
-    """So many GPUs, in words: "1 GPU", "4 GPUs"."""
+    """A number of GPUs in words: "1 GPU", "4 GPUs"."""
     return f"{n_gpus} GPU{'' if n_gpus == 1 else 's'}"
 
 
-def visible_ids(environ: Mapping[str, str] = os.environ) -> list[str] | None:
-    """What CUDA_VISIBLE_DEVICES names; None when it is not set, and CUDA shows all there are."""
-    value = environ.get("CUDA_VISIBLE_DEVICES")
+def visible_ids() -> list[str] | None:
+    """The GPUs in CUDA_VISIBLE_DEVICES; None if it is not set, and CUDA shows all."""
+    value = os.environ.get("CUDA_VISIBLE_DEVICES")
     if value is None:
         return None
     return [part.strip() for part in value.split(",") if part.strip()]
 
 
-def check_visible(n_expected: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise GPUFaultError when the environment shows fewer GPUs than were asked for; costs nothing."""
-    ids = visible_ids(environ)
+def check_visible(n_expected: int) -> None:
+    """Raise GPUFaultError if CUDA_VISIBLE_DEVICES shows fewer GPUs than were asked for."""
+    ids = visible_ids()
     if ids is not None and len(ids) < n_expected:
         shown = ",".join(ids) or "none"
         raise GPUFaultError(f"asked for {number_of(n_expected)}, CUDA_VISIBLE_DEVICES shows {len(ids)} ({shown})")
 
 
 def probe(n_expected: int, *, mine: int | None = None) -> list[GPU]:
-    """The GPUs that CUDA can use in this process, at least `n_expected`; GPUFaultError says what is wrong otherwise.
+    """The GPUs that CUDA can use in this process; GPUFaultError if they are fewer than `n_expected`, or unusable.
 
-    One with nearly no free memory is a fault. Of several processes of a task each looks at its own GPU, number `mine`,
-    alone: a sibling may have loaded its model already.
+    A GPU with nearly no free memory is unusable. One of several processes of a task checks only the memory of its own
+    GPU, number `mine`: the others may have loaded their models already.
     """
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
@@ -96,7 +96,7 @@ def _describe(cuda: ctypes.CDLL, ordinal: int, supported: str) -> GPU:
     _call(cuda, "cuDeviceGet", ctypes.byref(device), ordinal)
     _call(cuda, "cuDeviceGetName", name, len(name), device)
     _call(cuda, "cuDeviceTotalMem_v2", ctypes.byref(memory), device)
-    # Of a MIG instance _v2 (CUDA 11.4) gives the instance's own; the first version gives the whole card's.
+    # For a MIG instance _v2 (CUDA 11.4) returns the instance's UUID; the first version returns the card's.
     function = "cuDeviceGetUuid_v2" if hasattr(cuda, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
     _call(cuda, function, identity, device)
     return GPU(name.value.decode(), memory.value, f"GPU-{uuid.UUID(bytes=bytes(identity))}", cuda=supported)
@@ -130,7 +130,7 @@ class _Memory(ctypes.Structure):
 
 
 class _NVML:
-    """NVML's library, for what CUDA tells only to those who make a context."""
+    """NVML's library, for what CUDA only says with a context."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -139,8 +139,8 @@ class _NVML:
         self._driver = version.value.decode() if known else None
 
     def complete(self, gpu: GPU) -> GPU:
-        """The GPU with the memory that is free now, found by its UUID; as it was where NVML does not know it."""
-        # CUDA gives 16 bytes, and does not say whether they are a card's or a MIG instance's.
+        """The GPU, found by its UUID, with the memory that is free now; unchanged if NVML does not know it."""
+        # CUDA's 16 bytes do not say whether they are of a card or of a MIG instance.
         for name in (gpu.uuid, gpu.uuid.replace("GPU-", "MIG-", 1)):
             handle, memory = ctypes.c_void_p(), _Memory()
             if self._library.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)) == 0:
@@ -154,7 +154,7 @@ def _nvml() -> Iterator[_NVML | None]:
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
-        yield None  # the driver's installation lacks it, or the image's surroundings do
+        yield None  # the driver's installation, or the image, lacks it
         return
     if library.nvmlInit_v2() != 0:
         yield None

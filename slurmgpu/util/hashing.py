@@ -1,4 +1,4 @@
-"""A digest of a file, by which one sees that it has changed; of a large file by samples of it."""
+"""A digest of a file, to notice that it has changed; of samples of a large file."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ import hashlib
 from pathlib import Path
 
 WHOLE_BYTES = 64 << 20
-"""A file up to this is read whole; of a larger one these many samples, spread evenly from its first byte to its last.
+"""Files up to this size are read whole; of larger ones samples are read, spread evenly over the file.
 
-A training step changes every matrix, so that samples tell it; reading hundreds of gigabytes would take each task
-minutes.
+A training step changes every matrix, so samples show it; reading hundreds of gigabytes would take minutes.
 """
 DIGITS = 16
-"""The digits of a digest that names code."""
+"""The number of digits in a digest of code."""
 N_SAMPLES = 64
 SAMPLE_BYTES = 64 << 10
 
 
 def digest_of(path: Path) -> str:
-    """A digest of a file's size and content; of a large file's content samples."""
+    """A digest of a file's size and content, or of samples of a large file's content."""
     size = path.stat().st_size
     digest = hashlib.blake2b(str(size).encode(), digest_size=12)
     with open(path, "rb") as file:

@@ -1,4 +1,4 @@
-"""How everything of ours is logged on nodes: lines that begin with a time that holds wherever it is read."""
+"""slurmgpu's log format on nodes: lines that begin with a time and its offset from UTC."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 
 
 class LogFormatter(logging.Formatter):
-    """Lines that begin with a time in ISO 8601, with milliseconds and the offset from UTC: nodes and images differ."""
+    """Lines that begin with a time in ISO 8601, with milliseconds and the offset from UTC, which differs in images."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -19,7 +19,7 @@ class LogFormatter(logging.Formatter):
 
 
 def log_to_stderr(*, force: bool = False) -> None:
-    """Log what this process does on standard error, in lines that this module reads; `force`: instead of elsewhere."""
+    """Log to standard error in this format; with `force`, existing handlers are removed."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LogFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=force)

@@ -1,4 +1,4 @@
-"""Readings of this task's GPUs through NVML, as far as the package nvidia-ml-py, the driver and the card have them.
+"""Readings of this task's GPUs by NVML, as far as the package nvidia-ml-py, the driver and the card support them.
 
 Function names are NVML's: https://docs.nvidia.com/deploy/nvml-api/. No CUDA context is made, so no GPU memory is used.
 """
@@ -19,16 +19,16 @@ THROTTLE_REASONS = {
     0x40: "hw_thermal_slowdown",
     0x80: "hw_power_brake_slowdown",
 }
-"""nvmlClocksEventReasons that mean 'slower than it could be'; the others are idleness and settings."""
+"""nvmlClocksEventReasons that slow a GPU down; the others are idleness and settings."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A GPU at one moment; None is what NVML does not tell.
+    """A GPU at one moment; None is unknown.
 
-    `utilisation` is the share in percent of the last period of up to a second in which a kernel ran; memory is that of
-    the whole card, whoever uses it; `energy_j` and `ecc_errors` (uncorrected ones) count from when the driver was
-    loaded; `throttle` is a mask of THROTTLE_REASONS.
+    `utilisation` is the percentage of the last period of up to a second in which a kernel ran; memory is that of all
+    processes on the card; `energy_j` and `ecc_errors` (uncorrected ones) count since the driver was loaded; `throttle`
+    is a mask of THROTTLE_REASONS.
     """
 
     utilisation: int | None
@@ -50,12 +50,12 @@ class Card:
         self.uuid: str | None = _try(nvml.nvmlDeviceGetUUID, handle)
         self.name: str | None = _try(nvml.nvmlDeviceGetName, handle)
         self.is_mig = (self.uuid or "").startswith("MIG-")
-        # What NVML does not tell of an instance it tells of the card that the instance is a part of.
+        # NVML has some values only for the card of an instance.
         card = _try(lambda: nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)) if self.is_mig else handle
         self.card_handle = handle if card is None else card
 
     def read(self) -> Reading:
-        """How it is now. A MIG instance has its own memory; temperature, errors and clocks are those of its card."""
+        """A reading. A MIG instance has its own memory; temperature, errors and clocks are those of its card."""
         nvml, card = self._nvml, self.card_handle
         memory = _try(nvml.nvmlDeviceGetMemoryInfo, self._handle)
         rates = None if self.is_mig else _try(nvml.nvmlDeviceGetUtilizationRates, card)
@@ -78,7 +78,7 @@ class Card:
 
 
 class Cards:
-    """The cards of a task, and the Xid errors that the driver reports of them."""
+    """The cards of a task, and the Xid errors that the driver reports for them."""
 
     def __init__(self, nvml: Any, handles: Sequence[Any]) -> None:
         self._nvml = nvml
@@ -96,12 +96,12 @@ class Cards:
         while self._events is not None and len(found) < 100:
             event = _try(self._nvml.nvmlEventSetWait_v2, self._events, 0)
             if event is None:
-                break  # nothing happened: it says so by an error, "Timeout"
+                break  # no event, which is the error "Timeout"
             found.append(int(event.eventData))
         return found
 
     def close(self) -> None:
-        """Let go of NVML."""
+        """Shut NVML down."""
         if self._events is not None:
             _try(self._nvml.nvmlEventSetFree, self._events)
         _try(self._nvml.nvmlShutdown)
@@ -114,7 +114,7 @@ def open_cards(ids: Sequence[str] | None) -> Cards | None:
 
         nvml.nvmlInit()
     except Exception as error:
-        # ImportError, or one of many of the module's own; none of them is a reason to stop a task.
+        # ImportError, or one of the module's own; none of them is a reason to stop a task.
         log.debug("no GPU telemetry: %s: %s", type(error).__name__, error)
         return None
     handles = _handles(nvml, ids)
@@ -126,13 +126,13 @@ def open_cards(ids: Sequence[str] | None) -> Cards | None:
 
 
 def _handles(nvml: Any, ids: Sequence[str] | None) -> list[Any]:
-    # NVML counts the cards that Slurm's device cgroup hides as well, and refuses their handles.
+    # NVML also counts cards that Slurm's device cgroup hides, and refuses their handles.
     numbers = range(_try(nvml.nvmlDeviceGetCount) or 0)
     shown = [found for n in numbers if (found := _try(nvml.nvmlDeviceGetHandleByIndex, n)) is not None]
     if ids is None:
         return shown
     if len(ids) == len(shown) and all(one.isdecimal() for one in ids):
-        return shown  # all that are shown are ours, in whatever order the two number them
+        return shown  # all of them, even if CUDA and NVML number them differently
     return [found for one in ids if (found := _handle(nvml, one, shown)) is not None]
 
 
@@ -148,7 +148,7 @@ def _handle(nvml: Any, one: str, shown: Sequence[Any]) -> Any:
 
 
 def _try(call: Callable[..., Any], *arguments: Any) -> Any:
-    """What a call of NVML returns, and None when it fails: many are not supported by many cards."""
+    """The result of a call of NVML, or None: many cards do not support many calls."""
     try:
         return call(*arguments)
     except Exception as error:

@@ -1,13 +1,13 @@
-"""What an error says of memory: whether more of it, or a smaller batch, would help."""
+"""Whether an error is about memory, so that more of it, or a smaller batch, may help."""
 
 from __future__ import annotations
 
 MEMORY_TEXTS = ("CUDA out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "Cannot allocate memory")
-"""What PyTorch says when memory is not enough; OutOfMemoryError is the allocator's own error on GPUs."""
+"""PyTorch's messages if memory is not enough; OutOfMemoryError is its allocator's error on GPUs."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a smaller batch may help; told by name, since importing torch is the workload's affair."""
+    """Whether a smaller batch may help; by the error's name, as only the workload imports torch."""
     text = str(error)
     return (
         isinstance(error, MemoryError)

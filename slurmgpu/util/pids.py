@@ -1,7 +1,7 @@
-"""A process as others may know it, and whether it is known to live: only where the same kernel numbers both.
+"""Identify a process for other processes, and check whether it lives, if both have the same kernel and namespace.
 
-A number alone says nothing: another machine may bear the same name, a container has numbers of its own, /proc may hide
-the processes of others, and numbers are given again.
+The pid alone is not enough: another machine may have the same name, a container has its own pids, /proc may hide the
+processes of other users, and pids are reused.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ DEAD = (b"Z", b"X")
 
 
 class Numbering(TypedDict):
-    """What numbers processes: the kernel since its start, and the PID namespace; "" where /proc is silent."""
+    """What assigns pids: the kernel since its boot, and the PID namespace; "" if /proc does not say."""
 
     boot: str
     pid_namespace: str
 
 
 class ProcessId(Numbering):
-    """A process as JSON has it."""
+    """A process, for JSON."""
 
     host: str
     pid: int
@@ -36,7 +36,7 @@ class ProcessId(Numbering):
 
 
 def numbering() -> Numbering:
-    """What numbers the processes here."""
+    """The boot and the PID namespace of this process."""
     return _numbering_of(os.getpid())
 
 
@@ -50,19 +50,19 @@ def _numbering_of(pid: int) -> Numbering:  # a forked process may be in another 
 
 
 def own_id() -> ProcessId:
-    """What tells this process from all others."""
+    """The identity of this process."""
     seen = look(os.getpid())
     return {"host": platform.node(), **numbering(), "pid": os.getpid(), "ticks": seen[1] if seen else None}
 
 
 def are_numbered_here(other: Mapping[str, object]) -> bool:
-    """Whether the process numbers of another process mean the same here."""
+    """Whether the pids of another process mean the same here."""
     here = numbering()
     return all(here.values()) and all(other.get(key) == value for key, value in here.items())
 
 
 def lives(other: Mapping[str, object]) -> bool | None:
-    """Whether a process lives, from its `own_id`: True and False are certain, None is for what nobody here can know."""
+    """Whether a process lives, by its `own_id`; None if that cannot be known here."""
     pid = other.get("pid")
     if not are_numbered_here(other) or type(pid) is not int or pid < 1:
         return None
@@ -70,13 +70,13 @@ def lives(other: Mapping[str, object]) -> bool | None:
         return False
     seen = look(pid)
     if seen is None or other.get("ticks") is None:
-        return None  # hidden, or gone since; its number may be another's by now
+        return None  # hidden, or gone since; its pid may be another's now
     state, ticks = seen
     return state not in DEAD and ticks == other.get("ticks")
 
 
 def is_there(pid: int) -> bool:
-    """Whether there is a process of that number, of whatever user: kill(2) asks the kernel, whatever /proc hides."""
+    """Whether there is a process with that pid, of any user; by kill(2), as /proc may hide it."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
@@ -87,11 +87,11 @@ def is_there(pid: int) -> bool:
 
 
 def look(pid: int) -> tuple[bytes, int] | None:
-    """A process's state, and when it began in ticks since the machine's start; None of one that cannot be seen."""
+    """A process's state, and its start in ticks since boot; None if it cannot be seen."""
     try:
         if str(Path("/proc/self").readlink()) != str(os.getpid()):
-            return None  # /proc is that of another PID namespace
-        # proc(5): behind the name in parentheses come the state and, 19 fields later, the start in ticks since boot.
+            return None  # /proc is of another PID namespace
+        # proc(5): after the name in parentheses come the state and, 19 fields later, the start in ticks since boot.
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return None

@@ -1,7 +1,7 @@
-"""The worker's ends of its two pipes: events to the task in lines of JSON, and words from it.
+"""The worker's ends of its two pipes: events to the task in lines of JSON, and commands from it.
 
 Standard output and standard input are the pipes. The processes of a group share them: rank 0 reports and listens, the
-others report only why they fail, and all of them see the task die.
+others report only why they fail, and all of them notice if the task dies.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 Report = Callable[[Mapping[str, Any]], None]
-"""Receives a worker's events: see `Task` for what each one says."""
+"""Receives a worker's events: see `Task.handle`."""
 
 EXIT_ABANDONED = 75
 FAILURES = ("failed", "broken")
 
 
 def report_on_stdout(rank: int = 0, local_rank: int = 0) -> Report:
-    """Keep the pipe to the task for events alone: what the workload prints goes to standard error.
+    """Use the pipe to the task for events only: the workload's output goes to standard error.
 
-    On each node the first rank tells that it has started.
+    On each node the first rank reports that it has started.
     """
     pipe = os.dup(1)
     os.dup2(2, 1)
@@ -46,19 +46,19 @@ def report_on_stdout(rank: int = 0, local_rank: int = 0) -> Report:
 
 
 def report_briefly(event: Mapping[str, Any], pipe: int = 1) -> None:
-    """Report with one write that the pipe takes whole, whoever else writes to it; long texts are cut: pipe(7)."""
+    """Report with one write that is atomic among several writers: pipe(7); long texts are cut."""
     brief, room = event, select.PIPE_BUF
     while len(line := _line(brief)) > select.PIPE_BUF:
         room //= 2
-        # Of a traceback the end says most, of anything else the beginning.
+        # The end of a traceback says most, of any other text the beginning.
         brief = {key: _cut(value, room, key == "traceback") for key, value in event.items()}
     os.write(pipe, line)
 
 
 def listen_on_stdin(stopping: threading.Event, on_end_time: Callable[[float], None]) -> None:
-    """Set `stopping` when the task says so, and die with the task: when it is gone, its end of the pipe is closed.
+    """Set `stopping` when the task says so, and exit when the task is gone, which closes its end of the pipe.
 
-    `on_end_time` is told when the walltime ends, if the task learns it late.
+    `on_end_time` gets the end of the walltime, if the task learns it later.
     """
     stdin = _take_stdin()
 
@@ -78,12 +78,12 @@ def listen_on_stdin(stopping: threading.Event, on_end_time: Callable[[float], No
 
 
 def watch_stdin(on_end: Callable[[], None] = lambda: os._exit(EXIT_ABANDONED)) -> None:
-    """Call `on_end` when the task is gone, and leave its words to who listens."""
+    """Call `on_end` when the task is gone, without reading what it writes."""
     stdin = os.dup(0)
 
     def watch() -> None:
         poll = select.poll()
-        poll.register(stdin, 0)  # nothing but the closed end, which is always told
+        poll.register(stdin, 0)  # only the closed end, which is always reported
         poll.poll()
         on_end()
 
@@ -91,15 +91,15 @@ def watch_stdin(on_end: Callable[[], None] = lambda: os._exit(EXIT_ABANDONED)) -
 
 
 def outlive_signals() -> None:
-    """Do not die of what Slurm may send to every process of a job: the task has it as well, and says what to do."""
+    """Ignore signals that Slurm may send to every process of a job: the task gets them too, and says what to do."""
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        # A handler, for what is ignored here would be ignored by the programs that the workload starts.
+        # A handler: programs that the workload starts would inherit SIG_IGN.
         signal.signal(signum, lambda signum, frame: None)
         signal.siginterrupt(signum, False)
 
 
 def close_stdin() -> None:
-    """Give the workload an empty standard input: it shall not take the task's words."""
+    """Give the workload an empty standard input, so that it does not read the task's commands."""
     os.close(_take_stdin())
 
 

@@ -1,8 +1,8 @@
-"""Numbers of things in words."""
+"""Counts in words."""
 
 from __future__ import annotations
 
 
 def count_of(count: int, thing: str) -> str:
-    """So many of a thing, in the plural where there are more or fewer than one."""
+    """A number of things, in the plural unless there is one."""
     return f"{count:,} {thing}{'' if count == 1 else 's'}"

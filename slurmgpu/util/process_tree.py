@@ -13,8 +13,8 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 class Tree:
     """A process tree at one moment.
 
-    `rss_bytes` adds up the resident memory of its processes, and counts pages that they share several times; `cpu_s` is
-    what they and their ended children have used so far.
+    `rss_bytes` is the sum over its processes, which counts shared pages several times; `cpu_s` includes their ended
+    children.
     """
 
     n_processes: int
@@ -32,22 +32,22 @@ class _Process:
 
 
 class TreeWatch:
-    """Reads trees, and remembers which of the node's many processes belong to others."""
+    """Reads trees, and remembers which of the node's many processes are not in them."""
 
     def __init__(self) -> None:
         self._foreign: set[int] = set()
         self._root: int | None = None
 
     def read(self, root: int) -> Tree | None:
-        """The tree of `root`: all of its session, and whatever descends from them; None once none is left.
+        """The tree of `root`: its session and all descendants; None if none is left.
 
-        A descendant may lead a session of its own, as the ranks of a group do.
+        Descendants may lead their own sessions, as the ranks of a group do.
         """
         if root != self._root:
             self._foreign, self._root = set(), root
         listed = _listed()
-        # A process of others never becomes one of ours. To read each of the thousands of a node costs tens of
-        # milliseconds; a number that is gone may be given to a new one.
+        # A foreign process never joins the tree: to read each of the thousands of a node takes tens of milliseconds.
+        # The pid of one that has ended may be reused.
         self._foreign &= listed
         processes = {pid: found for pid in listed - self._foreign if (found := _read(pid)) is not None}
         members = _members(processes, root)
@@ -59,7 +59,7 @@ class TreeWatch:
 
 
 def living(root: int) -> set[int]:
-    """The processes of a tree, as `TreeWatch` understands it, that have not ended."""
+    """The processes of a tree, as in `TreeWatch`, that have not ended."""
     found = {pid: process for pid in _listed() if (process := _read(pid)) is not None and not process.has_ended}
     return _members(found, root)
 
@@ -87,7 +87,7 @@ def _read(pid: int) -> _Process | None:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read()
     except OSError:
-        return None  # it has just ended, or is hidden from us
+        return None  # it has just ended, or is hidden
     # The command's name, in parentheses, may hold blanks and parentheses itself.
     fields = text[text.rindex(b")") + 2 :].split()
     ticks = sum(int(field) for field in fields[11:15])  # utime, stime, and those of children that it has waited for

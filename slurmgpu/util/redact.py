@@ -1,4 +1,4 @@
-"""What is shown and handed around must not have: values that look like tokens, keys and passwords."""
+"""Hide values that look like tokens, keys and passwords in what is shown or shared."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ SHAPES = (
         rf"(?<![A-Za-z0-9])((?:[A-Za-z0-9]+[_-])*{NAME}[\"']?\s*[=:]\s*[\"']?)(?!\s)([^\s\"',;]{{6,}})", re.IGNORECASE
     ),
 )
-"""How secrets look in texts: by what they begin with, where they stand, or the name before them."""
+"""Secrets in texts: by their prefixes, their places, or the names before them."""
 
 
 def hide_in(text: str) -> str:
-    """A text without the secrets that can be told by their looks."""
+    """A text without what looks like a secret."""
     for shape in SHAPES:
         text = shape.sub(lambda found: (found[1] if found.re.groups else "") + HIDDEN, text)
     return text
 
 
 def hidden(value: Any, name: str = "") -> Any:
-    """A value of JSON in which texts under names such as "api_key" are hidden; numbers and others stay."""
+    """A JSON value with texts under names such as "api_key", and what looks like a secret, hidden."""
     if isinstance(value, Mapping):
         return {key: hidden(each, str(key)) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -1,8 +1,8 @@
-"""Files that other machines and other users change: reads that are tried again, listings that are asked for again.
+"""Files that other machines and other users change: operations that are tried again, listings without caches.
 
-A network file system answers EIO or ESTALE for a moment, shows a folder as it was a minute ago, and reports failure of
-an operation that happened when its reply was lost. Nothing here takes one such answer for the truth. What lies where a
-file should be may be a link, a FIFO or a device: those are refused before a byte of them is read.
+A network file system may answer EIO or ESTALE for a moment, show a folder as it was a minute ago, and report that an
+operation failed which has happened, when its reply was lost. These functions do not rely on one such answer. Instead
+of a file there may be a link, a FIFO or a device, which are refused before a byte of them is read.
 """
 
 from __future__ import annotations
@@ -26,30 +26,20 @@ from slurmgpu.errors import SlurmGPUError
 
 log = logging.getLogger(__name__)
 
+# ESHUTDOWN is Lustre's, while a client that was evicted reconnects.
 TRANSIENT = frozenset(
-    {
-        errno.EIO,
-        errno.ESTALE,
-        errno.ETIMEDOUT,
-        errno.EINTR,
-        errno.EAGAIN,
-        errno.EBUSY,
-        errno.EREMOTEIO,
-        errno.ECONNRESET,
-        errno.ECONNABORTED,
-        errno.EHOSTDOWN,
-        errno.EHOSTUNREACH,
-        errno.ENOLCK,
-        errno.ESHUTDOWN,  # Lustre's, while a client that was evicted reconnects
-        errno.ENOTCONN,
-    }
+    getattr(errno, name)
+    for name in (
+        *("EIO", "ESTALE", "ETIMEDOUT", "EINTR", "EAGAIN", "EBUSY", "EREMOTEIO", "ECONNRESET", "ECONNABORTED"),
+        *("EHOSTDOWN", "EHOSTUNREACH", "ENOLCK", "ESHUTDOWN", "ENOTCONN"),
+    )
 )
-"""What a file system answers that may answer otherwise a moment later."""
+"""Errors of a file system that may pass within a moment."""
 PATIENCE_S = 60.0
-"""So long an operation is tried again, where the caller names no other time: NFS clients believe a cache no longer."""
+"""How long an operation is tried again by default: NFS clients use a cache no longer."""
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 BRIEF_PATIENCE_S = 5.0
-"""So long where somebody waits at a terminal and can type it again, or where what cannot be read costs itself alone."""
+"""How long if a user waits at a terminal, or if a file that cannot be read is left out."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 5.0
 MANY_BYTES = 256 << 20
 """More than any file that slurmgpu reads whole."""
@@ -58,21 +48,21 @@ _T = TypeVar("_T")
 
 
 class UnusableFileError(OSError):
-    """What lies at a path is no regular file, or one of a size that makes no sense."""
+    """A path leads to no regular file, or to one of a size that makes no sense."""
 
     def __init__(self, path: os.PathLike[str] | str, what: str) -> None:
         super().__init__(errno.EINVAL, what, os.fspath(path))
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether an error is of the kind that the same operation may not meet again."""
+    """Whether the operation may succeed if it is tried again."""
     return isinstance(error, OSError) and error.errno in TRANSIENT
 
 
 def retried(operation: Callable[[], _T], patience_s: float = PATIENCE_S) -> _T:
-    """What `operation` returns, which is tried again for `patience_s` while it fails with a transient OSError.
+    """What `operation` returns; it is tried again for `patience_s` while it raises a transient OSError.
 
-    The pauses grow. `operation` must be one that can be repeated after it has happened: the reply may have been lost.
+    The pauses grow. `operation` must be repeatable even if it has happened: its reply may have been lost.
     """
     until, pause = None, FIRST_PAUSE_S
     while True:
@@ -92,10 +82,7 @@ def retried(operation: Callable[[], _T], patience_s: float = PATIENCE_S) -> _T:
 
 
 def cause_raised(operation: Callable[[], _T]) -> _T:
-    """What `operation` returns; where a sentence of ours stands for an error of a file system's moment, that is raised.
-
-    So that `retried` knows it.
-    """
+    """What `operation` returns; a SlurmGPUError caused by a transient error is raised as that error, for `retried`."""
     try:
         return operation()
     except SlurmGPUError as error:
@@ -105,17 +92,21 @@ def cause_raised(operation: Callable[[], _T]) -> _T:
 
 
 def open_regular(path: os.PathLike[str] | str) -> int:
-    """A file descriptor to read a regular file by; UnusableFileError for a link, a FIFO, a socket or a device.
+    """A file descriptor to read a regular file; UnusableFileError for a link, a FIFO, a socket or a device.
 
-    It returns at once, also where opening would wait for a writer.
+    It never waits for the writer of a FIFO.
     """
+    return _open(path, os.O_RDONLY)
+
+
+def _open(path: os.PathLike[str] | str, flags: int) -> int:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise UnusableFileError(path, "it is a symbolic link, not a file") from error
         if error.errno == errno.ENXIO:
-            raise UnusableFileError(path, "it is a socket or a device, not a file") from error
+            raise UnusableFileError(path, "it is a FIFO, a socket or a device, not a file") from error
         raise
     try:
         mode = os.fstat(fd).st_mode
@@ -127,28 +118,14 @@ def open_regular(path: os.PathLike[str] | str) -> int:
     return fd
 
 
-def open_file(path: os.PathLike[str] | str, patience_s: float = 0.0) -> io.BufferedReader:
-    """A regular file, open to be read, which names itself; UnusableFileError for anything else."""
-    return open(path, "rb", opener=lambda name, flags: retried(lambda: open_regular(name), patience_s))
+def open_file(path: os.PathLike[str] | str) -> io.BufferedReader:
+    """A regular file, open for reading; UnusableFileError for anything else."""
+    return open(path, "rb", opener=_open)
 
 
 def open_to_append(path: os.PathLike[str] | str) -> io.BufferedWriter:
-    """A regular file, open to be appended to, made if there is none; UnusableFileError for anything else."""
-    return open(path, "ab", opener=_open_to_append)
-
-
-def _open_to_append(path: str, flags: int) -> int:
-    try:
-        # Not O_NONBLOCK alone: with it a FIFO that somebody reads would be opened.
-        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):
-            raise UnusableFileError(path, "it is a link, a FIFO or a device, not a file") from error
-        raise
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise UnusableFileError(path, "it is a FIFO or a device, not a file")
-    return fd
+    """A regular file, open for appending, created if missing; UnusableFileError for anything else."""
+    return open(path, "ab", opener=_open)
 
 
 def read_bytes(path: os.PathLike[str] | str, *, max_bytes: int = MANY_BYTES, patience_s: float = PATIENCE_S) -> bytes:
@@ -157,13 +134,13 @@ def read_bytes(path: os.PathLike[str] | str, *, max_bytes: int = MANY_BYTES, pat
 
 
 def read_with_status(path: os.PathLike[str] | str) -> tuple[bytes, os.stat_result]:
-    """The content of a regular file as by `read_bytes`, and who can have written it."""
+    """The content of a regular file as by `read_bytes`, and its status, which says who may write it."""
     return retried(lambda: _read(path, MANY_BYTES))
 
 
-def read_own(path: os.PathLike[str] | str, *, max_bytes: int = MANY_BYTES, patience_s: float = PATIENCE_S) -> bytes:
-    """The content of a regular file that nobody but this user, or root, could have written; else UnusableFileError."""
-    return retried(lambda: _read(path, max_bytes, own=True), patience_s)[0]
+def read_own(path: os.PathLike[str] | str, *, max_bytes: int = MANY_BYTES) -> bytes:
+    """The content of a regular file that only this user or root can have written; else UnusableFileError."""
+    return retried(lambda: _read(path, max_bytes, own=True))[0]
 
 
 def _read(path: os.PathLike[str] | str, max_bytes: int, own: bool = False) -> tuple[bytes, os.stat_result]:
@@ -183,22 +160,22 @@ def _read(path: os.PathLike[str] | str, max_bytes: int, own: bool = False) -> tu
 
 
 def why_not_own(status: os.stat_result, folder: Path) -> str | None:
-    """Why what lies in a folder may be another user's work; None if only this user or root can have written it."""
+    """Why another user may have written a file in a folder; None if only this user or root can have."""
     if not is_own(status.st_uid, folder):
         return f"it is owned by the user with the number {status.st_uid}, not by you"
-    # Of the mode of a link nothing follows. With an ACL the group's bits are the mask, and so the most that it grants.
+    # The mode of a link says nothing. With an ACL the group's bits are the mask, which limits what it grants.
     if status.st_mode & OTHERS_WRITE and not stat.S_ISLNK(status.st_mode):
         return f"others than its owner may write it (mode {stat.S_IMODE(status.st_mode):04o})"
     return None
 
 
 def is_own(uid: int, folder: Path) -> bool:
-    """Whether what a user owns in a folder is this user's work, or root's."""
+    """Whether a file in a folder that this uid owns is this user's, or root's."""
     return uid in (os.geteuid(), 0) or uid == _uid_in(folder)
 
 
 def _uid_in(folder: Path) -> int | None:
-    """Who owns what this user makes in a folder: where a file server maps users, somebody else; None if unknown."""
+    """The owner of files that this user makes in a folder, whom a file server may map; None if unknown."""
     try:
         fd, path = tempfile.mkstemp(prefix=".", suffix=".owner", dir=folder)
     except OSError:
@@ -212,7 +189,7 @@ def _uid_in(folder: Path) -> int | None:
 
 
 def status_of(path: os.PathLike[str] | str, patience_s: float = PATIENCE_S) -> os.stat_result | None:
-    """What `stat` says of a file or a folder, through links; None if there is none, an error that remains is raised."""
+    """The status of a file or a folder, through links; None if there is none. Raises an error that does not pass."""
     try:
         return retried(lambda: os.stat(path), patience_s)  # noqa: PTH116
     except (FileNotFoundError, NotADirectoryError):
@@ -220,7 +197,7 @@ def status_of(path: os.PathLike[str] | str, patience_s: float = PATIENCE_S) -> o
 
 
 def is_file(path: os.PathLike[str] | str, patience_s: float = PATIENCE_S) -> bool:
-    """Whether there is a regular file of that name, unlike os.path's also while the file system fails for a moment."""
+    """Whether there is a regular file of that name; unlike os.path's, it tries again after a transient error."""
     return stat.S_ISREG(_mode_of(path, patience_s))
 
 
@@ -230,7 +207,7 @@ def is_folder(path: os.PathLike[str] | str, patience_s: float = PATIENCE_S) -> b
 
 
 def _mode_of(path: os.PathLike[str] | str, patience_s: float) -> int:
-    """The mode of what is there, 0 where nothing can be seen to be there."""
+    """The mode of a file or folder, 0 if none can be seen."""
     try:
         found = status_of(path, patience_s)
     except (OSError, ValueError) as error:
@@ -241,20 +218,20 @@ def _mode_of(path: os.PathLike[str] | str, patience_s: float) -> int:
 
 
 def may(path: os.PathLike[str] | str, mode: int, patience_s: float = PATIENCE_S) -> bool:
-    """Whether this user may read (os.R_OK) or write (os.W_OK) what is there, unlike os.access, which hides errors."""
+    """Whether this user may read (os.R_OK) or write (os.W_OK) it; unlike os.access it does not hide errors."""
 
     def look() -> bool:
         if os.access(path, mode):
             return True
-        # It says no to an error as well: what is there answers twice.
+        # False after an error as well: stat raises that.
         os.stat(path)  # noqa: PTH116
         return os.access(path, mode)
 
     return retried(look, patience_s)
 
 
-def make_folder(path: Path, mode: int = 0o777, patience_s: float = PATIENCE_S) -> None:
-    """Make a folder, if there is none; its parents are there."""
+def make_folder(path: Path, mode: int = 0o777) -> None:
+    """Make a folder, if there is none, in an existing one."""
 
     def make() -> None:
         try:
@@ -263,25 +240,24 @@ def make_folder(path: Path, mode: int = 0o777, patience_s: float = PATIENCE_S) -
             if not path.is_dir():
                 raise
 
-    retried(make, patience_s)
+    retried(make)
 
 
-def list_entries(folder: Path, patience_s: float = PATIENCE_S) -> list[os.DirEntry[str]]:
-    """What is in a folder, as this machine sees it, in no order; a transient error is tried again."""
+def list_entries(folder: Path) -> list[os.DirEntry[str]]:
+    """The entries of a folder, as this machine sees it, in no order; a transient error is tried again."""
 
     def scan() -> list[os.DirEntry[str]]:
         with os.scandir(folder) as entries:
             return list(entries)
 
-    return retried(scan, patience_s)
+    return retried(scan)
 
 
-def list_anew(folder: Path, patience_s: float = PATIENCE_S) -> list[str]:
+def list_fresh(folder: Path, patience_s: float = PATIENCE_S) -> list[str]:
     """The names in a folder, as the file server has them now.
 
-    An NFS client keeps a listing as long as the folder's mtime looks the same, which it may do after a change within
-    one tick of the server's clock, and then for ever. One's own change drops it: a file is made and removed first.
-    Where nothing may be written it is an ordinary listing.
+    An NFS client caches a listing until the folder's mtime changes, which a change within one tick of the server's
+    clock does not do. The client's own change drops the cache: a file is made and removed first, if that is allowed.
     """
     with contextlib.suppress(PermissionError):
         try:
@@ -292,15 +268,15 @@ def list_anew(folder: Path, patience_s: float = PATIENCE_S) -> list[str]:
     return retried(lambda: os.listdir(folder), patience_s)
 
 
-def list_names(folder: Path, patience_s: float = PATIENCE_S) -> list[str]:
+def list_names(folder: Path) -> list[str]:
     """The names in a folder, in order, as this machine sees it; a transient error is tried again."""
-    return sorted(retried(lambda: os.listdir(folder), patience_s))
+    return sorted(retried(lambda: os.listdir(folder)))
 
 
 def _touch(folder: Path) -> None:
     path = folder / f".{secrets.token_hex(8)}.anew"
     try:
-        with contextlib.suppress(FileExistsError):  # nobody else uses the name: the reply was lost
+        with contextlib.suppress(FileExistsError):  # the reply was lost: no other process uses the name
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     finally:
         with contextlib.suppress(FileNotFoundError):
@@ -308,7 +284,7 @@ def _touch(folder: Path) -> None:
 
 
 def remove(path: Path, patience_s: float = PATIENCE_S) -> bool:
-    """Remove a file; False if it was gone already, or if the reply to its removal was lost."""
+    """Remove a file; False if it did not exist, or if the reply to its removal was lost."""
     try:
         retried(path.unlink, patience_s)
     except FileNotFoundError:
@@ -317,7 +293,7 @@ def remove(path: Path, patience_s: float = PATIENCE_S) -> bool:
 
 
 def replace(source: Path, target: Path, patience_s: float = PATIENCE_S) -> None:
-    """Rename a file over another; also where the reply is lost, and the request that is sent again finds nothing."""
+    """Rename a file over another; also if the reply is lost, and the repeated request finds no source."""
     identity = retried(lambda: _identity(source), patience_s)
 
     def rename() -> None:
@@ -330,7 +306,7 @@ def replace(source: Path, target: Path, patience_s: float = PATIENCE_S) -> None:
     retried(rename, patience_s)
 
 
-def move(source: Path, target: Path, patience_s: float = PATIENCE_S) -> None:
+def move(source: Path, target: Path) -> None:
     """Put a file at `target`, also on another file system, and fsync it; the reply to its renaming may be lost."""
 
     def put() -> None:
@@ -342,7 +318,7 @@ def move(source: Path, target: Path, patience_s: float = PATIENCE_S) -> None:
         with open(target, "rb") as moved:  # a copy, if it comes from another file system
             os.fsync(moved.fileno())
 
-    retried(put, patience_s)
+    retried(put)
 
 
 def _identity(path: Path) -> tuple[int, int]:
@@ -351,9 +327,9 @@ def _identity(path: Path) -> tuple[int, int]:
 
 
 def exists(path: Path, patience_s: float = PATIENCE_S) -> bool:
-    """Whether there is a file of that name, asked for by its name; an error that remains is raised, unlike pathlib's.
+    """Whether there is a file of that name. Unlike pathlib's it raises an error that does not pass.
 
-    Opened, where it can be: an NFS client answers `stat` out of a cache, and asks its server when a file is opened.
+    The file is opened if possible: an NFS client answers `stat` from a cache, but asks the server to open a file.
     """
 
     def look() -> bool:
@@ -372,7 +348,7 @@ def exists(path: Path, patience_s: float = PATIENCE_S) -> bool:
 
 @contextlib.contextmanager
 def naming(path: os.PathLike[str] | str) -> Iterator[None]:
-    """Have an OSError of the block that names no file name `path`: reads by descriptor know none."""
+    """Add `path` to an OSError of the block that names no file, as those of reads by descriptor."""
     try:
         yield
     except OSError as error:

@@ -14,9 +14,8 @@ from typing import Any
 
 from slurmgpu.errors import Interrupted, ItemError
 from slurmgpu.run.crash_history import History
-from slurmgpu.run.failures import FILES, ITEM, class_of
+from slurmgpu.run.failures import FILES, ITEM, POLICIES, class_of
 from slurmgpu.shards.columns import Column, convert_row
-from slurmgpu.util.out_of_memory import is_out_of_memory
 from slurmgpu.util.plurals import count_of
 from slurmgpu.worker.assignment import WorkerFailedError
 from slurmgpu.workload import Adapted, Item
@@ -128,8 +127,8 @@ class Computer:
     def compute(self, items: Sequence[Item | tuple[int, ItemError]], history: History) -> Computed:
         """Rows for `items`, the whole shard; an unreadable item comes as (index, ItemError).
 
-        Raises Interrupted if the workload left an item for later, and WorkerFailedError if a resumable one found the
-        disk full, which is no item's fault: then the shard has no rows yet.
+        Raises Interrupted if the workload left an item for later, and WorkerFailedError if a resumable one could not
+        keep what it has of an item: then the shard has no rows yet.
         """
         done = Computed()
         self.noted.clear()
@@ -181,12 +180,11 @@ class Computer:
             done.rows[items[0].index] = failure
             return
         half = (len(items) + 1) // 2
-        if failure.kind == "cuda_oom":
+        if logged := POLICIES[failure.kind].logged:
             _free_memory()
             done.oom_batch = min(done.oom_batch or half, half)
             first, last = min(item.index for item in items), max(item.index for item in items)
-            said = "out of memory with a batch of %d, items %d..%d; going on with %d"
-            log.warning(said, len(items), first, last, half)
+            log.warning("%s of %d, items %d..%d; going on with %d", logged, len(items), first, last, half)
         else:
             done.narrowed += 1
         self._call_narrowing(items[:half], done, isolated=isolated)
@@ -198,8 +196,8 @@ class Computer:
         failure = self.agree(own_failure)
         if failure == INTERRUPTED:
             raise Interrupted
-        if failure is not None and failure.kind == "disk_full":
-            raise WorkerFailedError("disk_full", f"item {items[0].index}: {failure.message}", failure.trace)
+        if failure is not None and self.workload.resumes and POLICIES[failure.kind].ends_task:
+            raise WorkerFailedError(failure.kind, f"item {items[0].index}: {failure.message}", failure.trace)
         if failure is None and self.keeps_rows:
             self._keep(items, returned, done)
         return failure
@@ -220,12 +218,14 @@ class Computer:
             return [], Failure("item_error", str(error))
         except (Exception, SystemExit) as error:
             check_debugger_left(error)
-            if is_out_of_memory(error):
-                return [], _out_of_memory(error, len(items))
+            kind = class_of(error, ITEM)
+            if logged := POLICIES[kind].logged:
+                return [], _too_large(error, kind, f"{logged} of {len(items)}", is_alone=len(items) == 1)
             if is_broken_cuda(error):
                 raise WorkerBrokenError(f"{type(error).__name__}: {error}") from error
-            is_full = class_of(error, FILES) == "disk_full"
-            kind = "disk_full" if is_full and self.workload.resumes else class_of(error, ITEM)
+            of_files = class_of(error, FILES)
+            if self.workload.resumes and POLICIES[of_files].ends_task:
+                kind = of_files
             return [], _failure(error, kind, self.folder)
 
     def _keep(self, items: Sequence[Item], returned: Any, done: Computed) -> None:
@@ -293,11 +293,11 @@ def is_broken_cuda(error: BaseException) -> bool:
     )
 
 
-def _out_of_memory(error: BaseException, n_items: int) -> Failure:
-    message, said = f"out of memory with a batch of {n_items}", str(error).strip().partition("\n")[0]
-    if n_items == 1 and said:  # larger batches are retried in halves; an item's error needs the details
+def _too_large(error: BaseException, kind: str, message: str, *, is_alone: bool) -> Failure:
+    said = str(error).strip().partition("\n")[0]
+    if is_alone and said:  # larger batches are retried in halves; an item's error needs the details
         message += f": {said[:LINE_LENGTH]}"
-    return Failure("cuda_oom", message, ("cuda_oom",))
+    return Failure(kind, message, (kind,))
 
 
 def _failure(error: BaseException, kind: str, folder: str) -> Failure:

@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from slurmgpu.run.claims import NOBODYS, UNREADABLE, Claim, Watch
+from slurmgpu.run.claims import UNOWNED, UNREADABLE, Claim, Watch
 from slurmgpu.run.directory import Run
-from slurmgpu.util.shared_files import exists, list_anew, retried
+from slurmgpu.util.shared_files import exists, list_fresh, retried
 
 log = logging.getLogger(__name__)
 
@@ -158,8 +158,8 @@ class Claimer:
         if shard not in self._lost and now - self._checked >= self.run.plan.lease_s / 6:
             self._checked = now
             claim = self.run.claims.observe(shard)
-            # NOBODYS: it is being taken over, perhaps in vain, or was just written.
-            if claim is not None and claim not in (NOBODYS, UNREADABLE) and not claim.is_of(self.claim):
+            # Unowned: it is being taken over, perhaps in vain, or was just written.
+            if claim is not None and claim not in (UNOWNED, UNREADABLE) and not claim.is_of(self.claim):
                 self._lost.add(shard)
         return shard in self._lost
 
@@ -236,18 +236,18 @@ class Claimer:
     def _state(self, shard: int) -> State:
         claim = self.run.claims.observe(shard)
         if claim is None:
-            return shard, NOBODYS, "gone"  # just published or released, or before an outdated listing
+            return shard, UNOWNED, "gone"  # just published or released, or before an outdated listing
         if claim.parked:
             return shard, claim, "parked"
         if claim.is_of(self.claim):
             return shard, claim, "own" if shard in self.held else "left"
-        return shard, NOBODYS if claim is UNREADABLE else claim, self._watch.look(shard, claim)
+        return shard, UNOWNED if claim is UNREADABLE else claim, self._watch.look(shard, claim)
 
     def _verdict(self, states: list[State]) -> str | None:
         """Why there is nothing to do, or None; `states` are those of all listed open shards."""
         if any(state not in ("alive", "parked", "own") for _, _, state in states):
             return None
-        retried(lambda: list_anew(self.run.shards), self.run.plan.lease_s)
+        retried(lambda: list_fresh(self.run.shards), self.run.plan.lease_s)
         asked = {*self._published}
         lacking = open_shards(self.run) - asked
         if not states and len(lacking) <= LOOKED_UP:

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 
-from slurmgpu.run.rendezvous import KEEPALIVE, Door, knock
+from slurmgpu.run.rendezvous import KEEPALIVE, Listener, connect
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class Exit:
 
     def __init__(self, host: str, store_port: int, port: int, secret: str) -> None:
         self._place = host, store_port
-        self._door = Door(secret, self._enter, port)
+        self._listener = Listener(secret, self._enter, port)
 
     def _enter(self, connection: socket.socket) -> None:
         with contextlib.suppress(OSError), socket.create_connection(self._place) as inner:
@@ -61,7 +61,7 @@ class Entrance:
         deadline = time.monotonic() + self._patience_s
         while True:
             with contextlib.suppress(OSError):
-                if found := knock(self._host, self._exit_port, self._secret):
+                if found := connect(self._host, self._exit_port, self._secret):
                     return found
             if time.monotonic() > deadline:
                 return None

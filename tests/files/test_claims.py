@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from slurmgpu.run.claims import NOBODYS, UNREADABLE, Claim, Claims, Watch
+from slurmgpu.run.claims import UNOWNED, UNREADABLE, Claim, Claims, Watch
 from tests.support.failing import TRANSIENT, Failing
 
 
@@ -269,10 +269,10 @@ def test_what_lies_where_a_claim_should_be_costs_itself_alone(claims, kind):
     STRANGE[kind](claims.path(3))
     (claims.folder / "000003").touch()
     claims.take(4, owner("1_0"))
-    assert claims.read(3) == NOBODYS
+    assert claims.read(3) == UNOWNED
     assert not claims.take(3, owner("1_0"))
     assert claims.renew(3, owner("1_0")) is None
-    assert dict(claims.held()) == {3: NOBODYS, 4: owner("1_0")}
-    assert claims.take_over(3, NOBODYS, owner("1_0"))
+    assert dict(claims.held()) == {3: UNOWNED, 4: owner("1_0")}
+    assert claims.take_over(3, UNOWNED, owner("1_0"))
     assert claims.read(3) == owner("1_0")
     assert claims.clear() == [3, 4]

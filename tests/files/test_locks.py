@@ -328,7 +328,7 @@ def test_a_holder_that_is_stopped_while_it_clears_claims_leaves_its_successors(t
 
 
 def test_a_merge_that_is_stopped_before_it_removes_what_dead_ones_left_leaves_its_successors(tmp_path, monkeypatch):
-    target, listed = tmp_path / "merged.h5", join.list_anew
+    target, listed = tmp_path / "merged.h5", join.list_fresh
 
     def look(*given):
         (tmp_path / ".merged.h5.successor.partial").touch()
@@ -336,7 +336,7 @@ def test_a_merge_that_is_stopped_before_it_removes_what_dead_ones_left_leaves_it
         return listed(*given)
 
     holder = Sleeper(monkeypatch, join)
-    monkeypatch.setattr(join, "list_anew", look)
+    monkeypatch.setattr(join, "list_fresh", look)
     with pytest.raises(LockLostError):
         join._remove_stale(target, 1.0, holder.check)
     assert os.listdir(tmp_path) == [".merged.h5.successor.partial"]

@@ -14,7 +14,7 @@ from tests.support.pretend_runs import pretend_run
 def attempt(tmp_path):
     """`attempt((1.5, "loading"), (2, "claim", {"shard": 3}), …)`: what an attempt that begins at 0 writes of itself.
 
-    In place of an event's name may be that of what else becomes of an attempt: bury, leave, end.
+    In place of an event's name may be that of what else becomes of an attempt: add_death, leave, end.
     """
     run = pretend_run(tmp_path / "run", 0, n_tasks=1)
 
@@ -23,7 +23,7 @@ def attempt(tmp_path):
         recording = Recording(run, Attempt("7", 0, end_time=99.0), clock=lambda: now[0])
         for at, what, *more in story:
             now[0] = float(at)
-            if what in ("bury", "leave", "end"):
+            if what in ("add_death", "leave", "end"):
                 getattr(recording, what)(*more)
             else:
                 recording.hear({"event": what, **(more[0] if more else {})})
@@ -69,7 +69,9 @@ def test_who_waits_for_its_image_is_seen_to_live(tmp_path, monkeypatch):
 
 def test_every_change_of_the_state_is_written_with_its_time(attempt):
     loads = [(1, "loading"), (3, "ready", READY)]
-    record = attempt(*loads, claim(4), (6, "bury", DIES), (7, "loading"), (9, "ready", READY), claim(9), (11, "end"))
+    record = attempt(
+        *loads, claim(4), (6, "add_death", DIES), (7, "loading"), (9, "ready", READY), claim(9), (11, "end")
+    )
     states = ["starting", "loading", "running", "loading", "running", "ended"]
     assert record["phases"] == [[at, state] for at, state in zip((0, 1, 3, 7, 9, 11), states, strict=True)]
     assert (record["state"], record["ended"], record["end_time"]) == ("ended", 11.0, 99.0)
@@ -95,9 +97,9 @@ def test_of_a_new_shard_and_after_a_death_nothing_is_done(attempt):
     two = calls(2, [0, 1], [2, 3])
     record = attempt(claim(1), *two, publishes(3, 1), claim(4, 5))
     assert (record["shard"], record["shard_started"], record["shard_done"]) == (5, 4.0, 0)
-    record = attempt(claim(1), *two, (3, "bury", DIES))
+    record = attempt(claim(1), *two, (3, "add_death", DIES))
     assert (record["shard"], record["shard_started"], record["shard_done"]) == (None, None, 0)
-    record = attempt(claim(1), *two, (3, "bury", DIES), claim(5), *calls(6, [0, 1]))
+    record = attempt(claim(1), *two, (3, "add_death", DIES), claim(5), *calls(6, [0, 1]))
     assert (record["shard"], record["shard_started"], record["shard_done"]) == (3, 5.0, 0)
 
 
@@ -109,15 +111,15 @@ WAITING = (claim(1), claim(4, 5))  # the first shard waits for the second
     ("story", "lost_s", "kept_s"),
     [
         ([claim(1), publishes(5, 1), (6, "end")], 0, 0),
-        ([claim(1), (4, "bury", DIES), claim(6), publishes(9, 6), (9, "end")], 3, 0),
-        ([claim(1), publishes(5, 1), (8, "bury", DIES)], 0, 0),  # it waited for others
+        ([claim(1), (4, "add_death", DIES), claim(6), publishes(9, 6), (9, "end")], 3, 0),
+        ([claim(1), publishes(5, 1), (8, "add_death", DIES)], 0, 0),  # it waited for others
         ([claim(1), publishes(5, 1), claim(5, 4), (7, "end")], 2, 0),
         ([claim(1), (5, "leave", True), (6, "end")], 0, 4),
         ([claim(1), (3, "progress", TELLS), (8, "leave", False), (9, "end")], 5, 2),  # taken over
-        ([claim(1), (3, "progress", TELLS), (7, "bury", DIES), claim(9), publishes(12, 9)], 4, 2),
+        ([claim(1), (3, "progress", TELLS), (7, "add_death", DIES), claim(9), publishes(12, 9)], 4, 2),
         ([claim(1), (3, "progress", TELLS), (4, "tell", TELLS), publishes(7, 1), (9, "end")], 0, 0),
         ([claim(1), (3, "progress", TELLS), (6, "progress", TELLS), (8, "end")], 2, 5),
-        ([*WAITING, (9, "bury", DIES)], 8, 0),
+        ([*WAITING, (9, "add_death", DIES)], 8, 0),
         ([*WAITING, publishes(9, 1), publishes(9, 4, 5), (12, "end")], 0, 0),
         ([*WAITING, publishes(9, 1), (10, "end")], 1, 0),  # the disk is full
     ],
@@ -143,7 +145,7 @@ def test_what_it_published_says_whether_another_was_first(attempt):
 def test_what_a_workload_told_last_stands_until_there_is_more_of_it_or_its_worker_is_gone(attempt):
     told = [claim(1), (2, "tell", {"text": "4 answers judged"}), publishes(3, 1), claim(4, 4)]
     assert attempt(*told)["progress"] == "4 answers judged"
-    assert attempt(*told, (5, "bury", DIES), claim(6, 4))["progress"] is None
+    assert attempt(*told, (5, "add_death", DIES), claim(6, 4))["progress"] is None
     assert attempt(*told, (5, "end"))["progress"] is None
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from slurmgpu.util import shared_files
 from slurmgpu.util.atomic_files import write_bytes
-from slurmgpu.util.shared_files import UnusableFileError, exists, list_anew, open_regular, read_bytes, remove, retried
+from slurmgpu.util.shared_files import UnusableFileError, exists, list_fresh, open_regular, read_bytes, remove, retried
 from tests.support.failing import Failing
 
 
@@ -87,7 +87,7 @@ def test_a_file_beyond_what_makes_sense_is_not_read(tmp_path):
 def test_a_listing_changes_the_folder_first(tmp_path):
     (tmp_path / "a").touch()
     os.utime(tmp_path, ns=(0, 0))
-    assert list_anew(tmp_path) == ["a"]
+    assert list_fresh(tmp_path) == ["a"]
     assert tmp_path.stat().st_mtime_ns > 0
 
 
@@ -98,7 +98,7 @@ def test_a_folder_that_is_not_ones_own_is_listed_all_the_same(tmp_path, monkeypa
         raise PermissionError(errno.EACCES, "not yours")
 
     monkeypatch.setattr(shared_files, "_touch", refuse)
-    assert list_anew(tmp_path) == ["a"]
+    assert list_fresh(tmp_path) == ["a"]
 
 
 def test_what_is_gone_already_is_no_error(tmp_path):
@@ -161,5 +161,5 @@ def test_a_folder_is_listed_anew_though_the_reply_to_its_change_is_lost(tmp_path
     (tmp_path / "a").touch()
     failing = Failing(monkeypatch)
     failing("open", errno.EEXIST, of=".anew", lost=True)
-    assert list_anew(tmp_path) == ["a"]
+    assert list_fresh(tmp_path) == ["a"]
     assert failing.n_failed == 1

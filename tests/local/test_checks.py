@@ -54,6 +54,12 @@ def test_a_check_plans_once(project, apptainer, monkeypatch, capfd):
     assert len(drafted) == 1
 
 
+def test_a_node_of_the_local_executor_is_this_machine(project, slurmgpu):
+    folder = project(8, resources={"gpus": 0, "executor": "local"})
+    done = slurmgpu("check", "--node", cwd=folder, expect=0)
+    assert list(lines(done)) == [*LINES, "node", "python", "/dev/shm"]
+
+
 @pytest.mark.slurm
 @pytest.mark.usefixtures("cluster")
 def test_a_check_of_a_node_prints_its_lines_and_no_more(project, slurmgpu):

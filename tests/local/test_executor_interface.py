@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 
 import pytest
 
@@ -12,7 +13,9 @@ from slurmgpu.executors.liveness import alive
 from slurmgpu.executors.registry import executor_named
 from slurmgpu.plan.executors import EXECUTORS
 from slurmgpu.run.directory import Run
+from tests.support import pretend_runs
 from tests.support.packages import install
+from tests.support.pretend_runs import pretend_run
 from tests.support.runs import check_rows, let_go, records, report, submissions, wait_until, wait_until_held
 
 SPOOL = '''
@@ -53,6 +56,11 @@ class Spool(Executor):
         living = [pid for line in lines if is_alive(pid := line.get("spool_job", 0)) and pid != os.getpid()]
         return Sight(f"the spool has job {living[0]}" if living else None)
 
+    def queued(self, run, among=None, last=None):
+        pids = [line.get("spool_job", 0) for line in run.submissions() if line["state"] == "queued"]
+        facts = {"state": "RUNNING", "reason": "None", "start": None, "n_tasks": 1}
+        return [{"job_id": str(pid), **facts} for pid in pids if is_alive(pid)]
+
     def cancel(self, run, lines):
         jobs = [line["spool_job"] for line in lines if is_alive(line["spool_job"])]
         for line in lines:
@@ -69,7 +77,7 @@ def is_alive(pid):
 
 def main():
     from slurmgpu.executors.job_entry import work
-    from slurmgpu.executors.submission import merge_when_over
+    from slurmgpu.executors.submission import merge_behind
     from slurmgpu.run.heartbeats import beating
     from slurmgpu.run.records import Attempt
 
@@ -79,7 +87,7 @@ def main():
         with beating(run.folder, attempt.name, attempt.job):
             if code := work(run, attempt):
                 sys.exit(code)
-    merge_when_over(run)
+    merge_behind(run, submission)
 
 
 if __name__ == "__main__":
@@ -142,12 +150,35 @@ def test_such_a_run_is_cancelled_and_resubmitted(project, slurmgpu, site):
     assert {record["submission"] for record in records(folder)} == {1, 2}
 
 
+def test_such_a_run_resubmits_itself(project, slurmgpu, site):
+    folder = project(40, auto_resubmit=1)
+    slurmgpu(*SUBMIT, "--tasks", "1", "--inject", "timeout", "--wait", cwd=folder, expect=0)
+    check_rows(folder, 40)
+    assert [(line["executor"], line["round"], line["state"]) for line in submissions(folder)] == [
+        ("spool", 0, "ended"),
+        ("spool", 1, "ended"),
+    ]
+
+
 def test_what_it_cannot_do_is_refused_in_a_sentence(project, slurmgpu, site):
     folder = with_spool(project(8))
+    said = slurmgpu("check", "--node", cwd=folder, expect=2).stdout
+    assert said.splitlines()[-1] == "✗ node       The executor spool cannot check a node: leave out --node."
+    pretend_run(folder / "other", 300, n_tasks=2)
+    said = slurmgpu("submit", "--after", "other", cwd=folder, expect=2).stderr
+    assert "other is not complete yet, and the executor spool cannot wait for it (--after)." in said
     assert "The spool has no GPUs: --gpus 0." in slurmgpu("submit", "--gpus", "1", cwd=folder, expect=2).stderr
     assert not (folder / "run").exists()
     said = slurmgpu("submit", "--executor", "spol", cwd=folder, expect=2).stderr
     assert "[resources] executor: should be 'slurm', 'local', 'debug' or 'spool'; found 'spol'." in said
+
+
+def test_a_run_whose_executor_is_not_installed_is_shown(tmp_path, slurmgpu, monkeypatch):
+    monkeypatch.setattr(pretend_runs, "BEGIN", time.time() - 300)
+    run = pretend_run(tmp_path / "run", 300, n_tasks=2, executor="gone")
+    status = json.loads(slurmgpu("status", "--json", run.folder, expect=0).stdout)
+    assert (status["state"], len(status["attempts"])) == ("running", 2)
+    assert "running" in slurmgpu("list", tmp_path, expect=0).stdout
 
 
 def test_what_is_no_executor_is_a_sentence(site):

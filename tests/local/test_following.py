@@ -13,7 +13,7 @@ import pytest
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.run import rendezvous
 from slurmgpu.run.directory import create_run
-from slurmgpu.run.rendezvous import Meeting, join_meeting
+from slurmgpu.run.rendezvous import Rendezvous, join_rendezvous
 from tests.support.images import NOBODY
 from tests.support.runs import records, wait_until
 
@@ -75,10 +75,10 @@ def test_a_follower_without_a_leader_ends(run_folder):
 
 def test_only_who_read_the_secret_is_let_in(tmp_path):
     path, came = tmp_path / "meeting", []
-    meeting = Meeting(path, ["localhost"], lambda line, hello: came.append(hello["rank"]) or line.tell({"ok": True}))
+    meeting = Rendezvous(path, ["localhost"], lambda line, hello: came.append(hello["rank"]) or line.tell({"ok": True}))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     told = json.loads(path.read_text())
-    line = join_meeting(path, {"rank": 1})
+    line = join_rendezvous(path, {"rank": 1})
     assert line.hear() == {"ok": True}
     line.close()
     # What comes from a stranger is read up to the length of a greeting, and nothing of it is believed.
@@ -92,10 +92,10 @@ def test_only_who_read_the_secret_is_let_in(tmp_path):
     # Where something else listens, it is not taken for the leader.
     (tmp_path / "other").write_text(json.dumps({**told, "secret": "another"}))
     (tmp_path / "other").chmod(0o600)
-    assert join_meeting(tmp_path / "other", {"rank": 3}) is None
+    assert join_rendezvous(tmp_path / "other", {"rank": 3}) is None
     meeting.close()
     assert not path.exists()
-    assert join_meeting(path, {"rank": 4}) is None
+    assert join_rendezvous(path, {"rank": 4}) is None
     assert came[0] == 1
     assert 2 not in came
 
@@ -103,7 +103,7 @@ def test_only_who_read_the_secret_is_let_in(tmp_path):
 def test_strangers_who_say_nothing_keep_nobody_out(tmp_path, monkeypatch):
     monkeypatch.setattr(rendezvous, "MOST_GREETINGS", 4)
     path = tmp_path / "meeting"
-    meeting = Meeting(path, ["localhost"], lambda line, hello: line.tell({"ok": True}))
+    meeting = Rendezvous(path, ["localhost"], lambda line, hello: line.tell({"ok": True}))
     told = json.loads(path.read_text())
     with contextlib.ExitStack() as stack:
         strangers = [stack.enter_context(socket.create_connection(("localhost", told["port"]))) for _ in range(5)]
@@ -111,16 +111,16 @@ def test_strangers_who_say_nothing_keep_nobody_out(tmp_path, monkeypatch):
         assert min(len(stranger.recv(100)) for stranger in strangers) == 0
         monkeypatch.setattr(rendezvous, "GREETING_S", 0.05)
         strangers[0].close()
-        wait_until(lambda: join_meeting(path, {"rank": 1}), "a place")
+        wait_until(lambda: join_rendezvous(path, {"rank": 1}), "a place")
     meeting.close()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
 def test_a_meeting_that_another_user_has_written_is_none(tmp_path):
     path = tmp_path / "meeting"
-    meeting = Meeting(path, ["localhost"], lambda line, hello: line.tell({"ok": True}))
+    meeting = Rendezvous(path, ["localhost"], lambda line, hello: line.tell({"ok": True}))
     os.chown(path, NOBODY, NOBODY)
-    assert join_meeting(path, {"rank": 1}) is None
+    assert join_rendezvous(path, {"rank": 1}) is None
     os.chown(path, 0, 0)
-    assert join_meeting(path, {"rank": 1}) is not None
+    assert join_rendezvous(path, {"rank": 1}) is not None
     meeting.close()

@@ -62,7 +62,7 @@ def test_faults_are_kept_once_and_in_the_order_in_which_they_strike():
     [
         ((), "crash@100", "this run has no item 100. Its items are 0 to 99."),
         ((), "damage@13", "this run has no shard 13. Its shards are 0 to 12."),
-        ((), "oom@3,error@3", "of one item, one fault."),
+        ((), "oom@3,error@3", "an item has one fault."),
         (("--set", "item_s=0"), "oom@99", None),
         (("--executor", "debug"), "kill@3", "which with the executor debug is your own"),
         (("--executor", "slurm"), "error@3", "On this machine the same code meets the same faults: --executor local."),

@@ -123,11 +123,11 @@ def test_a_batch_size_is_refused_where_items_are_computed_one_by_one(project, sl
     folder = project(3, **{**LONG, "batch_size": 2})
     said = slurmgpu(*LOCAL, "--gpus", "0", cwd=folder, expect=2).stderr
     assert "[workload] batch_size = 2, and workload" in said
-    assert "one by one: leave it out.\n" in said
+    assert "one by one: remove it.\n" in said
     source = (folder / "workloads.py").read_text()
     (folder / "workloads.py").write_text(source.replace("n: int = 20,", "n: int = 20, batch_size: int = 8,"))
     said = slurmgpu(*LOCAL, "--gpus", "0", cwd=folder, expect=2).stderr
-    assert "Under [settings], batch_size is that of its own." in said
+    assert "Under [settings], batch_size is its own." in said
 
 
 def test_at_the_walltimes_end_the_item_in_hand_is_left_and_goes_on_later(project, slurmgpu, caplog):

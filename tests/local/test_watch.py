@@ -577,7 +577,7 @@ def test_eight_hours_of_watching_need_no_more_memory_than_one(tmp_path):
     ],
 )
 def test_the_tasks_of_an_array_that_has_not_started_are_counted(job_id, n_tasks):
-    assert queue.QueuedJob(job_id, "PENDING", "Priority", "slurmgpu", "/", "x").n_tasks == n_tasks
+    assert queue.QueuedJob(job_id, "PENDING", "Priority", "slurmgpu", "/", "x").to_json(False)["n_tasks"] == n_tasks
 
 
 @pytest.mark.slurm

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from slurmgpu.slurm import queue
 from tests.support.held_ranks import hold
 from tests.support.runs import (
     check_rows,
     datasets,
     published,
+    queued_of,
     records,
     report,
     start,
@@ -99,7 +99,7 @@ def test_a_requeued_task_of_two_nodes_goes_on_and_a_cancelled_one_leaves_nothing
     wait_until(lambda: records(folder)[0]["state"] == "ended", "the end of the first attempt")
     assert records(folder)[0]["failure"] == "preempted"
     # Slurm lets a requeued job wait for two minutes; that is not what is tested here.
-    wait_until(lambda: any(job.reason == "BeginTime" for job in queue.find_jobs([job])), "the requeue")
+    wait_until(lambda: any(job.reason == "BeginTime" for job in queued_of([job])), "the requeue")
     cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
     (folder / "first").unlink()
     wait_until_held(folder, 3)

@@ -18,7 +18,18 @@ from slurmgpu.run.submissions import Submission
 from slurmgpu.slurm import commands, queue
 from slurmgpu.util.pids import own_id
 from tests.support.pretend_runs import pretend_run
-from tests.support.runs import check_rows, datasets, holders, let_go, published, records, report, toml, wait_until
+from tests.support.runs import (
+    check_rows,
+    datasets,
+    holders,
+    let_go,
+    published,
+    queued_of,
+    records,
+    report,
+    toml,
+    wait_until,
+)
 
 SCRIPTS = Path(__file__).parents[2] / "sbatch"
 
@@ -50,7 +61,7 @@ def merge_behind(sbatch, folder, job):
 
 
 def wait_for_end(job):
-    wait_until(lambda: not queue.find_jobs([job]), f"the end of job {job}", 300)
+    wait_until(lambda: not queued_of([job]), f"the end of job {job}", 300)
 
 
 def wait_for_holders(folder, *jobs):
@@ -141,7 +152,7 @@ def test_a_killed_task_and_a_requeued_one_lose_nothing(project, slurmgpu, sbatch
     wait_for_holders(folder, array, array, array)
     assert len(published(folder)) == 2
     cluster.run("scontrol", "requeue", f"{array}_1")
-    wait_until(lambda: any(job.reason == "BeginTime" for job in queue.find_jobs([array])), "the requeue")
+    wait_until(lambda: any(job.reason == "BeginTime" for job in queued_of([array])), "the requeue")
     cluster.run("scontrol", "update", f"JobId={array}_1", "StartTime=now")
     wait_until(lambda: any(record["restart"] == 1 for record in records(folder)), "the second life")
     [victim] = [record for record in records(folder) if record["task"] == 0]

@@ -12,7 +12,7 @@ import pytest
 
 from slurmgpu import open as open_merged
 from slurmgpu.executors import slurm_jobs
-from slurmgpu.slurm import commands, queue
+from slurmgpu.slurm import commands
 from tests.support.nightly import by_night
 from tests.support.runs import (
     check_ledger,
@@ -22,6 +22,7 @@ from tests.support.runs import (
     kill_workers,
     let_go,
     published,
+    queued_of,
     records,
     report,
     shard_times,
@@ -198,7 +199,7 @@ def test_a_preempted_task_is_requeued_and_the_run_completes(project, slurmgpu, c
     array = submissions(folder)[0]["array_job"]
     wait_until(lambda: any(r["failure"] == "preempted" for r in records(folder)), "the preemption")
     # Slurm lets a requeued job wait for two minutes; that is not what is tested here.
-    wait_until(lambda: any(job.reason == "BeginTime" for job in queue.find_jobs([array])), "the requeue")
+    wait_until(lambda: any(job.reason == "BeginTime" for job in queued_of([array])), "the requeue")
     let_go(folder)
     cluster.run("scontrol", "update", f"JobId={array}", "StartTime=now")
     output, _ = process.communicate(timeout=250)
@@ -247,7 +248,7 @@ def test_a_cancelled_run_is_resumed_by_resubmit(project, slurmgpu):
     assert "holds a run already" in slurmgpu(*SUBMIT, "--gpus", "2", cwd=folder, expect=2).stderr
     slurmgpu("cancel", "run", cwd=folder, expect=0)
     ids = [submissions(folder)[0][key] for key in ("array_job", "merge_job")]
-    wait_until(lambda: not queue.find_jobs(ids), "the end of the jobs")
+    wait_until(lambda: not queued_of(ids), "the end of the jobs")
     assert slurmgpu("report", "run", cwd=folder).returncode == 2  # its merge was cancelled, too
     slurmgpu("merge", "run", cwd=folder, expect=3)
     assert set(report(folder)["failures"]) == {"cancelled"}
@@ -269,7 +270,7 @@ def test_a_full_disk_loses_nothing_that_was_published(project, slurmgpu, tmp_pat
         (folder / "run").symlink_to(disk / "run")
         slurmgpu(*SUBMIT, "--gpus", "2", cwd=folder, expect=0)
         ids = [submissions(folder)[0][key] for key in ("array_job", "merge_job")]
-        wait_until(lambda: not queue.find_jobs(ids), "the end of the jobs")
+        wait_until(lambda: not queued_of(ids), "the end of the jobs")
         n_before = len(published(folder))
         assert 0 < n_before < 60
         subprocess.run(["mount", "-o", "remount,size=20M", str(disk)], check=True)
@@ -477,9 +478,7 @@ def test_chaos_changes_no_byte(project, slurmgpu, cluster, n_items, n_kills):
     while len(published(folder)) < n_items // 8:
         n_before = len(published(folder))
         wait_until(
-            lambda n=n_before: (
-                len(published(folder)) > n or not queue.find_jobs([submissions(folder)[-1]["array_job"]])
-            ),
+            lambda n=n_before: len(published(folder)) > n or not queued_of([submissions(folder)[-1]["array_job"]]),
             "progress",
         )
         # The one that was left alone for longest: killed again and again, an item would be blamed for it.
@@ -491,7 +490,7 @@ def test_chaos_changes_no_byte(project, slurmgpu, cluster, n_items, n_kills):
             killed = _kill_something(dice, record)
             killed_at[record["attempt"]] = kills = kills + killed
         ids = [submissions(folder)[-1][key] for key in ("array_job", "merge_job")]
-        if not killed and not queue.find_jobs(ids):
+        if not killed and not queued_of(ids):
             slurmgpu("resubmit", "run", "--gpus", "6", cwd=folder, expect=0)
     assert kills >= n_kills
     wait_for_end(folder)
@@ -549,7 +548,7 @@ def test_jobs_with_any_characters_in_their_arguments_are_told_apart(project, slu
     odd = [subprocess.check_output([*command, text], text=True).strip() for text in (ODD, b"caf\xe9", "one\ntwo")]
     folder = project(8)
     try:
-        assert {job.job_id: job.state for job in queue.find_jobs(odd)} == dict.fromkeys(odd, "PENDING")
+        assert {job.job_id: job.state for job in queued_of(odd)} == dict.fromkeys(odd, "PENDING")
         slurmgpu(*WAIT, "--gpus", "1", cwd=folder, expect=0)
         assert "complete" in slurmgpu("status", "run", cwd=folder, expect=0).stdout
     finally:

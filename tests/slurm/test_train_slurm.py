@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from slurmgpu import open as open_merged
-from slurmgpu.slurm import queue
 from slurmgpu.workloads.train.rows import COLUMNS, MEASURED
-from tests.support.runs import records, report, start, submissions, wait_for_end, wait_until
+from tests.support.runs import queued_of, records, report, start, submissions, wait_for_end, wait_until
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("cluster")]
@@ -146,7 +145,7 @@ def array_job(folder, number=0):
 
 def waiting(folder):
     """The tasks of the first submission that Slurm has in its queue, each with the reason why it waits."""
-    return [(job.job_id, job.reason) for job in queue.find_jobs([array_job(folder)])]
+    return [(job.job_id, job.reason) for job in queued_of([array_job(folder)])]
 
 
 @pytest.mark.nightly

@@ -194,11 +194,16 @@ def submissions(folder):
     return [merged[number] for number in sorted(merged)]
 
 
+def queued_of(ids):
+    """What squeue says of these jobs, of a plain job or of an array."""
+    return [job for job in queue.own_jobs() if job.array_job in ids]
+
+
 def wait_for_end(folder):
     """Until the last submission is merged, and Slurm has none of the jobs."""
     wait_until(lambda: submissions(folder)[-1]["state"] == "ended", "the merge")
     ids = [i for line in submissions(folder) for i in (line.get("array_job"), line.get("merge_job")) if i]
-    wait_until(lambda: not queue.find_jobs(ids), "the end of the merge job")
+    wait_until(lambda: not queued_of(ids), "the end of the merge job")
 
 
 def run_module(name, folder):

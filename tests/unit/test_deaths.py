@@ -18,7 +18,7 @@ def run(tmp_path):
 
 def test_a_task_gives_up_when_too_many_workers_die_while_loading(run):
     deaths = Deaths(run, 1)
-    found = [deaths.bury(-signal.SIGSEGV, was_oom=False, held={}) for _ in range(MAX_DEATHS_LOADING)]
+    found = [deaths.add_death(-signal.SIGSEGV, was_oom=False, held={}) for _ in range(MAX_DEATHS_LOADING)]
     assert [why for _, why in found[:-1]] == [None] * (MAX_DEATHS_LOADING - 1)
     assert found[-1][1] == "the worker died by SIGSEGV; 3 workers died one after another"
     assert all(death == {"class": "crash", "message": "the worker died by SIGSEGV"} for death, _ in found)
@@ -28,7 +28,7 @@ def test_a_task_gives_up_when_workers_die_of_ever_other_items_and_no_shard_is_pu
     deaths = Deaths(run, 1)
     for n in range(MAX_DEATHS):
         deaths.take_up(0, [2 * n, 2 * n + 1], False)
-        death, why = deaths.bury(-signal.SIGKILL, was_oom=False, held={})
+        death, why = deaths.add_death(-signal.SIGKILL, was_oom=False, held={})
         assert (death["shard"], death["items"]) == (0, [2 * n, 2 * n + 1])
         assert (why is not None) is (n == MAX_DEATHS - 1)
 
@@ -39,7 +39,7 @@ def test_a_published_shard_makes_the_deaths_before_it_forgotten(run):
         if n % (MAX_DEATHS - 1) == 0:
             deaths.forgive()
         deaths.take_up(0, [n], False)
-        assert deaths.bury(-signal.SIGTERM, was_oom=False, held={})[1] is None
+        assert deaths.add_death(-signal.SIGTERM, was_oom=False, held={})[1] is None
 
 
 def test_an_item_that_kills_by_itself_is_quarantined_with_what_was_said_of_it(run):
@@ -49,7 +49,7 @@ def test_an_item_that_kills_by_itself_is_quarantined_with_what_was_said_of_it(ru
         deaths.take_up(0, items, is_isolated)
         deaths.note_broken("a device-side assert")
         deaths.note_broken("what came of it")
-        deaths.bury(1, was_oom=False, held={})
+        deaths.add_death(1, was_oom=False, held={})
     assert read_history(run.claims.folder, 0).quarantined == {5: "crash: a device-side assert"}
 
 
@@ -57,7 +57,7 @@ def test_who_was_put_down_is_not_suspected(run):
     deaths = Deaths(run, 1)
     deaths.take_up(0, [4], True)
     deaths.put_down()
-    death, _ = deaths.bury(-signal.SIGSEGV, was_oom=False, held={})
+    death, _ = deaths.add_death(-signal.SIGSEGV, was_oom=False, held={})
     assert "items" not in death
     assert read_history(run.claims.folder, 0) == History()
 
@@ -69,7 +69,7 @@ def test_an_item_that_needs_more_host_memory_leaves_its_shard_to_a_submission_th
     for n in range(2):
         for items, is_isolated in (([4, 5], False), ([4, 5], False), ([5], True), ([5], True)):
             deaths.take_up(0, items, is_isolated)
-            deaths.bury(-signal.SIGKILL, was_oom=True, held=held)
+            deaths.add_death(-signal.SIGKILL, was_oom=True, held=held)
         if n == 0:
             assert held == {}
             assert claims.read(0).parked

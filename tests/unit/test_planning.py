@@ -332,11 +332,11 @@ def test_an_image_that_is_named_but_would_not_be_used_is_refused(project):
 @pytest.mark.parametrize(
     ("name", "executor", "sentence"),
     [
-        ("at %j", "local", "has a %, of which Slurm makes numbers"),
-        ("100%", "slurm", "has a %, of which Slurm makes numbers"),
+        ("at %j", "local", "has a %, which Slurm replaces by numbers"),
+        ("100%", "slurm", "has a %, which Slurm replaces by numbers"),
         ("a\n#SBATCH --wrap=id", "local", r"has the control character '\\n'"),
-        ("it's", "slurm", "has ', which Slurm may read"),
-        ('a "b" \\ c', "slurm", r'has " and \\, which Slurm may read'),
+        ("it's", "slurm", "has ', which versions of Slurm read"),
+        ('a "b" \\ c', "slurm", r'has " and \\, which versions of Slurm read'),
     ],
 )
 def test_a_path_that_slurm_would_not_take_as_it_is_is_refused_before_anything_is_written(

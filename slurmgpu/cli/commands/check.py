@@ -17,7 +17,6 @@ from slurmgpu.cli.console import result
 from slurmgpu.containers.settings import Identity
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.registry import executor_named
-from slurmgpu.executors.slurm_jobs import check_command
 from slurmgpu.plan.container_spec import identify_image, image_path
 from slurmgpu.plan.planner import allocate, draft_run, workload_of
 from slurmgpu.plan.run_file import RunFile
@@ -147,14 +146,18 @@ def _resources(config: RunFile) -> str:
 
 
 def _check_a_node(run_file: Path, config: RunFile) -> bool:
-    """`check --here` as a job of Slurm's, with what the run asks for; its lines are printed as they come."""
-    command = check_command(config, [sys.executable, "-m", "slurmgpu", "check", str(run_file.resolve()), "--here"])
+    """`check --here` on a node with what the run asks for; its lines are printed as they come."""
+    here = [sys.executable, "-m", "slurmgpu", "check", str(run_file.resolve()), "--here"]
+    try:
+        command = executor_named(config.resources.executor).command_on_node(config, here)
+    except SlurmGPUError as error:
+        return print_line(False, "node", str(error))
     has_spoken = False
     with commands.outside_job(), tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         try:
             job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace")
         except FileNotFoundError:
-            return print_line(False, "node", commands.NOT_HERE.format("srun"))
+            return print_line(False, "node", commands.NOT_HERE.format(command[0]))
         with job:
             assert job.stdout is not None
             for line in job.stdout:
@@ -163,7 +166,7 @@ def _check_a_node(run_file: Path, config: RunFile) -> bool:
         errors.seek(0)
         said = errors.read()
     if job.returncode != 0 and not has_spoken:
-        why = " ".join(said.replace("srun: error: ", "").split()) or f"srun ended with code {job.returncode}"
+        why = " ".join(said.replace("srun: error: ", "").split()) or f"{command[0]} ended with code {job.returncode}"
         return print_line(False, "node", f"The check did not start on a node: {why.rstrip('.')}. Correct [slurm].")
     sys.stderr.write(said)
     return job.returncode == 0

@@ -31,9 +31,9 @@ def status(
     """
     from slurmgpu.cli.console import result_json
     from slurmgpu.cli.views.tables import show_status
+    from slurmgpu.executors.registry import queued_jobs
     from slurmgpu.report.metrics import keep_metrics, write_metrics
     from slurmgpu.report.status import read_status
-    from slurmgpu.slurm.queue import queued_jobs
 
     run, metrics = options.open_run(folder), options.metrics_file(metrics)
     if watching:

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slurmgpu.cli.views.log_lines import Printer, labels_of, print_run
+from slurmgpu.errors import NoAnswerError
 from slurmgpu.logs import Line, LogFile, last_end, merge_files, read_lines, zone_of
 from slurmgpu.run import submissions
 from slurmgpu.run.directory import Run
+from slurmgpu.run.failures import POLICIES
 from slurmgpu.run.records import Record
 
 POLL_S = 0.5
@@ -107,11 +109,10 @@ class Following:
     def _is_dead(self) -> bool:
         """Whether nothing of the run is alive, though it has not written its end."""
         from slurmgpu.executors import liveness
-        from slurmgpu.slurm import commands
 
         try:
             return liveness.alive(self.run) is None
-        except commands.SlurmUnavailableError:
+        except NoAnswerError:
             return False
 
 
@@ -129,5 +130,6 @@ def follow_run(run: Run, n_lines: int | None) -> None:
 
 
 def _has_ended(record: Record) -> bool:
-    """Whether an attempt has ended for good; a preempted one Slurm may start again."""
-    return record["state"] == "ended" and record["failure"] != "preempted"
+    """Whether an attempt has ended for good."""
+    failure = record["failure"]
+    return record["state"] == "ended" and not (failure and POLICIES[failure].may_restart)

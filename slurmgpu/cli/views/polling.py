@@ -11,10 +11,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from slurmgpu.cli.views.state_words import GRACE_S, plain
+from slurmgpu.executors.registry import queued_jobs
 from slurmgpu.report.queued import Job, Queue
 from slurmgpu.report.status import Status, StatusReader
 from slurmgpu.run.directory import Run
-from slurmgpu.slurm.queue import may_be_queued, queued_jobs
 from slurmgpu.util.shared_files import open_file
 
 LOOK_S = 1.0
@@ -137,8 +137,7 @@ class Lookout:
     def _keep_asking(self) -> None:
         while not self._stopped.is_set():
             try:
-                if may_be_queued(self.run):
-                    self._queue = queued_jobs(self.run, last=self._queue)
+                self._queue = queued_jobs(self.run, last=self._queue)
             except Exception as error:
                 logging.getLogger(__name__).warning("the queue is not known: %s", error)
             self._answered.set()

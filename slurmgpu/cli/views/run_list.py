@@ -7,9 +7,9 @@ import os
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from rich.cells import cell_len
 from rich.markup import escape
@@ -17,13 +17,15 @@ from rich.table import Table
 
 from slurmgpu.cli.completion import PROBE
 from slurmgpu.cli.console import say, wide_console
-from slurmgpu.errors import SlurmGPUError
+from slurmgpu.errors import NoAnswerError, SlurmGPUError
+from slurmgpu.executors.interface import Executor
+from slurmgpu.executors.registry import queued_jobs, queueing
 from slurmgpu.report.build import is_complete, read_report
 from slurmgpu.report.queued import Queue
 from slurmgpu.report.states import is_told
 from slurmgpu.report.status import read_status
 from slurmgpu.run.directory import Run
-from slurmgpu.slurm import commands, queue
+from slurmgpu.slurm.queue import in_short
 from slurmgpu.util.amounts import share_of, span_of
 from slurmgpu.util.plurals import count_of
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, status_of
@@ -77,7 +79,7 @@ def list_runs(folder: Path, now: float | None = None) -> RunList:
         raise SlurmGPUError(f"{folder} is no directory; name one in which to look for runs.")
     notes: Counter[str] = Counter()
     opened = {path: _open(path) for path in _once(folder, find_runs(folder, notes))}
-    jobs = _queue([run for run in opened.values() if isinstance(run, Run)], notes)
+    jobs = _ask_queues([run for run in opened.values() if isinstance(run, Run)], notes)
     moment = time.time() if now is None else now
     rows = [_row(path, run, jobs, moment) for path, run in opened.items()]
     rows.sort(key=lambda row: (row["age_s"] is None, row["age_s"], row["run_dir"]))
@@ -165,31 +167,24 @@ def _open(folder: Path) -> Run | str:
         return _why(error)
 
 
-def _queue(runs: Sequence[Run], notes: Counter[str]) -> list[queue.QueuedJob] | None:
-    """All of the user's jobs, by one call; None where no run needs it, or Slurm does not answer."""
-    if not any(_may_have_jobs(run) for run in runs):
-        return None
-    try:
-        return queue.own_jobs()
-    except commands.SlurmUnavailableError as error:
-        if any(_is_queued(run) for run in runs):
-            notes[f"The queue is not known: {queue.in_short(error).replace('{', '(').replace('}', ')')}."] += 1
-        return None
+def _ask_queues(runs: Sequence[Run], notes: Counter[str]) -> dict[str, Sequence[Any]]:
+    """All of the user's jobs by executor, by one request each; without the queues that do not answer."""
+    wanted: dict[Executor, bool] = {}
+    for run in runs:
+        with contextlib.suppress(Exception):  # its row says what is wrong with it
+            is_queued = any(line["state"] == "queued" for line in run.submissions())
+            wanted |= {executor: is_queued or wanted.get(executor, False) for executor in queueing(run)}
+    found: dict[str, Sequence[Any]] = {}
+    for executor, is_queued in wanted.items():
+        try:
+            found[executor.name] = executor.own_jobs()
+        except NoAnswerError as error:
+            if is_queued:
+                notes[f"The queue is not known: {in_short(error).replace('{', '(').replace('}', ')')}."] += 1
+    return found
 
 
-def _may_have_jobs(run: Run) -> bool:
-    with contextlib.suppress(Exception):  # its row says what is wrong with it
-        return queue.may_be_queued(run)
-    return False
-
-
-def _is_queued(run: Run) -> bool:
-    with contextlib.suppress(Exception):
-        return any(line["state"] == "queued" for line in run.submissions())
-    return False
-
-
-def _row(folder: Path, run: Run | str, jobs: Sequence[queue.QueuedJob] | None, now: float) -> Row:
+def _row(folder: Path, run: Run | str, jobs: Mapping[str, Sequence[Any]], now: float) -> Row:
     row: Row = {
         "run": folder.name,
         "run_dir": str(folder),
@@ -204,7 +199,7 @@ def _row(folder: Path, run: Run | str, jobs: Sequence[queue.QueuedJob] | None, n
     }
     if isinstance(run, Run):
         try:
-            _enter_standing(row, run, None if jobs is None else queue.queued_jobs(run, jobs))
+            _enter_standing(row, run, queued_jobs(run, among=jobs))
         except Exception as error:
             row["problem"] = _why(error)
     return row

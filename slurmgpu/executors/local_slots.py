@@ -1,0 +1,128 @@
+"""The slots of the local executor: Submitit's processes on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import submitit
+from submitit.local.local import LocalJob
+
+from slurmgpu.executors import job_entry
+from slurmgpu.executors.here import gpu_ids, stop
+from slurmgpu.executors.steady import make_steady
+from slurmgpu.report.attempts import Life
+from slurmgpu.run.directory import Run
+from slurmgpu.run.failures import POLICIES, class_of_exit
+from slurmgpu.run.submissions import Submission, job_here
+from slurmgpu.util.shared_files import retried
+
+NEVER_MIN = 10 * 365 * 24 * 60
+"""Submitit's local executor has a walltime of two minutes by default; this machine has none."""
+
+
+def lives_of(submission: Submission, slots: list[Any]) -> dict[str, list[Life]]:
+    """How the slots ended: the report also names those that died before they wrote a record."""
+    lives, job, node = {}, job_here(submission.executor, submission.submission), platform.node()
+    for number, slot in enumerate(slots):
+        failure, message = class_of_exit(code := slot._process.poll()), ""
+        if failure is not None:
+            message = f"{node} {POLICIES[failure].says} (exit code {code})"
+        life = Life("ENDED", failure or "lost", True, 0, submission.gpus_per_task, node, message, submission.executor)
+        lives[f"{job}_{number}"] = [life]
+    return lives
+
+
+class _Executor(submitit.LocalExecutor):  # type: ignore[misc]  # Submitit's is not typed
+    """Submitit's executor, with a controller that exits with its task's code."""
+
+    def _submit_command(self, command: str) -> Any:
+        given = {
+            "EXECUTOR": "local",
+            "STDERR_TO_STDOUT": "",
+            "LOCAL_NTASKS": "1",
+            "LOCAL_COMMAND": command,
+            "LOCAL_TIMEOUT_S": str(60 * NEVER_MIN),
+            "LOCAL_SIGNAL_DELAY_S": "30",
+            "LOCAL_NODEID": "0",
+            "LOCAL_JOB_NUM_NODES": "1",
+            "LOCAL_WITH_SHELL": "",
+        }
+        env = {**os.environ, **{f"SUBMITIT_{key}": value for key, value in given.items()}, "CUDA_VISIBLE_DEVICES": ""}
+        argv = [sys.executable, "-m", "slurmgpu.executors.slot", str(self.folder)]
+        process = subprocess.Popen(argv, env=env)
+        return LocalJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
+
+
+def start(run: Run, submission: Submission) -> list[Any]:
+    """Start the slots; Submitit's jobs."""
+    job = job_here(submission.executor, submission.submission)
+    make_steady()
+    executor = _Executor(run.logs, python=f"{shlex.quote(sys.executable)} {job_entry.BEGIN}")
+    slots = gpu_ids(submission)
+    n_threads = max(1, len(os.sched_getaffinity(0)) // len(slots))
+    number, device = submission.submission, submission.device
+    with job_entry.safe_path(), _ignoring_sigint():
+        jobs = []
+        for slot, ids in enumerate(slots):
+            with job_entry.owners_files(_Executor, "_submit_command"):
+                given = (run.folder, job, slot, number, ids, device, n_threads)
+                jobs.append(retried(lambda: executor.submit(job_entry.run_local_task, *given)))  # noqa: B023
+        return jobs
+
+
+@contextlib.contextmanager
+def _ignoring_sigint() -> Iterator[None]:
+    """Start processes in the block that ignore SIGINT: `stop` ends Submitit's controllers, Ctrl-C does not.
+
+    The task in each slot has its own handler.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # handlers cannot be set in this thread
+        return
+    former = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, former)
+
+
+def wait(jobs: list[Any], on_tick: Callable[[], None]) -> None:
+    """Wait for the slots. Any exception stops them, and they give their shards back.
+
+    SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does.
+    """
+    try:
+        with _interrupted_by(signal.SIGTERM, signal.SIGHUP):
+            while not all(job.done() for job in jobs):
+                on_tick()
+                time.sleep(0.1)
+    except BaseException:
+        stop([int(job.job_id) for job in jobs if not job.done()])
+        for job in jobs:
+            while not job.done():
+                time.sleep(0.05)
+        raise
+
+
+@contextlib.contextmanager
+def _interrupted_by(*signums: int) -> Iterator[None]:
+    """Raise KeyboardInterrupt for these signals, unless they are ignored, as under nohup."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    own = [signum for signum in signums if in_main_thread and signal.getsignal(signum) == signal.SIG_DFL]
+    for signum in own:
+        signal.signal(signum, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for signum in own:
+            signal.signal(signum, signal.SIG_DFL)
