@@ -73,17 +73,17 @@ class Preview:
 class Format(ABC):
     """A format of input files: how they are recognised, checked, indexed at planning, and read later.
 
-    `class Tsv(Lines, name="tsv")` registers a format when it is imported; plans give its `name`.
+    `class Tsv(Lines, format="tsv")` registers a format when it is imported; plans give its `name`.
     """
 
     name: ClassVar[str]
     is_indexed: ClassVar[bool] = False
     """Whether `index` records the offsets of items for `open`."""
 
-    def __init_subclass__(cls, name: str | None = None) -> None:
-        if name is not None:
-            cls.name = name
-            FORMATS.register(name, cls)
+    def __init_subclass__(cls, format: str | None = None) -> None:  # noqa: A002 - as `kind` is a column's
+        if format is not None:
+            cls.name = format
+            FORMATS.register(format, cls)
 
     def recognises(self, path: Path) -> bool:
         """Whether a file name is one of this format."""

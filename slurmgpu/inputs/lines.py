@@ -126,7 +126,7 @@ class Lines(Format):
         return records
 
 
-class Jsonl(Lines, name="jsonl"):
+class Jsonl(Lines, format="jsonl"):
     """A JSON object on each line."""
 
     def parse(self, record: bytes, columns: Sequence[str]) -> Mapping[str, Any]:
@@ -134,7 +134,7 @@ class Jsonl(Lines, name="jsonl"):
         return _json_object(record)
 
 
-class Csv(Lines, name="csv"):
+class Csv(Lines, format="csv"):
     """CSV as in RFC 4180, with a header."""
 
     quoting = has_header = True
@@ -164,7 +164,7 @@ class Csv(Lines, name="csv"):
         return columns
 
 
-class Txt(Lines, name="txt"):
+class Txt(Lines, format="txt"):
     """A text on each line; lines may be empty."""
 
     trims = False

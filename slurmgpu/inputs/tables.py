@@ -142,7 +142,7 @@ class Tables(Format):
             yield from table.read(0, len(table))
 
 
-class Parquet(Tables, name="parquet"):
+class Parquet(Tables, format="parquet"):
     """Parquet, read by pyarrow."""
 
     def table(self, path: str, *, verify: bool = False) -> ParquetRows:
@@ -150,7 +150,7 @@ class Parquet(Tables, name="parquet"):
         return ParquetRows(path)
 
 
-class Merged(Tables, name="h5"):
+class Merged(Tables, format="h5"):
     """The merged file of an earlier run."""
 
     def table(self, path: str, *, verify: bool = False) -> MergedRows:

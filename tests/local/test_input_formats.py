@@ -31,7 +31,7 @@ class Told:
 """
 
 
-class Pairs(Lines, name="pairs"):
+class Pairs(Lines, format="pairs"):
     """Names and values on each line: `x=1 y=2`."""
 
     def parse(self, record, columns):
@@ -41,7 +41,7 @@ class Pairs(Lines, name="pairs"):
         return {name.decode(): value.decode() for name, _, value in found}
 
 
-class Sqlite(Tables, name="sqlite"):
+class Sqlite(Tables, format="sqlite"):
     """The rows of the table `items`, in the order of their ids."""
 
     def table(self, path, *, verify=False):
@@ -110,7 +110,7 @@ def test_a_format_of_tables_is_how_its_rows_are_read(tmp_path, told):
 
 def test_a_format_has_its_name_alone():
     with pytest.raises(SlurmGPUError, match="Csv is the input format 'csv'; choose another name"):
-        type("Mine", (Csv,), {}, name="csv")
+        type("Mine", (Csv,), {}, format="csv")
     assert FORMATS.find("csv") is Csv
 
 
@@ -118,7 +118,7 @@ def test_a_format_of_an_installed_package_is_read_in_every_process(tmp_path, pro
     """By its entry point: here the worker is a process of its own."""
     source = (
         "from slurmgpu.inputs.lines import Lines\n"
-        "class Shout(Lines, name='shout'):\n"
+        "class Shout(Lines, format='shout'):\n"
         "    def parse(self, record, columns):\n"
         "        return {'text': record.decode().upper(), 'x': len(record)}\n"
     )

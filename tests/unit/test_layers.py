@@ -119,6 +119,17 @@ def test_no_text_is_read_or_written_as_the_locale_has_it():
     assert [found for path in modules() for found in opened_as_the_locale_has_it(path)] == []
 
 
+def test_no_class_takes_a_keyword_that_abcmeta_takes_itself():
+    """Until Python 3.11 `class A(Base, name=...)` of an abstract base is a TypeError."""
+    taken = [
+        f"{dotted(path)}:{node.lineno}"
+        for path in modules()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and {word.arg for word in node.keywords} & {"name", "bases", "namespace"}
+    ]
+    assert taken == []
+
+
 def test_every_room_has_a_floor_and_the_root_has_five_modules():
     assert {room(path) for path in modules()} == set(FLOOR)
     assert {path.stem for path in PACKAGE.glob("*.py")} == {"__init__", "__main__", "api", "errors", "workload"}
