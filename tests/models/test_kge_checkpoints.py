@@ -17,13 +17,13 @@ from pykeen.triples import CoreTriplesFactory
 from torch import nn
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.workloads.tracin.kge import checkpoints
-from slurmgpu.workloads.tracin.kge.complex import ComplEx as OurComplEx
+from slurmgpu.workloads.tracin.kge import checkpoints, layouts
 from slurmgpu.workloads.tracin.kge.conve import ConvE as OurConvE
-from slurmgpu.workloads.tracin.kge.distmult import DistMult as OurDistMult
 from slurmgpu.workloads.tracin.kge.graph import Dictionary
 from slurmgpu.workloads.tracin.kge.peeking import Shape, peek
-from slurmgpu.workloads.tracin.kge.transe import TransE as OurTransE
+from slurmgpu.workloads.tracin.kge.shallow import ComplEx as OurComplEx
+from slurmgpu.workloads.tracin.kge.shallow import DistMult as OurDistMult
+from slurmgpu.workloads.tracin.kge.shallow import TransE as OurTransE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -102,7 +102,7 @@ def test_a_pykeen_model_scores_here_as_it_does_there(tmp_path, architecture, inv
     path = tmp_path / "model.pt"
     theirs.save_state(path)
     layout = checkpoints.read_layout(path, architecture=architecture, norm=1 if architecture == "transe" else None)
-    layout = checkpoints.check(layout, path, ENTITIES, RELATIONS)
+    layout = layouts.check(layout, path, ENTITIES, RELATIONS)
     assert layout.inverse == ("interleaved" if inverse else "none")
     assert (layout.n_entities, layout.n_relations) == (N, 2 * R if inverse else R)
     rows = 2 * TRIPLES[:, 1] if inverse else TRIPLES[:, 1]
@@ -191,9 +191,9 @@ def test_our_own_checkpoints_say_what_they_are(tmp_path, architecture):
     config |= {"embedding_height": 3, "embedding_width": 4, "stack": "width"} if architecture == "conve" else {}
     config |= {"norm": 2} if architecture == "transe" else {}
     path = save(tmp_path, {"model_state_dict": model.state_dict(), "model_config": config})
-    layout = checkpoints.check(checkpoints.read_layout(path), path, ENTITIES, RELATIONS)
+    layout = layouts.check(checkpoints.read_layout(path), path, ENTITIES, RELATIONS)
     assert (layout.architecture, layout.inverse, layout.embedding_dim) == (architecture, "appended", 12)
-    assert (layout.loss, layout.label_smoothing) == ("bce-1n", 0.1)
+    assert (layout.loss, layout.told["label_smoothing"]) == ("bce-1n", 0.1)
     assert layout.norm == (2 if architecture == "transe" else None)
     with torch.no_grad():
         found = loaded(path, layout).scores(TRIPLES[:, 0], TRIPLES[:, 1])
@@ -217,22 +217,22 @@ def ambiguous(**content):
 
 def test_an_ambiguous_reshape_is_refused_with_its_candidates():
     with pytest.raises(SlurmGPUError, match=r"model\.pt: 5×40 and 20×10 all fit the 608 inputs .* Set image to"):
-        checkpoints.recognise(ambiguous(), "model.pt")
+        layouts.recognise(ambiguous(), "model.pt")
 
 
 def test_an_ambiguous_reshape_is_what_the_setting_says_or_else_the_config():
     told = ambiguous(config={"embedding_height": 20, "embedding_width": 10})
-    assert checkpoints.recognise(told, "model.pt").image == (20, 10)
-    assert checkpoints.recognise(told, "model.pt", image=[5, 40]).image == (5, 40)
-    assert checkpoints.recognise(ambiguous(), "model.pt", image=[5, 40]).image == (5, 40)
+    assert layouts.recognise(told, "model.pt").image == (20, 10)
+    assert layouts.recognise(told, "model.pt", image=[5, 40]).image == (5, 40)
+    assert layouts.recognise(ambiguous(), "model.pt", image=[5, 40]).image == (5, 40)
 
 
 def test_an_image_that_does_not_fit_is_refused_with_what_does():
     with pytest.raises(SlurmGPUError, match=r"an image of 8×25 does not fit .* Those that would: 5×40 and 20×10"):
-        checkpoints.recognise(ambiguous(), "model.pt", image=[8, 25])
+        layouts.recognise(ambiguous(), "model.pt", image=[8, 25])
     # The images of train_pytorch.py under PyKEEN's names: 32 · 8 · 38.
     with pytest.raises(SlurmGPUError, match=r'an image of 10×20 does not fit .* It would with stack = "width"'):
-        checkpoints.recognise(ambiguous(model_config={"embedding_height": 10, "embedding_width": 20}), "model.pt")
+        layouts.recognise(ambiguous(model_config={"embedding_height": 10, "embedding_width": 20}), "model.pt")
 
 
 @pytest.mark.parametrize("architecture", ["distmult", "complex", "transe"])
@@ -275,16 +275,16 @@ def test_the_norm_of_transe_is_told_or_set_and_never_guessed(tmp_path):
 def test_where_inverse_relations_lie_is_known_or_refused(rows, implied, setting, found):
     layout = checkpoints.Layout("distmult", N, rows, 4, {}, inverse=implied)
     if found in ("none", "interleaved", "appended"):
-        assert checkpoints.check(layout, "model.pt", ENTITIES, RELATIONS, setting).inverse == found
+        assert layouts.check(layout, "model.pt", ENTITIES, RELATIONS, setting).inverse == found
     else:
         with pytest.raises(SlurmGPUError, match=found):
-            checkpoints.check(layout, "model.pt", ENTITIES, RELATIONS, setting)
+            layouts.check(layout, "model.pt", ENTITIES, RELATIONS, setting)
 
 
 def test_a_table_of_entities_that_does_not_fit_the_dictionary_is_refused_with_both_numbers():
     layout = checkpoints.Layout("distmult", N + 1, R, 4, {})
     with pytest.raises(SlurmGPUError, match=r"model.pt has 8 rows of entities, and the ids of node_dict.txt want 7\."):
-        checkpoints.check(layout, "model.pt", ENTITIES, RELATIONS)
+        layouts.check(layout, "model.pt", ENTITIES, RELATIONS)
 
 
 def without(content, *keys):

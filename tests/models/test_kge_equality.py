@@ -9,10 +9,8 @@ from torch import nn
 
 from slurmgpu.influence.engine import Checkpoint, Influences, Options
 from slurmgpu.influence.generic import of_module
-from slurmgpu.workloads.tracin.kge.complex import ComplEx
 from slurmgpu.workloads.tracin.kge.conve import ConvE
-from slurmgpu.workloads.tracin.kge.distmult import DistMult
-from slurmgpu.workloads.tracin.kge.transe import TransE
+from slurmgpu.workloads.tracin.kge.shallow import ComplEx, DistMult, TransE
 from tests.support.tiny_graphs import (
     LOSSES,
     N_ENTITIES,

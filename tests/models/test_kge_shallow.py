@@ -3,11 +3,9 @@
 import pytest
 import torch
 
-from slurmgpu.workloads.tracin.kge.complex import ComplEx
-from slurmgpu.workloads.tracin.kge.distmult import DistMult
 from slurmgpu.workloads.tracin.kge.layouts import Layout
 from slurmgpu.workloads.tracin.kge.losses import find_loss
-from slurmgpu.workloads.tracin.kge.transe import TransE
+from slurmgpu.workloads.tracin.kge.shallow import ComplEx, DistMult, TransE
 from tests.support.tiny_graphs import (
     LOSSES,
     N_ENTITIES,

@@ -9,17 +9,15 @@ import torch
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.hashing import digest_of
-from slurmgpu.workloads.tracin.kge.checkpoints import adam_weights, check, load_checkpoint, read_layout
-from slurmgpu.workloads.tracin.kge.complex import ComplEx
+from slurmgpu.workloads.tracin.kge.checkpoints import adam_weights, load_checkpoint, read_layout
 from slurmgpu.workloads.tracin.kge.conve import ConvE
-from slurmgpu.workloads.tracin.kge.distmult import DistMult
 from slurmgpu.workloads.tracin.kge.graph import read_dictionary
+from slurmgpu.workloads.tracin.kge.layouts import check
 from slurmgpu.workloads.tracin.kge.peeking import peek
 from slurmgpu.workloads.tracin.kge.queries import Known
-from slurmgpu.workloads.tracin.kge.ranking import filtered_ranks, summary
+from slurmgpu.workloads.tracin.kge.shallow import ComplEx, DistMult, TransE
 from slurmgpu.workloads.tracin.kge.train import main, train
-from slurmgpu.workloads.tracin.kge.training import Recipe, Trainer
-from slurmgpu.workloads.tracin.kge.transe import TransE
+from slurmgpu.workloads.tracin.kge.training import Recipe, Trainer, filtered_ranks, summary
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -90,7 +88,7 @@ def test_a_checkpoint_says_all_that_is_needed_to_load_it(model, inverse, files):
 
     layout = check(read_layout(path), path, entities, relations)
     assert (layout.architecture, layout.inverse) == (model, inverse)
-    assert (layout.learning_rate, layout.loss, layout.label_smoothing) == (0.005, "kvsall", 0.1)
+    assert (layout.learning_rate, layout.loss, layout.told["label_smoothing"]) == (0.005, "kvsall", 0.1)
     loaded = MODELS[model].from_layout(layout)
     assert not loaded.load_state_dict(load_checkpoint(path, layout), strict=False).unexpected_keys
     queries = torch.tensor([0, 3, 5]), torch.tensor([0, 1, 1])

@@ -570,6 +570,8 @@ def test_lines_count_on_from_one_input_file_to_the_next(files, slurmgpu):
         ({"preserve_test_edges": False}, "preserve_test_edges refines the filter"),
         ({"n_hops": 2, "max_total_path_length": 3}, "refines path_filtering"),
         ({"top_k": -1}, "top_k is -1; expected at least 0"),
+        ({"n_hops": 0}, "n_hops is 0; expected at least 1"),
+        ({"n_hops": 2, "path_filtering": True, "max_total_path_length": -1}, "max_total_path_length is -1"),
         ({"top_k": 0, "n_hops": 2}, "top_k = 0 lists none"),
         ({"label_smoothing": 1.0}, "label_smoothing is 1.0"),
         ({"names": "nowhere.txt"}, "There is no file"),

@@ -1,7 +1,4 @@
-"""`init tracin --from-args`: a run file from the command line of the TracIn scripts that this workload replaces.
-
-Of each of their flags it says what became of it.
-"""
+"""`init tracin --from-args`: a run file from the command line of the replaced TracIn scripts, with a line per flag."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ MODES = ("test", "self", "single")
 
 
 def translate(text: str, folder: Path, stem: str) -> Translated:
-    """What a command line of the replaced scripts means, for a run file in `folder`; SlurmGPUError for a wrong one."""
+    """Translate a command line of the replaced scripts into a run file in `folder`; SlurmGPUError for a wrong one."""
     given = parse(text)
     found = Translated(input="test.txt", resources={"gpus": 1, "array": False})
     for name, values in given.items():
@@ -51,9 +48,7 @@ def translate(text: str, folder: Path, stem: str) -> Translated:
     _add_resources(found, given)
     _choose_tests(found, given, folder, stem)
     if "--learning-rate" not in given:
-        said = (
-            "not given: the checkpoint's optimizer tells it; the scripts took 0.001: learning_rate = 0.001 for theirs"
-        )
+        said = "not given: the checkpoint's optimizer has it; for the scripts' default set learning_rate = 0.001"
         found.lines.append(("--learning-rate", said))
     if "--top-k" not in given and found.settings.get("top_k") != 0:
         said = 'not given: the 100 strongest of either sign; with full = "float32", export writes every influence'
@@ -62,9 +57,9 @@ def translate(text: str, folder: Path, stem: str) -> Translated:
 
 
 def parse(text: str) -> dict[str, list[str]]:
-    """The flags in a command line with their values; what stands before the first, a script's name say, is skipped."""
+    """The flags in a command line with their values; words before the first flag are skipped."""
     try:
-        words = shlex.split(re.sub(r"\\\r?\n", "", text))  # lines go on after a backslash, as in a shell
+        words = shlex.split(re.sub(r"\\\r?\n", "", text))  # a backslash continues a line, as in a shell
     except ValueError as error:
         raise SlurmGPUError(
             f"--from-args cannot be read as a command line: {error}. Quote it as a shell does."
@@ -76,25 +71,19 @@ def parse(text: str) -> dict[str, list[str]]:
             name = SHORT.get(name, name)
             if name not in FLAGS:
                 raise SlurmGPUError(
-                    f"--from-args: {name!r} is no flag of the TracIn scripts that `init tracin` knows."
-                    f"{did_you_mean(name, FLAGS)}"
+                    f"--from-args: {name!r} is not a flag of the TracIn scripts.{did_you_mean(name, FLAGS)}"
                 )
             given[name] = [value] if equals else []
         elif given:
             given[next(reversed(given))].append(word)
     for name, values in given.items():
-        _check_count(name, values)
+        flag = FLAGS[name]
+        if not values if flag.many else len(values) != flag.takes:
+            expected = "one or more values" if flag.many else "one value" if flag.takes else "no value"
+            raise SlurmGPUError(f"--from-args: {name} takes {expected}; found {' '.join(values) or 'none'}.")
     if not given:
         raise SlurmGPUError('--from-args has no flag; expected some, such as "--model-path m.pt --train t.txt".')
     return given
-
-
-def _check_count(name: str, values: Sequence[str]) -> None:
-    flag = FLAGS[name]
-    expected = "one or more values" if flag.many else "one value" if flag.takes else "no value"
-    right = len(values) >= 1 if flag.many else len(values) == int(flag.takes)
-    if not right:
-        raise SlurmGPUError(f"--from-args: {name} takes {expected}; found {' '.join(values) or 'none'}.")
 
 
 def _is_number(word: str) -> bool:
@@ -125,7 +114,7 @@ def _parsed(name: str, values: Sequence[str]) -> list[Any]:
 
 
 def _relative(path: str, folder: Path) -> str:
-    """A path that was relative to the working directory, relative to the run file's folder."""
+    """A path relative to the working directory, made relative to the run file's folder."""
     return path if Path(path).is_absolute() else os.path.relpath(path, folder)
 
 
@@ -153,7 +142,7 @@ def _add_filter(found: Translated, given: Mapping[str, Sequence[str]]) -> None:
         return
     if given.keys() & OF_THE_BATCH_SCRIPT and "--n-hops" not in given:
         found.settings["n_hops"] = 2
-        found.lines.append(("--n-hops", "not given: n_hops = 2, which was the batch script's default"))
+        found.lines.append(("--n-hops", "not given: n_hops = 2, the batch script's default"))
 
 
 def _add_resources(found: Translated, given: Mapping[str, Sequence[str]]) -> None:
@@ -165,12 +154,12 @@ def _add_resources(found: Translated, given: Mapping[str, Sequence[str]]) -> Non
             raise SlurmGPUError(f"--from-args: --device is {device!r}; expected cpu or cuda.")
         if device == "cpu":
             found.resources = {"gpus": 0, "array": False}
-            _say(found, "--enable-multi-gpu", "not carried over: --device cpu says that no GPU is used")
+            _say(found, "--enable-multi-gpu", "not carried over: --device cpu uses no GPU")
         _say(found, "--device", f"[resources] gpus = {found.resources['gpus']}")
 
 
 def _choose_tests(found: Translated, given: Mapping[str, Sequence[str]], folder: Path, stem: str) -> None:
-    """The input: the test triples, those chosen of them in a file of their own, or the training triples."""
+    """Set the input: the test triples, a new file with those chosen, or the training triples."""
     [mode] = given.get("--mode", ["test"])
     if mode not in MODES:
         raise SlurmGPUError(f"--from-args: --mode is {mode!r}; expected {', '.join(MODES)}.{did_you_mean(mode, MODES)}")
@@ -178,7 +167,7 @@ def _choose_tests(found: Translated, given: Mapping[str, Sequence[str]], folder:
     if mode == "self":
         found.settings["top_k"] = 0
         found.input = found.settings.get("train", "train.txt")
-        _say(found, "--mode", "the input is the training triples, and top_k = 0: their influence on themselves alone")
+        _say(found, "--mode", "the input is the training triples, and top_k = 0: only their influence on themselves")
         _say(found, "--top-k", "not carried over: mode self lists nothing, so top_k = 0")
         _say(found, "--csv-output", "not carried over: mode self never wrote it; export --format csv has all columns")
         return
@@ -208,9 +197,9 @@ def _chosen(given: Mapping[str, Sequence[str]], mode: str) -> Sequence[int] | sl
 
 def _items(file: Path, chosen: Sequence[int] | slice) -> list[dict[str, Any]]:
     try:
-        lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")  # as the input is cut
+        lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")  # as inputs are split
     except (OSError, ValueError) as error:
-        raise SlurmGPUError(f"--from-args: {file} cannot be read, of which triples are chosen: {error}.") from error
+        raise SlurmGPUError(f"--from-args: cannot read the test triples in {file}: {error}.") from error
     numbers = range(len(lines))[chosen] if isinstance(chosen, slice) else chosen
     items = []
     for number in numbers:

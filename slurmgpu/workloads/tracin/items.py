@@ -14,13 +14,13 @@ from slurmgpu.workload import Item
 from slurmgpu.workloads.tracin.kge.graph import Dictionary, parse_triple, triple_of
 
 FIELDS = ("head", "relation", "tail")
-"""The fields of an item that is no line of text."""
+"""The fields of an item that is not a line of text."""
 LOOKED_AT = 100
-"""Items of the input of which one, at least, must be a triple."""
+"""At least one of so many first items must be a triple."""
 
 
 def triple_in(data: Mapping[str, Any], entities: Dictionary, relations: Dictionary) -> tuple[int, int, int]:
-    """The numbers of an item's head, relation and tail; an ItemError says what is wrong with it."""
+    """The ids of an item's head, relation and tail; ItemError if it has none."""
     if "text" in data and not set(FIELDS) <= data.keys():
         return parse_triple(str(data["text"]), entities, relations)
     for name in FIELDS:
@@ -31,10 +31,7 @@ def triple_in(data: Mapping[str, Any], entities: Dictionary, relations: Dictiona
 
 
 def line_of(item: Item) -> int:
-    """The line, from 0, that a test triple is known by: what the item says, else its index in the input.
-
-    The latter is its line in a text file that is the only one; of several files it counts on from one to the next.
-    """
+    """The line number of a test triple, from 0: its field `line`, else its index over all input files."""
     line = item.data.get("line", item.index)
     try:
         return int(line)
@@ -43,7 +40,7 @@ def line_of(item: Item) -> int:
 
 
 def check_items(path: Path, entities: Dictionary, relations: Dictionary) -> None:
-    """Refuse a file none of whose first items is a triple: it is another file, or the dictionaries are others."""
+    """Refuse a file without a triple among its first items: the file or the dictionaries are wrong."""
     first: ItemError | None = None
     n_seen = 0
     for data in itertools.islice(_items(path), LOOKED_AT):
@@ -63,7 +60,7 @@ def check_items(path: Path, entities: Dictionary, relations: Dictionary) -> None
 
 
 def _items(path: Path) -> Iterator[Mapping[str, Any]]:
-    """The data of a file's items, in the formats that are text; of others none."""
+    """The data of a file's items in text formats; nothing for other formats."""
     if path.suffix not in (".txt", ".jsonl", ".csv"):
         return
     with open(path, encoding="utf-8", errors="replace", newline="\n") as file:

@@ -1,4 +1,4 @@
-"""From a run's settings to models on a device whose gradients can be asked for. Imports torch at the top."""
+"""Load a run's models on a device, for influences. Imports torch at the top."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from slurmgpu.influence.engine import Checkpoint, Influences, Options
 from slurmgpu.influence.models import Differentiable, Side
 from slurmgpu.influence.probing import probe
 from slurmgpu.workloads.tracin.kge.checkpoints import adam_weights, load_checkpoint
-from slurmgpu.workloads.tracin.kge.complex import ComplEx
 from slurmgpu.workloads.tracin.kge.conve import ConvE
-from slurmgpu.workloads.tracin.kge.distmult import DistMult
 from slurmgpu.workloads.tracin.kge.graph import Graph
 from slurmgpu.workloads.tracin.kge.layouts import Layout
 from slurmgpu.workloads.tracin.kge.losses import Loss, find_loss
 from slurmgpu.workloads.tracin.kge.queries import Known
-from slurmgpu.workloads.tracin.kge.transe import TransE
+from slurmgpu.workloads.tracin.kge.shallow import ComplEx, DistMult, TransE
 from slurmgpu.workloads.tracin.kge.unfactored import differentiable
 from slurmgpu.workloads.tracin.own_model import Place, own_model
 from slurmgpu.workloads.tracin.planning import Planned, layout_of, rates_line, wanted_parameters
@@ -33,7 +31,7 @@ MODELS: Mapping[str, Any] = {"conve": ConvE, "distmult": DistMult, "complex": Co
 
 
 def open_influences(settings: TracinSettings, planned: Planned, known: Graph, device: str) -> Influences:
-    """The influences of a run's training triples, with all checkpoints on the device, probed."""
+    """The influences of a run's training triples, with all checkpoints on the device and probed."""
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     dtype = torch.float64 if settings.precision == "fp64" else torch.float32
@@ -52,12 +50,15 @@ def open_influences(settings: TracinSettings, planned: Planned, known: Graph, de
         weights = weights and {name: weights[name] for name in wanted}
         probe(model, place.train, wanted, weights)
         checkpoints.append(Checkpoint(model, rate, weights))
-    _say(planned, checkpoints[-1].model, wanted)
+    parameters = checkpoints[-1].model.parameters_by_name()
+    n_wanted, n_all = (sum(parameters[name].numel() for name in names) for names in (wanted, parameters))
+    log.info("%s", rates_line(planned))
+    log.info("%s of %s numbers in the model's parameters: %s", f"{n_wanted:,}", f"{n_all:,}", ", ".join(wanted))
     influences = Influences(checkpoints, place.train, _options(settings, wanted, len(known.train), device))
     if set(influences.groups) - set(planned.groups):
         raise SlurmGPUError(
-            f"The model has the parameter groups {', '.join(influences.groups)}, and its checkpoint was planned with "
-            f"{', '.join(planned.groups)}; plan a new run with the class as it is now."
+            f"The model has the parameter groups {', '.join(influences.groups)}, and the run was planned with "
+            f"{', '.join(planned.groups)}; plan a new run."
         )
     log.info("%d training triples, %d chunks of up to %d", len(known.train), influences.n_chunks, influences.chunk_size)
     return influences
@@ -65,7 +66,7 @@ def open_influences(settings: TracinSettings, planned: Planned, known: Graph, de
 
 def known_model(settings: TracinSettings, layout: Layout, path: str, known: Graph, place: Place) -> Differentiable:
     """A model of one of the known architectures, with the losses that are set, on its device."""
-    module = MODELS[layout.architecture].from_layout(layout).to(place.dtype)  # before: weights may be float64
+    module = MODELS[layout.architecture].from_layout(layout).to(place.dtype)  # before loading: weights may be float64
     unmatched = module.load_state_dict(load_checkpoint(path, layout), strict=False)
     assert all(name.endswith("num_batches_tracked") for name in unmatched.missing_keys), unmatched
     module = module.to(place.device).eval()
@@ -77,7 +78,7 @@ def known_model(settings: TracinSettings, layout: Layout, path: str, known: Grap
 
 
 def relation_rows(layout: Layout, n_relations: int) -> tuple[Tensor, Tensor]:
-    """Of each relation its row in the model's table, and the rows of their inverses, if there are any."""
+    """The rows of relations in the model's table, and those of their inverses, if any."""
     relations = torch.arange(n_relations)
     if layout.inverse == "interleaved":
         return 2 * relations, 2 * relations + 1
@@ -100,13 +101,8 @@ def find_losses(
         return Known(heads, relations, tails, layout.n_relations)
 
     def find(name: str) -> Loss:
-        return find_loss(
-            name,
-            n_entities=layout.n_entities,
-            known=known_tails,
-            label_smoothing=settings.label_smoothing,
-            seed=0,
-        )
+        smoothing = settings.label_smoothing
+        return find_loss(name, n_entities=layout.n_entities, known=known_tails, label_smoothing=smoothing, seed=0)
 
     return {"train": find(settings.loss), "test": find(settings.test_loss or settings.loss)}
 
@@ -126,11 +122,3 @@ def _options(settings: TracinSettings, wanted: Sequence[str], n_train: int, devi
         keep_bytes,
         settings.full,
     )
-
-
-def _say(planned: Planned, model: Differentiable, wanted: Sequence[str]) -> None:
-    """What is computed of, for the log."""
-    parameters = model.parameters_by_name()
-    n_wanted, n_all = (sum(parameters[name].numel() for name in names) for names in (wanted, parameters))
-    log.info("%s", rates_line(planned))
-    log.info("%s of %s numbers in the model's parameters: %s", f"{n_wanted:,}", f"{n_all:,}", ", ".join(wanted))

@@ -1,4 +1,4 @@
-"""A model of the user's own class, for tracin: made, filled from its checkpoint, tried. Imports torch at the top."""
+"""A model of the user's own class, for tracin: built, loaded from its checkpoint, tested. Imports torch at the top."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from slurmgpu import workload
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.influence.layered import of_module
 from slurmgpu.influence.models import Differentiable
-from slurmgpu.workloads.tracin.kge.checkpoints import expect_finite, read_content, state_of
+from slurmgpu.workloads.tracin.kge.checkpoints import expect_finite, read_content
 from slurmgpu.workloads.tracin.kge.graph import Graph
-from slurmgpu.workloads.tracin.kge.naming import unwrapped
-from slurmgpu.workloads.tracin.planning import group_of
+from slurmgpu.workloads.tracin.kge.naming import group_of, unwrapped
+from slurmgpu.workloads.tracin.kge.peeking import state_of
 
 N_TRIED = 2
-"""Training triples whose losses are looked at; with one, a mean would look like a loss."""
+"""Training triples for the test of `losses`; with one triple a mean would pass."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A device, the type of numbers there, and the training triples on it."""
+    """A device, the dtype, and the training triples on the device."""
 
     device: str
     dtype: torch.dtype
@@ -35,13 +35,13 @@ class Place:
 
 
 def own_model(architecture: str, path: str, known: Graph, place: Place) -> Differentiable:
-    """The model of `architecture`, "file.py:Class", with what the checkpoint at `path` holds, on its device."""
+    """The model of `architecture`, "file.py:Class", loaded from the checkpoint at `path`, on its device."""
     file = Path(architecture.rpartition(":")[0]).expanduser().resolve()
     cls = _class_in(file, architecture)
     with _told(f"{cls.__name__}(n_entities=…, n_relations=…)", file):
         module: nn.Module = cls(n_entities=known.entities.size, n_relations=known.relations.size)
     state = state_of(read_content(path), path)
-    module = module.to(place.dtype)  # before it is filled: weights may be float64
+    module = module.to(place.dtype)  # before loading: weights may be float64
     try:
         module.load_state_dict({name: state[key] for name, key in unwrapped(state).items()})
     except RuntimeError as error:
@@ -52,26 +52,25 @@ def own_model(architecture: str, path: str, known: Graph, place: Place) -> Diffe
     _try_losses(module, file, place.train)
     with _told(f"the method losses of {cls.__name__}", file):
         model = of_module(module, place.train)
-    # Planning knows the names in the checkpoint alone.
+    # As at planning, which sees only names in the checkpoint.
     model.groups = {parameter: group_of(parameter) for parameter in model.parameters_by_name()}
     return model
 
 
 def _class_in(file: Path, architecture: str) -> Any:
-    """The class, which has what is asked of it."""
     name = architecture.rpartition(":")[2]
     with _told(f"the import of {file.name}", file):
         cls = getattr(workload.import_file(file), name, None)
     if not (isinstance(cls, type) and issubclass(cls, nn.Module) and callable(getattr(cls, "losses", None))):
         raise SlurmGPUError(
             f"architecture = {architecture!r}: expected a class {name} in {file} that is a torch.nn.Module with a "
-            f"method losses(triples), which gives a loss for each row of head, relation and tail."
+            f"method losses(triples), which returns a loss for each row of head, relation and tail."
         )
     return cls
 
 
 def _try_losses(module: nn.Module, file: Path, train: Tensor) -> None:
-    """Refuse a method `losses` that fails, or gives something else than a loss for each triple."""
+    """Refuse a method `losses` that fails, or does not return a loss for each triple."""
     triples = train[torch.arange(N_TRIED, device=train.device) % len(train)]
     what = f"the method losses of {type(module).__name__}"
     with torch.no_grad(), _told(what, file):
@@ -79,29 +78,28 @@ def _try_losses(module: nn.Module, file: Path, train: Tensor) -> None:
     found = f"a tensor {tuple(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
     if not isinstance(losses, Tensor) or losses.shape != (len(triples),):
         raise SlurmGPUError(
-            f"{file}: {what} gives {found} for {len(triples)} triples; expected a tensor ({len(triples)},), a loss for "
-            f"each triple, without a mean or a sum over them."
+            f"{file}: {what} returns {found} for {len(triples)} triples; expected a tensor ({len(triples)},), a loss "
+            f"for each triple, without a mean or a sum."
         )
 
 
 @contextmanager
 def _told(what: str, file: Path) -> Iterator[None]:
-    """A sentence with the line in the user's file, for whatever error it raises inside."""
+    """Turn any error of the user's code into a SlurmGPUError with its line."""
     try:
         yield
     except (SlurmGPUError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # the user's code may raise any
         raise SlurmGPUError(
-            f"{_line_in(file, error)}: {what} has {type(error).__name__}: "
-            f"{error.msg if isinstance(error, SyntaxError) else error}. Expected a class that is made with "
-            f"n_entities and n_relations, and whose losses(triples) takes whole numbers (n, 3) and gives (n,); correct "
-            f"it there."
+            f"{_line_in(file, error)}: {what} raised {type(error).__name__}: "
+            f"{error.msg if isinstance(error, SyntaxError) else error}. Expected a class that is built with "
+            f"n_entities and n_relations, and whose losses(triples) takes integers (n, 3) and returns (n,)."
         ) from error
 
 
 def _line_in(file: Path, error: Exception) -> str:
-    """The last place in the user's file that an error came by, else the file."""
+    """The last line of the user's file in an error's traceback, else the file."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]

@@ -1,4 +1,4 @@
-"""The flags of the TracIn scripts that tracin replaces, and what becomes of each: the table of `init --from-args`."""
+"""The flags of the replaced TracIn scripts, and their translations: the table of `init --from-args`."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-Parse = Callable[[str], Any]
-
 
 @dataclass(frozen=True)
 class Flag:
-    """What becomes of a flag: a `setting`, with `value` where the flag takes none; and what is `said` of it.
+    """A flag's `setting`, with `value` if the flag takes none, and the line that is `said` about it.
 
-    It takes one value, none, or with `many` one or more; `is_path` makes it relative to the run file.
+    A flag takes one value, none, or with `many` one or more; `is_path` makes it relative to the run file.
     """
 
     said: str = ""
     setting: str | None = None
     value: Any = None
-    parse: Parse = str
+    parse: Callable[[str], Any] = str
     takes: bool = True
     many: bool = False
     is_path: bool = False
@@ -39,12 +37,12 @@ def _needless(why: str, *, takes: bool = False) -> Flag:
 
 EXPORTED = "not a setting{shape}: once the run is complete, {folder}slurmgpu export {run} --format {format} -o {path}"
 SHAPE_OF_SINGLE = (
-    "; it is what mode test wrote, an object with results, where mode single wrote a list of test_triple, "
+    "; the format is that of mode test, an object with results; mode single wrote a list of test_triple, "
     "test_triple_index, self_influence and influences"
 )
-ONE_CSV = "; it has all test triples, of which mode single wrote a file each if there were several"
+ONE_CSV = "; it has all test triples; mode single wrote one file for each"
 CHOSEN = "chooses tests"
-SORTED = "; the script counted in a sorted list without doubles, so the same numbers were other triples"
+SORTED = "; the script numbered a sorted list without duplicates, so the same numbers were other triples"
 NO_LOOP = "no gradient is formed, so there is none to {0}"
 
 FLAGS: Mapping[str, Flag] = {
@@ -57,12 +55,12 @@ FLAGS: Mapping[str, Flag] = {
     "--learning-rate": Flag(setting="learning_rate", parse=float),
     "--top-k": Flag(setting="top_k", parse=int, said="; export writes so many for each test, by absolute value"),
     "--use-last-layers-only": _switch(
-        "parameters", "last", "; it is no approximation here, and exact costs about the same: leave it out"
+        "parameters", "last", "; it does not approximate all parameters, which cost about the same: remove it"
     ),
     "--last-layer-names": Flag(setting="parameters", many=True),
     "--num-last-layers": Flag('not carried over: parameters = "last" is the last layer; a list names others'),
     "--use-mixed-precision": _switch(
-        "precision", "fp16", "; the error that it causes is measured and reported; without it results are exact"
+        "precision", "fp16", "; its error is measured and reported; without it results are exact"
     ),
     "--n-hops": Flag(setting="n_hops", parse=int),
     "--min-degree": Flag(setting="min_degree", parse=int),
@@ -84,12 +82,13 @@ FLAGS: Mapping[str, Flag] = {
     "--output-per-triple": _needless("the merged file has a row for each test triple"),
     "--device": Flag(""),
     "--enable-multi-gpu": Flag(
-        "[resources] gpus = 4 with array = true: say how many there are; it pays with thousands of tests", takes=False
+        "[resources] gpus = 4 with array = true: set the number that you have; it pays with thousands of tests",
+        takes=False,
     ),
     "--batch-size": _needless("memory_mb bounds the memory", takes=True),
     "--embedding-dim": _needless("the checkpoint's shapes tell", takes=True),
     "--output-channels": _needless("the checkpoint's shapes tell", takes=True),
-    "--use-vectorized-gradients": _needless("always so, and not one gradient is formed"),
+    "--use-vectorized-gradients": _needless("always so, and no gradient is formed"),
     "--disable-vectorized-gradients": _needless(NO_LOOP.format("loop over")),
     "--cache-test-gradients": _needless("always so"),
     "--disable-test-gradient-caching": _needless("a batch's test triples are computed once, within memory_mb"),
@@ -105,7 +104,7 @@ FLAGS: Mapping[str, Flag] = {
 }
 SHORT = {"-o": "--output"}
 OF_THE_BATCH_SCRIPT = {"--test-triples", "--output-dir", "--start-index", "--max-triples", "--skip-existing"}
-"""It filters unless it is told not to; the other script never does."""
+"""The batch script filters by default; the other script never does."""
 
 LAYERS = {"conv1": "conv", "entity_embeddings": "entity", "relation_embeddings": "relation"}
-"""What layers are called here."""
+"""The names of layers here."""

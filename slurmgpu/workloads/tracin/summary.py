@@ -1,4 +1,4 @@
-"""The summary of a run of tracin: where influence lies, how exact it is, and which training triples are listed most."""
+"""The summary of a run of tracin: the groups' shares, the precision, and the training triples listed most often."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ KEYS = (
     *("median_counted", "least_counted", "n_none_counted"),
     *("precision_error", "top10_overlap", "group_share", "listed_most_often", "hint"),
 )
-"""All that a summary may have."""
+"""The keys that a summary may have."""
 
 BLOCK_ROWS = 4096
 N_LISTED = 10
 """Training triples in the summary."""
 FEW_IN_COMMON = 0.9
-"""From this mean overlap of the ten strongest downwards, a reduced precision is worth a hint."""
+"""Below this mean overlap of the ten strongest, the summary hints at the reduced precision."""
 
 
 def summarize(workload: Tracin, merged: Merged) -> dict[str, Any]:
-    """How many tests; how influence is shared among parameter groups; which training triples are listed most often."""
+    """Count tests, the influence of each parameter group, and the training triples that are listed most often."""
     good = ~merged.failed
     own = np.asarray(merged["self_influence"][:], np.float64)[good]
     summary: dict[str, Any] = {
@@ -56,7 +56,7 @@ def summarize(workload: Tracin, merged: Merged) -> dict[str, Any]:
 
 
 def _counted(counts: NDArray[np.int64], n_listed: int, hints: list[str]) -> dict[str, Any]:
-    """How many training triples the filter leaves a test triple."""
+    """How many training triples pass the filter."""
     n_none, n_few = int((counts == 0).sum()), int((counts < n_listed).sum())
     if n_none:
         few = f"leaves {n_none:,} of {len(counts):,} test triples no training triple: their lists are empty"
@@ -68,7 +68,7 @@ def _counted(counts: NDArray[np.int64], n_listed: int, hints: list[str]) -> dict
 
 
 def _precision(merged: Merged, good: NDArray[np.bool_], precision: str, hints: list[str]) -> dict[str, Any]:
-    """How far a reduced precision is off, over all tests."""
+    """The error of a reduced precision over all tests."""
     errors, overlaps = (np.asarray(merged[name][:], float)[good] for name in ("precision_error", "top10_overlap"))
     found: dict[str, Any] = {
         "precision_error": {"mean": float(errors.mean()), "worst": float(errors.max())},
@@ -76,8 +76,8 @@ def _precision(merged: Merged, good: NDArray[np.bool_], precision: str, hints: l
     }
     if overlaps.mean() < FEW_IN_COMMON:
         hints.append(
-            f'With precision = "{precision}" the ten strongest training triples are the exact ones to '
-            f'{overlaps.mean():.0%} on average; precision = "fp32" has them all.'
+            f'With precision = "{precision}", {overlaps.mean():.0%} of the ten strongest training triples are right '
+            f'on average; with precision = "fp32" all are.'
         )
     return found
 
@@ -111,7 +111,7 @@ def _blocks(merged: Merged, side: str) -> Iterator[tuple[NDArray[np.int64], NDAr
 
 
 def _names(workload: Tracin, lines: NDArray[np.int64]) -> list[str]:
-    """What training triples say, with the number of their line, from 0; the number alone where the files are gone."""
+    """Training triples in words with their line, from 0; the line alone if the files are gone."""
     try:
         graph = read_graph(workload.train, workload.entities, workload.relations)
         check_unchanged(workload.facts, graph.digests, only=graph.digests)

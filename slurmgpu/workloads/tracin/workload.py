@@ -1,6 +1,6 @@
 """Influences of training triples on test triples: `use = "tracin"`, as in docs/how-to/trace-influence.md.
 
-An item is a test triple. Only `load` imports torch: settings are also checked on login nodes, which may have none.
+An item is a test triple. Only `load` imports torch: settings are also checked on login nodes, which may lack it.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -18,18 +19,11 @@ from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.shards.columns import Array, Column
 from slurmgpu.workload import Item, Placement, Row, Share, TaskContext, Template, Translated
 from slurmgpu.workloads.progress import Telling
+from slurmgpu.workloads.tracin import planning
 from slurmgpu.workloads.tracin.items import check_items, line_of, triple_in
 from slurmgpu.workloads.tracin.kge.graph import Graph, read_dictionary, read_graph
 from slurmgpu.workloads.tracin.kge.reach import Reach, ReachOptions
-from slurmgpu.workloads.tracin.planning import (
-    Planned,
-    check_there,
-    check_unchanged,
-    file_digests,
-    own_files,
-    plan,
-    rates_line,
-)
+from slurmgpu.workloads.tracin.planning import Planned, own_files, rates_line
 from slurmgpu.workloads.tracin.settings import FILTER, TracinSettings
 
 if TYPE_CHECKING:
@@ -48,34 +42,34 @@ STATISTICS = {
     "influence_std": "std",
     "positive_share": "positive_share",
 }
-"""Columns about the whole row of influences, and what they are called where they are computed."""
+"""Columns about the whole row of influences, with their names in `Found`."""
 
 
 class Tracin(TracinSettings):
-    """The training triples that a model's prediction of each test triple owes most to, and least; exactly.
+    """The training triples with the largest influences, of either sign, on a model's prediction of each test triple.
 
     `train`, `entities` and `relations` are the graph's files, `model` one or several checkpoints of one training.
     docs/reference/tracin.md has all settings.
     """
 
     batch_size = 256
-    # One GPU does hundreds of test triples.
+    # One GPU computes hundreds of test triples.
     template = Template(Path(__file__).with_name("template.toml"), "test.txt", gpus=1, array=False)
 
     @functools.cached_property
     def facts(self) -> Planned:
-        """What is in the files: as it was when the run was planned; without a plan they are read."""
-        return plan(self) if self.planned is None else Planned(**self.planned)
+        """The facts about the files, from the plan if there is one, else from the files."""
+        return planning.plan(self) if self.planned is None else Planned(**self.planned)
 
     @property
     def frozen_settings(self) -> dict[str, Any]:
-        """What the plan keeps more exactly: which checkpoints, their learning rates, and what the files hold."""
+        """Settings that the plan fixes: the checkpoints, their learning rates, and the facts about the files."""
         facts = self.facts
-        return {"model": facts.checkpoints, "learning_rate": facts.learning_rates, "planned": facts.to_json()}
+        return {"model": facts.checkpoints, "learning_rate": facts.learning_rates, "planned": asdict(facts)}
 
     @functools.cached_property
     def columns(self) -> dict[str, Column]:
-        """The columns; those of lists are there with a top_k, `influence` with full."""
+        """The columns; lists need top_k, `influence` needs full."""
         number, k = Array(self.number_dtype), self.n_listed
         columns: dict[str, Column] = {"triple": Array("int64", (3,)), "line": Array("int64")}
         for side in ("proponent", "opponent") if k else ():
@@ -95,30 +89,30 @@ class Tracin(TracinSettings):
 
     @property
     def n_listed(self) -> int:
-        """The places of each list: `top_k`, or as many as there are training triples."""
+        """The length of each list: `top_k`, or the number of training triples if that is less."""
         return self.top_k and min(self.top_k, self.facts.n_train)
 
     @property
     def list_bytes(self) -> int:
-        """What both lists of a test triple take."""
+        """The bytes of both lists of a test triple."""
         return 2 * self.n_listed * (8 + np.dtype(self.number_dtype).itemsize * (1 + len(self.facts.groups)))
 
     @property
     def is_reduced(self) -> bool:
-        """Whether the precision causes errors, which are measured."""
+        """Whether the precision causes errors, which are then measured."""
         return self.precision in ("tf32", "bf16", "fp16") and bool(self.top_k or self.full)
 
     @property
     def paths(self) -> list[Path]:
-        """What a task reads beside the input."""
+        """Files that a task reads beside the input."""
         names = [self.train, self.entities, self.relations, *self.facts.checkpoints, *own_files(self)]
         return [Path(name).expanduser() for name in (*names, *filter(None, (self.names, self.edge_map)))]
 
     def place(self, share: Share) -> Placement:
-        """One process on one GPU; the lines say what is computed of."""
+        """One process on one GPU; the lines describe the models and the memory."""
         if share.processes == "per-gpu":
             raise SlurmGPUError(
-                'tracin computes in one process on one GPU, and [resources] has processes = "per-gpu". Leave it out; '
+                'tracin computes in one process on one GPU, and [resources] has processes = "per-gpu". Remove it; '
                 "--array spreads the test triples over several GPUs."
             )
         facts = self.facts
@@ -126,51 +120,48 @@ class Tracin(TracinSettings):
         lines = [
             f"tracin: {Path(facts.architecture).name}, {rates_line(facts)}",
             f"{facts.n_train:,} training triples, {numbers}: {', '.join(facts.groups)}; "
-            f"{self.memory_mb_on(is_gpu=share.gpus > 0):,} MB of memory above the model",
+            f"{self.memory_mb_on(is_gpu=share.gpus > 0):,} MB of memory beside the model",
         ]
         lines += self._about_lists(self.memory_mb_on(is_gpu=share.gpus > 0))
         if facts.training_loss not in (None, self.loss):
-            lines.append(
-                f"The checkpoint says that it was trained with {facts.training_loss}; influences are of {self.loss}."
-            )
+            lines.append(f"The checkpoint was trained with {facts.training_loss}; influences are on {self.loss}.")
         if self.parameters == "last":
             lines.append(
-                'parameters = "last" is no approximation of all: of the ten strongest training triples it had 2 % to '
-                "83 % in common where that was measured, and it is hardly quicker."
+                'parameters = "last" does not approximate all parameters: in measurements it found 2 % to 83 % of the '
+                "ten strongest training triples, and was hardly faster."
             )
         if share.gpus > 1:
             lines.append(f"A task computes on one of its {share.gpus} GPUs: submit with --array, one for each task.")
         return Placement("one", tuple(lines))
 
     def _about_lists(self, memory_mb: int) -> list[str]:
-        """What the plan says of lists that are not as long, or not as small, as one may think."""
+        """Notes on lists that are shorter than top_k, or larger than the memory."""
         lines = []
         if self.n_listed < self.top_k:
             lines.append(
-                f"top_k is {self.top_k:,} and there are {self.n_listed:,} training triples: a list has "
-                f"{self.n_listed:,} places."
+                f"top_k is {self.top_k:,} and there are {self.n_listed:,} training triples: lists have that length."
             )
         if self.list_bytes * self.batch_size > memory_mb * 10**6:
             lines.append(
-                f"The lists of a test triple take {self.list_bytes / 1e6:,.1f} MB, and those of a whole batch are held "
-                f"beside memory_mb: a smaller batch_size, or top_k, takes less."
+                f"The lists of a test triple need {self.list_bytes / 1e6:,.1f} MB, and those of a whole batch are kept "
+                f"beside memory_mb: a smaller batch_size or top_k needs less."
             )
         return lines
 
     def check_input(self, files: Sequence[Path], n_items: int) -> None:
-        """Refuse an input without triples, and results that would take more than `full_limit_gb` together."""
+        """Refuse an input without triples, and results of more than `full_limit_gb`."""
         full = n_items * self.facts.n_train * np.dtype(self.full).itemsize if self.full else 0
         listed = n_items * self.list_bytes
         if full + listed > self.full_limit_gb * 1e9:
             kept = [f"full keeps {n_items:,} × {self.facts.n_train:,} influences, {full / 1e9:,.1f} GB"] if full else []
             if listed:
-                kept.append(f"lists of top_k = {self.top_k:,} for {n_items:,} test triples take {listed / 1e9:,.1f} GB")
-            advice = ' Without full, top_k keeps the strongest; full = "float16" takes half of float32.' if full else ""
+                kept.append(f"lists of top_k = {self.top_k:,} for {n_items:,} test triples need {listed / 1e9:,.1f} GB")
+            advice = ' Without full, top_k keeps the strongest; full = "float16" needs half of float32.' if full else ""
             raise SlurmGPUError(
-                f"{', '.join(kept)}, and full_limit_gb is {self.full_limit_gb:g}. Raise it, lower top_k, or take fewer "
+                f"{', '.join(kept)}, and full_limit_gb is {self.full_limit_gb:g}. Raise it, lower top_k, or use fewer "
                 f"test triples.{advice}"
             )
-        found = [path for path in files if path.exists()]  # none, if the run waits for another that makes it
+        found = [path for path in files if path.exists()]  # none if another run has yet to write the input
         if found:
             entities, relations = read_dictionary(self.entities), read_dictionary(self.relations)
             for path in found:
@@ -178,7 +169,7 @@ class Tracin(TracinSettings):
 
     @staticmethod
     def from_args(text: str, folder: Path, stem: str) -> Translated:
-        """What a command line of the scripts that this replaces means: `init tracin --from-args`."""
+        """Translate a command line of the replaced scripts: `init tracin --from-args`."""
         from slurmgpu.workloads.tracin.from_args import translate
 
         return translate(text, folder, stem)
@@ -189,10 +180,10 @@ class Tracin(TracinSettings):
 
         if task.gpus > 1:
             log.warning("tracin computes on one GPU and this task holds %d: submit with --array.", task.gpus)
-        check_there(self.facts)
+        planning.check_there(self.facts)
         self.graph: Graph = read_graph(self.train, self.entities, self.relations)
-        others = file_digests([*self.facts.checkpoints, *own_files(self)])
-        check_unchanged(self.facts, {**self.graph.digests, **others})
+        others = planning.file_digests([*self.facts.checkpoints, *own_files(self)])
+        planning.check_unchanged(self.facts, {**self.graph.digests, **others})
         self._influences: Influences = open_influences(self, self.facts, self.graph, task.device)
         self._device = task.device
         self._telling = Telling(task.tell, "test triples traced")
@@ -203,20 +194,16 @@ class Tracin(TracinSettings):
             self._reach = Reach(self.graph.train, self.graph.entities.size, options)
 
     def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
-        """The influences on each test triple, or an ItemError for an item that is none."""
-        triples = [self._triple(item) for item in items]
-        good = [number for number, triple in enumerate(triples) if not isinstance(triple, ItemError)]
-        if not good:
-            return list(triples)  # type: ignore[arg-type]
-        tests = np.array([triples[number] for number in good], np.int64)
-        rows: list[Row | ItemError] = list(triples)  # type: ignore[arg-type]
-        for number, row in zip(good, self._rows(tests), strict=True):
+        """The influences on each test triple, or an ItemError for an item that is not a triple."""
+        rows: list[Any] = [self._triple(item) for item in items]
+        good = [number for number, triple in enumerate(rows) if not isinstance(triple, ItemError)]
+        found = self._rows(np.array([rows[number] for number in good], np.int64)) if good else []
+        for number, row in zip(good, found, strict=True):
             rows[number] = row if isinstance(row, ItemError) else {**row, "line": line_of(items[number])}
         self._telling.add(len(good))
         return rows
 
     def _triple(self, item: Item) -> tuple[int, int, int] | ItemError:
-        """The numbers of an item's head, relation and tail."""
         try:
             return triple_in(item.data, self.graph.entities, self.graph.relations)
         except ItemError as error:
@@ -224,7 +211,7 @@ class Tracin(TracinSettings):
             return ItemError(f"{place}{error}")
 
     def _rows(self, tests: NDArray[np.int64]) -> list[Row | ItemError]:
-        """The rows of tests (n, 3), but for `line`."""
+        """The rows of tests (n, 3), without `line`."""
         import torch
 
         found = self._influences.of(torch.from_numpy(tests), self._allowed(tests))
@@ -242,7 +229,7 @@ class Tracin(TracinSettings):
         return rows
 
     def _allowed(self, tests: NDArray[np.int64]) -> Callable[[Any], Any] | None:
-        """Which training triples are listed and counted; None for all."""
+        """The filter of training triples that are listed and counted; None for all."""
         import torch
 
         if self._reach is None:
@@ -251,7 +238,7 @@ class Tracin(TracinSettings):
         return lambda lines: torch.from_numpy(mask(lines.cpu().numpy())).to(lines.device)
 
     def _values(self, found: Found) -> dict[str, Any]:
-        """The columns that have one value for each test, or a row of all training triples."""
+        """The columns without the lists."""
         values: dict[str, Any] = {"self_influence": found.self_influence, "loss": found.loss, "score": found.score}
         if self.top_k or self.full:
             values |= {name: getattr(found, source) for name, source in STATISTICS.items()}
@@ -267,7 +254,7 @@ class Tracin(TracinSettings):
         return [("proponent", found.proponents), ("opponent", found.opponents)] if self.top_k else []
 
     def summarize(self, merged: Merged) -> dict[str, Any]:
-        """What all rows say together: where influence lies, and which training triples are listed most often."""
+        """The groups' shares of influence, and the training triples that are listed most often."""
         from slurmgpu.workloads.tracin.summary import summarize
 
         return summarize(self, merged)
@@ -279,10 +266,8 @@ class Tracin(TracinSettings):
 
         if not self.top_k:
             return {"json": tiepin.write_self_influences}
-        return {
-            "csv": functools.partial(tiepin.write_csv, self),
-            "json": functools.partial(tiepin.write_json, self),
-        }
+        writers = {"csv": tiepin.write_csv, "json": tiepin.write_json}
+        return {name: functools.partial(write, self) for name, write in writers.items()}
 
 
 def _listed_row(side: str, listed: Listed, number: int, order: Sequence[int], n_groups: int) -> dict[str, Any]:

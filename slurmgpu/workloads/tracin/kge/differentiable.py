@@ -1,4 +1,4 @@
-"""A knowledge-graph embedding at one checkpoint, as influences need it: triples in, gradients as parts out."""
+"""A knowledge-graph embedding at one checkpoint, for influences: triples in, gradients as parts out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slurmgpu.workloads.tracin.kge.queries import Queries
 
 
 class Model(Protocol):
-    """What the models of this folder have beside being a `torch.nn.Module`.
+    """The interface of this folder's models beside `torch.nn.Module`.
 
     Their parameters have the canonical names: `entity` (N, d), `relation` (R, d) and others.
     """
@@ -30,29 +30,24 @@ class Model(Protocol):
         """The parts of the wanted parameters, for n examples."""
 
     def is_factored(self, loss: Loss) -> bool:
-        """Whether there are factors for this loss; where not, the generic path computes the gradients."""
+        """Whether gradients of this loss have factors; if not, the generic path computes them."""
 
     def bytes_of_work(self, loss: Loss) -> int:
-        """What `factors` takes at most for one example, its result included."""
+        """The most bytes that `factors` needs for one example, with its result."""
 
     def bytes_of_result(self, loss: Loss) -> int:
-        """What the parts take at most for one example."""
+        """The most bytes that the parts need for one example."""
 
 
 class TriplesModel:
-    """A model, the losses of training and test triples, and how triples become queries.
+    """A model with the losses of training and test triples.
 
-    An example is a triple (head, relation, tail) in the numbers of the dictionaries. `rows` (R,) are the relations'
-    rows in the model's table; with `inverse_rows` a triple's loss is that of its two queries, (h, r, ?) and
-    (t, r⁻¹, ?).
+    An example is a triple (head, relation, tail) of the dictionaries' ids. `rows` (R,) are the relations' rows in the
+    model's table; with `inverse_rows` a triple's loss is that of its two queries, (h, r, ?) and (t, r⁻¹, ?).
     """
 
     def __init__(
-        self,
-        model: Model,
-        losses: Mapping[Side, Loss],
-        rows: Tensor,
-        inverse_rows: Tensor | None = None,
+        self, model: Model, losses: Mapping[Side, Loss], rows: Tensor, inverse_rows: Tensor | None = None
     ) -> None:
         self.model, self._losses = model, losses
         self._rows, self._inverse_rows = rows, inverse_rows
@@ -60,7 +55,7 @@ class TriplesModel:
 
     @property
     def module(self) -> nn.Module:
-        """The model as what it is."""
+        """The model as a module."""
         return cast(nn.Module, self.model)
 
     def parameters_by_name(self) -> Mapping[str, Tensor]:
@@ -68,7 +63,7 @@ class TriplesModel:
         return {name: value for name, value in self.module.named_parameters() if value.requires_grad}
 
     def gradients(self, examples: Tensor, side: Side, wanted: Collection[str]) -> Gradients:
-        """See Differentiable. `scores` are those of the tails."""
+        """See Differentiable; `scores` are those of the tails."""
         with torch.no_grad():
             found = [self.model.factors(queries, self._losses[side], wanted) for queries in self._queries(examples)]
         losses = torch.stack([output.losses for _, output in found]).sum(0)

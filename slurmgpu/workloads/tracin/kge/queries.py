@@ -1,4 +1,4 @@
-"""Queries: what a row of scores belongs to, and which tails the training triples give it."""
+"""Queries, each with a row of scores, and the tails that training triples have for them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Queries:
 
     @classmethod
     def of_examples(cls, heads: Tensor, relations: Tensor, tails: Tensor, n_relations: int) -> Queries:
-        """From n heads, rows of the relation table and tails; in the order of heads, then relations."""
+        """The queries of n heads, rows of the relation table and tails, ordered by head, then relation."""
         keys, of = torch.unique(heads * n_relations + relations, return_inverse=True)
         return cls(keys // n_relations, keys % n_relations, of, tails)
 

@@ -1,4 +1,4 @@
-"""Gradients of triples' losses that have no factors: each formed whole, by the generic path."""
+"""Gradients of triples' losses that have no factors: the generic path computes each in full."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ log = logging.getLogger(__name__)
 def differentiable(
     model: Model, losses: Mapping[Side, Loss], rows: Tensor, inverse_rows: Tensor | None, example: Tensor
 ) -> TriplesModel:
-    """A model of triples: by factors where there are some for both losses, and else by the generic path.
+    """A model of triples: by factors if both losses have them, else by the generic path.
 
-    `example` (3,): any triple, with which is measured what one takes.
+    `example` (3,) is any triple; the generic path measures its memory with it.
     """
     if all(model.is_factored(loss) for loss in losses.values()):
         return TriplesModel(model, losses, rows, inverse_rows)
     found = Unfactored(model, losses, rows, inverse_rows, example)
     n_numbers = sum(value.numel() for value in found.parameters_by_name().values())
     log.warning(
-        "%s has no factors of the gradients of this loss: each is formed whole, up to %s numbers for a triple",
+        "%s has no factors for the gradients of this loss: each is computed in full, up to %s numbers for a triple",
         type(model).__name__,
         f"{n_numbers:,}",
     )
@@ -39,25 +39,20 @@ def differentiable(
 
 
 class Unfactored(TriplesModel):
-    """Triples whose gradients are formed whole.
+    """Triples whose gradients are computed in full.
 
-    The generic path cannot look at values, so what a loss must look up is laid beside the triple before: for each of
-    its queries head, row of the relation, tail and targets, as one row of whole numbers.
+    The generic path cannot look at values, so that whatever a loss looks up is stored with the triple beforehand: for
+    each query its head, row of the relation, tail and targets, as one row of integers.
     """
 
     def __init__(
-        self,
-        model: Model,
-        losses: Mapping[Side, Loss],
-        rows: Tensor,
-        inverse_rows: Tensor | None,
-        example: Tensor,
+        self, model: Model, losses: Mapping[Side, Loss], rows: Tensor, inverse_rows: Tensor | None, example: Tensor
     ) -> None:
         super().__init__(model, losses, rows, inverse_rows)
         self._forward = _Scores(model)
         self._n_entities = len(self.parameters_by_name()["entity"])
         of_example: dict[Side, list[Tensor]] = {side: self._looked_up(example[None], side)[0] for side in losses}
-        # What a query of one triple needs: () for a number, (w,) for several.
+        # Shapes of the columns of one query: () for a number, (w,) for several.
         self._shapes = {side: [columns.shape[1:] for columns in found] for side, found in of_example.items()}
         self._n_columns = max(sum(columns.numel() for columns in found) for found in of_example.values())
         laid = self._laid(example[None], "train")
@@ -78,7 +73,7 @@ class Unfactored(TriplesModel):
         return self._generic.bytes_of_result(side)
 
     def _looked_up(self, examples: Tensor, side: Side) -> list[list[Tensor]]:
-        """For each query of n triples its head, row of the relation, tail and targets: each (n,) or (n, w)."""
+        """For each query of n triples the head, row of the relation, tail and targets: (n,) or (n, w) each."""
         loss, found = self._losses[side], []
         for queries in self._queries(examples):
             ids = [queries.heads[queries.of], queries.relations[queries.of], queries.tails]
@@ -86,7 +81,7 @@ class Unfactored(TriplesModel):
         return found
 
     def _laid(self, examples: Tensor, side: Side) -> Tensor:
-        """The same as rows of whole numbers (n, c); of the side that has fewer, zeros follow."""
+        """The same as rows of integers (n, c), padded with zeros."""
         laid = []
         for columns in self._looked_up(examples, side):
             row = torch.cat([values.reshape(len(examples), -1).long() for values in columns], dim=1)
@@ -97,7 +92,6 @@ class Unfactored(TriplesModel):
         return torch.stack([self._loss_of(parameters, row, side) for row in laid.split(self._n_columns, 1)]).sum(0)
 
     def _loss_of(self, parameters: Mapping[str, Tensor], row: Tensor, side: Side) -> Tensor:
-        """Of one query of each triple."""
         widths = [math.prod(shape) for shape in self._shapes[side]]
         columns = row[:, : sum(widths)].split(widths, 1)
         ids = [values.reshape(len(row), *shape) for values, shape in zip(columns, self._shapes[side], strict=True)]
@@ -115,7 +109,7 @@ class Unfactored(TriplesModel):
 
 
 class _Scores(nn.Module):
-    """A model's scores as what a module computes when it is called."""
+    """A module whose `forward` is a model's scores."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
