@@ -423,14 +423,22 @@ LOSS = "return torch.nn.functional.softplus(-product.sum(-1))"
 @pytest.mark.parametrize(
     ("old", "new", "sentence"),
     [
-        (LOSS, f"{LOSS}.mean()", r"losses of Dot gives a tensor \(\) for 2 triples; expected a tensor \(2,\)"),
-        (LOSS, f"{LOSS}[:, None]", r"gives a tensor \(2, 1\) for 2 triples"),
-        (LOSS, f"{LOSS}.tolist()", "gives a list for 2 triples"),
-        (LOSS, "return product.nothing", r"dot\.py, line 13: the method losses of Dot has AttributeError: .*nothing"),
+        (LOSS, f"{LOSS}.mean()", r"losses of Dot returns a tensor \(\) for 2 triples; expected a tensor \(2,\)"),
+        (LOSS, f"{LOSS}[:, None]", r"returns a tensor \(2, 1\) for 2 triples"),
+        (LOSS, f"{LOSS}.tolist()", "returns a list for 2 triples"),
+        (
+            LOSS,
+            "return product.nothing",
+            r"dot\.py, line 13: the method losses of Dot raised AttributeError: .*nothing",
+        ),
         (LOSS, LOSS.replace("return", "l =") + "; return l - l.mean()", "it depends on the others"),
-        ("self, n_entities, n_relations", "self, n_nodes", r"Dot\(n_entities=…, n_relations=…\) has TypeError"),
-        ("import torch", "import torch, no_such_module", r"dot\.py, line 2: the import of dot\.py has ModuleNotFound"),
-        ("import torch", "import torch(", r"dot\.py, line 2: the import of dot\.py has SyntaxError"),
+        ("self, n_entities, n_relations", "self, n_nodes", r"Dot\(n_entities=…, n_relations=…\) raised TypeError"),
+        (
+            "import torch",
+            "import torch, no_such_module",
+            r"dot\.py, line 2: the import of dot\.py raised ModuleNotFound",
+        ),
+        ("import torch", "import torch(", r"dot\.py, line 2: the import of dot\.py raised SyntaxError"),
         ("class Dot", "class Dots", "expected a class Dot in"),
         ("n_entities, 4", "n_entities, 5", "dot.pt does not fit dot.py:Dot"),
     ],
@@ -548,7 +556,7 @@ def test_lines_count_on_from_one_input_file_to_the_next(files, slurmgpu):
         ({"architecture": "convee"}, "Did you mean 'conve'?"),
         ({"architecture": "distmult"}, "holds a ConvE"),
         ({"architecture": "nowhere.py:Model"}, "There is no file"),
-        ({"train": "nowhere.txt"}, "cannot read nowhere.txt"),
+        ({"train": "nowhere.txt"}, "Cannot read nowhere.txt"),
         ({"model": "nowhere.pt"}, "there is no file"),
         ({"model": "no-*.pt"}, "no file matches"),
         ({"model": ["model.pt", "model.pt"]}, "names model.pt twice"),
@@ -607,7 +615,7 @@ def test_what_cannot_work_is_a_sentence(files, settings, sentence):
             "predicate:0\t0\npredicate:1\t1\npredicate:2\t2\npredicate:3\t3\n",
             "rel_dict.txt has ids for 4",
         ),
-        ("model.pt", "no model", "model.pt: expected a checkpoint of PyTorch"),
+        ("model.pt", "no model", "model.pt is no complete checkpoint of PyTorch"),
     ],
 )
 def test_a_wrong_file_is_refused_at_planning_with_its_line(files, slurmgpu, file, text, sentence):

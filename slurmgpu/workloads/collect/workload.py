@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import Unpack
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm.checkers import open_checker
 from slurmgpu.llm.engine import Output, Prompt, Request
 from slurmgpu.llm.prompts import Prompts
 from slurmgpu.llm.sampling import mix
@@ -19,6 +18,7 @@ from slurmgpu.llm.settings import SamplingSettings, sampling
 from slurmgpu.llm.steps import ROOT, Path, Tree, prefix_key
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
 from slurmgpu.workload import Item, Row
+from slurmgpu.workloads.checkers import open_checker
 from slurmgpu.workloads.collect.shapes import check_shape, check_stops
 from slurmgpu.workloads.generate.workload import answered
 from slurmgpu.workloads.language_model import LanguageModelWorkload, keep_columns, kept

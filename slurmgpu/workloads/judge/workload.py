@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from typing_extensions import Unpack
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm.checkers import open_checker
 from slurmgpu.llm.engine import Composed, Question, Request
 from slurmgpu.llm.prompts import Prompts, take
 from slurmgpu.llm.sampling import mix
 from slurmgpu.llm.settings import SamplingSettings, check_range, check_scored, sampling
 from slurmgpu.shards.columns import Array, Column, Json, Text
 from slurmgpu.workload import Item, Row, TaskContext
+from slurmgpu.workloads.checkers import open_checker
 from slurmgpu.workloads.generate.workload import answered
 from slurmgpu.workloads.judge.judged import TEXTS, advice, check_renamed, check_texts, has_failed, text_in, truth_of
 from slurmgpu.workloads.judge.opponents import Opponent

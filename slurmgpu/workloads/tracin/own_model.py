@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +17,15 @@ from slurmgpu.workloads.tracin.kge.checkpoints import expect_finite, read_conten
 from slurmgpu.workloads.tracin.kge.graph import Graph
 from slurmgpu.workloads.tracin.kge.naming import group_of, unwrapped
 from slurmgpu.workloads.tracin.kge.peeking import state_of
+from slurmgpu.workloads.user_code import located
 
 N_TRIED = 2
 """Training triples for the test of `losses`; with one triple a mean would pass."""
+
+ADVICE = (
+    "Expected a class that is built with n_entities and n_relations, and whose losses(triples) takes integers (n, 3) "
+    "and returns (n,)."
+)
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ def own_model(architecture: str, path: str, known: Graph, place: Place) -> Diffe
     """The model of `architecture`, "file.py:Class", loaded from the checkpoint at `path`, on its device."""
     file = Path(architecture.rpartition(":")[0]).expanduser().resolve()
     cls = _class_in(file, architecture)
-    with _told(f"{cls.__name__}(n_entities=…, n_relations=…)", file):
+    with located(f"{cls.__name__}(n_entities=…, n_relations=…)", str(file), ADVICE):
         module: nn.Module = cls(n_entities=known.entities.size, n_relations=known.relations.size)
     state = state_of(read_content(path), path)
     module = module.to(place.dtype)  # before loading: weights may be float64
@@ -50,7 +53,7 @@ def own_model(architecture: str, path: str, known: Graph, place: Place) -> Diffe
         expect_finite(values, name, path)
     module = module.to(place.device).eval()
     _try_losses(module, file, place.train)
-    with _told(f"the method losses of {cls.__name__}", file):
+    with located(f"the method losses of {cls.__name__}", str(file), ADVICE):
         model = of_module(module, place.train)
     # As at planning, which sees only names in the checkpoint.
     model.groups = {parameter: group_of(parameter) for parameter in model.parameters_by_name()}
@@ -59,7 +62,7 @@ def own_model(architecture: str, path: str, known: Graph, place: Place) -> Diffe
 
 def _class_in(file: Path, architecture: str) -> Any:
     name = architecture.rpartition(":")[2]
-    with _told(f"the import of {file.name}", file):
+    with located(f"the import of {file.name}", str(file), ADVICE):
         cls = getattr(workload.import_file(file), name, None)
     if not (isinstance(cls, type) and issubclass(cls, nn.Module) and callable(getattr(cls, "losses", None))):
         raise SlurmGPUError(
@@ -73,7 +76,7 @@ def _try_losses(module: nn.Module, file: Path, train: Tensor) -> None:
     """Refuse a method `losses` that fails, or does not return a loss for each triple."""
     triples = train[torch.arange(N_TRIED, device=train.device) % len(train)]
     what = f"the method losses of {type(module).__name__}"
-    with torch.no_grad(), _told(what, file):
+    with torch.no_grad(), located(what, str(file), ADVICE):
         losses = module.losses(triples)
     found = f"a tensor {tuple(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
     if not isinstance(losses, Tensor) or losses.shape != (len(triples),):
@@ -81,26 +84,3 @@ def _try_losses(module: nn.Module, file: Path, train: Tensor) -> None:
             f"{file}: {what} returns {found} for {len(triples)} triples; expected a tensor ({len(triples)},), a loss "
             f"for each triple, without a mean or a sum."
         )
-
-
-@contextmanager
-def _told(what: str, file: Path) -> Iterator[None]:
-    """Turn any error of the user's code into a SlurmGPUError with its line."""
-    try:
-        yield
-    except (SlurmGPUError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # the user's code may raise any
-        raise SlurmGPUError(
-            f"{_line_in(file, error)}: {what} raised {type(error).__name__}: "
-            f"{error.msg if isinstance(error, SyntaxError) else error}. Expected a class that is built with "
-            f"n_entities and n_relations, and whose losses(triples) takes integers (n, 3) and returns (n,)."
-        ) from error
-
-
-def _line_in(file: Path, error: Exception) -> str:
-    """The last line of the user's file in an error's traceback, else the file."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}, line {error.lineno}"
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
-    return f"{file}, line {lines[-1]}" if lines else str(file)

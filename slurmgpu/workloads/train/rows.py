@@ -59,25 +59,25 @@ MEASURED = (
     *("resumed", "wall_s", "start_s", "data_s", "compute_s", "communication_s", "evaluation_s", "checkpoint_s"),
     *("samples_per_s", "tokens_per_s", "mfu", "peak_memory_bytes", "energy_j"),
 )
-"""The columns that differ from one run to the next of the same configuration."""
+"""The columns that differ between runs of the same configuration."""
 
 RESULT = "result.json"
 
 
 def row_of(outcome: Outcome, **others: Any) -> dict[str, Any]:
-    """The row of a training; `others` are the columns that the loop does not know."""
+    """The row of a training; `others` are columns that the outcome lacks."""
     row = {field.name: getattr(outcome, field.name) for field in fields(outcome) if field.name in COLUMNS}
     row |= {name: plain(dict(row[name])) for name in ("final", "best")}
     return {**row, **others}
 
 
 def write_result(folder: Path, row: Mapping[str, Any]) -> None:
-    """Keep a finished row, so that a second task that is given the item returns it as it is."""
+    """Keep a finished row, for another task that gets the same item."""
     write_json(folder / RESULT, plain(dict(row)))
 
 
 def read_result(folder: Path) -> dict[str, Any] | None:
-    """The row that was kept, if there is one."""
+    """The kept row, if there is one."""
     path = folder / RESULT
     try:
         found = json.loads(path.read_bytes())
@@ -85,14 +85,12 @@ def read_result(folder: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:
-        log.warning(
-            "%s is no finished row (%s: %s); the training goes on without it", path, type(error).__name__, error
-        )
+        log.warning("%s is damaged and ignored: %s: %s", path, type(error).__name__, error)
         return None
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it: NaN and the infinities are null, arrays and tuples are lists."""
+    """A value for JSON: NaN and infinities become null, arrays and tuples lists."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):
@@ -105,7 +103,7 @@ def plain(value: Any) -> Any:
 
 
 def _as_column(column: Column, value: Any) -> Any:
-    """A value of the file as the column takes it: null is NaN again."""
+    """A value from the file for a column: null becomes NaN again."""
     if isinstance(column, Ragged):
         return [math.nan if each is None else each for each in value]
     return math.nan if value is None and isinstance(column, Array) else value

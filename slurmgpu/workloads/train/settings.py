@@ -1,6 +1,6 @@
-"""What `[settings]` and the items of `use = "train"` may hold: types of values, and which cannot go together.
+"""The checks of settings of `use = "train"`, from `[settings]` or items: types of values, and conflicts.
 
-The settings themselves are `slurmgpu.training.settings.TrainingSettings`. Nothing here imports torch.
+The settings are those of `slurmgpu.training.settings.TrainingSettings`. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.training.settings import TrainingSettings
 
 HINTS: Mapping[str, Any] = typing.get_type_hints(TrainingSettings)
-DEFAULTS: Mapping[str, Any] = {field.name: field.default for field in fields(TrainingSettings)}
 
 OF_DDP = ("bucket_cap_mb", "static_graph", "find_unused_parameters", "gradient_as_bucket_view")
 
@@ -27,7 +25,7 @@ LEAST = {
     **dict.fromkeys(("warmup_steps", "warmup_ratio", "min_lr", "min_delta", "num_workers", "seed"), 0),
     **dict.fromkeys(("lr", "weight_decay", "momentum", "checkpoint_s"), 0),
 }
-"""The smallest value of each setting that is a number."""
+"""The smallest value of each numeric setting."""
 
 _ELSEWHERE = {
     "lr": "learning_rate lrate",
@@ -60,7 +58,7 @@ _ELSEWHERE = {
     "seed": "random_seed random_state manual_seed",
 }
 ELSEWHERE: Mapping[str, str] = {name: ours for ours, names in _ELSEWHERE.items() for name in names.split()}
-"""What other frameworks call a setting."""
+"""The names of settings in other frameworks."""
 
 _OF_OPTIMIZER = ("optimizer", "lr", "weight_decay", "momentum", "betas", "fused")
 _OF_SCHEDULER = ("schedule", "warmup_steps", "warmup_ratio", "min_lr")
@@ -68,13 +66,13 @@ TAKEN_OVER: Mapping[str, str] = {
     **dict.fromkeys(_OF_OPTIMIZER, "optimizer"),
     **dict.fromkeys(_OF_SCHEDULER, "scheduler"),
 }
-"""The settings that nothing reads where the class has a method of its own for them."""
+"""The settings that have no effect if the class has the method named here."""
 
 _NUMBERS = {int: "a whole number", float: "a number"}
 
 
 def typed(name: str, value: Any) -> Any:
-    """The value of a setting in its own type, a number that a CSV file has as text included."""
+    """The value of a setting in its own type, also from a text in a CSV file."""
     hint = HINTS[name]
     kinds = _kinds(hint)
     for candidate in (value, _out_of_text(value)):
@@ -86,8 +84,8 @@ def typed(name: str, value: Any) -> Any:
 
 
 def several(value: Any) -> str:
-    """What to do with a list or a distribution where one value is expected."""
-    return " Values to try, a training for each, go into [sweep]." if isinstance(value, list | Mapping) else ""
+    """The advice for a list or a distribution where one value is expected."""
+    return " Put values to try, a training for each, into [sweep]." if isinstance(value, list | Mapping) else ""
 
 
 def takes_none(name: str) -> bool:
@@ -96,16 +94,15 @@ def takes_none(name: str) -> bool:
 
 
 def check_each(given: Mapping[str, Any]) -> None:
-    """Refuse numbers that mean nothing, whatever else is set."""
+    """Refuse numbers out of range, whatever else is set."""
     _check_numbers(TrainingSettings(**given))
 
 
 def check(given: Mapping[str, Any]) -> TrainingSettings:
-    """The settings of one training; SlurmGPUError for those that cannot go together."""
+    """The settings of one training; SlurmGPUError for conflicts."""
     settings = TrainingSettings(**given)
     _check_numbers(settings)
     _check_length(settings)
-    _check_batch(settings)
     _check_optimizer(settings, given)
     _check_computing(settings, given)
     return settings
@@ -119,25 +116,22 @@ def _check_numbers(settings: TrainingSettings) -> None:
     for name in ("clip", "bucket_cap_mb"):
         value = getattr(settings, name)
         if value is not None and not (math.isfinite(value) and value > 0):
-            raise SlurmGPUError(f"{name} is {value}; expected more than 0, or leave it out.")
+            raise SlurmGPUError(f"{name} is {value}; expected more than 0, or remove it.")
     if settings.warmup_ratio > 1:
         raise SlurmGPUError(f"warmup_ratio is {settings.warmup_ratio}; expected a share of the training, 0 to 1.")
 
 
 def _check_length(settings: TrainingSettings) -> None:
     if settings.epochs is None and settings.steps is None:
-        raise SlurmGPUError("How long to train is missing; set one of epochs and steps: epochs = 10, say.")
+        raise SlurmGPUError("The length of the training is missing; set epochs or steps, for example epochs = 10.")
     if settings.epochs is not None and settings.steps is not None:
         raise SlurmGPUError(
-            f"epochs = {settings.epochs} and steps = {settings.steps} both say how long to train; leave one out."
+            f"epochs = {settings.epochs} and steps = {settings.steps} both set the length of the training; remove one."
         )
-
-
-def _check_batch(settings: TrainingSettings) -> None:
     if settings.global_batch_size is not None and settings.accumulation > 1:
         raise SlurmGPUError(
-            f"global_batch_size = {settings.global_batch_size} says what a step is of, and accumulation follows from "
-            f"it; leave accumulation = {settings.accumulation} out."
+            f"global_batch_size = {settings.global_batch_size} sets the samples of a step, and accumulation follows "
+            f"from it; remove accumulation = {settings.accumulation}."
         )
 
 
@@ -145,64 +139,60 @@ def _check_optimizer(settings: TrainingSettings, given: Mapping[str, Any]) -> No
     if not all(0 <= beta < 1 for beta in settings.betas):
         raise SlurmGPUError(f"betas are {list(settings.betas)}; expected two numbers of at least 0 and less than 1.")
     if settings.optimizer == "sgd" and "betas" in given:
-        raise SlurmGPUError('betas are those of Adam, and optimizer = "sgd" has momentum; leave betas out.')
+        raise SlurmGPUError('betas are settings of Adam, and optimizer = "sgd" has momentum; remove betas.')
     if settings.optimizer != "sgd" and settings.momentum:
         raise SlurmGPUError(
-            f'momentum is that of optimizer = "sgd", and the optimizer is "{settings.optimizer}", whose momentum is '
-            f"the first of betas; leave momentum out."
+            f'momentum needs optimizer = "sgd", and the optimizer is "{settings.optimizer}", whose momentum is the '
+            f"first of betas; remove momentum."
         )
     if settings.min_lr and settings.schedule == "constant":
         raise SlurmGPUError(
-            'min_lr is where a schedule ends, and schedule = "constant" ends where it begins; set schedule = "cosine", '
-            "or leave min_lr out."
+            'min_lr is the end of a schedule, and schedule = "constant" never changes; set schedule = "cosine", or '
+            "remove min_lr."
         )
     if settings.min_lr > settings.lr:
-        raise SlurmGPUError(f"min_lr = {settings.min_lr:g} is more than lr = {settings.lr:g}; a schedule goes down.")
+        raise SlurmGPUError(f"min_lr = {settings.min_lr:g} is more than lr = {settings.lr:g}; expected less.")
     if settings.warmup_steps and settings.warmup_ratio:
-        raise SlurmGPUError("warmup_steps and warmup_ratio both say how long to warm up; leave one of them out.")
+        raise SlurmGPUError("warmup_steps and warmup_ratio both set the length of the warmup; remove one.")
 
 
 def _check_computing(settings: TrainingSettings, given: Mapping[str, Any]) -> None:
     if settings.static_graph and settings.find_unused_parameters:
         raise SlurmGPUError(
-            "static_graph = true finds unused parameters once, find_unused_parameters = true at every step; leave one "
-            "of them out."
+            "static_graph = true finds unused parameters once, find_unused_parameters = true at every step; remove one."
         )
     if settings.strategy == "fsdp":
         if settings.precision == "fp16":
             raise SlurmGPUError(
-                'strategy = "fsdp" with precision = "fp16" would need a loss that is scaled over all processes; set '
+                'strategy = "fsdp" does not scale losses over all processes, as precision = "fp16" needs; set '
                 'precision = "bf16".'
             )
         for name in OF_DDP:
             if given.get(name):
-                raise SlurmGPUError(f'{name} is a setting of DDP, and strategy = "fsdp"; leave {name} out.')
+                raise SlurmGPUError(f'{name} is a setting of DDP, and strategy = "fsdp"; remove {name}.')
     if settings.prefetch_factor is not None and settings.num_workers == 0:
         raise SlurmGPUError(
-            f"prefetch_factor = {settings.prefetch_factor} is how far loader workers read ahead, and there are none: "
-            f"set num_workers, or leave prefetch_factor out."
+            f"prefetch_factor = {settings.prefetch_factor} needs loader workers: set num_workers, or remove "
+            f"prefetch_factor."
         )
 
 
 def meant(name: str, arguments: Iterable[str]) -> str:
-    """What to say of a name that is no setting and no argument of the class: which one it may stand for."""
+    """The advice for a name that is neither a setting nor an argument of the class."""
     plain = name.lower().replace("-", "_").rpartition("arguments.")[2]
     arguments = [*arguments]
     if plain != name and (plain in HINTS or plain in arguments):
-        return f" Write {plain} in its place."
+        return f" Write {plain} instead."
     if plain in ELSEWHERE:
         return f" Here it is called {ELSEWHERE[plain]!r}."
-    if (found := did_you_mean(name, [*HINTS, *arguments])).startswith(" Did"):  # all others would be fifty
+    if (found := did_you_mean(name, [*HINTS, *arguments])).startswith(" Did"):  # not the list of all fifty names
         return found
     takes = f"The class takes {', '.join(arguments)}; the" if arguments else "The"
     return f" {takes} settings are in docs/reference/training.md."
 
 
-# Types
-
-
 def _kinds(hint: Any) -> tuple[Any, ...]:
-    """What a value may be: the members of a union, and its hint alone otherwise."""
+    """The members of a union; else the hint itself."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return tuple(kind for part in typing.get_args(hint) for kind in _kinds(part))
     return (hint,)
@@ -223,13 +213,13 @@ def _as_kind(value: Any, kind: Any) -> tuple[Any, bool]:
     if kind is float:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return float(value) if is_number else value, is_number
-    if kind is int and isinstance(value, float) and value.is_integer():  # Parquet's column of integers with gaps
+    if kind is int and isinstance(value, float) and value.is_integer():  # as in Parquet's columns of integers with gaps
         return int(value), True
     return value, isinstance(value, kind) and not (kind is int and isinstance(value, bool))
 
 
 def _out_of_text(value: Any) -> Any:
-    """What a text says in JSON, or as Python writes it; else the text."""
+    """The value of a text in JSON, or of True and False; else the text."""
     if not isinstance(value, str):
         return value
     try:
