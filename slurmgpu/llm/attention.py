@@ -1,4 +1,4 @@
-"""Flash attention: continuous batches need it, while static batches, whose rows are padded, are better without."""
+"""Flash attention for continuous batches; static batches, whose rows are padded, are faster without it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 HOPPER = 9
-"""The GPUs, by their compute capability, for which flash attention 3 is made."""
+"""The compute capability of GPUs for flash attention 3."""
 
 
 def flash_attention(model: Any) -> str | None:
-    """The flash attention that a model can use here, by transformers' name for it; None if there is none.
+    """The flash attention that a model can use here, by its name in transformers; None if there is none.
 
-    Each candidate is tried, as a model may exchange it for a kernel of its own; the model is left as it was.
+    Each candidate is tried, since a model may replace it by its own kernel; the model's attention is restored.
     """
     own = model.config._attn_implementation
     if "flash" in str(own):
@@ -28,7 +28,7 @@ def flash_attention(model: Any) -> str | None:
             found = str(model.config._attn_implementation)
             if "flash" in found:
                 return found
-        except Exception as error:  # a kernel that is fetched from the hub can fail in any way
+        except Exception as error:  # a kernel from the hub can raise any error
             log.info("%s cannot be used: %s", name, error)
         finally:
             model.set_attn_implementation(own)
@@ -36,7 +36,7 @@ def flash_attention(model: Any) -> str | None:
 
 
 def _installed(device: Any) -> Iterator[str]:
-    """What there is, as a package or through `kernels`, the fastest first."""
+    """The installed kinds, as packages or by `kernels`, fastest first."""
     import torch
     from transformers.utils.import_utils import (
         is_flash_attn_2_available,
@@ -46,6 +46,6 @@ def _installed(device: Any) -> Iterator[str]:
 
     if torch.cuda.get_device_capability(device)[0] == HOPPER and is_flash_attn_3_available():
         yield "flash_attention_3"
-    # By `kernels` it may be a kernel of the model's own, which is had or not as it is tried.
+    # `kernels` may have a model's own kernel, which only a try shows.
     if is_flash_attn_2_available() or is_kernels_available():
         yield "flash_attention_2"

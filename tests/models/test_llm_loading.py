@@ -134,5 +134,5 @@ def test_a_group_on_gpus_is_bound_to_them_and_waits_for_ranks_that_read_longer(t
     monkeypatch.setattr("torch.distributed.init_process_group", begin)
     monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
     config = AutoConfig.from_pretrained(make_llama(tmp_path))
-    assert _distributed(Place("cuda:1", 1, 1, 2, 1), config).tp_size == 2
+    assert _distributed(Place("cuda:1", 1, 1, 2), config).tp_size == 2
     assert begun == [("nccl", torch.device("cuda:1"), 7200, "0")]

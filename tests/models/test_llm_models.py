@@ -13,8 +13,7 @@ import pytest
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm import hub
 from slurmgpu.llm.decoders import ENCODERS, GENERATES, check_decoder, check_tokenizer
-from slurmgpu.llm.digests import check_unchanged, digests_of
-from slurmgpu.llm.models import cache_of, fetch, files_of, find_model
+from slurmgpu.llm.models import cache_of, check_unchanged, digests_of, fetch, files_of, find_model
 from slurmgpu.llm.reading import read_ahead
 from slurmgpu.plan.planner import draft_run
 from tests.support.hubs import COMMIT, serving
@@ -94,7 +93,7 @@ def test_a_folder_of_the_whole_name_comes_before_a_suffix(tmp_path, folders, nam
     for folder in folders:
         make(tmp_path / folder)
     source = find_model(name)
-    assert (source.folder, source.source) == (tmp_path / found, str(tmp_path / found))
+    assert source.folder == tmp_path / found
     assert (source.quantization, source.name, source.repository) == (quantization, name, None)
     assert source.config == CONFIG
     assert files_of(source) == [tmp_path / found]

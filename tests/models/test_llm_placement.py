@@ -10,12 +10,11 @@ import pytest
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.batching import CPU_TOKENS
-from slurmgpu.llm.defaults import DEFAULTS, NAMES, with_defaults
 from slurmgpu.llm.engine import EngineOptions
 from slurmgpu.llm.models import find_model
 from slurmgpu.llm.needs import look_at
 from slurmgpu.llm.placement import check_fits, place
-from slurmgpu.llm.sizes import cache_sizes, heads_of, weights_of
+from slurmgpu.llm.sizes import DEFAULTS, NAMES, cache_sizes, heads_of, weights_of, with_defaults
 from slurmgpu.llm.splitting import EXPERT_PARALLEL, TENSOR_PARALLEL, obstacle_to
 from slurmgpu.plan.placement import GPU_MEMORY_GB, gpu_memory_of
 from slurmgpu.plan.planner import draft_run

@@ -1,4 +1,4 @@
-"""What collected paths say altogether: accuracy, majority votes, and how often one of k paths is right."""
+"""The summary of collected paths: accuracy, majority votes, and how often one of k paths is right."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slurmgpu.llm.metrics import ratio, wilson_list
-from slurmgpu.workloads.generate.workload import cut_hint
-from slurmgpu.workloads.language_model import blocks
+from slurmgpu.llm.metrics import ratio, wilson_interval
+from slurmgpu.workloads.language_model import blocks, cut_hint
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
@@ -21,9 +20,9 @@ SUMMED = ("n_paths", "n_correct", "n_cut", "n_long", "n_rollouts", "n_tokens", "
 
 
 def summarize(merged: Merged, n_paths: int, max_tokens: int) -> dict[str, Any]:
-    """The totals, as JSON has them; the pass rates of up to `n_paths`, which is 0 for none.
+    """The totals, and the pass rates of up to `n_paths`, 0 for none.
 
-    A question that failed counts as one without a right answer.
+    A failed question counts as one without a right answer.
     """
     sums, n_steps, spread = dict.fromkeys(SUMMED, 0), 0, Counter[tuple[int, int]]()
     for start, stop in blocks(len(merged)):
@@ -41,7 +40,7 @@ def summarize(merged: Merged, n_paths: int, max_tokens: int) -> dict[str, Any]:
         "n_correct": sums["n_correct"],
         "accuracy": ratio(sums["n_correct"], sums["n_paths"]),
         "vote_accuracy": ratio(sums["vote_correct"], n),
-        "vote_accuracy_interval": wilson_list(sums["vote_correct"], n),
+        "vote_accuracy_interval": wilson_interval(sums["vote_correct"], n),
         "cut_rate": ratio(sums["n_cut"], sums["n_paths"]),
         "n_steps": n_steps,
         "n_long": sums["n_long"],
@@ -53,10 +52,9 @@ def summarize(merged: Merged, n_paths: int, max_tokens: int) -> dict[str, Any]:
 
 
 def _pass_rates(spread: Mapping[tuple[int, int], int], n_questions: int, n_paths: int) -> dict[str, float]:
-    """The share of questions that k paths would answer, by k: the unbiased estimate of Chen et al. 2021.
+    """The share of questions that k paths would answer, by k: the unbiased estimate of arXiv:2107.03374, section 2.1.
 
-    It is that of arXiv:2107.03374, section 2.1. `spread` counts the questions by how many paths, and right ones, they
-    have.
+    `spread` counts the questions by their numbers of paths and of right paths.
     """
     rates = {}
     for k in PASS_AT:

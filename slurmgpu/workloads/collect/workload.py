@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
@@ -19,17 +20,19 @@ from slurmgpu.llm.steps import ROOT, Path, Tree, prefix_key
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
 from slurmgpu.workload import Item, Row
 from slurmgpu.workloads.checkers import open_checker
-from slurmgpu.workloads.collect.shapes import check_shape, check_stops
-from slurmgpu.workloads.generate.workload import answered
 from slurmgpu.workloads.language_model import LanguageModelWorkload, keep_columns, kept
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
 
 
+MAX_LEAVES = 10_000
+"""The most paths of a tree; they are kept in memory until the question is done."""
+
+
 @dataclasses.dataclass
 class Search:
-    """What is known of one item while its paths are sampled; `error` ends that."""
+    """The state of one item while its paths are sampled; an `error` ends that."""
 
     item: Item
     prompt: Prompt
@@ -42,7 +45,7 @@ class Search:
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """One completion that is wanted: of which search, from which node, and the how many-th from there."""
+    """A wanted completion: of a search, from a node, and its number there."""
 
     search: Search
     node: int
@@ -50,11 +53,11 @@ class Draw:
 
 
 class Collect(LanguageModelWorkload):
-    """Several reasoning paths for each question, which of them are right, and how promising each step is.
+    """Several reasoning paths for each question, whether each is right, and the value of each step.
 
-    Either `paths` are sampled for each question, and `rollouts` completions of every beginning of theirs tell its
-    value; or a `tree` of them, with so many branches at each depth, whose leaves do. `checker` compares a path's final
-    answer with the item's field `reference`. docs/reference/language-models.md has all settings.
+    Either `paths` are sampled for each question, and values of steps come from `rollouts` completions of every
+    beginning; or a `tree` with so many branches at each depth is sampled, and values come from its leaves. `checker`
+    compares a path's answer with the item's field `reference`. docs/reference/language-models.md has all settings.
     """
 
     batch_size = 32
@@ -81,20 +84,20 @@ class Collect(LanguageModelWorkload):
     ) -> None:
         self.prompts = Prompts(prompt, messages, system)
         self.tree = tuple(tree)
-        check_shape(self.tree, paths, rollouts)
+        _check_shape(self.tree, paths, rollouts)
         self.n_paths = 8 if paths is None else paths
         self.rollouts = 0 if self.tree else 4 if rollouts is None else rollouts
         if not step_delimiter:
-            raise SlurmGPUError('step_delimiter is empty; expected what stands between two steps, such as "\\n".')
+            raise SlurmGPUError('step_delimiter is empty; expected the text between two steps, such as "\\n".')
         if max_steps < 1:
             raise SlurmGPUError(f"max_steps is {max_steps}; expected at least 1 for each path.")
         self.delimiter, self.max_steps = step_delimiter, max_steps
         self._rules = checker.rpartition(":")[0]
         self.checker = open_checker(checker, reference=reference, pattern=pattern, tolerance=tolerance)
         self.sampling = sampling(settings, temperature=1.0)
-        check_stops(self.sampling.stop, step_delimiter)
+        _check_stops(self.sampling.stop, step_delimiter)
         if self.sampling.temperature == 0:
-            raise SlurmGPUError("temperature is 0, so that all paths would be the same; expected more than 0.")
+            raise SlurmGPUError("temperature is 0, which makes all paths the same; expected more than 0.")
         self.keep = tuple(keep)
         self.fields = {*self.prompts.fields, *self.keep, *([] if ":" in checker else [reference])}
         self.columns = keep_columns(self.keep, COLUMNS)
@@ -102,7 +105,7 @@ class Collect(LanguageModelWorkload):
 
     @property
     def paths(self) -> list[FilePath]:
-        """What a task reads beside the input: the model's files, and the checker's, if it is a function in a file."""
+        """The model's files and the checker's file, which a task reads beside the input."""
         rules = [FilePath(self._rules).expanduser().absolute().parent] if self._rules.endswith(".py") else []
         return super().paths + rules
 
@@ -131,26 +134,22 @@ class Collect(LanguageModelWorkload):
             return error
 
     def _complete(self, draws: Sequence[Draw]) -> list[tuple[Draw, Output]]:
-        """What the engine makes of the draws, in their order; those of an item that fails are left out.
+        """The completions of the draws, in order, without those of failed items.
 
-        A sample depends on its item, on the steps that it goes on from, and on its number among those, and on nothing
-        else: whoever else is sampled, and in which order, is the same to it.
+        A sample depends only on its item, on the steps before it, and on its number there; not on other samples.
         """
         requests = []
         for number, draw in enumerate(draws):
             start = draw.search.tree.nodes[draw.node]
             key = mix(mix(draw.search.item.seed, prefix_key(start.prefix)), draw.number)
             prompt = dataclasses.replace(draw.search.prompt, answer=start.prefix)
-            # A question must have room for a whole answer; a beginning of one has what is left.
+            # A question needs room for a whole answer; a continued path uses what is left of the context.
             sampling = dataclasses.replace(self.sampling, fit=bool(start.prefix))
             requests.append(Request(number, prompt, sampling, key))
-        outputs = {output.id: output for output in self.engine.generate(requests)} if requests else {}
         found = []
-        for number, draw in enumerate(draws):
-            try:
-                [output] = answered([outputs.get(number)])
-            except ItemError as error:
-                draw.search.error = error
+        for draw, output in zip(draws, self._answers(requests), strict=True):
+            if isinstance(output, ItemError):
+                draw.search.error = output
                 continue
             draw.search.n_tokens += len(output.tokens)
             found.append((draw, output))
@@ -166,7 +165,7 @@ class Collect(LanguageModelWorkload):
                 tree.add(draw.node, output.text, answer=answer, correct=correct, cut=cut)
 
     def _roll_out(self, searches: Sequence[Search]) -> None:
-        """Complete every beginning of the paths, each once however many paths share it, to learn its value."""
+        """Complete every beginning of the paths to learn its value, once however many paths share it."""
         draws = [
             Draw(search, node, number)
             for search in searches
@@ -183,9 +182,9 @@ class Collect(LanguageModelWorkload):
                 draw.search.n_rollouts += 1
 
     def _check(self, search: Search, text: str, cut: bool) -> tuple[bool, str | None] | None:
-        """Whether an answer is right, and which it is; one that was cut is not right, whatever it says.
+        """Whether an answer is right, and the answer; one that was cut is not right.
 
-        None where the checker cannot tell: that is the item's error, and it is not asked again, as it may take long.
+        None if the checker fails: that is the item's error, and the checker, which may be slow, is not asked again.
         """
         if search.error is not None:
             return None
@@ -225,7 +224,7 @@ class Collect(LanguageModelWorkload):
         }
 
     def _vote(self, paths: Sequence[Path]) -> Path | None:
-        """A path with the answer that most paths have (Wang et al. 2023, arXiv:2203.11171), the first of equals."""
+        """The first path with the answer of most paths (Wang et al. 2023, arXiv:2203.11171)."""
         voters = [
             (self.checker.normal(path.answer), path) for path in paths if path.answer is not None and not path.cut
         ]
@@ -235,10 +234,10 @@ class Collect(LanguageModelWorkload):
         return next(path for answer, path in voters if answer == winner)
 
     def summarize(self, merged: Merged) -> dict[str, Any]:
-        """How many paths there are, how many of them are right, and how many questions that would answer."""
+        """Count paths, right paths, and the questions that they answer."""
         from slurmgpu.workloads.collect.path_totals import summarize
 
-        # The paths of a tree share steps, so they are not the independent samples that pass@k is about.
+        # pass@k needs independent samples, and the paths of a tree share steps.
         return summarize(merged, 0 if self.tree else self.n_paths, self.sampling.max_tokens)
 
 
@@ -261,10 +260,7 @@ COLUMNS: Mapping[str, Column] = {
 
 
 def _missing_branches(search: Search, depth: int, n_branches: int) -> list[Draw]:
-    """What a tree lacks of branches at a depth.
-
-    A path that was sampled from further above and passes through a node is a branch of it like any other.
-    """
+    """The branches that a tree lacks at a depth; a path from further above counts as a branch of its nodes."""
     tree = search.tree
     return [
         Draw(search, node, number)
@@ -276,10 +272,38 @@ def _missing_branches(search: Search, depth: int, n_branches: int) -> list[Draw]
 def _path_to_json(path: Path, tree: Tree) -> dict[str, Any]:
     steps = [tree.nodes[node].text for node in path.nodes]
     nodes = [node - 1 for node in path.nodes]
-    told = {"text": path.text, "steps": steps, "nodes": nodes, "answer": path.answer}
-    return {**told, "correct": path.correct, "cut": path.cut}
+    outcome = {"answer": path.answer, "correct": path.correct, "cut": path.cut}
+    return {"text": path.text, "steps": steps, "nodes": nodes, **outcome}
 
 
 def _shown(prompt: Prompt) -> str:
-    """The prompt as the column has it: its text, or that of the last message of a chat."""
+    """The prompt for its column: the text, or the last message of a chat."""
     return str(prompt.messages[-1]["content"]) if prompt.messages else prompt.text
+
+
+def _check_shape(tree: Sequence[int], paths: int | None, rollouts: int | None) -> None:
+    for name, value in (("paths", paths), ("rollouts", rollouts)):
+        if tree and value is not None:
+            raise SlurmGPUError(f"tree and {name} are both set; a tree needs no {name}. Remove one.")
+    if paths is not None and paths < 1:
+        raise SlurmGPUError(f"paths is {paths}; expected at least 1 for each question.")
+    if rollouts is not None and rollouts < 0:
+        raise SlurmGPUError(f"rollouts is {rollouts}; expected at least 0.")
+    if any(n_branches < 1 for n_branches in tree):
+        raise SlurmGPUError(
+            f"tree is {list(tree)}; expected the branches at each depth, at least 1, such as [4, 2, 2]."
+        )
+    if (n_leaves := math.prod(tree)) > MAX_LEAVES:
+        raise SlurmGPUError(
+            f"tree is {list(tree)}, which is {n_leaves:,} paths for each question; expected at most {MAX_LEAVES:,}. "
+            f"Use fewer branches, or fewer depths."
+        )
+
+
+def _check_stops(stops: Sequence[str], delimiter: str) -> None:
+    for stop in stops:
+        if stop in delimiter:
+            raise SlurmGPUError(
+                f"stop has {stop!r}, and step_delimiter is {delimiter!r}: every path would end after its first step. "
+                f"Remove that stop text."
+            )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
 from slurmgpu.util.atomic_files import write_json
+from slurmgpu.workloads.json_values import json_value
 
 if TYPE_CHECKING:
     from slurmgpu.training.loop import Outcome
@@ -67,13 +68,13 @@ RESULT = "result.json"
 def row_of(outcome: Outcome, **others: Any) -> dict[str, Any]:
     """The row of a training; `others` are columns that the outcome lacks."""
     row = {field.name: getattr(outcome, field.name) for field in fields(outcome) if field.name in COLUMNS}
-    row |= {name: plain(dict(row[name])) for name in ("final", "best")}
+    row |= {name: json_value(dict(row[name])) for name in ("final", "best")}
     return {**row, **others}
 
 
 def write_result(folder: Path, row: Mapping[str, Any]) -> None:
     """Keep a finished row, for another task that gets the same item."""
-    write_json(folder / RESULT, plain(dict(row)))
+    write_json(folder / RESULT, json_value(dict(row)))
 
 
 def read_result(folder: Path) -> dict[str, Any] | None:
@@ -87,19 +88,6 @@ def read_result(folder: Path) -> dict[str, Any] | None:
     except (ValueError, KeyError, TypeError) as error:
         log.warning("%s is damaged and ignored: %s: %s", path, type(error).__name__, error)
         return None
-
-
-def plain(value: Any) -> Any:
-    """A value for JSON: NaN and infinities become null, arrays and tuples lists."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {str(name): plain(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(inner) for inner in value]
-    return value if value is None or isinstance(value, str | int | float) else str(value)
 
 
 def _as_column(column: Column, value: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from slurmgpu.training.settings import goal_of
 from slurmgpu.util.plurals import count_of
-from slurmgpu.workloads.train.rows import plain
+from slurmgpu.workloads.json_values import json_value
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
@@ -77,7 +77,7 @@ def _best(values: Mapping[str, Any], best: int, names: Sequence[str]) -> dict[st
     config, weights = values["config"][best], str(values["weights"][best])
     shown = {name: _cell(config[name]) for name in names or config if name in config}
     return {
-        "best_score": plain(float(values["score"][best])),
+        "best_score": json_value(float(values["score"][best])),
         "best_configuration": int(values["index"][best]),
         "best_weights": weights,
         **({"best_settings": shown} if shown else {}),
@@ -118,7 +118,7 @@ def _rank(score: float, goal: str) -> float:
 def _line(values: Mapping[str, Any], number: int, metric: str, names: Sequence[str]) -> dict[str, Any]:
     config = values["config"][number]
     about = {name: _cell(config.get(name)) for name in names if name != metric}
-    score, step = plain(float(values["score"][number])), int(values["best_step"][number])
+    score, step = json_value(float(values["score"][number])), int(values["best_step"][number])
     return {metric: score, **about, "at_step": step, "wall_s": float(values["wall_s"][number])}
 
 
