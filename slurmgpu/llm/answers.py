@@ -223,7 +223,6 @@ class Codec:
         return found
 
     def _split(self, encoded: Encoded, tokens: Sequence[int]) -> tuple[str, str]:
-        """An answer's text, and the reasoning before it."""
         if self._harmony:
             parts = list(self._channels(tokens, "final"))
             return tuple(  # type: ignore[return-value]
@@ -239,7 +238,6 @@ class Codec:
         return (answer.lstrip("\n"), thought) if ended else ("", thought)
 
     def _opens_thought(self, prompt: Sequence[int]) -> bool:
-        """Whether the prompt ends with the beginning of reasoning."""
         return THINK in self._ids and self._ids[THINK] in prompt[-3:] and self._ids.get(THOUGHT) not in prompt[-3:]
 
     def _channels(self, tokens: Sequence[int], channel: str) -> Iterator[tuple[str, list[int]]]:

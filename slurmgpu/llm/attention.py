@@ -36,7 +36,6 @@ def flash_attention(model: Any) -> str | None:
 
 
 def _installed(device: Any) -> Iterator[str]:
-    """The installed kinds, as packages or by `kernels`, fastest first."""
     import torch
     from transformers.utils.import_utils import (
         is_flash_attn_2_available,

@@ -226,7 +226,6 @@ class Continuous:
             self._give_up(failure, len(requests))
 
     def _compare(self, expected: Sequence[Finished], found: Sequence[Finished]) -> None:
-        """Raise _FailedError if answers are worse than expected."""
         if agree(expected, found):
             return
         self.release()  # the comparison needs the cache's memory
@@ -362,7 +361,6 @@ def _length(encoded: Encoded) -> int:
 
 
 def _look_after(manager: Any) -> None:
-    """Raise _FailedError if no more outputs will come."""
     error = manager.background_thread_status.fatal_error
     if error is not None or not manager.is_running():
         reason = f"{type(error).__name__}: {error}" if error else "its thread ended before all answers"

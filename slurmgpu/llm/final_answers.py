@@ -126,12 +126,10 @@ def _right_side(plain: str) -> str:
 
 
 def _is_formula(plain: str) -> bool:
-    """Whether a text is something else than one number."""
     return _FORMULA.search(_NUMBER.sub("#", plain.replace("#", " "))) is not None
 
 
 def _braced(text: str, start: int) -> str:
-    """The text from `start` to the closing brace, or to the end."""
     depth = 1
     for position in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[position], 0)

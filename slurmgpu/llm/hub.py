@@ -77,7 +77,6 @@ def _snapshot(repository: str, revision: str | None, **patterns: Any) -> str:
 
 
 def _ask(repository: str, revision: str | None, question: Callable[[Any], Any]) -> Any:
-    """huggingface_hub's answer to a question; its errors become SlurmGPUErrors."""
     try:
         import huggingface_hub
     except ImportError as error:

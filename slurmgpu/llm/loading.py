@@ -98,7 +98,6 @@ def load_model(options: EngineOptions, place: Place) -> Loaded:
 
 
 def _check_memory(options: EngineOptions, place: Place) -> None:
-    """Refuse a model that does not fit on these GPUs, before its weights are read."""
     import torch
 
     from slurmgpu.llm.placement import check_fits
@@ -145,7 +144,6 @@ def even_device_map(config: Any, n_devices: int, dtype: Any, *, trust_remote_cod
 
 
 def _where(options: EngineOptions, place: Place, config: Any) -> dict[str, Any]:
-    """The arguments of `from_pretrained` for the model's devices."""
     import torch
 
     if place.world_size > 1:
@@ -185,7 +183,6 @@ def _distributed(place: Place, config: Any) -> Any:
 
 
 def _from_pretrained(arguments: dict[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-    """The model, and transformers' report on the checkpoint's weights."""
     from transformers import AutoModelForCausalLM
 
     # Otherwise both are a warning with a table, or an error that refers to that table.
@@ -224,13 +221,11 @@ def _check_whole(model: Any, report: Mapping[str, Any], options: EngineOptions) 
 
 
 def _some(names: Sequence[str]) -> str:
-    """The first names, and the number of others."""
     first = ", ".join(names[:FEW])
     return first if len(names) <= FEW else f"{first} and {len(names) - FEW} more ({len(names)} in all)"
 
 
 def _ids(*holders: Any) -> frozenset[int]:
-    """The end-of-sequence tokens in any of these."""
     found: set[int] = set()
     for holder in holders:
         ids = getattr(holder, "eos_token_id", None)
@@ -285,7 +280,6 @@ def _log(loaded: Loaded, place: Place, dtype: Any, seconds: float) -> None:
 
 @contextlib.contextmanager
 def _quiet(name: str) -> Any:
-    """Hide a logger's messages below ERROR."""
     logger = logging.getLogger(name)
     before = logger.level
     logger.setLevel(logging.ERROR)

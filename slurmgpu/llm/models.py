@@ -72,7 +72,6 @@ def find_model(model: str, *, revision: str | None = None, trust_remote_code: bo
 
 
 def _as_named(model: str, revision: str | None) -> tuple[Path, str | None] | None:
-    """The model of the whole name, if it is a folder or in the hub's cache."""
     folder = Path(model).expanduser()
     if model and folder.is_dir():
         return folder.absolute(), None

@@ -136,7 +136,6 @@ def _row_tokens(options: EngineOptions) -> int:
 
 
 def _sizes(weights: Weights, precision: str, quantization: str | None, *, stored: bool) -> Mapping[str, float]:
-    """Bytes in memory of each group of weights."""
     if stored:
         return weights.stored_bytes
     width = dict.fromkeys(weights.numbers, float(ITEM_BYTES[precision]))

@@ -103,7 +103,6 @@ class Labels:
 
 
 def _objects(text: str) -> Iterator[Mapping[str, Any]]:
-    """The JSON objects in a text that are not within others."""
     decoder, position = json.JSONDecoder(), text.find("{")
     while position >= 0:
         try:

@@ -92,7 +92,6 @@ def _count(number: int) -> str:
 
 
 def _how(model: Model, n_gpus: int, choice: Choice) -> tuple[str, str]:
-    """The placement in words, and the engine if it is not transformers."""
     if n_gpus == 1:
         return "On one GPU", ""
     by = ", by vLLM" if model.options.engine == "vllm" else ""

@@ -146,7 +146,6 @@ def text_of(value: Any) -> str:
 
 
 def _part(found: re.Match[str], owner: str) -> str | tuple[str, tuple[str, ...]]:
-    """A brace, or a field's name and the keys that follow it."""
     if found[0] in ("{{", "}}"):
         return found[0][0]
     field = _FIELD.fullmatch(found[1]) if found[1] is not None else None
@@ -182,7 +181,6 @@ def _inner(value: Any, path: str, key: str) -> Any:
 
 
 def _messages(field: str, value: Any) -> tuple[dict[str, str], ...]:
-    """A checked chat, whose messages have a role and a text."""
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
         raise ItemError(f'field {field!r} holds {value!r:.80}; expected a list of {{"role": …, "content": …}}')
     for number, message in enumerate(value):
@@ -199,5 +197,4 @@ def _messages(field: str, value: Any) -> tuple[dict[str, str], ...]:
 
 
 def _plain(value: Any) -> Any:
-    """NumPy's values, from columns of Parquet and HDF5, as Python's."""
     return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -91,7 +91,6 @@ def _was_read(lock: int, what: list[Any]) -> bool:
 
 
 def _read(path: Path) -> int:
-    """Read a file without keeping it; returns its size."""
     total, block = 0, bytearray(BLOCK_BYTES)
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

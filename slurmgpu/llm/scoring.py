@@ -82,7 +82,6 @@ class Scorer:
                 yield from found
 
     def _score(self, batch: Sequence[Asked], load: Load, shared: Tokens) -> list[Scores]:
-        """The scores of questions whose prompts are read together."""
         import torch
 
         self._n_rows = 0
@@ -194,7 +193,6 @@ def exclusive(choices: Sequence[Tokens], logprobs: npt.NDArray[np.float64]) -> n
 
 
 def _refuse_same(asked: Asked) -> None:
-    """Refuse choices of different answers with the same tokens."""
     seen: dict[Tokens, int] = {}
     for place, tokens in enumerate(asked.choices):
         earlier = seen.setdefault(tokens, place)
@@ -204,7 +202,6 @@ def _refuse_same(asked: Asked) -> None:
 
 
 def _sums(logits: Tensor, following: Tensor, is_token: Tensor) -> list[float]:
-    """Each row's log-probability of its following tokens."""
     logits = logits.float()
     taken = logits.gather(-1, following[..., None])[..., 0] - logits.logsumexp(-1)
     sums: list[float] = (taken.double() * is_token).sum(1).tolist()

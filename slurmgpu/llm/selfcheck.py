@@ -44,8 +44,8 @@ def agree(expected: Sequence[Finished], found: Sequence[Finished]) -> bool:
 def difference(model: Any, expected: Sequence[Finished], found: Sequence[Finished], precision: str) -> str | None:
     """The difference between two paths' answers to the same requests, in words; None if it is only rounding.
 
-    If tokens differ, the model scores those that were found, which must be nearly as good as the best ones: rounding may
-    swap tokens that nearly tie.
+    If tokens differ, the model scores those that were found, which must be nearly as good as the best ones: rounding
+    may swap tokens that nearly tie.
     """
     wanted = {each.encoded.request.id: each for each in expected}
     if sorted(wanted) != sorted(each.encoded.request.id for each in found):

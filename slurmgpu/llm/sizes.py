@@ -181,7 +181,6 @@ def _hidden(config: Mapping[str, Any]) -> int:
 
 
 def _kv_numbers(config: Mapping[str, Any]) -> int:
-    """The numbers that a layer caches for a token."""
     if config.get("kv_lora_rank"):
         # Multi-head latent attention caches the latent, from which all heads' keys and values are computed.
         return int(config["kv_lora_rank"]) + int(config.get("qk_rope_head_dim") or 0)
@@ -211,7 +210,6 @@ def weights_of(source: ModelSource) -> Weights:
 
 
 def _files(folder: Path) -> tuple[list[str], tuple[str, ...]]:
-    """The names of a model's safetensors files, and of the missing ones."""
     if (folder / SINGLE).is_file():
         return [SINGLE], ()
     names = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
@@ -239,7 +237,6 @@ def _group(name: str, n_dimensions: int) -> str:
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, list[int], int]]:
-    """Name, shape and bytes of every tensor in a safetensors file."""
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         try:

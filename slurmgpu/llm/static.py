@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Row:
-    """One request's answer so far."""
-
     encoded: Encoded
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

@@ -92,7 +92,6 @@ class VllmEngine:
         gc.collect()  # they end with the last reference to the engine
 
     def _run(self, prompts: Sequence[Tokens], arguments: Sequence[dict[str, Any]]) -> list[Any]:
-        """VLLM's answer to each prompt, in order."""
         if not prompts:
             return []
         from vllm import SamplingParams

@@ -166,7 +166,6 @@ def _reference_in(data: Mapping[str, Any], field: str) -> Any:
 
 
 def _load_function(name: str) -> Callable[[str, Mapping[str, Any]], Any]:
-    """The function that "file.py:name" or "module:name" names; SlurmGPUError if there is none."""
     module_name, _, function_name = name.rpartition(":")
     path = Path(module_name).expanduser().resolve() if module_name.endswith(".py") else None
     if path is not None and not path.is_file():

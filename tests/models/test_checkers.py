@@ -126,7 +126,7 @@ def test_a_file_of_the_users_that_cannot_be_imported_is_named_with_the_line(tmp_
         ({"kind": "numerical"}, "Did you mean 'numeric'"),
         ({"kind": "regex"}, "needs pattern"),
         ({"kind": "exact", "tolerance": 0.1}, "tolerance is set, and checker is 'exact'"),
-        ({"kind": "regex", "pattern": "("}, "no regular expression"),
+        ({"kind": "regex", "pattern": "("}, "not a regular expression"),
         ({"kind": "numeric", "tolerance": -1}, "tolerance is -1"),
         ({"kind": "numeric", "tolerance": float("nan")}, "tolerance is nan"),
     ],

@@ -16,7 +16,7 @@ from slurmgpu.llm.metrics import wilson_interval
 from slurmgpu.shards.columns import convert_row
 from slurmgpu.workload import Item, TaskContext, settings_hints
 from slurmgpu.workloads.collect.workload import Collect
-from slurmgpu.workloads.judge.rubrics import read_rubric, shipped
+from slurmgpu.workloads.judge.rubrics import Reader, read_rubric, shipped
 from slurmgpu.workloads.judge.workload import Judge
 from tests.support.runs import report, wait_until
 from tests.support.tiny_models import claim, make_unloadable
@@ -74,8 +74,8 @@ def test_a_shipped_rubric_reads_its_own_verdicts_and_survives_the_plan(name):
     for verdict, text in rubric.verdicts.items():
         for answer in (f"It is good.\n{rubric.answer} {text}", f"**{rubric.answer or ''}** {text}.", text.upper()):
             expected = None if rubric.pattern and answer == text.upper() else verdict
-            assert rubric.reader().verdict(answer) == expected
-    assert rubric.reader().verdict("I cannot tell.") is None
+            assert Reader(rubric).verdict(answer) == expected
+    assert Reader(rubric).verdict("I cannot tell.") is None
 
 
 @pytest.mark.parametrize(

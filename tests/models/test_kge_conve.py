@@ -49,7 +49,7 @@ def some_triples():
 
 
 def triples_model(model, loss="bce-pos", inverse_rows=None):
-    known = Known(*some_triples().T, N_RELATIONS)
+    known = Known(some_triples(), N_RELATIONS)
     if isinstance(loss, str):
         loss = find_loss(loss, n_entities=N_ENTITIES, known=lambda: known, label_smoothing=0.1, seed=3)
     rows = torch.arange(N_RELATIONS) if inverse_rows is None else inverse_rows - 1
@@ -192,7 +192,7 @@ def test_memory_is_what_is_said_at_most(loss):
     n = 60
     triples = torch.stack([torch.arange(n), torch.arange(n) % 4, torch.arange(n)], dim=1)
     module = ConvE(n, 4, 32, image=(4, 8), channels=8).eval()
-    known = Known(*triples.T, 4)
+    known = Known(triples, 4)
     made: Loss = find_loss(loss, n_entities=n, known=lambda: known, label_smoothing=0.1, seed=3)
     model = TriplesModel(module, {"train": made, "test": Positive()}, torch.arange(4))
     conve_gradients._channels_last(module)  # kept with the model

@@ -106,7 +106,7 @@ def test_ranks_are_among_all_entities_that_make_no_other_true_triple():
             table.copy_(torch.randint(-2, 3, table.shape, generator=draw))  # many scores are equal
     true = torch.tensor([(0, 0, 1), (0, 0, 2), (3, 1, 2), (0, 0, 5), (4, 0, 0)])
     tested = torch.cat([true[:3], torch.tensor([(4, 0, 3)])])
-    ranks = filtered_ranks(module, Known(*true.T, 2), tested, 2)
+    ranks = filtered_ranks(module, Known(true, 2), tested, 2)
     for (head, relation, tail), rank in zip(tested.tolist(), ranks.tolist(), strict=True):
         own, *others = (
             (module.entity[head] * module.relation[relation] * module.entity[entity]).sum().item()
@@ -118,7 +118,7 @@ def test_ranks_are_among_all_entities_that_make_no_other_true_triple():
 
 def test_a_model_that_knows_nothing_ranks_by_chance_or_last():
     module = DistMult(9, 1, 2).eval()
-    known = Known(*torch.zeros(3, 1).long(), 1)
+    known = Known(torch.zeros(1, 3).long(), 1)
     for value, expected in ((0.0, 5), (torch.nan, 9)):
         torch.nn.init.constant_(module.entity, value)
         assert filtered_ranks(module, known, torch.tensor([(3, 0, 4)]), 1).tolist() == [expected]

@@ -42,7 +42,7 @@ def triples_model(module, train="bce-pos", test=None, directions="tail", label_s
         side: find_loss(
             name,
             n_entities=N_ENTITIES,
-            known=lambda: Known(*triples, 2 * N_RELATIONS),
+            known=lambda: Known(torch.stack([*triples], 1), 2 * N_RELATIONS),
             label_smoothing=label_smoothing,
             seed=5,
         )

@@ -121,7 +121,6 @@ class Classify(LanguageModelWorkload):
         return rows
 
     def _ask(self, item: Item) -> tuple[Prompt, Mapping[str, Any]] | ItemError:
-        """The prompt of an item, and the columns from its input."""
         try:
             values = kept(item, self.keep)
             for name, field in (("truth", self.truth), ("group", self.group)):
@@ -199,7 +198,6 @@ class Classify(LanguageModelWorkload):
         return summary if self.truth is None else summary | self._metrics(counted, n_failed)
 
     def _count(self, merged: Merged) -> tuple[Counter[tuple[str, str, str]], Counter[str]]:
-        """Count rows by group, truth and label, and answers by finish reason."""
         counted, ends = Counter[tuple[str, str, str]](), Counter[str]()
         for start, stop in blocks(len(merged)):
             good = (~merged.failed[start:stop]).tolist()
@@ -244,7 +242,6 @@ class Classify(LanguageModelWorkload):
 
 
 def _check_method(method: Method, given: Sequence[str], settings: Mapping[str, Any]) -> None:
-    """Refuse settings of the other method."""
     if method == "score":
         check_scored(settings, [name for name in ("pattern", "json") if name in given])
     elif wrong := [name for name in ("choices", "length_normalize", "calibrate") if name in given]:

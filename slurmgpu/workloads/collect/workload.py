@@ -156,7 +156,6 @@ class Collect(LanguageModelWorkload):
         return found
 
     def _sample(self, draws: Sequence[Draw]) -> None:
-        """Add a path for each draw."""
         for draw, output in self._complete([draw for draw in draws if draw.search.error is None]):
             tree, cut = draw.search.tree, output.finish_reason == "length"
             told = self._check(draw.search, tree.whole_text(draw.node, output.text), cut)
@@ -277,7 +276,6 @@ def _path_to_json(path: Path, tree: Tree) -> dict[str, Any]:
 
 
 def _shown(prompt: Prompt) -> str:
-    """The prompt for its column: the text, or the last message of a chat."""
     return str(prompt.messages[-1]["content"]) if prompt.messages else prompt.text
 
 

@@ -131,7 +131,6 @@ class Embed:
         return self.prefix + text
 
     def _embed(self, texts: list[str]) -> npt.NDArray[Any]:
-        """The vectors of `texts`: (text, hidden)."""
         import torch
 
         batch = self._tokenizer(texts, padding=True, truncation=True, max_length=self._limit, return_tensors="pt")

@@ -83,7 +83,6 @@ def _worth(rubric: Rubric, asked: Sequence[Asked], verdicts: Sequence[str | None
 
 
 def _mean_shares(rubric: Rubric, asked: Sequence[Asked]) -> npt.NDArray[np.float64]:
-    """Each verdict's probability, the mean over both orders."""
     total = np.zeros(len(rubric.names))
     for one in asked:
         if one.probabilities is not None:

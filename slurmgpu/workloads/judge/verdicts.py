@@ -105,7 +105,6 @@ def _positions(counts: _Counts, rubric: Rubric) -> dict[str, Any]:
 
 
 def _agreement(counts: _Counts, rubric: Rubric) -> dict[str, Any]:
-    """The judge's agreement with the items' truth."""
     matrix = count_matrix(counts.pairs, rubric.names)
     square = matrix[:, :-1]
     n_with_truth, n_agree = int(matrix.sum()), int(np.trace(square))

@@ -98,7 +98,6 @@ class Judge(LanguageModelWorkload):
         self.use_model(model, settings, max_tokens=self.sampling.max_tokens if self.rubric.method == "parse" else 0)
 
     def _taken(self) -> set[str]:
-        """The fields that are taken from the items of the judged run."""
         names = set(self.prompts.fields)
         if self.checker is not None:
             names = names - {FINAL} | {"text"}
@@ -201,7 +200,6 @@ class Judge(LanguageModelWorkload):
         return columns if self.truth is None else columns | {"truth": Text()}
 
     def _kept(self, item: Item) -> dict[str, Any]:
-        """The columns from the item itself."""
         if has_failed(item.data):
             raise ItemError(f"the judged item failed: {item.data['error']}")
         row = kept(item, self.keep)
@@ -217,7 +215,6 @@ class Judge(LanguageModelWorkload):
         return {**data, FINAL: "(none)" if answer is None else answer}
 
     def _ask(self, number: int, item: Item) -> list[Asked]:
-        """The prompts for an item."""
         orders = self._orders(item)
         return [Asked(number, order, self.prompts.of(each), mix(item.seed, order)) for order, each in enumerate(orders)]
 

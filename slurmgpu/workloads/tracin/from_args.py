@@ -187,7 +187,6 @@ def _choose_tests(found: Translated, given: Mapping[str, Sequence[str]], folder:
 
 
 def _chosen(given: Mapping[str, Sequence[str]], mode: str) -> Sequence[int] | slice | None:
-    """Which lines are chosen; None for all."""
     if mode == "single" or "--test-indices" in given:
         return _parsed("--test-indices", given.get("--test-indices", ["0"]))
     start = _parsed("--start-index", given.get("--start-index", ["0"]))[0]

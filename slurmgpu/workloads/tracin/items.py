@@ -60,7 +60,6 @@ def check_items(path: Path, entities: Dictionary, relations: Dictionary) -> None
 
 
 def _items(path: Path) -> Iterator[Mapping[str, Any]]:
-    """The data of a file's items in text formats; nothing for other formats."""
     if path.suffix not in (".txt", ".jsonl", ".csv"):
         return
     with open(path, encoding="utf-8", errors="replace", newline="\n") as file:

@@ -18,7 +18,7 @@ from slurmgpu.workloads.tracin.kge.conve import ConvE
 from slurmgpu.workloads.tracin.kge.graph import Graph
 from slurmgpu.workloads.tracin.kge.layouts import Layout
 from slurmgpu.workloads.tracin.kge.losses import Loss, find_loss
-from slurmgpu.workloads.tracin.kge.queries import Known
+from slurmgpu.workloads.tracin.kge.queries import Known, rows_of, with_rows
 from slurmgpu.workloads.tracin.kge.shallow import ComplEx, DistMult, TransE
 from slurmgpu.workloads.tracin.kge.unfactored import differentiable
 from slurmgpu.workloads.tracin.own_model import Place, own_model
@@ -70,21 +70,11 @@ def known_model(settings: TracinSettings, layout: Layout, path: str, known: Grap
     unmatched = module.load_state_dict(load_checkpoint(path, layout), strict=False)
     assert all(name.endswith("num_batches_tracked") for name in unmatched.missing_keys), unmatched
     module = module.to(place.device).eval()
-    rows, inverse_rows = relation_rows(layout, known.relations.size)
-    rows, inverse_rows = rows.to(place.device), inverse_rows.to(place.device)
-    both = settings.directions == "both"
-    losses = find_losses(settings, layout, place.train, rows, inverse_rows if both else None)
-    return differentiable(module, losses, rows, inverse_rows if both else None, place.train[0])
-
-
-def relation_rows(layout: Layout, n_relations: int) -> tuple[Tensor, Tensor]:
-    """The rows of relations in the model's table, and those of their inverses, if any."""
-    relations = torch.arange(n_relations)
-    if layout.inverse == "interleaved":
-        return 2 * relations, 2 * relations + 1
-    if layout.inverse == "appended":
-        return relations, relations + layout.n_relations // 2
-    return relations, relations[:0]
+    rows, inverse_rows = rows_of(layout.inverse, known.relations.size)
+    rows = rows.to(place.device)
+    inverse_rows = inverse_rows.to(place.device) if settings.directions == "both" and inverse_rows is not None else None
+    losses = find_losses(settings, layout, place.train, rows, inverse_rows)
+    return differentiable(module, losses, rows, inverse_rows, place.train[0])
 
 
 def find_losses(
@@ -93,12 +83,7 @@ def find_losses(
     """The losses of training and of test triples."""
 
     def known_tails() -> Known:
-        head, relation, tail = train.T
-        queries = [(head, rows[relation], tail)]
-        if inverse_rows is not None:
-            queries.append((tail, inverse_rows[relation], head))
-        heads, relations, tails = (torch.cat(values) for values in zip(*queries, strict=True))
-        return Known(heads, relations, tails, layout.n_relations)
+        return Known(with_rows(train, rows, inverse_rows), layout.n_relations)
 
     def find(name: str) -> Loss:
         smoothing = settings.label_smoothing

@@ -73,7 +73,6 @@ def _class_in(file: Path, architecture: str) -> Any:
 
 
 def _try_losses(module: nn.Module, file: Path, train: Tensor) -> None:
-    """Refuse a method `losses` that fails, or does not return a loss for each triple."""
     triples = train[torch.arange(N_TRIED, device=train.device) % len(train)]
     what = f"the method losses of {type(module).__name__}"
     with torch.no_grad(), located(what, str(file), ADVICE):

@@ -197,7 +197,6 @@ def check_unchanged(planned: Planned, found: Mapping[str, str], only: Collection
 
 
 def _own_model(settings: TracinSettings, content: Mapping[str, Any], path: str) -> tuple[list[str], int]:
-    """For a user's model the groups of the wanted parameters, and their number of elements."""
     for file in own_files(settings):
         _expect_file(file)
     state = state_of(content, path)

@@ -56,7 +56,6 @@ def summarize(workload: Tracin, merged: Merged) -> dict[str, Any]:
 
 
 def _counted(counts: NDArray[np.int64], n_listed: int, hints: list[str]) -> dict[str, Any]:
-    """How many training triples pass the filter."""
     n_none, n_few = int((counts == 0).sum()), int((counts < n_listed).sum())
     if n_none:
         few = f"leaves {n_none:,} of {len(counts):,} test triples no training triple: their lists are empty"
@@ -68,7 +67,6 @@ def _counted(counts: NDArray[np.int64], n_listed: int, hints: list[str]) -> dict
 
 
 def _precision(merged: Merged, good: NDArray[np.bool_], precision: str, hints: list[str]) -> dict[str, Any]:
-    """The error of a reduced precision over all tests."""
     errors, overlaps = (np.asarray(merged[name][:], float)[good] for name in ("precision_error", "top10_overlap"))
     found: dict[str, Any] = {
         "precision_error": {"mean": float(errors.mean()), "worst": float(errors.max())},
@@ -83,7 +81,6 @@ def _precision(merged: Merged, good: NDArray[np.bool_], precision: str, hints: l
 
 
 def _lists(workload: Tracin, merged: Merged) -> dict[str, Any]:
-    """The parameter groups' shares of the listed influences, and the training triples that are listed most often."""
     groups = workload.facts.groups
     shares = np.zeros(len(groups))
     counts = {side: np.zeros(workload.facts.n_train, np.int64) for side in ("proponent", "opponent")}

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.plurals import count_of
-from slurmgpu.workloads.tracin.kge.graph import Graph, read_edge_map, read_graph, read_names
+from slurmgpu.workloads.tracin.kge.graph import Graph, label_of, read_edge_map, read_graph, read_names
 from slurmgpu.workloads.tracin.planning import check_unchanged
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Labels:
     def cells(self, triple: NDArray[np.int64]) -> list[str]:
         """The six cells of the CSV: name and label of head, relation and tail."""
         head, relation, tail = triple.tolist()
-        said = self.relation_labels.get(relation) or predicate_of(self.relations[relation])
+        said = self.relation_labels.get(relation) or label_of(self.relations[relation])
         return [*self._entity(head), self.relations[relation], said, *self._entity(tail)]
 
     def _entity(self, number: int) -> tuple[str, str]:
@@ -74,16 +74,6 @@ class Labels:
         has_label = (bool(self.entity_labels), bool(self.relation_labels), bool(self.entity_labels))
         named = zip(keys, cells[1::2], has_label, strict=True)
         return found | {f"{key}_name": label for key, label, there in named if there}
-
-
-def predicate_of(name: str) -> str:
-    """The predicate of a relation whose name is JSON, as in some dictionaries; else the name."""
-    if not name.startswith("{"):
-        return name
-    try:
-        return str(json.loads(name).get("predicate", name))
-    except ValueError:
-        return name
 
 
 def write_csv(workload: Tracin, merged: Merged, file: IO[bytes]) -> str:
@@ -155,7 +145,6 @@ class _Test:
 
 
 def _tests(workload: Tracin, merged: Merged) -> Iterator[_Test]:
-    """The test triples without the failed ones, with their training triples by absolute value."""
     names = ["proponents", "proponent_values", "opponents", "opponent_values"]
     if _is_whole(workload):
         names += ["influence", *(["influence_scale"] if workload.full == "float16" else [])]
@@ -189,12 +178,10 @@ def _by_size(columns: list[NDArray[Any]], top_k: int) -> tuple[NDArray[np.int64]
 
 
 def _is_whole(workload: Tracin) -> bool:
-    """Whether all influences are exported: the file has them, and no filter is set."""
     return bool(workload.full) and workload.n_hops is None
 
 
 def _graph(workload: Tracin) -> Graph:
-    """The training triples and dictionaries; SlurmGPUError if they have changed since the run was planned."""
     with _as_planned():
         graph = read_graph(workload.train, workload.entities, workload.relations)
         check_unchanged(workload.facts, graph.digests, only=graph.digests)

@@ -135,7 +135,6 @@ class Tracin(TracinSettings):
         return Placement("one", tuple(lines))
 
     def _about_lists(self, memory_mb: int) -> list[str]:
-        """Notes on lists that are shorter than top_k, or larger than the memory."""
         lines = []
         if self.n_listed < self.top_k:
             lines.append(
@@ -211,7 +210,6 @@ class Tracin(TracinSettings):
             return ItemError(f"{place}{error}")
 
     def _rows(self, tests: NDArray[np.int64]) -> list[Row | ItemError]:
-        """The rows of tests (n, 3), without `line`."""
         import torch
 
         found = self._influences.of(torch.from_numpy(tests), self._allowed(tests))
@@ -229,7 +227,6 @@ class Tracin(TracinSettings):
         return rows
 
     def _allowed(self, tests: NDArray[np.int64]) -> Callable[[Any], Any] | None:
-        """The filter of training triples that are listed and counted; None for all."""
         import torch
 
         if self._reach is None:
@@ -238,7 +235,6 @@ class Tracin(TracinSettings):
         return lambda lines: torch.from_numpy(mask(lines.cpu().numpy())).to(lines.device)
 
     def _values(self, found: Found) -> dict[str, Any]:
-        """The columns without the lists."""
         values: dict[str, Any] = {"self_influence": found.self_influence, "loss": found.loss, "score": found.score}
         if self.top_k or self.full:
             values |= {name: getattr(found, source) for name, source in STATISTICS.items()}
@@ -271,7 +267,6 @@ class Tracin(TracinSettings):
 
 
 def _listed_row(side: str, listed: Listed, number: int, order: Sequence[int], n_groups: int) -> dict[str, Any]:
-    """The columns of one list; the shares in the order of the plan's groups."""
     shares = np.zeros((len(listed.lines[number]), n_groups), listed.shares.dtype)
     shares[:, list(order)] = listed.shares[number]
     return {f"{side}s": listed.lines[number], f"{side}_values": listed.values[number], f"{side}_shares": shares}

@@ -62,7 +62,6 @@ def write_curves(merged: Merged, file: IO[bytes]) -> str:
 
 
 def _write(file: IO[bytes], header: Sequence[str], lines: Iterable[Sequence[Any]]) -> int:
-    """Write CSV (RFC 4180); returns the number of lines below the header."""
     text = io.TextIOWrapper(file, encoding="utf-8", newline="")
     writer = csv.writer(text)
     writer.writerow(header)

@@ -159,7 +159,6 @@ def _fits(value: Any, kind: str) -> bool:
 
 
 def _items(path: Path) -> Iterator[Mapping[str, Any]]:
-    """The data of a file's items; nothing if another run has yet to write the file."""
     if not path.exists():
         return
     its_format = format_of([path])

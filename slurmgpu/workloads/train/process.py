@@ -51,7 +51,6 @@ def row(
 
 
 def _free_memory(settings: TrainingSettings) -> None:
-    """Free what the previous training left in this process."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -80,7 +79,6 @@ def _joules(cards: Cards | None, number: int) -> float:
 
 @contextmanager
 def _advised(settings: TrainingSettings) -> Iterator[None]:
-    """Add advice to an out-of-memory error."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -92,6 +90,5 @@ def _advised(settings: TrainingSettings) -> Iterator[None]:
 
 
 def _weights(folder: Path) -> str:
-    """The path of the best weights, or else of the last ones, relative to the run directory."""
     name = next((name for name in ("best.pt", "last.pt") if (folder / name).exists()), "")
     return f"{folder.parent.name}/{folder.name}/{name}" if name else ""

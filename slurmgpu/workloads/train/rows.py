@@ -21,6 +21,15 @@ log = logging.getLogger(__name__)
 
 NUMBER, COUNT = Array("float64"), Array("int64")
 
+MEASURED: Mapping[str, Column] = {
+    "resumed": COUNT,
+    **dict.fromkeys(("wall_s", "start_s", "data_s", "compute_s", "communication_s"), NUMBER),
+    **dict.fromkeys(("evaluation_s", "checkpoint_s", "samples_per_s", "tokens_per_s", "mfu"), NUMBER),
+    "peak_memory_bytes": COUNT,
+    "energy_j": NUMBER,
+}
+"""The columns that differ between runs of the same configuration."""
+
 COLUMNS: Mapping[str, Column] = {
     "config": Json(),
     "metric": Text(),
@@ -37,30 +46,9 @@ COLUMNS: Mapping[str, Column] = {
     "eval_steps": Ragged("int64"),
     "eval_curve": Ragged("float32"),
     "weights": Text(),
-    "n_parameters": COUNT,
-    "batch_size": COUNT,
-    "world_size": COUNT,
-    "seed": COUNT,
-    "resumed": COUNT,
-    "wall_s": NUMBER,
-    "start_s": NUMBER,
-    "data_s": NUMBER,
-    "compute_s": NUMBER,
-    "communication_s": NUMBER,
-    "evaluation_s": NUMBER,
-    "checkpoint_s": NUMBER,
-    "samples_per_s": NUMBER,
-    "tokens_per_s": NUMBER,
-    "mfu": NUMBER,
-    "peak_memory_bytes": COUNT,
-    "energy_j": NUMBER,
+    **dict.fromkeys(("n_parameters", "batch_size", "world_size", "seed"), COUNT),
+    **MEASURED,
 }
-
-MEASURED = (
-    *("resumed", "wall_s", "start_s", "data_s", "compute_s", "communication_s", "evaluation_s", "checkpoint_s"),
-    *("samples_per_s", "tokens_per_s", "mfu", "peak_memory_bytes", "energy_j"),
-)
-"""The columns that differ between runs of the same configuration."""
 
 RESULT = "result.json"
 

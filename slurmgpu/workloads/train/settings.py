@@ -192,14 +192,12 @@ def meant(name: str, arguments: Iterable[str]) -> str:
 
 
 def _kinds(hint: Any) -> tuple[Any, ...]:
-    """The members of a union; else the hint itself."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return tuple(kind for part in typing.get_args(hint) for kind in _kinds(part))
     return (hint,)
 
 
 def _as_kind(value: Any, kind: Any) -> tuple[Any, bool]:
-    """The value as that kind, and whether it is one."""
     if kind is type(None):
         return None, value is None
     if typing.get_origin(kind) is typing.Literal:

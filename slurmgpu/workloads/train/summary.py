@@ -42,7 +42,6 @@ def summarize(merged: Merged) -> dict[str, Any]:
 
 
 def _of_trained(merged: Merged, good: Sequence[int]) -> tuple[dict[str, Any], list[str]]:
-    """The summary of the good rows, and hints."""
     values = {name: merged[name][:] for name in READ}
     [(metric, n_ranked)] = Counter(str(values["metric"][number]) for number in good).most_common(1)
     of_metric = [number for number in good if values["metric"][number] == metric]
@@ -73,7 +72,6 @@ def _of_trained(merged: Merged, good: Sequence[int]) -> tuple[dict[str, Any], li
 
 
 def _best(values: Mapping[str, Any], best: int, names: Sequence[str]) -> dict[str, Any]:
-    """The best configuration: its settings, its weights, and the evaluations of these and of the last weights."""
     config, weights = values["config"][best], str(values["weights"][best])
     shown = {name: _cell(config[name]) for name in names or config if name in config}
     return {
@@ -109,7 +107,6 @@ def telling(configurations: Sequence[Mapping[str, Any]], names: Sequence[str]) -
 
 
 def _rank(score: float, goal: str) -> float:
-    """A sort key for the best score first, and NaN last."""
     if math.isnan(score):
         return math.inf
     return score if goal == "min" else -score
@@ -123,5 +120,4 @@ def _line(values: Mapping[str, Any], number: int, metric: str, names: Sequence[s
 
 
 def _cell(value: Any) -> Any:
-    """A value for a cell of a table: numbers and text unchanged, the rest as JSON."""
     return value if value is None or isinstance(value, str | int | float) else json.dumps(value, ensure_ascii=False)

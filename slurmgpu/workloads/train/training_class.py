@@ -124,7 +124,6 @@ def class_of(cls: type[Any]) -> TrainingClass:
 
 
 def _argument(annotation: str, default: Any, is_required: bool) -> Argument:
-    """An argument with its annotation as it is written, and a default that is a constant."""
     word = OPTIONAL.sub(lambda found: found[1] or found[2] or found[3], annotation.strip("'\""))
     word = word if annotation else type(default).__name__
     kind = word if word in TYPES else ""

@@ -87,7 +87,6 @@ class Train:
 
     @functools.cached_property
     def _source(self) -> TrainingClass | None:
-        """The class by its source; None if no source is found without importing it."""
         return read_class(self._full_name)
 
     @property
@@ -179,7 +178,6 @@ def _step_size(settings: TrainingSettings, n_processes: int) -> str:
 
 
 def _mode(strategy: str | None, share: Share) -> str:
-    """How the processes of a task train together, in a few words."""
     n, kind = share.slots, "GPU" if share.gpus else "CPU process"
     over = f" on {share.nodes} nodes" if share.nodes > 1 else ""
     if n == 1:

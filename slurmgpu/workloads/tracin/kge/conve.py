@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import torch
 from torch import Tensor, nn
 
-from slurmgpu.influence.parts import Part
 from slurmgpu.workloads.tracin.kge import conve_gradients
 from slurmgpu.workloads.tracin.kge.layouts import Layout
 from slurmgpu.workloads.tracin.kge.losses import Loss
 from slurmgpu.workloads.tracin.kge.naming import Stack, group_of
-from slurmgpu.workloads.tracin.kge.outputs import Output
-from slurmgpu.workloads.tracin.kge.queries import Queries
 
 
 class ConvE(nn.Module):
@@ -99,18 +94,10 @@ class ConvE(nn.Module):
         found = (queries[:, None] * self.entity[tails]).sum(-1)
         return found if self.bias is None else found + self.bias[tails]
 
-    def factors(self, queries: Queries, loss: Loss, wanted: Collection[str]) -> tuple[dict[str, Part], Output]:
-        """See Model."""
-        return conve_gradients.factors(self, queries, loss, wanted)
-
     def is_factored(self, loss: Loss) -> bool:
         """See Model."""
         return True
 
-    def bytes_of_work(self, loss: Loss) -> int:
-        """See Model."""
-        return conve_gradients.bytes_of_work(self, loss)
-
-    def bytes_of_result(self, loss: Loss) -> int:
-        """See Model."""
-        return conve_gradients.bytes_of_result(self, loss)
+    factors = conve_gradients.factors
+    bytes_of_work = conve_gradients.bytes_of_work
+    bytes_of_result = conve_gradients.bytes_of_result

@@ -140,11 +140,12 @@ def read_edge_map(path: str | Path) -> Mapping[str, str]:
     for meaning, name in content.items():
         if name in labels:
             raise SlurmGPUError(f"{path}: expected each relation once, found {name!r} twice. {CORRECT}")
-        labels[name] = _label(meaning)
+        labels[name] = label_of(meaning)
     return labels
 
 
-def _label(meaning: str) -> str:
+def label_of(meaning: str) -> str:
+    """The predicate of a relation that is described by JSON; else the text."""
     try:
         predicate = json.loads(meaning)["predicate"]
     except (ValueError, TypeError, KeyError):
@@ -204,7 +205,6 @@ def _triples(content: bytes, path: str, entities: Dictionary, relations: Diction
 
 
 def _refusal(lines: Sequence[str], path: str, entities: Dictionary, relations: Dictionary) -> SlurmGPUError:
-    """The error of the first wrong line, with the number of others."""
     first, n_wrong = "", 0
     for number, line in enumerate(lines, 1):
         fields = line.split("\t")
@@ -229,7 +229,6 @@ def _id(name: str, dictionary: Dictionary, role: str) -> int:
 
 
 def _like(name: str, known: Iterable[str]) -> str:
-    """A suggestion of the known name that is most like `name`, if any."""
     near = (other for other in known if abs(len(other) - len(name)) <= 2)
     close = difflib.get_close_matches(name, itertools.islice(near, LOOKED_THROUGH), n=1, cutoff=0.8)
     return f" Did you mean {close[0]!r}?" if close else ""

@@ -253,7 +253,6 @@ def _inverse(naming: Naming, told: Mapping[str, Any]) -> Inverse | None:
 
 
 def _check_sizes(shapes: Shapes, path: str | Path) -> None:
-    """Refuse layers of ConvE that do not fit each other."""
     conv = shapes["conv.weight"]
     if len(conv) != 4 or conv[1] != 1:
         raise SlurmGPUError(f"{path}: expected a convolution (channels, 1, height, width), found {conv}. {ANOTHER}")

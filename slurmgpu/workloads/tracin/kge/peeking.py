@@ -155,13 +155,11 @@ class LeftOut:
 
 
 def _number(dtype: LeftOut, data: bytes = b"") -> float | LeftOut:
-    """A NumPy number, such as a learning rate."""
     code = {"f8": "<d", "f4": "<f", "i8": "<q", "i4": "<i"}.get(dtype.name)
     return LeftOut() if code is None else float(struct.unpack(code, data)[0])
 
 
 def _bytes(text: str, _encoding: str = "latin1") -> bytes:
-    """Bytes, as older pickle protocols write them."""
     return text.encode("latin1")
 
 
@@ -209,8 +207,6 @@ DTYPES = {*STORAGES.values(), "uint16", "uint32", "uint64"}
 
 
 class _Reader(pickle.Unpickler):
-    """Makes the stand-ins, and refuses every other name."""
-
     def find_class(self, module: str, name: str) -> Any:
         """The stand-in for a name in the file."""
         path = f"{module}.{name}"

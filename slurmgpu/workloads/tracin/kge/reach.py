@@ -165,7 +165,6 @@ def _counts(bits: Bits, rounds: Rounds) -> list[Bits]:
 
 
 def _at_least(least: int, digits: Sequence[Bits]) -> Bits:
-    """Which of the counts are at least `least`."""
     if least >> len(digits):
         return np.zeros_like(digits[0])
     more, same = np.zeros_like(digits[0]), ~np.zeros_like(digits[0])

@@ -120,7 +120,6 @@ def _run(given: argparse.Namespace) -> None:
 
 
 def _recipe(given: argparse.Namespace) -> Recipe:
-    """The checked recipe of the options."""
     names = [field.name for field in dataclasses.fields(Recipe) if field.name not in ("image", "kernel", "device")]
     options: dict[str, Any] = {name: getattr(given, name) for name in names}
     options["image"], options["kernel"] = given.image and tuple(given.image), tuple(given.kernel)

@@ -18,7 +18,7 @@ from slurmgpu.workloads.tracin.kge.differentiable import Model
 from slurmgpu.workloads.tracin.kge.layouts import Architecture
 from slurmgpu.workloads.tracin.kge.losses import Loss, find_loss
 from slurmgpu.workloads.tracin.kge.naming import Inverse, Stack
-from slurmgpu.workloads.tracin.kge.queries import Known, Queries
+from slurmgpu.workloads.tracin.kge.queries import Known, Queries, rows_of, with_rows
 from slurmgpu.workloads.tracin.kge.shallow import ComplEx, DistMult, TransE
 
 LOSSES = r"kvsall|bce-1n|ce|ns:[1-9]\d*"
@@ -97,14 +97,6 @@ class Recipe:
         return height, self.dim // height
 
 
-def rows_of(inverse: Inverse, n_relations: int) -> tuple[Tensor, Tensor | None]:
-    """The rows (R,) of relations in the model's table, and those of their inverses."""
-    relations = torch.arange(n_relations)
-    if inverse == "none":
-        return relations, None
-    return (relations, relations + n_relations) if inverse == "appended" else (2 * relations, 2 * relations + 1)
-
-
 class Trainer:
     """Trains a model on `triples` (n, 3), each counted once.
 
@@ -124,7 +116,7 @@ class Trainer:
         self.recipe, self.n_entities, self.epoch = recipe, n_entities, 0
         self.rows, self.inverse_rows = rows_of(recipe.inverse, n_relations)
         self.n_rows = n_relations if self.inverse_rows is None else 2 * n_relations
-        self._examples = torch.unique(self.examples_of(triples), dim=0).to(recipe.device)
+        self._examples = torch.unique(self._examples_of(triples), dim=0)
         _, self._of, self._counts = torch.unique(self._examples[:, :2], dim=0, return_inverse=True, return_counts=True)
         if len(self._counts) < 2:
             raise SlurmGPUError(
@@ -159,23 +151,17 @@ class Trainer:
 
         `known` (m, 3) are true triples beside the training triples.
         """
-        everything = torch.cat([self._examples, self.examples_of(known).to(self._examples.device)])
+        everything = torch.cat([self._examples, self._examples_of(known)])
         tails_of = self._tails_of(everything)
-        examples = self.examples_of(triples).to(self._examples.device).split(len(triples))
+        examples = self._examples_of(triples).split(len(triples))
         found = (filtered_ranks(cast(Model, self.module.eval()), tails_of, part, self.n_rows) for part in examples)
         return dict(zip(("tails", "heads"), found, strict=False))
 
-    def examples_of(self, triples: Tensor) -> Tensor:
-        """Triples with rows of the table for relations, followed by their inverses if these are trained."""
-        heads, relations, tails = triples.T
-        found = [torch.stack([heads, self.rows[relations], tails], dim=1)]
-        if self.inverse_rows is not None:
-            found.append(torch.stack([tails, self.inverse_rows[relations], heads], dim=1))
-        return torch.cat(found)
+    def _examples_of(self, triples: Tensor) -> Tensor:
+        return with_rows(triples, self.rows, self.inverse_rows).to(self.recipe.device)
 
     def _tails_of(self, examples: Tensor) -> Known:
-        heads, relations, tails = examples.T
-        return Known(heads, relations, tails, self.n_rows)
+        return Known(examples, self.n_rows)
 
     def _step(self, loss: Loss, examples: Tensor) -> float:
         heads, relations, tails = examples.T
@@ -201,7 +187,6 @@ class Trainer:
         yield from examples.split(sizes)
 
     def _loss(self) -> Loss:
-        """The loss, with other negatives in each epoch."""
         return find_loss(
             self.recipe.loss,
             n_entities=self.n_entities,

@@ -103,14 +103,11 @@ class Unfactored(TriplesModel):
         return self._rows_of(parameters, heads, relations).gather(1, tails)[:, 0]
 
     def _rows_of(self, parameters: Mapping[str, Tensor], heads: Tensor, relations: Tensor) -> Tensor:
-        """The scores of all entities (n, N)."""
         named = {f"model.{name}": value for name, value in parameters.items()}
         return cast(Tensor, functional_call(self._forward, named, (heads, relations)))
 
 
 class _Scores(nn.Module):
-    """A module whose `forward` is a model's scores."""
-
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.model = model
