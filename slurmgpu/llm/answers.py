@@ -230,15 +230,13 @@ class Codec:
                 for is_final in (True, False)
             )
         text = self._text(tokens)
-        opened = text.lstrip().startswith(THINK) or self._opens_thought(encoded.tokens)
-        if not opened and not (THOUGHT in self._ids and THOUGHT in text):
+        start, end, last = self._ids.get(THINK), self._ids.get(THOUGHT), encoded.tokens[-3:]
+        is_opened = text.lstrip().startswith(THINK) or (start in last and end not in last)
+        if not is_opened and not (end is not None and THOUGHT in text):
             return text, ""
         thought, ended, answer = text.partition(THOUGHT)
         thought = thought.strip().removeprefix(THINK).strip()
         return (answer.lstrip("\n"), thought) if ended else ("", thought)
-
-    def _opens_thought(self, prompt: Sequence[int]) -> bool:
-        return THINK in self._ids and self._ids[THINK] in prompt[-3:] and self._ids.get(THOUGHT) not in prompt[-3:]
 
     def _channels(self, tokens: Sequence[int], channel: str) -> Iterator[tuple[str, list[int]]]:
         """The parts of an answer in OpenAI's harmony format, with their channel: analysis, commentary or final."""

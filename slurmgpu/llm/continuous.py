@@ -111,7 +111,7 @@ class _FailedError(Exception):
         self.common = common
 
 
-def available(loaded: Loaded, place: Place) -> str | None:
+def available(loaded: Loaded) -> str | None:
     """Why continuous batching is impossible for this model; None if it is possible."""
     model = loaded.model
     if not hasattr(model, "init_continuous_batching"):
@@ -125,9 +125,9 @@ def available(loaded: Loaded, place: Place) -> str | None:
     return None
 
 
-def advisable(loaded: Loaded, place: Place) -> str | None:
+def advisable(loaded: Loaded) -> str | None:
     """Why static batches are probably faster for this model here; None if continuous batching is."""
-    if reason := available(loaded, place):
+    if reason := available(loaded):
         return reason
     if loaded.model.device.type != "cuda":
         return "the model is on the CPU"
@@ -162,7 +162,8 @@ class Continuous:
 
     def generate(self, requests: Sequence[Encoded]) -> Iterator[Finished]:
         """Each request's answer, in the order in which they finish."""
-        ours = [each for each in requests if self._can_do(each)]
+        # The manager's log-probabilities include our noise: they are right for greedy requests only.
+        ours = [each for each in requests if not (each.request.sampling.logprobs and _is_sampled(each))]
         given_up = self._given_up
         if ours:
             self._needs |= Needs.of(ours)
@@ -205,11 +206,6 @@ class Continuous:
         """Set the model's attention, which a failed manager does not restore."""
         if self._loaded.model.config._attn_implementation != attention:
             self._loaded.model.set_attn_implementation(attention)
-
-    def _can_do(self, encoded: Encoded) -> bool:
-        # The manager's log-probabilities include our noise: they are right for greedy requests only.
-        sampling = encoded.request.sampling
-        return not (sampling.logprobs and sampling.temperature > 0)
 
     def _check(self, requests: Sequence[Encoded]) -> None:
         """Compare the first greedy and the first sampled requests with static batches; on a difference give up."""

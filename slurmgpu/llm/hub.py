@@ -39,14 +39,9 @@ def cache_folder() -> Path:
     return Path(os.path.expandvars(os.path.expanduser(named))).absolute()  # noqa: PTH111
 
 
-def repository_folder(repository: str) -> Path:
-    """The cache's folder of a repository, with its snapshots and the files that they link to."""
-    return cache_folder() / f"models--{repository.replace('/', '--')}"
-
-
 def cached(repository: str, revision: str | None) -> Path | None:
     """The snapshot of a repository in the cache; None if there is none with a config.json."""
-    folder = repository_folder(repository)
+    folder = cache_folder() / f"models--{repository.replace('/', '--')}"
     commit = revision or "main"
     with contextlib.suppress(OSError):  # a commit has no ref
         commit = (folder / "refs" / commit).read_text("utf-8").strip()
@@ -63,13 +58,10 @@ def download_all(repository: str, revision: str | None) -> Path:
     """Download a repository with weights, tokenizer and code; if it has safetensors, no other weights."""
     small = _snapshot(repository, revision, allow_patterns=SMALL_FILES)
     revision = Path(small).name
-    needless = OTHER_FRAMEWORKS + (PICKLED if _has_safetensors(repository, revision) else [])
-    return Path(_snapshot(repository, revision, ignore_patterns=needless))
-
-
-def _has_safetensors(repository: str, revision: str) -> bool:
     names = _ask(repository, revision, lambda hub: hub.list_repo_files(repository, revision=revision))
-    return any(name.endswith(".safetensors") and "/" not in name for name in names)
+    has_safetensors = any(name.endswith(".safetensors") and "/" not in name for name in names)
+    needless = OTHER_FRAMEWORKS + (PICKLED if has_safetensors else [])
+    return Path(_snapshot(repository, revision, ignore_patterns=needless))
 
 
 def _snapshot(repository: str, revision: str | None, **patterns: Any) -> str:

@@ -214,7 +214,7 @@ def _check_whole(model: Any, report: Mapping[str, Any], options: EngineOptions) 
     said = [f"{verb} {_some(names)}" for verb, names in wrongs if names]
     if said:
         raise SlurmGPUError(
-            f"The checkpoint of {options.model.name}, in {options.model.folder}, lacks weights of a "
+            f"The checkpoint of {options.model.name}, in {options.model.folder}, does not fit a "
             f"{type(model).__name__}: it {'; it '.join(said)}. Copy or convert the checkpoint again; a model without a "
             f"language-model head cannot generate text."
         )

@@ -15,13 +15,14 @@ import numpy.typing as npt
 Counts = npt.NDArray[np.int64]
 
 
-def wilson_interval(n_right: int, n: int, z: float = 1.959963984540054) -> list[float] | None:
+def wilson_interval(n_right: int, n: int) -> list[float] | None:
     """The 95 % confidence interval of the share `n_right` / `n` (Wilson 1927); None for n = 0.
 
     Unlike the share ± its standard error, it stays within 0 and 1, and holds for few items and for shares near 0 or 1.
     """
     if n == 0:
         return None
+    z = 1.959963984540054  # the quantile of 97.5 %
     share, spread = n_right / n, z * z / n
     middle = (share + spread / 2) / (1 + spread)
     half = z / (1 + spread) * math.sqrt(share * (1 - share) / n + spread / (4 * n))

@@ -114,11 +114,11 @@ def _objects(text: str) -> Iterator[Mapping[str, Any]]:
         position = text.find("{", end)
 
 
-def check_labels(labels: Sequence[str], name: str = "labels", n_least: int = 2) -> tuple[str, ...]:
+def check_labels(labels: Sequence[str], name: str = "labels") -> tuple[str, ...]:
     """The labels; SlurmGPUError for too few, an empty one, or a repeated one."""
     found = tuple(labels)
-    if len(found) < n_least:
-        raise SlurmGPUError(f"{name} has {len(found)}: {list(found)}; expected at least {n_least}.")
+    if len(found) < 2:
+        raise SlurmGPUError(f"{name} has {len(found)}: {list(found)}; expected at least 2.")
     for number, label in enumerate(found):
         if not label.strip():
             raise SlurmGPUError(f"{name} holds {label!r}; expected a text to choose.")

@@ -45,7 +45,8 @@ def check_fits(options: EngineOptions, gpu_bytes: int, n_gpus: int = 1, *, tenso
 
 def _lines(model: Model, offer: Offer, choice: Choice) -> Iterable[str]:
     if offer.gpus == 0:
-        yield _on_cpus(model)
+        size = _gb(model.memory.weights + model.memory.cache + RUNTIME_BYTES)
+        yield f"On CPUs: each task needs about {size} of memory."
         return
     yield _without_memory(model, offer, choice) if offer.gpu_memory is None else _on_gpus(model, offer, choice)
     if offer.gpus > 1 and choice.one_suffices:
@@ -116,11 +117,6 @@ def _on_gpus(model: Model, offer: Offer, choice: Choice) -> str:
         f"the {_gb(usable(gpu_memory))} that can be used on each; "
         f"{_gb(usable(gpu_memory) - weights - cache)} are left."
     )
-
-
-def _on_cpus(model: Model) -> str:
-    size = _gb(model.memory.weights + model.memory.cache + RUNTIME_BYTES)
-    return f"On CPUs: each task needs about {size} of memory."
 
 
 def _refuse_missing(model: Model) -> None:

@@ -30,7 +30,11 @@ def quantization_config(options: EngineOptions, place: Place) -> Any:
             f"{options.model.name}: 4-bit weights (bitsandbytes) cannot be split over {place.world_size} processes. "
             'Use the -8bit variant, or processes = "one", which spreads the layers over the GPUs in one process.'
         )
-    _require(options.model.name, variant, package)
+    if importlib.util.find_spec(package) is None:
+        raise SlurmGPUError(
+            f"{options.model.name}: the {variant} variant needs the Python package {package}, which is not installed "
+            f"here. Add `pip install {package}` to the image's definition, or remove the suffix of the model's name."
+        )
     log.info("%s is quantised to %s by %s", options.model.folder, variant, package)
     return _torchao(variant) if package == "torchao" else _bitsandbytes(variant, options.precision)
 
@@ -44,14 +48,6 @@ def package_for(variant: str, *, tensor_parallel: bool) -> str | None:
     # bitsandbytes' weights cannot be sharded: 8-bit and 4-bit crash in transformers 5.23; torchao's 4-bit needs kernels
     # for certain GPUs.
     return "torchao" if variant == "8bit" else None
-
-
-def _require(model: str, variant: str, package: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        raise SlurmGPUError(
-            f"{model}: the {variant} variant needs the Python package {package}, which is not installed here. "
-            f"Add `pip install {package}` to the image's definition, or remove the suffix of the model's name."
-        )
 
 
 def _bitsandbytes(variant: str, precision: str) -> Any:

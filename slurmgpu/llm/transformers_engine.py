@@ -67,9 +67,9 @@ class TransformersEngine:
         from slurmgpu.llm.continuous import Continuous, advisable, available
 
         if options.batching == "continuous":
-            if (reason := available(loaded, place)) is not None:
+            if (reason := available(loaded)) is not None:
                 raise SlurmGPUError(f'batching = "continuous" is impossible for {options.model.name}: {reason}.')
-        elif (reason := advisable(loaded, place)) is not None:
+        elif (reason := advisable(loaded)) is not None:
             log.info("no continuous batching: %s", reason)
             return None
         return Continuous(loaded, options, place, self._codec, self._static.generate)

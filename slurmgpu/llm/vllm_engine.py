@@ -74,7 +74,13 @@ class VllmEngine:
         # One request for each place where choices differ; vLLM's prefix cache reads the prompt once.
         places = [(number, prefix, ids) for number, each in enumerate(asked) for prefix, ids in _forks(each.choices)]
         prompts = [asked[number].prompt + prefix for number, prefix, _ in places]
-        answers = self._run(prompts, [_scoring_arguments(ids) for _, _, ids in places])
+        answers = self._run(
+            prompts,
+            [
+                {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "logprob_token_ids": ids}
+                for _, _, ids in places
+            ],
+        )
         known: list[dict[tuple[Tokens, int], float]] = [{} for _ in asked]
         problems: dict[int, str] = {}
         for (number, prefix, ids), answer in zip(places, answers, strict=True):
@@ -169,10 +175,6 @@ def _sampling_arguments(encoded: Encoded) -> dict[str, Any]:
     if sampling.logprobs:
         arguments["logprobs"] = 0  # of the chosen token only
     return arguments
-
-
-def _scoring_arguments(ids: Sequence[int]) -> dict[str, Any]:
-    return {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "logprob_token_ids": list(ids)}
 
 
 def _problem(answer: Any) -> str | None:

@@ -257,7 +257,7 @@ def test_scores_are_those_of_pykeen(inverse, tmp_path):
     with torch.no_grad():
         found = ours.eval().scores(some[:, 0], rows)
         assert torch.allclose(found, theirs.predict_t(some[:, :2]), atol=1e-6)
-        of_tails = ours.scores(some[:, 0], rows, some[:, 2:])
+        of_tails = ours.scores(some[:, 0], rows).gather(1, some[:, 2:])
         assert torch.allclose(of_tails, theirs.predict_hrt(some), atol=1e-6)
 
 
@@ -265,7 +265,7 @@ def test_scores_are_those_of_pykeen(inverse, tmp_path):
 def test_scores_are_those_of_the_papers_layers(stack):
     """As the authors' code has them, where images lie one above the other, and in the replaced system side by side."""
     model = a_model(stack=stack)
-    heads, relations, tails = some_triples().T
+    heads, relations, _ = some_triples().T
 
     def normed(values, norm):
         return functional.batch_norm(values, norm.running_mean, norm.running_var, norm.weight, norm.bias)
@@ -277,7 +277,6 @@ def test_scores_are_those_of_the_papers_layers(stack):
     hidden = functional.linear(normed(maps, model.bn1).relu().flatten(1), *model.fc.parameters())
     expected = normed(hidden, model.bn2).relu() @ model.entity.T + model.bias
     assert torch.allclose(model.scores(heads, relations), expected)
-    assert torch.allclose(model.scores(heads, relations, tails[:, None]), expected.gather(1, tails[:, None]))
 
 
 def test_an_image_must_hold_the_embedding():

@@ -239,7 +239,7 @@ class Scored(nn.Module):
         self.model = model
 
     def forward(self, heads, relations, tails):
-        return self.model.scores(heads, relations, tails[:, None])[:, 0]
+        return self.model.scores(heads, relations).gather(1, tails[:, None])[:, 0]
 
 
 @pytest.mark.parametrize("layer", [None, "model.fc", "model.conv", "model.bn1"])

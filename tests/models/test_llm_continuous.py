@@ -392,7 +392,7 @@ def test_flash_attention_is_what_the_model_takes_of_what_is_installed(monkeypatc
     own = model.config._attn_implementation
     assert attention.flash_attention(model) == found
     assert model.config._attn_implementation == own
-    reason = continuous.advisable(SimpleNamespace(model=model), Place("cuda"))
+    reason = continuous.advisable(SimpleNamespace(model=model))
     assert reason == (None if found else "flash attention is not installed here, or the model cannot use it")
 
 
@@ -401,7 +401,7 @@ def test_eight_bit_weights_of_bitsandbytes_advise_static_batches(monkeypatch):
     model = OnAGPU()
     model.is_loaded_in_8bit = True
     loaded = SimpleNamespace(model=model, context=512)
-    assert "8-bit weights of bitsandbytes" in continuous.advisable(loaded, Place("cuda"))
+    assert "8-bit weights of bitsandbytes" in continuous.advisable(loaded)
     assert continuous.settings(Needs(), 9, loaded, flash=True)["use_cuda_graph"] is False
 
 

@@ -196,9 +196,8 @@ class Collect(LanguageModelWorkload):
     def _row(self, search: Search) -> Row | ItemError:
         if search.error is not None:
             return search.error
-        tree, paths = search.tree, search.tree.paths
-        values = tree.values()[1:]
-        nodes = tree.nodes[1:]
+        tree, paths, prompt = search.tree, search.tree.paths, search.prompt
+        values, nodes = tree.values()[1:], tree.nodes[1:]
         n_correct = sum(path.correct for path in paths)
         vote = self._vote(paths)
         return {
@@ -211,8 +210,18 @@ class Collect(LanguageModelWorkload):
             "n_tokens": search.n_tokens,
             "vote": "" if vote is None else vote.answer,
             "vote_correct": vote is not None and vote.correct,
-            "prompt": _shown(search.prompt),
-            "paths": [_path_to_json(path, tree) for path in paths],
+            "prompt": str(prompt.messages[-1]["content"]) if prompt.messages else prompt.text,
+            "paths": [
+                {
+                    "text": path.text,
+                    "steps": [tree.nodes[node].text for node in path.nodes],
+                    "nodes": [node - 1 for node in path.nodes],
+                    "answer": path.answer,
+                    "correct": path.correct,
+                    "cut": path.cut,
+                }
+                for path in paths
+            ],
             "rewards": [float(path.correct) for path in paths],
             "steps": [node.text for node in nodes],
             "parents": [node.parent - 1 for node in nodes],
@@ -266,17 +275,6 @@ def _missing_branches(search: Search, depth: int, n_branches: int) -> list[Draw]
         for node in tree.open_nodes(depth)
         for number in range(n_branches - tree.n_drawn(node))
     ]
-
-
-def _path_to_json(path: Path, tree: Tree) -> dict[str, Any]:
-    steps = [tree.nodes[node].text for node in path.nodes]
-    nodes = [node - 1 for node in path.nodes]
-    outcome = {"answer": path.answer, "correct": path.correct, "cut": path.cut}
-    return {"text": path.text, "steps": steps, "nodes": nodes, **outcome}
-
-
-def _shown(prompt: Prompt) -> str:
-    return str(prompt.messages[-1]["content"]) if prompt.messages else prompt.text
 
 
 def _check_shape(tree: Sequence[int], paths: int | None, rollouts: int | None) -> None:

@@ -18,10 +18,8 @@ if TYPE_CHECKING:
 class Opponent:
     """A complete merged file with its run's fingerprint, and in `keep` the fields that it kept of its items."""
 
-    def __init__(self, path: Path, fingerprint: str, keep: Sequence[str] = ()) -> None:
-        self.path = path
-        self.fingerprint = fingerprint
-        self.keep = tuple(keep)
+    def __init__(self, path: Path, fingerprint: str, keep: Sequence[str]) -> None:
+        self.path, self.fingerprint, self.keep = path, fingerprint, tuple(keep)
         self._merged: Merged | None = None
 
     @classmethod
@@ -33,7 +31,7 @@ class Opponent:
         if not isinstance(against, str):
             return cls(Path(against["path"]), against["fingerprint"], against.get("keep", ()))
         path = Path(against).expanduser().absolute()
-        opponent = cls(path / "merged.h5" if path.is_dir() else path, "")
+        opponent = cls(path / "merged.h5" if path.is_dir() else path, "", ())
         with opponent._read(verify=True) as merged:
             opponent.fingerprint = str(merged.attributes["fingerprint"])
             found = plan_beside(opponent.path).get("settings", {}).get("keep", ())

@@ -80,7 +80,12 @@ class Judge(LanguageModelWorkload):
         self.retries, self.retry_temperature = retries, retry_temperature
         self.renamed, self.truth, self.keep = dict(fields or {}), truth, tuple(keep)
         self.prompts = Prompts(self.rubric.prompt, system=self.rubric.system or None)
-        self.opponent = None if against is None else self._opponent(against)
+        if against is not None and len(self.rubric.swap) != 2:
+            raise SlurmGPUError(
+                "against is set, and the rubric judges one text at a time; expected one with swap, such as "
+                'rubric = "pairwise". Remove against, or choose such a rubric.'
+            )
+        self.opponent = None if against is None else Opponent.find(against)
         self.sampling = sampling({"max_tokens": self.rubric.max_tokens, **settings})
         self.names = self.rubric.names
         if final is None and pattern is not None:
@@ -180,14 +185,6 @@ class Judge(LanguageModelWorkload):
 
         return summarize(merged, self.rubric, self.sampling.max_tokens, with_truth=self.truth is not None)
 
-    def _opponent(self, against: str | Mapping[str, Any]) -> Opponent:
-        if len(self.rubric.swap) != 2:
-            raise SlurmGPUError(
-                "against is set, and the rubric judges one text at a time; expected one with swap, such as "
-                'rubric = "pairwise". Remove against, or choose such a rubric.'
-            )
-        return Opponent.find(against)
-
     def _own_columns(self) -> dict[str, Column]:
         columns: dict[str, Column] = {"verdict": Text(), "score": Array("float32"), "rationale": Text()}
         columns |= {"parse_ok": Array("bool"), "how": Text()}
@@ -205,22 +202,16 @@ class Judge(LanguageModelWorkload):
         row = kept(item, self.keep)
         return row if self.truth is None else {**row, "truth": truth_of(take(item.data, self.truth), self.rubric)}
 
-    def _renamed(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        return {**data, **{name: data[field] for name, field in self.renamed.items() if field in data}}
-
-    def _with_final(self, data: dict[str, Any]) -> dict[str, Any]:
-        if self.checker is None:
-            return data
-        answer = self.checker.answer(text_in(data, "text", self.renamed.get("text")))
-        return {**data, FINAL: "(none)" if answer is None else answer}
-
     def _ask(self, number: int, item: Item) -> list[Asked]:
         orders = self._orders(item)
         return [Asked(number, order, self.prompts.of(each), mix(item.seed, order)) for order, each in enumerate(orders)]
 
     def _orders(self, item: Item) -> list[dict[str, Any]]:
         """The fields for the prompt: once, or once for each order of the two texts."""
-        data = self._with_final(self._renamed(item.data))
+        data = {**item.data, **{name: item.data[field] for name, field in self.renamed.items() if field in item.data}}
+        if self.checker is not None:
+            answer = self.checker.answer(text_in(data, "text", self.renamed.get("text")))
+            data[FINAL] = "(none)" if answer is None else answer
         if self.opponent is not None:
             first, second = self.rubric.swap
             data[first] = take(item.data, self.renamed.get(first, "text"))

@@ -44,7 +44,9 @@ def translate(text: str, folder: Path, stem: str) -> Translated:
         found.settings[flag.setting] = value
         found.lines.append((name, f"{flag.setting} = {json.dumps(value)}{flag.said}"))
     _add_outputs(found, given, folder / "runs" / stem)
-    _add_filter(found, given)
+    if given.keys() & OF_THE_BATCH_SCRIPT and not given.keys() & {"--n-hops", "--skip-filtering"}:
+        found.settings["n_hops"] = 2
+        found.lines.append(("--n-hops", "not given: n_hops = 2, the batch script's default"))
     _add_resources(found, given)
     _choose_tests(found, given, folder, stem)
     if "--learning-rate" not in given:
@@ -135,14 +137,6 @@ def _add_outputs(found: Translated, given: Mapping[str, Sequence[str]], run: Pat
                 path=shlex.quote(str(path)),
             )
             _say(found, name, said)
-
-
-def _add_filter(found: Translated, given: Mapping[str, Sequence[str]]) -> None:
-    if "--skip-filtering" in given:
-        return
-    if given.keys() & OF_THE_BATCH_SCRIPT and "--n-hops" not in given:
-        found.settings["n_hops"] = 2
-        found.lines.append(("--n-hops", "not given: n_hops = 2, the batch script's default"))
 
 
 def _add_resources(found: Translated, given: Mapping[str, Sequence[str]]) -> None:

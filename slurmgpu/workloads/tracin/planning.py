@@ -133,10 +133,9 @@ def wanted_parameters(setting: str | Sequence[str], architecture: str, names: Se
     """The names that `parameters` selects, in their order; SlurmGPUError for a word that selects none."""
     if setting == "all":
         return list(names)
-    if setting == "last":
-        words = last_layer(architecture, names)
-    else:
-        words = [setting] if isinstance(setting, str) else list(setting)
+    words = [setting] if isinstance(setting, str) else list(setting)
+    if setting == "last":  # the last layer, or the table of entities in models without layers
+        words = ["fc", "bias"] if architecture == "conve" else ["entity" if "entity" in names else group_of(names[-1])]
     groups = list(dict.fromkeys(map(group_of, names)))
     wanted = set()
     for word in words:
@@ -148,13 +147,6 @@ def wanted_parameters(setting: str | Sequence[str], architecture: str, names: Se
             )
         wanted |= meant
     return [name for name in names if name in wanted]
-
-
-def last_layer(architecture: str, names: Sequence[str]) -> list[str]:
-    """The groups of `parameters = "last"`: the last layer, or the table of entities in models without layers."""
-    if architecture == "conve":
-        return ["fc", "bias"]
-    return ["entity"] if "entity" in names else [group_of(names[-1])]
 
 
 def rates_line(planned: Planned) -> str:

@@ -222,7 +222,10 @@ class Tracin(TracinSettings):
                 continue
             row = {name: column[number] for name, column in values.items()}
             for side, listed in self._lists(found):
-                row |= _listed_row(side, listed, number, order, len(self.facts.groups))
+                shares = np.zeros((len(listed.lines[number]), len(self.facts.groups)), listed.shares.dtype)
+                shares[:, order] = listed.shares[number]
+                row |= {f"{side}s": listed.lines[number], f"{side}_values": listed.values[number]}
+                row[f"{side}_shares"] = shares
             rows.append({"triple": triple, **row})
         return rows
 
@@ -264,9 +267,3 @@ class Tracin(TracinSettings):
             return {"json": tiepin.write_self_influences}
         writers = {"csv": tiepin.write_csv, "json": tiepin.write_json}
         return {name: functools.partial(write, self) for name, write in writers.items()}
-
-
-def _listed_row(side: str, listed: Listed, number: int, order: Sequence[int], n_groups: int) -> dict[str, Any]:
-    shares = np.zeros((len(listed.lines[number]), n_groups), listed.shares.dtype)
-    shares[:, list(order)] = listed.shares[number]
-    return {f"{side}s": listed.lines[number], f"{side}_values": listed.values[number], f"{side}_shares": shares}

@@ -135,20 +135,16 @@ def _checked(table: Mapping[str, Any], owner: str) -> Rubric:
     for name, choices in (("method", METHODS), ("measure", MEASURES)):
         if table.get(name, choices[0]) not in choices:
             raise SlurmGPUError(f"{owner}: {name} is {table[name]!r}; expected one of {', '.join(choices)}.")
-    verdicts = _check_verdicts(table["verdicts"], owner)
+    verdicts = dict(table["verdicts"])
+    for name, text in verdicts.items():
+        if not isinstance(text, str):
+            raise SlurmGPUError(f"{owner}: verdict {name!r} is {text!r}; expected the text that a judge writes for it.")
+    check_labels(list(verdicts.values()), f"verdicts of {owner}")
     values = {name: _value(name, table.get("values", {}), owner) for name in verdicts}
     _check_names(owner, verdicts, table)
     rubric = Rubric(**{**table, "verdicts": verdicts, "values": values, "swap": tuple(table.get("swap", ()))})
     _check_texts(rubric, owner)
     return rubric
-
-
-def _check_verdicts(verdicts: Mapping[str, Any], owner: str) -> dict[str, str]:
-    for name, text in verdicts.items():
-        if not isinstance(text, str):
-            raise SlurmGPUError(f"{owner}: verdict {name!r} is {text!r}; expected the text that a judge writes for it.")
-    check_labels(list(verdicts.values()), f"verdicts of {owner}")
-    return dict(verdicts)
 
 
 def _value(name: str, values: Mapping[str, Any], owner: str) -> float:

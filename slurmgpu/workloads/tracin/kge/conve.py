@@ -85,14 +85,10 @@ class ConvE(nn.Module):
         maps = self.map_dropout(torch.relu(self.bn1(self.conv(images))))
         return torch.relu(self.bn2(self.output_dropout(self.fc(maps.flatten(1)))))
 
-    def scores(self, heads: Tensor, relations: Tensor, tails: Tensor | None = None) -> Tensor:
-        """The scores of all entities as tails (u, N), or of `tails` (u, s)."""
-        queries = self.queries(heads, relations)
-        if tails is None:
-            found = queries @ self.entity.T
-            return found if self.bias is None else found + self.bias
-        found = (queries[:, None] * self.entity[tails]).sum(-1)
-        return found if self.bias is None else found + self.bias[tails]
+    def scores(self, heads: Tensor, relations: Tensor) -> Tensor:
+        """The scores of all entities as tails: (u, N)."""
+        found = self.queries(heads, relations) @ self.entity.T
+        return found if self.bias is None else found + self.bias
 
     def is_factored(self, loss: Loss) -> bool:
         """See Model."""

@@ -23,8 +23,8 @@ class Model(Protocol):
 
     groups: Mapping[str, str]
 
-    def scores(self, heads: Tensor, relations: Tensor, tails: Tensor | None = None) -> Tensor:
-        """The scores of all entities as tails of u queries (u, N), or of `tails` (u, s), differentiable."""
+    def scores(self, heads: Tensor, relations: Tensor) -> Tensor:
+        """The scores of all entities as tails of u queries (u, N), differentiable."""
 
     def factors(self, queries: Queries, loss: Loss, wanted: Collection[str]) -> tuple[dict[str, Part], Output]:
         """The parts of the wanted parameters, for n examples."""

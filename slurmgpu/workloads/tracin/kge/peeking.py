@@ -132,18 +132,6 @@ def unreadable(path: str | Path, error: OSError) -> SlurmGPUError:
     return SlurmGPUError(f"Cannot read {path}: {error.strerror}. Correct the path, and plan again.")
 
 
-def _tensor(storage: str, offset: int, size: tuple[int, ...], *_others: object) -> Shape:
-    return Shape(tuple(size), storage)
-
-
-def _typed_tensor(storage: str, offset: int, size: tuple[int, ...], *others: Any) -> Shape:
-    return Shape(tuple(size), others[3])  # stride, requires_grad, hooks, dtype
-
-
-def _parameter(tensor: Shape, *_others: object) -> Shape:
-    return tensor
-
-
 class LeftOut:
     """The stand-in for any object of NumPy; it keeps nothing but a type's name."""
 
@@ -159,12 +147,8 @@ def _number(dtype: LeftOut, data: bytes = b"") -> float | LeftOut:
     return LeftOut() if code is None else float(struct.unpack(code, data)[0])
 
 
-def _bytes(text: str, _encoding: str = "latin1") -> bytes:
-    return text.encode("latin1")
-
-
 STAND_INS: Mapping[str, Any] = {
-    "_codecs.encode": _bytes,
+    "_codecs.encode": lambda text, _encoding="latin1": text.encode("latin1"),  # bytes in older pickle protocols
     "numpy.dtype": LeftOut,
     "numpy.ndarray": LeftOut,
     **{
@@ -179,13 +163,14 @@ STAND_INS: Mapping[str, Any] = {
 }
 """Replacements of names, both here and where PyTorch reads the tensors."""
 
-FUNCTIONS = {
+FUNCTIONS: Mapping[str, Any] = {
     "collections.OrderedDict": collections.OrderedDict,
     "builtins.set": set,
     "torch.Size": tuple,
-    "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch._utils._rebuild_tensor_v3": _typed_tensor,
-    "torch._utils._rebuild_parameter": _parameter,
+    # storage, offset, size, stride, requires_grad, hooks, dtype
+    "torch._utils._rebuild_tensor_v2": lambda storage, _offset, size, *_: Shape(tuple(size), storage),
+    "torch._utils._rebuild_tensor_v3": lambda _storage, _offset, size, *others: Shape(tuple(size), others[3]),
+    "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
 }
 
 STORAGES = {

@@ -51,10 +51,9 @@ class Shallow(nn.Module):
         found: Tensor = self.dropout(self.combined(self.entity[heads], self.relation[relations]))
         return found
 
-    def scores(self, heads: Tensor, relations: Tensor, tails: Tensor | None = None) -> Tensor:
-        """The scores of all entities as tails (u, N), or of `tails` (u, s)."""
-        queries = self.queries(heads, relations)
-        return queries @ self.entity.T if tails is None else (queries[:, None] * self.entity[tails]).sum(-1)
+    def scores(self, heads: Tensor, relations: Tensor) -> Tensor:
+        """The scores of all entities as tails: (u, N)."""
+        return self.queries(heads, relations) @ self.entity.T
 
     def is_factored(self, loss: Loss) -> bool:
         """Whether gradients have factors, which is so for every loss."""
@@ -159,10 +158,9 @@ class TransE(Shallow):
         """The sum h + r."""
         return heads + relations
 
-    def scores(self, heads: Tensor, relations: Tensor, tails: Tensor | None = None) -> Tensor:
-        """The scores of all entities as tails (u, N), or of `tails` (u, s). All entities need u·N·d numbers."""
-        compared = self.entity if tails is None else self.entity[tails]
-        found: Tensor = -vector_norm(self.queries(heads, relations)[:, None] - compared, self.norm, -1)
+    def scores(self, heads: Tensor, relations: Tensor) -> Tensor:
+        """The scores of all entities as tails: (u, N); needs u·N·d numbers."""
+        found: Tensor = -vector_norm(self.queries(heads, relations)[:, None] - self.entity, self.norm, -1)
         return found
 
     def is_factored(self, loss: Loss) -> bool:
