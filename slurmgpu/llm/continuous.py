@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from slurmgpu.llm import continuous_sampling
 from slurmgpu.llm.answers import Codec, Encoded, Finished
-from slurmgpu.llm.attention import flash_attention
 from slurmgpu.llm.batching import free_memory
 from slurmgpu.llm.engine import EngineOptions, Place
 from slurmgpu.llm.selfcheck import agree, difference, probes
@@ -32,6 +31,9 @@ Static = Callable[[Sequence[Encoded]], Iterator[Finished]]
 
 PATIENCE_S, STOP_S = 1.0, 5.0
 """The interval of checks on the manager's thread, and the wait for its end after a failure."""
+
+HOPPER = 9
+"""The compute capability of GPUs for flash attention 3."""
 
 MOST_REQUESTS = 256
 """Requests in one batch; each has several rows of scores over the vocabulary."""
@@ -109,6 +111,44 @@ class _FailedError(Exception):
         super().__init__(message)
         self.cause = cause
         self.common = common
+
+
+def flash_attention(model: Any) -> str | None:
+    """The flash attention that a model can use here, by its name in transformers; None if there is none.
+
+    Each candidate is tried, since a model may replace it by its own kernel; the model's attention is restored.
+    """
+    own = model.config._attn_implementation
+    if "flash" in str(own):
+        return str(own)
+    if model.device.type != "cuda" or model.dtype.itemsize > 2:
+        return None
+    for name in _installed(model.device):
+        try:
+            model.set_attn_implementation(name)
+            found = str(model.config._attn_implementation)
+            if "flash" in found:
+                return found
+        except Exception as error:  # a kernel from the hub can raise any error
+            log.info("%s cannot be used: %s", name, error)
+        finally:
+            model.set_attn_implementation(own)
+    return None
+
+
+def _installed(device: Any) -> Iterator[str]:
+    import torch
+    from transformers.utils.import_utils import (
+        is_flash_attn_2_available,
+        is_flash_attn_3_available,
+        is_kernels_available,
+    )
+
+    if torch.cuda.get_device_capability(device)[0] == HOPPER and is_flash_attn_3_available():
+        yield "flash_attention_3"
+    # `kernels` may have a model's own kernel, which only a try shows.
+    if is_flash_attn_2_available() or is_kernels_available():
+        yield "flash_attention_2"
 
 
 def available(loaded: Loaded) -> str | None:

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 import torch
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.llm import attention, continuous, continuous_sampling, selfcheck
+from slurmgpu.llm import continuous, continuous_sampling, selfcheck
 from slurmgpu.llm.continuous import Needs
 from slurmgpu.llm.engine import EngineOptions, Place, Prompt, Question, Request, Sampling
 from slurmgpu.llm.engines import open_engine
@@ -388,16 +388,16 @@ class OnAGPU:
     ],
 )
 def test_flash_attention_is_what_the_model_takes_of_what_is_installed(monkeypatch, model, found):
-    monkeypatch.setattr(attention, "_installed", lambda _: iter(["flash_attention_3", "flash_attention_2"]))
+    monkeypatch.setattr(continuous, "_installed", lambda _: iter(["flash_attention_3", "flash_attention_2"]))
     own = model.config._attn_implementation
-    assert attention.flash_attention(model) == found
+    assert continuous.flash_attention(model) == found
     assert model.config._attn_implementation == own
     reason = continuous.advisable(SimpleNamespace(model=model))
     assert reason == (None if found else "flash attention is not installed here, or the model cannot use it")
 
 
 def test_eight_bit_weights_of_bitsandbytes_advise_static_batches(monkeypatch):
-    monkeypatch.setattr(attention, "_installed", lambda _: iter(["flash_attention_2"]))
+    monkeypatch.setattr(continuous, "_installed", lambda _: iter(["flash_attention_2"]))
     model = OnAGPU()
     model.is_loaded_in_8bit = True
     loaded = SimpleNamespace(model=model, context=512)

@@ -2,9 +2,9 @@
 
 import torch
 
+from slurmgpu.workloads.tracin.kge.differentiable import differentiable
 from slurmgpu.workloads.tracin.kge.losses import find_loss
 from slurmgpu.workloads.tracin.kge.queries import Known
-from slurmgpu.workloads.tracin.kge.unfactored import differentiable
 
 N_ENTITIES, N_RELATIONS = 11, 3
 LOSSES = ["bce-pos", "score", "ns:3", "bce-1n", "kvsall", "ce"]

@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from typing_extensions import Unpack
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.engine import Output, Prompt, Request
+from slurmgpu.llm.metrics import ratio, wilson_interval
 from slurmgpu.llm.prompts import Prompts
 from slurmgpu.llm.sampling import mix
 from slurmgpu.llm.settings import SamplingSettings, sampling
@@ -20,11 +22,14 @@ from slurmgpu.llm.steps import ROOT, Path, Tree, prefix_key
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
 from slurmgpu.workload import Item, Row
 from slurmgpu.workloads.checkers import open_checker
-from slurmgpu.workloads.language_model import LanguageModelWorkload, keep_columns, kept
+from slurmgpu.workloads.language_model import LanguageModelWorkload, blocks, cut_hint, keep_columns, kept
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
 
+
+PASS_AT = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+SUMMED = ("n_paths", "n_correct", "n_cut", "n_long", "n_rollouts", "n_tokens", "vote_correct")
 
 MAX_LEAVES = 10_000
 """The most paths of a tree; they are kept in memory until the question is done."""
@@ -242,11 +247,33 @@ class Collect(LanguageModelWorkload):
         return next(path for answer, path in voters if answer == winner)
 
     def summarize(self, merged: Merged) -> dict[str, Any]:
-        """Count paths, right paths, and the questions that they answer."""
-        from slurmgpu.workloads.collect.path_totals import summarize
-
+        """Count paths, right paths, and the questions that they answer; a failed question is not answered."""
+        sums, n_steps, spread = dict.fromkeys(SUMMED, 0), 0, Counter[tuple[int, int]]()
+        for start, stop in blocks(len(merged)):
+            good = ~merged.failed[start:stop]
+            found = {name: merged[name][start:stop][good] for name in SUMMED}
+            for name, values in found.items():
+                sums[name] += int(values.sum(dtype=np.int64))
+            spread.update(zip(found["n_paths"].tolist(), found["n_correct"].tolist(), strict=True))
+            n_steps += sum(map(len, merged["depths"][start:stop]))
+        n = len(merged)
+        summary: dict[str, Any] = {
+            "n_questions": n,
+            "n_failed": int(merged.failed.sum()),
+            "n_paths": sums["n_paths"],
+            "n_correct": sums["n_correct"],
+            "accuracy": ratio(sums["n_correct"], sums["n_paths"]),
+            "vote_accuracy": ratio(sums["vote_correct"], n),
+            "vote_accuracy_interval": wilson_interval(sums["vote_correct"], n),
+            "cut_rate": ratio(sums["n_cut"], sums["n_paths"]),
+            "n_steps": n_steps,
+            "n_long": sums["n_long"],
+            "n_rollouts": sums["n_rollouts"],
+            "n_tokens": sums["n_tokens"],
+        }
+        summary |= cut_hint(sums["n_cut"], sums["n_paths"], self.sampling.max_tokens, "paths")
         # pass@k needs independent samples, and the paths of a tree share steps.
-        return summarize(merged, 0 if self.tree else self.n_paths, self.sampling.max_tokens)
+        return summary if self.tree else summary | {"pass_rate": _pass_rates(spread, n, self.n_paths)}
 
 
 COLUMNS: Mapping[str, Column] = {
@@ -303,3 +330,18 @@ def _check_stops(stops: Sequence[str], delimiter: str) -> None:
                 f"stop has {stop!r}, and step_delimiter is {delimiter!r}: every path would end after its first step. "
                 f"Remove that stop text."
             )
+
+
+def _pass_rates(spread: Mapping[tuple[int, int], int], n_questions: int, n_paths: int) -> dict[str, float]:
+    """The share of questions that k paths would answer, by k: the unbiased estimate of arXiv:2107.03374, section 2.1.
+
+    `spread` counts the questions by their numbers of paths and of right paths.
+    """
+    rates = {}
+    for k in PASS_AT:
+        if k <= n_paths and n_questions:
+            passed = sum(
+                count * (1 - math.comb(n - n_right, k) / math.comb(n, k)) for (n, n_right), count in spread.items()
+            )
+            rates[str(k)] = passed / n_questions
+    return rates

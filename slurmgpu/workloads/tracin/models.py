@@ -4,30 +4,54 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from slurmgpu import workload
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.influence.engine import Checkpoint, Influences, Options
+from slurmgpu.influence.layered import of_module
 from slurmgpu.influence.models import Differentiable, Side
 from slurmgpu.influence.probing import probe
-from slurmgpu.workloads.tracin.kge.checkpoints import adam_weights, load_checkpoint
+from slurmgpu.workloads.tracin.kge.checkpoints import adam_weights, expect_finite, load_checkpoint, read_content
 from slurmgpu.workloads.tracin.kge.conve import ConvE
+from slurmgpu.workloads.tracin.kge.differentiable import differentiable
 from slurmgpu.workloads.tracin.kge.graph import Graph
 from slurmgpu.workloads.tracin.kge.layouts import Layout
 from slurmgpu.workloads.tracin.kge.losses import Loss, find_loss
+from slurmgpu.workloads.tracin.kge.naming import group_of, unwrapped
+from slurmgpu.workloads.tracin.kge.peeking import state_of
 from slurmgpu.workloads.tracin.kge.queries import Known, rows_of, with_rows
 from slurmgpu.workloads.tracin.kge.shallow import ComplEx, DistMult, TransE
-from slurmgpu.workloads.tracin.kge.unfactored import differentiable
-from slurmgpu.workloads.tracin.own_model import Place, own_model
 from slurmgpu.workloads.tracin.planning import Planned, layout_of, rates_line, wanted_parameters
 from slurmgpu.workloads.tracin.settings import TracinSettings
+from slurmgpu.workloads.user_code import located
 
 log = logging.getLogger(__name__)
 
 MODELS: Mapping[str, Any] = {"conve": ConvE, "distmult": DistMult, "complex": ComplEx, "transe": TransE}
+
+
+N_TRIED = 2
+"""Training triples for the test of `losses`; with one triple a mean would pass."""
+
+ADVICE = (
+    "Expected a class that is built with n_entities and n_relations, and whose losses(triples) takes integers (n, 3) "
+    "and returns (n,)."
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device, the dtype, and the training triples on the device."""
+
+    device: str
+    dtype: torch.dtype
+    train: Tensor
 
 
 def open_influences(settings: TracinSettings, planned: Planned, known: Graph, device: str) -> Influences:
@@ -107,3 +131,51 @@ def _options(settings: TracinSettings, wanted: Sequence[str], n_train: int, devi
         keep_bytes,
         settings.full,
     )
+
+
+def own_model(architecture: str, path: str, known: Graph, place: Place) -> Differentiable:
+    """The model of `architecture`, "file.py:Class", loaded from the checkpoint at `path`, on its device."""
+    file = Path(architecture.rpartition(":")[0]).expanduser().resolve()
+    cls = _class_in(file, architecture)
+    with located(f"{cls.__name__}(n_entities=…, n_relations=…)", str(file), ADVICE):
+        module: nn.Module = cls(n_entities=known.entities.size, n_relations=known.relations.size)
+    state = state_of(read_content(path), path)
+    module = module.to(place.dtype)  # before loading: weights may be float64
+    try:
+        module.load_state_dict({name: state[key] for name, key in unwrapped(state).items()})
+    except RuntimeError as error:
+        raise SlurmGPUError(f"{path} does not fit {architecture}: {error}") from error
+    for name, values in module.named_parameters():  # a buffer may be a mask of infinities
+        expect_finite(values, name, path)
+    module = module.to(place.device).eval()
+    _try_losses(module, file, place.train)
+    with located(f"the method losses of {cls.__name__}", str(file), ADVICE):
+        model = of_module(module, place.train)
+    # As at planning, which sees only names in the checkpoint.
+    model.groups = {parameter: group_of(parameter) for parameter in model.parameters_by_name()}
+    return model
+
+
+def _class_in(file: Path, architecture: str) -> Any:
+    name = architecture.rpartition(":")[2]
+    with located(f"the import of {file.name}", str(file), ADVICE):
+        cls = getattr(workload.import_file(file), name, None)
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module) and callable(getattr(cls, "losses", None))):
+        raise SlurmGPUError(
+            f"architecture = {architecture!r}: expected a class {name} in {file} that is a torch.nn.Module with a "
+            f"method losses(triples), which returns a loss for each row of head, relation and tail."
+        )
+    return cls
+
+
+def _try_losses(module: nn.Module, file: Path, train: Tensor) -> None:
+    triples = train[torch.arange(N_TRIED, device=train.device) % len(train)]
+    what = f"the method losses of {type(module).__name__}"
+    with torch.no_grad(), located(what, str(file), ADVICE):
+        losses = module.losses(triples)
+    found = f"a tensor {tuple(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
+    if not isinstance(losses, Tensor) or losses.shape != (len(triples),):
+        raise SlurmGPUError(
+            f"{file}: {what} returns {found} for {len(triples)} triples; expected a tensor ({len(triples)},), a loss "
+            f"for each triple, without a mean or a sum."
+        )

@@ -7,7 +7,7 @@ when its files may be gone.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -77,10 +77,8 @@ class TracinSettings:
     planned: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        _check_model(self)
-        _check_losses(self)
-        _check_amounts(self)
-        _check_filter(self)
+        if problem := next(_problems(self), None):
+            raise SlurmGPUError(problem)
 
     @property
     def is_own_model(self) -> bool:
@@ -97,89 +95,66 @@ class TracinSettings:
         return "float64" if self.precision == "fp64" else "float32"
 
 
-def _check_model(settings: TracinSettings) -> None:
-    known = ("auto", *ARCHITECTURES)
-    if settings.architecture not in known and not settings.is_own_model:
-        raise SlurmGPUError(
-            f"architecture is {settings.architecture!r}; expected one of {', '.join(known)}, or file.py:Class for a "
-            f"model of your own.{did_you_mean(settings.architecture, known)}"
-        )
+def _problems(settings: TracinSettings) -> Iterator[str]:
+    known, architecture = ("auto", *ARCHITECTURES), settings.architecture
     if settings.is_own_model:
-        _check_own_model(settings)
-    if settings.architecture in ARCHITECTURES[1:] and (settings.image or settings.stack):
-        raise SlurmGPUError(
-            f"image and stack are settings of ConvE, and architecture is {settings.architecture!r}; remove them."
-        )
+        yield from _problems_of_own_model(settings)
+    elif architecture not in known:
+        expected = f"expected one of {', '.join(known)}, or file.py:Class for your own model."
+        yield f"architecture is {architecture!r}; {expected}{did_you_mean(architecture, known)}"
+    if architecture in ARCHITECTURES[1:] and (settings.image or settings.stack):
+        yield f"image and stack are settings of ConvE, and architecture is {architecture!r}; remove them."
     if settings.norm not in (None, 1, 2):
-        raise SlurmGPUError(f"norm is {settings.norm:g}; expected 1 or 2, the p of TransE's distance.")
-    if settings.architecture in ("conve", "distmult", "complex") and settings.norm is not None:
-        raise SlurmGPUError(f"norm is a setting of TransE, and architecture is {settings.architecture!r}; remove norm.")
+        yield f"norm is {settings.norm:g}; expected 1 or 2, the p of TransE's distance."
+    if architecture in ("conve", "distmult", "complex") and settings.norm is not None:
+        yield f"norm is a setting of TransE, and architecture is {architecture!r}; remove norm."
     if settings.image is not None and (len(settings.image) != 2 or min(settings.image) < 1):
-        raise SlurmGPUError(f"image is {settings.image}; expected [height, width] of one embedding, such as [10, 20].")
+        yield f"image is {settings.image}; expected [height, width] of one embedding, such as [10, 20]."
     if settings.inverse == "none" and settings.directions == "both":
-        raise SlurmGPUError(
-            'directions = "both" needs inverse relations, and inverse = "none" says that the model has none; set only '
-            "one of them."
-        )
+        yield 'directions = "both" needs inverse relations, and inverse is "none"; set only one of them.'
     if not settings.model:
-        raise SlurmGPUError("model is empty; expected the path of a checkpoint, several of them, or a glob.")
-
-
-def _check_own_model(settings: TracinSettings) -> None:
-    given = [name for name in OWN_LOSS if getattr(settings, name) is not None]
-    if settings.loss != "bce-pos":
-        given.append("loss")
-    if given:
-        raise SlurmGPUError(
-            f"{given[0]} is set, and architecture = {settings.architecture!r} is your own model, whose method "
-            f"losses(triples) defines the loss; remove {given[0]}."
-        )
-    if settings.directions == "both":
-        raise SlurmGPUError(
-            'directions = "both" works only with known architectures; let your own model\'s losses include both.'
-        )
-    if settings.precondition != "none":
-        raise SlurmGPUError(f"precondition = {settings.precondition!r} works only with known architectures; remove it.")
-
-
-def _check_losses(settings: TracinSettings) -> None:
+        yield "model is empty; expected the path of a checkpoint, several of them, or a glob."
     for name in ("loss", "test_loss"):
         value = getattr(settings, name)
         if value is not None and value not in LOSSES and not re.fullmatch(r"ns:[1-9]\d*", value):
-            raise SlurmGPUError(
-                f"{name} is {value!r}; expected one of {', '.join(LOSSES)}, or ns:K with K negatives, such as ns:64."
-                + (did_you_mean(value, LOSSES) if not value.startswith("ns") else "")
-            )
+            expected = f"expected one of {', '.join(LOSSES)}, or ns:K with K negatives, such as ns:64."
+            yield f"{name} is {value!r}; {expected}{'' if value.startswith('ns') else did_you_mean(value, LOSSES)}"
     if not 0 <= settings.label_smoothing < 1:
-        raise SlurmGPUError(f"label_smoothing is {settings.label_smoothing}; expected at least 0 and less than 1.")
+        yield f"label_smoothing is {settings.label_smoothing}; expected at least 0 and less than 1."
+    yield from _wrong_amounts(settings)
 
 
-def _check_amounts(settings: TracinSettings) -> None:
+def _problems_of_own_model(settings: TracinSettings) -> Iterator[str]:
+    given = [name for name in OWN_LOSS if getattr(settings, name) is not None]
+    for name in [*given, *(["loss"] if settings.loss != "bce-pos" else [])]:
+        yield f"{name} is set, and your own model's method losses(triples) defines the loss; remove {name}."
+    if settings.directions == "both":
+        yield 'directions = "both" works only with known architectures; let your own model\'s losses include both.'
+    if settings.precondition != "none":
+        yield f"precondition = {settings.precondition!r} works only with known architectures; remove it."
+
+
+def _wrong_amounts(settings: TracinSettings) -> Iterator[str]:
     limits = {"top_k": 0, "memory_mb": 1, "keep_mb": 0, "threads": 1}
     limits |= {"n_hops": 1, "min_degree": 0, "max_total_path_length": 0}
     for name, least in limits.items():
         value = getattr(settings, name)
         if value is not None and value < least:
-            raise SlurmGPUError(f"{name} is {value}; expected at least {least}.")
+            yield f"{name} is {value}; expected at least {least}."
     if settings.top_k == 0 and settings.n_hops is not None:
-        raise SlurmGPUError("n_hops filters the listed training triples, and top_k = 0 lists none; set one of them.")
+        yield "n_hops filters the listed training triples, and top_k = 0 lists none; set one of them."
     rates = settings.learning_rate if isinstance(settings.learning_rate, list) else [settings.learning_rate]
     if any(rate is not None and not rate > 0 for rate in rates):
-        raise SlurmGPUError(
-            f"learning_rate is {settings.learning_rate}; expected more than 0, for every checkpoint or one for each."
-        )
+        yield f"learning_rate is {settings.learning_rate}; expected more than 0, once or for each checkpoint."
     if not settings.parameters:
-        raise SlurmGPUError('parameters is empty; expected "all", "last", or names of parameters or their groups.')
-
-
-def _check_filter(settings: TracinSettings) -> None:
+        yield 'parameters is empty; expected "all", "last", or names of parameters or their groups.'
     given = [name for name in FILTER if getattr(settings, name) not in (None, False)]
     given += ["preserve_test_edges"] if settings.preserve_test_edges is False else []
     if given and settings.n_hops is None:
-        raise SlurmGPUError(f"{given[0]} needs n_hops, which turns the filter on; set it, for example n_hops = 2.")
+        yield f"{given[0]} needs n_hops, which turns the filter on; set it, for example n_hops = 2."
     for name in ("max_total_path_length", "strict_path_filtering"):
         if getattr(settings, name) and not settings.path_filtering:
-            raise SlurmGPUError(f"{name} needs path_filtering = true; set that, or remove {name}.")
+            yield f"{name} needs path_filtering = true; set that, or remove {name}."
 
 
 def rates_for(settings: TracinSettings, paths: Sequence[str]) -> list[float | None]:

@@ -5,9 +5,12 @@ An item is a test triple. Only `load` imports torch: settings are also checked o
 
 from __future__ import annotations
 
+import csv
 import functools
+import itertools
+import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -15,13 +18,12 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.shards.columns import Array, Column
 from slurmgpu.workload import Item, Placement, Row, Share, TaskContext, Template, Translated
 from slurmgpu.workloads.progress import Telling
 from slurmgpu.workloads.tracin import planning
-from slurmgpu.workloads.tracin.items import check_items, line_of, triple_in
-from slurmgpu.workloads.tracin.kge.graph import Graph, read_dictionary, read_graph
+from slurmgpu.workloads.tracin.kge.graph import Dictionary, Graph, parse_triple, read_dictionary, read_graph, triple_of
 from slurmgpu.workloads.tracin.kge.reach import Reach, ReachOptions
 from slurmgpu.workloads.tracin.planning import Planned, own_files, rates_line
 from slurmgpu.workloads.tracin.settings import FILTER, TracinSettings
@@ -34,6 +36,11 @@ if TYPE_CHECKING:
     from slurmgpu.results import Merged
 
 log = logging.getLogger(__name__)
+
+FIELDS = ("head", "relation", "tail")
+"""The fields of an item that is not a line of text."""
+LOOKED_AT = 100
+"""At least one of so many first items must be a triple."""
 
 STATISTICS = {
     "n_counted": "n_counted",
@@ -164,7 +171,7 @@ class Tracin(TracinSettings):
         if found:
             entities, relations = read_dictionary(self.entities), read_dictionary(self.relations)
             for path in found:
-                check_items(path, entities, relations)
+                _check_items(path, entities, relations)
 
     @staticmethod
     def from_args(text: str, folder: Path, stem: str) -> Translated:
@@ -198,15 +205,15 @@ class Tracin(TracinSettings):
         good = [number for number, triple in enumerate(rows) if not isinstance(triple, ItemError)]
         found = self._rows(np.array([rows[number] for number in good], np.int64)) if good else []
         for number, row in zip(good, found, strict=True):
-            rows[number] = row if isinstance(row, ItemError) else {**row, "line": line_of(items[number])}
+            rows[number] = row if isinstance(row, ItemError) else {**row, "line": _line_of(items[number])}
         self._telling.add(len(good))
         return rows
 
     def _triple(self, item: Item) -> tuple[int, int, int] | ItemError:
         try:
-            return triple_in(item.data, self.graph.entities, self.graph.relations)
+            return _triple_in(item.data, self.graph.entities, self.graph.relations)
         except ItemError as error:
-            place = f"line {line_of(item) + 1} of the input: " if {"text", "line"} & item.data.keys() else ""
+            place = f"line {_line_of(item) + 1} of the input: " if {"text", "line"} & item.data.keys() else ""
             return ItemError(f"{place}{error}")
 
     def _rows(self, tests: NDArray[np.int64]) -> list[Row | ItemError]:
@@ -267,3 +274,53 @@ class Tracin(TracinSettings):
             return {"json": tiepin.write_self_influences}
         writers = {"csv": tiepin.write_csv, "json": tiepin.write_json}
         return {name: functools.partial(write, self) for name, write in writers.items()}
+
+
+def _triple_in(data: Mapping[str, Any], entities: Dictionary, relations: Dictionary) -> tuple[int, int, int]:
+    """The ids of an item's head, relation and tail; ItemError if it has none."""
+    if "text" in data and not set(FIELDS) <= data.keys():
+        return parse_triple(str(data["text"]), entities, relations)
+    for name in FIELDS:
+        if name not in data:
+            raise ItemError(f"no field {name!r}.{did_you_mean(name, data)}")
+    head, relation, tail = (str(data[name]) for name in FIELDS)
+    return triple_of(head, relation, tail, entities, relations)
+
+
+def _line_of(item: Item) -> int:
+    """The line number of a test triple, from 0: its field `line`, else its index over all input files."""
+    line = item.data.get("line", item.index)
+    try:
+        return int(line)
+    except (TypeError, ValueError):
+        return item.index
+
+
+def _check_items(path: Path, entities: Dictionary, relations: Dictionary) -> None:
+    """Refuse a file without a triple among its first items: the file or the dictionaries are wrong."""
+    first: ItemError | None = None
+    n_seen = 0
+    for data in itertools.islice(_items(path), LOOKED_AT):
+        n_seen += 1
+        try:
+            _triple_in(data, entities, relations)
+            return
+        except ItemError as error:
+            first = first or error
+    if first is not None:
+        these = f"the first {n_seen} items" if n_seen == LOOKED_AT else f"its {n_seen} items" if n_seen > 1 else ""
+        none = f"None of {these} is a" if these else "Its only item is no"
+        raise SlurmGPUError(
+            f"{path}, line {2 if path.suffix == '.csv' else 1}: {first} {none} triple of {entities.path} and "
+            f"{relations.path}. Correct the input, or the dictionaries in [settings]."
+        )
+
+
+def _items(path: Path) -> Iterator[Mapping[str, Any]]:
+    if path.suffix not in (".txt", ".jsonl", ".csv"):
+        return
+    with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
+        if path.suffix == ".csv":
+            yield from csv.DictReader(file)
+        for line in file:
+            yield {"text": line} if path.suffix == ".txt" else json.loads(line)

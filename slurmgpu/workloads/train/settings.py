@@ -9,7 +9,8 @@ import json
 import math
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
@@ -95,86 +96,59 @@ def takes_none(name: str) -> bool:
 
 def check_each(given: Mapping[str, Any]) -> None:
     """Refuse numbers out of range, whatever else is set."""
-    _check_numbers(TrainingSettings(**given))
+    if problem := next(_wrong_numbers(TrainingSettings(**given)), None):
+        raise SlurmGPUError(problem)
 
 
 def check(given: Mapping[str, Any]) -> TrainingSettings:
     """The settings of one training; SlurmGPUError for conflicts."""
     settings = TrainingSettings(**given)
-    _check_numbers(settings)
-    _check_length(settings)
-    _check_optimizer(settings, given)
-    _check_computing(settings, given)
+    if problem := next(chain(_wrong_numbers(settings), _conflicts(settings, given)), None):
+        raise SlurmGPUError(problem)
     return settings
 
 
-def _check_numbers(settings: TrainingSettings) -> None:
+def _wrong_numbers(settings: TrainingSettings) -> Iterator[str]:
     for name, least in LEAST.items():
         value = getattr(settings, name)
         if isinstance(value, int | float) and not (math.isfinite(value) and value >= least):
-            raise SlurmGPUError(f"{name} is {value}; expected at least {least}.")
+            yield f"{name} is {value}; expected at least {least}."
     for name in ("clip", "bucket_cap_mb"):
         value = getattr(settings, name)
         if value is not None and not (math.isfinite(value) and value > 0):
-            raise SlurmGPUError(f"{name} is {value}; expected more than 0, or remove it.")
+            yield f"{name} is {value}; expected more than 0, or remove it."
     if settings.warmup_ratio > 1:
-        raise SlurmGPUError(f"warmup_ratio is {settings.warmup_ratio}; expected a share of the training, 0 to 1.")
-
-
-def _check_length(settings: TrainingSettings) -> None:
-    if settings.epochs is None and settings.steps is None:
-        raise SlurmGPUError("The length of the training is missing; set epochs or steps, for example epochs = 10.")
-    if settings.epochs is not None and settings.steps is not None:
-        raise SlurmGPUError(
-            f"epochs = {settings.epochs} and steps = {settings.steps} both set the length of the training; remove one."
-        )
-    if settings.global_batch_size is not None and settings.accumulation > 1:
-        raise SlurmGPUError(
-            f"global_batch_size = {settings.global_batch_size} sets the samples of a step, and accumulation follows "
-            f"from it; remove accumulation = {settings.accumulation}."
-        )
-
-
-def _check_optimizer(settings: TrainingSettings, given: Mapping[str, Any]) -> None:
+        yield f"warmup_ratio is {settings.warmup_ratio}; expected a share of the training, 0 to 1."
     if not all(0 <= beta < 1 for beta in settings.betas):
-        raise SlurmGPUError(f"betas are {list(settings.betas)}; expected two numbers of at least 0 and less than 1.")
+        yield f"betas are {list(settings.betas)}; expected two numbers of at least 0 and less than 1."
+
+
+def _conflicts(settings: TrainingSettings, given: Mapping[str, Any]) -> Iterator[str]:
+    if settings.epochs is None and settings.steps is None:
+        yield "The length of the training is missing; set epochs or steps, for example epochs = 10."
+    if settings.epochs is not None and settings.steps is not None:
+        yield f"epochs = {settings.epochs} and steps = {settings.steps} both set the training's length; remove one."
+    if settings.global_batch_size is not None and settings.accumulation > 1:
+        yield f"accumulation follows from global_batch_size; remove accumulation = {settings.accumulation}."
     if settings.optimizer == "sgd" and "betas" in given:
-        raise SlurmGPUError('betas are settings of Adam, and optimizer = "sgd" has momentum; remove betas.')
+        yield 'betas are settings of Adam, and optimizer = "sgd" has momentum; remove betas.'
     if settings.optimizer != "sgd" and settings.momentum:
-        raise SlurmGPUError(
-            f'momentum needs optimizer = "sgd", and the optimizer is "{settings.optimizer}", whose momentum is the '
-            f"first of betas; remove momentum."
-        )
+        yield f'momentum needs optimizer = "sgd", and "{settings.optimizer}" has betas instead; remove momentum.'
     if settings.min_lr and settings.schedule == "constant":
-        raise SlurmGPUError(
-            'min_lr is the end of a schedule, and schedule = "constant" never changes; set schedule = "cosine", or '
-            "remove min_lr."
-        )
+        yield 'min_lr needs a schedule, and schedule is "constant"; set schedule = "cosine", or remove min_lr.'
     if settings.min_lr > settings.lr:
-        raise SlurmGPUError(f"min_lr = {settings.min_lr:g} is more than lr = {settings.lr:g}; expected less.")
+        yield f"min_lr = {settings.min_lr:g} is more than lr = {settings.lr:g}; expected less."
     if settings.warmup_steps and settings.warmup_ratio:
-        raise SlurmGPUError("warmup_steps and warmup_ratio both set the length of the warmup; remove one.")
-
-
-def _check_computing(settings: TrainingSettings, given: Mapping[str, Any]) -> None:
+        yield "warmup_steps and warmup_ratio both set the length of the warmup; remove one."
     if settings.static_graph and settings.find_unused_parameters:
-        raise SlurmGPUError(
-            "static_graph = true finds unused parameters once, find_unused_parameters = true at every step; remove one."
-        )
-    if settings.strategy == "fsdp":
-        if settings.precision == "fp16":
-            raise SlurmGPUError(
-                'strategy = "fsdp" does not scale losses over all processes, as precision = "fp16" needs; set '
-                'precision = "bf16".'
-            )
-        for name in OF_DDP:
-            if given.get(name):
-                raise SlurmGPUError(f'{name} is a setting of DDP, and strategy = "fsdp"; remove {name}.')
+        yield "static_graph finds unused parameters once, find_unused_parameters at every step; remove one."
+    if settings.strategy == "fsdp" and settings.precision == "fp16":
+        yield 'strategy = "fsdp" does not scale losses, as precision = "fp16" needs; set precision = "bf16".'
+    for name in OF_DDP if settings.strategy == "fsdp" else ():
+        if given.get(name):
+            yield f'{name} is a setting of DDP, and strategy = "fsdp"; remove {name}.'
     if settings.prefetch_factor is not None and settings.num_workers == 0:
-        raise SlurmGPUError(
-            f"prefetch_factor = {settings.prefetch_factor} needs loader workers: set num_workers, or remove "
-            f"prefetch_factor."
-        )
+        yield "prefetch_factor needs loader workers: set num_workers, or remove prefetch_factor."
 
 
 def meant(name: str, arguments: Iterable[str]) -> str:
