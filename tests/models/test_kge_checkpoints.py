@@ -231,7 +231,7 @@ def test_an_image_that_does_not_fit_is_refused_with_what_does():
     with pytest.raises(SlurmGPUError, match=r"an image of 8×25 does not fit .* Images that fit: 5×40 and 20×10"):
         layouts.recognise(ambiguous(), "model.pt", image=[8, 25])
     # The images of train_pytorch.py under PyKEEN's names: 32 · 8 · 38.
-    with pytest.raises(SlurmGPUError, match=r'an image of 10×20 does not fit .* It would with stack = "width"'):
+    with pytest.raises(SlurmGPUError, match=r'an image of 10×20 does not fit .* It fits with stack = "width"'):
         layouts.recognise(ambiguous(model_config={"embedding_height": 10, "embedding_width": 20}), "model.pt")
 
 

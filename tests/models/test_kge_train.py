@@ -164,7 +164,7 @@ def test_checkpoints_of_two_trainings_are_never_in_one_folder(files, capsys, opt
     assert main([*argv, "--epochs", "4", "--every", "1", *option]) == 2
     said = capsys.readouterr().err
     assert "has checkpoint-2.pt of another training" in said
-    assert "name another folder with -o" in said
+    assert "choose another folder with -o" in said
     assert [path.name for path in (files / "out").glob("*.pt")] == ["checkpoint-2.pt"]
     assert (files / "out" / "checkpoint-2.pt").read_bytes() == before
     with pytest.raises(SlurmGPUError, match="of another training"):

@@ -259,7 +259,7 @@ def test_without_memory_for_the_cache_all_is_computed_in_static_batches(folders,
     engine = new_engine(folders["llama"], batching="continuous")
     monkeypatch.setattr(continuous, "CPU_TOKENS", 10**13)  # more than there is
     assert answers(engine, requests()) == answers(opened("llama", "static"), requests())
-    assert "continuous batching is given up, 10 requests go on in static batches" in caplog.text
+    assert "continuous batching failed; 10 requests continue in static batches" in caplog.text
     assert engine.notes == {"static_batches": 1}
     caplog.clear()
     monkeypatch.undo()
@@ -329,14 +329,14 @@ def test_on_a_cpu_static_batches_are_chosen_and_a_reason_is_logged(folders, capl
     with caplog.at_level(logging.INFO):
         engine = new_engine(folders["llama"])
     assert engine._continuous is None
-    assert "no continuous batching: it computes on the CPU" in caplog.text
+    assert "no continuous batching: the model is on the CPU" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("attribute", "value", "reason"),
     [
         ("hf_device_map", {"model.layers.0": 0, "model.layers.1": 1}, "spread over 2 devices"),
-        ("layer_types", ["full_attention", "linear_attention"], "another kind than attention: linear_attention"),
+        ("layer_types", ["full_attention", "linear_attention"], "other layers than attention: linear_attention"),
     ],
 )
 def test_a_model_that_cannot_be_served_so_is_refused_where_that_was_asked_for(

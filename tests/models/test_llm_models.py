@@ -226,7 +226,7 @@ def test_the_hubs_answers_are_sentences(tmp_path):
     assert said[2] == "model 'lab/model' has no revision 'nope' on the hub. Correct `revision`."
     assert "accept its licence at https://huggingface.co/lab/gated, and set HF_TOKEN" in said[3]
     assert "the repository does not exist, or is private" in said[4]
-    assert "it is no name of a repository" in said[5]
+    assert "the name is not valid" in said[5]
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path):

@@ -59,7 +59,7 @@ def test_an_export_with_other_files_says_what_to_put_back(ran, slurmgpu, name, c
     with other(ran / name, content):
         said = slurmgpu("export", "run", "--format", "json", "-o", "-", cwd=ran, expect=2).stderr
     assert found in said
-    assert said.endswith(" put the former one back, and export again.\n")
+    assert said.endswith(" restore the former file, and export again.\n")
     assert "plan again" not in said
     assert "resubmit" not in said
 
