@@ -97,31 +97,24 @@ def known_model(settings: TracinSettings, layout: Layout, path: str, known: Grap
     rows, inverse_rows = rows_of(layout.inverse, known.relations.size)
     rows = rows.to(place.device)
     inverse_rows = inverse_rows.to(place.device) if settings.directions == "both" and inverse_rows is not None else None
-    losses = find_losses(settings, layout, place.train, rows, inverse_rows)
-    return differentiable(module, losses, rows, inverse_rows, place.train[0])
-
-
-def find_losses(
-    settings: TracinSettings, layout: Layout, train: Tensor, rows: Tensor, inverse_rows: Tensor | None
-) -> Mapping[Side, Loss]:
-    """The losses of training and of test triples."""
-
-    def known_tails() -> Known:
-        return Known(with_rows(train, rows, inverse_rows), layout.n_relations)
 
     def find(name: str) -> Loss:
-        smoothing = settings.label_smoothing
-        return find_loss(name, n_entities=layout.n_entities, known=known_tails, label_smoothing=smoothing, seed=0)
+        return find_loss(
+            name,
+            n_entities=layout.n_entities,
+            known=lambda: Known(with_rows(place.train, rows, inverse_rows), layout.n_relations),
+            label_smoothing=settings.label_smoothing,
+            seed=0,
+        )
 
-    return {"train": find(settings.loss), "test": find(settings.test_loss or settings.loss)}
+    losses: Mapping[Side, Loss] = {"train": find(settings.loss), "test": find(settings.test_loss or settings.loss)}
+    return differentiable(module, losses, rows, inverse_rows, place.train[0])
 
 
 def _options(settings: TracinSettings, wanted: Sequence[str], n_train: int, device: str) -> Options:
     is_gpu = torch.device(device).type == "cuda"
-    if settings.keep_mb is not None:
-        keep_bytes = settings.keep_mb * 10**6
-    else:
-        keep_bytes = torch.cuda.mem_get_info(device)[0] // 2 if is_gpu else 0
+    free_bytes = torch.cuda.mem_get_info(device)[0] if is_gpu else 0
+    keep_bytes = free_bytes // 2 if settings.keep_mb is None else settings.keep_mb * 10**6
     return Options(
         tuple(wanted),
         min(settings.top_k, n_train),
