@@ -11,7 +11,7 @@ from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.engine import Engine, EngineOptions, Output, Place, Question, Request, Scores
 from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.metrics import ratio
-from slurmgpu.llm.prompts import take
+from slurmgpu.llm.prompts import Prompts, take
 from slurmgpu.llm.settings import check_engine, check_max_tokens, engine_options
 from slurmgpu.shards.columns import Column, Json
 from slurmgpu.workload import Item, Placement, Share, TaskContext
@@ -29,6 +29,8 @@ class LanguageModelWorkload:
     """The base class; `engine` exists once the model is loaded."""
 
     engine: Engine
+    prompts: Prompts
+    given: Mapping[str, Any] = {}
     batch_size = 128
     texts = ("prompt", "system")
 
@@ -93,6 +95,10 @@ class LanguageModelWorkload:
         from slurmgpu.llm.models import fetch
 
         return fetch(self.options.model)
+
+    def sort_key(self, item: Item) -> int:
+        """Long prompts first."""
+        return -self.prompts.length(item.data, self.given)
 
     def load(self, task: TaskContext) -> None:
         """Load the model on the task's GPUs; SlurmGPUError if its files changed since the run was planned."""

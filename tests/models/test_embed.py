@@ -179,7 +179,7 @@ def test_a_step_that_is_not_computed_is_refused_unless_pooling_is_given(tmp_path
     model = describe(tmp_path, config=BERT, modules=MODULES + extra, **{"1_Pooling__config": pooling})
     with pytest.raises(SlurmGPUError) as raised:
         Embed(model=model)
-    assert f"takes a step {step}, which embed does not compute" in str(raised.value)
+    assert f"has a step {step}, which embed does not compute" in str(raised.value)
     assert Embed(model=model, pooling="mean").pooling == "mean"
 
 

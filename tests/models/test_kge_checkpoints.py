@@ -411,7 +411,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
     torch.save(torch.zeros(3), path)
     with pytest.raises(SlurmGPUError, match=r"holds a tensor, and reading"):
         checkpoints.read_layout(path)
-    with pytest.raises(SlurmGPUError, match=r"cannot read .*: No such file"):
+    with pytest.raises(SlurmGPUError, match=r"Cannot read .*: No such file"):
         checkpoints.read_layout(tmp_path / "nothing.pt")
 
 

@@ -119,7 +119,7 @@ def test_an_empty_training_file_and_a_missing_one_are_refused(tmp_path, dictiona
     files = [tmp_path / "node_dict.txt", tmp_path / "rel_dict.txt"]
     with pytest.raises(SlurmGPUError, match=r"train\.txt is empty; expected training triples"):
         graph.read_graph(triples_file(tmp_path), *files)
-    with pytest.raises(SlurmGPUError, match=r"cannot read .*elsewhere\.txt: No such file"):
+    with pytest.raises(SlurmGPUError, match=r"Cannot read .*elsewhere\.txt: No such file"):
         graph.read_graph(tmp_path / "elsewhere.txt", *files)
 
 

@@ -335,7 +335,7 @@ def test_on_a_cpu_static_batches_are_chosen_and_a_reason_is_logged(folders, capl
 @pytest.mark.parametrize(
     ("attribute", "value", "reason"),
     [
-        ("hf_device_map", {"model.layers.0": 0, "model.layers.1": 1}, "spread over 2 devices"),
+        ("hf_device_map", {"model.layers.0": 0, "model.layers.1": 1}, "layers are on 2 devices"),
         ("layer_types", ["full_attention", "linear_attention"], "other layers than attention: linear_attention"),
     ],
 )

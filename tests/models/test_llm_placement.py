@@ -478,7 +478,7 @@ def test_weights_that_are_not_all_there_are_refused(llama_70b, tmp_path, monkeyp
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     without_a_shard(tmp_path / "hub" / "models--lab--llama" / "snapshots" / "main")
     with pytest.raises(
-        SlurmGPUError, match=r"about 141\.1 GB, model-00003\S+ is not in the hub's cache, .*check --fetch"
+        SlurmGPUError, match=r"model-00003\S+ of about 141\.1 GB of weights, is not in the hub's cache, .*check --fetch"
     ):
         place(options("lab/llama"), share(4, 80))
 

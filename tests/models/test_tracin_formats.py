@@ -50,7 +50,7 @@ def other(path, content):
     [
         ("train.txt", "CHEBI:1\tpredicate:0\tCHEBI:2\n", "train.txt changed since this run was planned."),
         ("train.txt", "CHEBI:1\n", "train.txt, line 1: expected head, relation and tail"),
-        ("node_dict.txt", None, "cannot read node_dict.txt: No such file or directory."),
+        ("node_dict.txt", None, "Cannot read node_dict.txt: No such file or directory."),
         ("node_name_dict.txt", "nobody\n", "node_name_dict.txt, line 1: expected a label"),
         ("edge_map.json", "[", "found no JSON"),
     ],

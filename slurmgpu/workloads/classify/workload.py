@@ -106,10 +106,6 @@ class Classify(LanguageModelWorkload):
                 raise SlurmGPUError(f"calibrate: the prompt without an item cannot be scored: {found}")
             self._offsets = self._by_label(found)
 
-    def sort_key(self, item: Item) -> int:
-        """Long prompts first."""
-        return -self.prompts.length(item.data, self.given)
-
     def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
         """The label of each item, or an ItemError for one without a prompt or an answer."""
         rows: list[Any] = [self._ask(item) for item in items]

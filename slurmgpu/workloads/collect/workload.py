@@ -114,10 +114,6 @@ class Collect(LanguageModelWorkload):
         rules = [FilePath(self._rules).expanduser().absolute().parent] if self._rules.endswith(".py") else []
         return super().paths + rules
 
-    def sort_key(self, item: Item) -> int:
-        """Long prompts first."""
-        return -self.prompts.length(item.data)
-
     def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
         """The paths of each item, or an ItemError for one without a prompt or a reference answer."""
         begun = [self._begin(item) for item in items]

@@ -77,10 +77,6 @@ class Generate(LanguageModelWorkload):
             columns["logprobs"] = Ragged("float32")
         return columns
 
-    def sort_key(self, item: Item) -> int:
-        """Long prompts first."""
-        return -self.prompts.length(item.data)
-
     def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
         """The answers to each item, or an ItemError for one without a prompt or an answer."""
         asked = [self._ask(item) for item in items]
