@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.llm import models, placement
+from slurmgpu.llm.decoders import check_decoder, check_tokenizer
 from slurmgpu.llm.engine import Engine, EngineOptions, Output, Place, Question, Request, Scores
 from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.metrics import ratio
@@ -16,7 +18,7 @@ from slurmgpu.llm.settings import check_engine, check_max_tokens, engine_options
 from slurmgpu.shards.columns import Column, Json
 from slurmgpu.workload import Item, Placement, Share, TaskContext
 from slurmgpu.workloads.json_values import json_value
-from slurmgpu.workloads.progress import ToldEngine
+from slurmgpu.workloads.progress import Telling
 
 BLOCK_ROWS = 1 << 16
 """Rows of a merged file that a summary reads at once."""
@@ -31,6 +33,7 @@ class LanguageModelWorkload:
     engine: Engine
     prompts: Prompts
     given: Mapping[str, Any] = {}
+    _told_answers = _told_scores = Telling(lambda said: None, "things")  # until a task loads the model
     batch_size = 128
     texts = ("prompt", "system")
 
@@ -50,35 +53,26 @@ class LanguageModelWorkload:
     @property
     def frozen_settings(self) -> dict[str, Any]:
         """Settings that the plan fixes: the commit of a hub model, or digests of a folder's files."""
-        from slurmgpu.llm.models import digests_of
-
         model = self.options.model
         if model.repository is not None:
             return {"revision": model.revision}
-        files = digests_of(model)
+        files = models.digests_of(model)
         return {} if files is None else {"model_files": files}
 
     @property
     def environ(self) -> dict[str, str]:
         """Environment variables of workers: the hub's cache in which planning found the model, and no network."""
-        from slurmgpu.llm.models import cache_of
-
-        cache = cache_of(self.options.model)
+        cache = models.cache_of(self.options.model)
         found = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         return found if cache is None else {**found, "HF_HUB_CACHE": str(cache)}
 
     @property
     def paths(self) -> list[Path]:
         """The model's files, which a task reads beside the input."""
-        from slurmgpu.llm.models import files_of
-
-        return files_of(self.options.model)
+        return models.files_of(self.options.model)
 
     def place(self, share: Share) -> Placement:
         """The model's placement on a task's GPUs; SlurmGPUError, with numbers, if it does not fit."""
-        from slurmgpu.llm.decoders import check_decoder, check_tokenizer
-        from slurmgpu.llm.placement import place
-
         check_decoder(self.options.model)
         check_max_tokens(self._max_tokens, self.options)
         if self.options.engine == "vllm" and share.gpus == 0:
@@ -86,15 +80,13 @@ class LanguageModelWorkload:
                 'engine = "vllm" needs GPUs, and these tasks use CPUs (gpus = 0, or device = "cpu"). Ask for GPUs, or '
                 "remove engine: transformers also runs on CPUs."
             )
-        placement = Placement(*place(self.options, share))
+        found = Placement(*placement.place(self.options, share))
         check_tokenizer(self.options.model)  # after the weights, with which the hub's tokenizer is downloaded
-        return placement
+        return found
 
     def fetch(self) -> str:
         """Download the model to where the tasks will look for it."""
-        from slurmgpu.llm.models import fetch
-
-        return fetch(self.options.model)
+        return models.fetch(self.options.model)
 
     def sort_key(self, item: Item) -> int:
         """Long prompts first."""
@@ -102,21 +94,22 @@ class LanguageModelWorkload:
 
     def load(self, task: TaskContext) -> None:
         """Load the model on the task's GPUs; SlurmGPUError if its files changed since the run was planned."""
-        from slurmgpu.llm.models import check_unchanged
-
         if planned := self._model[1].get("model_files"):
-            check_unchanged(self.options.model, planned)
+            models.check_unchanged(self.options.model, planned)
         where = Place(task.device, task.gpus, task.rank, task.world_size, task.note)
-        self.engine = ToldEngine(open_engine(self.options, where), task.tell)
+        self.engine = open_engine(self.options, where)
+        self._told_answers, self._told_scores = Telling(task.tell, "answers"), Telling(task.tell, "prompts scored")
 
     def _answers(self, requests: Sequence[Request]) -> list[Output | ItemError]:
         """The engine's output for each request, in order, or the error."""
-        found = {output.id: output for output in self.engine.generate(requests)} if requests else {}
+        outputs = self._told_answers.each(self.engine.generate(requests)) if requests else ()
+        found = {output.id: output for output in outputs}
         return [_or_error(found.get(request.id)) for request in requests]
 
     def _scores(self, questions: Sequence[Question]) -> list[Scores | ItemError]:
         """The engine's scores for each question, in order, or the error."""
-        found = {scores.id: scores for scores in self.engine.score(questions)} if questions else {}
+        every = self._told_scores.each(self.engine.score(questions)) if questions else ()
+        found = {scores.id: scores for scores in every}
         return [_or_error(found.get(question.id)) for question in questions]
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
-
-from slurmgpu.llm.engine import Engine, Output, Question, Request, Scores
 
 TELL_S = 2.0
 """The least time between two reports within a batch."""
@@ -38,23 +36,3 @@ class Telling:
             yield one
         if n_new:
             self.add(n_new)
-
-
-class ToldEngine:
-    """An engine that reports the number of its answers."""
-
-    def __init__(self, engine: Engine, tell: Callable[[str], None]) -> None:
-        self._engine = engine
-        self._answers, self._scores = Telling(tell, "answers"), Telling(tell, "prompts scored")
-
-    def generate(self, requests: Sequence[Request]) -> Iterator[Output]:
-        """See Engine."""
-        return self._answers.each(self._engine.generate(requests))
-
-    def score(self, questions: Sequence[Question]) -> Iterator[Scores]:
-        """See Engine."""
-        return self._scores.each(self._engine.score(questions))
-
-    def close(self) -> None:
-        """See Engine."""
-        self._engine.close()

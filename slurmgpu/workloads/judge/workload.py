@@ -21,6 +21,7 @@ from slurmgpu.workloads.judge.judged import TEXTS, advice, check_renamed, check_
 from slurmgpu.workloads.judge.opponents import Opponent
 from slurmgpu.workloads.judge.orders import Asked, shares_of, verdict_row
 from slurmgpu.workloads.judge.rubrics import Reader, read_rubric
+from slurmgpu.workloads.judge.verdicts import summarize
 from slurmgpu.workloads.language_model import LanguageModelWorkload, keep_columns, kept
 
 if TYPE_CHECKING:
@@ -181,8 +182,6 @@ class Judge(LanguageModelWorkload):
 
     def summarize(self, merged: Merged) -> dict[str, Any]:
         """Count the verdicts, and compute the rubric's measure."""
-        from slurmgpu.workloads.judge.verdicts import summarize
-
         return summarize(merged, self.rubric, self.sampling.max_tokens, with_truth=self.truth is not None)
 
     def _own_columns(self) -> dict[str, Column]:

@@ -46,8 +46,7 @@ def summarize(workload: Tracin, merged: Merged) -> dict[str, Any]:
     }
     hints: list[str] = []
     if workload.n_hops is not None and "n_counted" in merged.columns and len(own):
-        n_listed = min(workload.top_k, workload.facts.n_train)
-        summary |= _counted(np.asarray(merged["n_counted"][:])[good], n_listed, hints)
+        summary |= _counted(np.asarray(merged["n_counted"][:])[good], workload.n_listed, hints)
     if workload.is_reduced and len(own):
         summary |= _precision(merged, good, workload.precision, hints)
     if workload.top_k:

@@ -22,17 +22,19 @@ from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.shards.columns import Array, Column
 from slurmgpu.workload import Item, Placement, Row, Share, TaskContext, Template, Translated
 from slurmgpu.workloads.progress import Telling
-from slurmgpu.workloads.tracin import planning
+from slurmgpu.workloads.tracin import planning, tiepin
+from slurmgpu.workloads.tracin.from_args import translate
 from slurmgpu.workloads.tracin.kge.graph import Dictionary, Graph, parse_triple, read_dictionary, read_graph, triple_of
 from slurmgpu.workloads.tracin.kge.reach import Reach, ReachOptions
 from slurmgpu.workloads.tracin.planning import Planned, own_files, rates_line
 from slurmgpu.workloads.tracin.settings import FILTER, TracinSettings
+from slurmgpu.workloads.tracin.summary import summarize
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from slurmgpu.influence.engine import Influences
-    from slurmgpu.influence.found import Found, Listed
+    from slurmgpu.influence.found import Found
     from slurmgpu.results import Merged
 
 log = logging.getLogger(__name__)
@@ -176,8 +178,6 @@ class Tracin(TracinSettings):
     @staticmethod
     def from_args(text: str, folder: Path, stem: str) -> Translated:
         """Translate a command line of the replaced scripts: `init tracin --from-args`."""
-        from slurmgpu.workloads.tracin.from_args import translate
-
         return translate(text, folder, stem)
 
     def load(self, task: TaskContext) -> None:
@@ -221,6 +221,7 @@ class Tracin(TracinSettings):
 
         found = self._influences.of(torch.from_numpy(tests), self._allowed(tests))
         values = self._values(found)
+        sides = {"proponent": found.proponents, "opponent": found.opponents} if self.top_k else {}
         order = [self.facts.groups.index(name) for name in found.groups]
         rows: list[Row | ItemError] = []
         for number, triple in enumerate(tests):
@@ -228,7 +229,7 @@ class Tracin(TracinSettings):
                 rows.append(ItemError(found.problems[number]))
                 continue
             row = {name: column[number] for name, column in values.items()}
-            for side, listed in self._lists(found):
+            for side, listed in sides.items():
                 shares = np.zeros((len(listed.lines[number]), len(self.facts.groups)), listed.shares.dtype)
                 shares[:, order] = listed.shares[number]
                 row |= {f"{side}s": listed.lines[number], f"{side}_values": listed.values[number]}
@@ -256,20 +257,13 @@ class Tracin(TracinSettings):
             values |= {"precision_error": found.precision_error, "top10_overlap": found.top10_overlap}
         return values
 
-    def _lists(self, found: Found) -> list[tuple[str, Listed]]:
-        return [("proponent", found.proponents), ("opponent", found.opponents)] if self.top_k else []
-
     def summarize(self, merged: Merged) -> dict[str, Any]:
         """The groups' shares of influence, and the training triples that are listed most often."""
-        from slurmgpu.workloads.tracin.summary import summarize
-
         return summarize(self, merged)
 
     @property
     def exports(self) -> Mapping[str, Callable[[Merged, IO[bytes]], str]]:
         """The formats of the system that this workload replaces."""
-        from slurmgpu.workloads.tracin import tiepin
-
         if not self.top_k:
             return {"json": tiepin.write_self_influences}
         writers = {"csv": tiepin.write_csv, "json": tiepin.write_json}

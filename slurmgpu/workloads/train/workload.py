@@ -13,9 +13,11 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.workload import Item, Placement, Row, Share, TaskContext, Template, UnknownSettingError
+from slurmgpu.workloads.train.exports import write_csv, write_curves
 from slurmgpu.workloads.train.items import Configuration, check_items, taken_over
 from slurmgpu.workloads.train.rows import COLUMNS
 from slurmgpu.workloads.train.settings import HINTS, check_each, meant, typed
+from slurmgpu.workloads.train.summary import summarize
 from slurmgpu.workloads.train.training_class import TrainingClass, class_of, load_class, read_class, resolve_training
 
 if TYPE_CHECKING:
@@ -154,15 +156,11 @@ class Train:
 
     def summarize(self, merged: Merged) -> dict[str, Any]:
         """The configurations by their score, the best ones first."""
-        from slurmgpu.workloads.train.summary import summarize
-
         return summarize(merged)
 
     @property
     def exports(self) -> Mapping[str, Callable[[Merged, IO[bytes]], str]]:
         """A table with a column for each setting, and the learning curves."""
-        from slurmgpu.workloads.train.exports import write_csv, write_curves
-
         return {"csv": write_csv, "curves": write_curves}
 
 
