@@ -729,7 +729,7 @@ def test_the_plan_says_what_is_computed_and_that_one_gpu_is_used(files):
     )
     assert lines[1].startswith("60 training triples, ")
     assert lines[1].endswith("4,096 MB of memory beside the model")
-    assert "no approximation" in lines[2]
+    assert "does not approximate" in lines[2]
     assert "submit with --array" in lines[3]
     with pytest.raises(SlurmGPUError, match="per-gpu"):
         Tracin(**FILES).place(Share(gpus=2, processes="per-gpu"))
