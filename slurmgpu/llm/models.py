@@ -137,7 +137,7 @@ def _check(model: str, folder: Path, config: Any, quantization: str, *, trust_re
             f"tokenizer, as `save_pretrained` writes it."
         )
     if quantization and (own := config.get("quantization_config")):
-        method = own.get("quant_method", "of its own")
+        method = own.get("quant_method", "unknown method")
         raise SlurmGPUError(
             f"model {model!r}: the suffix -{quantization} quantises a model, and the checkpoint in {folder} is already "
             f"quantised (quantization_config in its config.json: {method}). Remove the suffix."

@@ -159,9 +159,9 @@ class Collect(LanguageModelWorkload):
     def _sample(self, draws: Sequence[Draw]) -> None:
         for draw, output in self._complete([draw for draw in draws if draw.search.error is None]):
             tree, cut = draw.search.tree, output.finish_reason == "length"
-            told = self._check(draw.search, tree.whole_text(draw.node, output.text), cut)
-            if told is not None:
-                correct, answer = told
+            checked = self._check(draw.search, tree.whole_text(draw.node, output.text), cut)
+            if checked is not None:
+                correct, answer = checked
                 tree.add(draw.node, output.text, answer=answer, correct=correct, cut=cut)
 
     def _roll_out(self, searches: Sequence[Search]) -> None:
@@ -175,10 +175,10 @@ class Collect(LanguageModelWorkload):
         ]
         for draw, output in self._complete(draws):
             node = draw.search.tree.nodes[draw.node]
-            told = self._check(draw.search, node.prefix + output.text, output.finish_reason == "length")
-            if told is not None:
+            checked = self._check(draw.search, node.prefix + output.text, output.finish_reason == "length")
+            if checked is not None:
                 node.visits += 1
-                node.hits += told[0]
+                node.hits += checked[0]
                 draw.search.n_rollouts += 1
 
     def _check(self, search: Search, text: str, cut: bool) -> tuple[bool, str | None] | None:

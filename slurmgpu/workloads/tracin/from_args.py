@@ -86,7 +86,7 @@ FLAGS: Mapping[str, Flag] = {
     "--start-index": Flag(CHOSEN, parse=int),
     "--output": Flag(EXPORTED),
     "--csv-output": Flag(EXPORTED),
-    "--output-dir": Flag("not needed: a run has a directory of its own, runs/<the run file's stem>"),
+    "--output-dir": Flag("not needed: a run has its own directory, runs/<the run file's stem>"),
     "--output-per-triple": _needless("the merged file has a row for each test triple"),
     "--device": Flag(""),
     "--enable-multi-gpu": Flag(
@@ -107,7 +107,7 @@ FLAGS: Mapping[str, Flag] = {
     "--filter-method": _needless("there is one filter", takes=True),
     "--cache": _needless("the graph is read once by each task", takes=True),
     "--skip-filtering": Flag("no n_hops: all training triples are listed", takes=False),
-    "--skip-tracin": _needless("the filter is no step of its own, but a mask on what is listed"),
+    "--skip-tracin": _needless("the filter is not a separate step, but a mask on the lists"),
     "--skip-existing": _needless("slurmgpu resubmit computes what is missing"),
 }
 SHORT = {"-o": "--output"}

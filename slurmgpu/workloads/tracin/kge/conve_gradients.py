@@ -209,7 +209,7 @@ def _table_parts(model: ConvE, forward: _Forward, queries: Queries, found: Outpu
 
 
 def bytes_of_result(model: ConvE, loss: Loss) -> int:
-    """See Model: for an example with a query of its own, and all parameters."""
+    """See Model: for an example with its own query, and all parameters."""
     n_slots, (channels, width) = n_candidates(loss), _sizes(model)
     n_numbers = sum(
         (

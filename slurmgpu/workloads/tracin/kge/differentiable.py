@@ -85,7 +85,7 @@ class TriplesModel:
         return cast(Tensor, total)
 
     def order(self, examples: Tensor) -> Tensor:
-        """See Differentiable: by head, then relation, so that the triples of a query lie together."""
+        """See Differentiable: by head, then relation, so that the triples of a query are adjacent."""
         return torch.argsort(examples[:, 0] * len(self._rows) + examples[:, 1], stable=True)
 
     def bytes_of_work(self, side: Side) -> int:

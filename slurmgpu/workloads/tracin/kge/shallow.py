@@ -164,7 +164,7 @@ class TransE(Shallow):
         return found
 
     def is_factored(self, loss: Loss) -> bool:
-        """Not for a loss that reaches all entities: each has a gradient of its own, and none is a product."""
+        """Not for a loss that reaches all entities: each has its own gradient, and none is a product."""
         return not loss.reaches_all
 
     def factors(self, queries: Queries, loss: Loss, wanted: Collection[str]) -> tuple[dict[str, Part], Output]:
