@@ -29,7 +29,7 @@ class _Row:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     ended: FinishReason | None = None
-    is_told: bool = False
+    is_reported: bool = False
 
     @property
     def more(self) -> int:
@@ -79,12 +79,12 @@ class _Work:
     load: Load = field(default_factory=Load)
     finished: list[Finished] = field(default_factory=list)
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Move answers of ended rows to `finished`, where running out of memory cannot lose them."""
         for row in self.batch.rows if self.batch is not None else ():
-            if row.ended is not None and not row.is_told:
+            if row.ended is not None and not row.is_reported:
                 self.finished.append(row.finish())
-                row.is_told = True
+                row.is_reported = True
 
 
 class StaticBatches:
@@ -129,7 +129,7 @@ class StaticBatches:
         with torch.inference_mode():
             if work.batch is not None:
                 self._step(work.batch)
-                work.tell()
+                work.report()
                 if not self._drop_ended(work):
                     return True
             self._fill(work)
@@ -210,7 +210,7 @@ class StaticBatches:
         work.batch, work.taken = batch, []
         batch.is_padded = not bool(batch.mask.all())
         self._budget.succeed()
-        work.tell()
+        work.report()
         self._drop_ended(work)
 
     def _read(self, requests: Sequence[Encoded], shared: Tokens, load: Load) -> _Batch:
