@@ -1,4 +1,4 @@
-"""Language models: what an engine is, the engines, and what is known of a model without loading it.
+"""Language models: engines, prompts and answers, and sizes and placement of models without loading them.
 
-May import: code, util. torch and transformers, too.
+May import: util. torch and transformers, too.
 """

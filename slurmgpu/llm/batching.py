@@ -1,4 +1,4 @@
-"""Batches by tokens: how much fits in one, in which order, and what becomes of it when memory runs out."""
+"""Batches by tokens: how many fit, and smaller batches when memory runs out."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from slurmgpu.util.out_of_memory import is_out_of_memory
 log = logging.getLogger(__name__)
 
 CPU_TOKENS = 8192
-"""A batch on CPUs, unless `batch_tokens` says another."""
+"""The default batch on CPUs."""
 MOST_TOKENS = 65536
-"""Of an engine's own choice; `batch_tokens` may say more."""
+"""The largest default batch on GPUs."""
 MOST_ROWS = 256
 CPU_PADDING, GPU_PADDING = 128, 2048
-"""Tokens of padding that one reading of prompts may have: more of them cost more than another reading."""
+"""The most padding tokens in a forward pass over prompts; with more, another pass is faster."""
 SHARE_OF_FREE = 0.8
 PATIENCE = 20
-"""So many batches must have gone well before a larger one is tried again."""
+"""Successful batches before a larger one is tried again."""
 LEAST_PREFIX, LEAST_SHARE = 32, 0.25
-"""A prefix is worth computing once from so many tokens on, if it is so much of the prompts."""
+"""The tokens, and the share of the prompts, from which on a prefix is computed once."""
 
 T = TypeVar("T")
 
 
 class Budget:
-    """How many tokens a batch may come to: rows times the longest of prompt and answer."""
+    """The most tokens of a batch: rows times the longest prompt and answer."""
 
     def __init__(self, tokens: int, place: Place) -> None:
         self.tokens = tokens
@@ -42,13 +42,13 @@ class Budget:
         self._grown = False
 
     def reduce(self, used: int) -> None:
-        """A batch of `used` tokens was too much."""
+        """Reduce the budget after a batch of `used` tokens ran out of memory."""
         self.tokens = max(1, min(self.tokens, used) // 2)
         self._n_clean, self._grown = 0, False
         log.warning("out of memory with a batch of %d tokens; going on with %d", used, self.tokens)
 
     def succeed(self) -> None:
-        """A batch went well: after many of them a little more is tried, once."""
+        """Count a successful batch; after many of them raise the budget once."""
         if self.tokens >= self._whole:
             return
         self._place.note("batch_tokens", self.tokens)
@@ -58,21 +58,21 @@ class Budget:
 
 
 def attempt(work: Callable[[], T], place: Place) -> T | None:
-    """What `work` returns; None when memory was not enough: then nothing holds any more what it made.
+    """The result of `work`; None if it ran out of memory, when nothing refers to its tensors any more.
 
-    The processes of a group must all do the same: there the exception goes on to who calls the workload in step.
+    In a group, whose processes must all do the same, the exception is raised.
     """
     try:
         return work()
     except Exception as error:
         if place.world_size > 1 or not is_out_of_memory(error):
             raise
-    # Only here, behind the exception, whose traceback held the tensors, does it make sense to free them.
+    # After the except block: its traceback referred to the tensors.
     return None
 
 
 def free_memory() -> None:
-    """Give back what nothing refers to any more."""
+    """Free unreferenced memory."""
     gc.collect()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
@@ -80,7 +80,7 @@ def free_memory() -> None:
 
 
 def default_tokens(loaded: Any, place: Place) -> int:
-    """A budget that fits in the memory which is free once the model is loaded; the same on all ranks of a group."""
+    """A budget for the memory that is free after loading the model; the same on all ranks of a group."""
     if place.device == "cpu":
         return CPU_TOKENS
     import torch
@@ -93,7 +93,7 @@ def default_tokens(loaded: Any, place: Place) -> int:
         torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MIN)
         free = int(shared)
     config = loaded.model.config.get_text_config()
-    # What a token needs while the prompt is read, beside its keys and values; the cache's growth copies a layer.
+    # Activations of a token in a prompt, beside its keys and values; the growing cache copies a layer.
     widths = 6 * config.hidden_size + 3 * (getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
     token_bytes = 1.25 * loaded.kv_bytes + widths * loaded.model.dtype.itemsize
     return int(min(MOST_TOKENS, max(256, SHARE_OF_FREE * free / token_bytes)))
@@ -101,7 +101,7 @@ def default_tokens(loaded: Any, place: Place) -> int:
 
 @dataclass(frozen=True)
 class Load:
-    """What a batch will hold: `n_rows`, so many `columns` now, and at most so many more."""
+    """The size of a batch: `n_rows`, the `columns` now, and at most so many `more`."""
 
     n_rows: int = 0
     columns: int = 0
@@ -109,7 +109,7 @@ class Load:
 
     @property
     def tokens(self) -> int:
-        """What the batch comes to, by the time it ends."""
+        """The tokens of the batch when it ends."""
         return self.n_rows * (self.columns + self.more)
 
     def add(self, prompt: int, answer: int) -> Load:
@@ -120,7 +120,7 @@ class Load:
 def n_that_fit(load: Load, lengths: Sequence[tuple[int, int]], budget: int) -> tuple[int, Load]:
     """How many of the next rows (tokens of prompt and of answer) fit beside a load, and the load with them.
 
-    An empty batch takes at least one.
+    At least one row fits into an empty batch.
     """
     taken = 0
     for prompt, answer in lengths:
@@ -132,7 +132,7 @@ def n_that_fit(load: Load, lengths: Sequence[tuple[int, int]], budget: int) -> t
 
 
 def of_like_length(prompts: Sequence[tuple[int, ...]], padding: int) -> int:
-    """How many prompts, sorted by length, are best read together: with at most so many tokens of padding."""
+    """How many prompts, sorted by length, can be read together with at most `padding` tokens of padding."""
     longest, n_padding = len(prompts[0]), 0
     for place, (before, prompt) in enumerate(pairwise(prompts), 1):
         if prompt != before:  # equal prompts are read once
@@ -142,16 +142,17 @@ def of_like_length(prompts: Sequence[tuple[int, ...]], padding: int) -> int:
     return len(prompts)
 
 
+def n_common(rows: Sequence[tuple[int, ...]]) -> int:
+    """The number of tokens that all rows begin with."""
+    # All rows between the least and the greatest begin as both do.
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(min(rows), max(rows), strict=False)))
+
+
 def common_prefix(rows: Sequence[tuple[int, ...]]) -> int:
-    """How many tokens all rows begin with; one less than the shortest has, if that is all of it."""
-    if len(rows) < 2:
-        return 0
-    # What lies between the least and the greatest begins as both do.
-    first, last = min(rows), max(rows)
-    n_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
-    return min(n_same, min(map(len, rows)) - 1)
+    """The number of tokens that all rows begin with, less than the shortest row has."""
+    return min(n_common(rows), min(map(len, rows)) - 1) if len(rows) > 1 else 0
 
 
 def is_worthwhile(n_prefix: int, rows: Sequence[Sequence[int]]) -> bool:
-    """Whether a prefix is long enough to be computed once, for all of the rows."""
+    """Whether a prefix is long enough to be computed once for all rows."""
     return n_prefix >= LEAST_PREFIX and n_prefix * len(rows) >= LEAST_SHARE * sum(map(len, rows))

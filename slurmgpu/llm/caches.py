@@ -1,7 +1,7 @@
-"""A batch's key-value cache, as rows and columns: rows that come and go, columns that no row uses.
+"""Rows and columns of a batch's key-value cache: take, join and trim them.
 
-A column is a place in the cache, for all rows the same; which of them hold a row's tokens is what its mask says.
-Transformers' caches can only grow and drop rows; the rest is done on the tensors of their layers.
+A column is a position in the cache of all rows; a row's mask says which columns hold its tokens. Transformers' caches
+can only grow and drop rows; the functions here change the tensors of their layers.
 """
 
 from __future__ import annotations
@@ -22,25 +22,22 @@ def new_cache(model: Any) -> Any:
 
 
 def has_rows(model: Any) -> bool:
-    """Whether the model's cache is attention's alone, of which rows can be taken out and put together.
-
-    States of recurrent layers (Mamba, linear attention) have no columns.
-    """
+    """Whether rows of the model's cache can be taken and joined; recurrent states (Mamba) have no columns."""
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
     return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in new_cache(model).layers)
 
 
 def window(model: Any) -> int | None:
-    """How far the model's sliding layers look back, in columns; None for a model without such layers."""
+    """The window of the model's sliding layers, in columns; None for a model without such layers."""
     sizes = [layer.sliding_window for layer in new_cache(model).layers if getattr(layer, "is_sliding", False)]
     return min(sizes) if sizes else None
 
 
 def takes_holes(model: Any) -> bool:
-    """Whether a row may have unused columns between its tokens, as it has behind a shared beginning.
+    """Whether a row may have unused columns between its tokens, as after a shared prefix.
 
-    ALiBi may count columns and not tokens, as MPT's does; Bloom's and Falcon's in transformers count tokens.
+    ALiBi may count columns instead of tokens, as in MPT; Bloom and Falcon in transformers count tokens.
     """
     code = inspect.getmodule(type(model))
     if code is not None and code.__name__.startswith("transformers.models."):
@@ -52,7 +49,7 @@ def takes_holes(model: Any) -> bool:
 
 
 def repeat(cache: Any, n_rows: int) -> Any:
-    """A cache of one row, `n_rows` times, in a cache of its own. The rows share memory until they grow."""
+    """A new cache with one row repeated `n_rows` times; the rows share memory until they grow."""
     found = copy.copy(cache)
     found.layers = [copy.copy(layer) for layer in cache.layers]
     for layer in found.layers:
@@ -63,7 +60,7 @@ def repeat(cache: Any, n_rows: int) -> Any:
 
 
 def copy_rows(cache: Any, rows: Tensor) -> Any:
-    """These rows, in a cache of their own; one may come more than once."""
+    """A new cache with these rows, which may repeat."""
     found = copy.copy(cache)
     found.layers = [copy.copy(layer) for layer in cache.layers]
     select(found, rows)
@@ -71,7 +68,7 @@ def copy_rows(cache: Any, rows: Tensor) -> Any:
 
 
 def select(cache: Any, rows: Tensor) -> None:
-    """Keep these rows, in this order; one may come more than once."""
+    """Keep these rows, in this order; they may repeat."""
     for layer in cache.layers:
         if layer.is_initialized:
             here = rows.to(layer.keys.device)
@@ -79,7 +76,7 @@ def select(cache: Any, rows: Tensor) -> None:
 
 
 def trim(cache: Any, mask: Tensor) -> Tensor:
-    """Drop the columns before the first that a row uses; the mask that is left."""
+    """Drop unused columns at the left; returns the new mask."""
     n_unused = int(mask.any(0).long().argmax())
     if n_unused:
         for layer in cache.layers:
@@ -89,7 +86,7 @@ def trim(cache: Any, mask: Tensor) -> Tensor:
 
 
 def join(first: Any, second: Any, n_first: int, n_second: int) -> None:
-    """Put the rows of `second` behind those of `first`; each has so many columns, and the shorter gets empty ones."""
+    """Append the rows of `second` to those of `first`, padding the one with fewer columns."""
     import torch
 
     n_columns = max(n_first, n_second)
@@ -102,7 +99,7 @@ def join(first: Any, second: Any, n_first: int, n_second: int) -> None:
 
 
 def join_masks(first: Tensor, second: Tensor) -> Tensor:
-    """The mask of rows that were joined: (row, column)."""
+    """The mask of joined rows: (row, column)."""
     import torch
     from torch.nn.functional import pad
 
@@ -111,7 +108,7 @@ def join_masks(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _set_columns(layer: Any, n_columns: int) -> None:
-    """Give a layer columns, or take some, at its left. A sliding layer holds the last of them only."""
+    """Add or remove columns at a layer's left; a sliding layer has only the last ones."""
     from torch.nn.functional import pad
 
     held = n_columns
@@ -119,5 +116,5 @@ def _set_columns(layer: Any, n_columns: int) -> None:
         layer.cumulative_length = n_columns
         held = min(n_columns, layer.sliding_window - 1)
     change = held - layer.keys.shape[2]
-    # A negative padding takes away.
+    # A negative padding removes columns.
     layer.keys, layer.values = (pad(each, (0, 0, change, 0)) for each in (layer.keys, layer.values))

@@ -1,4 +1,4 @@
-"""How a model uses the GPUs of a task, whether it has room there, and what else would have."""
+"""How a model uses a task's GPUs, whether it fits, and what would make it fit."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from slurmgpu.llm.needs import Model
 from slurmgpu.llm.splitting import check_vllm, obstacle_to, stored_method
 
 NODE_GPUS = (1, 2, 4, 8)
-"""How many GPUs of a node are proposed: few nodes have more."""
+"""GPUs per node that are proposed."""
 
 CARDS = (24e9, 48e9, 80e9, 141e9)
-"""Sizes of GPUs that are proposed."""
+"""Memory of GPUs that are proposed, in bytes."""
 
 LEAST_BATCH = 1024
-"""A smaller batch than this is proposed to nobody."""
+"""The smallest batch that is proposed, in tokens."""
 
 
 @dataclass(frozen=True)
 class Offer:
-    """What a task would hold: GPUs, over how many nodes, each one's bytes, and what `processes` asks for, if known."""
+    """A task's GPUs, its nodes, the bytes of a GPU if known, and the setting `processes`."""
 
     gpus: int
     nodes: int = 1
@@ -31,9 +31,9 @@ class Offer:
 
 @dataclass(frozen=True)
 class Choice:
-    """How a model would use an offer; `fits` is None if nothing tells the GPUs' memory.
+    """How a model uses an offer; `fits` is None if the GPUs' memory is unknown.
 
-    `obstacle` says why it cannot be split, if so; in a last resort it is spread for that reason alone.
+    `obstacle` says why it cannot be split, if so; `is_last_resort` means that it is spread only for that reason.
     """
 
     processes: str
@@ -45,7 +45,7 @@ class Choice:
 
 
 def choose(model: Model, offer: Offer) -> Choice:
-    """How the model uses the offer; SlurmGPUError where it cannot, for other reasons than room."""
+    """How the model uses the offer; SlurmGPUError if it cannot, for other reasons than memory."""
     is_asked = offer.processes == "per-gpu"
     if model.options.engine == "vllm":
         check_vllm(model.options, offer.gpus, is_asked=is_asked)
@@ -53,14 +53,14 @@ def choose(model: Model, offer: Offer) -> Choice:
     if is_asked and offer.gpus > 1 and obstacle:
         raise SlurmGPUError(
             f'{model.name} cannot be split over {offer.gpus} GPUs (processes = "per-gpu"): {obstacle}. '
-            f"Leave processes out: its layers are then spread over the GPUs, in one process."
+            f"Remove processes, which spreads its layers over the GPUs in one process."
         )
     if offer.gpus == 0:
         return Choice(offer.processes or "one")
     if offer.nodes > 1 and (obstacle or offer.processes == "one"):
         raise SlurmGPUError(
             f"{model.name} cannot be spread over {offer.nodes} nodes: "
-            f"{obstacle or 'one process sees the GPUs of its own node only'}. Ask for one node's GPUs."
+            f"{obstacle or 'one process sees only the GPUs of its own node'}. Ask for one node's GPUs."
         )
     memory = offer.gpu_memory
     one_suffices = memory is not None and model.memory.fits(1, memory, tensor_parallel=False)
@@ -82,7 +82,7 @@ def fits(model: Model, offer: Offer) -> bool:
 
 
 def what_fits(model: Model, offer: Offer) -> Iterator[str]:
-    """Changes of the run file, each of which alone makes the model fit."""
+    """Changes of the run file, each of which makes the model fit."""
     gpu_memory = offer.gpu_memory or 0
     for n_gpus in (each * offer.nodes for each in NODE_GPUS):
         if n_gpus > offer.gpus and fits(model, replace(offer, gpus=n_gpus)):
@@ -107,8 +107,11 @@ def what_fits(model: Model, offer: Offer) -> Iterator[str]:
 
 
 def most_tokens(model: Model, offer: Offer) -> int:
-    """The largest batch below the model's own that has room beside the weights, in whole LEAST_BATCHes; 0 for none."""
-    low, high = 0, -(-model.batch_tokens // LEAST_BATCH)  # in LEAST_BATCHes; the model's own batch does not fit
+    """The largest batch below the model's own that fits, in multiples of LEAST_BATCH; 0 if none does."""
+    low, high = (
+        0,
+        -(-model.batch_tokens // LEAST_BATCH),
+    )  # in multiples of LEAST_BATCH; the model's own batch does not fit
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(model.with_batch(middle * LEAST_BATCH), offer) else (low, middle)

@@ -1,7 +1,7 @@
-"""Our sampling within continuous batching: the same tokens as in static batches, for each request its own rules.
+"""Sampling in continuous batching, with the same tokens as in static batches, and rules for each request.
 
-Transformers lets a request bring arguments for logits processors, which it keeps in rows of int32 beside the batch, at
-the same place of memory for CUDA graphs. Nothing in here may ask a tensor for its value: a graph could not replay that.
+Transformers keeps a request's arguments for logits processors in rows of int32 beside the batch, at a fixed address for
+CUDA graphs. Code here must not read a tensor's value, which a graph could not replay.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ N_LANES = 7
 
 
 def arguments(encoded: Encoded) -> dict[str, Any]:
-    """What `add_request` takes beside the tokens of a request that is sampled; nothing for a greedy one."""
+    """The arguments of `add_request` for a sampled request; none for a greedy one."""
     sampling = encoded.request.sampling
     if sampling.temperature == 0:
         return {}
@@ -29,9 +29,9 @@ def arguments(encoded: Encoded) -> dict[str, Any]:
 
 
 def sampler(*, narrows: bool) -> Any:
-    """The manager's `logit_processor`: its greatest score is the request's next token.
+    """The manager's `logit_processor`: the greatest score is the request's next token.
 
-    `narrows` says whether any request has top_k, top_p or min_p; without, nothing needs to be sorted.
+    `narrows` says whether any request has top_k, top_p or min_p; if not, nothing is sorted.
     """
     import torch
     from transformers import LogitsProcessorList
@@ -63,7 +63,7 @@ def sampler(*, narrows: bool) -> Any:
     def _pack(states: list[Any]) -> Tensor:
         rows = [(state, state.logit_processor_kwargs.get(ARGUMENT, (0, 0, 0.0, 0, 1.0, 0.0))) for state in states]
         keys = torch.tensor([row[0] for _, row in rows], dtype=torch.int64)
-        # position_offset is past the last token that is known, also where the request was evicted and started again.
+        # position_offset is the number of known tokens, also after the request was evicted and restarted.
         counts = torch.tensor([[state.position_offset - row[1], row[3]] for state, row in rows], dtype=torch.int32)
         shares = torch.tensor([[row[2], row[4], row[5]] for _, row in rows], dtype=torch.float32)
         return torch.cat([keys.view(torch.int32).view(-1, 2), counts, shares.view(torch.int32)], dim=1).T

@@ -1,4 +1,4 @@
-"""Whether a folder holds what generates text: a decoder, and a tokenizer. Told from its small files."""
+"""Check by its small files that a model can generate text: a decoder with a tokenizer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slurmgpu.llm import hub
 from slurmgpu.llm.models import VOCABULARIES, ModelSource, read_json
 
 GENERATES = re.compile(r"CausalLM|LMHead|ConditionalGeneration|Decoder")
-"""What is in the names of the classes that generate text."""
+"""Parts of the names of classes that generate text."""
 
 OTHER_HEADS = re.compile(
     "For(MaskedLM|PreTraining|SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice|"
@@ -22,28 +22,28 @@ ENCODERS = (
     *("nomic_bert", "nystromformer", "roberta", "roberta-prelayernorm", "roformer", "squeezebert", "xlm-roberta"),
     *("xlm-roberta-xl", "xmod", "yoso"),
 )
-"""Values of model_type that are encoders, unless a class that generates is named. From transformers 5.23."""
+"""Values of model_type of encoders, unless `architectures` has a generating class. From transformers 5.23."""
 
 WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer")
 """Tokenizers of bytes and code points."""
 
 
 def check_decoder(source: ModelSource) -> None:
-    """Refuse an encoder or a classifier: as a generating model it would answer at random."""
+    """Refuse an encoder or a classifier, whose generated text would be random."""
     named = [str(name) for name in source.config.get("architectures") or ()]
     if any(GENERATES.search(name) for name in named):
         return
     kind = str(source.config.get("model_type"))
     if kind in ENCODERS or (named and all(OTHER_HEADS.search(name) for name in named)):
         raise SlurmGPUError(
-            f"model {source.name!r} is of the kind {' and '.join(named) or kind} (so its config.json), which does not "
-            f"generate text; expected a decoder with a head for text, such as a LlamaForCausalLM or a "
-            f"Qwen3ForCausalLM. For vectors of texts there is the workload embed."
+            f"model {source.name!r} is a {' and '.join(named) or kind} by its config.json, which does not generate "
+            f"text; expected a decoder with a language-model head, such as LlamaForCausalLM or Qwen3ForCausalLM. For "
+            f"vectors of texts use the workload embed."
         )
 
 
 def check_tokenizer(source: ModelSource) -> None:
-    """Refuse a folder without any file of a tokenizer."""
+    """Refuse a folder without a tokenizer."""
     folder = source.folder
     if any(next(folder.glob(pattern), None) for pattern in VOCABULARIES):
         return
@@ -51,7 +51,7 @@ def check_tokenizer(source: ModelSource) -> None:
     if "auto_map" in own or own.get("tokenizer_class") in WITHOUT_VOCABULARY:
         return
     advice = (
-        "Copy it there from the model that this one was made from; in Python: tokenizer.save_pretrained(folder)."
+        "Copy it from the base model, in Python with tokenizer.save_pretrained(folder)."
         if source.repository is None
         else f"{hub.FETCH}, if the repository has one."
     )

@@ -1,6 +1,6 @@
-"""What an engine is: it completes prompts, and says how likely given answers are. Workloads know nothing else of one.
+"""The interface of engines, which complete prompts and score given answers.
 
-No torch in here: settings are also checked on login nodes.
+No torch here: settings are also checked on login nodes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Batching = Literal["auto", "static", "continuous"]
 FinishReason = Literal["stop", "length", "error"]
 
 TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""What PyTorch calls each precision."""
+"""The precisions' names in PyTorch."""
 
 
 class Composed(str):
-    """A text that a template made: `quoted` are the (start, stop) of what comes from the item, the rest is ours."""
+    """A template's text; `quoted` are the (start, stop) of the parts that come from the item."""
 
     quoted: tuple[tuple[int, int], ...]
 
@@ -37,11 +37,11 @@ class Composed(str):
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a model is asked: chat `messages`, or plain `text`; and `answer`, how its answer begins, if that is given.
+    """Chat `messages`, or plain `text`, and perhaps the beginning of the `answer`.
 
-    The engine applies the chat template and tokenises; neither text nor answer is stripped. `system` belongs to a plain
-    text: a system message where the model has a chat template, else what comes before the text and a blank line.
-    What looks like a special token is text in all of these, but for what a `Composed` one does not quote.
+    The engine applies the chat template and tokenises; it strips nothing. `system` goes with a plain text: as a system
+    message if the model has a chat template, else before the text and a blank line. Special tokens are plain text in
+    all of these, except in the unquoted parts of a `Composed`.
     """
 
     text: str = ""
@@ -52,10 +52,10 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 leave no token out.
+    """How tokens are chosen. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 exclude no token.
 
-    A text of `stop` ends an answer and is not part of it. `logprobs` asks for each token's log-probability.
-    An answer for which the context has no room is an error, unless it is to `fit`: then it is cut there.
+    A text of `stop` ends an answer and is not part of it. `logprobs` asks for each token's log-probability. If the
+    context has no room for the answer, that is an error; with `fit` the answer is cut instead.
     """
 
     max_tokens: int = 512
@@ -70,7 +70,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """One completion that is wanted. `id` is the caller's; `key` (63 bits) is all that its random numbers depend on."""
+    """A wanted completion. `id` is the caller's; random numbers depend on `key` (63 bits) alone."""
 
     id: int
     prompt: Prompt
@@ -80,11 +80,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Output:
-    """One completion: `text` is the answer; `reasoning` what came before it, of models that mark that.
+    """A completion: `text` is the answer, `reasoning` the text before it if the model marks that.
 
-    `tokens` (int32) are all that were generated, an end-of-sequence token included. `logprobs` (float32, one for each
-    token) are those of the model itself, before temperature and its like; None unless asked for. `finish_reason` is
-    "stop" (the model ended, or a stop text came), "length", or "error", when `error` is a sentence.
+    `tokens` (int32) are all generated tokens with the end-of-sequence token. `logprobs` (float32, one for each token)
+    are the model's own, before temperature and filters; None unless requested. `finish_reason` is "stop" (the model
+    ended, or a stop text came), "length", or "error" with a sentence in `error`.
     """
 
     id: int
@@ -101,8 +101,8 @@ class Output:
 class Question:
     """A prompt with the answers to choose from.
 
-    Each `n_ways` choices that follow one another are ways to write the same answer. Choices of different answers that
-    are the same tokens are an error; those of one answer may be.
+    Each group of `n_ways` choices are spellings of one answer. Choices of different answers must not have the same
+    tokens; spellings of one answer may.
     """
 
     id: int
@@ -113,10 +113,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Scores:
-    """Of one question: log p(choice | prompt), natural logarithm, for each choice, and each choice's token count.
+    """log p(choice | prompt) (natural logarithm) and the token count of each choice of a question.
 
-    The choices exclude each other: what goes on as a longer choice counts for that one alone, so that "1" is what
-    begins with 1 and not with 10. A way to write an answer whose tokens an earlier way has is impossible (-inf).
+    The choices exclude each other: answers that continue as a longer choice count for that one only, so that "1" means
+    1 but not 10. A spelling with the tokens of an earlier one gets -inf.
     """
 
     id: int
@@ -127,7 +127,7 @@ class Scores:
 
 
 class Engine(Protocol):
-    """A loaded model. What fails for one request or question is its `error`; an exception concerns them all."""
+    """A loaded model. A failed request or question has an `error`; an exception concerns all of them."""
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Output]:
         """Each request's output, in the order in which they finish."""
@@ -136,16 +136,16 @@ class Engine(Protocol):
         """Each question's scores, in any order."""
 
     def close(self) -> None:
-        """Give back threads and memory."""
+        """End threads and free memory."""
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What an engine is made of: the model, how it computes, and how it makes batches.
+    """The model and the settings of an engine.
 
-    `batch_tokens` is the most tokens (prompt and answer) that a static batch may come to; None lets the engine choose.
-    `max_context` cuts what the model itself allows. `chat` says whether plain prompts are put into a chat template;
-    None: if the tokenizer has one. `chat_options` go to the template: enable_thinking, reasoning_effort …
+    `batch_tokens` is the most tokens (prompt and answer) of a static batch; None lets the engine choose. `max_context`
+    reduces the model's context. `chat` says whether plain prompts are put into the chat template; None if there is
+    one. `chat_options` go to the template: enable_thinking, reasoning_effort …
     """
 
     model: ModelSource
@@ -161,14 +161,13 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class Place:
-    """Where an engine computes: PyTorch's `device` name, the GPUs that this process sees, and torchrun's ranks.
+    """Where an engine computes: the `device` in PyTorch, the GPUs that this process sees, and its rank in a group.
 
-    `note(name, value)` records in the shard what changed its batches.
+    `note(name, value)` records changes of batching in the shard.
     """
 
     device: str
     gpus: int = 0
     rank: int = 0
     world_size: int = 1
-    local_rank: int = 0
     note: Callable[[str, int], None] = lambda name, value: None

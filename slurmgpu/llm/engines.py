@@ -1,4 +1,4 @@
-"""The engines by their names."""
+"""Open an engine by its name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from slurmgpu.llm.engine import Engine, EngineOptions, Place
 
 
 def open_engine(options: EngineOptions, place: Place) -> Engine:
-    """The engine that the options name, its model loaded."""
+    """The engine of the options, with its model loaded."""
     if options.engine == "vllm":
         from slurmgpu.llm.vllm_engine import VllmEngine
 

@@ -1,6 +1,6 @@
-"""Final answers: where a text says what it comes to, and the number that this is, also as LaTeX writes it.
+"""Find the final answer in a text, and its number, also in LaTeX.
 
-No pattern in here takes longer than in proportion to the text: models also write 100,000 blanks.
+All patterns take time in proportion to the text: models also write 100,000 blanks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 LONGEST = 400
-"""Characters of a number: what is longer is no answer, and slow to compute with."""
+"""The most characters of a number; longer ones are no answers, and slow."""
 
 # 1,234.5   -3/4   2 1/2   .5   6e23   50%
 _NUMBER = re.compile(
@@ -35,8 +35,8 @@ _PLAIN = [
 _MARK = re.compile(r"####|#(?=\s{0,8}[-+$.\d])")
 _BOX = "\\boxed{"
 
-# Of a text whose numbers are each a #: a sign or a function of mathematics, two numbers and no word between them, a
-# number times a letter, a letter plus something. Letters that are often units are left out.
+# In a text with # for each number: a sign or function of mathematics, two numbers without a word between them, a number
+# times a letter, a letter plus something. Letters that are often units are left out.
 _FORMULA = re.compile(
     r"\\[A-Za-z]|[\^√π∞±<>≤≥²³]|#[^A-Za-z#]*#|#\s?[bijnqruvwxyz](?![A-Za-z])"
     r"|(?<![A-Za-z])[A-Za-z]\s{0,3}[-+*×]|[-+*×]\s{0,3}[A-Za-z](?![A-Za-z])"
@@ -52,7 +52,7 @@ _N_WORDS_OF_AN_ANSWER = 3
 
 
 class Number(NamedTuple):
-    """A number as it is written, and its value; one in percent is a hundredth of what is written."""
+    """A number as written, and its value, a hundredth of what is written if it is in percent."""
 
     text: str
     value: Fraction
@@ -60,14 +60,14 @@ class Number(NamedTuple):
 
     @property
     def face(self) -> Fraction:
-        """The value of what is written, a percent sign left out."""
+        """The value without the percent sign."""
         return self.value * 100 if self.is_percent else self.value
 
 
 def marked(text: str) -> tuple[str | None, bool]:
-    r"""What a text marks as its answer, and whether a box does that.
+    r"""The marked answer in a text, or None, and whether it is boxed.
 
-    It is the content of the last `\boxed{}`, else what follows the last `####`, or `#` before a number; else None.
+    It is the content of the last `\boxed{}`, else the text after the last `####`, or after `#` before a number.
     """
     start = text.rfind(_BOX)
     if start >= 0:
@@ -77,10 +77,10 @@ def marked(text: str) -> tuple[str | None, bool]:
 
 
 def number_in(text: str) -> Number | None:
-    r"""The number that a text comes to; None without one, also where it is part of a formula, as in `3\sqrt{2}`.
+    r"""The number that a text gives as its answer; None without one, or if it is part of a formula as `3\sqrt{2}`.
 
-    It is the last number in `\boxed{}`, else the first behind the last `####` or `#`, else the last of all. Commas
-    between thousands, fractions, also LaTeX's, mixed numbers and powers of ten are understood.
+    It is the last number in `\boxed{}`, else the first after the last `####` or `#`, else the last of all. Thousands
+    separators, fractions, also in LaTeX, mixed numbers and powers of ten are understood.
     """
     answer, is_boxed = marked(text)
     plain = _plain(text if answer is None else answer)
@@ -97,10 +97,9 @@ def number_in(text: str) -> Number | None:
 
 
 def reference_number(text: str) -> Number | None:
-    """The number that a reference answer comes to, a solution's or one on its own; None if it is not just one number.
+    """The number of a reference answer or solution; None if it is not just one number.
 
-    Formulas, intervals, pairs, ratios and times are not; a solution in words, with nothing marked, is not looked at so
-    closely.
+    Formulas, intervals, pairs, ratios and times are None; a solution in words without a mark is checked less strictly.
     """
     answer, is_boxed = marked(text)
     lines = [line for line in (text if answer is None else answer).splitlines() if line.strip()]
@@ -114,25 +113,23 @@ def reference_number(text: str) -> Number | None:
 
 
 def _plain(text: str) -> str:
-    """A text with its LaTeX as people type it, as far as numbers need that."""
+    """A text with LaTeX replaced by plain text, as far as numbers need it."""
     for pattern, instead in _PLAIN:
         text = pattern.sub(instead, text)
     return text
 
 
 def _right_side(plain: str) -> str:
-    """What stands behind the last equals sign, if that has a digit."""
+    """The text after the last equals sign, if it has a digit."""
     right = plain.rpartition("=")[2]
     return right if any(each.isdigit() for each in right) else plain
 
 
 def _is_formula(plain: str) -> bool:
-    """Whether a text says something that is not one number."""
     return _FORMULA.search(_NUMBER.sub("#", plain.replace("#", " "))) is not None
 
 
 def _braced(text: str, start: int) -> str:
-    """What stands from `start` to the brace that closes it; to the end if none does."""
     depth = 1
     for position in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[position], 0)

@@ -1,4 +1,4 @@
-"""A model on its GPU, GPUs or CPU: from a checkpoint to something that computes, and what is known of it then."""
+"""Load a model and its tokenizer on GPUs or the CPU."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.caches import new_cache
 from slurmgpu.llm.engine import TORCH_NAMES, EngineOptions, Place
 from slurmgpu.llm.quantising import quantization_config
+from slurmgpu.llm.sizes import experts_of
 
 log = logging.getLogger(__name__)
 
 OWN_CACHES = ("minimax", "reformer", "rwkv", "xlnet", "xlstm")
-"""Model types that transformers gives a cache of another kind, or none; so generation/utils.py of 5.23."""
+"""Model types with another kind of cache, or none, by generation/utils.py of transformers 5.23."""
 
 COLLECTIVE_LIMIT = timedelta(hours=2)
-"""Reading a large model takes tens of minutes, and not every rank the same; NCCL would give up after ten."""
+"""Loading a large model takes tens of minutes, differently on each rank; NCCL's default is ten minutes."""
 
 FEW = 3
-"""So many weights are named of those that are wrong."""
+"""The number of wrong weights in a message."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model that is ready to compute, and its tokenizer.
+    """A loaded model and its tokenizer.
 
-    `eos_ids` end an answer; `context` is the most tokens of prompt and answer; `kv_bytes` is what the cache holds of
-    one token on the fullest device. `device` is where token ids go to, and where logits come from.
+    `eos_ids` end an answer; `context` is the most tokens of prompt and answer; `kv_bytes` are the cache's bytes of one
+    token on the fullest device; `device` has token ids and logits.
     """
 
     model: Any
@@ -48,13 +49,13 @@ class Loaded:
 
     @property
     def pad_id(self) -> int:
-        """A token for places that no row looks at."""
+        """The token for padding."""
         found = self.tokenizer.pad_token_id
         return int(found) if found is not None else 0
 
 
 def load_model(options: EngineOptions, place: Place) -> Loaded:
-    """The model and its tokenizer, on the device, the GPUs or the group of processes that `place` names."""
+    """Load the model and its tokenizer, on the device, the GPUs or the group of processes of `place`."""
     import torch
     from transformers import AutoConfig, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
@@ -62,26 +63,25 @@ def load_model(options: EngineOptions, place: Place) -> Loaded:
     from slurmgpu.llm.reading import read_ahead
 
     started = time.monotonic()
-    source: dict[str, Any] = {"pretrained_model_name_or_path": options.model.source}
+    source: dict[str, Any] = {"pretrained_model_name_or_path": str(options.model.folder)}
     source |= {"revision": options.model.revision, "trust_remote_code": options.trust_remote_code}
     config = AutoConfig.from_pretrained(**source)
     if getattr(config, "is_encoder_decoder", False):
         raise SlurmGPUError(
-            f"{options.model.name} is an encoder-decoder model ({config.model_type}), of which the engine "
-            "transformers has no batches; expected a decoder, as Llama, Qwen or gpt-oss are."
+            f"{options.model.name} is an encoder-decoder model ({config.model_type}), which the engine transformers "
+            "does not support; expected a decoder such as Llama, Qwen or gpt-oss."
         )
     if config.model_type in OWN_CACHES:
         raise SlurmGPUError(
-            f"{options.model.name} is a model of the type {config.model_type}, whose state is kept in another way than "
-            "the keys and values of which the engine transformers makes batches; expected a decoder, as Llama, Qwen or "
-            'gpt-oss are. engine = "vllm" may know it.'
+            f"{options.model.name} has the type {config.model_type}, whose cache the engine transformers does not "
+            'support; expected a decoder such as Llama, Qwen or gpt-oss. engine = "vllm" may support it.'
         )
     if options.precision == "fp32":
-        # An image's environment may have allowed TF32, which keeps 10 bits of the 23.
+        # The environment may allow TF32, which has 10 of the 23 bits.
         torch.set_float32_matmul_precision("highest")
     _check_memory(options, place)
     read_ahead(options.model.folder)
-    disable_progress_bar()  # this is read in files
+    disable_progress_bar()  # logs are files
     tokenizer = AutoTokenizer.from_pretrained(**source, padding_side="left")
     dtype = getattr(torch, TORCH_NAMES[options.precision])
     arguments = {**source, "config": config, "dtype": dtype, **_where(options, place, config)}
@@ -90,7 +90,7 @@ def load_model(options: EngineOptions, place: Place) -> Loaded:
     model, report = _from_pretrained(arguments)
     _check_whole(model, report, options)
     model.eval()
-    # What a checkpoint suggests for sampling is not what was asked for; only what ends an answer is taken from it.
+    # Of the checkpoint's generation config only the end of answers is used, not its sampling.
     eos_ids = _ids(model.generation_config, config.get_text_config(), tokenizer)
     loaded = Loaded(model, tokenizer, eos_ids, _context(options, config), _kv_bytes(model), model.device)
     _log(loaded, place, dtype, time.monotonic() - started)
@@ -98,7 +98,6 @@ def load_model(options: EngineOptions, place: Place) -> Loaded:
 
 
 def _check_memory(options: EngineOptions, place: Place) -> None:
-    """Refuse a model that has no room on these GPUs before its weights are read."""
     import torch
 
     from slurmgpu.llm.placement import check_fits
@@ -110,7 +109,7 @@ def _check_memory(options: EngineOptions, place: Place) -> None:
 
 
 def even_device_map(config: Any, n_devices: int, dtype: Any, *, trust_remote_code: bool = False) -> dict[str, int]:
-    """Which of `n_devices` each part of a model goes to, so that the fullest holds as little as can be.
+    """The device of each part of a model on `n_devices`, with as little as possible on the fullest.
 
     Accelerate's own maps fill the first devices, and leave no room for the cache there.
     """
@@ -123,7 +122,7 @@ def even_device_map(config: Any, n_devices: int, dtype: Any, *, trust_remote_cod
     size = sum(each.numel() * each.element_size() for each in {*model.parameters(), *model.buffers()})
 
     def map_within(limit: int) -> dict[str, int] | None:
-        # Accelerate keeps room for a layer free on the first device, here one of no size that only bears with it.
+        # Accelerate keeps room for a layer on the first device, here a dummy of no size.
         memory = {0: 0} | dict.fromkeys(range(1, n_devices + 1), limit)
         with _quiet("accelerate"):
             found = infer_auto_device_map(model, memory, whole, dtype=dtype, offload_buffers=True)
@@ -131,7 +130,7 @@ def even_device_map(config: Any, n_devices: int, dtype: Any, *, trust_remote_cod
             return None
         return {name: device - 1 for name, device in found.items()}
 
-    # The least limit within which all of it finds a place, to a percent.
+    # Bisect the least limit that holds the model, to a percent.
     low, high = size // n_devices, 2 * size
     best = map_within(high) or {"": 0}
     while high - low > size // n_devices // 100 + 1:
@@ -145,7 +144,6 @@ def even_device_map(config: Any, n_devices: int, dtype: Any, *, trust_remote_cod
 
 
 def _where(options: EngineOptions, place: Place, config: Any) -> dict[str, Any]:
-    """The arguments of `from_pretrained` that say where the model goes."""
     import torch
 
     if place.world_size > 1:
@@ -159,7 +157,7 @@ def _where(options: EngineOptions, place: Place, config: Any) -> dict[str, Any]:
 
 
 def _distributed(place: Place, config: Any) -> Any:
-    """How the processes of a group share the model: its matrices are split, and a mixture's experts handed out."""
+    """The sharing of the model in a group of processes: matrices are split, and experts distributed."""
     import torch
     from torch import distributed
     from transformers.distributed import DistributedConfig
@@ -168,14 +166,15 @@ def _distributed(place: Place, config: Any) -> Any:
     if on_gpu:
         torch.cuda.set_device(place.device)
     if not distributed.is_initialized():
-        # Continuous batching has its collectives in graphs, which are slower with this, and NCCL reads it only here.
+        # Collectives in CUDA graphs, as in continuous batching, are slower with this; NCCL reads it only here.
         os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
-        # Address and rank are torchrun's, in the environment.
+        # torchrun sets address and rank in the environment.
         bound = {"device_id": torch.device(place.device)} if on_gpu else {}
         distributed.init_process_group("nccl" if on_gpu else "gloo", timeout=COLLECTIVE_LIMIT, **bound)
-    # Never pp_size: with it generation gives wrong tokens (transformers 5.23).
+    # Never pp_size: it generates wrong tokens in transformers 5.23.
     wanted: dict[str, Any] = {"tp_size": place.world_size}
-    if _n_experts(config) and getattr(config.get_text_config(), "base_model_ep_plan", None):
+    text = config.get_text_config()
+    if experts_of(vars(text)) and getattr(text, "base_model_ep_plan", None):
         wanted |= {"ep_size": place.world_size, "enable_expert_parallel": True}
     known = {field.name for field in dataclasses.fields(DistributedConfig)}
     if "ep_size" in known:
@@ -183,17 +182,10 @@ def _distributed(place: Place, config: Any) -> Any:
     return DistributedConfig(**{name: value for name, value in wanted.items() if name in known})
 
 
-def _n_experts(config: Any) -> int:
-    text = config.get_text_config()
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    return next((int(getattr(text, name)) for name in names if getattr(text, name, None)), 0)
-
-
 def _from_pretrained(arguments: dict[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-    """The model, and transformers' account of which weights the checkpoint had."""
     from transformers import AutoModelForCausalLM
 
-    # Both would otherwise be a warning with a table, and an error that only names that table.
+    # Otherwise both are a warning with a table, or an error that refers to that table.
     arguments = {**arguments, "output_loading_info": True, "ignore_mismatched_sizes": True}
     found: tuple[Any, Mapping[str, Any]]
     try:
@@ -201,17 +193,17 @@ def _from_pretrained(arguments: dict[str, Any]) -> tuple[Any, Mapping[str, Any]]
     except ValueError as error:
         if "tensor parallel size" not in str(error):
             raise
-        raise SlurmGPUError(  # as transformers 5.20 refuses a vocabulary that does not divide; 5.23 takes it
-            f"the transformers of this image cannot split this model over so many GPUs: {error} Take another number of "
-            f'them, or a later transformers; or set processes = "one" in [resources], which spreads the layers.'
+        raise SlurmGPUError(  # transformers 5.20 refuses a vocabulary that does not divide; 5.23 accepts it
+            f"The transformers in this image cannot split this model over so many GPUs: {error} Use another number of "
+            f'GPUs, or a later transformers; or set processes = "one" in [resources], which spreads the layers.'
         ) from error
     return found
 
 
 def _check_whole(model: Any, report: Mapping[str, Any], options: EngineOptions) -> None:
-    """Refuse a model of which the checkpoint lacks weights: transformers has filled them with random numbers.
+    """Refuse a model whose checkpoint lacks weights, which transformers replaces by random numbers.
 
-    Weights that are tied to others are not among those missing.
+    Tied weights are not missing.
     """
     missing = sorted(report["missing_keys"])
     mismatched = [
@@ -222,20 +214,18 @@ def _check_whole(model: Any, report: Mapping[str, Any], options: EngineOptions) 
     said = [f"{verb} {_some(names)}" for verb, names in wrongs if names]
     if said:
         raise SlurmGPUError(
-            f"The checkpoint of {options.model.name}, in {options.model.folder}, does not hold every weight of a "
-            f"{type(model).__name__}: it {'; it '.join(said)}. Such a model would answer at random. Copy or convert "
-            f"the checkpoint again; a model without a head for text, an encoder or a bare trunk, cannot generate."
+            f"The checkpoint of {options.model.name}, in {options.model.folder}, does not fit a "
+            f"{type(model).__name__}: it {'; it '.join(said)}. Copy or convert the checkpoint again; a model without a "
+            f"language-model head cannot generate text."
         )
 
 
 def _some(names: Sequence[str]) -> str:
-    """The first names, and how many there are."""
     first = ", ".join(names[:FEW])
     return first if len(names) <= FEW else f"{first} and {len(names) - FEW} more ({len(names)} in all)"
 
 
 def _ids(*holders: Any) -> frozenset[int]:
-    """The end-of-sequence tokens that any of them names."""
     found: set[int] = set()
     for holder in holders:
         ids = getattr(holder, "eos_token_id", None)
@@ -250,15 +240,15 @@ def _context(options: EngineOptions, config: Any) -> int:
 
 
 def _kv_bytes(model: Any) -> int:
-    """What the cache holds of a token, on the fullest device.
+    """The cache's bytes of a token on the fullest device.
 
-    It is measured: kinds of model differ in what they cache, and plans in whether each process has all heads.
+    Measured, since models cache different things, and a process may have some or all heads.
     """
     import torch
 
     cache = new_cache(model)
     with torch.inference_mode():
-        # More than one: a single token would be taken for one of an answer.
+        # Several tokens: a single one would count as decoding.
         model(
             input_ids=torch.zeros(1, 4, dtype=torch.int64, device=model.device), past_key_values=cache, use_cache=True
         )
@@ -290,7 +280,6 @@ def _log(loaded: Loaded, place: Place, dtype: Any, seconds: float) -> None:
 
 @contextlib.contextmanager
 def _quiet(name: str) -> Any:
-    """Nothing below ERROR from one library's logger, for a while."""
     logger = logging.getLogger(name)
     before = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,6 +1,6 @@
-"""Metrics of labels and verdicts, from exact counts; None for what is undefined, as the precision of an unused label.
+"""Metrics of labels and verdicts, from exact counts; None if undefined, as the precision of an unused label.
 
-A matrix is counts[truth, predicted] over the labels; further columns may follow, for what is no label.
+A matrix is counts[truth, predicted] over the labels; more columns may follow for predictions that are no label.
 """
 
 from __future__ import annotations
@@ -15,33 +15,28 @@ import numpy.typing as npt
 Counts = npt.NDArray[np.int64]
 
 
-def wilson_interval(n_right: int, n: int, z: float = 1.959963984540054) -> tuple[float, float] | None:
-    """The interval of a share of which `n_right` of `n` were seen, with 95 % confidence (Wilson 1927); None for n = 0.
+def wilson_interval(n_right: int, n: int) -> list[float] | None:
+    """The 95 % confidence interval of the share `n_right` / `n` (Wilson 1927); None for n = 0.
 
-    Unlike the share ± its standard error, it stays within 0 and 1, and is right for few items and shares near them.
+    Unlike the share ± its standard error, it stays within 0 and 1, and holds for few items and for shares near 0 or 1.
     """
     if n == 0:
         return None
+    z = 1.959963984540054  # the quantile of 97.5 %
     share, spread = n_right / n, z * z / n
     middle = (share + spread / 2) / (1 + spread)
     half = z / (1 + spread) * math.sqrt(share * (1 - share) / n + spread / (4 * n))
-    # Rounding must not leave 0 and 1 out of the intervals that touch them.
-    return (0.0 if n_right == 0 else middle - half, 1.0 if n_right == n else middle + half)
-
-
-def wilson_list(n_right: int, n: int) -> list[float] | None:
-    """The same as JSON has it."""
-    interval = wilson_interval(n_right, n)
-    return None if interval is None else list(interval)
+    # Exact at the ends, without rounding errors.
+    return [0.0 if n_right == 0 else middle - half, 1.0 if n_right == n else middle + half]
 
 
 def ratio(part: float, whole: int) -> float | None:
-    """A share, or a mean; None of nothing."""
+    """A share, or a mean; None if `whole` is 0."""
     return part / whole if whole else None
 
 
 def count_matrix(pairs: Mapping[tuple[str, str], int], labels: Sequence[str]) -> Counts:
-    """counts[truth, predicted] of (truth, predicted) pairs; the last column is what is no label.
+    """counts[truth, predicted] of (truth, predicted) pairs; the last column counts predictions that are no label.
 
     Pairs whose truth is no label are left out.
     """
@@ -66,13 +61,13 @@ def class_metrics(counts: Counts) -> dict[str, list[float | None]]:
 
 
 def macro_f1(counts: Counts) -> float | None:
-    """The mean of the labels' F1, over the labels that occur, as a truth or a prediction."""
+    """The mean F1 of the labels that occur as a truth or a prediction."""
     found = [f1 for f1 in class_metrics(counts)["f1"] if f1 is not None]
     return sum(found) / len(found) if found else None
 
 
 def cohen_kappa(counts: Counts) -> float | None:
-    """Agreement of two raters beyond chance (Cohen 1960), of a square matrix; None where chance alone agrees fully."""
+    """Agreement of two raters beyond chance (Cohen 1960), from a square matrix; None if chance alone agrees fully."""
     n = int(counts.sum())
     if n == 0:
         return None
@@ -82,7 +77,7 @@ def cohen_kappa(counts: Counts) -> float | None:
 
 
 def label_rates(counts: Counts, label: int) -> dict[str, float | None]:
-    """Of one label against all others: how often it is given, where it is true, and where it is not."""
+    """One label against all others: how often it is predicted, if it is true, and if it is not."""
     given, true, n = int(counts[:, label].sum()), int(counts[label].sum()), int(counts.sum())
     right = int(counts[label, label])
     return {
@@ -93,16 +88,16 @@ def label_rates(counts: Counts, label: int) -> dict[str, float | None]:
 
 
 def classification_summary(counts: Counts, labels: Sequence[str], n_failed: int = 0) -> dict[str, Any]:
-    """Accuracy with its interval, macro F1, each label's metrics and the confusion matrix, as JSON has them.
+    """Accuracy with its interval, macro F1, each label's metrics and the confusion matrix, for JSON.
 
-    Items that failed, and so have no truth, count as wrong in the accuracy, as do those without a label.
+    Failed items, which have no truth, and items without a label count as wrong in the accuracy.
     """
     n, n_right = int(counts.sum()) + n_failed, int(np.trace(counts))
     metrics, support = class_metrics(counts), counts.sum(axis=1).tolist()
     names = (*labels, "(none)")[: counts.shape[1]]
     return {
         "accuracy": ratio(n_right, n),
-        "accuracy_interval": wilson_list(n_right, n),
+        "accuracy_interval": wilson_interval(n_right, n),
         "macro_f1": macro_f1(counts),
         "by_label": {
             label: {"n": support[i], **{name: values[i] for name, values in metrics.items()}}

@@ -1,37 +1,47 @@
-"""Models by name: where their files are, and what those say without being loaded. No torch, no transformers."""
+"""Find models by name, and read, check and fetch their files, without torch and transformers."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm import hub
+from slurmgpu.util.hashing import digest_of
 
 QUANTIZATIONS = ("8bit", "4bit", "fp8")
-"""What may follow a model's name, after a hyphen."""
+"""Suffixes of a model's name, after a hyphen."""
 
 PACKAGE = "package:"
 
 VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "tekken.json", "*.tiktoken", "tokenization_*.py")
-"""Files, one of which any tokenizer has; of some of its own code."""
+"""Every tokenizer has at least one of these files; some have their own code."""
+
+MATTERS = (
+    *("config.json", "generation_config.json", "tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template*", "preprocessor_config.json", "*.py"),
+    *("*.safetensors", "*.index.json", "pytorch_model*", "adapter_*"),
+)
+"""Files that `from_pretrained` reads; others in the folder may change."""
+
+N_READERS = 8
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model: what `from_pretrained` takes (`source`), and what its small files say.
+    """A model and its small files.
 
-    `folder` holds at least config.json; `quantization` is what a suffix of the name asks for ("8bit", "4bit", "fp8"),
-    or None; `config` is the content of config.json. `source` is a folder, too, so that loading asks no network.
-    Of a model of the hub, `repository` is its name there, `revision` the commit, and `asked` the revision asked for.
+    `folder` has at least config.json, whose content is `config`; `quantization` is the suffix of the name ("8bit",
+    "4bit", "fp8") or None. For a model of the hub, `repository` is its name there, `revision` the commit, and `asked`
+    the revision in the settings.
     """
 
     name: str
-    source: str
     folder: Path
     revision: str | None
     quantization: str | None
@@ -41,27 +51,27 @@ class ModelSource:
 
 
 def find_model(model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> ModelSource:
-    """The model of that name: a folder, a name on the hub, or "package:NAME"; a sentence where there is none.
+    """The model of that name: a folder, a name on the hub, or "package:NAME"; SlurmGPUError if there is none.
 
-    A name may end in -8bit, -4bit or -fp8, unless it is as a whole that of a folder, or of a model of the hub.
+    A name may end in -8bit, -4bit or -fp8, unless the whole name is that of a folder or a model of the hub.
     """
-    found = _as_named(model, revision)
-    quantization = None
-    if found is None:
-        stem, _, suffix = model.rpartition("-")
-        if suffix in QUANTIZATIONS:
-            found, quantization = _without_suffix(model, stem, suffix, revision)
-        else:
-            found = locate(model, revision)
-    folder, repository = found
+    stem, _, quantization = model.rpartition("-")
+    if quantization not in QUANTIZATIONS or _as_named(model, revision) is not None:
+        stem, quantization = model, ""
+    try:
+        folder, repository = locate(stem, revision)
+    except hub.UnknownRepositoryError:
+        if not quantization:
+            raise
+        quantization = ""  # some names on the hub end like this
+        folder, repository = locate(model, revision)
     config = read_json(folder / "config.json")
     _check(model, folder, config, quantization, trust_remote_code=trust_remote_code)
     commit = revision if repository is None else folder.name
-    return ModelSource(model, str(folder), folder, commit, quantization, config, repository, revision)
+    return ModelSource(model, folder, commit, quantization or None, config, repository, revision)
 
 
 def _as_named(model: str, revision: str | None) -> tuple[Path, str | None] | None:
-    """The model of the whole name, if it is a folder or in the hub's cache."""
     folder = Path(model).expanduser()
     if model and folder.is_dir():
         return folder.absolute(), None
@@ -71,17 +81,8 @@ def _as_named(model: str, revision: str | None) -> tuple[Path, str | None] | Non
     return None if snapshot is None else (snapshot, model)
 
 
-def _without_suffix(
-    model: str, stem: str, suffix: str, revision: str | None
-) -> tuple[tuple[Path, str | None], str | None]:
-    try:
-        return locate(stem, revision), suffix
-    except hub.UnknownRepositoryError:
-        return locate(model, revision), None  # some names on the hub do end so
-
-
 def locate(model: str, revision: str | None = None) -> tuple[Path, str | None]:
-    """The folder with a model's small files, and its name on the hub if it is from there. No suffix is understood."""
+    """The folder with a model's small files, and its name on the hub if it is from there; without suffixes."""
     if model.startswith(PACKAGE):
         return _in_package(model.removeprefix(PACKAGE)), None
     found = _as_named(model, revision)
@@ -90,10 +91,10 @@ def locate(model: str, revision: str | None = None) -> tuple[Path, str | None]:
     if "://" in model:
         *_, name = model.partition("://")
         short = "/".join(name.split("/")[1:3])
-        raise SlurmGPUError(f"model {model!r} is an address; expected the model's name on the hub, here {short!r}.")
+        raise SlurmGPUError(f"model {model!r} is a URL; expected the model's name on the hub, here {short!r}.")
     if _is_path(model):
         raise SlurmGPUError(
-            f"there is no folder {model!r}, seen from {Path.cwd()};"
+            f"there is no folder {model!r} in {Path.cwd()};"
             ' expected the folder of a model, its name on the hub, or "package:NAME".'
         )
     return hub.download(model, revision), model
@@ -107,20 +108,20 @@ def _in_package(name: str) -> Path:
     """The model's folder in an installed package, found without importing it: its imports may be slow."""
     spec = importlib.util.find_spec(name) if name.isidentifier() else None
     if spec is None:
-        raise SlurmGPUError(f"there is no package {name!r} here; install it, or give the name that `import` takes.")
+        raise SlurmGPUError(f"there is no package {name!r} here; install it, or use the name for `import`.")
     roots = spec.submodule_search_locations or ()
     configs = [path for root in roots for path in Path(root).rglob("config.json")]
     folders = sorted(str(path.parent) for path in configs if "model_type" in read_json(path))
     if len(folders) != 1:
         raise SlurmGPUError(
-            f"package {name!r} has {', '.join(folders) or 'none'}; expected the folder of one model."
-            " Give the path of a folder instead."
+            f"package {name!r} has {len(folders)} folders of models: {', '.join(folders) or 'none'}; expected one. Set "
+            f"model to the path of a folder."
         )
     return Path(folders[0])
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds; an empty mapping where there is no such file."""
+    """The content of a JSON file; an empty mapping if there is no such file."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -129,47 +130,47 @@ def read_json(path: Path) -> Any:
         raise SlurmGPUError(f"{path} cannot be read as JSON: {error}.") from error
 
 
-def _check(model: str, folder: Path, config: Any, quantization: str | None, *, trust_remote_code: bool) -> None:
+def _check(model: str, folder: Path, config: Any, quantization: str, *, trust_remote_code: bool) -> None:
     if not isinstance(config, Mapping) or not config:
         raise SlurmGPUError(
-            f"model {model!r}: {folder} has no config.json; expected the folder of a model, as `save_pretrained` and "
-            f"the hub make it, with config.json, the weights and the tokenizer."
+            f"model {model!r}: {folder} has no config.json; expected a model's folder with config.json, weights and "
+            f"tokenizer, as `save_pretrained` writes it."
         )
     if quantization and (own := config.get("quantization_config")):
-        method = own.get("quant_method", "of its own")
+        method = own.get("quant_method", "unknown method")
         raise SlurmGPUError(
-            f"model {model!r}: the suffix -{quantization} asks for a quantised variant, and the checkpoint in {folder} "
-            f"is one already (quantization_config in its config.json: {method}). Leave the suffix out."
+            f"model {model!r}: the suffix -{quantization} quantises a model, and the checkpoint in {folder} is already "
+            f"quantised (quantization_config in its config.json: {method}). Remove the suffix."
         )
     if "model_type" not in config and "auto_map" in config and not trust_remote_code:
         raise SlurmGPUError(
-            f"model {model!r} comes with code of its own, which is not run unless you say so: read it, in {folder}, "
-            f"and set trust_remote_code = true."
+            f"model {model!r} has its own code, which is not run without permission: read it, in {folder}, and set "
+            f"trust_remote_code = true."
         )
 
 
 def cache_of(source: ModelSource) -> Path | None:
-    """The hub's cache in which a model was found; None for a model that is not of the hub."""
+    """The hub's cache with a model; None for a model that is not from the hub."""
     return None if source.repository is None else source.folder.parent.parent.parent
 
 
 def files_of(source: ModelSource) -> list[Path]:
-    """What a container must see to load a model: its folder; of the hub's cache also what links in it lead to."""
+    """Paths that a container needs to load a model; in the hub's cache with the targets of links."""
     if source.name.startswith(PACKAGE):
-        return []  # the image has a package of its own
+        return []  # the image has its own package
     # snapshots/COMMIT/FILE → ../../blobs/DIGEST
     return [source.folder if source.repository is None else source.folder.parent.parent]
 
 
 def fetch(source: ModelSource) -> str:
-    """Download a model's weights, tokenizer and code to the hub's cache; a sentence with size and place."""
+    """Download a model's weights, tokenizer and code to the hub's cache; returns a sentence with size and place."""
     return fetch_files(source.folder, source.repository, source.asked)
 
 
 def fetch_files(folder: Path, repository: str | None, revision: str | None) -> str:
-    """Download what `locate` found on the hub; a sentence with size and place."""
+    """Download the result of `locate` from the hub; returns a sentence with size and place."""
     if repository is None:
-        return f"the model lies in {folder}, {_size(folder)}: there is nothing to download"
+        return f"the model is in {folder}, {_size(folder)}: there is nothing to download"
     try:
         folder = hub.download_all(repository, revision)
     except hub.UnreachedError:
@@ -186,7 +187,7 @@ def _at(repository: str, folder: Path, revision: str | None) -> str:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether a snapshot has weights and a tokenizer: its files appear once they are complete."""
+    """Whether a snapshot has weights and a tokenizer; incomplete files are not in it."""
     indices = [folder / f"{name}.index.json" for name in ("model.safetensors", "pytorch_model.bin")]
     listed = next((set(read_json(path).get("weight_map", {}).values()) for path in indices if path.is_file()), set())
     single = [path for pattern in ("*.safetensors", "pytorch_model*.bin") for path in folder.glob(pattern)]
@@ -197,3 +198,37 @@ def _is_whole(folder: Path) -> bool:
 def _size(folder: Path) -> str:
     size_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"
+
+
+def digests_of(source: ModelSource) -> dict[str, str] | None:
+    """A digest of each file in a model's folder that loading reads; None for models of the hub and of packages.
+
+    A commit or a version pins these. Digests ignore times, so that a copy of the folder is equal.
+    """
+    if source.repository is not None or source.name.startswith(PACKAGE):
+        return None
+    paths = sorted({path for pattern in MATTERS for path in source.folder.glob(pattern) if path.is_file()})
+    with ThreadPoolExecutor(N_READERS) as readers:
+        return {path.name: digest for path, digest in zip(paths, readers.map(digest_of, paths), strict=True)}
+
+
+def check_unchanged(source: ModelSource, planned: Mapping[str, str]) -> None:
+    """SlurmGPUError with the changed files if a model's folder has changed since planning."""
+    found = digests_of(source) or {}
+    changes = {
+        "changed": [name for name in planned if name in found and found[name] != planned[name]],
+        "missing": [name for name in planned if name not in found],
+        "new": [name for name in found if name not in planned],
+    }
+    if any(changes.values()):
+        said = "; ".join(
+            f"{_some(names)} {'is' if len(names) == 1 else 'are'} {how}" for how, names in changes.items() if names
+        )
+        raise SlurmGPUError(
+            f"The model in {source.folder} has changed since this run was planned: {said}. Restore the former files "
+            f"and resubmit, or plan a new run in another run directory."
+        )
+
+
+def _some(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} other{'s' if len(names) > 2 else ''}"

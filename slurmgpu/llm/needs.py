@@ -1,4 +1,4 @@
-"""What a model needs as a run wants it: its weights in the precision or variant that is asked for, and a batch."""
+"""The memory of a model in a run: its weights in the run's precision or variant, and a batch's cache."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from slurmgpu.llm.memory import Memory
 from slurmgpu.llm.sizes import (
     ITEM_BYTES,
     QUANTIZED_BYTES,
@@ -25,15 +24,57 @@ if TYPE_CHECKING:
 
 ROWS = 8
 ROW_TOKENS = 4096
-"""The batch that there must be room for, where the run file names none."""
+"""The batch that must fit if the run file sets none."""
 
 USUAL_LAYERS = 32
-"""Layers of a model whose config.json does not say how many it has."""
+"""Layers of a model whose config.json does not tell."""
+
+USABLE = 0.92
+RUNTIME_BYTES = 1.5e9
+"""The share of a GPU's memory for weights and cache, less RUNTIME_BYTES; CUDA and fragments need the rest."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a model: weights that can be split over GPUs, weights that cannot, and the batch's cache.
+
+    The cache is split by key-value heads into at most `cache_parts`; more GPUs than that hold copies.
+    """
+
+    split: float
+    whole: float
+    cache: float
+    layers: int
+    cache_parts: int = 1_000
+
+    @property
+    def weights(self) -> float:
+        """Bytes of all weights."""
+        return self.split + self.whole
+
+    def on_each(self, n_gpus: int, *, tensor_parallel: bool) -> tuple[float, float]:
+        """Weights and cache on the fullest of `n_gpus`."""
+        if n_gpus == 1:
+            return self.weights, self.cache
+        if tensor_parallel:
+            return self.split / n_gpus + self.whole, self.cache / min(n_gpus, self.cache_parts)
+        # Layers stay whole, so that one GPU may have one more than its share.
+        layers = min(1.0, 1 / n_gpus + 1 / max(1, self.layers))
+        return self.weights * layers, self.cache * layers
+
+    def fits(self, n_gpus: int, gpu_memory: float, *, tensor_parallel: bool) -> bool:
+        """Whether it fits on so many GPUs."""
+        return sum(self.on_each(n_gpus, tensor_parallel=tensor_parallel)) <= usable(gpu_memory)
+
+
+def usable(gpu_memory: float) -> float:
+    """Bytes of a GPU that weights and cache may fill."""
+    return max(0.0, USABLE * gpu_memory - RUNTIME_BYTES)
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model as the run wants it, and what is known of it."""
+    """A model as the run uses it, with its sizes."""
 
     options: EngineOptions
     weights: Weights
@@ -48,7 +89,7 @@ class Model:
 
     @property
     def variant(self) -> str:
-        """In what it is computed, in words."""
+        """The precision or quantisation, in words."""
         method = stored_method(self.options.model.config)
         if method:
             return f"as stored ({method})"
@@ -56,19 +97,19 @@ class Model:
         return f"{quantization}, the rest {self.options.precision}" if quantization else self.options.precision
 
     def with_batch(self, tokens: int) -> Model:
-        """The same with another batch."""
+        """The model with another batch."""
         row_tokens = min(tokens, _row_tokens(self.options))
         memory = replace(self.memory, cache=float(self.cache.of(tokens, row_tokens)))
         return replace(self, memory=memory, batch_tokens=tokens)
 
     def quantized(self, suffix: str) -> Model:
-        """The same as a quantised variant; its headers are not read again."""
+        """The model as a quantised variant, without reading its files again."""
         source = replace(self.options.model, quantization=suffix)
         return _model(replace(self.options, model=source), self.weights).with_batch(self.batch_tokens)
 
 
 def look_at(options: EngineOptions) -> Model:
-    """What the options' model needs, from its files."""
+    """The model of the options, from its files."""
     return _model(options, weights_of(options.model))
 
 
@@ -78,7 +119,7 @@ def _model(options: EngineOptions, weights: Weights) -> Model:
     sizes = _sizes(weights, options.precision, source.quantization, stored=stored)
     by_experts = config.get("model_type") in EXPERT_PARALLEL and options.engine == "transformers"
     split = {"experts"} if by_experts else {"linear", "experts", "head"}
-    is_whole = by_experts or bool(config.get("kv_lora_rank"))  # a latent is one for all heads
+    is_whole = by_experts or bool(config.get("kv_lora_rank"))  # all heads share a latent
     memory = Memory(
         split=sum(size for group, size in sizes.items() if group in split),
         whole=sum(size for group, size in sizes.items() if group not in split),
@@ -95,7 +136,6 @@ def _row_tokens(options: EngineOptions) -> int:
 
 
 def _sizes(weights: Weights, precision: str, quantization: str | None, *, stored: bool) -> Mapping[str, float]:
-    """Bytes in memory of each group of weights."""
     if stored:
         return weights.stored_bytes
     width = dict.fromkeys(weights.numbers, float(ITEM_BYTES[precision]))

@@ -1,4 +1,4 @@
-"""Parsing: what a model's free answer says, by a regular expression, as JSON, or by the labels that it names."""
+"""Parse a model's free answer by a regular expression, as JSON, or for labels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from slurmgpu.errors import ItemError, SlurmGPUError
 
 TIME_LIMIT_S = 10.0
-"""How long one pattern may search one text: some take longer with each character than the world will last."""
+"""The most time of one search: some patterns need exponential time."""
 
 
 @dataclass(frozen=True)
@@ -24,25 +24,22 @@ class Pattern:
 
 
 def compile_pattern(pattern: str, name: str = "pattern") -> Pattern:
-    """A setting's regular expression, with `^` and `$` for lines; SlurmGPUError unless it has one group, or none."""
+    """A setting's regular expression, with `^` and `$` for lines; SlurmGPUError for more than one group."""
     try:
         n_groups = re.compile(pattern, re.MULTILINE).groups
     except re.error as error:
-        raise SlurmGPUError(f"{name} is {pattern!r}, which is no regular expression: {error}.") from error
+        raise SlurmGPUError(f"{name} is {pattern!r}, which is not a regular expression: {error}.") from error
     if n_groups > 1:
         raise SlurmGPUError(
-            f"{name} is {pattern!r}, which has {n_groups} groups; expected one, around what is wanted. "
-            f"Write (?:…) for the others."
+            f"{name} is {pattern!r}, which has {n_groups} groups; expected one, around the answer. Write (?:…) for the "
+            f"others."
         )
     return Pattern(pattern, name, n_groups)
 
 
 def search_all(pattern: Pattern, text: str) -> list[str]:
-    """What the pattern's group holds at each match (the whole match without a group), in order.
-
-    ItemError where that takes longer than TIME_LIMIT_S.
-    """
-    # A dependency of transformers, which login nodes may lack; the standard library's re knows no time limit.
+    """The pattern's group in each match, or the whole match without a group; ItemError after TIME_LIMIT_S."""
+    # A dependency of transformers, which login nodes may lack; the standard library's re has no time limit.
     import regex
 
     matches = regex.finditer(pattern.text, text, regex.MULTILINE, timeout=TIME_LIMIT_S)
@@ -51,22 +48,19 @@ def search_all(pattern: Pattern, text: str) -> list[str]:
     except TimeoutError as error:
         raise ItemError(
             f"{pattern.name} {pattern.text!r:.200} took more than {TIME_LIMIT_S:g} s to search a text of {len(text)} "
-            f"characters; expected one whose repetitions do not overlap, as those of (a+)+ do"
+            f"characters; expected a pattern without overlapping repetitions such as (a+)+"
         ) from error
     return [each for each in found if each is not None]
 
 
 def search_last(pattern: Pattern, text: str) -> str | None:
-    """What `search_all` finds last; None without a match."""
+    """The last result of `search_all`; None without a match."""
     found = search_all(pattern, text)
     return found[-1] if found else None
 
 
 def json_field(text: str, field: str) -> Any:
-    """The value of `field` in the last JSON object of a text that has it; None without one.
-
-    There may be words, or a code fence, around the object.
-    """
+    """The value of `field` in the last JSON object in a text that has it; None without one."""
     found = None
     for value in _objects(text):
         if field in value:
@@ -75,19 +69,19 @@ def json_field(text: str, field: str) -> Any:
 
 
 class Labels:
-    """Finds a label in what a model wrote. Upper and lower case are one, unless labels differ in nothing else."""
+    """Finds a label in a text, ignoring case unless labels differ only in case."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = tuple(names)
         folded = {name.casefold(): name for name in self.names}
         self._folds = len(folded) == len(self.names)
         self._known = folded if self._folds else {name: name for name in self.names}
-        # The longest first: "hate speech" is not "hate".
+        # The longest first: "hate speech" before "hate".
         longest_first = "|".join(map(re.escape, sorted(self.names, key=lambda name: -len(name))))
         self._pattern = re.compile(rf"(?<![\w-])(?:{longest_first})(?![\w-])", re.IGNORECASE if self._folds else 0)
 
     def exactly(self, text: str) -> str | None:
-        """The label that a text is, white space and punctuation around it aside; None for anything else."""
+        """The label that a text is, without white space and punctuation at its ends; else None."""
         for stripped in (text.strip(), text.strip(" \t\r\n.,;:!?\"'`*()[]{}<>")):
             found = self._known.get(stripped.casefold() if self._folds else stripped)
             if found is not None:
@@ -95,10 +89,7 @@ class Labels:
         return None
 
     def within(self, text: str) -> str | None:
-        """The label that a text names: all of it, or its last line, or the text names one and no other.
-
-        A text that names several, so that one would have to be guessed, gives None.
-        """
+        """The label that is a text or its last line, or the only one named in these; None if it is ambiguous."""
         lines = [line for line in text.splitlines() if line.strip()]
         for part in (text, *lines[-1:]):
             found = self.exactly(part)
@@ -112,7 +103,6 @@ class Labels:
 
 
 def _objects(text: str) -> Iterator[Mapping[str, Any]]:
-    """The JSON objects of a text, those within others aside."""
     decoder, position = json.JSONDecoder(), text.find("{")
     while position >= 0:
         try:
@@ -124,14 +114,14 @@ def _objects(text: str) -> Iterator[Mapping[str, Any]]:
         position = text.find("{", end)
 
 
-def check_labels(labels: Sequence[str], name: str = "labels", n_least: int = 2) -> tuple[str, ...]:
-    """The labels; SlurmGPUError if there are too few, an empty one, or one twice."""
+def check_labels(labels: Sequence[str], name: str = "labels") -> tuple[str, ...]:
+    """The labels; SlurmGPUError for too few, an empty one, or a repeated one."""
     found = tuple(labels)
-    if len(found) < n_least:
-        raise SlurmGPUError(f"{name} has {len(found)} of them: {list(found)}; expected at least {n_least}.")
+    if len(found) < 2:
+        raise SlurmGPUError(f"{name} has {len(found)}: {list(found)}; expected at least 2.")
     for number, label in enumerate(found):
         if not label.strip():
             raise SlurmGPUError(f"{name} holds {label!r}; expected a text to choose.")
         if label in found[:number]:
-            raise SlurmGPUError(f"{name} holds {label!r} twice; leave one out.")
+            raise SlurmGPUError(f"{name} holds {label!r} twice; remove one.")
     return found

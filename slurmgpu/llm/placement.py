@@ -1,4 +1,4 @@
-"""Where a model goes: onto one GPU, split or spread over several, or nowhere. Computed before anything is queued."""
+"""A model's placement: on one GPU, split or spread over several, or an error. Computed before anything is queued."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm import hub
 from slurmgpu.llm.batching import CPU_TOKENS
 from slurmgpu.llm.choosing import Choice, Offer, choose, what_fits
-from slurmgpu.llm.memory import RUNTIME_BYTES, USABLE, usable
-from slurmgpu.llm.needs import ROW_TOKENS, Model, look_at
+from slurmgpu.llm.needs import ROW_TOKENS, RUNTIME_BYTES, USABLE, Model, look_at, usable
 from slurmgpu.llm.sizes import text_config
 from slurmgpu.llm.splitting import stored_method
 
@@ -20,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def place(options: EngineOptions, share: Share) -> tuple[str, tuple[str, ...]]:
-    """How many processes a task needs for the model ("one" or "per-gpu"), and lines that say why, with numbers.
+    """A task's processes for the model ("one" or "per-gpu"), and lines that explain it with numbers.
 
-    SlurmGPUError where it does not fit, says what would; and where its weights are not here.
+    SlurmGPUError if it does not fit, with proposals, or if weights are missing.
     """
     model = look_at(options)
     if share.gpus == 0:
@@ -36,7 +35,7 @@ def place(options: EngineOptions, share: Share) -> tuple[str, tuple[str, ...]]:
 
 
 def check_fits(options: EngineOptions, gpu_bytes: int, n_gpus: int = 1, *, tensor_parallel: bool = False) -> None:
-    """Refuse, before weights are read, a model that has no room on this machine's GPUs; the batch may be small."""
+    """Refuse a model that does not fit on this machine's GPUs with a small batch, before weights are read."""
     model = look_at(options)
     model = model.with_batch(min(model.batch_tokens, ROW_TOKENS))
     if not model.memory.fits(n_gpus, gpu_bytes, tensor_parallel=tensor_parallel):
@@ -44,26 +43,21 @@ def check_fits(options: EngineOptions, gpu_bytes: int, n_gpus: int = 1, *, tenso
         raise _too_large(model, Offer(n_gpus, gpu_memory=gpu_bytes), choice)
 
 
-# Saying it.
-
-
 def _lines(model: Model, offer: Offer, choice: Choice) -> Iterable[str]:
     if offer.gpus == 0:
-        yield _on_cpus(model)
+        size = _gb(model.memory.weights + model.memory.cache + RUNTIME_BYTES)
+        yield f"On CPUs: each task needs about {size} of memory."
         return
     yield _without_memory(model, offer, choice) if offer.gpu_memory is None else _on_gpus(model, offer, choice)
     if offer.gpus > 1 and choice.one_suffices:
-        yield (
-            f"One GPU suffices: --array makes {offer.gpus} replicas of it, each of which takes shards. "
-            f"Several GPUs for one copy are slower than as many copies."
-        )
+        yield (f"One GPU suffices: --array makes {offer.gpus} replicas, which is faster than one copy on several GPUs.")
     elif choice.is_last_resort:
-        yield f"Spread by layers, only one GPU computes at a time; it cannot be split, since {choice.obstacle}."
+        yield f"Spread by layers, one GPU computes at a time; the model cannot be split: {choice.obstacle}."
     vocabulary = int(text_config(model.options.model.config).get("vocab_size") or 0)
     if choice.processes == "per-gpu" and vocabulary % offer.gpus:
         yield (
             f"Its vocabulary of {vocabulary:,} does not divide by {offer.gpus}, which transformers before 5.23 may "
-            f'refuse: in an image with an older one set processes = "one".'
+            f'refuse: with an older one set processes = "one".'
         )
 
 
@@ -77,15 +71,15 @@ def _describe(model: Model) -> str:
     count = "" if is_packed else f"{about}{_count(model.weights.parameters)} parameters, "
     weights = f"{model.name}, {model.variant}: {count}{about}{_gb(model.memory.weights)} of weights"
     if not model.cache.is_known:
-        return f"{weights}; its config.json does not say how large the KV cache is, which comes to that."
+        return f"{weights}, without the KV cache, whose size its config.json does not tell."
     cache = f"{model.cache.a_token:,} bytes a token, {_gb(model.memory.cache)} for a batch of {model.batch_tokens:,}"
     return f"{weights}; KV cache {cache} tokens."
 
 
 def _unpacking(model: Model) -> Iterable[str]:
-    """What becomes of MXFP4 weights, as gpt-oss has them, in an image that cannot compute with them."""
+    """A note on MXFP4 weights, as in gpt-oss, in an image that cannot compute with them."""
     if stored_method(model.options.model.config) == "mxfp4" and model.options.engine == "transformers":
-        # 32 weights are 16 bytes, and one for their scale; as bf16 they are 64.
+        # 32 weights have 16 bytes, and one for their scale; in bf16 64 bytes.
         stored = model.weights.stored_bytes
         size = sum(stored.values()) + stored["experts"] * (64 / 17 - 1)
         yield f"In an image without the packages triton and kernels MXFP4 weights become bf16: {_gb(size)} of weights."
@@ -99,7 +93,6 @@ def _count(number: int) -> str:
 
 
 def _how(model: Model, n_gpus: int, choice: Choice) -> tuple[str, str]:
-    """How the model lies on GPUs, and who does it, if that is not transformers."""
     if n_gpus == 1:
         return "On one GPU", ""
     by = ", by vLLM" if model.options.engine == "vllm" else ""
@@ -110,8 +103,8 @@ def _without_memory(model: Model, offer: Offer, choice: Choice) -> str:
     each = sum(model.memory.on_each(offer.gpus, tensor_parallel=choice.tensor_parallel))
     return (
         f"{''.join(_how(model, offer.gpus, choice))}: needs GPUs of at least {_gb((each + RUNTIME_BYTES) / USABLE)}. "
-        f'Whether these are is not known before tasks start: gpu_memory under [resources], as "80G", or a gpu_type '
-        f"that tells it has it checked here."
+        f'To check that before tasks start, set gpu_memory under [resources], such as "80G", or a gpu_type with its '
+        f"memory."
     )
 
 
@@ -126,10 +119,6 @@ def _on_gpus(model: Model, offer: Offer, choice: Choice) -> str:
     )
 
 
-def _on_cpus(model: Model) -> str:
-    return f"On CPUs: each task needs some {_gb(model.memory.weights + model.memory.cache + RUNTIME_BYTES)} of memory."
-
-
 def _refuse_missing(model: Model) -> None:
     source, missing = model.options.model, model.weights.missing
     if not missing:
@@ -137,11 +126,10 @@ def _refuse_missing(model: Model) -> None:
     first = f"{missing[0]}{f' and {len(missing) - 1} others' if len(missing) > 1 else ''}"
     if source.repository is None:
         raise SlurmGPUError(
-            f"model {source.name!r}: the weights are not all in {source.folder}: {first} is missing. Copy the folder "
-            f"again, whole."
+            f"model {source.name!r}: {source.folder} lacks weights: {first} is missing. Copy the whole folder again."
         )
     raise SlurmGPUError(
-        f"model {source.name!r}: of the weights, about {_gb(sum(model.weights.stored_bytes.values()))}, {first} is not "
+        f"model {source.name!r}: {first}, of about {_gb(sum(model.weights.stored_bytes.values()))} of weights, is not "
         f"in the hub's cache, {hub.cache_folder()}, and tasks do not download. {hub.FETCH}."
     )
 

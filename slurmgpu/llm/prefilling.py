@@ -1,4 +1,4 @@
-"""Prompts through the model: equal ones once, and what all begin with once, too."""
+"""Run prompts through the model: equal prompts once, and a shared prefix once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Tokens = tuple[int, ...]
 
 @dataclass
 class Prefilled:
-    """Prompts that the model has read: their keys and values, which columns hold them, and the logits that follow.
+    """Prompts' keys and values, the mask of their columns, and the logits of the next tokens.
 
     `mask` is (row, column), int64; `logits` is (row, token).
     """
@@ -30,10 +30,10 @@ class Prefilled:
 
 
 class Prefill:
-    """Reads prompts; the beginning that they share is kept from one call to the next.
+    """Reads prompts, and keeps their shared prefix between calls.
 
-    `longest` is what the rows may yet grow to, in columns: sliding layers look back by columns, so for them a shared
-    beginning is used only where no row grows beyond the window.
+    Sliding layers look back by columns, so that they allow a shared prefix only if no row grows beyond the window;
+    `longest` is the most columns that rows may reach.
     """
 
     def __init__(self, loaded: Loaded) -> None:
@@ -42,16 +42,16 @@ class Prefill:
         self._shared: tuple[Tokens, Any] = ((), None)
         self.has_rows = caches.has_rows(loaded.model)
         self._can_share = self.has_rows and caches.takes_holes(loaded.model)
-        # Some models, those that bring their own code most of all, know only all logits.
+        # Some models, mostly with their own code, always compute all logits.
         self.can_keep_few = "logits_to_keep" in inspect.signature(type(loaded.model).forward).parameters
         self._padding = CPU_PADDING if loaded.device.type == "cpu" else GPU_PADDING
 
     def forget(self) -> None:
-        """Give back the memory of the shared beginning."""
+        """Free the memory of the shared prefix."""
         self._shared = ((), None)
 
     def share(self, prompts: Sequence[Tokens]) -> Tokens:
-        """What all of these begin with, if that is worth computing once; else nothing."""
+        """The shared prefix, if it is worth computing once; else nothing."""
         n_same = common_prefix(prompts)
         return prompts[0][:n_same] if self._can_share and is_worthwhile(n_same, prompts) else ()
 
@@ -60,11 +60,11 @@ class Prefill:
         return caches.new_cache(self._loaded.model)
 
     def n_together(self, prompts: Sequence[Tokens]) -> int:
-        """How many of these prompts, sorted by length, `read` had better be given at once."""
+        """How many of these prompts, sorted by length, `read` should get at once."""
         return of_like_length(prompts, self._padding)
 
     def read(self, prompts: Sequence[Tokens], longest: int, shared: Tokens = ()) -> Prefilled:
-        """Prompts, in order, as rows; `shared` is the beginning that all of the call's prompts have."""
+        """Read prompts as rows, in order; `shared` is their shared prefix, if it is known."""
         import torch
 
         different = list(dict.fromkeys(prompts)) if self.has_rows else list(prompts)
@@ -80,7 +80,7 @@ class Prefill:
         return found
 
     def forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Any, n_logits: int = 1) -> Tensor:
-        """Logits behind the last `n_logits` columns of `ids` (0: all), which join the cache: (row, column, token)."""
+        """Run `ids`, and return logits of the last `n_logits` columns (0: all): (row, column, token)."""
         found: Tensor = self._loaded.model(
             input_ids=ids,
             attention_mask=mask,
@@ -89,7 +89,7 @@ class Prefill:
             use_cache=True,
             **({"logits_to_keep": n_logits} if self.can_keep_few else {}),
         ).logits
-        # Of a model on several GPUs the last one says them.
+        # With several GPUs the last one has them.
         return found[:, -n_logits:].to(ids.device)
 
     def _read(self, prompts: Sequence[Tokens], shared: Tokens) -> Prefilled:
@@ -112,7 +112,7 @@ class Prefill:
         return cache
 
     def pad(self, rows: Sequence[Sequence[int]], *, left: bool = True) -> tuple[Tensor, Tensor]:
-        """Rows of token ids, filled up at their left or right, and their mask, both on the model's device."""
+        """Rows of token ids, padded at the left or right, and their mask, both on the model's device."""
         import torch
 
         longest, pad_id, ids, mask = max(map(len, rows)), self._loaded.pad_id, [], []

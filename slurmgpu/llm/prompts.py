@@ -1,4 +1,4 @@
-"""Prompts: templates over the fields of an item, and how an item becomes what a model is asked."""
+"""Prompts from templates over the fields of an item."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 NOTHING: Mapping[str, Any] = {}
 
 _PIECES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
-# Not whatever a field may be called: {"label": …} in a prompt is meant as JSON, and its braces are to be doubled.
+# Not every name of a field: {"label": …} in a prompt is JSON, whose braces must be doubled.
 _FIELD = re.compile(r"(\w[\w .\-/]*)((?:\[[^\[\]]+\])*)")
 
 
 class Template:
     """A text with fields to fill in: `{text}`, `{choices[0]}`, `{meta[title]}`; `{{` and `}}` are braces.
 
-    `fields` are the names of the items' fields that it takes. SlurmGPUError, which begins with `owner`, for a text that
-    is no template.
+    SlurmGPUError, which begins with `owner`, for a wrong text.
     """
 
     def __init__(self, text: str, owner: str = "prompt") -> None:
@@ -38,18 +37,18 @@ class Template:
 
     @property
     def fields(self) -> frozenset[str]:
-        """The fields that it names."""
+        """The names of its fields."""
         return frozenset(part[0] for part in self._parts if not isinstance(part, str))
 
     @property
     def whole_fields(self) -> frozenset[str]:
-        """Those of the fields that it takes as a whole, and not only by a key: `{text}`, not `{text[0]}`."""
+        """The names of fields that it uses without a key: `{text}`, not `{text[0]}`."""
         return frozenset(part[0] for part in self._parts if not isinstance(part, str) and not part[1])
 
     def render(self, data: Mapping[str, Any], given: Mapping[str, Any] = NOTHING) -> Composed:
-        """The text, filled in: strings as they are, everything else as JSON; ItemError for what is not there.
+        """The filled text: strings unchanged, other values as JSON; ItemError for a missing value.
 
-        What is `given` goes before the items' fields.
+        Values in `given` override the items' fields.
         """
         texts: list[str] = []
         quoted: list[tuple[int, int]] = []
@@ -62,13 +61,13 @@ class Template:
         return Composed("".join(texts), tuple(quoted))
 
     def fill(self, word: str, given: Mapping[str, Any]) -> Composed:
-        """The text with one word in place of every field that is not given."""
+        """The text with one word for every field that is not given."""
         values = (part if isinstance(part, str) else given.get(part[0], word) for part in self._parts)
         return Composed("".join(map(text_of, values)))
 
 
 class Prompts:
-    """What items ask: by the template `prompt`, or the field `messages`, which holds a chat; `system` goes before."""
+    """The items' prompts: by the template `prompt`, or from the field `messages` with a chat, with `system` before."""
 
     def __init__(
         self,
@@ -77,25 +76,25 @@ class Prompts:
         system: str | None = None,
         given: Sequence[str] = (),
     ) -> None:
-        """Check the settings; `given` are names that templates may use and that are no fields of the items."""
+        """Check the settings; `given` are names in templates that are not fields of the items."""
         if (prompt is None) == (messages is None):
             found = "neither is set" if prompt is None else "both are set"
             raise SlurmGPUError(
-                f'prompt is a template such as "Translate: {{text}}", messages the field that holds a chat; {found}, '
-                f"expected one of them."
+                f'prompt is a template such as "Translate: {{text}}", messages a field with a chat; {found}, expected '
+                f"one of them."
             )
         self._prompt = None if prompt is None else Template(prompt)
         self._system = None if system is None else Template(system, "system")
         self._messages = messages
         if self._prompt is not None and not self._prompt.fields.difference(given):
             raise SlurmGPUError(
-                f"prompt is {prompt!r:.100}, which names no field of an item, so that all items would ask the same; "
-                f'expected a template such as "Translate: {{text}}".'
+                f"prompt is {prompt!r:.100}, which has no field, and so is the same for all items; expected a template "
+                f'such as "Translate: {{text}}".'
             )
 
     @property
     def fields(self) -> frozenset[str]:
-        """The fields that it takes from an item, and the names that are given."""
+        """The fields that it uses, and the given names."""
         found = frozenset() if self._messages is None else frozenset((self._messages,))
         for template in (self._prompt, self._system):
             found |= frozenset() if template is None else template.fields
@@ -103,31 +102,30 @@ class Prompts:
 
     @property
     def whole_fields(self) -> frozenset[str]:
-        """Those of the fields that its templates take as a whole."""
+        """The names of fields that its templates use without a key."""
         return frozenset[str]().union(*(each.whole_fields for each in (self._prompt, self._system) if each is not None))
 
     def of(self, data: Mapping[str, Any], given: Mapping[str, Any] = NOTHING) -> Prompt:
-        """The prompt of an item's data and what is given; ItemError where a field is missing or something else."""
+        """The prompt from an item's data and given values; ItemError for a missing or wrong field."""
         system = None if self._system is None else self._system.render(data, given)
         if self._messages is not None:
             messages = _messages(self._messages, take(data, self._messages))
             if system is None:
                 return Prompt(messages=messages)
             if messages[0]["role"] == "system":
-                raise ItemError(f"field {self._messages!r} begins with a system message of its own, and system is set")
+                raise ItemError(f"field {self._messages!r} begins with a system message, and system is set, too")
             return Prompt(messages=({"role": "system", "content": system}, *messages))
         assert self._prompt is not None
         return Prompt(self._prompt.render(data, given), system=system or "")
 
     def fill(self, word: str, given: Mapping[str, Any]) -> Prompt:
-        """The prompt of the template with one word in place of every field that is not given."""
-        if self._prompt is None:
-            raise SlurmGPUError("Without prompt, a template, there are no fields to put a word in place of.")
+        """The prompt with one word for every field that is not given; not with `messages`."""
+        assert self._prompt is not None
         system = None if self._system is None else self._system.fill(word, given)
         return Prompt(self._prompt.fill(word, given), system=system or "")
 
     def length(self, data: Mapping[str, Any], given: Mapping[str, Any] = NOTHING) -> int:
-        """How many characters an item's prompt has; 0 where it has none. To sort items by."""
+        """The length of an item's prompt in characters, to sort items by; 0 without a prompt."""
         try:
             prompt = self.of(data, given)
         except ItemError:
@@ -143,12 +141,11 @@ def take(data: Mapping[str, Any], field: str) -> Any:
 
 
 def text_of(value: Any) -> str:
-    """A value as a prompt shows it: strings as they are, everything else as JSON."""
+    """A value in a prompt: strings unchanged, other values as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_plain)
 
 
 def _part(found: re.Match[str], owner: str) -> str | tuple[str, tuple[str, ...]]:
-    """A brace, or a field's name and the keys that follow it."""
     if found[0] in ("{{", "}}"):
         return found[0][0]
     field = _FIELD.fullmatch(found[1]) if found[1] is not None else None
@@ -156,7 +153,7 @@ def _part(found: re.Match[str], owner: str) -> str | tuple[str, tuple[str, ...]]
         line = found.string.count("\n", 0, found.start()) + 1
         raise SlurmGPUError(
             f"{owner}: found {found[0]!r:.60} in line {line}; expected a field of items in braces, such as {{text}} "
-            f"or {{choices[0]}}. For braces themselves write {{{{ and }}}}."
+            f"or {{choices[0]}}. For literal braces write {{{{ and }}}}."
         )
     return field[1], tuple(re.findall(r"\[([^\[\]]+)\]", field[2]))
 
@@ -177,16 +174,13 @@ def _inner(value: Any, path: str, key: str) -> Any:
             raise ItemError(f"field {path!r} has no [{key}].{did_you_mean(key, map(str, value))}")
         return value[key]
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise ItemError(
-            f"field {path!r} holds {text_of(value)!r:.80}; expected a list or a table, of which [{key}] is one"
-        )
+        raise ItemError(f"field {path!r} holds {text_of(value)!r:.80}; expected a list or a table with [{key}]")
     if not re.fullmatch(r"-?\d+", key) or not -len(value) <= int(key) < len(value):
         raise ItemError(f"field {path!r} is a list of {len(value)}, which has no [{key}]")
     return value[int(key)]
 
 
 def _messages(field: str, value: Any) -> tuple[dict[str, str], ...]:
-    """A chat, checked: each message has a role and a text."""
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
         raise ItemError(f'field {field!r} holds {value!r:.80}; expected a list of {{"role": …, "content": …}}')
     for number, message in enumerate(value):
@@ -203,5 +197,4 @@ def _messages(field: str, value: Any) -> tuple[dict[str, str], ...]:
 
 
 def _plain(value: Any) -> Any:
-    """NumPy's numbers and arrays, as Parquet's and HDF5's columns have them, as Python's."""
     return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -1,7 +1,7 @@
-"""Quantised variants of a model, which a suffix of its name asks for: -8bit, -4bit and -fp8.
+"""Quantised variants of a model, by a suffix of its name: -8bit, -4bit and -fp8.
 
-In one process bitsandbytes quantises (8-bit; 4-bit as nf4). It cannot under tensor parallelism, where torchao's int8
-does. fp8 is torchao's in either case. Weights alone are quantised: memory is saved, time is not.
+In one process bitsandbytes quantises (8-bit; 4-bit as nf4). With tensor parallelism it cannot, and 8-bit is torchao's
+int8. fp8 is always torchao's. Only weights are quantised, which saves memory but no time.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ log = logging.getLogger(__name__)
 
 
 def quantization_config(options: EngineOptions, place: Place) -> Any:
-    """What `from_pretrained` takes as quantization_config; None to load the model as it is.
+    """The quantization_config for `from_pretrained`; None to load the checkpoint unchanged.
 
-    A checkpoint that is quantised already is loaded as it is; a suffix on one is refused when its name is looked up.
-    SlurmGPUError for a variant that cannot be had here.
+    SlurmGPUError for a variant that is impossible here.
     """
     variant = options.model.quantization
     if variant is None:
@@ -31,28 +30,24 @@ def quantization_config(options: EngineOptions, place: Place) -> Any:
             f"{options.model.name}: 4-bit weights (bitsandbytes) cannot be split over {place.world_size} processes. "
             'Use the -8bit variant, or processes = "one", which spreads the layers over the GPUs in one process.'
         )
-    _require(options.model.name, variant, package)
-    log.info("%s is quantised to %s by %s", options.model.source, variant, package)
+    if importlib.util.find_spec(package) is None:
+        raise SlurmGPUError(
+            f"{options.model.name}: the {variant} variant needs the Python package {package}, which is not installed "
+            f"here. Add `pip install {package}` to the image's definition, or remove the suffix of the model's name."
+        )
+    log.info("%s is quantised to %s by %s", options.model.folder, variant, package)
     return _torchao(variant) if package == "torchao" else _bitsandbytes(variant, options.precision)
 
 
 def package_for(variant: str, *, tensor_parallel: bool) -> str | None:
-    """The package that makes the variant; None where none can."""
+    """The package that makes the variant; None if none can."""
     if variant == "fp8":
         return "torchao"
     if not tensor_parallel:
         return "bitsandbytes"
-    # bitsandbytes' weights have no sharded form: 8-bit and 4-bit crash in transformers 5.23; torchao's 4-bit needs
-    # kernels that only some GPUs have.
+    # bitsandbytes' weights cannot be sharded: 8-bit and 4-bit crash in transformers 5.23; torchao's 4-bit needs kernels
+    # for certain GPUs.
     return "torchao" if variant == "8bit" else None
-
-
-def _require(model: str, variant: str, package: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        raise SlurmGPUError(
-            f"{model}: the {variant} variant needs the Python package {package}, which is not installed here. "
-            f"Add `pip install {package}` to the image's definition, or leave the suffix out of the model's name."
-        )
 
 
 def _bitsandbytes(variant: str, precision: str) -> Any:
@@ -60,7 +55,7 @@ def _bitsandbytes(variant: str, precision: str) -> Any:
     from transformers import BitsAndBytesConfig
 
     if variant == "8bit":
-        # It computes in float16 whatever it is given, and says so for each layer of each token.
+        # It always computes in float16, and warns for each layer of each token.
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(

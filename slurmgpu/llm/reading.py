@@ -1,7 +1,7 @@
-"""Weights into the page cache, once for each node: big sequential reads, where loading makes many small ones.
+"""Read weights into the page cache by large sequential reads, once per node; loading makes many small ones.
 
-Processes that load the same model on a node take turns, by a lock in the node's own temporary folder: a slow shared
-file system is asked for each byte once, and those who waited find it in memory.
+Processes that load the same model on a node take turns by a lock in the node's temporary folder, so that only the first
+reads from a slow shared file system.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ log = logging.getLogger(__name__)
 
 BLOCK_BYTES = 16 * 1024 * 1024
 N_READERS = 4
-"""Files that are read at once: one reader does not keep a parallel file system busy."""
+"""Files that are read at once, to use the bandwidth of a parallel file system."""
 
 MOST_OF_MEMORY = 0.7
-"""Of the memory that is left, what files may fill; beyond that they would push each other out."""
+"""The share of free memory that files may fill; larger ones would evict each other."""
 
 FRESH_S = 600.0
-"""For so long what was read counts as still in memory."""
+"""The time for which read files count as cached."""
 
 
 def read_ahead(folder: Path) -> None:
-    """Read the safetensors files of a folder, unless somebody on this node just did; never fails."""
+    """Read the safetensors files of a folder unless a process on this node just did; never fails."""
     try:
         files = sorted(path.resolve() for path in folder.glob("*.safetensors"))
         if files and _fits(files):
@@ -48,17 +48,17 @@ def read_ahead(folder: Path) -> None:
 def _fits(files: list[Path]) -> bool:
     total, left = sum(path.stat().st_size for path in files), memory_left()
     if left is not None and total > MOST_OF_MEMORY * left:
-        log.info("weights of %.1f GB are not read ahead: %.1f GB of memory are left here", total / 1e9, left / 1e9)
+        log.info("weights of %.1f GB are not read ahead: %.1f GB of memory are free", total / 1e9, left / 1e9)
         return False
     return True
 
 
 @contextlib.contextmanager
 def _turn(folder: Path) -> Iterator[int]:
-    """Alone on this node with the model in `folder`; what is written into the open file the next one can read."""
+    """Lock the model in `folder` on this node; yields the lock file, whose content the next process reads."""
     name = hashlib.blake2b(os.fsencode(folder.resolve()), digest_size=12).hexdigest()
     path = f"{tempfile.gettempdir()}/slurmgpu-reads-{os.getuid()}-{name}"
-    # A link of that name could be somebody else's trap.
+    # O_NOFOLLOW: another user could place a link of that name.
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -84,14 +84,13 @@ def _read_once(files: list[Path], lock: int) -> None:
 def _was_read(lock: int, what: list[Any]) -> bool:
     try:
         said = json.loads(os.pread(lock, 1 << 20, 0))
-        # After a restart of the node its clock begins again.
+        # The monotonic clock restarts with the node.
         return bool(said["files"] == what and 0 <= time.monotonic() - said["at"] < FRESH_S)
     except (ValueError, KeyError, TypeError):
         return False
 
 
 def _read(path: Path) -> int:
-    """Read a file from end to end into nothing; how many bytes."""
     total, block = 0, bytearray(BLOCK_BYTES)
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -1,9 +1,8 @@
-"""How tokens are chosen: by numbers that depend on a sample's key and the token's place in its answer alone.
+"""Choose tokens by random numbers that depend only on a sample's key and the token's place in its answer.
 
-A sample is therefore the same in every batch, on every path, at every attempt; no generator has a state that neighbours
-could advance. The choice is the Gumbel-max trick (Gumbel 1954; Maddison, Tarlow and Minka 2014, arXiv:1411.0030): the
-greatest of logit + noise is distributed as softmax(logits). The noise of token t is a hash of (key, place, t) by
-SplitMix64 (Steele, Lea and Flood 2014).
+A sample is therefore the same in every batch, on every path and at every attempt. The choice is the Gumbel-max trick
+(Gumbel 1954; Maddison, Tarlow and Minka 2014, arXiv:1411.0030): the greatest of logit + noise is distributed as
+softmax(logits). The noise of token t is a hash of (key, place, t) by SplitMix64 (Steele, Lea and Flood 2014).
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111E
 MASK = 2**64 - 1
 NOISE_BITS = 40
 NOISE_ROWS = 32
-"""So many rows are hashed at a time: on the way there each number takes several times what stays of it."""
+"""Rows that are hashed at a time, since intermediate results are several times larger."""
 GREATEST = 1 - 2.0**-24
-"""The float32 before 1: at 1 the noise would be infinite."""
+"""The largest float32 below 1, where the noise would be infinite."""
 
 
 def mix(key: int, sample: int) -> int:
@@ -40,7 +39,7 @@ def _splitmix(number: int) -> int:
 
 @dataclass(frozen=True)
 class Rules:
-    """How each row of a batch chooses its tokens: tensors of one value for each row; rows may differ."""
+    """The sampling of a batch's rows: tensors with one value for each row."""
 
     keys: Tensor
     temperature: Tensor
@@ -50,7 +49,7 @@ class Rules:
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling], keys: Sequence[int], device: object = None) -> Rules:
-        """The rules of rows that are sampled so, with these keys."""
+        """The rules of rows with these settings and keys."""
         import torch
 
         return cls(
@@ -62,11 +61,11 @@ class Rules:
         )
 
     def select(self, rows: Tensor) -> Rules:
-        """The rules of some rows: `rows` are their indices."""
+        """The rules of the rows with these indices."""
         return Rules(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     def join(self, other: Rules) -> Rules:
-        """The rules of these rows, and then those of others."""
+        """The rules of these rows and then of others."""
         import torch
 
         return Rules(*(torch.cat([getattr(each, field.name) for each in (self, other)]) for field in fields(self)))
@@ -75,7 +74,7 @@ class Rules:
 def choose(logits: Tensor, rules: Rules, positions: Tensor) -> Tensor:
     """The next token of each row: (row,), from `logits`: (row, token).
 
-    `positions` counts the tokens that the row's answer already has: 0 for its first, wherever the prompt ends.
+    `positions` counts the tokens in the row's answer so far: 0 for the first.
     """
     return perturb(logits, rules, positions).argmax(-1)
 
@@ -96,9 +95,9 @@ def perturb(logits: Tensor, rules: Rules, positions: Tensor) -> Tensor:
 
 
 def perturb_all(logits: Tensor, rules: Rules, positions: Tensor, *, narrows: bool) -> Tensor:
-    """The scores of `perturb`, computed for greedy rows as well and without a look at any value, as CUDA graphs need.
+    """The scores of `perturb`, computed without reading any value, for CUDA graphs.
 
-    `narrows` says whether top_k, top_p or min_p of any row leaves tokens out.
+    `narrows` says whether top_k, top_p or min_p of any row excludes tokens.
     """
     import torch
 
@@ -113,14 +112,14 @@ def perturb_all(logits: Tensor, rules: Rules, positions: Tensor, *, narrows: boo
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
-    """The model's own log-probability of each row's token, before temperature and its like; float32: (row,)."""
+    """The model's own log-probability of each row's token, before temperature and filters; float32: (row,)."""
     logits = logits.float()
     found: Tensor = logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
     return found
 
 
 def _warp(logits: Tensor, rules: Rules) -> Tensor:
-    """Logits after temperature, top_k, top_p and min_p, in this order; -inf for tokens that are left out."""
+    """Logits after temperature, top_k, top_p and min_p, in this order; -inf for excluded tokens."""
     import torch
 
     warped = logits / rules.temperature[:, None]
@@ -128,13 +127,13 @@ def _warp(logits: Tensor, rules: Rules) -> Tensor:
     narrow = ((rules.top_k > 0) | (rules.top_p < 1)).nonzero()[:, 0]
     if len(narrow):
         least[narrow] = _least_of_top(warped[narrow], rules.top_k[narrow], rules.top_p[narrow])
-    # p / max(p) is the exponential of a difference of logits; log(0) leaves nothing out.
+    # p / max(p) is the exponential of a difference of logits; log(0) excludes nothing.
     least = torch.maximum(least, warped.amax(-1, keepdim=True) + rules.min_p.log()[:, None])
     return warped.masked_fill(warped < least, -torch.inf)
 
 
 def _least_of_top(warped: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The least logit that stays in each row: (row, 1). Tokens that tie with it stay, too."""
+    """The least logit that each row keeps: (row, 1). Ties with it are kept, too."""
     import torch
 
     n_tokens = warped.shape[-1]
@@ -149,7 +148,7 @@ def _least_of_top(warped: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _noise(keys: Tensor, positions: Tensor, n_tokens: int) -> Tensor:
-    """Independent numbers of the standard Gumbel distribution; float32: (row, token)."""
+    """Independent standard Gumbel numbers; float32: (row, token)."""
     import torch
 
     streams = _splitmix_tensor(_splitmix_tensor(keys) + positions * _signed(GOLDEN))
@@ -157,7 +156,7 @@ def _noise(keys: Tensor, positions: Tensor, n_tokens: int) -> Tensor:
     found = torch.empty(len(keys), n_tokens, device=keys.device)
     for some, streams_of_some in zip(found.split(NOISE_ROWS), streams.split(NOISE_ROWS), strict=True):
         hashed = _splitmix_tensor(streams_of_some[:, None] + tokens)
-        # Small numbers are dense in float32, those near 1 are not: what wins is where u is small.
+        # Small numbers are dense in float32, and numbers near 1 are not: small u wins.
         u = ((_shift(hashed, 64 - NOISE_BITS).float() + 0.5) * 2.0**-NOISE_BITS).clamp(max=GREATEST)
         some.copy_(u.neg_().log1p_().neg_().log_().neg_())
     return found
@@ -171,7 +170,7 @@ def _splitmix_tensor(numbers: Tensor) -> Tensor:
 
 
 def _shift(numbers: Tensor, n_bits: int) -> Tensor:
-    # PyTorch's >> keeps the sign; SplitMix64 is made for unsigned numbers.
+    # PyTorch's >> keeps the sign, and SplitMix64 needs unsigned numbers.
     return (numbers >> n_bits) & ((1 << (64 - n_bits)) - 1)
 
 

@@ -1,4 +1,4 @@
-"""How likely given answers are: prompts are read once, and then all that their choices do not have in common."""
+"""Score given answers: read prompts once, and then each choice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from slurmgpu.llm import caches
 from slurmgpu.llm.answers import Codec, PromptError
-from slurmgpu.llm.batching import MOST_ROWS, Budget, Load, attempt, free_memory, n_that_fit
+from slurmgpu.llm.batching import MOST_ROWS, Budget, Load, attempt, free_memory, n_common, n_that_fit
 from slurmgpu.llm.engine import Place, Question, Scores
 from slurmgpu.llm.prefilling import Prefill, Prefilled, Tokens
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ROUNDING = 2.0**-24
-"""How far a probability near 1 is off in float32, in which the models' own are computed."""
+"""The error of a probability near 1 in float32, in which models compute."""
 
 MOST_LOGITS = 200_000_000
-"""Of choices that are read together: rows times tokens times vocabulary. They take about 10 bytes each."""
+"""The most logits of choices that are read together: rows times tokens times vocabulary, about 10 bytes each."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A question as tokens: its prompt, and how each choice goes on from there."""
+    """A question as tokens: its prompt, and the rest of each choice."""
 
     question: Question
     prompt: Tokens
@@ -36,7 +36,7 @@ class Asked:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest choice."""
+        """The tokens of the longest choice."""
         return max(map(len, self.choices))
 
 
@@ -49,10 +49,10 @@ class Scorer:
         self._context = context
         self._budget = budget
         self._prefill = prefill
-        self._n_rows = 0  # of choices that are being read
+        self._n_rows = 0  # rows of choices in the last forward pass
 
     def score(self, questions: Sequence[Question]) -> Iterator[Scores]:
-        """Each question's scores, those of long prompts first; its error, where it cannot be asked."""
+        """Each question's scores or error, long prompts first."""
         asked: list[Asked] = []
         for question in questions:
             try:
@@ -70,19 +70,18 @@ class Scorer:
                 self._prefill.forget()
                 free_memory()
             if found is None and (n_taken > 1 or self._n_rows > 1):
-                # Of a question alone, fewer of its choices are read together.
+                # For one question alone, fewer choices are read together.
                 self._budget.reduce(load.tokens if n_taken > 1 else self._n_rows * (load.columns + load.more))
                 continue
             asked = asked[n_taken:]
             if found is None:
-                error = f"out of memory for this prompt alone: it has {batch[0].n_prompt_tokens} tokens"
+                error = f"out of memory for this prompt alone, which has {batch[0].n_prompt_tokens} tokens"
                 yield _failed(batch[0].question, error, batch[0].n_prompt_tokens)
             else:
                 self._budget.succeed()
                 yield from found
 
     def _score(self, batch: Sequence[Asked], load: Load, shared: Tokens) -> list[Scores]:
-        """The scores of questions whose prompts are read together."""
         import torch
 
         self._n_rows = 0
@@ -109,20 +108,20 @@ class Scorer:
                 if self._prefill.has_rows:
                     sums = self._go_on(read, [row for row, _ in some], choices)
                 else:
-                    sums = self._anew([batch[row].prompt for row, _ in some], choices)
+                    sums = self._reread([batch[row].prompt for row, _ in some], choices)
                 for (row, place), logprob in zip(some, sums, strict=True):
                     found[row][place] += logprob
         return [scores_of(asked, logprobs) for asked, logprobs in zip(batch, found, strict=True)]
 
     def _n_together(self, longest: int, load: Load, vocabulary: int) -> int:
-        """How many choices of at most so many tokens are read at once."""
+        """How many choices of at most `longest` tokens are read at once."""
         columns = load.columns + load.more
         has_few_logits = self._prefill.has_rows or self._prefill.can_keep_few
         n_logits = (longest - 1 if has_few_logits else columns) * vocabulary
         return max(1, min(MOST_ROWS, self._budget.tokens // columns, MOST_LOGITS // n_logits))
 
     def _go_on(self, read: Prefilled, rows: Sequence[int], choices: Sequence[Tokens]) -> list[float]:
-        """Log-probabilities of choices behind their first tokens, each on the row of its prompt."""
+        """Log-probabilities of choices after their first tokens, each on its prompt's row."""
         import torch
 
         device = read.mask.device
@@ -135,8 +134,8 @@ class Scorer:
         logits = self._prefill.forward(ids, torch.cat([mask, is_token], 1), positions, cache, n_logits=0)
         return _sums(logits, following, is_token)
 
-    def _anew(self, prompts: Sequence[Tokens], choices: Sequence[Tokens]) -> list[float]:
-        """The same for models whose state cannot be taken from a row to another: prompts are read again."""
+    def _reread(self, prompts: Sequence[Tokens], choices: Sequence[Tokens]) -> list[float]:
+        """The same for models whose cache has no rows to copy: prompts are read again."""
         ids, mask = self._prefill.pad(
             [(*prompt, *choice[:-1]) for prompt, choice in zip(prompts, choices, strict=True)]
         )
@@ -147,15 +146,14 @@ class Scorer:
 
 
 def ask(question: Question, codec: Codec, context: int) -> Asked:
-    """The question's tokens. A choice is never tokenised alone: its first token may depend on what is before it."""
+    """The question's tokens. Choices are tokenised with the prompt, since tokens depend on the text before them."""
     if not question.choices or "" in question.choices:
         raise PromptError("a question needs choices, none of them empty")
     text, is_whole = codec.render(question.prompt, answers_at_once=True)
     prompt = codec.tokens_of((text, is_whole))
     whole = [codec.tokens_of((text + choice, is_whole)) for choice in question.choices]
-    # Where the prompt's last token grows together with a choice, all choices are compared from before that token.
-    n_same = min(_n_same(prompt, tokens) for tokens in whole)
-    n_same = max(1, min(n_same, min(map(len, whole)) - 1))
+    # If the prompt's last token merges with a choice, all choices are compared from before that token.
+    n_same = max(1, min(n_common([prompt, *whole]), min(map(len, whole)) - 1))
     longest = max(map(len, whole))
     if longest > context:
         raise PromptError(
@@ -167,18 +165,18 @@ def ask(question: Question, codec: Codec, context: int) -> Asked:
 
 
 def scores_of(asked: Asked, logprobs: npt.NDArray[np.float64]) -> Scores:
-    """The scores of a question, from the log-probabilities that a text begins with the tokens of each choice."""
+    """The scores of a question, from the log-probabilities that an answer begins with each choice's tokens."""
     n_tokens = np.array([len(choice) for choice in asked.choices], np.int64)
     return Scores(asked.question.id, exclusive(asked.choices, logprobs), n_tokens, asked.n_prompt_tokens)
 
 
 def exclusive(choices: Sequence[Tokens], logprobs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Log-probabilities of choices that exclude each other: of each, without those that go on from it.
+    """Log-probabilities of choices that exclude each other: each without the choices that continue it.
 
-    Of choices with the same tokens the first has all.
+    Among choices with the same tokens the first has all.
     """
     taken, found = np.zeros(len(choices)), logprobs.copy()
-    begun: list[int] = []  # the choices that the present one begins with, from the shortest on
+    begun: list[int] = []  # choices that are prefixes of the current one, shortest first
     for place in sorted(range(len(choices)), key=lambda place: choices[place]):
         tokens = choices[place]
         while begun and tokens[: len(choices[begun[-1]])] != choices[begun[-1]]:
@@ -189,23 +187,21 @@ def exclusive(choices: Sequence[Tokens], logprobs: npt.NDArray[np.float64]) -> n
         if begun and np.isfinite(logprobs[place]) and np.isfinite(logprobs[begun[-1]]):
             taken[begun[-1]] += np.exp(min(logprobs[place] - logprobs[begun[-1]], 0.0))
         begun.append(place)
-    # What rounding leaves of a choice that always goes on must not be nothing, or less.
+    # Rounding must not make a choice that is always continued impossible.
     exclude: npt.NDArray[np.float64] = found + np.log1p(-np.minimum(taken, 1 - ROUNDING))
     return exclude
 
 
 def _refuse_same(asked: Asked) -> None:
-    """Refuse choices of different answers that are the same to the model."""
     seen: dict[Tokens, int] = {}
     for place, tokens in enumerate(asked.choices):
         earlier = seen.setdefault(tokens, place)
         if earlier // asked.question.n_ways != place // asked.question.n_ways:
             one, other = asked.question.choices[earlier], asked.question.choices[place]
-            raise PromptError(f"{one!r} and {other!r} are the same tokens to this model; expected texts that differ")
+            raise PromptError(f"{one!r} and {other!r} have the same tokens in this model; expected texts that differ")
 
 
 def _sums(logits: Tensor, following: Tensor, is_token: Tensor) -> list[float]:
-    """Of each row, how likely the tokens are that follow, where there are any."""
     logits = logits.float()
     taken = logits.gather(-1, following[..., None])[..., 0] - logits.logsumexp(-1)
     sums: list[float] = (taken.double() * is_token).sum(1).tolist()
@@ -214,15 +210,6 @@ def _sums(logits: Tensor, following: Tensor, is_token: Tensor) -> list[float]:
 
 def _lengths(asked: Asked) -> tuple[int, int]:
     return len(asked.prompt), asked.longest
-
-
-def _n_same(first: Tokens, second: Tokens) -> int:
-    n_same = 0
-    for one, other in zip(first, second, strict=False):
-        if one != other:
-            break
-        n_same += 1
-    return n_same
 
 
 def _failed(question: Question, error: str, n_prompt_tokens: int = 0) -> Scores:

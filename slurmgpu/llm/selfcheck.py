@@ -1,4 +1,4 @@
-"""Whether two ways to compute the same answers agree: looked at once, before a fast path is trusted."""
+"""Compare two ways to compute the same answers, once, before a fast path is used."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
-"""By how much of the scores' range a token may miss the greatest score. Batches round differently."""
-
+"""How far a token may be below the best score, as a share of the range of scores: batches round differently."""
 
 N_PROBES, PROBE_TOKENS = 4, 16
 
 
 def probes(requests: Sequence[Encoded]) -> list[Encoded]:
-    """A few of the requests, greedy and sampled, of different prompts, with answers short and not cut at a text."""
+    """A few of the requests, greedy and sampled, with different prompts and short answers without stop texts."""
     found: list[Encoded] = []
     for sampled in (False, True):
         kind = [each for each in requests if (each.request.sampling.temperature > 0) == sampled]
@@ -36,21 +35,21 @@ def _shortened(encoded: Encoded, number: int) -> Encoded:
 
 
 def agree(expected: Sequence[Finished], found: Sequence[Finished]) -> bool:
-    """Whether both are the same answers, token by token, and none is an error."""
+    """Whether both have the same tokens and no errors."""
     known = {each.encoded.request.id: each.tokens for each in expected}
     same = {each.encoded.request.id: each.tokens for each in found} == known and len(found) == len(expected)
     return same and not any(each.error for each in [*expected, *found])
 
 
 def difference(model: Any, expected: Sequence[Finished], found: Sequence[Finished], precision: str) -> str | None:
-    """What differs, in words, between the answers of two paths to the same requests; None if nothing that matters does.
+    """The difference between two paths' answers to the same requests, in words; None if it is only rounding.
 
-    Where tokens differ, those that were found are given to the model, and each must be as good as the best one, but for
-    rounding: two tokens that are all but tied may change places.
+    If tokens differ, the model scores those that were found, which must be nearly as good as the best ones: rounding
+    may swap tokens that nearly tie.
     """
     wanted = {each.encoded.request.id: each for each in expected}
     if sorted(wanted) != sorted(each.encoded.request.id for each in found):
-        return "not every request was answered once"
+        return "some request was not answered exactly once"
     for answer in found:
         reference = wanted[answer.encoded.request.id]
         if answer.error or reference.error:
@@ -67,7 +66,7 @@ def difference(model: Any, expected: Sequence[Finished], found: Sequence[Finishe
 
 
 def _worst_miss(model: Any, encoded: Encoded, tokens: Sequence[int]) -> float:
-    """By how much of its range each row of scores is above that of the token that was taken, at most."""
+    """The greatest distance of a taken token from its row's best score, as a share of the row's range."""
     import torch
 
     if not tokens:

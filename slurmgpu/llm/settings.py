@@ -1,4 +1,4 @@
-"""The settings that all workloads with a language model have in common."""
+"""The settings that all workloads with a language model share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EngineName = Literal["transformers", "vllm"]
 
 
 class ModelSettings(TypedDict, total=False):
-    """Which engine computes, and how; docs/reference/language-models.md has a line for each."""
+    """The settings of the engine; docs/reference/language-models.md describes each."""
 
     revision: str
     model_files: dict[str, str]
@@ -30,7 +30,7 @@ class ModelSettings(TypedDict, total=False):
 
 
 class SamplingSettings(ModelSettings, total=False):
-    """How answers are sampled, beside which engine does it."""
+    """The settings of the engine and of sampling."""
 
     max_tokens: int
     temperature: float
@@ -41,7 +41,7 @@ class SamplingSettings(ModelSettings, total=False):
 
 
 def engine_options(model: str, settings: Mapping[str, Any]) -> EngineOptions:
-    """The options of the engine that settings describe; SlurmGPUError for a value that cannot be, or no such model."""
+    """The engine's options from settings; SlurmGPUError for a wrong value, or if there is no such model."""
     check_engine(settings)
     found = {name: settings[name] for name in get_type_hints(ModelSettings) if name in settings}
     revision = found.pop("revision", None)
@@ -51,7 +51,7 @@ def engine_options(model: str, settings: Mapping[str, Any]) -> EngineOptions:
 
 
 def check_engine(settings: Mapping[str, Any]) -> None:
-    """Refuse a setting of the engine that cannot be, whatever the model is."""
+    """Refuse wrong settings of the engine, whatever the model."""
     _check_choice("engine", settings.get("engine", "transformers"), EngineName)
     _check_choice("precision", settings.get("precision", "bf16"), Precision)
     _check_choice("batching", settings.get("batching", "auto"), Batching)
@@ -60,32 +60,31 @@ def check_engine(settings: Mapping[str, Any]) -> None:
 
 
 def check_max_tokens(max_tokens: int, options: EngineOptions) -> None:
-    """Refuse answers that leave a prompt no room in the model's context; where that is not known, none."""
+    """Refuse answers that fill the model's context, if that is known."""
     context = context_of(options.model, options.max_context)
     if context is not None and max_tokens >= context:
         whose = "max_context" if options.max_context == context else "the model's context"
         raise SlurmGPUError(
-            f"max_tokens is {max_tokens}, and {whose} of {context} tokens holds prompt and answer together; expected "
-            f"less, by as much as the prompts need."
+            f"max_tokens is {max_tokens}, and {whose} of {context} tokens must hold prompt and answer; expected less."
         )
 
 
 def sampling_names() -> set[str]:
-    """The names of the settings that say how answers are sampled."""
+    """The names of the settings of sampling."""
     return set(get_type_hints(SamplingSettings)) - set(get_type_hints(ModelSettings))
 
 
 def check_scored(settings: Mapping[str, Any], others: Collection[str] = ()) -> None:
-    """Refuse settings of free answers where method = "score" has none: those of sampling, and `others` that are set."""
+    """Refuse settings of free answers with method = "score": those of sampling, and the set ones in `others`."""
     if wrong := [*others, *sorted(sampling_names() & settings.keys())]:
         raise SlurmGPUError(
-            f"{wrong[0]} is set, and method is 'score': it is for the free answers of method = \"parse\"; what may be "
-            f"answered is scored here, and no text is generated. Leave it out, or set method."
+            f"{wrong[0]} is set, and method is 'score', which generates no text; it needs method = \"parse\". Remove "
+            f"it, or set method."
         )
 
 
 def sampling(settings: Mapping[str, Any], **defaults: Any) -> Sampling:
-    """How settings say that answers are sampled; SlurmGPUError for a value that cannot be."""
+    """The sampling from settings; SlurmGPUError for a wrong value."""
     found = {**defaults, **{name: settings[name] for name in sampling_names() if name in settings}}
     check_range("max_tokens", found.get("max_tokens", 1), 1, None)
     check_range("temperature", found.get("temperature", 0), 0, None)
@@ -104,7 +103,7 @@ def _check_choice(name: str, value: Any, choices: Any) -> None:
 
 
 def check_range(name: str, value: float, low: float, high: float | None, *, low_is_in: bool = True) -> None:
-    """Refuse a number that is not within a range."""
+    """Refuse a number out of range."""
     if (
         not math.isfinite(value)
         or value < low

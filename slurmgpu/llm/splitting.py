@@ -1,4 +1,4 @@
-"""Which models can be split over GPUs, one process for each: by their matrices, or by their experts."""
+"""Which models can be split over GPUs by their matrices or their experts, with a process for each GPU."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _BY_MATRICES = """
 """
 
 TENSOR_PARALLEL = frozenset(_BY_MATRICES.split())
-"""Model types whose `base_model_tp_plan` splits the attention, too, in transformers 5.20 and 5.23; a test compares."""
+"""Model types whose `base_model_tp_plan` also splits the attention, in transformers 5.20 and 5.23; a test compares."""
 
 EXPERT_PARALLEL = frozenset({"gpt_oss"})
-"""Model types that have a `base_model_ep_plan` alone: experts are handed out, and the rest is on every GPU."""
+"""Model types with a `base_model_ep_plan` only: experts are distributed, and the rest is on every GPU."""
 
 SPLIT_AS_STORED = frozenset({"fp8"})
-"""Methods of quantised checkpoints whose weights are known to split; the others are spread by layers."""
+"""Methods of quantised checkpoints whose weights can be split; others are spread by layers."""
 
 QUANTIZATIONS = {"fp8": "fp8", "8bit": "int8_per_channel_weight_only"}
-"""What vLLM quantises to while it loads; it has no 4-bit variant that every GPU can compute with."""
+"""vLLM's quantisations while loading; none in 4 bits works on every GPU."""
 
 
 def obstacle_to(options: EngineOptions, n_gpus: int, *, is_asked: bool = False) -> str | None:
-    """Why a model cannot be split over so many processes, one for each GPU; None if it can.
+    """Why a model cannot be split over so many GPUs, with a process for each; None if it can.
 
-    Of what is merely not known to work nothing is said where the run file asks for it.
+    With `is_asked`, when the run file asks for it, cases that are only untested are no obstacle.
     """
     source, n_gpus = options.model, max(1, n_gpus)
     config = text_config(source.config)
@@ -57,12 +57,12 @@ def obstacle_to(options: EngineOptions, n_gpus: int, *, is_asked: bool = False) 
 
 
 def check_vllm(options: EngineOptions, n_gpus: int, *, is_asked: bool) -> None:
-    """Refuse what vLLM would refuse in the task: a variant that it cannot make, heads that do not divide."""
+    """Refuse what vLLM would refuse in the task: a quantisation that it lacks, heads that do not divide."""
     source = options.model
     if source.quantization is not None and source.quantization not in QUANTIZATIONS:
         raise SlurmGPUError(
             f"{source.name}: vLLM makes no {source.quantization} variant while it loads. Use a suffix "
-            f"{' or '.join(f'-{each}' for each in QUANTIZATIONS)}, a checkpoint that is quantised already, or "
+            f"{' or '.join(f'-{each}' for each in QUANTIZATIONS)}, a quantised checkpoint (AWQ, GPTQ), or "
             f'engine = "transformers".'
         )
     n_heads, n_kv, _ = heads_of(text_config(source.config))
@@ -76,11 +76,11 @@ def check_vllm(options: EngineOptions, n_gpus: int, *, is_asked: bool) -> None:
 
 
 def _divides(n_heads: int, n_kv: int, n_gpus: int) -> bool:
-    """Whether vLLM can hand out the heads: those of keys and values may be fewer than GPUs, if that comes out even."""
+    """Whether vLLM can distribute the heads; fewer key-value heads than GPUs must divide the GPUs."""
     return n_heads % n_gpus == 0 and (n_kv % n_gpus == 0 or n_gpus % n_kv == 0)
 
 
 def stored_method(config: Mapping[str, Any]) -> str | None:
-    """How a checkpoint that is quantised already was quantised; None for one that is not."""
+    """The quantisation method of a checkpoint; None if it is not quantised."""
     found = config.get("quantization_config") or text_config(config).get("quantization_config")
     return str(found.get("quant_method", "quantised")) if found else None

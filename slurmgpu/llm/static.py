@@ -1,6 +1,6 @@
-"""Generation in padded batches, on any device: rows that have finished make room for the next requests.
+"""Generation in padded batches, on any device: finished rows make room for the next requests.
 
-Every process of a group does the same here, in the same order: whatever is decided follows from the tokens alone.
+Every process of a group does the same in the same order, since all decisions follow from the tokens alone.
 """
 
 from __future__ import annotations
@@ -25,23 +25,21 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Row:
-    """One request's answer so far."""
-
     encoded: Encoded
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     ended: FinishReason | None = None
-    is_told: bool = False
+    is_reported: bool = False
 
     @property
     def more(self) -> int:
-        """How many tokens may yet come."""
+        """How many more tokens the answer may have."""
         return self.encoded.request.sampling.max_tokens - len(self.tokens)
 
     def finish(self) -> Finished:
-        """What came of it."""
+        """The finished answer."""
         wanted = self.encoded.request.sampling.logprobs
-        assert self.ended is not None  # who asks knows
+        assert self.ended is not None
         return Finished(self.encoded, tuple(self.tokens), self.ended, tuple(self.logprobs) if wanted else None)
 
 
@@ -49,8 +47,8 @@ class _Row:
 class _Batch:
     """Rows that are generated together; each one's last token is not in the cache yet.
 
-    `mask` (row, column) says which columns of the cache are a row's own, `lengths` (row,) how many those are;
-    `latest` (row,) holds the last tokens, `counts` (row,) how many tokens the answers have.
+    `mask` (row, column) marks a row's columns in the cache, `lengths` (row,) counts them; `latest` (row,) has the last
+    tokens, `counts` (row,) the numbers of tokens in the answers.
     """
 
     rows: list[_Row]
@@ -63,15 +61,15 @@ class _Batch:
     is_padded: bool = True
 
     def load(self) -> Load:
-        """What the batch holds."""
+        """The batch's load."""
         return Load(len(self.rows), self.mask.shape[1], max(row.more for row in self.rows))
 
 
 @dataclass
 class _Work:
-    """What is left of a call: requests that wait, those that are being read, the batch that is under way.
+    """The state of a call: waiting requests, those being read (`taken`), and the current batch.
 
-    `finished` is what the caller has not had yet.
+    `finished` has the answers that the caller has not received yet.
     """
 
     waiting: deque[Encoded]
@@ -81,16 +79,16 @@ class _Work:
     load: Load = field(default_factory=Load)
     finished: list[Finished] = field(default_factory=list)
 
-    def tell(self) -> None:
-        """Put what has ended among the finished: from now on it cannot be lost."""
+    def report(self) -> None:
+        """Move answers of ended rows to `finished`, where running out of memory cannot lose them."""
         for row in self.batch.rows if self.batch is not None else ():
-            if row.ended is not None and not row.is_told:
+            if row.ended is not None and not row.is_reported:
                 self.finished.append(row.finish())
-                row.is_told = True
+                row.is_reported = True
 
 
 class StaticBatches:
-    """Generates, greedily or by keys, in batches within the budget."""
+    """Generates answers in batches within the budget."""
 
     def __init__(self, loaded: Loaded, place: Place, codec: Codec, budget: Budget, prefill: Prefill) -> None:
         self._loaded = loaded
@@ -100,8 +98,8 @@ class StaticBatches:
         self._prefill = prefill
 
     def generate(self, requests: Sequence[Encoded]) -> Iterator[Finished]:
-        """What comes of each request, in the order in which they finish."""
-        # The longest first: too large a batch shows at once. Equal prompts lie side by side and are read once.
+        """Each request's answer, in the order in which they finish."""
+        # The longest first: a batch too large fails at once. Equal prompts are neighbours and are read once.
         order = sorted(requests, key=lambda each: (-len(each.tokens), each.tokens, -_lengths(each)[1]))
         work = _Work(deque(order), self._prefill.share([each.tokens for each in order]))
         while work.waiting or work.batch is not None:
@@ -111,7 +109,7 @@ class StaticBatches:
             yield from finished
 
     def _back_off(self, work: _Work) -> None:
-        """After memory ran out: the batch waits again, for a smaller budget; a request that was alone has failed."""
+        """After running out of memory: retry the batch with a smaller budget; a request alone fails."""
         rows = work.batch.rows if work.batch is not None else []
         redone = [row.encoded for row in rows if row.ended is None] + work.taken
         was_alone = len(rows) + len(work.taken) == 1 and redone
@@ -125,13 +123,13 @@ class StaticBatches:
             work.waiting.extendleft(reversed(redone))
 
     def _advance(self, work: _Work) -> bool:
-        """One more token for each row; then rows that have ended make room, which others fill."""
+        """Generate one token for each row, then replace ended rows by waiting requests."""
         import torch
 
         with torch.inference_mode():
             if work.batch is not None:
                 self._step(work.batch)
-                work.tell()
+                work.report()
                 if not self._drop_ended(work):
                     return True
             self._fill(work)
@@ -141,15 +139,15 @@ class StaticBatches:
         import torch
 
         batch.mask = torch.cat([batch.mask, batch.mask.new_ones(len(batch.rows), 1)], 1)
-        mask = batch.mask if batch.is_padded else None  # without one, faster attention can be used
-        # Rows that have ended are computed on until they are dropped; some models have no further positions.
+        mask = batch.mask if batch.is_padded else None  # attention is faster without a mask
+        # Ended rows are computed until they are dropped; some models have no further positions.
         positions = batch.lengths.clamp(max=self._loaded.context - 1)[:, None]
         logits = self._prefill.forward(batch.latest[:, None], mask, positions, batch.cache)[:, -1]
         batch.lengths = batch.lengths + 1
         self._record(batch, logits)
 
     def _record(self, batch: _Batch, logits: Tensor) -> None:
-        """Choose each row's next token, and see which rows end with it."""
+        """Choose each row's next token, and mark rows that end with it."""
         batch.latest = choose(logits, batch.rules, batch.counts)
         batch.counts = batch.counts + 1
         logprobs: Sequence[float | None] = [None] * len(batch.rows)
@@ -170,7 +168,7 @@ class StaticBatches:
         return "length" if row.more <= 0 else None
 
     def _drop_ended(self, work: _Work) -> bool:
-        """Take the rows that have ended out of the batch, once they are enough to be worth the copy; whether it did."""
+        """Remove ended rows from the batch once there are enough to be worth the copy; returns whether it did."""
         import torch
 
         batch = work.batch
@@ -192,13 +190,13 @@ class StaticBatches:
         return True
 
     def _fill(self, work: _Work) -> None:
-        """Read the next requests into the room that there is."""
+        """Read the next requests into the free budget."""
         if not work.waiting or (work.batch is not None and not self._prefill.has_rows):
             return
         held = work.batch.load() if work.batch is not None else Load()
         next_ones = [_lengths(each) for each in islice(work.waiting, MOST_ROWS)]
         n_taken, load = n_that_fit(held, next_ones, self._budget.tokens)
-        # Reading costs as much as a step or more, however few are read.
+        # Reading even a few costs as much as a step.
         if n_taken < min(len(work.waiting), held.n_rows // 4 + 1):
             return
         work.load = load
@@ -212,7 +210,7 @@ class StaticBatches:
         work.batch, work.taken = batch, []
         batch.is_padded = not bool(batch.mask.all())
         self._budget.succeed()
-        work.tell()
+        work.report()
         self._drop_ended(work)
 
     def _read(self, requests: Sequence[Encoded], shared: Tokens, load: Load) -> _Batch:
@@ -244,5 +242,5 @@ def _lengths(encoded: Encoded) -> tuple[int, int]:
 
 def _too_large(encoded: Encoded) -> Finished:
     n_prompt, n_more = _lengths(encoded)
-    error = f"out of memory for this prompt alone: it has {n_prompt} tokens, and max_tokens is {n_more}"
+    error = f"out of memory for this prompt alone, which has {n_prompt} tokens, with max_tokens = {n_more}"
     return Finished(encoded, (), "error", error=error)

@@ -1,7 +1,7 @@
-"""Trees of reasoning steps: the paths that were sampled for one question, equal beginnings being one node.
+"""Trees of reasoning steps: the sampled paths of one question, which share nodes for equal beginnings.
 
-A node's value estimates how probable a right answer is from there on: the share of right answers among completions that
-were sampled from it, as in Math-Shepherd (Wang et al. 2024, arXiv:2312.08935).
+A node's value estimates the probability of a right answer from there: the share of right answers among completions
+sampled from it, as in Math-Shepherd (Wang et al. 2024, arXiv:2312.08935).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ ROOT = 0
 
 @dataclass
 class Node:
-    """One step behind the steps above it. `leaf` is the last step of a path; such a node has no children.
+    """A step after the steps above it. A `leaf` is the last step of a path, without children.
 
-    `prefix` is the text down to here, which no other node has. `drawn` counts samples that passed through each child;
-    `visits` and `hits` count completions, and right ones, that were sampled from here to learn the node's value.
+    `prefix` is the unique text down to here. `drawn` counts samples that passed through each child; `visits` and `hits`
+    count completions, and right ones, that were sampled from here for the node's value.
     """
 
     parent: int
@@ -34,7 +34,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Path:
-    """One sampled answer: the nodes of its steps, from the first step to the leaf, and the answer's whole text."""
+    """A sampled answer: the nodes of its steps down to the leaf, and its whole text."""
 
     nodes: tuple[int, ...]
     text: str
@@ -45,9 +45,9 @@ class Path:
 
 
 class Tree:
-    """The nodes and paths of one question; node 0 is the question itself, before any step.
+    """The nodes and paths of one question; node 0 is the question itself.
 
-    A path has at most `max_steps` nodes: the last is all the rest, and the path `is_long`.
+    A path has at most `max_steps` nodes; the last one of a longer path, which `is_long`, has all the rest.
     """
 
     def __init__(self, delimiter: str, max_steps: int) -> None:
@@ -57,14 +57,14 @@ class Tree:
         self.paths: list[Path] = []
 
     def whole_text(self, node: int, completion: str) -> str:
-        """An answer that begins with the steps down to `node`."""
+        """The answer of a completion from `node`."""
         return self.nodes[node].prefix + completion
 
     def add(self, start: int, completion: str, *, answer: str | None, correct: bool, cut: bool) -> None:
-        """Add the path that `completion` makes of the steps down to the node it was sampled from.
+        """Add the path of a completion from the node `start`.
 
-        The whole text is cut into steps, not the completion: one that begins with a blank step makes the step before
-        it longer, and so belongs below another node, which may be there.
+        The whole text is split into steps, not the completion: a blank first step extends the step before it, so that
+        the path belongs below another node, which may exist.
         """
         whole = self.whole_text(start, completion)
         steps = split_steps(whole, self.delimiter)
@@ -74,7 +74,7 @@ class Tree:
         node, nodes = ROOT, []
         for depth, text in enumerate(steps):
             child = self._child(node, text, depth == len(steps) - 1)
-            if depth >= self.nodes[start].depth:  # above, the sample says nothing of which steps are likely
+            if depth >= self.nodes[start].depth:  # steps above were not sampled
                 self.nodes[node].drawn[child] += 1
             node = child
             nodes.append(node)
@@ -83,7 +83,7 @@ class Tree:
         self.paths.append(Path(tuple(nodes), whole, answer, correct, cut, is_long))
 
     def open_nodes(self, depth: int | None = None) -> list[int]:
-        """The nodes from where a path can go on, the question left out; at one depth only, if one is given."""
+        """The nodes that can be continued, without the question; at one depth if given."""
         return [
             number
             for number, node in enumerate(self.nodes)
@@ -91,18 +91,17 @@ class Tree:
         ]
 
     def n_drawn(self, node: int) -> int:
-        """How many of the paths passed through a node, counting only those sampled at it or above it."""
+        """The number of samples, from a node or above it, that passed through it."""
         return sum(self.nodes[node].drawn.values())
 
     def values(self) -> list[tuple[float, int]]:
-        """Each node's value, and on how many completions it rests.
+        """Each node's value, and the number of completions behind it.
 
-        Where completions were sampled for that, it is the share of right ones. Elsewhere it is the mean of the
-        children's values, each counted as often as it was drawn, so that a child which was explored further weighs no
-        more; a node rests on all the paths below it then.
+        It is the share of right ones among completions sampled for it. Without these it is the mean of the children's
+        values, weighted by how often they were drawn, from all paths below.
         """
         found = [(0.0, 0)] * len(self.nodes)
-        for number in range(len(self.nodes) - 1, -1, -1):  # children come behind their parent
+        for number in range(len(self.nodes) - 1, -1, -1):  # children come after their parent
             node = self.nodes[number]
             if node.visits:
                 found[number] = (node.hits / node.visits, node.visits)
@@ -122,7 +121,7 @@ class Tree:
 
 
 def split_steps(text: str, delimiter: str) -> list[str]:
-    """The steps of a text, of which `delimiter.join` makes it again; a blank piece belongs to the step before it."""
+    """The steps of a text, which `delimiter.join` restores; a blank piece belongs to the step before it."""
     steps: list[str] = []
     for piece in text.split(delimiter):
         if steps and (not piece.strip() or not steps[-1].strip()):
@@ -133,5 +132,5 @@ def split_steps(text: str, delimiter: str) -> list[str]:
 
 
 def prefix_key(prefix: str) -> int:
-    """A number of 63 bits for the beginning of an answer, the same everywhere: part of the key of its samples."""
+    """A hash of 63 bits of the beginning of an answer, for the keys of its samples."""
     return int.from_bytes(hashlib.blake2b(prefix.encode(), digest_size=8).digest(), "little") >> 1

@@ -1,4 +1,4 @@
-"""The engine on transformers: one model, two ways to batch its requests."""
+"""The engine on transformers, with two ways to batch requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class TransformersEngine:
-    """A model of transformers. Static batches go everywhere; continuous ones where they are the faster way."""
+    """A model of transformers, with static batches, or continuous ones where they are faster."""
 
     def __init__(self, options: EngineOptions, place: Place) -> None:
         loaded = load_model(options, place)
@@ -33,7 +33,7 @@ class TransformersEngine:
         self._scorer = Scorer(place, self._codec, loaded.context, budget, self._prefill)
         self._continuous = self._open_continuous(loaded, options, place)
         self._loaded = loaded
-        way = "" if self._continuous is None else "continuous batches; where they are not possible, "
+        way = "" if self._continuous is None else "continuous batches; if impossible, "
         log.info("%sstatic batches of at most %d tokens", way, budget.tokens)
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Output]:
@@ -55,7 +55,7 @@ class TransformersEngine:
         return self._scorer.score(questions)
 
     def close(self) -> None:
-        """Give back threads and memory."""
+        """End threads and free memory."""
         if self._continuous is not None:
             self._continuous.close()
         self._prefill.forget()
@@ -67,9 +67,9 @@ class TransformersEngine:
         from slurmgpu.llm.continuous import Continuous, advisable, available
 
         if options.batching == "continuous":
-            if (reason := available(loaded, place)) is not None:
+            if (reason := available(loaded)) is not None:
                 raise SlurmGPUError(f'batching = "continuous" is impossible for {options.model.name}: {reason}.')
-        elif (reason := advisable(loaded, place)) is not None:
+        elif (reason := advisable(loaded)) is not None:
             log.info("no continuous batching: %s", reason)
             return None
         return Continuous(loaded, options, place, self._codec, self._static.generate)

@@ -1,6 +1,6 @@
-"""The engine on vLLM: its own scheduler, kernels and processes; prompts and answers are those of the other engine.
+"""The engine on vLLM, with the prompts and answers of the other engine.
 
-Written for vLLM 0.33, from its source; it has its own image, since it pins its own PyTorch and transformers.
+Written for vLLM 0.33, by its source; it needs its own image, since it pins PyTorch and transformers.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ import numpy as np
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.answers import Codec, Encoded, Finished, PromptError
-from slurmgpu.llm.engine import EngineOptions, Output, Place, Question, Request, Scores
+from slurmgpu.llm.engine import TORCH_NAMES, EngineOptions, Output, Place, Question, Request, Scores
 from slurmgpu.llm.scoring import Asked, ask, scores_of
-from slurmgpu.llm.splitting import QUANTIZATIONS
+from slurmgpu.llm.splitting import QUANTIZATIONS, check_vllm
 
 log = logging.getLogger(__name__)
 
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 GREATEST_TEMPERATURE = 2.0
 MOST_LOGPROB_TOKENS = 128
 """vLLM's own limits: `SamplingParams.temperature`, and the length of its `logprob_token_ids`."""
@@ -30,7 +29,7 @@ Tokens = tuple[int, ...]
 
 
 class VllmEngine:
-    """A model in vLLM, on all the GPUs of a task that is one process."""
+    """A model in vLLM, on all GPUs of a task of one process."""
 
     def __init__(self, options: EngineOptions, place: Place) -> None:
         arguments = llm_arguments(options, place)
@@ -39,20 +38,20 @@ class VllmEngine:
             from vllm import LLM
         except ImportError as error:
             raise SlurmGPUError(
-                f'engine = "vllm" needs the package vllm, which cannot be imported here ({error}). Use an image that '
-                'has it, as `slurmgpu image build --vllm` makes one, or engine = "transformers".'
+                f'engine = "vllm" needs the package vllm, which cannot be imported here ({error}). Use an image of '
+                '`slurmgpu image build --vllm`, or engine = "transformers".'
             ) from error
         from transformers import AutoTokenizer
 
         self._llm: Any = LLM(**arguments)
         self._context = int(self._llm.model_config.max_model_len)
         tokenizer = AutoTokenizer.from_pretrained(
-            options.model.source, revision=options.model.revision, trust_remote_code=options.trust_remote_code
+            str(options.model.folder), revision=options.model.revision, trust_remote_code=options.trust_remote_code
         )
         self._codec = Codec(tokenizer, options, self._context)
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Output]:
-        """Each request's output; vLLM gives them all at the end."""
+        """Each request's output, all at the end."""
         encoded: list[Encoded] = []
         for request in requests:
             try:
@@ -72,10 +71,16 @@ class VllmEngine:
                 asked.append(ask(question, self._codec, self._context))
             except PromptError as error:
                 yield Scores(question.id, np.empty(0), np.empty(0, np.int64), error=str(error))
-        # One request for each place where choices part; vLLM's prefix cache reads the prompt once.
+        # One request for each place where choices differ; vLLM's prefix cache reads the prompt once.
         places = [(number, prefix, ids) for number, each in enumerate(asked) for prefix, ids in _forks(each.choices)]
         prompts = [asked[number].prompt + prefix for number, prefix, _ in places]
-        answers = self._run(prompts, [_scoring_arguments(ids) for _, _, ids in places])
+        answers = self._run(
+            prompts,
+            [
+                {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "logprob_token_ids": ids}
+                for _, _, ids in places
+            ],
+        )
         known: list[dict[tuple[Tokens, int], float]] = [{} for _ in asked]
         problems: dict[int, str] = {}
         for (number, prefix, ids), answer in zip(places, answers, strict=True):
@@ -90,10 +95,9 @@ class VllmEngine:
     def close(self) -> None:
         """End vLLM's processes."""
         self._llm = None
-        gc.collect()  # they end when the last reference to the engine goes
+        gc.collect()  # they end with the last reference to the engine
 
     def _run(self, prompts: Sequence[Tokens], arguments: Sequence[dict[str, Any]]) -> list[Any]:
-        """What vLLM says to each prompt, in order."""
         if not prompts:
             return []
         from vllm import SamplingParams
@@ -109,7 +113,7 @@ class VllmEngine:
 
 
 def llm_arguments(options: EngineOptions, place: Place) -> dict[str, Any]:
-    """What `vllm.LLM` is called with; SlurmGPUError for what it cannot do."""
+    """The arguments of `vllm.LLM`; SlurmGPUError for impossible options."""
     model = options.model
     if place.world_size > 1:
         raise SlurmGPUError(
@@ -118,22 +122,17 @@ def llm_arguments(options: EngineOptions, place: Place) -> dict[str, Any]:
         )
     if place.gpus == 0:
         raise SlurmGPUError('engine = "vllm" needs a GPU; on a CPU use engine = "transformers".')
-    if model.quantization is not None and model.quantization not in QUANTIZATIONS:
-        raise SlurmGPUError(
-            f"{model.name}: vLLM has no {model.quantization} variant that it makes while loading. Use a checkpoint "
-            f"that is quantised already (AWQ, GPTQ), a suffix {' or '.join(f'-{each}' for each in QUANTIZATIONS)}, or "
-            'engine = "transformers".'
-        )
+    check_vllm(options, place.gpus, is_asked=True)
     arguments = {
-        "model": model.source,
+        "model": str(model.folder),
         "revision": model.revision,
         "trust_remote_code": options.trust_remote_code,
         "tensor_parallel_size": place.gpus,
-        "dtype": DTYPES[options.precision],
+        "dtype": TORCH_NAMES[options.precision],
         "quantization": None if model.quantization is None else QUANTIZATIONS[model.quantization],
         "seed": 0,
         "enable_prefix_caching": True,
-        # Not the checkpoint's suggestions: what is not asked for is off.
+        # Not the checkpoint's generation config.
         "generation_config": "vllm",
     }
     if options.max_context is not None:
@@ -142,12 +141,12 @@ def llm_arguments(options: EngineOptions, place: Place) -> dict[str, Any]:
 
 
 def _prepare_environment() -> None:
-    # Launchers' variables would make it believe that it is one rank of several.
+    # With a launcher's variables it would act as one rank of several.
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     for name in [name for name in os.environ if name.startswith("VLLM_DP_")]:
         del os.environ[name]
-    # A fork of a process that has threads, or has used CUDA, may hang.
+    # A fork of a process with threads or CUDA may hang.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -169,17 +168,13 @@ def _sampling_arguments(encoded: Encoded) -> dict[str, Any]:
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
         "stop": list(sampling.stop),
-        "detokenize": bool(sampling.stop),  # we do it; vLLM needs text only to look for what stops an answer
+        "detokenize": bool(sampling.stop),  # vLLM needs text only to find stop texts
     }
     if sampling.temperature > 0:
         arguments["seed"] = encoded.request.key
     if sampling.logprobs:
-        arguments["logprobs"] = 0  # that of the token which was taken, and of no other
+        arguments["logprobs"] = 0  # of the chosen token only
     return arguments
-
-
-def _scoring_arguments(ids: Sequence[int]) -> dict[str, Any]:
-    return {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "logprob_token_ids": list(ids)}
 
 
 def _problem(answer: Any) -> str | None:
@@ -200,7 +195,7 @@ def _finished(encoded: Encoded, answer: Any) -> Finished:
 
 
 def _forks(choices: Sequence[Tokens]) -> Iterator[tuple[Tokens, list[int]]]:
-    """What choices have in common, and the tokens by which they go on from there, each such place once."""
+    """Each common prefix of choices, with the tokens that follow it."""
     following: dict[Tokens, dict[int, None]] = {}
     for choice in choices:
         for place, token in enumerate(choice):

@@ -1,4 +1,4 @@
-"""The workloads that come with slurmgpu, a folder each, and what those with a language model share.
+"""The built-in workloads, a folder each, and their shared modules.
 
 May import: workload, errors, shards.columns, results, inputs, and the libraries llm, training and influence.
 """

@@ -1,34 +1,32 @@
-"""What the built-in workloads tell of their work while it goes on, for who watches."""
+"""Progress of the built-in workloads while they compute, shown by `status --watch`."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from slurmgpu.llm.engine import Engine, Output, Question, Request, Scores
-
 TELL_S = 2.0
-"""So seldom is something told in the middle of a batch."""
+"""The least time between two reports within a batch."""
 
 T = TypeVar("T")
 
 
 class Telling:
-    """Tells by `tell`, the task's, how many of `things` are done, such as "texts embedded"."""
+    """Reports the number of finished `things`, such as "texts embedded", by the task's `tell`."""
 
     def __init__(self, tell: Callable[[str], None], things: str) -> None:
         self._tell, self._things = tell, things
         self._n_done, self._told = 0, time.monotonic()
 
     def add(self, n_done: int) -> None:
-        """So many more are done."""
+        """Report that many more."""
         self._n_done += n_done
         self._told = time.monotonic()
         self._tell(f"{self._n_done:,} {self._things}")
 
     def each(self, found: Iterable[T]) -> Iterator[T]:
-        """The same, told as they come: every few seconds, and at the end."""
+        """Pass the results on, and report their number every few seconds and at the end."""
         n_new = 0
         for one in found:
             n_new += 1
@@ -38,23 +36,3 @@ class Telling:
             yield one
         if n_new:
             self.add(n_new)
-
-
-class ToldEngine:
-    """An engine that tells how many answers it has given."""
-
-    def __init__(self, engine: Engine, tell: Callable[[str], None]) -> None:
-        self._engine = engine
-        self._answers, self._scores = Telling(tell, "answers"), Telling(tell, "prompts scored")
-
-    def generate(self, requests: Sequence[Request]) -> Iterator[Output]:
-        """As the engine itself."""
-        return self._answers.each(self._engine.generate(requests))
-
-    def score(self, questions: Sequence[Question]) -> Iterator[Scores]:
-        """As the engine itself."""
-        return self._scores.each(self._engine.score(questions))
-
-    def close(self) -> None:
-        """As the engine itself."""
-        self._engine.close()

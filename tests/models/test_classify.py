@@ -29,21 +29,21 @@ def nothing(tmp_path_factory):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"labels": ["hate"]}, "labels has 1 of them: ['hate']; expected at least 2."),
+        ({"labels": ["hate"]}, "labels has 1: ['hate']; expected at least 2."),
         ({"labels": ["ok", "ok"]}, "labels holds 'ok' twice"),
         ({"labels": {"ok": "fine", "": "?"}}, "labels holds ''; expected a text to choose."),
         ({"prompt": None}, "neither is set, expected one of them"),
-        ({"prompt": "Which of {labels}?"}, "names no field of an item"),
+        ({"prompt": "Which of {labels}?"}, "has no field"),
         ({"method": "guess"}, "method is 'guess'; expected 'score' or 'parse'."),
-        ({"choices": ["A"]}, "choices has 1 texts, and there are 2 labels; expected one for each."),
+        ({"choices": ["A"]}, "choices has 1 texts for 2 labels; expected one for each."),
         ({"choices": ["A", "A"]}, "choices holds 'A' twice"),
         ({"pattern": "(.*)"}, "pattern is set, and method is 'score'"),
         ({"temperature": 1.0}, "temperature is set, and method is 'score'"),
         ({"method": "parse", "calibrate": True}, "calibrate is set, and method is 'parse'"),
         ({"method": "parse", "pattern": "(a)(b)"}, "pattern is '(a)(b)', which has 2 groups"),
         ({"method": "parse", "pattern": "(.*)", "json": "label"}, "two ways to find the label"),
-        ({"prompt": None, "messages": "chat", "calibrate": True}, "it needs prompt, a template"),
-        ({"truth": "label", "keep": ["truth"]}, "keep has 'truth', which is a column of the workload's own"),
+        ({"prompt": None, "messages": "chat", "calibrate": True}, "set prompt, a template"),
+        ({"truth": "label", "keep": ["truth"]}, "keep has 'truth', which is a column of the workload;"),
     ],
 )
 def test_a_wrong_setting_is_named_with_what_was_expected(nothing, settings, said):

@@ -106,12 +106,12 @@ BERT = {"model_type": "bert", "hidden_size": 384, "max_position_embeddings": 512
         ({"precision": "fp8"}, "precision is 'fp8'; expected one of fp32, bf16, fp16."),
         ({"pooling": "max"}, "pooling is 'max'; expected one of mean, cls."),
         ({"max_tokens": 0}, "max_tokens is 0; expected at least 4"),
-        ({"max_tokens": 513}, "at most as many as the model has positions for, 512."),
+        ({"max_tokens": 513}, "at most the model's 512 positions."),
         ({"model": ""}, "there is no folder ''"),
         ({"model": "./nowhere"}, "there is no folder './nowhere'"),
         ({"model": "package:no_such_package"}, "there is no package 'no_such_package' here"),
-        ({"model": "package:not-a-name"}, "give the name that `import` takes"),
-        ({"model": "package:json"}, "package 'json' has none; expected the folder of one model"),
+        ({"model": "package:not-a-name"}, "use the name for `import`"),
+        ({"model": "package:json"}, "package 'json' has 0 folders of models: none; expected one"),
     ],
 )
 def test_a_wrong_setting_is_named_with_what_was_expected(tmp_path, settings, sentence):
@@ -179,7 +179,7 @@ def test_a_step_that_is_not_computed_is_refused_unless_pooling_is_given(tmp_path
     model = describe(tmp_path, config=BERT, modules=MODULES + extra, **{"1_Pooling__config": pooling})
     with pytest.raises(SlurmGPUError) as raised:
         Embed(model=model)
-    assert f"takes a step {step}, which embed does not compute" in str(raised.value)
+    assert f"has a step {step}, which embed does not compute" in str(raised.value)
     assert Embed(model=model, pooling="mean").pooling == "mean"
 
 
@@ -190,7 +190,7 @@ def test_a_packages_model_is_found_without_importing_the_package(tmp_path, monke
     assert Embed(model="package:carrier").columns["embedding"].shape == (384,)
 
     describe(tmp_path / "carrier/other", config=BERT)
-    with pytest.raises(SlurmGPUError, match=r"deep/model, .*other; expected the folder of one model"):
+    with pytest.raises(SlurmGPUError, match=r"deep/model, .*other; expected one"):
         Embed(model="package:carrier")
 
 
@@ -221,7 +221,7 @@ def test_a_hub_model_is_described_by_the_hubs_cache_when_there_is_no_network(tmp
     offline = {"HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
     assert run_python(code.replace("NAME", "encoder"), **offline) == "(384,)"
     refused = run_python(code.replace("NAME", "nothing"), **offline)
-    assert refused.startswith("SlurmGPUError embed: model 'lab/nothing' is no folder here, and neither the hub")
+    assert refused.startswith("SlurmGPUError embed: model 'lab/nothing' is no folder here, and neither on the hub")
 
 
 # Rows, on tiny encoders.

@@ -18,7 +18,7 @@ from slurmgpu.shards.columns import convert_row
 from slurmgpu.workload import Item, Share, TaskContext
 from slurmgpu.workloads import progress
 from slurmgpu.workloads.generate.workload import Generate
-from slurmgpu.workloads.progress import ToldEngine
+from slurmgpu.workloads.progress import Telling
 from tests.support.runs import datasets, report
 from tests.support.tiny_models import make_llama, sum_steps
 
@@ -45,7 +45,7 @@ def sums(n, seed=0):
     [
         ({"prompt": None}, "neither is set, expected one of them"),
         ({"prompt": "{a}+{"}, "prompt: found '{' in line 1; expected a field"),
-        ({"n": 0}, "n is 0, the answers to each item; expected at least 1."),
+        ({"n": 0}, "n is 0; expected at least 1 answer for each item."),
         ({"n": 4}, "n = 4 answers with temperature = 0 would all be the same"),
         ({"temperature": -1.0}, "temperature is -1.0; expected at least 0."),
         ({"top_p": 0.0}, "top_p is 0.0; expected more than 0 and at most 1."),
@@ -53,12 +53,15 @@ def sums(n, seed=0):
         ({"temperature": float("inf")}, "temperature is inf; expected at least 0."),
         ({"top_p": float("nan")}, "top_p is nan; expected more than 0 and at most 1."),
         ({"max_tokens": 0}, "max_tokens is 0; expected at least 1."),
-        ({"max_tokens": 2048}, "max_tokens is 2048, and the model's context of 2048 tokens holds prompt and answer"),
-        ({"max_tokens": 80, "max_context": 64}, "max_tokens is 80, and max_context of 64 tokens holds"),
+        (
+            {"max_tokens": 2048},
+            "max_tokens is 2048, and the model's context of 2048 tokens must hold prompt and answer",
+        ),
+        ({"max_tokens": 80, "max_context": 64}, "max_tokens is 80, and max_context of 64 tokens must hold"),
         ({"stop": [""]}, "stop holds an empty text"),
         ({"precision": "int8"}, "precision is 'int8'; expected one of 'bf16', 'fp16', 'fp32'."),
         ({"engine": "llama.cpp"}, "engine is 'llama.cpp'; expected one of 'transformers', 'vllm'."),
-        ({"keep": ["id", "text"]}, "keep has 'text', which is a column of the workload's own"),
+        ({"keep": ["id", "text"]}, "keep has 'text', which is a column of the workload;"),
         ({"keep": ["id", "id"]}, "keep has 'id', which is named twice"),
         ({"model": "./nowhere"}, "there is no folder './nowhere'"),
     ],
@@ -126,7 +129,7 @@ def test_a_folder_that_changes_after_planning_ends_the_run_and_a_merge_needs_no_
         (folder / "run" / name).unlink()
     make_llama(model, seed=1)
     said = slurmgpu("resubmit", "run", "--executor", "debug", cwd=folder, expect=None, **ONE_THREAD)
-    assert "planned with: model.safetensors is changed." in said.stdout + said.stderr
+    assert "planned: model.safetensors is changed." in said.stdout + said.stderr
     assert report(folder)["failures"] == {"workload_error": 1}
     assert report(folder)["n_missing_items"] == 2
 
@@ -187,7 +190,7 @@ def test_who_watches_is_told_how_many_answers_there_are_also_in_the_middle_of_a_
     told = []
     monkeypatch.setattr(progress, "TELL_S", math.inf)
     workload = Generate(model=nothing, prompt="{a}", n=2, temperature=1.0)
-    workload.engine = ToldEngine(Parrot(missing=[0]), told.append)
+    workload.engine, workload._told_answers = Parrot(missing=[0]), Telling(told.append, "answers")
     workload([Item(i, {"a": i}) for i in range(3)])
     assert told == ["5 answers"]
     workload([Item(9, {"b": 1})])

@@ -16,7 +16,7 @@ from slurmgpu.llm.metrics import wilson_interval
 from slurmgpu.shards.columns import convert_row
 from slurmgpu.workload import Item, TaskContext, settings_hints
 from slurmgpu.workloads.collect.workload import Collect
-from slurmgpu.workloads.judge.rubrics import read_rubric, shipped
+from slurmgpu.workloads.judge.rubrics import Reader, read_rubric, shipped
 from slurmgpu.workloads.judge.workload import Judge
 from tests.support.runs import report, wait_until
 from tests.support.tiny_models import claim, make_unloadable
@@ -74,23 +74,23 @@ def test_a_shipped_rubric_reads_its_own_verdicts_and_survives_the_plan(name):
     for verdict, text in rubric.verdicts.items():
         for answer in (f"It is good.\n{rubric.answer} {text}", f"**{rubric.answer or ''}** {text}.", text.upper()):
             expected = None if rubric.pattern and answer == text.upper() else verdict
-            assert rubric.reader().verdict(answer) == expected
-    assert rubric.reader().verdict("I cannot tell.") is None
+            assert Reader(rubric).verdict(answer) == expected
+    assert Reader(rubric).verdict("I cannot tell.") is None
 
 
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"prompts": "x"}, "has a key 'prompts', which no rubric has. Did you mean 'prompt'?"),
+        ({"prompts": "x"}, "has an unknown key 'prompts'. Did you mean 'prompt'?"),
         ({"prompt": None}, "has no prompt"),
         ({"prompt": "{"}, "prompt of rubric .*found '{' in line 1"),
         ({"verdicts": {"yes": "Y"}}, "verdicts of rubric .* expected at least 2"),
         ({"verdicts": {"yes": "Y", "no": "Y"}}, "'Y' twice"),
         ({"values": {"yes": 1}}, "verdict 'no' has no number under \\[values\\]"),
-        ({"values": {"yes": 1, "no": 0, "na": 2}}, "\\[values\\] names 'na', which is no verdict. Known: no, yes"),
+        ({"values": {"yes": 1, "no": 0, "na": 2}}, "\\[values\\] names 'na', which is not a verdict. Known: no, yes"),
         ({"values": {"yes": 1, "no": "0"}}, "the value of verdict 'no' is '0'; expected a number"),
         ({"method": "guess"}, "method is 'guess'; expected one of parse, score"),
-        ({"pattern": "("}, "pattern of the rubric is '\\(', which is no regular expression"),
+        ({"pattern": "("}, "pattern of the rubric is '\\(', which is not a regular expression"),
         ({"swap": ["text"]}, "swap is \\['text'\\]; expected two fields"),
         ({"swap": ["text", "question"]}, "no verdict 'tie'"),
         ({"max_tokens": 0}, "max_tokens is 0"),
@@ -111,7 +111,7 @@ def test_a_rubric_that_cannot_be_is_refused_with_what_was_expected(tmp_path, cha
         ({"rubric": "corectness"}, "no rubric 'corectness'.* Did you mean 'correctness'?"),
         ({"rubric": "nowhere.toml"}, "nowhere.toml cannot be read"),
         ({"retries": -1}, "retries is -1"),
-        ({"retry_temperature": 0.0}, "would give the same answer again"),
+        ({"retry_temperature": 0.0}, "repeats the same answer"),
         ({"against": "runs/other"}, "judges one text at a time"),
         ({"against": "runs/other", "rubric": "pairwise"}, "runs/other"),
         ({"keep": ["verdict"]}, "keep has 'verdict'"),
@@ -122,7 +122,7 @@ def test_a_rubric_that_cannot_be_is_refused_with_what_was_expected(tmp_path, cha
             {"rubric": "sums.jsonl"},
             r"There is no rubric 'sums.jsonl'; [^,]*, or the path of a .toml file\. Known: corr",
         ),
-        ({"pattern": "x"}, "final is not set.* is the pattern of a rubric"),
+        ({"pattern": "x"}, "final is not set.* set the rubric's pattern"),
         ({"fields": {"refrence": "answer"}}, "fields has 'refrence'.* Did you mean 'reference'"),
         ({"fields": {"final": "answer"}, "final": "numeric", "rubric": SUMS}, "fields has 'final'"),
         ({"rubric": "yes-no", "max_tokens": 9}, "max_tokens is set, and method is 'score'"),
@@ -368,7 +368,7 @@ def test_two_runs_are_compared_item_by_item(project, slurmgpu, adder):
     assert summary["agreement_rate"] + summary["position_bias_rate"] == 1
     plan = json.loads((folder / "run" / "run.json").read_text())
     workload = Judge(**{**plan["settings"], "against": {**plan["settings"]["against"], "fingerprint": "other"}})
-    with pytest.raises(SlurmGPUError, match="no longer of the run"):
+    with pytest.raises(SlurmGPUError, match="now belongs to another run"):
         workload.load(TaskContext("cpu", 0, Path()))
 
 

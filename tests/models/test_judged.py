@@ -37,7 +37,7 @@ def run_of(folder, text, keep=("question", "reference")):
 
 def test_a_run_with_lists_of_texts_is_refused_before_and_after_it_is_merged(tmp_path, model):
     path = run_of(tmp_path / "one", ["2", "3"])
-    refused = r"no text in 'text' but a list, as of a run with n > 1.* such as \{text\[0\]\}"
+    refused = r"has a list in 'text', as runs with n > 1 do.* such as \{text\[0\]\}"
     for has_file in (True, False):
         if not has_file:
             path.unlink()
@@ -58,7 +58,7 @@ def test_a_field_of_texts_that_a_run_has_kept_is_judged(tmp_path, model):
 
 def test_a_second_run_with_lists_of_texts_is_refused(tmp_path, model):
     judged, other = run_of(tmp_path / "one", "2"), run_of(tmp_path / "two", ["2"])
-    with pytest.raises(SlurmGPUError, match=r"two/merged.h5 has no text in 'text'"):
+    with pytest.raises(SlurmGPUError, match=r"two/merged.h5 has a list in 'text'"):
         Judge(model=model, rubric="pairwise", against=str(other)).check_input([judged], 2)
 
 
@@ -86,8 +86,8 @@ def test_both_texts_of_a_pair_are_looked_at(model):
 @pytest.mark.parametrize(
     ("settings", "items", "problem"),
     [
-        ({"rubric": "pairwise"}, {"question": "1", "text": "2"}, r"'text_a'.* against names a second run"),
-        ({}, {"question": "1", "text": "2", "answer": "3"}, r'\'reference\'.* fields = \{reference = "…"\} says'),
+        ({"rubric": "pairwise"}, {"question": "1", "text": "2"}, r"'text_a'.* set against to a second run"),
+        ({}, {"question": "1", "text": "2", "answer": "3"}, r'\'reference\'.* Set fields = \{reference = "…"\} to'),
     ],
 )
 def test_a_field_that_no_item_has_comes_with_what_to_set(model, project, settings, items, problem):

@@ -9,10 +9,8 @@ from torch import nn
 
 from slurmgpu.influence.engine import Checkpoint, Influences, Options
 from slurmgpu.influence.generic import of_module
-from slurmgpu.workloads.tracin.kge.complex import ComplEx
 from slurmgpu.workloads.tracin.kge.conve import ConvE
-from slurmgpu.workloads.tracin.kge.distmult import DistMult
-from slurmgpu.workloads.tracin.kge.transe import TransE
+from slurmgpu.workloads.tracin.kge.shallow import ComplEx, DistMult, TransE
 from tests.support.tiny_graphs import (
     LOSSES,
     N_ENTITIES,
@@ -241,7 +239,7 @@ class Scored(nn.Module):
         self.model = model
 
     def forward(self, heads, relations, tails):
-        return self.model.scores(heads, relations, tails[:, None])[:, 0]
+        return self.model.scores(heads, relations).gather(1, tails[:, None])[:, 0]
 
 
 @pytest.mark.parametrize("layer", [None, "model.fc", "model.conv", "model.bn1"])

@@ -46,7 +46,7 @@ def test_a_dictionary_may_have_gaps_in_its_ids(dictionaries):
         ("a\t0\nb 1\n", "line 2: .* found 'b 1'"),
         ("a\tb\n", "line 1: .* found 'a\\\\tb'"),
         ("a\t-1\n", "line 1: .* found 'a\\\\t-1'"),
-        ("", "has no line; expected a name, a tab and an id"),
+        ("", "is empty; expected lines of a name, a tab and an id"),
         (b"a\t0\n\xff\t1\n", "line 2: expected UTF-8, found the byte 0xff"),
     ],
 )
@@ -117,9 +117,9 @@ def test_a_graph_holds_the_triples_and_a_digest_of_each_file(tmp_path, dictionar
 
 def test_an_empty_training_file_and_a_missing_one_are_refused(tmp_path, dictionaries):
     files = [tmp_path / "node_dict.txt", tmp_path / "rel_dict.txt"]
-    with pytest.raises(SlurmGPUError, match=r"train\.txt has no line; expected training triples"):
+    with pytest.raises(SlurmGPUError, match=r"train\.txt is empty; expected training triples"):
         graph.read_graph(triples_file(tmp_path), *files)
-    with pytest.raises(SlurmGPUError, match=r"cannot read .*elsewhere\.txt: No such file"):
+    with pytest.raises(SlurmGPUError, match=r"Cannot read .*elsewhere\.txt: No such file"):
         graph.read_graph(tmp_path / "elsewhere.txt", *files)
 
 

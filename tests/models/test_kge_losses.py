@@ -18,7 +18,13 @@ def some_triples(n, seed=0):
 
 
 def loss_of(name, train):
-    return find_loss(name, n_entities=N_ENTITIES, known=lambda: Known(*train, N_RELATIONS), label_smoothing=0.1, seed=5)
+    return find_loss(
+        name,
+        n_entities=N_ENTITIES,
+        known=lambda: Known(torch.stack([*train], 1), N_RELATIONS),
+        label_smoothing=0.1,
+        seed=5,
+    )
 
 
 @pytest.fixture
@@ -79,7 +85,7 @@ def test_negatives_belong_to_the_triple_and_are_never_its_tail(train):
 
 def test_known_tails_are_those_of_the_query_each_once(train):
     heads, relations, tails = (torch.cat([column, column]) for column in train)
-    known = Known(heads, relations, tails, N_RELATIONS)
+    known = Known(torch.stack([heads, relations, tails], 1), N_RELATIONS)
     queries = Queries.of_examples(*some_triples(60, seed=2), N_RELATIONS)
     query, found = known.tails(queries)
     for q, (head, relation) in enumerate(zip(queries.heads.tolist(), queries.relations.tolist(), strict=True)):
@@ -93,7 +99,11 @@ def test_known_tails_are_those_of_the_query_each_once(train):
 def test_a_gradient_that_nearly_vanishes_is_right_in_single_precision(name, smoothing, margin, train):
     """A model that is sure: of one tail, or of all true ones."""
     loss = find_loss(
-        name, n_entities=N_ENTITIES, known=lambda: Known(*train, N_RELATIONS), label_smoothing=smoothing, seed=0
+        name,
+        n_entities=N_ENTITIES,
+        known=lambda: Known(torch.stack([*train], 1), N_RELATIONS),
+        label_smoothing=smoothing,
+        seed=0,
     )
     queries = Queries.of_examples(*train, N_RELATIONS)
     scores = torch.randn(len(queries.heads), N_ENTITIES, dtype=torch.float64) / 8 - margin

@@ -5,7 +5,6 @@ import itertools
 import numpy as np
 import pytest
 
-from slurmgpu.errors import SlurmGPUError
 from slurmgpu.workloads.tracin.kge.reach import Reach, ReachOptions
 
 N = 14
@@ -121,18 +120,3 @@ def test_the_strict_hop_constraint_changes_nothing():
         for strict in (False, True)
     ]
     assert (masks[0] == masks[1]).all()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"n_hops": 0}, "n_hops is 0; expected 1 or more"),
-        ({"min_degree": -1}, "min_degree is -1"),
-        ({"max_total_path_length": 3}, "max_total_path_length is about path_filtering, which is not set"),
-        ({"strict_path_filtering": True}, "strict_path_filtering is about path_filtering"),
-        ({"path_filtering": True, "max_total_path_length": -1}, "max_total_path_length is -1"),
-    ],
-)
-def test_options_that_mean_nothing_are_refused(options, message):
-    with pytest.raises(SlurmGPUError, match=message):
-        ReachOptions(**options)

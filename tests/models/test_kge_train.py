@@ -9,17 +9,15 @@ import torch
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.hashing import digest_of
-from slurmgpu.workloads.tracin.kge.checkpoints import adam_weights, check, load_checkpoint, read_layout
-from slurmgpu.workloads.tracin.kge.complex import ComplEx
+from slurmgpu.workloads.tracin.kge.checkpoints import adam_weights, load_checkpoint, read_layout
 from slurmgpu.workloads.tracin.kge.conve import ConvE
-from slurmgpu.workloads.tracin.kge.distmult import DistMult
 from slurmgpu.workloads.tracin.kge.graph import read_dictionary
+from slurmgpu.workloads.tracin.kge.layouts import check
 from slurmgpu.workloads.tracin.kge.peeking import peek
 from slurmgpu.workloads.tracin.kge.queries import Known
-from slurmgpu.workloads.tracin.kge.ranking import filtered_ranks, summary
+from slurmgpu.workloads.tracin.kge.shallow import ComplEx, DistMult, TransE
 from slurmgpu.workloads.tracin.kge.train import main, train
-from slurmgpu.workloads.tracin.kge.training import Recipe, Trainer
-from slurmgpu.workloads.tracin.kge.transe import TransE
+from slurmgpu.workloads.tracin.kge.training import Recipe, Trainer, filtered_ranks, summary
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -90,7 +88,7 @@ def test_a_checkpoint_says_all_that_is_needed_to_load_it(model, inverse, files):
 
     layout = check(read_layout(path), path, entities, relations)
     assert (layout.architecture, layout.inverse) == (model, inverse)
-    assert (layout.learning_rate, layout.loss, layout.label_smoothing) == (0.005, "kvsall", 0.1)
+    assert (layout.learning_rate, layout.loss, layout.told["label_smoothing"]) == (0.005, "kvsall", 0.1)
     loaded = MODELS[model].from_layout(layout)
     assert not loaded.load_state_dict(load_checkpoint(path, layout), strict=False).unexpected_keys
     queries = torch.tensor([0, 3, 5]), torch.tensor([0, 1, 1])
@@ -108,7 +106,7 @@ def test_ranks_are_among_all_entities_that_make_no_other_true_triple():
             table.copy_(torch.randint(-2, 3, table.shape, generator=draw))  # many scores are equal
     true = torch.tensor([(0, 0, 1), (0, 0, 2), (3, 1, 2), (0, 0, 5), (4, 0, 0)])
     tested = torch.cat([true[:3], torch.tensor([(4, 0, 3)])])
-    ranks = filtered_ranks(module, Known(*true.T, 2), tested, 2)
+    ranks = filtered_ranks(module, Known(true, 2), tested, 2)
     for (head, relation, tail), rank in zip(tested.tolist(), ranks.tolist(), strict=True):
         own, *others = (
             (module.entity[head] * module.relation[relation] * module.entity[entity]).sum().item()
@@ -120,7 +118,7 @@ def test_ranks_are_among_all_entities_that_make_no_other_true_triple():
 
 def test_a_model_that_knows_nothing_ranks_by_chance_or_last():
     module = DistMult(9, 1, 2).eval()
-    known = Known(*torch.zeros(3, 1).long(), 1)
+    known = Known(torch.zeros(1, 3).long(), 1)
     for value, expected in ((0.0, 5), (torch.nan, 9)):
         torch.nn.init.constant_(module.entity, value)
         assert filtered_ranks(module, known, torch.tensor([(3, 0, 4)]), 1).tolist() == [expected]
@@ -165,8 +163,8 @@ def test_checkpoints_of_two_trainings_are_never_in_one_folder(files, capsys, opt
     before = (files / "out" / "checkpoint-2.pt").read_bytes()
     assert main([*argv, "--epochs", "4", "--every", "1", *option]) == 2
     said = capsys.readouterr().err
-    assert "has checkpoint-2.pt, of another training" in said
-    assert "name another folder with -o" in said
+    assert "has checkpoint-2.pt of another training" in said
+    assert "choose another folder with -o" in said
     assert [path.name for path in (files / "out").glob("*.pt")] == ["checkpoint-2.pt"]
     assert (files / "out" / "checkpoint-2.pt").read_bytes() == before
     with pytest.raises(SlurmGPUError, match="of another training"):

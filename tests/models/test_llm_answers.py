@@ -99,7 +99,7 @@ def test_a_template_without_system_messages_is_told_of_once(tmp_path, caplog):
         for _ in range(2):
             assert made.render(Prompt("1", system="be")) == ("be\n\n1", True)
     assert [record.getMessage() for record in caplog.records if "takes no system message" in record.getMessage()] == [
-        "the chat template takes no system message (no); it is put before the user's first"
+        "the chat template takes no system message (no); it goes before the user's first"
     ]
     with pytest.raises(PromptError, match="refuses the messages: no"):
         made.render(Prompt(messages=({"role": "assistant", "content": "1"},)))

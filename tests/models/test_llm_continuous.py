@@ -16,8 +16,8 @@ pytest.importorskip("transformers")
 import torch
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.llm import attention, continuous, continuous_sampling, continuous_settings, selfcheck
-from slurmgpu.llm.continuous_settings import Needs
+from slurmgpu.llm import continuous, continuous_sampling, selfcheck
+from slurmgpu.llm.continuous import Needs
 from slurmgpu.llm.engine import EngineOptions, Place, Prompt, Question, Request, Sampling
 from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.models import find_model
@@ -121,7 +121,7 @@ def rest(request):
 
 def test_requests_are_fed_as_others_finish_and_share_what_their_prompts_begin_with(opened, caplog, monkeypatch):
     monkeypatch.setattr(continuous, "MOST_REQUESTS", 2)
-    monkeypatch.setattr(continuous_settings, "MOST_REQUESTS", 2)
+    monkeypatch.setattr(continuous, "MOST_REQUESTS", 2)
     engine = opened("llama", "continuous")
     engine._continuous.release()
     prefix = "".join(random.Random(3).choices(WORDS, k=100))
@@ -171,7 +171,7 @@ def test_who_stops_listening_can_ask_again(opened, caplog):
 
 
 def test_a_longer_request_than_before_finds_room(folders, opened, caplog, monkeypatch):
-    monkeypatch.setattr(continuous_settings, "CPU_TOKENS", 64)
+    monkeypatch.setattr(continuous, "CPU_TOKENS", 64)
     engine = new_engine(folders["llama"], batching="continuous")
     for prompt in ("1+", "1+" * 100, "1+" * 300):
         asked = [Request(0, Prompt(prompt), Sampling(max_tokens=8))]
@@ -257,9 +257,9 @@ def test_a_comparison_that_fails_costs_no_answer_and_had_the_caches_memory(folde
 
 def test_without_memory_for_the_cache_all_is_computed_in_static_batches(folders, opened, caplog, monkeypatch):
     engine = new_engine(folders["llama"], batching="continuous")
-    monkeypatch.setattr(continuous_settings, "CPU_TOKENS", 10**13)  # more than there is
+    monkeypatch.setattr(continuous, "CPU_TOKENS", 10**13)  # more than there is
     assert answers(engine, requests()) == answers(opened("llama", "static"), requests())
-    assert "continuous batching is given up, 10 requests go on in static batches" in caplog.text
+    assert "continuous batching failed; 10 requests continue in static batches" in caplog.text
     assert engine.notes == {"static_batches": 1}
     caplog.clear()
     monkeypatch.undo()
@@ -329,14 +329,14 @@ def test_on_a_cpu_static_batches_are_chosen_and_a_reason_is_logged(folders, capl
     with caplog.at_level(logging.INFO):
         engine = new_engine(folders["llama"])
     assert engine._continuous is None
-    assert "no continuous batching: it computes on the CPU" in caplog.text
+    assert "no continuous batching: the model is on the CPU" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("attribute", "value", "reason"),
     [
-        ("hf_device_map", {"model.layers.0": 0, "model.layers.1": 1}, "spread over 2 devices"),
-        ("layer_types", ["full_attention", "linear_attention"], "another kind than attention: linear_attention"),
+        ("hf_device_map", {"model.layers.0": 0, "model.layers.1": 1}, "layers are on 2 devices"),
+        ("layer_types", ["full_attention", "linear_attention"], "other layers than attention: linear_attention"),
     ],
 )
 def test_a_model_that_cannot_be_served_so_is_refused_where_that_was_asked_for(
@@ -388,21 +388,21 @@ class OnAGPU:
     ],
 )
 def test_flash_attention_is_what_the_model_takes_of_what_is_installed(monkeypatch, model, found):
-    monkeypatch.setattr(attention, "_installed", lambda _: iter(["flash_attention_3", "flash_attention_2"]))
+    monkeypatch.setattr(continuous, "_installed", lambda _: iter(["flash_attention_3", "flash_attention_2"]))
     own = model.config._attn_implementation
-    assert attention.flash_attention(model) == found
+    assert continuous.flash_attention(model) == found
     assert model.config._attn_implementation == own
-    reason = continuous.advisable(SimpleNamespace(model=model), Place("cuda"))
+    reason = continuous.advisable(SimpleNamespace(model=model))
     assert reason == (None if found else "flash attention is not installed here, or the model cannot use it")
 
 
 def test_eight_bit_weights_of_bitsandbytes_advise_static_batches(monkeypatch):
-    monkeypatch.setattr(attention, "_installed", lambda _: iter(["flash_attention_2"]))
+    monkeypatch.setattr(continuous, "_installed", lambda _: iter(["flash_attention_2"]))
     model = OnAGPU()
     model.is_loaded_in_8bit = True
     loaded = SimpleNamespace(model=model, context=512)
-    assert "8-bit weights of bitsandbytes" in continuous.advisable(loaded, Place("cuda"))
-    assert continuous_settings.settings(Needs(), 9, loaded, flash=True)["use_cuda_graph"] is False
+    assert "8-bit weights of bitsandbytes" in continuous.advisable(loaded)
+    assert continuous.settings(Needs(), 9, loaded, flash=True)["use_cuda_graph"] is False
 
 
 @pytest.mark.parametrize(("context", "pages"), [(8192, 33), (8200, 34), (10**9, 513)])
@@ -410,8 +410,8 @@ def test_on_a_gpu_the_manager_knows_of_the_sampler_and_of_the_context(context, p
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     loaded = SimpleNamespace(model=OnAGPU(), context=context)
-    sampled = continuous_settings.settings(Needs(sampled=True), 9, loaded, flash=True)
-    greedy = continuous_settings.settings(Needs(), 9, loaded, flash=False)
+    sampled = continuous.settings(Needs(sampled=True), 9, loaded, flash=True)
+    greedy = continuous.settings(Needs(), 9, loaded, flash=False)
     assert (sampled["max_memory_percent"], sampled["max_blocks_per_request"]) == (0.8, pages)
     assert not {"max_memory_percent", "max_blocks_per_request"} & set(greedy)
     names = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}

@@ -301,7 +301,7 @@ def test_a_question_that_cannot_be_is_its_own_error(folders):
     asked = [("ab", ("y", "n")), ("1" * 64, ("y", "n")), ("ab", ()), ("ab", ("y", "")), ("ab", ("y", "É", "Ü"))]
     found = {each.id: each for each in ours.score([Question(i, Prompt(a), b) for i, (a, b) in enumerate(asked)])}
     assert [found[i].error is None for i in range(5)] == [True, False, False, False, False]
-    assert found[4].error.startswith("'É' and 'Ü' are the same tokens to this model")
+    assert found[4].error.startswith("'É' and 'Ü' have the same tokens in this model")
     assert "exceeds the context of 64 tokens" in found[1].error
     assert np.isnan(found[1].logprobs).all()
 
@@ -398,7 +398,7 @@ def test_a_prompt_too_large_for_the_memory_is_its_own_error(folders, monkeypatch
     requests = requests_of([*texts(4, most=30), "1" * 70], max_tokens=3)
     found = {output.id: output for output in ours.generate(requests)}
     assert [found[i].error is None for i in range(5)] == [True, True, True, True, False]
-    assert found[4].error == "out of memory for this prompt alone: it has 71 tokens, and max_tokens is 3"
+    assert found[4].error == "out of memory for this prompt alone, which has 71 tokens, with max_tokens = 3"
     scores = {
         each.id: each.error for each in ours.score([Question(i, r.prompt, ("y",)) for i, r in enumerate(requests)])
     }

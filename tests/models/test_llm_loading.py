@@ -36,7 +36,7 @@ def change(folder, edit):
 def test_a_checkpoint_that_lacks_a_weight_is_refused_with_its_name(tmp_path, make, name):
     folder = make(tmp_path / "model")
     change(folder, lambda tensors: tensors.pop(name))
-    with pytest.raises(SlurmGPUError, match=rf"does not hold every weight of a \w+ForCausalLM: it lacks {name}\. "):
+    with pytest.raises(SlurmGPUError, match=rf"does not fit a \w+ForCausalLM: it lacks {name}\. "):
         load(folder)
 
 
@@ -75,7 +75,7 @@ def test_an_encoder_without_a_head_is_refused_though_its_config_says_otherwise(t
 
 def test_a_model_with_a_cache_of_another_kind_is_refused_with_a_sentence(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "minimax"}))
-    with pytest.raises(SlurmGPUError, match=r"of the type minimax, whose state is kept in another way .* \"vllm\" may"):
+    with pytest.raises(SlurmGPUError, match=r"has the type minimax, whose cache the engine .* \"vllm\" may"):
         load(tmp_path)
 
 
@@ -134,5 +134,5 @@ def test_a_group_on_gpus_is_bound_to_them_and_waits_for_ranks_that_read_longer(t
     monkeypatch.setattr("torch.distributed.init_process_group", begin)
     monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
     config = AutoConfig.from_pretrained(make_llama(tmp_path))
-    assert _distributed(Place("cuda:1", 1, 1, 2, 1), config).tp_size == 2
+    assert _distributed(Place("cuda:1", 1, 1, 2), config).tp_size == 2
     assert begun == [("nccl", torch.device("cuda:1"), 7200, "0")]

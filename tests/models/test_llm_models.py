@@ -13,8 +13,7 @@ import pytest
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm import hub
 from slurmgpu.llm.decoders import ENCODERS, GENERATES, check_decoder, check_tokenizer
-from slurmgpu.llm.digests import check_unchanged, digests_of
-from slurmgpu.llm.models import cache_of, fetch, files_of, find_model
+from slurmgpu.llm.models import cache_of, check_unchanged, digests_of, fetch, files_of, find_model
 from slurmgpu.llm.reading import read_ahead
 from slurmgpu.plan.planner import draft_run
 from tests.support.hubs import COMMIT, serving
@@ -68,7 +67,7 @@ def test_a_folder_whose_files_changed_is_not_loaded(tmp_path, monkeypatch):
     (folder / "tokenizer.json").unlink()
     with pytest.raises(SlurmGPUError) as raised:
         check_unchanged(source, planned)
-    said = "planned with: model-2.safetensors is changed; tokenizer.json is missing; chat_template.jinja is new."
+    said = "planned: model-2.safetensors is changed; tokenizer.json is missing; chat_template.jinja is new."
     assert said in str(raised.value)
 
 
@@ -94,7 +93,7 @@ def test_a_folder_of_the_whole_name_comes_before_a_suffix(tmp_path, folders, nam
     for folder in folders:
         make(tmp_path / folder)
     source = find_model(name)
-    assert (source.folder, source.source) == (tmp_path / found, str(tmp_path / found))
+    assert source.folder == tmp_path / found
     assert (source.quantization, source.name, source.repository) == (quantization, name, None)
     assert source.config == CONFIG
     assert files_of(source) == [tmp_path / found]
@@ -116,11 +115,11 @@ def test_a_packages_model_takes_a_suffix_and_is_not_bound_into_an_image(tmp_path
         ("./nowhere", "there is no folder './nowhere'"),
         ("/no/where-8bit", "there is no folder '/no/where'"),
         ("a/b/c", "there is no folder 'a/b/c'"),
-        ("https://huggingface.co/lab/model", "is an address; expected the model's name on the hub, here 'lab/model'."),
+        ("https://huggingface.co/lab/model", "is a URL; expected the model's name on the hub, here 'lab/model'."),
         ("https://huggingface.co/lab/model/tree/main", "expected the model's name on the hub, here 'lab/model'."),
-        ("empty", "has no config.json; expected the folder of a model"),
-        ("quantised-8bit", "is one already (quantization_config in its config.json: awq). Leave the suffix out."),
-        ("own", "comes with code of its own, which is not run unless you say so"),
+        ("empty", "has no config.json; expected a model's folder"),
+        ("quantised-8bit", "is already quantised (quantization_config in its config.json: awq). Remove the suffix."),
+        ("own", "has its own code, which is not run without permission"),
     ],
 )
 def test_a_name_that_is_no_model_is_refused_with_what_was_expected(tmp_path, name, sentence):
@@ -226,8 +225,8 @@ def test_the_hubs_answers_are_sentences(tmp_path):
     assert said[1] == f"lab/other-4bit None {COMMIT} None"
     assert said[2] == "model 'lab/model' has no revision 'nope' on the hub. Correct `revision`."
     assert "accept its licence at https://huggingface.co/lab/gated, and set HF_TOKEN" in said[3]
-    assert "there is no such repository, or it is private" in said[4]
-    assert "it is no name of a repository" in said[5]
+    assert "the repository does not exist, or is private" in said[4]
+    assert "the name is not valid" in said[5]
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path):
@@ -239,7 +238,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path):
 
 def test_without_network_the_sentence_says_how_to_download(tmp_path):
     [said] = ask(ASK.format(names=[("lab/model", None)]), "http://127.0.0.1:1", tmp_path, HF_HUB_OFFLINE="1")
-    assert "neither the hub nor its cache gives it" in said
+    assert "neither on the hub nor in its cache" in said
     assert "`slurmgpu check --fetch` on a machine with network downloads it" in said
 
 
@@ -252,7 +251,7 @@ def test_fetching_takes_safetensors_alone_where_there_are_any(tmp_path):
     assert said[0].startswith(f"lab/model at {COMMIT[:12]} is in {source.folder}, ")
     assert {path.name for path in source.folder.iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}
     folder = make(tmp_path / "local")
-    assert fetch(find_model("local")) == f"the model lies in {folder}, 0.0 MB: there is nothing to download"
+    assert fetch(find_model("local")) == f"the model is in {folder}, 0.0 MB: there is nothing to download"
 
 
 def test_fetching_without_network_is_content_with_a_cache_that_is_whole(tmp_path):

@@ -10,12 +10,11 @@ import pytest
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.llm.batching import CPU_TOKENS
-from slurmgpu.llm.defaults import DEFAULTS, NAMES, with_defaults
 from slurmgpu.llm.engine import EngineOptions
 from slurmgpu.llm.models import find_model
 from slurmgpu.llm.needs import look_at
 from slurmgpu.llm.placement import check_fits, place
-from slurmgpu.llm.sizes import cache_sizes, heads_of, weights_of
+from slurmgpu.llm.sizes import DEFAULTS, NAMES, cache_sizes, heads_of, weights_of, with_defaults
 from slurmgpu.llm.splitting import EXPERT_PARALLEL, TENSOR_PARALLEL, obstacle_to
 from slurmgpu.plan.placement import GPU_MEMORY_GB, gpu_memory_of
 from slurmgpu.plan.planner import draft_run
@@ -154,7 +153,7 @@ def test_a_quantised_checkpoint_counts_as_it_is_stored(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("damage", "sentence"), [(b"", "has no header"), (b"\xff" * 20, "has no header"), (None, "its")]
+    ("damage", "sentence"), [(b"", "no safetensors header"), (b"\xff" * 20, "no safetensors header"), (None, "its")]
 )
 def test_a_damaged_file_is_named(tmp_path, damage, sentence):
     small = {**LLAMA_70B, "num_hidden_layers": 1}
@@ -187,7 +186,7 @@ def test_a_damaged_file_is_named(tmp_path, damage, sentence):
         ("", 8, 40, {}, "per-gpu", "Split over 8 GPUs"),
         ("", 16, 80, {"nodes": 2, "processes": "per-gpu"}, None, "64 heads and 8 key-value heads do not divide by 16"),
         ("", 8, 80, {"nodes": 2}, "per-gpu", "Split over 8 GPUs"),
-        ("", 8, 80, {"nodes": 2, "processes": "one"}, None, "one process sees the GPUs of its own node only"),
+        ("", 8, 80, {"nodes": 2, "processes": "one"}, None, "one process sees only the GPUs of its own node"),
         ("-8bit", 2, 80, {}, "per-gpu", "Split over 2 GPUs of 80.0 GB: 37.4 GB of weights and 5.4 GB of cache"),
         ("-4bit", 1, 80, {}, "one", "On one GPU of 80.0 GB: 39.5 GB of weights and 10.7 GB of cache"),
         (
@@ -196,7 +195,7 @@ def test_a_damaged_file_is_named(tmp_path, damage, sentence):
             40,
             {},
             "one",
-            "only one GPU computes at a time; it cannot be split, since weights quantised by bits",
+            "one GPU computes at a time; the model cannot be split: weights quantised by bits",
         ),
         (
             "",
@@ -206,7 +205,7 @@ def test_a_damaged_file_is_named(tmp_path, damage, sentence):
             None,
             "does not fit 4 GPUs of 40.0 GB: on each, 37.0 GB of weights and 2.8 GB",
         ),
-        ("-4bit", 4, 40, {"processes": "per-gpu"}, None, "bitsandbytes have no split form. Leave processes out"),
+        ("-4bit", 4, 40, {"processes": "per-gpu"}, None, "bitsandbytes have no split form. Remove processes"),
         ("-4bit", 4, 80, {}, "one", "One GPU suffices: --array makes 4 replicas"),
         ("", 3, 80, {}, "one", "its 64 heads and 8 key-value heads do not divide by 3"),
         (
@@ -215,10 +214,10 @@ def test_a_damaged_file_is_named(tmp_path, damage, sentence):
             None,
             {},
             "per-gpu",
-            "Split over 4 GPUs: needs GPUs of at least 44.6 GB. Whether these are is not known",
+            "Split over 4 GPUs: needs GPUs of at least 44.6 GB. To check that before tasks start",
         ),
         ("-4bit", 2, None, {}, "one", "Spread over 2 GPUs: needs GPUs of at least"),
-        ("", 0, 80, {}, "one", "On CPUs: each task needs some 145.3 GB of memory."),
+        ("", 0, 80, {}, "one", "On CPUs: each task needs about 145.3 GB of memory."),
         ("", 0, None, {"processes": "per-gpu"}, "per-gpu", "On CPUs"),
         (
             "",
@@ -382,8 +381,8 @@ def test_a_cache_that_the_config_does_not_tell_is_no_reason_to_refuse(tmp_path):
         file.truncate(16 * 10**9)
     lines = place(options(folder, precision="fp16"), share(1, 24))[1]
     assert lines[0].endswith(
-        "about 8.0 billion parameters, about 16.0 GB of weights; its config.json does not say how large the KV cache "
-        "is, which comes to that."
+        "about 8.0 billion parameters, about 16.0 GB of weights, without the KV cache, whose size its config.json does "
+        "not tell."
     )
     assert "That does not fit one GPU" in refusal(options(folder), share(1, 16))
     assert place(options(folder), share(4, 16))[0] == "one"
@@ -472,14 +471,14 @@ def test_weights_that_are_not_all_there_are_refused(llama_70b, tmp_path, monkeyp
         return folder
 
     missing = options(without_a_shard(tmp_path / "m"))
-    with pytest.raises(SlurmGPUError, match=r"model-00003-of-00004\.safetensors is missing\. Copy the folder again"):
+    with pytest.raises(SlurmGPUError, match=r"model-00003-of-00004\.safetensors is missing\. Copy"):
         place(missing, share(4, 80))
     with pytest.raises(SlurmGPUError, match="does not fit one GPU"):  # no reason to download it
         place(missing, share(1, 80))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     without_a_shard(tmp_path / "hub" / "models--lab--llama" / "snapshots" / "main")
     with pytest.raises(
-        SlurmGPUError, match=r"about 141\.1 GB, model-00003\S+ is not in the hub's cache, .*check --fetch"
+        SlurmGPUError, match=r"model-00003\S+ of about 141\.1 GB of weights, is not in the hub's cache, .*check --fetch"
     ):
         place(options("lab/llama"), share(4, 80))
 
@@ -572,7 +571,7 @@ def test_a_model_that_fits_the_larger_gpu_of_a_name_is_planned_with_a_warning(ju
     assert not any("sold" in line for line in lines(gpu_type="h100"))
     run_file, settings = judging(gpu_type="a100") / "slurmgpu.toml", {"settings": {"max_tokens": 200_000}}
     with (
-        pytest.raises(SlurmGPUError, match="holds prompt and answer together") as raised,
+        pytest.raises(SlurmGPUError, match="must hold prompt and answer") as raised,
         draft_run(run_file, settings),
     ):
         pass
@@ -582,7 +581,7 @@ def test_a_model_that_fits_the_larger_gpu_of_a_name_is_planned_with_a_warning(ju
 @pytest.mark.parametrize("resources", [{"gpus": 0}, {"gpus": 1, "device": "cpu"}])
 def test_vllm_is_not_planned_for_cpus(judging, resources):
     folder = judging(**resources)
-    said = 'engine = "vllm" computes on GPUs, and these tasks compute on CPUs'
+    said = 'engine = "vllm" needs GPUs, and these tasks use CPUs'
     settings = {"settings": {"engine": "vllm"}}
     with pytest.raises(SlurmGPUError, match=said), draft_run(folder / "slurmgpu.toml", settings):
         pass

@@ -53,7 +53,7 @@ def test_a_text_that_is_no_template_is_refused(template):
         ("{choices[2]}", "field 'choices' is a list of 2, which has no [2]"),
         ("{choices[x]}", "field 'choices' is a list of 2, which has no [x]"),
         ("{meta[tittle]}", "field 'meta' has no [tittle]. Did you mean 'title'?"),
-        ("{text[0]}", "field 'text' holds 'cats'; expected a list or a table, of which [0] is one"),
+        ("{text[0]}", "field 'text' holds 'cats'; expected a list or a table with [0]"),
         ("{no}", "field 'no' is null"),
     ],
 )
@@ -86,7 +86,7 @@ def test_messages_are_taken_from_their_field():
         (["hi"], "message 0 of field 'chat' is 'hi'; expected \"role\" and \"content\""),
         ([CHAT[0], {"role": "bot", "content": ""}], "message 1 of field 'chat' has the role 'bot'; expected one of"),
         ([{"role": "user", "content": 3}], "message 0 of field 'chat' has 3; expected a text"),
-        ([{"role": "system", "content": ""}], "begins with a system message of its own"),
+        ([{"role": "system", "content": ""}], "begins with a system message, and system is set"),
     ],
 )
 def test_messages_that_are_no_chat_are_an_error_of_that_item(chat, sentence):
@@ -100,8 +100,8 @@ def test_messages_that_are_no_chat_are_an_error_of_that_item(chat, sentence):
     [
         ({}, "neither is set, expected one of them"),
         ({"prompt": "{a}", "messages": "m"}, "both are set, expected one of them"),
-        ({"prompt": "Say something."}, "names no field of an item, so that all items would ask the same"),
-        ({"prompt": "Which of {labels}?", "given": ["labels"]}, "names no field of an item"),
+        ({"prompt": "Say something."}, "has no field, and so is the same for all items"),
+        ({"prompt": "Which of {labels}?", "given": ["labels"]}, "has no field"),
     ],
 )
 def test_settings_that_make_no_prompt_are_refused(settings, sentence):
@@ -161,7 +161,7 @@ def test_the_last_match_of_a_pattern_counts(pattern, text, found):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "sentence"), [("(", "no regular expression"), ("(a)(b)", "has 2 groups; expected one")]
+    ("pattern", "sentence"), [("(", "not a regular expression"), ("(a)(b)", "has 2 groups; expected one")]
 )
 def test_a_pattern_that_tells_nothing_is_refused(pattern, sentence):
     with pytest.raises(SlurmGPUError, match=sentence):

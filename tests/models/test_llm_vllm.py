@@ -265,7 +265,7 @@ def test_model_precision_and_variant_reach_it(engine, llama, suffix, quantizatio
 @pytest.mark.parametrize(
     ("suffix", "place", "reason"),
     [
-        ("-4bit", Place("cuda:0", 1), "vLLM has no 4bit variant"),
+        ("-4bit", Place("cuda:0", 1), "vLLM makes no 4bit variant"),
         ("", Place("cuda:0", 1, 0, 2), 'set .* processes = "one"'),
         ("", Place("cpu", 0), "needs a GPU"),
     ],

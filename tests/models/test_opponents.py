@@ -33,7 +33,7 @@ def made(folder, n_items=2, digest="d" * 64, keep=("question", "id")):
     [
         ({}, None),
         ({"n_items": 3}, "has 2 items, and the input has 3"),
-        ({"digest": "e" * 64}, "are of runs with different inputs"),
+        ({"digest": "e" * 64}, "have different inputs"),
     ],
 )
 def test_runs_of_other_items_are_not_compared(tmp_path, ours, problem):
@@ -71,7 +71,7 @@ def test_a_pair_of_two_items_is_an_error_where_kept_fields_tell(tmp_path):
     opponent.open()
     assert opponent.row(Item(0, {"text": "3", **KEPT, "finish_reason": ["length"]}), ["text"])["text"] == "2"
     assert opponent.row(Item(0, {"text": "3", "id": 7.0}), ["text"])["text"] == "2"
-    with pytest.raises(ItemError, match=r"field 'id' is 8, and in .* it is 7: these are two items"):
+    with pytest.raises(ItemError, match=r"field 'id' is 8, and in .* it is 7: the items differ"):
         opponent.row(Item(0, {"text": "3", **KEPT, "id": 8}), ["text"])
     assert opponent.row(Item(0, {"id": 8}), ["text", "id"])["id"] == 7  # it is what is compared
     for index, reason in ((1, "the item failed in .*: too dark"), (2, "has no item 2: it has 2")):

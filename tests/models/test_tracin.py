@@ -423,14 +423,22 @@ LOSS = "return torch.nn.functional.softplus(-product.sum(-1))"
 @pytest.mark.parametrize(
     ("old", "new", "sentence"),
     [
-        (LOSS, f"{LOSS}.mean()", r"losses of Dot gives a tensor \(\) for 2 triples; expected a tensor \(2,\)"),
-        (LOSS, f"{LOSS}[:, None]", r"gives a tensor \(2, 1\) for 2 triples"),
-        (LOSS, f"{LOSS}.tolist()", "gives a list for 2 triples"),
-        (LOSS, "return product.nothing", r"dot\.py, line 13: the method losses of Dot has AttributeError: .*nothing"),
+        (LOSS, f"{LOSS}.mean()", r"losses of Dot returns a tensor \(\) for 2 triples; expected a tensor \(2,\)"),
+        (LOSS, f"{LOSS}[:, None]", r"returns a tensor \(2, 1\) for 2 triples"),
+        (LOSS, f"{LOSS}.tolist()", "returns a list for 2 triples"),
+        (
+            LOSS,
+            "return product.nothing",
+            r"dot\.py, line 13: the method losses of Dot raised AttributeError: .*nothing",
+        ),
         (LOSS, LOSS.replace("return", "l =") + "; return l - l.mean()", "it depends on the others"),
-        ("self, n_entities, n_relations", "self, n_nodes", r"Dot\(n_entities=…, n_relations=…\) has TypeError"),
-        ("import torch", "import torch, no_such_module", r"dot\.py, line 2: the import of dot\.py has ModuleNotFound"),
-        ("import torch", "import torch(", r"dot\.py, line 2: the import of dot\.py has SyntaxError"),
+        ("self, n_entities, n_relations", "self, n_nodes", r"Dot\(n_entities=…, n_relations=…\) raised TypeError"),
+        (
+            "import torch",
+            "import torch, no_such_module",
+            r"dot\.py, line 2: the import of dot\.py raised ModuleNotFound",
+        ),
+        ("import torch", "import torch(", r"dot\.py, line 2: the import of dot\.py raised SyntaxError"),
         ("class Dot", "class Dots", "expected a class Dot in"),
         ("n_entities, 4", "n_entities, 5", "dot.pt does not fit dot.py:Dot"),
     ],
@@ -473,14 +481,14 @@ def test_nothing_of_the_checkpoint_of_ones_own_model_is_run(files):
 
     settings = own_model(files)
     torch.save(torch.nn.Embedding(3, 3), files / "dot.pt")
-    with pytest.raises(SlurmGPUError, match="reading that would run code out of the file"):
+    with pytest.raises(SlurmGPUError, match="reading that would run code from the file"):
         rows_of(**settings)
 
 
 def test_lists_are_no_longer_than_the_training_triples(files):
     workload = Tracin(**FILES, top_k=1000)
     assert workload.columns["proponents"].shape == (N_TRAIN,)
-    assert "top_k is 1,000 and there are 60 training triples: a list has 60 places." in workload.place(Share(0)).lines
+    assert "top_k is 1,000 and there are 60 training triples: lists have that length." in workload.place(Share(0)).lines
     rows = rows_of(top_k=1000, full="float32")
     for row in rows:
         listed = [*row["proponents"], *row["opponents"]]
@@ -490,7 +498,7 @@ def test_lists_are_no_longer_than_the_training_triples(files):
 
 def test_the_plan_says_when_lists_take_more_than_the_memory_that_is_set(files):
     lines = Tracin(**FILES, top_k=60, memory_mb=1).place(Share(0)).lines
-    assert any(line.startswith("The lists of a test triple take 0.0 MB") for line in lines)
+    assert any(line.startswith("The lists of a test triple need 0.0 MB") for line in lines)
     assert len(Tracin(**FILES, top_k=60).place(Share(0)).lines) == 2
 
 
@@ -548,7 +556,7 @@ def test_lines_count_on_from_one_input_file_to_the_next(files, slurmgpu):
         ({"architecture": "convee"}, "Did you mean 'conve'?"),
         ({"architecture": "distmult"}, "holds a ConvE"),
         ({"architecture": "nowhere.py:Model"}, "There is no file"),
-        ({"train": "nowhere.txt"}, "cannot read nowhere.txt"),
+        ({"train": "nowhere.txt"}, "Cannot read nowhere.txt"),
         ({"model": "nowhere.pt"}, "there is no file"),
         ({"model": "no-*.pt"}, "no file matches"),
         ({"model": ["model.pt", "model.pt"]}, "names model.pt twice"),
@@ -558,25 +566,27 @@ def test_lines_count_on_from_one_input_file_to_the_next(files, slurmgpu):
         ({"parameters": "convolution"}, "parameters: entity, relation, bn0.weight, bn0.bias,"),
         ({"norm": 3.0}, "norm is 3; expected 1 or 2"),
         ({"norm": 1.0}, "norm is the p of TransE's distance, and model.pt is read as conve"),
-        ({"norm": 1.0, "architecture": "complex"}, "and architecture is 'complex'; leave norm out"),
-        ({"inverse": "appended"}, 'the model has no inverse relations, and inverse is "appended"'),
+        ({"norm": 1.0, "architecture": "complex"}, "and architecture is 'complex'; remove norm"),
+        ({"inverse": "appended"}, 'the model has no inverse relations, but inverse is "appended"'),
         ({"parameters": []}, "parameters is empty"),
         ({"precondition": "adam"}, "has no optimizer_state_dict"),
         ({"directions": "both"}, "has none: it has 3 rows of relations"),
-        ({"directions": "both", "inverse": "none"}, "set one of them only"),
+        ({"directions": "both", "inverse": "none"}, "set only one of them"),
         ({"image": [1, 12]}, "12"),
         ({"image": [2]}, "expected [height, width]"),
-        ({"min_degree": 3}, "min_degree refines the filter, and there is none without n_hops"),
-        ({"preserve_test_edges": False}, "preserve_test_edges refines the filter"),
-        ({"n_hops": 2, "max_total_path_length": 3}, "refines path_filtering"),
+        ({"min_degree": 3}, "min_degree needs n_hops, which turns the filter on"),
+        ({"preserve_test_edges": False}, "preserve_test_edges needs n_hops"),
+        ({"n_hops": 2, "max_total_path_length": 3}, "needs path_filtering"),
         ({"top_k": -1}, "top_k is -1; expected at least 0"),
+        ({"n_hops": 0}, "n_hops is 0; expected at least 1"),
+        ({"n_hops": 2, "path_filtering": True, "max_total_path_length": -1}, "max_total_path_length is -1"),
         ({"top_k": 0, "n_hops": 2}, "top_k = 0 lists none"),
         ({"label_smoothing": 1.0}, "label_smoothing is 1.0"),
         ({"names": "nowhere.txt"}, "There is no file"),
         ({"names": "train.txt"}, "train.txt, line 1: expected a label, a tab and an id"),
         ({"edge_map": "train.txt"}, "train.txt: expected a JSON object"),
-        ({"architecture": "x.py:Y", "loss": "ce"}, "a model of your own, whose method losses(triples)"),
-        ({"architecture": "x.py:Y", "precondition": "adam"}, "is for the models that tracin knows"),
+        ({"architecture": "x.py:Y", "loss": "ce"}, "your own model's method losses(triples)"),
+        ({"architecture": "x.py:Y", "precondition": "adam"}, "works only with known architectures"),
     ],
 )
 def test_what_cannot_work_is_a_sentence(files, settings, sentence):
@@ -605,7 +615,7 @@ def test_what_cannot_work_is_a_sentence(files, settings, sentence):
             "predicate:0\t0\npredicate:1\t1\npredicate:2\t2\npredicate:3\t3\n",
             "rel_dict.txt has ids for 4",
         ),
-        ("model.pt", "no model", "model.pt: expected a checkpoint of PyTorch"),
+        ("model.pt", "no model", "model.pt is no complete checkpoint of PyTorch"),
     ],
 )
 def test_a_wrong_file_is_refused_at_planning_with_its_line(files, slurmgpu, file, text, sentence):
@@ -623,7 +633,7 @@ def test_full_rows_that_would_fill_a_disk_are_refused(files, slurmgpu):
     assert "full keeps 12 × 60 influences" in done.stderr
     write_run_file(files, full_limit_gb=1e-6)
     done = slurmgpu("submit", "tracin.toml", cwd=files, expect=2)
-    assert "lists of top_k = 5 for 12 test triples take 0.0 GB, and full_limit_gb is 1e-06" in done.stderr
+    assert "lists of top_k = 5 for 12 test triples need 0.0 GB, and full_limit_gb is 1e-06" in done.stderr
 
 
 def test_a_checkpoint_that_changed_since_planning_is_not_used(files):
@@ -641,7 +651,7 @@ def test_a_file_that_is_gone_since_planning_is_a_sentence(files, name):
     settings = {**FILES, "top_k": 2, **(own_model(files) if name == "dot.py" else {})}
     workload = Tracin(**{**settings, **Tracin(**settings).frozen_settings})
     (files / name).unlink()
-    with pytest.raises(SlurmGPUError, match=f"{name} is gone since the run was planned: put it back and resubmit"):
+    with pytest.raises(SlurmGPUError, match=f"Missing since the run was planned: .*{name}. Restore"):
         workload.load(TaskContext("cpu", 0, None))
 
 
@@ -671,7 +681,7 @@ def test_checkpoints_of_two_trainings_are_not_summed(files, one, other, what, is
         write_model(files / f"two-{number}.pt", model_config={"image": [3, 4], "stack": "height", **told})
         if is_own:
             torch.save({**content, "model_config": told}, files / f"two-{number}.pt")
-    with pytest.raises(SlurmGPUError, match=rf"two-0\.pt and two-1\.pt are not of one training: {what}"):
+    with pytest.raises(SlurmGPUError, match=rf"two-0\.pt and two-1\.pt are of two trainings: {what}"):
         Tracin(**{**FILES, **settings, "model": "two-*.pt"}).facts  # noqa: B018
 
 
@@ -715,11 +725,11 @@ def test_the_plan_says_what_is_computed_and_that_one_gpu_is_used(files):
     lines = Tracin(**FILES, top_k=5, parameters="last").place(Share(gpus=2)).lines
     assert lines[0] == (
         "tracin: conve, checkpoint model.pt, learning rate 0.001 "
-        "(assumed: no optimizer state tells, and learning_rate is not set)"
+        "(assumed: checkpoints have none, and learning_rate is not set)"
     )
     assert lines[1].startswith("60 training triples, ")
-    assert lines[1].endswith("4,096 MB of memory above the model")
-    assert "no approximation" in lines[2]
+    assert lines[1].endswith("4,096 MB of memory beside the model")
+    assert "does not approximate" in lines[2]
     assert "submit with --array" in lines[3]
     with pytest.raises(SlurmGPUError, match="per-gpu"):
         Tracin(**FILES).place(Share(gpus=2, processes="per-gpu"))

@@ -50,7 +50,7 @@ def other(path, content):
     [
         ("train.txt", "CHEBI:1\tpredicate:0\tCHEBI:2\n", "train.txt changed since this run was planned."),
         ("train.txt", "CHEBI:1\n", "train.txt, line 1: expected head, relation and tail"),
-        ("node_dict.txt", None, "cannot read node_dict.txt: No such file or directory."),
+        ("node_dict.txt", None, "Cannot read node_dict.txt: No such file or directory."),
         ("node_name_dict.txt", "nobody\n", "node_name_dict.txt, line 1: expected a label"),
         ("edge_map.json", "[", "found no JSON"),
     ],
@@ -59,7 +59,7 @@ def test_an_export_with_other_files_says_what_to_put_back(ran, slurmgpu, name, c
     with other(ran / name, content):
         said = slurmgpu("export", "run", "--format", "json", "-o", "-", cwd=ran, expect=2).stderr
     assert found in said
-    assert said.endswith(" put the former one back, and export again.\n")
+    assert said.endswith(" restore the former file, and export again.\n")
     assert "plan again" not in said
     assert "resubmit" not in said
 

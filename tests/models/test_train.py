@@ -95,8 +95,9 @@ METHODS = "def model(self): ...\n    def data(self, split): ...\n    def loss(se
 def test_a_class_is_known_by_its_source_as_it_is_by_itself(tmp_path, text, arguments, required, takes_any):
     name, annotated = source_of(tmp_path, text), []
     for found in (training_class.read_class(name), training_class.class_of(training_class.load_class(name))):
-        assert (dict(found.arguments), set(found.required), found.takes_any) == (arguments, required, takes_any)
-        annotated.append(found.annotated)
+        kinds = {name: argument.kind for name, argument in found.arguments.items()}
+        assert (kinds, found.required, found.takes_any) == (arguments, required, takes_any)
+        annotated.append({name for name, argument in found.arguments.items() if argument.is_annotated})
     assert annotated[0] == annotated[1]
 
 
@@ -134,7 +135,7 @@ def test_the_source_of_a_module_is_read_without_importing_its_package(tmp_path, 
 
 def test_an_import_that_fails_is_a_sentence_with_the_line(tmp_path):
     name = source_of(tmp_path, "import math\nmath.no_such_thing")
-    with pytest.raises(SlurmGPUError, match=r"mine\.py, line 2: the import of .* has AttributeError"):
+    with pytest.raises(SlurmGPUError, match=r"mine\.py, line 2: the import of .* raised AttributeError"):
         training_class.load_class(name)
 
 
@@ -144,20 +145,20 @@ GOOD = {"epochs": 1}
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({}, "How long to train is missing"),
-        ({"epochs": 1, "steps": 2}, "leave one out"),
-        ({**GOOD, "global_batch_size": 128, "accumulation": 2}, "leave accumulation = 2 out"),
+        ({}, "The length of the training is missing"),
+        ({"epochs": 1, "steps": 2}, "remove one"),
+        ({**GOOD, "global_batch_size": 128, "accumulation": 2}, "remove accumulation = 2"),
         ({**GOOD, "clip": 0.0}, "expected more than 0"),
         ({**GOOD, "lr": math.nan}, "lr is nan"),
         ({**GOOD, "patience": 0}, "expected at least 1"),
         ({**GOOD, "betas": (0.9, 1.0)}, "less than 1"),
-        ({**GOOD, "optimizer": "sgd", "betas": (0.9, 0.99)}, "leave betas out"),
-        ({**GOOD, "momentum": 0.9}, "leave momentum out"),
+        ({**GOOD, "optimizer": "sgd", "betas": (0.9, 0.99)}, "remove betas"),
+        ({**GOOD, "momentum": 0.9}, "remove momentum"),
         ({**GOOD, "min_lr": 1e-5}, 'set schedule = "cosine"'),
-        ({**GOOD, "min_lr": 1.0, "schedule": "cosine"}, "a schedule goes down"),
-        ({**GOOD, "warmup_steps": 1, "warmup_ratio": 0.5}, "leave one of them out"),
+        ({**GOOD, "min_lr": 1.0, "schedule": "cosine"}, "expected less"),
+        ({**GOOD, "warmup_steps": 1, "warmup_ratio": 0.5}, "remove one"),
         ({**GOOD, "warmup_ratio": 1.5}, "0 to 1"),
-        ({**GOOD, "static_graph": True, "find_unused_parameters": True}, "leave one of them out"),
+        ({**GOOD, "static_graph": True, "find_unused_parameters": True}, "remove one"),
         ({**GOOD, "strategy": "fsdp", "bucket_cap_mb": 25.0}, "is a setting of DDP"),
         ({**GOOD, "strategy": "fsdp", "precision": "fp16"}, 'set precision = "bf16"'),
         ({**GOOD, "prefetch_factor": 2}, "set num_workers"),
@@ -203,7 +204,7 @@ def test_a_value_comes_in_the_type_of_its_setting_also_out_of_text(name, value, 
         (
             "lr",
             [0.1, 0.01],
-            "lr is [0.1, 0.01]; expected a number. Values to try, a training for each, go into [sweep].",
+            "lr is [0.1, 0.01]; expected a number. Put values to try, a training for each, into [sweep].",
         ),
     ],
 )
@@ -254,18 +255,18 @@ def test_configurations_come_in_all_formats_that_have_names(tmp_path, name, text
     [
         ("items.jsonl", '{}\n{"widht": 8}\n', "item 1 (widht = 8): 'widht' is neither a setting nor an argument of"),
         ("items.jsonl", '{"learning_rate": 1}\n', "Lines. Here it is called 'lr'."),
-        ("items.jsonl", '{"arguments.width": 1}\n', "Lines. Write width in its place."),
-        ("items.jsonl", '{"arguments": {"width": 1}}\n', "an argument is varied by its own name"),
+        ("items.jsonl", '{"arguments.width": 1}\n', "Lines. Write width instead."),
+        ("items.jsonl", '{"arguments": {"width": 1}}\n', "vary an argument by its own name"),
         (
             "items.jsonl",
             '{"xyzzy": 1}\n',
             "The class takes width, fails, lr; the settings are in docs/reference/training",
         ),
         ("items.jsonl", '{"width": 1.5}\n', "width is 1.5; expected what"),
-        ("items.jsonl", '{"width": [1, 2]}\n', "of type int. Values to try, a training for each, go into [sweep]."),
+        ("items.jsonl", '{"width": [1, 2]}\n', "of type int. Put values to try, a training for each, into [sweep]."),
         ("sweep.jsonl", '{"lr": -0.1}\n', "[sweep], configuration 0 (lr = -0.1): lr is -0.1; expected at least 0."),
         ("items.csv", "width\nwide\n", 'width is "wide"; expected what'),
-        ("items.csv", "momentum\n0.5\n", "leave momentum out"),
+        ("items.csv", "momentum\n0.5\n", "remove momentum"),
         ("items.txt", "0.1\n", "a line of text has none"),
     ],
 )
@@ -317,10 +318,10 @@ def test_a_setting_that_a_method_of_the_class_takes_over_is_not_swept(tmp_path, 
     base = Configuration({"epochs": 1}, {})
     assert base.over({"momentum": 0.5, "clip": 1.0, "lr": ""}, cls).settings["momentum"] == 0.5
     for name, value, method in (("lr", 0.1, "optimizer"), ("schedule", "cosine", "scheduler")):
-        with pytest.raises(SlurmGPUError, match=f"{name} has no effect: the class has a method {method} of its own"):
+        with pytest.raises(SlurmGPUError, match=f"{name} has no effect: the class has its own method {method}"):
             base.over({name: value}, cls)
     lines = Train(training="mine.py:C", epochs=1, lr=0.1, momentum=0.5).place(Share(0)).lines
-    assert lines[1:] == ("lr has no effect: mine.py:C has a method optimizer of its own.",)
+    assert lines[1:] == ("lr has no effect: mine.py:C has its own method optimizer.",)
 
 
 def test_an_argument_of_the_class_may_stand_among_the_settings(tmp_path, monkeypatch):
@@ -336,7 +337,7 @@ def test_an_argument_of_the_class_may_stand_among_the_settings(tmp_path, monkeyp
     for others, sentence in (
         ({"widht": 3}, "Did you mean 'width'?"),
         ({"per_device_train_batch_size": 3}, "Here it is called 'batch_size'."),
-        ({"arguments.width": 3}, "Write width in its place."),
+        ({"arguments.width": 3}, "Write width instead."),
     ):
         with pytest.raises(SlurmGPUError) as caught:
             Train(training="mine.py:Lines", epochs=1, **others)
@@ -346,9 +347,9 @@ def test_an_argument_of_the_class_may_stand_among_the_settings(tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("settings", "items", "lines"),
     [
-        ({}, "{}\n", ["A step is of 32 × 4 = 128 samples."]),
-        ({"global_batch_size": 100}, '{"lr": 0.1}\n{"lr": 0.2}\n', ["A step is of 100 samples."]),
-        ({"accumulation": 2}, '{"batch_size": 4}\n{}\n', ["Steps are of 4 × 4 × 2 = 32, 32 × 4 × 2 = 256 samples."]),
+        ({}, "{}\n", ["A step has 32 × 4 = 128 samples."]),
+        ({"global_batch_size": 100}, '{"lr": 0.1}\n{"lr": 0.2}\n', ["A step has 100 samples."]),
+        ({"accumulation": 2}, '{"batch_size": 4}\n{}\n', ["A step has 4 × 4 × 2 = 32, 32 × 4 × 2 = 256 samples."]),
         ({"batch_size": "auto"}, "{}\n", []),
     ],
 )
@@ -390,7 +391,7 @@ def test_the_mode_is_chosen_from_what_is_allocated(tmp_path, monkeypatch, share,
 
 def test_one_process_for_several_gpus_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SlurmGPUError, match="offers no DataParallel"):
+    with pytest.raises(SlurmGPUError, match="DDP needs a process for each"):
         Train(training="mine.py:Lines", epochs=1).place(Share(4, slots=4, processes="one"))
 
 
@@ -480,9 +481,7 @@ def test_the_report_ranks_the_configurations_by_what_distinguishes_them(ran):
     assert summary["best_weights"] == f"checkpoints/{summary['best_configuration']:05d}/best.pt"
     assert (summary["n_trained"], summary["n_failed"], summary["goal"]) == (3, 2, "min")
     assert {"val_loss", "train_loss"} <= summary["evaluation_of_best_weights"].keys()
-    assert summary["hint"].startswith(
-        f"Once what made configurations fail is corrected, `slurmgpu resubmit --failed {folder}"
-    )
+    assert f"train the failed configurations with `slurmgpu resubmit --failed {folder}" in summary["hint"]
     assert "  ranking  val loss" in printed
 
 

@@ -10,7 +10,7 @@ from slurmgpu.llm.engine import EngineOptions, Output
 from slurmgpu.llm.scoring import ask, scores_of
 from slurmgpu.workload import Item
 from slurmgpu.workloads.judge.judged import has_failed
-from slurmgpu.workloads.judge.rubrics import read_rubric
+from slurmgpu.workloads.judge.rubrics import Reader, read_rubric
 from slurmgpu.workloads.judge.verdicts import summarize
 from slurmgpu.workloads.judge.workload import Judge
 from tests.support.tiny_models import make_llama, make_tokenizer
@@ -45,7 +45,7 @@ def model(tmp_path_factory):
     ],
 )
 def test_a_judge_says_its_verdict_in_many_ways(rubric, answer, verdict):
-    assert read_rubric(rubric).reader().verdict(answer) == verdict
+    assert Reader(read_rubric(rubric)).verdict(answer) == verdict
 
 
 class Digits:

@@ -2,9 +2,9 @@
 
 import torch
 
+from slurmgpu.workloads.tracin.kge.differentiable import differentiable
 from slurmgpu.workloads.tracin.kge.losses import find_loss
 from slurmgpu.workloads.tracin.kge.queries import Known
-from slurmgpu.workloads.tracin.kge.unfactored import differentiable
 
 N_ENTITIES, N_RELATIONS = 11, 3
 LOSSES = ["bce-pos", "score", "ns:3", "bce-1n", "kvsall", "ce"]
@@ -42,7 +42,7 @@ def triples_model(module, train="bce-pos", test=None, directions="tail", label_s
         side: find_loss(
             name,
             n_entities=N_ENTITIES,
-            known=lambda: Known(*triples, 2 * N_RELATIONS),
+            known=lambda: Known(torch.stack([*triples], 1), 2 * N_RELATIONS),
             label_smoothing=label_smoothing,
             seed=5,
         )

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     epochs = parser.parse_args(argv).epochs
     import torch
 
-    from slurmgpu.workloads.tracin.kge.ranking import summary
+    from slurmgpu.workloads.tracin.kge.training import summary
 
     shutil.rmtree(MODEL, ignore_errors=True)
     trainer = train(triples("train"), epochs, folder=MODEL)

@@ -14,15 +14,14 @@ from typing_extensions import Unpack
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm import metrics
-from slurmgpu.llm.engine import Prompt, Question, Request, Scores
+from slurmgpu.llm.engine import Output, Prompt, Question, Request, Scores
 from slurmgpu.llm.parsing import Labels, check_labels, compile_pattern, json_field, search_last
 from slurmgpu.llm.prompts import Prompts, take, text_of
 from slurmgpu.llm.sampling import mix
 from slurmgpu.llm.settings import SamplingSettings, check_scored, sampling
 from slurmgpu.shards.columns import Array, Column, Text
 from slurmgpu.workload import Item, Row, TaskContext
-from slurmgpu.workloads.generate.workload import answered, ends_summary
-from slurmgpu.workloads.language_model import LanguageModelWorkload, blocks, keep_columns, kept
+from slurmgpu.workloads.language_model import LanguageModelWorkload, blocks, ends_summary, keep_columns, kept
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
@@ -30,20 +29,18 @@ if TYPE_CHECKING:
 Method = Literal["score", "parse"]
 
 NO_CONTENT = "N/A"
-"""What stands in for an item where the prompt alone is asked: the content-free input of Zhao et al. 2021."""
+"""The fields of an item when the prompt alone is scored: the content-free input of Zhao et al. 2021."""
 
 MAX_GROUPS = 100
-"""Groups that a summary has; the largest ones."""
-
-Asked = tuple[Prompt, Mapping[str, Any]]
+"""The most groups in a summary, the largest ones."""
 
 
 class Classify(LanguageModelWorkload):
-    """One of `labels` for each item, which a model chooses when it is asked `prompt`, or the chat in `messages`.
+    """One of `labels` for each item, chosen by a model that is asked `prompt`, or the chat in `messages`.
 
-    With `method = "score"` it is the label that the model finds most likely as its answer; with "parse" the one that
-    its free answer names. `truth` and `group` are fields of the input: with the first the report has metrics, with
-    the second it has them for each group. docs/reference/language-models.md has all settings.
+    With `method = "score"` it is the most likely answer among the labels; with "parse" the label that the free answer
+    names. `truth` and `group` are fields of the input: the first adds metrics to the report, the second metrics for
+    each group. docs/reference/language-models.md has all settings.
     """
 
     template = Path(__file__).with_name("template.toml")
@@ -79,7 +76,7 @@ class Classify(LanguageModelWorkload):
         self.given = {"labels": _described(labels)}
         self.prompts = Prompts(prompt, messages, system, given=("labels",))
         if calibrate and prompt is None:
-            raise SlurmGPUError("calibrate asks the prompt without an item, so it needs prompt, a template.")
+            raise SlurmGPUError("calibrate scores the prompt without an item; set prompt, a template.")
         self.sampling = sampling(settings)
         if pattern is not None and json is not None:
             raise SlurmGPUError("pattern and json are two ways to find the label in an answer; set one of them.")
@@ -100,33 +97,26 @@ class Classify(LanguageModelWorkload):
         return columns | {name: Text() for name in ("truth", "group") if getattr(self, name) is not None}
 
     def load(self, task: TaskContext) -> None:
-        """Load the model; where scores are calibrated, ask it what it says to no item at all."""
+        """Load the model, and score the prompt without an item if calibrate is set."""
         super().load(task)
         if self.calibrate:
-            # Once and alone: what is taken from every score must not depend on a batch.
-            [found] = self.engine.score([self._question(0, self.prompts.fill(NO_CONTENT, self.given))])
-            if found.error is not None:
-                raise SlurmGPUError(f"calibrate: the prompt without an item cannot be scored: {found.error}")
+            # Once and alone: the offsets of all scores must not depend on a batch.
+            [found] = self._scores([self._question(0, self.prompts.fill(NO_CONTENT, self.given))])
+            if isinstance(found, ItemError):
+                raise SlurmGPUError(f"calibrate: the prompt without an item cannot be scored: {found}")
             self._offsets = self._by_label(found)
 
-    def sort_key(self, item: Item) -> int:
-        """Long prompts first."""
-        return -self.prompts.length(item.data, self.given)
-
     def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
-        """The label of each item, or an ItemError for one that has no prompt, or no answer."""
-        asked = [self._ask(item) for item in items]
-        good = [number for number, prompt in enumerate(asked) if not isinstance(prompt, ItemError)]
-        if not good:
-            found: dict[int, Row | ItemError] = {}
-        elif self.method == "score":
-            found = self._score({number: asked[number][0] for number in good})  # type: ignore[index]
-        else:
-            found = self._parse({number: (asked[number][0], items[number].seed) for number in good})  # type: ignore[index]
-        return [_joined(prompt, found.get(number)) for number, prompt in enumerate(asked)]
+        """The label of each item, or an ItemError for one without a prompt or an answer."""
+        rows: list[Any] = [self._ask(item) for item in items]
+        good = [number for number, asked in enumerate(rows) if not isinstance(asked, ItemError)]
+        label = self._score if self.method == "score" else self._parse
+        found = label([rows[number][0] for number in good], [items[number].seed for number in good])
+        for number, row in zip(good, found, strict=True):
+            rows[number] = row if isinstance(row, ItemError) else {**row, **rows[number][1]}
+        return rows
 
-    def _ask(self, item: Item) -> Asked | ItemError:
-        """What the model is asked of an item, and the columns that come from its input."""
+    def _ask(self, item: Item) -> tuple[Prompt, Mapping[str, Any]] | ItemError:
         try:
             values = kept(item, self.keep)
             for name, field in (("truth", self.truth), ("group", self.group)):
@@ -141,15 +131,13 @@ class Classify(LanguageModelWorkload):
         choices = tuple(choice for ways in self.choices for choice in ways)
         return Question(number, prompt, choices, len(self.choices[0]))
 
-    def _score(self, prompts: Mapping[int, Prompt]) -> dict[int, Row | ItemError]:
-        questions = [self._question(number, prompt) for number, prompt in prompts.items()]
-        return {scores.id: self._scored(scores) for scores in self.engine.score(questions)}
+    def _score(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Row | ItemError]:
+        found = self._scores([self._question(number, prompt) for number, prompt in enumerate(prompts)])
+        return [scores if isinstance(scores, ItemError) else self._scored(scores) for scores in found]
 
     def _scored(self, scores: Scores) -> Row | ItemError:
-        if scores.error is not None:
-            return ItemError(scores.error)
         found = self._by_label(scores) - self._offsets
-        # A label may be impossible (-inf), all of them or an overflow may not.
+        # One label may be impossible (-inf), but not all; NaN is an overflow.
         if np.isnan(found).any() or not np.isfinite(found.max()):
             return ItemError('the labels\' scores are not finite numbers; precision = "fp32" reaches further than fp16')
         shares = np.exp(found - found.max())
@@ -159,7 +147,7 @@ class Classify(LanguageModelWorkload):
         return {"label": label, "scores": shares, "margin": best - second, "parse_ok": True}
 
     def _by_label(self, scores: Scores) -> npt.NDArray[np.float64]:
-        """Of each label log p(label | prompt): of any of the ways to write it, or the best mean over a way's tokens."""
+        """The labels' log p(label | prompt): summed over spellings, or the best mean over a spelling's tokens."""
         logprobs = np.asarray(scores.logprobs, np.float64).reshape(len(self.labels), -1)
         if self.length_normalize:
             best: npt.NDArray[np.float64] = (logprobs / np.reshape(scores.n_tokens, logprobs.shape)).max(axis=1)
@@ -167,19 +155,20 @@ class Classify(LanguageModelWorkload):
         summed: npt.NDArray[np.float64] = np.logaddexp.reduce(logprobs, axis=1)
         return summed
 
-    def _parse(self, prompts: Mapping[int, tuple[Prompt, int]]) -> dict[int, Row | ItemError]:
-        requests = [Request(number, prompt, self.sampling, mix(seed, 0)) for number, (prompt, seed) in prompts.items()]
-        found: dict[int, Row | ItemError] = {}
-        for output in self.engine.generate(requests):
-            try:
-                [answer] = answered([output])
-                label = self.label_of(answer.text)
-            except ItemError as error:
-                found[output.id] = error
-                continue
-            row = {"label": label or "", "raw": answer.text, "finish_reason": answer.finish_reason}
-            found[output.id] = {**row, "parse_ok": label is not None}
-        return found
+    def _parse(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Row | ItemError]:
+        asked = enumerate(zip(prompts, seeds, strict=True))
+        requests = [Request(number, prompt, self.sampling, mix(seed, 0)) for number, (prompt, seed) in asked]
+        return [self._parsed(answer) for answer in self._answers(requests)]
+
+    def _parsed(self, answer: Output | ItemError) -> Row | ItemError:
+        if isinstance(answer, ItemError):
+            return answer
+        try:
+            label = self.label_of(answer.text)
+        except ItemError as error:
+            return error
+        row = {"label": label or "", "raw": answer.text, "finish_reason": answer.finish_reason}
+        return {**row, "parse_ok": label is not None}
 
     def label_of(self, text: str) -> str | None:
         """The label that an answer names; None if it names none, or several."""
@@ -192,7 +181,7 @@ class Classify(LanguageModelWorkload):
         return self._finder.within(text)
 
     def summarize(self, merged: Merged) -> dict[str, Any]:
-        """How many items have each label; with their true labels, how many of those are right."""
+        """Count the labels; with true labels add metrics."""
         counted, ends = self._count(merged)
         n_failed = int(merged.failed.sum())
         labels = Counter[str]()
@@ -205,7 +194,6 @@ class Classify(LanguageModelWorkload):
         return summary if self.truth is None else summary | self._metrics(counted, n_failed)
 
     def _count(self, merged: Merged) -> tuple[Counter[tuple[str, str, str]], Counter[str]]:
-        """How many rows have each group, truth and label; and how many answers ended for each reason."""
         counted, ends = Counter[tuple[str, str, str]](), Counter[str]()
         for start, stop in blocks(len(merged)):
             good = (~merged.failed[start:stop]).tolist()
@@ -250,40 +238,28 @@ class Classify(LanguageModelWorkload):
 
 
 def _check_method(method: Method, given: Sequence[str], settings: Mapping[str, Any]) -> None:
-    """Refuse settings of the other method."""
     if method == "score":
         check_scored(settings, [name for name in ("pattern", "json") if name in given])
     elif wrong := [name for name in ("choices", "length_normalize", "calibrate") if name in given]:
         raise SlurmGPUError(
-            f"{wrong[0]} is set, and method is 'parse': it is for method = \"score\"; free answers are parsed here. "
-            f"Leave it out, or set method."
+            f"{wrong[0]} is set, and method is 'parse'; it needs method = \"score\". Remove it, or set method."
         )
 
 
 def _choices(labels: Sequence[str], choices: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """The ways to write each label: what `choices` has, else its name, with and without a space before it.
+    """The spellings of each label: its text in `choices`, else its name with and without a space before it.
 
-    Which of the two a model writes depends on how the prompt ends and on its chat template; both mean the label.
+    A model writes one or the other depending on the prompt's end and the chat template; both mean the label.
     """
     if not choices:
         return tuple((label, f" {label}") for label in labels)
     if len(choices) != len(labels):
-        raise SlurmGPUError(
-            f"choices has {len(choices)} texts, and there are {len(labels)} labels; expected one for each."
-        )
+        raise SlurmGPUError(f"choices has {len(choices)} texts for {len(labels)} labels; expected one for each.")
     return tuple((choice,) for choice in check_labels(choices, "choices"))
 
 
 def _described(labels: Sequence[str] | Mapping[str, str]) -> str:
-    """What `{labels}` in a prompt stands for: a line for each if they are described, else their names."""
+    """The text of `{labels}` in a prompt: a line for each described label, else the names."""
     if isinstance(labels, Mapping):
         return "\n".join(f"- {name}: {description}" for name, description in labels.items())
     return ", ".join(labels)
-
-
-def _joined(asked: Asked | ItemError, row: Row | ItemError | None) -> Row | ItemError:
-    if isinstance(asked, ItemError):
-        return asked
-    if row is None:
-        return ItemError("the engine gave no answer")
-    return row if isinstance(row, ItemError) else {**row, **asked[1]}

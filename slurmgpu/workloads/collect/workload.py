@@ -3,33 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from typing_extensions import Unpack
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm.checkers import open_checker
 from slurmgpu.llm.engine import Output, Prompt, Request
+from slurmgpu.llm.metrics import ratio, wilson_interval
 from slurmgpu.llm.prompts import Prompts
 from slurmgpu.llm.sampling import mix
 from slurmgpu.llm.settings import SamplingSettings, sampling
 from slurmgpu.llm.steps import ROOT, Path, Tree, prefix_key
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
 from slurmgpu.workload import Item, Row
-from slurmgpu.workloads.collect.shapes import check_shape, check_stops
-from slurmgpu.workloads.generate.workload import answered
-from slurmgpu.workloads.language_model import LanguageModelWorkload, keep_columns, kept
+from slurmgpu.workloads.checkers import open_checker
+from slurmgpu.workloads.language_model import LanguageModelWorkload, blocks, cut_hint, keep_columns, kept
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
 
 
+PASS_AT = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+SUMMED = ("n_paths", "n_correct", "n_cut", "n_long", "n_rollouts", "n_tokens", "vote_correct")
+
+MAX_LEAVES = 10_000
+"""The most paths of a tree; they are kept in memory until the question is done."""
+
+
 @dataclasses.dataclass
 class Search:
-    """What is known of one item while its paths are sampled; `error` ends that."""
+    """The state of one item while its paths are sampled; an `error` ends that."""
 
     item: Item
     prompt: Prompt
@@ -42,7 +50,7 @@ class Search:
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """One completion that is wanted: of which search, from which node, and the how many-th from there."""
+    """A wanted completion: of a search, from a node, and its number there."""
 
     search: Search
     node: int
@@ -50,11 +58,11 @@ class Draw:
 
 
 class Collect(LanguageModelWorkload):
-    """Several reasoning paths for each question, which of them are right, and how promising each step is.
+    """Several reasoning paths for each question, whether each is right, and the value of each step.
 
-    Either `paths` are sampled for each question, and `rollouts` completions of every beginning of theirs tell its
-    value; or a `tree` of them, with so many branches at each depth, whose leaves do. `checker` compares a path's final
-    answer with the item's field `reference`. docs/reference/language-models.md has all settings.
+    Either `paths` are sampled for each question, and values of steps come from `rollouts` completions of every
+    beginning; or a `tree` with so many branches at each depth is sampled, and values come from its leaves. `checker`
+    compares a path's answer with the item's field `reference`. docs/reference/language-models.md has all settings.
     """
 
     batch_size = 32
@@ -81,20 +89,20 @@ class Collect(LanguageModelWorkload):
     ) -> None:
         self.prompts = Prompts(prompt, messages, system)
         self.tree = tuple(tree)
-        check_shape(self.tree, paths, rollouts)
+        _check_shape(self.tree, paths, rollouts)
         self.n_paths = 8 if paths is None else paths
         self.rollouts = 0 if self.tree else 4 if rollouts is None else rollouts
         if not step_delimiter:
-            raise SlurmGPUError('step_delimiter is empty; expected what stands between two steps, such as "\\n".')
+            raise SlurmGPUError('step_delimiter is empty; expected the text between two steps, such as "\\n".')
         if max_steps < 1:
             raise SlurmGPUError(f"max_steps is {max_steps}; expected at least 1 for each path.")
         self.delimiter, self.max_steps = step_delimiter, max_steps
         self._rules = checker.rpartition(":")[0]
         self.checker = open_checker(checker, reference=reference, pattern=pattern, tolerance=tolerance)
         self.sampling = sampling(settings, temperature=1.0)
-        check_stops(self.sampling.stop, step_delimiter)
+        _check_stops(self.sampling.stop, step_delimiter)
         if self.sampling.temperature == 0:
-            raise SlurmGPUError("temperature is 0, so that all paths would be the same; expected more than 0.")
+            raise SlurmGPUError("temperature is 0, which makes all paths the same; expected more than 0.")
         self.keep = tuple(keep)
         self.fields = {*self.prompts.fields, *self.keep, *([] if ":" in checker else [reference])}
         self.columns = keep_columns(self.keep, COLUMNS)
@@ -102,13 +110,9 @@ class Collect(LanguageModelWorkload):
 
     @property
     def paths(self) -> list[FilePath]:
-        """What a task reads beside the input: the model's files, and the checker's, if it is a function in a file."""
+        """The model's files and the checker's file, which a task reads beside the input."""
         rules = [FilePath(self._rules).expanduser().absolute().parent] if self._rules.endswith(".py") else []
         return super().paths + rules
-
-    def sort_key(self, item: Item) -> int:
-        """Long prompts first."""
-        return -self.prompts.length(item.data)
 
     def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
         """The paths of each item, or an ItemError for one without a prompt or a reference answer."""
@@ -131,42 +135,37 @@ class Collect(LanguageModelWorkload):
             return error
 
     def _complete(self, draws: Sequence[Draw]) -> list[tuple[Draw, Output]]:
-        """What the engine makes of the draws, in their order; those of an item that fails are left out.
+        """The completions of the draws, in order, without those of failed items.
 
-        A sample depends on its item, on the steps that it goes on from, and on its number among those, and on nothing
-        else: whoever else is sampled, and in which order, is the same to it.
+        A sample depends only on its item, on the steps before it, and on its number there; not on other samples.
         """
         requests = []
         for number, draw in enumerate(draws):
             start = draw.search.tree.nodes[draw.node]
             key = mix(mix(draw.search.item.seed, prefix_key(start.prefix)), draw.number)
             prompt = dataclasses.replace(draw.search.prompt, answer=start.prefix)
-            # A question must have room for a whole answer; a beginning of one has what is left.
+            # A question needs room for a whole answer; a continued path uses what is left of the context.
             sampling = dataclasses.replace(self.sampling, fit=bool(start.prefix))
             requests.append(Request(number, prompt, sampling, key))
-        outputs = {output.id: output for output in self.engine.generate(requests)} if requests else {}
         found = []
-        for number, draw in enumerate(draws):
-            try:
-                [output] = answered([outputs.get(number)])
-            except ItemError as error:
-                draw.search.error = error
+        for draw, output in zip(draws, self._answers(requests), strict=True):
+            if isinstance(output, ItemError):
+                draw.search.error = output
                 continue
             draw.search.n_tokens += len(output.tokens)
             found.append((draw, output))
         return found
 
     def _sample(self, draws: Sequence[Draw]) -> None:
-        """Add a path for each draw."""
         for draw, output in self._complete([draw for draw in draws if draw.search.error is None]):
             tree, cut = draw.search.tree, output.finish_reason == "length"
-            told = self._check(draw.search, tree.whole_text(draw.node, output.text), cut)
-            if told is not None:
-                correct, answer = told
+            checked = self._check(draw.search, tree.whole_text(draw.node, output.text), cut)
+            if checked is not None:
+                correct, answer = checked
                 tree.add(draw.node, output.text, answer=answer, correct=correct, cut=cut)
 
     def _roll_out(self, searches: Sequence[Search]) -> None:
-        """Complete every beginning of the paths, each once however many paths share it, to learn its value."""
+        """Complete every beginning of the paths to learn its value, once however many paths share it."""
         draws = [
             Draw(search, node, number)
             for search in searches
@@ -176,16 +175,16 @@ class Collect(LanguageModelWorkload):
         ]
         for draw, output in self._complete(draws):
             node = draw.search.tree.nodes[draw.node]
-            told = self._check(draw.search, node.prefix + output.text, output.finish_reason == "length")
-            if told is not None:
+            checked = self._check(draw.search, node.prefix + output.text, output.finish_reason == "length")
+            if checked is not None:
                 node.visits += 1
-                node.hits += told[0]
+                node.hits += checked[0]
                 draw.search.n_rollouts += 1
 
     def _check(self, search: Search, text: str, cut: bool) -> tuple[bool, str | None] | None:
-        """Whether an answer is right, and which it is; one that was cut is not right, whatever it says.
+        """Whether an answer is right, and the answer; one that was cut is not right.
 
-        None where the checker cannot tell: that is the item's error, and it is not asked again, as it may take long.
+        None if the checker fails: that is the item's error, and the checker, which may be slow, is not asked again.
         """
         if search.error is not None:
             return None
@@ -198,9 +197,8 @@ class Collect(LanguageModelWorkload):
     def _row(self, search: Search) -> Row | ItemError:
         if search.error is not None:
             return search.error
-        tree, paths = search.tree, search.tree.paths
-        values = tree.values()[1:]
-        nodes = tree.nodes[1:]
+        tree, paths, prompt = search.tree, search.tree.paths, search.prompt
+        values, nodes = tree.values()[1:], tree.nodes[1:]
         n_correct = sum(path.correct for path in paths)
         vote = self._vote(paths)
         return {
@@ -213,8 +211,18 @@ class Collect(LanguageModelWorkload):
             "n_tokens": search.n_tokens,
             "vote": "" if vote is None else vote.answer,
             "vote_correct": vote is not None and vote.correct,
-            "prompt": _shown(search.prompt),
-            "paths": [_path_to_json(path, tree) for path in paths],
+            "prompt": str(prompt.messages[-1]["content"]) if prompt.messages else prompt.text,
+            "paths": [
+                {
+                    "text": path.text,
+                    "steps": [tree.nodes[node].text for node in path.nodes],
+                    "nodes": [node - 1 for node in path.nodes],
+                    "answer": path.answer,
+                    "correct": path.correct,
+                    "cut": path.cut,
+                }
+                for path in paths
+            ],
             "rewards": [float(path.correct) for path in paths],
             "steps": [node.text for node in nodes],
             "parents": [node.parent - 1 for node in nodes],
@@ -225,7 +233,7 @@ class Collect(LanguageModelWorkload):
         }
 
     def _vote(self, paths: Sequence[Path]) -> Path | None:
-        """A path with the answer that most paths have (Wang et al. 2023, arXiv:2203.11171), the first of equals."""
+        """The first path with the answer of most paths (Wang et al. 2023, arXiv:2203.11171)."""
         voters = [
             (self.checker.normal(path.answer), path) for path in paths if path.answer is not None and not path.cut
         ]
@@ -235,11 +243,33 @@ class Collect(LanguageModelWorkload):
         return next(path for answer, path in voters if answer == winner)
 
     def summarize(self, merged: Merged) -> dict[str, Any]:
-        """How many paths there are, how many of them are right, and how many questions that would answer."""
-        from slurmgpu.workloads.collect.path_totals import summarize
-
-        # The paths of a tree share steps, so they are not the independent samples that pass@k is about.
-        return summarize(merged, 0 if self.tree else self.n_paths, self.sampling.max_tokens)
+        """Count paths, right paths, and the questions that they answer; a failed question is not answered."""
+        sums, n_steps, spread = dict.fromkeys(SUMMED, 0), 0, Counter[tuple[int, int]]()
+        for start, stop in blocks(len(merged)):
+            good = ~merged.failed[start:stop]
+            found = {name: merged[name][start:stop][good] for name in SUMMED}
+            for name, values in found.items():
+                sums[name] += int(values.sum(dtype=np.int64))
+            spread.update(zip(found["n_paths"].tolist(), found["n_correct"].tolist(), strict=True))
+            n_steps += sum(map(len, merged["depths"][start:stop]))
+        n = len(merged)
+        summary: dict[str, Any] = {
+            "n_questions": n,
+            "n_failed": int(merged.failed.sum()),
+            "n_paths": sums["n_paths"],
+            "n_correct": sums["n_correct"],
+            "accuracy": ratio(sums["n_correct"], sums["n_paths"]),
+            "vote_accuracy": ratio(sums["vote_correct"], n),
+            "vote_accuracy_interval": wilson_interval(sums["vote_correct"], n),
+            "cut_rate": ratio(sums["n_cut"], sums["n_paths"]),
+            "n_steps": n_steps,
+            "n_long": sums["n_long"],
+            "n_rollouts": sums["n_rollouts"],
+            "n_tokens": sums["n_tokens"],
+        }
+        summary |= cut_hint(sums["n_cut"], sums["n_paths"], self.sampling.max_tokens, "paths")
+        # pass@k needs independent samples, and the paths of a tree share steps.
+        return summary if self.tree else summary | {"pass_rate": _pass_rates(spread, n, self.n_paths)}
 
 
 COLUMNS: Mapping[str, Column] = {
@@ -261,10 +291,7 @@ COLUMNS: Mapping[str, Column] = {
 
 
 def _missing_branches(search: Search, depth: int, n_branches: int) -> list[Draw]:
-    """What a tree lacks of branches at a depth.
-
-    A path that was sampled from further above and passes through a node is a branch of it like any other.
-    """
+    """The branches that a tree lacks at a depth; a path from further above counts as a branch of its nodes."""
     tree = search.tree
     return [
         Draw(search, node, number)
@@ -273,13 +300,44 @@ def _missing_branches(search: Search, depth: int, n_branches: int) -> list[Draw]
     ]
 
 
-def _path_to_json(path: Path, tree: Tree) -> dict[str, Any]:
-    steps = [tree.nodes[node].text for node in path.nodes]
-    nodes = [node - 1 for node in path.nodes]
-    told = {"text": path.text, "steps": steps, "nodes": nodes, "answer": path.answer}
-    return {**told, "correct": path.correct, "cut": path.cut}
+def _check_shape(tree: Sequence[int], paths: int | None, rollouts: int | None) -> None:
+    for name, value in (("paths", paths), ("rollouts", rollouts)):
+        if tree and value is not None:
+            raise SlurmGPUError(f"tree and {name} are both set; a tree needs no {name}. Remove one.")
+    if paths is not None and paths < 1:
+        raise SlurmGPUError(f"paths is {paths}; expected at least 1 for each question.")
+    if rollouts is not None and rollouts < 0:
+        raise SlurmGPUError(f"rollouts is {rollouts}; expected at least 0.")
+    if any(n_branches < 1 for n_branches in tree):
+        raise SlurmGPUError(
+            f"tree is {list(tree)}; expected the branches at each depth, at least 1, such as [4, 2, 2]."
+        )
+    if (n_leaves := math.prod(tree)) > MAX_LEAVES:
+        raise SlurmGPUError(
+            f"tree is {list(tree)}, which is {n_leaves:,} paths for each question; expected at most {MAX_LEAVES:,}. "
+            f"Use fewer branches, or fewer depths."
+        )
 
 
-def _shown(prompt: Prompt) -> str:
-    """The prompt as the column has it: its text, or that of the last message of a chat."""
-    return str(prompt.messages[-1]["content"]) if prompt.messages else prompt.text
+def _check_stops(stops: Sequence[str], delimiter: str) -> None:
+    for stop in stops:
+        if stop in delimiter:
+            raise SlurmGPUError(
+                f"stop has {stop!r}, and step_delimiter is {delimiter!r}: every path would end after its first step. "
+                f"Remove that stop text."
+            )
+
+
+def _pass_rates(spread: Mapping[tuple[int, int], int], n_questions: int, n_paths: int) -> dict[str, float]:
+    """The share of questions that k paths would answer, by k: the unbiased estimate of arXiv:2107.03374, section 2.1.
+
+    `spread` counts the questions by their numbers of paths and of right paths.
+    """
+    rates = {}
+    for k in PASS_AT:
+        if k <= n_paths and n_questions:
+            passed = sum(
+                count * (1 - math.comb(n - n_right, k) / math.comb(n, k)) for (n, n_right), count in spread.items()
+            )
+            rates[str(k)] = passed / n_questions
+    return rates

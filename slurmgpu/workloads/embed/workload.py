@@ -1,14 +1,13 @@
 """Sentence embeddings with any transformers encoder: `use = "embed"`, as in docs/examples/embed.
 
-Only `load` imports torch and transformers: settings are also checked on login nodes, which may have neither.
+Only `load` imports torch and transformers: settings are also checked on login nodes, which may lack them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -29,19 +28,18 @@ Pooling = Literal["mean", "cls"]
 Precision = Literal["fp32", "bf16", "fp16"]
 
 HIDDEN_SIZE_KEYS = ("hidden_size", "dim", "d_model", "n_embd")  # BERT's, DistilBERT's, XLNet's, GPT-2's
-MIN_TOKENS = 4  # The special tokens at a text's ends count too.
+MIN_TOKENS = 4  # with the special tokens at a text's ends
 
 
 class Embed:
     """One vector for each item's text, in the column `embedding`.
 
-    `model` is a name on the Hugging Face hub (pin its `revision`), a folder, or "package:NAME" for the model
-    that an installed Python package carries. `field` names the text in an item; `prefix` is put before it, as
-    E5 models want. `pooling` makes one vector of a text's tokens: their "mean", or the first, "cls".
-    `max_tokens` cuts a text. Without these two, the model's own are used where sentence-transformers made it;
-    else "mean", and as many tokens as tokenizer and model allow. `normalize` scales vectors to length 1, so
-    that a dot product is a cosine. `precision` is the computation's: "fp32", "bf16" or "fp16"; `dtype` is the
-    column's: "float16" or "float32".
+    `model` is a name on the Hugging Face hub (pin its `revision`), a folder, or "package:NAME" for the model in an
+    installed Python package. `field` names the text in an item; `prefix` is put before it, as E5 models need. `pooling`
+    makes one vector of a text's tokens: their "mean", or the first, "cls". `max_tokens` cuts a text. The defaults of
+    these two are those of a sentence-transformers model, else "mean", and as many tokens as tokenizer and model allow.
+    `normalize` scales vectors to length 1, so that a dot product is a cosine. `precision` is that of the computation:
+    "fp32", "bf16" or "fp16"; `dtype` is that of the column: "float16" or "float32".
     """
 
     batch_size = 64
@@ -61,13 +59,14 @@ class Embed:
         revision: str | None = None,
         trust_remote_code: bool = False,
     ) -> None:
-        # Planning checks the types, by the annotations above; here are checked the values.
-        _expect_one_of(Dtype, dtype=dtype)
-        _expect_one_of(Precision, precision=precision)
-        _expect_one_of(Pooling, pooling=pooling or "mean")
-
-        with _said_by_embed():
+        # Planning checks types by the annotations above.
+        _check_choice("dtype", dtype, Dtype)
+        _check_choice("precision", precision, Precision)
+        _check_choice("pooling", pooling or "mean", Pooling)
+        try:
             folder, repository = locate(model, revision)
+        except SlurmGPUError as error:
+            raise SlurmGPUError(f"embed: {error}") from error
         self._source, self._found = repository or str(folder), (folder, repository, revision)
         config = read_json(folder / "config.json")
         hidden_size = next((config[key] for key in HIDDEN_SIZE_KEYS if key in config), None)
@@ -79,8 +78,8 @@ class Embed:
         longest = config.get("max_position_embeddings")
         if max_tokens is not None and not MIN_TOKENS <= max_tokens <= (longest or max_tokens):
             raise SlurmGPUError(
-                f"embed: max_tokens is {max_tokens}; expected at least {MIN_TOKENS}, and at most as many as"
-                f" the model has positions for, {longest or 'of which it has no number'}."
+                f"embed: max_tokens is {max_tokens}; expected at least {MIN_TOKENS}"
+                + (f", and at most the model's {longest} positions." if longest else ".")
             )
 
         self.columns = {"embedding": Array(dtype, (hidden_size,))}
@@ -101,7 +100,7 @@ class Embed:
 
         if task.gpus > 1:
             log.warning("embed computes on one GPU and this task holds %d: submit with --array.", task.gpus)
-        # Padding on the right: "cls" takes the first position, and absolute positions are counted from there.
+        # Padding on the right: "cls" is the first position, from which absolute positions are counted.
         self._tokenizer = AutoTokenizer.from_pretrained(self._source, padding_side="right", **self._options)
         precision = getattr(torch, TORCH_NAMES[self.precision])
         model = AutoModel.from_pretrained(self._source, dtype=precision, **self._options)
@@ -111,7 +110,7 @@ class Embed:
         log.info("%s: %s pooling, texts cut at %d tokens", self._source, self.pooling, self._limit)
 
     def sort_key(self, item: Item) -> int:
-        """Long texts first: like lengths share a batch, and a batch too large for the GPU shows at once."""
+        """Long texts first: similar lengths share a batch, and a batch too large for the GPU fails at once."""
         text = item.data.get(self.field)
         return -len(text) if isinstance(text, str) else 0
 
@@ -132,7 +131,6 @@ class Embed:
         return self.prefix + text
 
     def _embed(self, texts: list[str]) -> npt.NDArray[Any]:
-        """The vectors of `texts`: (text, hidden)."""
         import torch
 
         batch = self._tokenizer(texts, padding=True, truncation=True, max_length=self._limit, return_tensors="pt")
@@ -157,35 +155,23 @@ def _row(vector: npt.NDArray[Any]) -> Row | ItemError:
 
 
 def _n_positions(model: Any) -> int:
-    """How many tokens the model has positions for; sys.maxsize where nothing limits them."""
+    """The number of the model's positions; sys.maxsize if unlimited."""
     n_positions = getattr(model.config, "max_position_embeddings", None)
-    if not n_positions or n_positions < 0:  # XLNet says -1.
+    if not n_positions or n_positions < 0:  # -1 in XLNet
         return sys.maxsize
-    # RoBERTa, MPNet and their kin count from behind the padding's index: 514 positions serve 512 tokens.
+    # RoBERTa, MPNet and similar models count from after the padding index: 514 positions hold 512 tokens.
     table = getattr(getattr(model, "embeddings", None), "position_embeddings", None)
     padding_idx = getattr(table, "padding_idx", None)
     return int(n_positions) if padding_idx is None else int(n_positions) - padding_idx - 1
 
 
-def _expect_one_of(choice: Any, **setting: str) -> None:
-    for name, value in setting.items():
-        if value not in get_args(choice):
-            raise SlurmGPUError(f"embed: {name} is {value!r}; expected one of {', '.join(get_args(choice))}.")
-
-
-@contextlib.contextmanager
-def _said_by_embed() -> Iterator[None]:
-    try:
-        yield
-    except SlurmGPUError as error:
-        raise SlurmGPUError(f"embed: {error}") from error
-
-
-# What a model's folder says of it.
+def _check_choice(name: str, value: str, choices: Any) -> None:
+    if value not in get_args(choices):
+        raise SlurmGPUError(f"embed: {name} is {value!r}; expected one of {', '.join(get_args(choices))}.")
 
 
 def _own_pooling(folder: Path) -> str | None:
-    """The pooling that a sentence-transformers model was trained with; None where the folder does not say."""
+    """The pooling of a sentence-transformers model, from its folder; None if the folder does not say."""
     pooling = None
     for module in read_json(folder / "modules.json"):
         step = module["type"].rpartition(".")[2]
@@ -193,14 +179,14 @@ def _own_pooling(folder: Path) -> str | None:
             step = pooling = _pooling_mode(read_json(folder / module["path"] / "config.json"))
         if step not in ("Transformer", "Normalize", *get_args(Pooling)):
             raise SlurmGPUError(
-                f"embed: the model in {folder} takes a step {step!r}, which embed does not compute;"
-                ' give pooling = "mean" or "cls" to go without it.'
+                f"embed: the model in {folder} has a step {step!r}, which embed does not compute;"
+                ' set pooling = "mean" or "cls" to skip it.'
             )
     return pooling
 
 
 def _pooling_mode(said: Mapping[str, Any]) -> str:
-    # sentence-transformers 6 names one mode or several; before, each had a flag: pooling_mode_mean_tokens.
+    # sentence-transformers 6 names one mode or several; earlier versions have flags such as pooling_mode_mean_tokens.
     flags = [flag for flag, is_on in said.items() if flag.startswith("pooling_mode_") and is_on]
     modes = [flag.removeprefix("pooling_mode_").removesuffix("s").removesuffix("_token") for flag in flags]
     named = said.get("pooling_mode", modes)

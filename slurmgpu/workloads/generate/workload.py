@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, compress
+from collections.abc import Mapping, Sequence
+from itertools import chain, compress, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,28 +12,24 @@ import numpy as np
 from typing_extensions import Unpack
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm.engine import Output, Prompt, Request
+from slurmgpu.llm.engine import Prompt, Request
 from slurmgpu.llm.metrics import ratio
 from slurmgpu.llm.prompts import Prompts
 from slurmgpu.llm.sampling import mix
 from slurmgpu.llm.settings import SamplingSettings, sampling
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
 from slurmgpu.workload import Item, Row
-from slurmgpu.workloads.language_model import LanguageModelWorkload, blocks, keep_columns, kept
+from slurmgpu.workloads.language_model import LanguageModelWorkload, blocks, ends_summary, keep_columns, kept
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
 
-CUT_RATE = 0.1
-"""From this share of answers on, those that max_tokens cut are worth a hint."""
-
 
 class Generate(LanguageModelWorkload):
-    """One answer for each item, or `n` of them, of a `prompt` over its fields, or of the chat in its field `messages`.
+    """One answer for each item, or `n`, to a `prompt` over its fields, or to the chat in its field `messages`.
 
-    `system` comes before either. `keep` copies fields of the input into columns of their names; `tokens`, `logprobs`
-    and `keep_reasoning` add columns. The other settings are those that all language models share; all are in
-    docs/reference/language-models.md.
+    `system` comes before either. `keep` copies fields of the input into columns; `tokens`, `logprobs` and
+    `keep_reasoning` add columns. docs/reference/language-models.md has all settings.
     """
 
     template = Path(__file__).with_name("template.toml")
@@ -55,7 +51,7 @@ class Generate(LanguageModelWorkload):
         self.prompts = Prompts(prompt, messages, system)
         self.sampling = sampling(settings, logprobs=logprobs)
         if n < 1:
-            raise SlurmGPUError(f"n is {n}, the answers to each item; expected at least 1.")
+            raise SlurmGPUError(f"n is {n}; expected at least 1 answer for each item.")
         if n > 1 and self.sampling.temperature == 0:
             raise SlurmGPUError(
                 f"n = {n} answers with temperature = 0 would all be the same; set temperature, or n = 1."
@@ -81,12 +77,8 @@ class Generate(LanguageModelWorkload):
             columns["logprobs"] = Ragged("float32")
         return columns
 
-    def sort_key(self, item: Item) -> int:
-        """Long prompts first."""
-        return -self.prompts.length(item.data)
-
     def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
-        """The answers to each item, or an ItemError for one that has no prompt, or no answer."""
+        """The answers to each item, or an ItemError for one without a prompt or an answer."""
         asked = [self._ask(item) for item in items]
         requests = [
             Request(number * self.n + sample, prompt[0], self.sampling, mix(item.seed, sample))
@@ -94,12 +86,10 @@ class Generate(LanguageModelWorkload):
             if not isinstance(prompt, ItemError)
             for sample in range(self.n)
         ]
-        outputs = {output.id: output for output in self.engine.generate(requests)} if requests else {}
+        answers = iter(self._answers(requests))
         return [
-            prompt
-            if isinstance(prompt, ItemError)
-            else self._row([outputs.get(number * self.n + sample) for sample in range(self.n)], prompt[1])
-            for number, prompt in enumerate(asked)
+            prompt if isinstance(prompt, ItemError) else self._row([*islice(answers, self.n)], prompt[1])
+            for prompt in asked
         ]
 
     def _ask(self, item: Item) -> tuple[Prompt, Mapping[str, Any]] | ItemError:
@@ -108,11 +98,10 @@ class Generate(LanguageModelWorkload):
         except ItemError as error:
             return error
 
-    def _row(self, found: Sequence[Output | None], kept_values: Mapping[str, Any]) -> Row | ItemError:
-        try:
-            outputs = answered(found)
-        except ItemError as error:
-            return error
+    def _row(self, outputs: Sequence[Any], kept_values: Mapping[str, Any]) -> Row | ItemError:
+        for output in outputs:
+            if isinstance(output, ItemError):
+                return output
         each: dict[str, list[Any]] = {
             "text": [output.text for output in outputs],
             "n_tokens": [len(output.tokens) for output in outputs],
@@ -129,7 +118,7 @@ class Generate(LanguageModelWorkload):
         return row | dict(kept_values)
 
     def summarize(self, merged: Merged) -> dict[str, Any]:
-        """How many tokens went in and out, and why answers ended."""
+        """Count tokens of prompts and answers, and why answers ended."""
         n_prompt_tokens, n_tokens, reasons = 0, 0, Counter[str]()
         for start, stop in blocks(len(merged)):
             good = ~merged.failed[start:stop]
@@ -146,33 +135,3 @@ class Generate(LanguageModelWorkload):
             "tokens_per_answer": ratio(n_tokens, n_answers),
         }
         return summary | ends_summary(reasons, self.sampling.max_tokens)
-
-
-def answered(outputs: Iterable[Output | None]) -> list[Output]:
-    """The outputs, if the engine gave all of them and none has an error; ItemError otherwise."""
-    found = []
-    for output in outputs:
-        if output is None:
-            raise ItemError("the engine gave no answer")
-        if output.error is not None:
-            raise ItemError(output.error)
-        found.append(output)
-    return found
-
-
-def ends_summary(reasons: Mapping[str, int], max_tokens: int) -> dict[str, Any]:
-    """Of a summary: why answers ended, the share that max_tokens cut, and a hint where that is large."""
-    n_answers, n_cut = sum(reasons.values()), reasons.get("length", 0)
-    cut_rate = ratio(n_cut, n_answers)
-    summary: dict[str, Any] = {"finish_reasons": dict(sorted(reasons.items())), "cut_rate": cut_rate}
-    return summary | cut_hint(n_cut, n_answers, max_tokens, "answers")
-
-
-def cut_hint(n_cut: int, n_all: int, max_tokens: int, what: str) -> dict[str, str]:
-    """Of a summary: a hint where a large share of answers, or of `what` they are called, was cut; else nothing."""
-    if n_cut <= CUT_RATE * n_all:
-        return {}
-    return {
-        "hint": f"{n_cut:,} of {n_all:,} {what} were cut at max_tokens = {max_tokens}, and lack their end. A larger "
-        f"max_tokens gives it to them; a stop text ends those that have said all."
-    }

@@ -1,4 +1,4 @@
-"""What a judge is given: texts of a judged run, and the truth that items carry."""
+"""The judge's input: texts of a judged run, and the items' truth."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from slurmgpu.workloads.judge.opponents import plan_beside
 from slurmgpu.workloads.judge.rubrics import Rubric
 
 TEXTS = frozenset(("text", "text_a", "text_b"))
-"""What prompts call a judged text."""
+"""The names of judged texts in prompts."""
 
 FIRST_ROWS = 100
-"""Rows of a merged file that tell whether a column of JSON values has lists."""
+"""Rows of a merged file that are checked for lists."""
 
 
 def text_in(data: Mapping[str, Any], field: str, called: str | None = None) -> str:
-    """The text in a field, which the items call `called`; ItemError for a field that holds anything else."""
+    """The text in a field, named `called` in the items; ItemError for anything else."""
     value = take(data, field)
     called = called or field
     if value is None:
@@ -34,24 +34,24 @@ def text_in(data: Mapping[str, Any], field: str, called: str | None = None) -> s
 
 
 def check_texts(path: Path, fields: Collection[str]) -> None:
-    """Refuse a run whose items have lists of texts where a judge is to see one, as far as its file or plan tells."""
+    """Refuse a run whose items have lists of texts in these fields, by its file or plan."""
     for field in sorted(fields):
         if _has_lists(path, field):
             raise SlurmGPUError(
-                f"{path} has no text in {field!r} but a list, as of a run with n > 1; a judge takes one text of each "
-                f"item. Name one of them in a rubric's prompt, such as {{{field}[0]}}, or judge a run with n = 1."
+                f"{path} has a list in {field!r}, as runs with n > 1 do; expected one text for each item. Choose one "
+                f"in a rubric's prompt, such as {{{field}[0]}}, or judge a run with n = 1."
             )
 
 
 def _has_lists(path: Path, field: str) -> bool:
-    if not path.exists():  # a run that is still at work: its plan tells
+    if not path.exists():  # an unfinished run: its plan has the columns
         plan = plan_beside(path)
         is_kept = field in plan.get("settings", {}).get("keep", ())
         return not is_kept and isinstance(columns_from_json(plan.get("columns", {})).get(field), Json)
     try:
         merged = results.open(path)
     except SlurmGPUError:
-        return False  # some other table
+        return False  # another kind of file
     with merged:
         if not isinstance(merged.columns.get(field), Json):
             return False
@@ -60,32 +60,28 @@ def _has_lists(path: Path, field: str) -> bool:
 
 
 def check_renamed(renamed: Mapping[str, str], known: Collection[str]) -> None:
-    """Refuse a setting `fields` that renames what no text of the rubric names."""
+    """Refuse a setting `fields` with a name that the rubric's texts do not have."""
     for name in renamed:
         if name not in known:
             raise SlurmGPUError(
-                f"fields has {name!r}, which no text of the rubric names; expected what the rubric calls a field = "
-                f"what the items call it.{did_you_mean(name, known)}"
+                f"fields has {name!r}, which is not in the rubric; expected the rubric's name of a field = the items' "
+                f"name.{did_you_mean(name, known)}"
             )
 
 
 def advice(fields: Collection[str], renamed: Mapping[str, str], alone: Collection[str]) -> dict[str, str]:
-    """What to do about a field that no item has; `alone` are two texts of which a second run could have one."""
-    found = {
-        renamed.get(name, name): f' The setting fields = {{{name} = "…"}} says what the items call it.'
-        for name in fields
-    }
+    """Advice by field for fields that the items lack; `alone` are two texts, one of which a second run could have."""
+    found = {renamed.get(name, name): f' Set fields = {{{name} = "…"}} to the items\' name of it.' for name in fields}
     compared = (
-        " The rubric compares two texts: against names a second run, whose texts the input's are compared with; "
-        "without it each item has both."
+        " The rubric compares two texts: set against to a second run to compare with, or put both texts into each item."
     )
     return found | {renamed.get(name, name): compared for name in alone}
 
 
 def has_failed(data: Mapping[str, Any]) -> bool:
-    """Whether an item is the row of one that failed, in a merged file or an export of one.
+    """Whether an item is a failed row of a merged file or its export.
 
-    Other data may have a field `error`, too; but beside its index and why it failed, such a row says nothing.
+    Other data may have a field `error`, too; but a failed row has nothing beside its index and its error.
     """
     if not (isinstance(data.get("error"), str) and data["error"] and "index" in data):
         return False
@@ -94,9 +90,9 @@ def has_failed(data: Mapping[str, Any]) -> bool:
 
 
 def truth_of(value: Any, rubric: Rubric) -> str:
-    """The name of the verdict that a truth stands for, by its name or its worth; "" for none, else what it says.
+    """The name of the verdict that equals a truth, by name or value; "" for null; else the truth as text.
 
-    From a CSV file all values are texts: "True", "1" and "1.0" are worth as much as 1 is.
+    A CSV file has only texts: "True", "1" and "1.0" equal 1.
     """
     if value is None:
         return ""

@@ -1,4 +1,4 @@
-"""The second run of a comparison: its merged file, found by the items' indices."""
+"""The second run of a comparison: its merged file, whose rows are joined by the items' indices."""
 
 from __future__ import annotations
 
@@ -16,27 +16,22 @@ if TYPE_CHECKING:
 
 
 class Opponent:
-    """A complete merged file, and what is known of its run since the comparison was planned.
+    """A complete merged file with its run's fingerprint, and in `keep` the fields that it kept of its items."""
 
-    That is its fingerprint, and in `keep` the fields that it has kept of its items.
-    """
-
-    def __init__(self, path: Path, fingerprint: str, keep: Sequence[str] = ()) -> None:
-        self.path = path
-        self.fingerprint = fingerprint
-        self.keep = tuple(keep)
+    def __init__(self, path: Path, fingerprint: str, keep: Sequence[str]) -> None:
+        self.path, self.fingerprint, self.keep = path, fingerprint, tuple(keep)
         self._merged: Merged | None = None
 
     @classmethod
     def find(cls, against: str | Mapping[str, Any]) -> Opponent:
-        """The run of that merged file or directory, or as `to_json` gave it.
+        """The opponent from a merged file, a run directory, or the result of `to_json`.
 
-        SlurmGPUError unless the file is complete and its bytes are those that were written.
+        SlurmGPUError unless the file is complete and its checksums are right.
         """
         if not isinstance(against, str):
             return cls(Path(against["path"]), against["fingerprint"], against.get("keep", ()))
         path = Path(against).expanduser().absolute()
-        opponent = cls(path / "merged.h5" if path.is_dir() else path, "")
+        opponent = cls(path / "merged.h5" if path.is_dir() else path, "", ())
         with opponent._read(verify=True) as merged:
             opponent.fingerprint = str(merged.attributes["fingerprint"])
             found = plan_beside(opponent.path).get("settings", {}).get("keep", ())
@@ -44,38 +39,35 @@ class Opponent:
         return opponent
 
     def to_json(self) -> dict[str, Any]:
-        """The path, the fingerprint of the plan that its rows belong to, and the fields that it has kept."""
+        """The path, the fingerprint of its plan, and the fields that it kept."""
         return {"path": str(self.path), "fingerprint": self.fingerprint, "keep": list(self.keep)}
 
     def check_input(self, files: Sequence[Path], n_items: int) -> None:
-        """Refuse a judged run that is not of the same items, as far as the two files and their plans tell."""
+        """Refuse a judged run of other items, as far as the two files and their plans show."""
         with self._read() as merged:
             n_found = len(merged)
         advice = (
-            "Rows are joined by their index, so both runs must be of the same input. Items of different inputs are "
-            "compared in one file, with both texts in each item and without against."
+            "Rows are joined by their index, so both runs must have the same input. To compare different inputs, put "
+            "both texts into each item, and remove against."
         )
         if n_found != n_items:
             raise SlurmGPUError(f"{self.path} has {n_found} items, and the input has {n_items}. {advice}")
         ours = plan_beside(files[0]).get("input_digest") if len(files) == 1 else None
         theirs = plan_beside(self.path).get("input_digest")
         if None not in (ours, theirs) and ours != theirs:
-            raise SlurmGPUError(f"{self.path} and {files[0]} are of runs with different inputs. {advice}")
+            raise SlurmGPUError(f"The runs of {self.path} and {files[0]} have different inputs. {advice}")
 
     def open(self) -> None:
-        """Open the file; SlurmGPUError if it is of another run than the one that was planned with."""
+        """Open the file; SlurmGPUError if it belongs to another run than at planning."""
         merged = self._read()
         if merged.attributes["fingerprint"] != self.fingerprint:
-            raise SlurmGPUError(
-                f"{self.path} is no longer of the run that this one was planned with; plan the comparison again."
-            )
+            raise SlurmGPUError(f"{self.path} now belongs to another run than at planning; plan the comparison again.")
         self._merged = merged
 
     def row(self, item: Item, compared: Sequence[str]) -> Mapping[str, Any]:
-        """The second run's row for an item; ItemError if it failed there, if there is none, or it is of another item.
+        """The second run's row for an item; ItemError if it failed, is missing or damaged, or belongs to another item.
 
-        ItemError as well if the bytes of its shard have changed since they were written.
-        Whether it is the same item the fields tell that both have kept, those aside that are `compared`.
+        Two rows belong to the same item if the fields that both kept are equal, without those that are `compared`.
         """
         assert self._merged is not None, "open() comes first"
         index = item.index
@@ -92,7 +84,7 @@ class Opponent:
         for name, ours in kept(item, names).items():
             if ours != row[name]:
                 raise ItemError(
-                    f"field {name!r} is {ours!r:.80}, and in {self.path} it is {row[name]!r:.80}: these are two items"
+                    f"field {name!r} is {ours!r:.80}, and in {self.path} it is {row[name]!r:.80}: the items differ"
                 )
         return row
 
@@ -107,7 +99,7 @@ class Opponent:
 
 
 def plan_beside(path: Path) -> Mapping[str, Any]:
-    """The plan of the run whose merged file that is; nothing if it lies elsewhere."""
+    """The plan of the run of a merged file; empty if the file is not in a run directory."""
     if path.name != "merged.h5":
         return {}
     try:

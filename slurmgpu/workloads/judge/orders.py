@@ -1,4 +1,4 @@
-"""What became of what a judge was asked of an item: once, or once in each order of its two texts."""
+"""The verdict on an item, from one prompt, or from one for each order of its two texts."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from slurmgpu.workload import Row
 from slurmgpu.workloads.judge.rubrics import TIE, Rubric
 
 HOW = ("parsed", "parsed again", "scored", "not at all")
-"""How a verdict was found, from the plainest way on."""
+"""How a verdict was found, from the most direct way on."""
 
 
 @dataclass
 class Asked:
-    """One prompt to the judge, and what became of it: for each item one, or one for each order of its two texts.
+    """One prompt to the judge and its outcome; an item has one, or one for each order of its two texts.
 
-    `how` says how the verdict was found: "parsed", "parsed again" behind a retry, "scored", or "not at all".
+    `how` says how the verdict was found: "parsed", "parsed again" after a retry, "scored", or "not at all".
     """
 
     item: int
@@ -62,10 +62,8 @@ def verdict_row(rubric: Rubric, asked: Sequence[Asked]) -> Row | ItemError:
     return row
 
 
-def shares_of(scores: Scores | None) -> npt.NDArray[np.float64]:
-    """Each verdict's share of the probability of all of them, of scores of the two ways to write each."""
-    if scores is None or scores.error is not None:
-        raise ItemError("the engine gave no scores" if scores is None else str(scores.error))
+def shares_of(scores: Scores) -> npt.NDArray[np.float64]:
+    """Each verdict's share of all verdicts' probability, from scores of two spellings for each."""
     logprobs = np.logaddexp.reduce(np.asarray(scores.logprobs, np.float64).reshape(-1, 2), axis=1)
     shares: npt.NDArray[np.float64] = np.exp(logprobs - logprobs.max())
     if not np.isfinite(shares).all():
@@ -75,9 +73,9 @@ def shares_of(scores: Scores | None) -> npt.NDArray[np.float64]:
 
 
 def _worth(rubric: Rubric, asked: Sequence[Asked], verdicts: Sequence[str | None]) -> float:
-    """What the verdict is worth: the mean over both orders; expected values where verdicts are scored.
+    """The verdict's value, the mean over both orders; for scored verdicts the expected value.
 
-    The expected value over the verdicts' probabilities is the score of G-Eval (Liu et al. 2023, arXiv:2303.16634).
+    That is the score of G-Eval (Liu et al. 2023, arXiv:2303.16634).
     """
     if rubric.method == "score":
         return float(_mean_shares(rubric, asked) @ np.array([rubric.values[name] for name in rubric.names]))
@@ -85,7 +83,6 @@ def _worth(rubric: Rubric, asked: Sequence[Asked], verdicts: Sequence[str | None
 
 
 def _mean_shares(rubric: Rubric, asked: Sequence[Asked]) -> npt.NDArray[np.float64]:
-    """Each verdict's probability, the mean over both orders."""
     total = np.zeros(len(rubric.names))
     for one in asked:
         if one.probabilities is not None:

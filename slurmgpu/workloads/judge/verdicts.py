@@ -1,4 +1,4 @@
-"""What a judge's verdicts say of the judged run: accuracy, win rate or mean, and how far the judge can be trusted."""
+"""The summary of a judge's verdicts: accuracy, win rate or mean, and agreement between orders and with the truth."""
 
 from __future__ import annotations
 
@@ -8,18 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slurmgpu.llm.metrics import cohen_kappa, count_matrix, ratio, wilson_list
-from slurmgpu.workloads.generate.workload import ends_summary
+from slurmgpu.llm.metrics import cohen_kappa, count_matrix, ratio, wilson_interval
 from slurmgpu.workloads.judge.rubrics import Rubric
-from slurmgpu.workloads.language_model import blocks
+from slurmgpu.workloads.language_model import blocks, ends_summary
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
 
 
 class _Counts:
-    """What is counted over the rows."""
-
     def __init__(self) -> None:
         self.verdicts = Counter[str]()
         self.how = Counter[str]()
@@ -31,10 +28,10 @@ class _Counts:
 
 
 def summarize(merged: Merged, rubric: Rubric, max_tokens: int, *, with_truth: bool) -> dict[str, Any]:
-    """The verdicts' counts and what they say, as JSON has it.
+    """The verdicts' counts, and the rubric's measure.
 
-    Items that failed or have no verdict count as wrong in `accuracy`; `parsed_accuracy` leaves them out. So it is with
-    the win rate, where they count as lost, and not with the mean, for which they have no number.
+    Items that failed or have no verdict count as wrong in `accuracy`, and as lost in the win rate; `parsed_accuracy`,
+    `parsed_win_rate` and the mean leave them out.
     """
     counts = _count(merged, rubric, with_truth)
     n, n_parsed = len(merged), sum(counts.verdicts.values())
@@ -83,16 +80,16 @@ def _accuracy(counts: _Counts, rubric: Rubric, n: int, n_parsed: int) -> dict[st
     return {
         "n_right": n_right,
         "accuracy": ratio(n_right, n),
-        "accuracy_interval": wilson_list(n_right, n),
+        "accuracy_interval": wilson_interval(n_right, n),
         "parsed_accuracy": ratio(n_right, n_parsed),
-        "parsed_accuracy_interval": wilson_list(n_right, n_parsed),
+        "parsed_accuracy_interval": wilson_interval(n_right, n_parsed),
     }
 
 
 def _positions(counts: _Counts, rubric: Rubric) -> dict[str, Any]:
-    """How often both orders agree; and how often one position won in both, as of a judge that looks at nothing else.
+    """How often both orders agree, and how often the same position won in both.
 
-    The words are those of Shi et al. 2024 (arXiv:2406.07791): position consistency, and preference for a position.
+    As in Shi et al. 2024 (arXiv:2406.07791): position consistency, and preference for a position.
     """
     parsed = {pair: count for pair, count in counts.firsts.items() if None not in pair}
     n = sum(parsed.values())
@@ -100,15 +97,14 @@ def _positions(counts: _Counts, rubric: Rubric) -> dict[str, Any]:
     found = {"agreement_rate": ratio(n - n_flipped, n), "position_bias_rate": ratio(n_flipped, n)}
     toward = Counter[str]()
     for (one, other), count in parsed.items():
-        # The second order's verdict is about the texts; the text that stood first there is the second. Of a win and
-        # a tie no position tells.
+        # The second order's verdict is mirrored to the texts, so that two opposite wins mean the same position. A win
+        # and a tie prefer no position.
         if one is not None and one != other and rubric.mirrored(one) == other:
             toward["first" if rubric.values[one] > rubric.values[other] else "second"] += count
     return {**found, "preferred_position": {place: toward[place] for place in ("first", "second")}}
 
 
 def _agreement(counts: _Counts, rubric: Rubric) -> dict[str, Any]:
-    """How far the judge agrees with the truth that items carry, beyond chance."""
     matrix = count_matrix(counts.pairs, rubric.names)
     square = matrix[:, :-1]
     n_with_truth, n_agree = int(matrix.sum()), int(np.trace(square))

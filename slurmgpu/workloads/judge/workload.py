@@ -5,42 +5,43 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from typing_extensions import Unpack
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.llm.checkers import open_checker
 from slurmgpu.llm.engine import Composed, Question, Request
 from slurmgpu.llm.prompts import Prompts, take
 from slurmgpu.llm.sampling import mix
 from slurmgpu.llm.settings import SamplingSettings, check_range, check_scored, sampling
 from slurmgpu.shards.columns import Array, Column, Json, Text
 from slurmgpu.workload import Item, Row, TaskContext
-from slurmgpu.workloads.generate.workload import answered
+from slurmgpu.workloads.checkers import open_checker
 from slurmgpu.workloads.judge.judged import TEXTS, advice, check_renamed, check_texts, has_failed, text_in, truth_of
 from slurmgpu.workloads.judge.opponents import Opponent
 from slurmgpu.workloads.judge.orders import Asked, shares_of, verdict_row
-from slurmgpu.workloads.judge.rubrics import read_rubric
+from slurmgpu.workloads.judge.rubrics import Reader, read_rubric
+from slurmgpu.workloads.judge.verdicts import summarize
 from slurmgpu.workloads.language_model import LanguageModelWorkload, keep_columns, kept
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
 
 Method = Literal["parse", "score"]
+T = TypeVar("T")
 
 FINAL = "final"
-"""What a prompt calls the final answer that an answer checker finds in the judged text."""
+"""The name in prompts of the final answer that an answer checker finds in the judged text."""
 
 
 class Judge(LanguageModelWorkload):
-    """A verdict on each item, as a rule an answer of an earlier run, by a `rubric`.
+    """A verdict on each item, usually an answer of an earlier run, by a `rubric`.
 
-    `rubric` is the name of one that slurmgpu has, the path of a .toml file, or a table. `fields` renames fields of the
-    items for its prompt. `against` is the merged file of a second run, whose texts a pairwise rubric compares with the
-    first's. With `final`, the name of an answer checker, `{final}` in a rubric's prompt is the final answer that the
-    field `text` comes to. An answer without a verdict is asked for again up to `retries` times at `retry_temperature`.
-    `truth` is a field with a verdict to compare with. docs/reference/language-models.md has all settings.
+    `rubric` is the name of a built-in one, the path of a .toml file, or a table. `fields` renames fields of the items
+    for its prompt. `against` is the merged file of a second run, whose texts a pairwise rubric compares with those of
+    the first. With `final`, the name of an answer checker, `{final}` in a rubric's prompt is the final answer in the
+    field `text`. An answer without a verdict is repeated up to `retries` times at `retry_temperature`. `truth` is a
+    field with a verdict to compare with. docs/reference/language-models.md has all settings.
     """
 
     template = Path(__file__).with_name("template.toml")
@@ -73,32 +74,36 @@ class Judge(LanguageModelWorkload):
             raise SlurmGPUError(f"retries is {retries}; expected at least 0.")
         if retries and retry_temperature == 0:
             raise SlurmGPUError(
-                f"retry_temperature is {retry_temperature}, so that a retry would give the same answer again; "
-                f"expected more than 0, or retries = 0."
+                f"retry_temperature is {retry_temperature}, which repeats the same answer; expected more than 0, or "
+                f"retries = 0."
             )
         check_range("retry_temperature", retry_temperature, 0, None)
         self.retries, self.retry_temperature = retries, retry_temperature
         self.renamed, self.truth, self.keep = dict(fields or {}), truth, tuple(keep)
         self.prompts = Prompts(self.rubric.prompt, system=self.rubric.system or None)
-        self.opponent = None if against is None else self._opponent(against)
+        if against is not None and len(self.rubric.swap) != 2:
+            raise SlurmGPUError(
+                "against is set, and the rubric judges one text at a time; expected one with swap, such as "
+                'rubric = "pairwise". Remove against, or choose such a rubric.'
+            )
+        self.opponent = None if against is None else Opponent.find(against)
         self.sampling = sampling({"max_tokens": self.rubric.max_tokens, **settings})
         self.names = self.rubric.names
         if final is None and pattern is not None:
             raise SlurmGPUError(
-                "pattern finds the final answer in the judged text, and final is not set. What finds the verdict in "
-                "the judge's answer is the pattern of a rubric; set it there."
+                "pattern finds the final answer in the judged text, and final is not set. To find the verdict in the "
+                "judge's answer, set the rubric's pattern."
             )
         self.checker = None if final is None else open_checker(final, pattern=pattern)
         known = self.prompts.fields if self.checker is None else self.prompts.fields - {FINAL} | {"text"}
         check_renamed(self.renamed, known)
         self.whole = self.prompts.whole_fields & (TEXTS | set(self.rubric.swap))
         self.fields = self._taken()
-        self._reader = self.rubric.reader()
+        self._reader = Reader(self.rubric)
         self.columns = keep_columns(self.keep, self._own_columns())
         self.use_model(model, settings, max_tokens=self.sampling.max_tokens if self.rubric.method == "parse" else 0)
 
     def _taken(self) -> set[str]:
-        """The fields that are taken from the items of the judged run."""
         names = set(self.prompts.fields)
         if self.checker is not None:
             names = names - {FINAL} | {"text"}
@@ -109,23 +114,23 @@ class Judge(LanguageModelWorkload):
 
     @property
     def advice(self) -> dict[str, str]:
-        """What planning adds where the input lacks one of `fields`."""
+        """Advice that planning adds if the input lacks one of `fields`."""
         alone = () if self.opponent is not None else self.rubric.swap
         return advice(self.prompts.fields, self.renamed, alone)
 
     @property
     def frozen_settings(self) -> dict[str, Any]:
-        """What the plan keeps in place of names of files: the rubric's text, and which second run it was."""
+        """Settings that the plan fixes: also the rubric's text, and the second run."""
         frozen = {**super().frozen_settings, "rubric": self.rubric.to_json()}
         return frozen if self.opponent is None else {**frozen, "against": self.opponent.to_json()}
 
     @property
     def paths(self) -> list[Path]:
-        """What a task reads beside the input: the model's files, and the second run's."""
+        """The model's files and the second run's, which a task reads beside the input."""
         return super().paths + ([] if self.opponent is None else [self.opponent.path.parent])
 
     def check_input(self, files: Sequence[Path], n_items: int) -> None:
-        """Refuse runs with several texts in each item, and a second run that is not of the same items."""
+        """Refuse runs with several texts in each item, and a second run of other items."""
         called = {name: self.renamed.get(name, name) for name in self.whole | ({"text"} if self.checker else set())}
         if self.opponent is not None:
             first, second = self.rubric.swap
@@ -176,18 +181,8 @@ class Judge(LanguageModelWorkload):
         ]
 
     def summarize(self, merged: Merged) -> dict[str, Any]:
-        """How often each verdict was given, and what that says of the judged run."""
-        from slurmgpu.workloads.judge.verdicts import summarize
-
+        """Count the verdicts, and compute the rubric's measure."""
         return summarize(merged, self.rubric, self.sampling.max_tokens, with_truth=self.truth is not None)
-
-    def _opponent(self, against: str | Mapping[str, Any]) -> Opponent:
-        if len(self.rubric.swap) != 2:
-            raise SlurmGPUError(
-                "against is set, and the rubric judges one text at a time; expected one with swap, such as "
-                'rubric = "pairwise". Leave against out, or choose such a rubric.'
-            )
-        return Opponent.find(against)
 
     def _own_columns(self) -> dict[str, Column]:
         columns: dict[str, Column] = {"verdict": Text(), "score": Array("float32"), "rationale": Text()}
@@ -201,29 +196,21 @@ class Judge(LanguageModelWorkload):
         return columns if self.truth is None else columns | {"truth": Text()}
 
     def _kept(self, item: Item) -> dict[str, Any]:
-        """The columns that come from the item itself."""
         if has_failed(item.data):
             raise ItemError(f"the judged item failed: {item.data['error']}")
         row = kept(item, self.keep)
         return row if self.truth is None else {**row, "truth": truth_of(take(item.data, self.truth), self.rubric)}
 
-    def _renamed(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        return {**data, **{name: data[field] for name, field in self.renamed.items() if field in data}}
-
-    def _with_final(self, data: dict[str, Any]) -> dict[str, Any]:
-        if self.checker is None:
-            return data
-        answer = self.checker.answer(text_in(data, "text", self.renamed.get("text")))
-        return {**data, FINAL: "(none)" if answer is None else answer}
-
     def _ask(self, number: int, item: Item) -> list[Asked]:
-        """What the judge is asked of an item."""
         orders = self._orders(item)
         return [Asked(number, order, self.prompts.of(each), mix(item.seed, order)) for order, each in enumerate(orders)]
 
     def _orders(self, item: Item) -> list[dict[str, Any]]:
-        """What the prompt is filled with: once, or once for each order of the two texts."""
-        data = self._with_final(self._renamed(item.data))
+        """The fields for the prompt: once, or once for each order of the two texts."""
+        data = {**item.data, **{name: item.data[field] for name, field in self.renamed.items() if field in item.data}}
+        if self.checker is not None:
+            answer = self.checker.answer(text_in(data, "text", self.renamed.get("text")))
+            data[FINAL] = "(none)" if answer is None else answer
         if self.opponent is not None:
             first, second = self.rubric.swap
             data[first] = take(item.data, self.renamed.get(first, "text"))
@@ -237,40 +224,38 @@ class Judge(LanguageModelWorkload):
         return [data, {**data, first: take(data, second), second: take(data, first)}]
 
     def _score(self, asked: Sequence[Asked]) -> None:
-        """Verdicts by the probabilities of their texts: each with and without a blank before it."""
+        """Choose verdicts by the probabilities of their texts, each with and without a space before it."""
         choices = tuple(way for text in self.rubric.verdicts.values() for way in (text, f" {text}"))
         questions = [
             Question(number, dataclasses.replace(one.prompt, answer=Composed(self.rubric.answer)), choices, n_ways=2)
             for number, one in enumerate(asked)
         ]
-        found = {scores.id: scores for scores in self.engine.score(questions)} if questions else {}
-        for number, one in enumerate(asked):
+        for one, scores in zip(asked, self._scores(questions), strict=True):
             try:
-                one.probabilities = shares_of(found.get(number))
+                one.probabilities = shares_of(_expect(scores))
             except ItemError as error:
                 one.error = str(error)
                 continue
             one.verdict, one.how = self.names[int(one.probabilities.argmax())], "scored"
 
     def _parse(self, asked: Sequence[Asked]) -> None:
-        """Verdicts from free answers; where one gives none it is asked for again, and at last scored."""
+        """Find verdicts in free answers; without one ask again, and finally score."""
         pending = list(asked)
         for attempt in range(self.retries + 1):
             pending = self._generate(pending, attempt)
         if self.rubric.fallback:
             self._score(pending)
             for one in pending:
-                one.probabilities = one.error = None  # without a score it has no verdict, which is no error
+                one.probabilities = one.error = None  # no verdict is not an error
 
     def _generate(self, asked: Sequence[Asked], attempt: int) -> list[Asked]:
-        """Ask once; those whose answer gives no verdict."""
+        """Ask once; returns the prompts without a verdict."""
         how = dataclasses.replace(self.sampling, temperature=max(self.sampling.temperature, self.retry_temperature))
         how = how if attempt else self.sampling
         requests = [Request(number, one.prompt, how, mix(one.seed, attempt)) for number, one in enumerate(asked)]
-        outputs = {output.id: output for output in self.engine.generate(requests)} if requests else {}
-        for number, one in enumerate(asked):
+        for one, output in zip(asked, self._answers(requests), strict=True):
             try:
-                [answer] = answered([outputs.get(number)])
+                answer = _expect(output)
                 one.rationale, one.finish_reason = answer.text, answer.finish_reason
                 one.verdict = self._reader.verdict(answer.text)
             except ItemError as error:
@@ -279,6 +264,12 @@ class Judge(LanguageModelWorkload):
             if one.verdict is not None:
                 one.how = "parsed again" if attempt else "parsed"
         return [one for one in asked if one.verdict is None and one.error is None]
+
+
+def _expect(found: T | ItemError) -> T:
+    if isinstance(found, ItemError):
+        raise found
+    return found
 
 
 def _joined(row: Mapping[str, Any], verdict: Row | ItemError) -> Row | ItemError:

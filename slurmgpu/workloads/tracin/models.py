@@ -1,39 +1,61 @@
-"""From a run's settings to models on a device whose gradients can be asked for. Imports torch at the top."""
+"""Load a run's models on a device, for influences. Imports torch at the top."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from slurmgpu import workload
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.influence.engine import Checkpoint, Influences, Options
+from slurmgpu.influence.layered import of_module
 from slurmgpu.influence.models import Differentiable, Side
 from slurmgpu.influence.probing import probe
-from slurmgpu.workloads.tracin.kge.checkpoints import adam_weights, load_checkpoint
-from slurmgpu.workloads.tracin.kge.complex import ComplEx
+from slurmgpu.workloads.tracin.kge.checkpoints import adam_weights, expect_finite, load_checkpoint, read_content
 from slurmgpu.workloads.tracin.kge.conve import ConvE
-from slurmgpu.workloads.tracin.kge.distmult import DistMult
+from slurmgpu.workloads.tracin.kge.differentiable import differentiable
 from slurmgpu.workloads.tracin.kge.graph import Graph
 from slurmgpu.workloads.tracin.kge.layouts import Layout
 from slurmgpu.workloads.tracin.kge.losses import Loss, find_loss
-from slurmgpu.workloads.tracin.kge.queries import Known
-from slurmgpu.workloads.tracin.kge.transe import TransE
-from slurmgpu.workloads.tracin.kge.unfactored import differentiable
-from slurmgpu.workloads.tracin.own_model import Place, own_model
+from slurmgpu.workloads.tracin.kge.naming import group_of, unwrapped
+from slurmgpu.workloads.tracin.kge.peeking import state_of
+from slurmgpu.workloads.tracin.kge.queries import Known, rows_of, with_rows
+from slurmgpu.workloads.tracin.kge.shallow import ComplEx, DistMult, TransE
 from slurmgpu.workloads.tracin.planning import Planned, layout_of, rates_line, wanted_parameters
 from slurmgpu.workloads.tracin.settings import TracinSettings
+from slurmgpu.workloads.user_code import located
 
 log = logging.getLogger(__name__)
 
 MODELS: Mapping[str, Any] = {"conve": ConvE, "distmult": DistMult, "complex": ComplEx, "transe": TransE}
 
 
+N_TRIED = 2
+"""Training triples for the test of `losses`; with one triple a mean would pass."""
+
+ADVICE = (
+    "Expected a class that is built with n_entities and n_relations, and whose losses(triples) takes integers (n, 3) "
+    "and returns (n,)."
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device, the dtype, and the training triples on the device."""
+
+    device: str
+    dtype: torch.dtype
+    train: Tensor
+
+
 def open_influences(settings: TracinSettings, planned: Planned, known: Graph, device: str) -> Influences:
-    """The influences of a run's training triples, with all checkpoints on the device, probed."""
+    """The influences of a run's training triples, with all checkpoints on the device and probed."""
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     dtype = torch.float64 if settings.precision == "fp64" else torch.float32
@@ -52,12 +74,15 @@ def open_influences(settings: TracinSettings, planned: Planned, known: Graph, de
         weights = weights and {name: weights[name] for name in wanted}
         probe(model, place.train, wanted, weights)
         checkpoints.append(Checkpoint(model, rate, weights))
-    _say(planned, checkpoints[-1].model, wanted)
+    parameters = checkpoints[-1].model.parameters_by_name()
+    n_wanted, n_all = (sum(parameters[name].numel() for name in names) for names in (wanted, parameters))
+    log.info("%s", rates_line(planned))
+    log.info("%s of %s numbers in the model's parameters: %s", f"{n_wanted:,}", f"{n_all:,}", ", ".join(wanted))
     influences = Influences(checkpoints, place.train, _options(settings, wanted, len(known.train), device))
     if set(influences.groups) - set(planned.groups):
         raise SlurmGPUError(
-            f"The model has the parameter groups {', '.join(influences.groups)}, and its checkpoint was planned with "
-            f"{', '.join(planned.groups)}; plan a new run with the class as it is now."
+            f"The model has the parameter groups {', '.join(influences.groups)}, and the run was planned with "
+            f"{', '.join(planned.groups)}; plan a new run."
         )
     log.info("%d training triples, %d chunks of up to %d", len(known.train), influences.n_chunks, influences.chunk_size)
     return influences
@@ -65,58 +90,31 @@ def open_influences(settings: TracinSettings, planned: Planned, known: Graph, de
 
 def known_model(settings: TracinSettings, layout: Layout, path: str, known: Graph, place: Place) -> Differentiable:
     """A model of one of the known architectures, with the losses that are set, on its device."""
-    module = MODELS[layout.architecture].from_layout(layout).to(place.dtype)  # before: weights may be float64
+    module = MODELS[layout.architecture].from_layout(layout).to(place.dtype)  # before loading: weights may be float64
     unmatched = module.load_state_dict(load_checkpoint(path, layout), strict=False)
     assert all(name.endswith("num_batches_tracked") for name in unmatched.missing_keys), unmatched
     module = module.to(place.device).eval()
-    rows, inverse_rows = relation_rows(layout, known.relations.size)
-    rows, inverse_rows = rows.to(place.device), inverse_rows.to(place.device)
-    both = settings.directions == "both"
-    losses = find_losses(settings, layout, place.train, rows, inverse_rows if both else None)
-    return differentiable(module, losses, rows, inverse_rows if both else None, place.train[0])
-
-
-def relation_rows(layout: Layout, n_relations: int) -> tuple[Tensor, Tensor]:
-    """Of each relation its row in the model's table, and the rows of their inverses, if there are any."""
-    relations = torch.arange(n_relations)
-    if layout.inverse == "interleaved":
-        return 2 * relations, 2 * relations + 1
-    if layout.inverse == "appended":
-        return relations, relations + layout.n_relations // 2
-    return relations, relations[:0]
-
-
-def find_losses(
-    settings: TracinSettings, layout: Layout, train: Tensor, rows: Tensor, inverse_rows: Tensor | None
-) -> Mapping[Side, Loss]:
-    """The losses of training and of test triples."""
-
-    def known_tails() -> Known:
-        head, relation, tail = train.T
-        queries = [(head, rows[relation], tail)]
-        if inverse_rows is not None:
-            queries.append((tail, inverse_rows[relation], head))
-        heads, relations, tails = (torch.cat(values) for values in zip(*queries, strict=True))
-        return Known(heads, relations, tails, layout.n_relations)
+    rows, inverse_rows = rows_of(layout.inverse, known.relations.size)
+    rows = rows.to(place.device)
+    inverse_rows = inverse_rows.to(place.device) if settings.directions == "both" and inverse_rows is not None else None
 
     def find(name: str) -> Loss:
         return find_loss(
             name,
             n_entities=layout.n_entities,
-            known=known_tails,
+            known=lambda: Known(with_rows(place.train, rows, inverse_rows), layout.n_relations),
             label_smoothing=settings.label_smoothing,
             seed=0,
         )
 
-    return {"train": find(settings.loss), "test": find(settings.test_loss or settings.loss)}
+    losses: Mapping[Side, Loss] = {"train": find(settings.loss), "test": find(settings.test_loss or settings.loss)}
+    return differentiable(module, losses, rows, inverse_rows, place.train[0])
 
 
 def _options(settings: TracinSettings, wanted: Sequence[str], n_train: int, device: str) -> Options:
     is_gpu = torch.device(device).type == "cuda"
-    if settings.keep_mb is not None:
-        keep_bytes = settings.keep_mb * 10**6
-    else:
-        keep_bytes = torch.cuda.mem_get_info(device)[0] // 2 if is_gpu else 0
+    free_bytes = torch.cuda.mem_get_info(device)[0] if is_gpu else 0
+    keep_bytes = free_bytes // 2 if settings.keep_mb is None else settings.keep_mb * 10**6
     return Options(
         tuple(wanted),
         min(settings.top_k, n_train),
@@ -128,9 +126,49 @@ def _options(settings: TracinSettings, wanted: Sequence[str], n_train: int, devi
     )
 
 
-def _say(planned: Planned, model: Differentiable, wanted: Sequence[str]) -> None:
-    """What is computed of, for the log."""
-    parameters = model.parameters_by_name()
-    n_wanted, n_all = (sum(parameters[name].numel() for name in names) for names in (wanted, parameters))
-    log.info("%s", rates_line(planned))
-    log.info("%s of %s numbers in the model's parameters: %s", f"{n_wanted:,}", f"{n_all:,}", ", ".join(wanted))
+def own_model(architecture: str, path: str, known: Graph, place: Place) -> Differentiable:
+    """The model of `architecture`, "file.py:Class", loaded from the checkpoint at `path`, on its device."""
+    file = Path(architecture.rpartition(":")[0]).expanduser().resolve()
+    cls = _class_in(file, architecture)
+    with located(f"{cls.__name__}(n_entities=…, n_relations=…)", str(file), ADVICE):
+        module: nn.Module = cls(n_entities=known.entities.size, n_relations=known.relations.size)
+    state = state_of(read_content(path), path)
+    module = module.to(place.dtype)  # before loading: weights may be float64
+    try:
+        module.load_state_dict({name: state[key] for name, key in unwrapped(state).items()})
+    except RuntimeError as error:
+        raise SlurmGPUError(f"{path} does not fit {architecture}: {error}") from error
+    for name, values in module.named_parameters():  # a buffer may be a mask of infinities
+        expect_finite(values, name, path)
+    module = module.to(place.device).eval()
+    _try_losses(module, file, place.train)
+    with located(f"the method losses of {cls.__name__}", str(file), ADVICE):
+        model = of_module(module, place.train)
+    # As at planning, which sees only names in the checkpoint.
+    model.groups = {parameter: group_of(parameter) for parameter in model.parameters_by_name()}
+    return model
+
+
+def _class_in(file: Path, architecture: str) -> Any:
+    name = architecture.rpartition(":")[2]
+    with located(f"the import of {file.name}", str(file), ADVICE):
+        cls = getattr(workload.import_file(file), name, None)
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module) and callable(getattr(cls, "losses", None))):
+        raise SlurmGPUError(
+            f"architecture = {architecture!r}: expected a class {name} in {file} that is a torch.nn.Module with a "
+            f"method losses(triples), which returns a loss for each row of head, relation and tail."
+        )
+    return cls
+
+
+def _try_losses(module: nn.Module, file: Path, train: Tensor) -> None:
+    triples = train[torch.arange(N_TRIED, device=train.device) % len(train)]
+    what = f"the method losses of {type(module).__name__}"
+    with torch.no_grad(), located(what, str(file), ADVICE):
+        losses = module.losses(triples)
+    found = f"a tensor {tuple(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
+    if not isinstance(losses, Tensor) or losses.shape != (len(triples),):
+        raise SlurmGPUError(
+            f"{file}: {what} returns {found} for {len(triples)} triples; expected a tensor ({len(triples)},), a loss "
+            f"for each triple, without a mean or a sum."
+        )

@@ -1,6 +1,6 @@
-"""What planning finds in the files that a run of tracin names, to be frozen in the plan; without PyTorch.
+"""Check the files of a run of tracin at planning, without PyTorch, and collect what the plan keeps about them.
 
-A task, the merge and an export have it from the plan, and look at no model to know the columns.
+Tasks, the merge and exports read that from the plan, and need no model to know the columns.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import glob
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -18,32 +18,27 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.hashing import digest_of
 from slurmgpu.workloads.tracin.kge import graph
 from slurmgpu.workloads.tracin.kge.checkpoints import BUFFERS, peek_content, read_layout
-from slurmgpu.workloads.tracin.kge.contents import learning_rate_in, state_of, told_in
 from slurmgpu.workloads.tracin.kge.layouts import Layout, check
-from slurmgpu.workloads.tracin.kge.naming import unwrapped
-from slurmgpu.workloads.tracin.kge.peeking import peek
+from slurmgpu.workloads.tracin.kge.naming import group_of, unwrapped
+from slurmgpu.workloads.tracin.kge.peeking import learning_rate_in, peek, state_of, told_in
 from slurmgpu.workloads.tracin.settings import TracinSettings, rates_for
 
 DEFAULT_RATE = 1e-3
-"""Where neither a setting nor a checkpoint's optimizer tells the learning rate: as the replaced system has it."""
-
-LAST = {"conve": ["fc", "bias"]}
-"""The parameter groups of `parameters = "last"`; of the shallow models it is the table of entities."""
-KINDS = {"bn0": "norm", "bn1": "norm", "bn2": "norm"}
+"""The learning rate where neither a setting nor a checkpoint's optimizer has one, as in the replaced system."""
 
 OF_MODEL = ("architecture", "n_entities", "n_relations", "embedding_dim", "image", "stack", "inverse", "norm")
-"""What all checkpoints of one model have in common."""
+"""Attributes of a layout that all checkpoints of one model share."""
 OF_TRAINING = ("seed", "loss", "label_smoothing", "dropouts", "norm", "dictionaries")
-"""Keys of a checkpoint's config that are alike in all checkpoints of one training."""
+"""Keys of a checkpoint's config that all checkpoints of one training share."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What a run's files hold: of each checkpoint its path and learning rate; the wanted parameter groups, in order.
+    """The facts about a run's files: each checkpoint's path and learning rate, the wanted parameter groups in order.
 
-    `digests` by path are those of the files that results depend on. `n_parameters` are the wanted ones.
-    `unknown_rate`: no file tells the learning rate, and it was assumed. `training_loss` is in the checkpoint's own
-    words, if it has any.
+    `digests` by path are those of the files that results depend on. `n_parameters` counts the wanted ones.
+    `unknown_rate` means that no file has a learning rate, so that it was assumed. `training_loss` is named as in the
+    checkpoint's config, if it is there.
     """
 
     architecture: str
@@ -58,13 +53,9 @@ class Planned:
     training_loss: str | None
     digests: dict[str, str]
 
-    def to_json(self) -> dict[str, Any]:
-        """The setting `planned`."""
-        return asdict(self)
-
 
 def plan(settings: TracinSettings) -> Planned:
-    """Look into all files; SlurmGPUError for what does not fit together."""
+    """Check all files; SlurmGPUError for files that do not fit together."""
     _expect_labels(settings)
     known = graph.read_graph(settings.train, settings.entities, settings.relations)
     paths = checkpoint_paths(settings.model)
@@ -106,7 +97,7 @@ def plan(settings: TracinSettings) -> Planned:
 
 
 def checkpoint_paths(model: str | Sequence[str]) -> list[str]:
-    """The files that the setting `model` names: as they are listed, and of a glob in the order of their numbers."""
+    """The files that the setting `model` names, in its order; those of a glob in the order of their numbers."""
     found: list[str] = []
     for name in [model] if isinstance(model, str) else model:
         path = Path(name).expanduser()
@@ -115,7 +106,7 @@ def checkpoint_paths(model: str | Sequence[str]) -> list[str]:
         if not files:
             what = "no file matches" if glob.has_magic(name) else "there is no file"
             raise SlurmGPUError(
-                f"model: {what} {str(path.absolute())!r}; expected a checkpoint of PyTorch, a list of them, or a glob, "
+                f"model: {what} {str(path.absolute())!r}; expected a PyTorch checkpoint, a list of them, or a glob, "
                 f"relative to the run file."
             )
         found += sorted(files, key=_by_numbers)
@@ -126,7 +117,7 @@ def checkpoint_paths(model: str | Sequence[str]) -> list[str]:
 
 
 def layout_of(settings: TracinSettings, path: str, known: graph.Graph) -> Layout:
-    """What a checkpoint holds, checked against the dictionaries."""
+    """The layout of a checkpoint, checked against the dictionaries."""
     layout = read_layout(
         path, architecture=settings.architecture, image=settings.image, stack=settings.stack, norm=settings.norm
     )
@@ -134,42 +125,28 @@ def layout_of(settings: TracinSettings, path: str, known: graph.Graph) -> Layout
 
 
 def trainable(layout: Layout) -> list[str]:
-    """The names of a checkpoint's parameters, without what is no parameter."""
+    """The names of a checkpoint's parameters, without buffers."""
     return [name for name in layout.names if not name.endswith(BUFFERS)]
 
 
-def group_of(name: str) -> str:
-    """The group of a parameter: entity, relation, conv, norm, fc or bias; of a user's model its top-level module."""
-    module = name.split(".")[0]
-    return KINDS.get(module, module)
-
-
 def wanted_parameters(setting: str | Sequence[str], architecture: str, names: Sequence[str]) -> list[str]:
-    """Of all names those that `parameters` asks for, in their order; SlurmGPUError for a word that means none."""
+    """The names that `parameters` selects, in their order; SlurmGPUError for a word that selects none."""
     if setting == "all":
         return list(names)
-    if setting == "last":
-        words = last_layer(architecture, names)
-    else:
-        words = [setting] if isinstance(setting, str) else list(setting)
+    words = [setting] if isinstance(setting, str) else list(setting)
+    if setting == "last":  # the last layer, or the table of entities in models without layers
+        words = ["fc", "bias"] if architecture == "conve" else ["entity" if "entity" in names else group_of(names[-1])]
     groups = list(dict.fromkeys(map(group_of, names)))
     wanted = set()
     for word in words:
         meant = {name for name in names if word == group_of(name) or fnmatchcase(name, word)}
         if not meant and setting != "last":
             raise SlurmGPUError(
-                f"parameters has {word!r}, and the model has neither a parameter nor a group that is called so. "
+                f"parameters has {word!r}, which is neither a parameter nor a group of the model. "
                 f'Groups: {", ".join(groups)}; parameters: {", ".join(names)}; or "all", or "last".'
             )
         wanted |= meant
     return [name for name in names if name in wanted]
-
-
-def last_layer(architecture: str, names: Sequence[str]) -> list[str]:
-    """What "last" stands for: the last layer that is not the table of entities, where there is one."""
-    if architecture in LAST:
-        return LAST[architecture]
-    return ["entity"] if "entity" in names else [group_of(names[-1])]
 
 
 def rates_line(planned: Planned) -> str:
@@ -177,17 +154,17 @@ def rates_line(planned: Planned) -> str:
     rates = ", ".join(f"{rate:g}" for rate in dict.fromkeys(planned.learning_rates))
     count = len(planned.checkpoints)
     said = f"{count} checkpoints" if count > 1 else f"checkpoint {planned.checkpoints[0]}"
-    source = " (assumed: no optimizer state tells, and learning_rate is not set)" if planned.unknown_rate else ""
+    source = " (assumed: checkpoints have none, and learning_rate is not set)" if planned.unknown_rate else ""
     return f"{said}, learning rate {rates}{source}"
 
 
 def file_digests(paths: Sequence[str]) -> dict[str, str]:
-    """A digest of each file that is read whole, as a checkpoint; of a large one samples of its content."""
+    """Digests of files by path, from samples of large ones."""
     return {path: digest_of(Path(path).expanduser()) for path in paths}
 
 
 def own_files(settings: TracinSettings) -> list[str]:
-    """The file of a user's class, which says what the checkpoint's numbers mean; nothing for a known model."""
+    """The file of a user's model class; none for a known model."""
     return [settings.architecture.rpartition(":")[0]] if settings.is_own_model else []
 
 
@@ -196,24 +173,22 @@ def check_there(planned: Planned) -> None:
     gone = [path for path in planned.digests if not Path(path).expanduser().is_file()]
     if gone:
         raise SlurmGPUError(
-            f"{', '.join(gone)} {'is' if len(gone) == 1 else 'are'} gone since the run was planned: put "
-            f"{'it' if len(gone) == 1 else 'them'} back and resubmit."
+            f"Missing since the run was planned: {', '.join(gone)}. Restore what is missing, and resubmit."
         )
 
 
 def check_unchanged(planned: Planned, found: Mapping[str, str], only: Collection[str] | None = None) -> None:
-    """SlurmGPUError if a file, or one of those in `only`, is not what it was when the run was planned."""
+    """SlurmGPUError if a file, or one of those in `only`, has changed since the run was planned."""
     wanted = {path: digest for path, digest in planned.digests.items() if only is None or path in only}
     changed = [path for path, digest in wanted.items() if found.get(path) != digest]
     if changed:
         raise SlurmGPUError(
-            f"{', '.join(changed)} changed since this run was planned: rows of two different inputs would be mixed. "
-            f"Put the former content back and resubmit, or plan a new run, in another run directory."
+            f"{', '.join(changed)} changed since this run was planned. Restore the former content and resubmit, or "
+            f"plan a new run in another run directory."
         )
 
 
 def _own_model(settings: TracinSettings, content: Mapping[str, Any], path: str) -> tuple[list[str], int]:
-    """Of a user's model: the groups of the wanted parameters, and how many numbers these are."""
     for file in own_files(settings):
         _expect_file(file)
     state = state_of(content, path)
@@ -224,7 +199,7 @@ def _own_model(settings: TracinSettings, content: Mapping[str, Any], path: str) 
 
 
 def _expect_labels(settings: TracinSettings) -> None:
-    """Refuse files of labels that an export could not read."""
+    """Refuse label files that an export could not read."""
     for path, read in ((settings.names, graph.read_names), (settings.edge_map, graph.read_edge_map)):
         if path is not None:
             _expect_file(path)
@@ -243,25 +218,25 @@ def _expect_alike(layouts: Sequence[Layout], paths: Sequence[str]) -> None:
             first, other = getattr(layouts[0], what), getattr(layout, what)
             if first != other:
                 raise SlurmGPUError(
-                    f"{paths[0]} and {path} are not of one model: {what} is {first} and {other}. Name checkpoints of "
-                    f"one training; influences are summed over them."
+                    f"{paths[0]} and {path} are of two models: {what} is {first} and {other}. Name checkpoints of one "
+                    f"training; influences are summed over them."
                 )
     _expect_one_training([layout.told for layout in layouts], paths)
 
 
 def _expect_one_training(told: Sequence[Mapping[str, Any]], paths: Sequence[str]) -> None:
-    """Refuse checkpoints whose configs say that they are of several trainings."""
+    """Refuse checkpoints of several trainings, by their configs."""
     for other, path in zip(told, paths, strict=True):
         for what in OF_TRAINING:
             if what in told[0] and what in other and told[0][what] != other[what]:
                 raise SlurmGPUError(
-                    f"{paths[0]} and {path} are not of one training: {what} is {told[0][what]} and {other[what]} in "
-                    f"their configs. Name checkpoints of one training; influences are summed over them."
+                    f"{paths[0]} and {path} are of two trainings: {what} is {told[0][what]} and {other[what]} in their "
+                    f"configs. Name checkpoints of one training; influences are summed over them."
                 )
 
 
 def _expect_dictionaries(settings: TracinSettings, told: Mapping[str, Any], path: str) -> None:
-    """Refuse dictionaries that are not those of training: the same names would have other rows, without a word."""
+    """Refuse other dictionaries than those of training: the same names could have other rows."""
     digests = told.get("dictionaries")
     if not isinstance(digests, Mapping):
         return
@@ -269,30 +244,30 @@ def _expect_dictionaries(settings: TracinSettings, told: Mapping[str, Any], path
         file = Path(getattr(settings, what)).expanduser()
         if digests.get(what) not in (None, digest_of(file)):
             raise SlurmGPUError(
-                f"{path} was trained with another dictionary of {what} than {file}, so that its rows may mean other "
-                f"names. Set {what} to the file that the trainer used, byte for byte, or wrote beside its checkpoints."
+                f"{path} was trained with another dictionary of {what} than {file}. Set {what} to the file that the "
+                f"trainer used or wrote beside its checkpoints."
             )
 
 
 def _expect_inverse(settings: TracinSettings, layout: Layout, path: str) -> None:
     if settings.directions == "both" and layout.inverse == "none":
         raise SlurmGPUError(
-            f'directions = "both" asks each triple backwards, too, by its inverse relation, and the model in {path} '
-            f'has none: it has {layout.n_relations} rows of relations, one for each. Set directions = "tail".'
+            f'directions = "both" needs inverse relations, and the model in {path} has none: it has '
+            f'{layout.n_relations} rows of relations, one for each. Set directions = "tail".'
         )
 
 
 def _expect_moments(path: str) -> None:
-    """Refuse a checkpoint without what Adam has learned, as far as that can be seen without PyTorch."""
+    """Refuse a checkpoint without Adam's state, if it can be read without PyTorch."""
     content = peek(path)
     optimizer = None if content is None else content.get("optimizer_state_dict")
     if content is not None and not (isinstance(optimizer, Mapping) and optimizer.get("state")):
         raise SlurmGPUError(
-            f'precondition = "adam" takes the second moments of Adam, and {path} has no optimizer_state_dict with a '
-            f"state. Take a checkpoint that was saved with it, or leave precondition out."
+            f'precondition = "adam" needs the second moments of Adam, and {path} has no optimizer_state_dict with a '
+            f"state. Use a checkpoint that has it, or remove precondition."
         )
 
 
 def _by_numbers(path: str) -> list[tuple[int, str]]:
-    """Sorts "checkpoint-9.pt" before "checkpoint-10.pt"."""
+    """A sort key by which "checkpoint-9.pt" comes before "checkpoint-10.pt"."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path)]

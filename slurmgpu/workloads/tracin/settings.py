@@ -1,13 +1,13 @@
-"""The settings of `use = "tracin"`: their types, defaults and meanings, and which cannot go together.
+"""The settings of `use = "tracin"`: types, defaults, and combinations that are refused.
 
-docs/reference/tracin.md has them as a table. Nothing here reads a file: the merge and exports build the workload, too,
+docs/reference/tracin.md has a table of them. Nothing here reads a file: the merge and exports also build the workload,
 when its files may be gone.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ Precondition = Literal["none", "adam"]
 Stack = Literal["height", "width"]
 
 CPU_MEMORY_MB, GPU_MEMORY_MB = 200, 4096
-"""Working memory where the setting memory_mb says nothing."""
+"""Working memory if memory_mb is not set."""
 
 FILTER = (
     *("min_degree", "preserve_test_edges", "strict_hop_constraint"),
@@ -34,12 +34,12 @@ FILTER = (
 """The settings that refine `n_hops`."""
 
 OWN_LOSS = ("test_loss", "image", "stack", "inverse", "norm")
-"""Settings that a user's own model has no use for: its losses are its own."""
+"""Settings that do not apply to a user's own model."""
 
 
 @dataclass(kw_only=True, eq=False)
 class TracinSettings:
-    """What `[settings]` may hold; paths are relative to the run file."""
+    """The keys of `[settings]`; paths are relative to the run file."""
 
     train: str
     entities: str
@@ -77,10 +77,8 @@ class TracinSettings:
     planned: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        check_model(self)
-        check_losses(self)
-        check_amounts(self)
-        check_filter(self)
+        if problem := next(_problems(self), None):
+            raise SlurmGPUError(problem)
 
     @property
     def is_own_model(self) -> bool:
@@ -88,7 +86,7 @@ class TracinSettings:
         return ":" in self.architecture
 
     def memory_mb_on(self, *, is_gpu: bool) -> int:
-        """Working memory above the models."""
+        """Working memory beside the models, in MB."""
         return self.memory_mb or (GPU_MEMORY_MB if is_gpu else CPU_MEMORY_MB)
 
     @property
@@ -97,111 +95,76 @@ class TracinSettings:
         return "float64" if self.precision == "fp64" else "float32"
 
 
-def check_model(settings: TracinSettings) -> None:
-    """Refuse an architecture that there is not, and what does not go with the one there is."""
-    known = ("auto", *ARCHITECTURES)
-    if settings.architecture not in known and not settings.is_own_model:
-        raise SlurmGPUError(
-            f"architecture is {settings.architecture!r}; expected one of {', '.join(known)}, or file.py:Class for a "
-            f"model of your own.{did_you_mean(settings.architecture, known)}"
-        )
+def _problems(settings: TracinSettings) -> Iterator[str]:
+    known, architecture = ("auto", *ARCHITECTURES), settings.architecture
     if settings.is_own_model:
-        _check_own_model(settings)
-    if settings.architecture in ARCHITECTURES[1:] and (settings.image or settings.stack):
-        raise SlurmGPUError(
-            f"image and stack say how ConvE lays out its embeddings, and architecture is {settings.architecture!r}; "
-            f"leave them out."
-        )
+        yield from _problems_of_own_model(settings)
+    elif architecture not in known:
+        expected = f"expected one of {', '.join(known)}, or file.py:Class for your own model."
+        yield f"architecture is {architecture!r}; {expected}{did_you_mean(architecture, known)}"
+    if architecture in ARCHITECTURES[1:] and (settings.image or settings.stack):
+        yield f"image and stack are settings of ConvE, and architecture is {architecture!r}; remove them."
     if settings.norm not in (None, 1, 2):
-        raise SlurmGPUError(f"norm is {settings.norm:g}; expected 1 or 2, the p of TransE's distance.")
-    if settings.architecture in ("conve", "distmult", "complex") and settings.norm is not None:
-        raise SlurmGPUError(
-            f"norm is the p of TransE's distance, and architecture is {settings.architecture!r}; leave norm out."
-        )
+        yield f"norm is {settings.norm:g}; expected 1 or 2, the p of TransE's distance."
+    if architecture in ("conve", "distmult", "complex") and settings.norm is not None:
+        yield f"norm is a setting of TransE, and architecture is {architecture!r}; remove norm."
     if settings.image is not None and (len(settings.image) != 2 or min(settings.image) < 1):
-        raise SlurmGPUError(f"image is {settings.image}; expected [height, width] of one embedding, such as [10, 20].")
+        yield f"image is {settings.image}; expected [height, width] of one embedding, such as [10, 20]."
     if settings.inverse == "none" and settings.directions == "both":
-        raise SlurmGPUError(
-            'directions = "both" asks each triple backwards, too, by its inverse relation, and inverse = "none" says '
-            "that the model has none; set one of them only."
-        )
+        yield 'directions = "both" needs inverse relations, and inverse is "none"; set only one of them.'
     if not settings.model:
-        raise SlurmGPUError("model is empty; expected the path of a checkpoint, several of them, or a glob.")
-
-
-def _check_own_model(settings: TracinSettings) -> None:
-    given = [name for name in OWN_LOSS if getattr(settings, name) is not None]
-    if settings.loss != "bce-pos":
-        given.append("loss")
-    if given:
-        raise SlurmGPUError(
-            f"{given[0]} is set, and architecture = {settings.architecture!r} is a model of your own, whose method "
-            f"losses(triples) is all that is asked; leave {given[0]} out."
-        )
-    if settings.directions == "both":
-        raise SlurmGPUError(
-            'directions = "both" is for the models that tracin knows; let the losses of your own model be of both.'
-        )
-    if settings.precondition != "none":
-        raise SlurmGPUError(
-            f"precondition = {settings.precondition!r} is for the models that tracin knows; leave it out."
-        )
-
-
-def check_losses(settings: TracinSettings) -> None:
-    """Refuse losses that there are not."""
+        yield "model is empty; expected the path of a checkpoint, several of them, or a glob."
     for name in ("loss", "test_loss"):
         value = getattr(settings, name)
         if value is not None and value not in LOSSES and not re.fullmatch(r"ns:[1-9]\d*", value):
-            raise SlurmGPUError(
-                f"{name} is {value!r}; expected one of {', '.join(LOSSES)}, or ns:K with K negatives, such as ns:64."
-                + (did_you_mean(value, LOSSES) if not value.startswith("ns") else "")
-            )
+            expected = f"expected one of {', '.join(LOSSES)}, or ns:K with K negatives, such as ns:64."
+            yield f"{name} is {value!r}; {expected}{'' if value.startswith('ns') else did_you_mean(value, LOSSES)}"
     if not 0 <= settings.label_smoothing < 1:
-        raise SlurmGPUError(f"label_smoothing is {settings.label_smoothing}; expected at least 0 and less than 1.")
+        yield f"label_smoothing is {settings.label_smoothing}; expected at least 0 and less than 1."
+    yield from _wrong_amounts(settings)
 
 
-def check_amounts(settings: TracinSettings) -> None:
-    """Refuse numbers that mean nothing."""
-    limits = {"top_k": 0, "memory_mb": 1, "keep_mb": 0, "threads": 1, "n_hops": 1, "min_degree": 0}
+def _problems_of_own_model(settings: TracinSettings) -> Iterator[str]:
+    given = [name for name in OWN_LOSS if getattr(settings, name) is not None]
+    for name in [*given, *(["loss"] if settings.loss != "bce-pos" else [])]:
+        yield f"{name} is set, and your own model's method losses(triples) defines the loss; remove {name}."
+    if settings.directions == "both":
+        yield 'directions = "both" works only with known architectures; let your own model\'s losses include both.'
+    if settings.precondition != "none":
+        yield f"precondition = {settings.precondition!r} works only with known architectures; remove it."
+
+
+def _wrong_amounts(settings: TracinSettings) -> Iterator[str]:
+    limits = {"top_k": 0, "memory_mb": 1, "keep_mb": 0, "threads": 1}
+    limits |= {"n_hops": 1, "min_degree": 0, "max_total_path_length": 0}
     for name, least in limits.items():
         value = getattr(settings, name)
         if value is not None and value < least:
-            raise SlurmGPUError(f"{name} is {value}; expected at least {least}.")
+            yield f"{name} is {value}; expected at least {least}."
     if settings.top_k == 0 and settings.n_hops is not None:
-        raise SlurmGPUError("n_hops says which training triples are listed, and top_k = 0 lists none; set one of them.")
+        yield "n_hops filters the listed training triples, and top_k = 0 lists none; set one of them."
     rates = settings.learning_rate if isinstance(settings.learning_rate, list) else [settings.learning_rate]
     if any(rate is not None and not rate > 0 for rate in rates):
-        raise SlurmGPUError(
-            f"learning_rate is {settings.learning_rate}; expected more than 0, for every checkpoint or one for each."
-        )
+        yield f"learning_rate is {settings.learning_rate}; expected more than 0, once or for each checkpoint."
     if not settings.parameters:
-        raise SlurmGPUError('parameters is empty; expected "all", "last", or names of parameters or their groups.')
-
-
-def check_filter(settings: TracinSettings) -> None:
-    """Refuse parts of the filter without the filter."""
+        yield 'parameters is empty; expected "all", "last", or names of parameters or their groups.'
     given = [name for name in FILTER if getattr(settings, name) not in (None, False)]
     given += ["preserve_test_edges"] if settings.preserve_test_edges is False else []
     if given and settings.n_hops is None:
-        raise SlurmGPUError(f"{given[0]} refines the filter, and there is none without n_hops; set n_hops = 2, say.")
+        yield f"{given[0]} needs n_hops, which turns the filter on; set it, for example n_hops = 2."
     for name in ("max_total_path_length", "strict_path_filtering"):
         if getattr(settings, name) and not settings.path_filtering:
-            raise SlurmGPUError(f"{name} refines path_filtering; set path_filtering = true, or leave {name} out.")
+            yield f"{name} needs path_filtering = true; set that, or remove {name}."
 
 
 def rates_for(settings: TracinSettings, paths: Sequence[str]) -> list[float | None]:
-    """The learning rate that is set for each checkpoint; None where its file is to tell."""
+    """The learning rate that is set for each checkpoint; None to read it from the file."""
     rate = settings.learning_rate
     if not isinstance(rate, list):
         return [rate] * len(paths)
     if len(rate) != len(paths):
         raise SlurmGPUError(
-            f"learning_rate has {len(rate)} numbers, and model names {len(paths)} checkpoints ({_some(paths)}); "
-            f"expected one for each, or one number for all."
+            f"learning_rate has {len(rate)} numbers, and model names {len(paths)} checkpoints "
+            f"({', '.join(paths[:3])}{', …' if len(paths) > 3 else ''}); expected one for each, or one number for all."
         )
     return list(rate)
-
-
-def _some(paths: Sequence[str]) -> str:
-    return ", ".join(paths[:3]) + (", …" if len(paths) > 3 else "")

@@ -1,4 +1,4 @@
-"""The summary of a run of tracin: where influence lies, how exact it is, and which training triples are listed most."""
+"""The summary of a run of tracin: the groups' shares, the precision, and the training triples listed most often."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ KEYS = (
     *("median_counted", "least_counted", "n_none_counted"),
     *("precision_error", "top10_overlap", "group_share", "listed_most_often", "hint"),
 )
-"""All that a summary may have."""
+"""The keys that a summary may have."""
 
 BLOCK_ROWS = 4096
 N_LISTED = 10
 """Training triples in the summary."""
 FEW_IN_COMMON = 0.9
-"""From this mean overlap of the ten strongest downwards, a reduced precision is worth a hint."""
+"""Below this mean overlap of the ten strongest, the summary hints at the reduced precision."""
 
 
 def summarize(workload: Tracin, merged: Merged) -> dict[str, Any]:
-    """How many tests; how influence is shared among parameter groups; which training triples are listed most often."""
+    """Count tests, the influence of each parameter group, and the training triples that are listed most often."""
     good = ~merged.failed
     own = np.asarray(merged["self_influence"][:], np.float64)[good]
     summary: dict[str, Any] = {
@@ -46,8 +46,7 @@ def summarize(workload: Tracin, merged: Merged) -> dict[str, Any]:
     }
     hints: list[str] = []
     if workload.n_hops is not None and "n_counted" in merged.columns and len(own):
-        n_listed = min(workload.top_k, workload.facts.n_train)
-        summary |= _counted(np.asarray(merged["n_counted"][:])[good], n_listed, hints)
+        summary |= _counted(np.asarray(merged["n_counted"][:])[good], workload.n_listed, hints)
     if workload.is_reduced and len(own):
         summary |= _precision(merged, good, workload.precision, hints)
     if workload.top_k:
@@ -56,7 +55,6 @@ def summarize(workload: Tracin, merged: Merged) -> dict[str, Any]:
 
 
 def _counted(counts: NDArray[np.int64], n_listed: int, hints: list[str]) -> dict[str, Any]:
-    """How many training triples the filter leaves a test triple."""
     n_none, n_few = int((counts == 0).sum()), int((counts < n_listed).sum())
     if n_none:
         few = f"leaves {n_none:,} of {len(counts):,} test triples no training triple: their lists are empty"
@@ -68,7 +66,6 @@ def _counted(counts: NDArray[np.int64], n_listed: int, hints: list[str]) -> dict
 
 
 def _precision(merged: Merged, good: NDArray[np.bool_], precision: str, hints: list[str]) -> dict[str, Any]:
-    """How far a reduced precision is off, over all tests."""
     errors, overlaps = (np.asarray(merged[name][:], float)[good] for name in ("precision_error", "top10_overlap"))
     found: dict[str, Any] = {
         "precision_error": {"mean": float(errors.mean()), "worst": float(errors.max())},
@@ -76,14 +73,13 @@ def _precision(merged: Merged, good: NDArray[np.bool_], precision: str, hints: l
     }
     if overlaps.mean() < FEW_IN_COMMON:
         hints.append(
-            f'With precision = "{precision}" the ten strongest training triples are the exact ones to '
-            f'{overlaps.mean():.0%} on average; precision = "fp32" has them all.'
+            f'With precision = "{precision}", {overlaps.mean():.0%} of the ten strongest training triples are right '
+            f'on average; with precision = "fp32" all are.'
         )
     return found
 
 
 def _lists(workload: Tracin, merged: Merged) -> dict[str, Any]:
-    """The parameter groups' shares of the listed influences, and the training triples that are listed most often."""
     groups = workload.facts.groups
     shares = np.zeros(len(groups))
     counts = {side: np.zeros(workload.facts.n_train, np.int64) for side in ("proponent", "opponent")}
@@ -111,7 +107,7 @@ def _blocks(merged: Merged, side: str) -> Iterator[tuple[NDArray[np.int64], NDAr
 
 
 def _names(workload: Tracin, lines: NDArray[np.int64]) -> list[str]:
-    """What training triples say, with the number of their line, from 0; the number alone where the files are gone."""
+    """Training triples in words with their line, from 0; the line alone if the files are gone."""
     try:
         graph = read_graph(workload.train, workload.entities, workload.relations)
         check_unchanged(workload.facts, graph.digests, only=graph.digests)

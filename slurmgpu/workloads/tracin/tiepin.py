@@ -1,7 +1,7 @@
 """Exports of tracin in the formats of TiePin, the system that it replaces: its JSON, and its CSV with the exact header.
 
-Both list the training triples of each test triple by absolute value, the largest first. Test triples that failed are
-left out. The rows are streamed; in memory are the training triples. Each writer returns what it wrote.
+Both list the training triples of each test triple by absolute value, the largest first, and leave failed test triples
+out. Rows are streamed; the training triples are in memory. Each writer returns what it wrote, in words.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.workloads.tracin.kge.graph import Graph, read_edge_map, read_graph, read_names
+from slurmgpu.util.plurals import count_of
+from slurmgpu.workloads.tracin.kge.graph import Graph, label_of, read_edge_map, read_graph, read_names
+from slurmgpu.workloads.tracin.planning import check_unchanged
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
@@ -36,7 +38,7 @@ PARTS = ("head", "relation", "tail")
 
 @dataclass(frozen=True)
 class Labels:
-    """The names of entities and relations by number, and what people call them."""
+    """The names and labels of entities and relations, by id."""
 
     entities: Mapping[int, str]
     relations: Mapping[int, str]
@@ -45,22 +47,18 @@ class Labels:
 
     @classmethod
     def of(cls, workload: Tracin, graph: Graph) -> Labels:
-        """From the dictionaries, and from `names` and `edge_map` where they are set."""
+        """The labels from the dictionaries, and from `names` and `edge_map` if they are set."""
         entities, relations = graph.entities.names, graph.relations.names
         with _as_planned():
             meanings = {} if workload.edge_map is None else read_edge_map(workload.edge_map)
             labels = {} if workload.names is None else read_names(workload.names)
-        return cls(
-            entities,
-            relations,
-            labels,
-            {number: meanings[name] for number, name in relations.items() if name in meanings},
-        )
+        by_relation = {number: meanings[name] for number, name in relations.items() if name in meanings}
+        return cls(entities, relations, labels, by_relation)
 
     def cells(self, triple: NDArray[np.int64]) -> list[str]:
-        """Name and label of head, relation and tail: the six cells of the CSV."""
+        """The six cells of the CSV: name and label of head, relation and tail."""
         head, relation, tail = triple.tolist()
-        said = self.relation_labels.get(relation) or predicate_of(self.relations[relation])
+        said = self.relation_labels.get(relation) or label_of(self.relations[relation])
         return [*self._entity(head), self.relations[relation], said, *self._entity(tail)]
 
     def _entity(self, number: int) -> tuple[str, str]:
@@ -68,7 +66,7 @@ class Labels:
         return name, self.entity_labels.get(number, name)
 
     def fields(self, triple: NDArray[np.int64], prefix: str) -> dict[str, Any]:
-        """The fields of the JSON: numbers, names ("label"), and labels ("name") where there are any."""
+        """The fields of the JSON: ids, names ("label"), and labels ("name") if there are any."""
         keys = [f"{prefix}_{part}" for part in PARTS]
         cells = self.cells(triple)
         found: dict[str, Any] = dict(zip(keys, triple.tolist(), strict=True))
@@ -78,18 +76,8 @@ class Labels:
         return found | {f"{key}_name": label for key, label, there in named if there}
 
 
-def predicate_of(name: str) -> str:
-    """The predicate of a relation that is called by JSON, as some dictionaries have it; else the name."""
-    if not name.startswith("{"):
-        return name
-    try:
-        return str(json.loads(name).get("predicate", name))
-    except ValueError:
-        return name
-
-
 def write_csv(workload: Tracin, merged: Merged, file: IO[bytes]) -> str:
-    """A record for each pair of a test triple and a listed training triple."""
+    """Write a record for each pair of a test triple and a listed training triple."""
     graph = _graph(workload)
     labels = Labels.of(workload, graph)
     text = io.TextIOWrapper(file, encoding="utf-8", newline="")
@@ -102,11 +90,11 @@ def write_csv(workload: Tracin, merged: Merged, file: IO[bytes]) -> str:
         for line, value in zip(test.lines.tolist(), test.values.tolist(), strict=True):
             writer.writerow([*before, *labels.cells(graph.train[line]), value, test.self_influence])
     text.detach()
-    return f"{_count(n_tests, 'test triple')}, {_count(n_lines, 'line')} below the header"
+    return f"{count_of(n_tests, 'test triple')}, {count_of(n_lines, 'line')} below the header"
 
 
 def write_json(workload: Tracin, merged: Merged, file: IO[bytes]) -> str:
-    """One object, with a result for each test triple."""
+    """Write one object, with a result for each test triple."""
     graph = _graph(workload)
     labels = Labels.of(workload, graph)
     rates = workload.facts.learning_rates
@@ -129,11 +117,11 @@ def write_json(workload: Tracin, merged: Merged, file: IO[bytes]) -> str:
         separator = b",\n"
         n_tests, n_listed = n_tests + 1, n_listed + len(test.lines)
     file.write(b"\n]}\n")
-    return f"{_count(n_tests, 'test triple')}, {_count(n_listed, 'influence')}"
+    return f"{count_of(n_tests, 'test triple')}, {count_of(n_listed, 'influence')}"
 
 
 def write_self_influences(merged: Merged, file: IO[bytes]) -> str:
-    """A list of triples with their influence on themselves, the largest first, of equals the first line."""
+    """Write a list of triples with their influence on themselves, the largest first."""
     good = np.flatnonzero(~merged.failed)
     own = merged["self_influence"][:]
     order = good[np.argsort(-own[good], kind="stable")]
@@ -144,11 +132,7 @@ def write_self_influences(merged: Merged, file: IO[bytes]) -> str:
         file.write(separator + json.dumps({**triple, "self_influence": float(own[row])}).encode())
         separator = b",\n"
     file.write(b"\n]\n")
-    return _count(len(order), "triple")
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
+    return count_of(len(order), "triple")
 
 
 @dataclass(frozen=True)
@@ -161,7 +145,6 @@ class _Test:
 
 
 def _tests(workload: Tracin, merged: Merged) -> Iterator[_Test]:
-    """The test triples that did not fail, with their training triples by absolute value."""
     names = ["proponents", "proponent_values", "opponents", "opponent_values"]
     if _is_whole(workload):
         names += ["influence", *(["influence_scale"] if workload.full == "float16" else [])]
@@ -178,9 +161,9 @@ def _tests(workload: Tracin, merged: Merged) -> Iterator[_Test]:
 
 
 def _by_size(columns: list[NDArray[Any]], top_k: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """Lines and values, the largest absolute value first, of equals the lowest line.
+    """Lines and values, the largest absolute value first; among equals the lowest line.
 
-    Where all influences are there, they follow what is listed, whose values are never rounded to float16.
+    If the file has all influences, the others follow the listed ones, whose values are never rounded to float16.
     """
     lines, values = np.concatenate(columns[:4:2]), np.concatenate(columns[1:4:2])
     lines, values = lines[lines >= 0], values[lines >= 0]
@@ -195,27 +178,22 @@ def _by_size(columns: list[NDArray[Any]], top_k: int) -> tuple[NDArray[np.int64]
 
 
 def _is_whole(workload: Tracin) -> bool:
-    """Whether all influences are exported: they are in the file, and no filter leaves some out."""
     return bool(workload.full) and workload.n_hops is None
 
 
 def _graph(workload: Tracin) -> Graph:
-    """The training triples and dictionaries; SlurmGPUError if they are not those that the run was planned with."""
     with _as_planned():
         graph = read_graph(workload.train, workload.entities, workload.relations)
-        planned = workload.facts.digests
-        changed = [path for path, digest in graph.digests.items() if planned.get(path) != digest]
-        if changed:
-            raise SlurmGPUError(f"{', '.join(changed)} changed since this run was planned.")
+        check_unchanged(workload.facts, graph.digests, only=graph.digests)
     return graph
 
 
 @contextlib.contextmanager
 def _as_planned() -> Iterator[None]:
-    """Sentences about files say what to do at an export: planning has read them, so they were others then."""
+    """Replace the advice of errors about files: planning could read them, so they have changed since."""
     try:
         yield
     except SlurmGPUError as error:
-        found = re.sub(r" [A-Z][^.]*\.$", "", str(error))  # without the advice to plan again
-        again = "An export takes names from the files of the plan: put the former one back, and export again."
+        found = re.sub(r" [A-Z][^.]*\.$", "", str(error))
+        again = "An export reads names from the plan's files: restore the former file, and export again."
         raise SlurmGPUError(f"{found} {again}") from error

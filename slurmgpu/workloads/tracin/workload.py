@@ -1,45 +1,48 @@
 """Influences of training triples on test triples: `use = "tracin"`, as in docs/how-to/trace-influence.md.
 
-An item is a test triple. Only `load` imports torch: settings are also checked on login nodes, which may have none.
+An item is a test triple. Only `load` imports torch: settings are also checked on login nodes, which may lack it.
 """
 
 from __future__ import annotations
 
+import csv
 import functools
+import itertools
+import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.shards.columns import Array, Column
 from slurmgpu.workload import Item, Placement, Row, Share, TaskContext, Template, Translated
 from slurmgpu.workloads.progress import Telling
-from slurmgpu.workloads.tracin.items import check_items, line_of, triple_in
-from slurmgpu.workloads.tracin.kge.graph import Graph, read_dictionary, read_graph
+from slurmgpu.workloads.tracin import planning, tiepin
+from slurmgpu.workloads.tracin.from_args import translate
+from slurmgpu.workloads.tracin.kge.graph import Dictionary, Graph, parse_triple, read_dictionary, read_graph, triple_of
 from slurmgpu.workloads.tracin.kge.reach import Reach, ReachOptions
-from slurmgpu.workloads.tracin.planning import (
-    Planned,
-    check_there,
-    check_unchanged,
-    file_digests,
-    own_files,
-    plan,
-    rates_line,
-)
+from slurmgpu.workloads.tracin.planning import Planned, own_files, rates_line
 from slurmgpu.workloads.tracin.settings import FILTER, TracinSettings
+from slurmgpu.workloads.tracin.summary import summarize
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from slurmgpu.influence.engine import Influences
-    from slurmgpu.influence.found import Found, Listed
+    from slurmgpu.influence.found import Found
     from slurmgpu.results import Merged
 
 log = logging.getLogger(__name__)
+
+FIELDS = ("head", "relation", "tail")
+"""The fields of an item that is not a line of text."""
+LOOKED_AT = 100
+"""At least one of so many first items must be a triple."""
 
 STATISTICS = {
     "n_counted": "n_counted",
@@ -48,34 +51,34 @@ STATISTICS = {
     "influence_std": "std",
     "positive_share": "positive_share",
 }
-"""Columns about the whole row of influences, and what they are called where they are computed."""
+"""Columns about the whole row of influences, with their names in `Found`."""
 
 
 class Tracin(TracinSettings):
-    """The training triples that a model's prediction of each test triple owes most to, and least; exactly.
+    """The training triples with the largest influences, of either sign, on a model's prediction of each test triple.
 
     `train`, `entities` and `relations` are the graph's files, `model` one or several checkpoints of one training.
     docs/reference/tracin.md has all settings.
     """
 
     batch_size = 256
-    # One GPU does hundreds of test triples.
+    # One GPU computes hundreds of test triples.
     template = Template(Path(__file__).with_name("template.toml"), "test.txt", gpus=1, array=False)
 
     @functools.cached_property
     def facts(self) -> Planned:
-        """What is in the files: as it was when the run was planned; without a plan they are read."""
-        return plan(self) if self.planned is None else Planned(**self.planned)
+        """The facts about the files, from the plan if there is one, else from the files."""
+        return planning.plan(self) if self.planned is None else Planned(**self.planned)
 
     @property
     def frozen_settings(self) -> dict[str, Any]:
-        """What the plan keeps more exactly: which checkpoints, their learning rates, and what the files hold."""
+        """Settings that the plan fixes: the checkpoints, their learning rates, and the facts about the files."""
         facts = self.facts
-        return {"model": facts.checkpoints, "learning_rate": facts.learning_rates, "planned": facts.to_json()}
+        return {"model": facts.checkpoints, "learning_rate": facts.learning_rates, "planned": asdict(facts)}
 
     @functools.cached_property
     def columns(self) -> dict[str, Column]:
-        """The columns; those of lists are there with a top_k, `influence` with full."""
+        """The columns; lists need top_k, `influence` needs full."""
         number, k = Array(self.number_dtype), self.n_listed
         columns: dict[str, Column] = {"triple": Array("int64", (3,)), "line": Array("int64")}
         for side in ("proponent", "opponent") if k else ():
@@ -95,30 +98,30 @@ class Tracin(TracinSettings):
 
     @property
     def n_listed(self) -> int:
-        """The places of each list: `top_k`, or as many as there are training triples."""
+        """The length of each list: `top_k`, or the number of training triples if that is less."""
         return self.top_k and min(self.top_k, self.facts.n_train)
 
     @property
     def list_bytes(self) -> int:
-        """What both lists of a test triple take."""
+        """The bytes of both lists of a test triple."""
         return 2 * self.n_listed * (8 + np.dtype(self.number_dtype).itemsize * (1 + len(self.facts.groups)))
 
     @property
     def is_reduced(self) -> bool:
-        """Whether the precision causes errors, which are measured."""
+        """Whether the precision causes errors, which are then measured."""
         return self.precision in ("tf32", "bf16", "fp16") and bool(self.top_k or self.full)
 
     @property
     def paths(self) -> list[Path]:
-        """What a task reads beside the input."""
+        """Files that a task reads beside the input."""
         names = [self.train, self.entities, self.relations, *self.facts.checkpoints, *own_files(self)]
         return [Path(name).expanduser() for name in (*names, *filter(None, (self.names, self.edge_map)))]
 
     def place(self, share: Share) -> Placement:
-        """One process on one GPU; the lines say what is computed of."""
+        """One process on one GPU; the lines describe the models and the memory."""
         if share.processes == "per-gpu":
             raise SlurmGPUError(
-                'tracin computes in one process on one GPU, and [resources] has processes = "per-gpu". Leave it out; '
+                'tracin computes in one process on one GPU, and [resources] has processes = "per-gpu". Remove it; '
                 "--array spreads the test triples over several GPUs."
             )
         facts = self.facts
@@ -126,61 +129,55 @@ class Tracin(TracinSettings):
         lines = [
             f"tracin: {Path(facts.architecture).name}, {rates_line(facts)}",
             f"{facts.n_train:,} training triples, {numbers}: {', '.join(facts.groups)}; "
-            f"{self.memory_mb_on(is_gpu=share.gpus > 0):,} MB of memory above the model",
+            f"{self.memory_mb_on(is_gpu=share.gpus > 0):,} MB of memory beside the model",
         ]
         lines += self._about_lists(self.memory_mb_on(is_gpu=share.gpus > 0))
         if facts.training_loss not in (None, self.loss):
-            lines.append(
-                f"The checkpoint says that it was trained with {facts.training_loss}; influences are of {self.loss}."
-            )
+            lines.append(f"The checkpoint was trained with {facts.training_loss}; influences are on {self.loss}.")
         if self.parameters == "last":
             lines.append(
-                'parameters = "last" is no approximation of all: of the ten strongest training triples it had 2 % to '
-                "83 % in common where that was measured, and it is hardly quicker."
+                'parameters = "last" does not approximate all parameters: in measurements it found 2 % to 83 % of the '
+                "ten strongest training triples, and was hardly faster."
             )
         if share.gpus > 1:
             lines.append(f"A task computes on one of its {share.gpus} GPUs: submit with --array, one for each task.")
         return Placement("one", tuple(lines))
 
     def _about_lists(self, memory_mb: int) -> list[str]:
-        """What the plan says of lists that are not as long, or not as small, as one may think."""
         lines = []
         if self.n_listed < self.top_k:
             lines.append(
-                f"top_k is {self.top_k:,} and there are {self.n_listed:,} training triples: a list has "
-                f"{self.n_listed:,} places."
+                f"top_k is {self.top_k:,} and there are {self.n_listed:,} training triples: lists have that length."
             )
         if self.list_bytes * self.batch_size > memory_mb * 10**6:
             lines.append(
-                f"The lists of a test triple take {self.list_bytes / 1e6:,.1f} MB, and those of a whole batch are held "
-                f"beside memory_mb: a smaller batch_size, or top_k, takes less."
+                f"The lists of a test triple need {self.list_bytes / 1e6:,.1f} MB, and those of a whole batch are kept "
+                f"beside memory_mb: a smaller batch_size or top_k needs less."
             )
         return lines
 
     def check_input(self, files: Sequence[Path], n_items: int) -> None:
-        """Refuse an input without triples, and results that would take more than `full_limit_gb` together."""
+        """Refuse an input without triples, and results of more than `full_limit_gb`."""
         full = n_items * self.facts.n_train * np.dtype(self.full).itemsize if self.full else 0
         listed = n_items * self.list_bytes
         if full + listed > self.full_limit_gb * 1e9:
             kept = [f"full keeps {n_items:,} × {self.facts.n_train:,} influences, {full / 1e9:,.1f} GB"] if full else []
             if listed:
-                kept.append(f"lists of top_k = {self.top_k:,} for {n_items:,} test triples take {listed / 1e9:,.1f} GB")
-            advice = ' Without full, top_k keeps the strongest; full = "float16" takes half of float32.' if full else ""
+                kept.append(f"lists of top_k = {self.top_k:,} for {n_items:,} test triples need {listed / 1e9:,.1f} GB")
+            advice = ' Without full, top_k keeps the strongest; full = "float16" needs half of float32.' if full else ""
             raise SlurmGPUError(
-                f"{', '.join(kept)}, and full_limit_gb is {self.full_limit_gb:g}. Raise it, lower top_k, or take fewer "
+                f"{', '.join(kept)}, and full_limit_gb is {self.full_limit_gb:g}. Raise it, lower top_k, or use fewer "
                 f"test triples.{advice}"
             )
-        found = [path for path in files if path.exists()]  # none, if the run waits for another that makes it
+        found = [path for path in files if path.exists()]  # none if another run has yet to write the input
         if found:
             entities, relations = read_dictionary(self.entities), read_dictionary(self.relations)
             for path in found:
-                check_items(path, entities, relations)
+                _check_items(path, entities, relations)
 
     @staticmethod
     def from_args(text: str, folder: Path, stem: str) -> Translated:
-        """What a command line of the scripts that this replaces means: `init tracin --from-args`."""
-        from slurmgpu.workloads.tracin.from_args import translate
-
+        """Translate a command line of the replaced scripts: `init tracin --from-args`."""
         return translate(text, folder, stem)
 
     def load(self, task: TaskContext) -> None:
@@ -189,10 +186,10 @@ class Tracin(TracinSettings):
 
         if task.gpus > 1:
             log.warning("tracin computes on one GPU and this task holds %d: submit with --array.", task.gpus)
-        check_there(self.facts)
+        planning.check_there(self.facts)
         self.graph: Graph = read_graph(self.train, self.entities, self.relations)
-        others = file_digests([*self.facts.checkpoints, *own_files(self)])
-        check_unchanged(self.facts, {**self.graph.digests, **others})
+        others = planning.file_digests([*self.facts.checkpoints, *own_files(self)])
+        planning.check_unchanged(self.facts, {**self.graph.digests, **others})
         self._influences: Influences = open_influences(self, self.facts, self.graph, task.device)
         self._device = task.device
         self._telling = Telling(task.tell, "test triples traced")
@@ -203,32 +200,28 @@ class Tracin(TracinSettings):
             self._reach = Reach(self.graph.train, self.graph.entities.size, options)
 
     def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
-        """The influences on each test triple, or an ItemError for an item that is none."""
-        triples = [self._triple(item) for item in items]
-        good = [number for number, triple in enumerate(triples) if not isinstance(triple, ItemError)]
-        if not good:
-            return list(triples)  # type: ignore[arg-type]
-        tests = np.array([triples[number] for number in good], np.int64)
-        rows: list[Row | ItemError] = list(triples)  # type: ignore[arg-type]
-        for number, row in zip(good, self._rows(tests), strict=True):
-            rows[number] = row if isinstance(row, ItemError) else {**row, "line": line_of(items[number])}
+        """The influences on each test triple, or an ItemError for an item that is not a triple."""
+        rows: list[Any] = [self._triple(item) for item in items]
+        good = [number for number, triple in enumerate(rows) if not isinstance(triple, ItemError)]
+        found = self._rows(np.array([rows[number] for number in good], np.int64)) if good else []
+        for number, row in zip(good, found, strict=True):
+            rows[number] = row if isinstance(row, ItemError) else {**row, "line": _line_of(items[number])}
         self._telling.add(len(good))
         return rows
 
     def _triple(self, item: Item) -> tuple[int, int, int] | ItemError:
-        """The numbers of an item's head, relation and tail."""
         try:
-            return triple_in(item.data, self.graph.entities, self.graph.relations)
+            return _triple_in(item.data, self.graph.entities, self.graph.relations)
         except ItemError as error:
-            place = f"line {line_of(item) + 1} of the input: " if {"text", "line"} & item.data.keys() else ""
+            place = f"line {_line_of(item) + 1} of the input: " if {"text", "line"} & item.data.keys() else ""
             return ItemError(f"{place}{error}")
 
     def _rows(self, tests: NDArray[np.int64]) -> list[Row | ItemError]:
-        """The rows of tests (n, 3), but for `line`."""
         import torch
 
         found = self._influences.of(torch.from_numpy(tests), self._allowed(tests))
         values = self._values(found)
+        sides = {"proponent": found.proponents, "opponent": found.opponents} if self.top_k else {}
         order = [self.facts.groups.index(name) for name in found.groups]
         rows: list[Row | ItemError] = []
         for number, triple in enumerate(tests):
@@ -236,13 +229,15 @@ class Tracin(TracinSettings):
                 rows.append(ItemError(found.problems[number]))
                 continue
             row = {name: column[number] for name, column in values.items()}
-            for side, listed in self._lists(found):
-                row |= _listed_row(side, listed, number, order, len(self.facts.groups))
+            for side, listed in sides.items():
+                shares = np.zeros((len(listed.lines[number]), len(self.facts.groups)), listed.shares.dtype)
+                shares[:, order] = listed.shares[number]
+                row |= {f"{side}s": listed.lines[number], f"{side}_values": listed.values[number]}
+                row[f"{side}_shares"] = shares
             rows.append({"triple": triple, **row})
         return rows
 
     def _allowed(self, tests: NDArray[np.int64]) -> Callable[[Any], Any] | None:
-        """Which training triples are listed and counted; None for all."""
         import torch
 
         if self._reach is None:
@@ -251,7 +246,6 @@ class Tracin(TracinSettings):
         return lambda lines: torch.from_numpy(mask(lines.cpu().numpy())).to(lines.device)
 
     def _values(self, found: Found) -> dict[str, Any]:
-        """The columns that have one value for each test, or a row of all training triples."""
         values: dict[str, Any] = {"self_influence": found.self_influence, "loss": found.loss, "score": found.score}
         if self.top_k or self.full:
             values |= {name: getattr(found, source) for name, source in STATISTICS.items()}
@@ -263,30 +257,64 @@ class Tracin(TracinSettings):
             values |= {"precision_error": found.precision_error, "top10_overlap": found.top10_overlap}
         return values
 
-    def _lists(self, found: Found) -> list[tuple[str, Listed]]:
-        return [("proponent", found.proponents), ("opponent", found.opponents)] if self.top_k else []
-
     def summarize(self, merged: Merged) -> dict[str, Any]:
-        """What all rows say together: where influence lies, and which training triples are listed most often."""
-        from slurmgpu.workloads.tracin.summary import summarize
-
+        """The groups' shares of influence, and the training triples that are listed most often."""
         return summarize(self, merged)
 
     @property
     def exports(self) -> Mapping[str, Callable[[Merged, IO[bytes]], str]]:
         """The formats of the system that this workload replaces."""
-        from slurmgpu.workloads.tracin import tiepin
-
         if not self.top_k:
             return {"json": tiepin.write_self_influences}
-        return {
-            "csv": functools.partial(tiepin.write_csv, self),
-            "json": functools.partial(tiepin.write_json, self),
-        }
+        writers = {"csv": tiepin.write_csv, "json": tiepin.write_json}
+        return {name: functools.partial(write, self) for name, write in writers.items()}
 
 
-def _listed_row(side: str, listed: Listed, number: int, order: Sequence[int], n_groups: int) -> dict[str, Any]:
-    """The columns of one list; the shares in the order of the plan's groups."""
-    shares = np.zeros((len(listed.lines[number]), n_groups), listed.shares.dtype)
-    shares[:, list(order)] = listed.shares[number]
-    return {f"{side}s": listed.lines[number], f"{side}_values": listed.values[number], f"{side}_shares": shares}
+def _triple_in(data: Mapping[str, Any], entities: Dictionary, relations: Dictionary) -> tuple[int, int, int]:
+    """The ids of an item's head, relation and tail; ItemError if it has none."""
+    if "text" in data and not set(FIELDS) <= data.keys():
+        return parse_triple(str(data["text"]), entities, relations)
+    for name in FIELDS:
+        if name not in data:
+            raise ItemError(f"no field {name!r}.{did_you_mean(name, data)}")
+    head, relation, tail = (str(data[name]) for name in FIELDS)
+    return triple_of(head, relation, tail, entities, relations)
+
+
+def _line_of(item: Item) -> int:
+    """The line number of a test triple, from 0: its field `line`, else its index over all input files."""
+    line = item.data.get("line", item.index)
+    try:
+        return int(line)
+    except (TypeError, ValueError):
+        return item.index
+
+
+def _check_items(path: Path, entities: Dictionary, relations: Dictionary) -> None:
+    """Refuse a file without a triple among its first items: the file or the dictionaries are wrong."""
+    first: ItemError | None = None
+    n_seen = 0
+    for data in itertools.islice(_items(path), LOOKED_AT):
+        n_seen += 1
+        try:
+            _triple_in(data, entities, relations)
+            return
+        except ItemError as error:
+            first = first or error
+    if first is not None:
+        these = f"the first {n_seen} items" if n_seen == LOOKED_AT else f"its {n_seen} items" if n_seen > 1 else ""
+        none = f"None of {these} is a" if these else "Its only item is no"
+        raise SlurmGPUError(
+            f"{path}, line {2 if path.suffix == '.csv' else 1}: {first} {none} triple of {entities.path} and "
+            f"{relations.path}. Correct the input, or the dictionaries in [settings]."
+        )
+
+
+def _items(path: Path) -> Iterator[Mapping[str, Any]]:
+    if path.suffix not in (".txt", ".jsonl", ".csv"):
+        return
+    with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
+        if path.suffix == ".csv":
+            yield from csv.DictReader(file)
+        for line in file:
+            yield {"text": line} if path.suffix == ".txt" else json.loads(line)

@@ -1,4 +1,4 @@
-"""What `slurmgpu export` writes of a run of train: a line for each configuration, and the points of its curves."""
+"""The formats of `slurmgpu export` for train: a line for each configuration, and the points of the curves."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ SCALARS = tuple(name for name, kind in COLUMNS.items() if not isinstance(kind, R
 
 
 def write_csv(merged: Merged, file: IO[bytes]) -> str:
-    """A line for each configuration: its settings, its columns of one value, its evaluations; and why it failed.
+    """Write a line for each configuration: its settings, its scalar columns, its evaluations and its error.
 
-    The names of settings begin with "config.", those of evaluations with "final." and "best."; no value is empty.
+    Names of settings begin with "config.", those of evaluations with "final." and "best."; missing values are empty.
     """
     tables = {name: merged[name][:] for name in ("config", "final", "best")}
     for number, failed in enumerate(merged.failed.tolist()):
@@ -46,7 +46,7 @@ def write_csv(merged: Merged, file: IO[bytes]) -> str:
 
 
 def write_curves(merged: Merged, file: IO[bytes]) -> str:
-    """A line for each point: the configuration's index, what the value is, the step, the value."""
+    """Write a line for each point: the configuration's index, the name of the value, the step, the value."""
     metrics = merged["metric"][:]
 
     def lines() -> Iterator[Sequence[Any]]:
@@ -62,7 +62,6 @@ def write_curves(merged: Merged, file: IO[bytes]) -> str:
 
 
 def _write(file: IO[bytes], header: Sequence[str], lines: Iterable[Sequence[Any]]) -> int:
-    """Write CSV as RFC 4180 has it; how many lines there are below the header."""
     text = io.TextIOWrapper(file, encoding="utf-8", newline="")
     writer = csv.writer(text)
     writer.writerow(header)

@@ -1,4 +1,4 @@
-"""Configurations: what an item makes of `[settings]`, checked at planning and again where it is trained."""
+"""Configurations: `[settings]` with an item's values, checked at planning and again in the task."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Configuration:
-    """What one training is made of: the settings and the arguments that were given, by their names."""
+    """The given settings and arguments of one training, by their names."""
 
     settings: Mapping[str, Any]
     arguments: Mapping[str, Any]
 
     @property
     def shown(self) -> dict[str, Any]:
-        """All of it as a row keeps it."""
+        """The column `config`."""
         return {**self.settings, **self.arguments}
 
     def over(self, data: Mapping[str, Any], cls: TrainingClass | None) -> Configuration:
-        """The configuration with an item's values in place of its own; SlurmGPUError for a name that is neither's."""
+        """The configuration with an item's values; SlurmGPUError for a name that is neither setting nor argument."""
         settings = dict(self.settings)
         arguments = {name: _argument(name, value, cls) for name, value in self.arguments.items()}
         for name, value in data.items():
@@ -43,14 +43,14 @@ class Configuration:
                     continue  # an empty cell
                 if method := taken_over(name, cls):
                     raise SlurmGPUError(
-                        f"{name} has no effect: the class has a method {method} of its own. Take {name} as an argument "
-                        f"of __init__ and use it there, or leave it out."
+                        f"{name} has no effect: the class has its own method {method}. Take {name} as an argument of "
+                        f"__init__ and use it there, or remove it."
                     )
                 settings[name] = typed(name, value)
             elif name in ("training", "arguments"):
-                raise SlurmGPUError(f"{name} is for [settings] alone; an argument is varied by its own name.")
+                raise SlurmGPUError(f"{name} belongs into [settings]; vary an argument by its own name.")
             elif cls is None or cls.takes_any or name in cls.arguments:
-                if value != "" or cls is None or cls.arguments.get(name) in (None, "", "str"):  # else an empty cell
+                if value != "" or cls is None or _kind(name, cls) in ("", "str"):  # else an empty cell
                     arguments[name] = _argument(name, value, cls)
             else:
                 raise SlurmGPUError(
@@ -59,20 +59,20 @@ class Configuration:
         return Configuration(settings, arguments)
 
     def for_class(self, cls: TrainingClass, checked: TrainingSettings) -> dict[str, Any]:
-        """What the class's `__init__` is given: the arguments, and the settings that it takes as well.
+        """The arguments for the class's `__init__`, with the settings that it also takes.
 
-        A setting that nobody gave does not go over a default of the class's own; the seed is given always.
+        A setting that is not given leaves the class's own default; the seed is always passed.
         """
         given = HINTS.keys() & {"seed", *self.settings, *cls.required}
         return {**self.arguments, **{name: getattr(checked, name) for name in cls.arguments if name in given}}
 
     def check(self, cls: TrainingClass | None) -> TrainingSettings:
-        """The settings of this training; SlurmGPUError for what cannot go together, and for arguments that lack."""
+        """The settings of this training; SlurmGPUError for conflicts, and for missing arguments."""
         for name in self.arguments:
             if name in HINTS:
                 raise SlurmGPUError(
-                    f"{name} under [settings.arguments] is a setting of the training, too, and your class is given its "
-                    f"value: set it under [settings]."
+                    f"{name} under [settings.arguments] is also a setting, which your class gets: set it under "
+                    f"[settings]."
                 )
         if cls is not None:
             self._check_arguments(cls)
@@ -90,7 +90,7 @@ class Configuration:
 
 
 def taken_over(name: str, cls: TrainingClass | None) -> str:
-    """The method of the class that leaves a setting without effect; "" where it has one, as far as is known."""
+    """The method of the class that replaces a setting; "" if the setting has an effect, as far as is known."""
     method = TAKEN_OVER.get(name, "")
     if cls is None or method not in cls.methods or name in cls.arguments:
         return ""
@@ -98,7 +98,7 @@ def taken_over(name: str, cls: TrainingClass | None) -> str:
 
 
 def check_items(files: Iterable[Path], base: Configuration, cls: TrainingClass | None) -> Iterator[TrainingSettings]:
-    """The settings of each configuration of an input; SlurmGPUError says which of its items is none."""
+    """The settings of each configuration in an input; SlurmGPUError names a wrong item."""
     seen: set[str] = set()
     for path in files:
         for number, data in enumerate(_items(path)):
@@ -110,18 +110,23 @@ def check_items(files: Iterable[Path], base: Configuration, cls: TrainingClass |
                 raise SlurmGPUError(f"{place}{error}") from error
             text = json.dumps(found.shown, sort_keys=True, default=str)
             if text in seen and found.settings.get("seed") is not None:
-                log.warning("%s: it is there before, with the same seed.", sweeps.place_of(path, number, data))
+                log.warning("%s: repeats an earlier one with the same seed.", sweeps.place_of(path, number, data))
             seen.add(text)
             yield checked
 
 
-def _argument(name: str, value: Any, cls: TrainingClass | None) -> Any:
-    """An argument's value; of a text where the class takes a number, that number.
+def _kind(name: str, cls: TrainingClass | None) -> str:
+    """The type of an argument: "int", "float", "bool" or "str"; "" if it is unknown."""
+    return cls.arguments[name].kind if cls is not None and name in cls.arguments else ""
 
-    What an annotation says is kept to; a default tells only what a text may stand for: 0 may be followed by 0.5.
+
+def _argument(name: str, value: Any, cls: TrainingClass | None) -> Any:
+    """An argument's value; a text becomes a number if the class takes one.
+
+    An annotation is enforced; a default only says what a text stands for, since 0 may be followed by 0.5.
     """
-    kind = cls.arguments.get(name, "") if cls is not None else ""
-    is_strict = cls is not None and name in cls.annotated
+    kind = _kind(name, cls)
+    is_strict = cls is not None and name in cls.arguments and cls.arguments[name].is_annotated
     try:
         found = _out_of_text(value, kind) if isinstance(value, str) else value
         if is_strict and found is not None and not _fits(found, kind):
@@ -135,7 +140,7 @@ def _argument(name: str, value: Any, cls: TrainingClass | None) -> Any:
 
 
 def _out_of_text(value: str, kind: str) -> Any:
-    """What a text is where the class takes a number or a truth value; KeyError or ValueError if it is none."""
+    """A text as the bool or number that the class takes; KeyError or ValueError if it is none."""
     if kind == "bool":
         return {"true": True, "false": False}[value.strip().lower()]
     if kind in ("int", "float"):
@@ -149,18 +154,17 @@ def _fits(value: Any, kind: str) -> bool:
     if kind in ("bool", "str"):
         return isinstance(value, bool if kind == "bool" else str)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    # Parquet's column of integers with gaps is one of floats.
+    # Parquet makes integers with gaps floats.
     return is_number and (kind == "float" or isinstance(value, int) or value.is_integer())
 
 
 def _items(path: Path) -> Iterator[Mapping[str, Any]]:
-    """The data of a file's items; nothing of a file that another run has yet to make."""
     if not path.exists():
         return
     its_format = format_of([path])
     if isinstance(its_format, Txt):
         raise SlurmGPUError(
-            f"{path}: an item is a configuration, with names, and a line of text has none. Expected .jsonl, .csv or "
-            f".parquet, [sweep] in the run file, or no input at all for one training."
+            f"{path}: an item of train needs names, and a line of text has none. Expected .jsonl, .csv or .parquet, "
+            f"[sweep] in the run file, or no input for one training."
         )
     yield from (data for data in its_format.items(path) if not isinstance(data, ItemError))

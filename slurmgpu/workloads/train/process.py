@@ -1,4 +1,4 @@
-"""One training of one process, among the others of its task, from a configuration to its row. Imports torch."""
+"""Train one configuration in this process, one of its task's, and make its row. Imports torch."""
 
 from __future__ import annotations
 
@@ -29,39 +29,37 @@ log = logging.getLogger(__name__)
 def row(
     make: Callable[[], Any], settings: TrainingSettings, task: TaskContext, folder: Path, config: Mapping[str, Any]
 ) -> Row:
-    """The row of a training, on all ranks; the kept one where it is finished, so that nothing is trained twice.
+    """Train, unless `result.json` has the finished row already; returns the row on all ranks.
 
-    Leaves `result.json` and weights in the folder, and no checkpoints. Raises Interrupted after one, and whatever the
-    user's class raises.
+    Leaves `result.json` and weights in the folder, and removes checkpoints. Raises Interrupted after writing a
+    checkpoint, and any error of the user's class.
     """
-    told = (task.stopping, task.progress, task.tell)
-    place = Place(task.device, task.rank, task.world_size, task.local_rank, *told)
+    place = Place(task.device, task.rank, task.world_size, task.local_rank, task.stopping, task.progress, task.tell)
     join(place)
     kept = led(place, lambda: read_result(folder))
     if kept is None:
         _free_memory(settings)
         with _energy(place) as used_j, _advised(settings):
-            seed_everything(settings.seed or 0)  # __init__ may draw numbers: which part of the data is whose, say
+            seed_everything(settings.seed or 0)  # __init__ may draw random numbers
             outcome = Training(make(), settings, place, folder).run()
             energy_j = sum(together(place, used_j))
         kept = row_of(outcome, config=config, weights=_weights(folder), seed=settings.seed, energy_j=energy_j)
         led(place, lambda: write_result(folder, kept))
-    Checkpoints(folder, place).clear()  # after the result, which takes their place
+    Checkpoints(folder, place).clear()  # after the result is written, which replaces them
     return kept
 
 
 def _free_memory(settings: TrainingSettings) -> None:
-    """Let go of what the training before has left in this process."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     if settings.compile:
-        torch.compiler.reset()  # all models share their code, of which a few are compiled at most
+        torch.compiler.reset()  # all models share their code, and torch limits how often it is recompiled
 
 
 @contextmanager
 def _energy(place: Place) -> Iterator[Callable[[], float]]:
-    """The joules of this process's GPU since the beginning; NaN where nothing tells them."""
+    """The joules that this process's GPU used so far; NaN if unknown."""
     cards = open_cards(visible_ids()) if place.device != "cpu" else None
     before = _joules(cards, place.local_rank)
     try:
@@ -80,7 +78,6 @@ def _joules(cards: Cards | None, number: int) -> float:
 
 @contextmanager
 def _advised(settings: TrainingSettings) -> Iterator[None]:
-    """Say what to do about a lack of GPU memory."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -92,6 +89,5 @@ def _advised(settings: TrainingSettings) -> Iterator[None]:
 
 
 def _weights(folder: Path) -> str:
-    """The weights to take, relative to the run directory: the best ones, where they are kept."""
     name = next((name for name in ("best.pt", "last.pt") if (folder / name).exists()), "")
     return f"{folder.parent.name}/{folder.name}/{name}" if name else ""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
 from slurmgpu.util.atomic_files import write_json
+from slurmgpu.workloads.json_values import json_value
 
 if TYPE_CHECKING:
     from slurmgpu.training.outcome import Outcome
@@ -19,6 +20,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NUMBER, COUNT = Array("float64"), Array("int64")
+
+MEASURED: Mapping[str, Column] = {
+    "resumed": COUNT,
+    **dict.fromkeys(("wall_s", "start_s", "data_s", "compute_s", "communication_s"), NUMBER),
+    **dict.fromkeys(("evaluation_s", "checkpoint_s", "samples_per_s", "tokens_per_s", "mfu"), NUMBER),
+    "peak_memory_bytes": COUNT,
+    "energy_j": NUMBER,
+}
+"""The columns that differ between runs of the same configuration."""
 
 COLUMNS: Mapping[str, Column] = {
     "config": Json(),
@@ -36,48 +46,27 @@ COLUMNS: Mapping[str, Column] = {
     "eval_steps": Ragged("int64"),
     "eval_curve": Ragged("float32"),
     "weights": Text(),
-    "n_parameters": COUNT,
-    "batch_size": COUNT,
-    "world_size": COUNT,
-    "seed": COUNT,
-    "resumed": COUNT,
-    "wall_s": NUMBER,
-    "start_s": NUMBER,
-    "data_s": NUMBER,
-    "compute_s": NUMBER,
-    "communication_s": NUMBER,
-    "evaluation_s": NUMBER,
-    "checkpoint_s": NUMBER,
-    "samples_per_s": NUMBER,
-    "tokens_per_s": NUMBER,
-    "mfu": NUMBER,
-    "peak_memory_bytes": COUNT,
-    "energy_j": NUMBER,
+    **dict.fromkeys(("n_parameters", "batch_size", "world_size", "seed"), COUNT),
+    **MEASURED,
 }
-
-MEASURED = (
-    *("resumed", "wall_s", "start_s", "data_s", "compute_s", "communication_s", "evaluation_s", "checkpoint_s"),
-    *("samples_per_s", "tokens_per_s", "mfu", "peak_memory_bytes", "energy_j"),
-)
-"""The columns that differ from one run to the next of the same configuration."""
 
 RESULT = "result.json"
 
 
 def row_of(outcome: Outcome, **others: Any) -> dict[str, Any]:
-    """The row of a training; `others` are the columns that the loop does not know."""
+    """The row of a training; `others` are columns that the outcome lacks."""
     row = {field.name: getattr(outcome, field.name) for field in fields(outcome) if field.name in COLUMNS}
-    row |= {name: plain(dict(row[name])) for name in ("final", "best")}
+    row |= {name: json_value(dict(row[name])) for name in ("final", "best")}
     return {**row, **others}
 
 
 def write_result(folder: Path, row: Mapping[str, Any]) -> None:
-    """Keep a finished row, so that a second task that is given the item returns it as it is."""
-    write_json(folder / RESULT, plain(dict(row)))
+    """Keep a finished row, for another task that gets the same item."""
+    write_json(folder / RESULT, json_value(dict(row)))
 
 
 def read_result(folder: Path) -> dict[str, Any] | None:
-    """The row that was kept, if there is one."""
+    """The kept row, if there is one."""
     path = folder / RESULT
     try:
         found = json.loads(path.read_bytes())
@@ -85,27 +74,12 @@ def read_result(folder: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:
-        log.warning(
-            "%s is no finished row (%s: %s); the training goes on without it", path, type(error).__name__, error
-        )
+        log.warning("%s is damaged and ignored: %s: %s", path, type(error).__name__, error)
         return None
-
-
-def plain(value: Any) -> Any:
-    """A value as JSON has it: NaN and the infinities are null, arrays and tuples are lists."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {str(name): plain(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(inner) for inner in value]
-    return value if value is None or isinstance(value, str | int | float) else str(value)
 
 
 def _as_column(column: Column, value: Any) -> Any:
-    """A value of the file as the column takes it: null is NaN again."""
+    """A value from the file for a column: null becomes NaN again."""
     if isinstance(column, Ragged):
         return [math.nan if each is None else each for each in value]
     return math.nan if value is None and isinstance(column, Array) else value

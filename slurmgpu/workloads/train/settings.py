@@ -1,6 +1,6 @@
-"""What `[settings]` and the items of `use = "train"` may hold: types of values, and which cannot go together.
+"""The checks of settings of `use = "train"`, from `[settings]` or items: types of values, and conflicts.
 
-The settings themselves are `slurmgpu.training.settings.TrainingSettings`. Nothing here imports torch.
+The settings are those of `slurmgpu.training.settings.TrainingSettings`. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ import json
 import math
 import types
 import typing
-from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.training.settings import TrainingSettings
 
 HINTS: Mapping[str, Any] = typing.get_type_hints(TrainingSettings)
-DEFAULTS: Mapping[str, Any] = {field.name: field.default for field in fields(TrainingSettings)}
 
 OF_DDP = ("bucket_cap_mb", "static_graph", "find_unused_parameters", "gradient_as_bucket_view")
 
@@ -27,7 +26,7 @@ LEAST = {
     **dict.fromkeys(("warmup_steps", "warmup_ratio", "min_lr", "min_delta", "num_workers", "seed"), 0),
     **dict.fromkeys(("lr", "weight_decay", "momentum", "checkpoint_s"), 0),
 }
-"""The smallest value of each setting that is a number."""
+"""The smallest value of each numeric setting."""
 
 _ELSEWHERE = {
     "lr": "learning_rate lrate",
@@ -60,7 +59,7 @@ _ELSEWHERE = {
     "seed": "random_seed random_state manual_seed",
 }
 ELSEWHERE: Mapping[str, str] = {name: ours for ours, names in _ELSEWHERE.items() for name in names.split()}
-"""What other frameworks call a setting."""
+"""The names of settings in other frameworks."""
 
 _OF_OPTIMIZER = ("optimizer", "lr", "weight_decay", "momentum", "betas", "fused")
 _OF_SCHEDULER = ("schedule", "warmup_steps", "warmup_ratio", "min_lr")
@@ -68,13 +67,13 @@ TAKEN_OVER: Mapping[str, str] = {
     **dict.fromkeys(_OF_OPTIMIZER, "optimizer"),
     **dict.fromkeys(_OF_SCHEDULER, "scheduler"),
 }
-"""The settings that nothing reads where the class has a method of its own for them."""
+"""The settings that have no effect if the class has the method named here."""
 
 _NUMBERS = {int: "a whole number", float: "a number"}
 
 
 def typed(name: str, value: Any) -> Any:
-    """The value of a setting in its own type, a number that a CSV file has as text included."""
+    """The value of a setting in its own type, also from a text in a CSV file."""
     hint = HINTS[name]
     kinds = _kinds(hint)
     for candidate in (value, _out_of_text(value)):
@@ -86,8 +85,8 @@ def typed(name: str, value: Any) -> Any:
 
 
 def several(value: Any) -> str:
-    """What to do with a list or a distribution where one value is expected."""
-    return " Values to try, a training for each, go into [sweep]." if isinstance(value, list | Mapping) else ""
+    """The advice for a list or a distribution where one value is expected."""
+    return " Put values to try, a training for each, into [sweep]." if isinstance(value, list | Mapping) else ""
 
 
 def takes_none(name: str) -> bool:
@@ -96,120 +95,83 @@ def takes_none(name: str) -> bool:
 
 
 def check_each(given: Mapping[str, Any]) -> None:
-    """Refuse numbers that mean nothing, whatever else is set."""
-    _check_numbers(TrainingSettings(**given))
+    """Refuse numbers out of range, whatever else is set."""
+    if problem := next(_wrong_numbers(TrainingSettings(**given)), None):
+        raise SlurmGPUError(problem)
 
 
 def check(given: Mapping[str, Any]) -> TrainingSettings:
-    """The settings of one training; SlurmGPUError for those that cannot go together."""
+    """The settings of one training; SlurmGPUError for conflicts."""
     settings = TrainingSettings(**given)
-    _check_numbers(settings)
-    _check_length(settings)
-    _check_batch(settings)
-    _check_optimizer(settings, given)
-    _check_computing(settings, given)
+    if problem := next(chain(_wrong_numbers(settings), _conflicts(settings, given)), None):
+        raise SlurmGPUError(problem)
     return settings
 
 
-def _check_numbers(settings: TrainingSettings) -> None:
+def _wrong_numbers(settings: TrainingSettings) -> Iterator[str]:
     for name, least in LEAST.items():
         value = getattr(settings, name)
         if isinstance(value, int | float) and not (math.isfinite(value) and value >= least):
-            raise SlurmGPUError(f"{name} is {value}; expected at least {least}.")
+            yield f"{name} is {value}; expected at least {least}."
     for name in ("clip", "bucket_cap_mb"):
         value = getattr(settings, name)
         if value is not None and not (math.isfinite(value) and value > 0):
-            raise SlurmGPUError(f"{name} is {value}; expected more than 0, or leave it out.")
+            yield f"{name} is {value}; expected more than 0, or remove it."
     if settings.warmup_ratio > 1:
-        raise SlurmGPUError(f"warmup_ratio is {settings.warmup_ratio}; expected a share of the training, 0 to 1.")
-
-
-def _check_length(settings: TrainingSettings) -> None:
-    if settings.epochs is None and settings.steps is None:
-        raise SlurmGPUError("How long to train is missing; set one of epochs and steps: epochs = 10, say.")
-    if settings.epochs is not None and settings.steps is not None:
-        raise SlurmGPUError(
-            f"epochs = {settings.epochs} and steps = {settings.steps} both say how long to train; leave one out."
-        )
-
-
-def _check_batch(settings: TrainingSettings) -> None:
-    if settings.global_batch_size is not None and settings.accumulation > 1:
-        raise SlurmGPUError(
-            f"global_batch_size = {settings.global_batch_size} says what a step is of, and accumulation follows from "
-            f"it; leave accumulation = {settings.accumulation} out."
-        )
-
-
-def _check_optimizer(settings: TrainingSettings, given: Mapping[str, Any]) -> None:
+        yield f"warmup_ratio is {settings.warmup_ratio}; expected a share of the training, 0 to 1."
     if not all(0 <= beta < 1 for beta in settings.betas):
-        raise SlurmGPUError(f"betas are {list(settings.betas)}; expected two numbers of at least 0 and less than 1.")
+        yield f"betas are {list(settings.betas)}; expected two numbers of at least 0 and less than 1."
+
+
+def _conflicts(settings: TrainingSettings, given: Mapping[str, Any]) -> Iterator[str]:
+    if settings.epochs is None and settings.steps is None:
+        yield "The length of the training is missing; set epochs or steps, for example epochs = 10."
+    if settings.epochs is not None and settings.steps is not None:
+        yield f"epochs = {settings.epochs} and steps = {settings.steps} both set the training's length; remove one."
+    if settings.global_batch_size is not None and settings.accumulation > 1:
+        yield f"accumulation follows from global_batch_size; remove accumulation = {settings.accumulation}."
     if settings.optimizer == "sgd" and "betas" in given:
-        raise SlurmGPUError('betas are those of Adam, and optimizer = "sgd" has momentum; leave betas out.')
+        yield 'betas are settings of Adam, and optimizer = "sgd" has momentum; remove betas.'
     if settings.optimizer != "sgd" and settings.momentum:
-        raise SlurmGPUError(
-            f'momentum is that of optimizer = "sgd", and the optimizer is "{settings.optimizer}", whose momentum is '
-            f"the first of betas; leave momentum out."
-        )
+        yield f'momentum needs optimizer = "sgd", and "{settings.optimizer}" has betas instead; remove momentum.'
     if settings.min_lr and settings.schedule == "constant":
-        raise SlurmGPUError(
-            'min_lr is where a schedule ends, and schedule = "constant" ends where it begins; set schedule = "cosine", '
-            "or leave min_lr out."
-        )
+        yield 'min_lr needs a schedule, and schedule is "constant"; set schedule = "cosine", or remove min_lr.'
     if settings.min_lr > settings.lr:
-        raise SlurmGPUError(f"min_lr = {settings.min_lr:g} is more than lr = {settings.lr:g}; a schedule goes down.")
+        yield f"min_lr = {settings.min_lr:g} is more than lr = {settings.lr:g}; expected less."
     if settings.warmup_steps and settings.warmup_ratio:
-        raise SlurmGPUError("warmup_steps and warmup_ratio both say how long to warm up; leave one of them out.")
-
-
-def _check_computing(settings: TrainingSettings, given: Mapping[str, Any]) -> None:
+        yield "warmup_steps and warmup_ratio both set the length of the warmup; remove one."
     if settings.static_graph and settings.find_unused_parameters:
-        raise SlurmGPUError(
-            "static_graph = true finds unused parameters once, find_unused_parameters = true at every step; leave one "
-            "of them out."
-        )
-    if settings.strategy == "fsdp":
-        if settings.precision == "fp16":
-            raise SlurmGPUError(
-                'strategy = "fsdp" with precision = "fp16" would need a loss that is scaled over all processes; set '
-                'precision = "bf16".'
-            )
-        for name in OF_DDP:
-            if given.get(name):
-                raise SlurmGPUError(f'{name} is a setting of DDP, and strategy = "fsdp"; leave {name} out.')
+        yield "static_graph finds unused parameters once, find_unused_parameters at every step; remove one."
+    if settings.strategy == "fsdp" and settings.precision == "fp16":
+        yield 'strategy = "fsdp" does not scale losses, as precision = "fp16" needs; set precision = "bf16".'
+    for name in OF_DDP if settings.strategy == "fsdp" else ():
+        if given.get(name):
+            yield f'{name} is a setting of DDP, and strategy = "fsdp"; remove {name}.'
     if settings.prefetch_factor is not None and settings.num_workers == 0:
-        raise SlurmGPUError(
-            f"prefetch_factor = {settings.prefetch_factor} is how far loader workers read ahead, and there are none: "
-            f"set num_workers, or leave prefetch_factor out."
-        )
+        yield "prefetch_factor needs loader workers: set num_workers, or remove prefetch_factor."
 
 
 def meant(name: str, arguments: Iterable[str]) -> str:
-    """What to say of a name that is no setting and no argument of the class: which one it may stand for."""
+    """The advice for a name that is neither a setting nor an argument of the class."""
     plain = name.lower().replace("-", "_").rpartition("arguments.")[2]
     arguments = [*arguments]
     if plain != name and (plain in HINTS or plain in arguments):
-        return f" Write {plain} in its place."
+        return f" Write {plain} instead."
     if plain in ELSEWHERE:
         return f" Here it is called {ELSEWHERE[plain]!r}."
-    if (found := did_you_mean(name, [*HINTS, *arguments])).startswith(" Did"):  # all others would be fifty
+    if (found := did_you_mean(name, [*HINTS, *arguments])).startswith(" Did"):  # not the list of all fifty names
         return found
     takes = f"The class takes {', '.join(arguments)}; the" if arguments else "The"
     return f" {takes} settings are in docs/reference/training.md."
 
 
-# Types
-
-
 def _kinds(hint: Any) -> tuple[Any, ...]:
-    """What a value may be: the members of a union, and its hint alone otherwise."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return tuple(kind for part in typing.get_args(hint) for kind in _kinds(part))
     return (hint,)
 
 
 def _as_kind(value: Any, kind: Any) -> tuple[Any, bool]:
-    """The value as that kind, and whether it is one."""
     if kind is type(None):
         return None, value is None
     if typing.get_origin(kind) is typing.Literal:
@@ -223,13 +185,13 @@ def _as_kind(value: Any, kind: Any) -> tuple[Any, bool]:
     if kind is float:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return float(value) if is_number else value, is_number
-    if kind is int and isinstance(value, float) and value.is_integer():  # Parquet's column of integers with gaps
+    if kind is int and isinstance(value, float) and value.is_integer():  # as in Parquet's columns of integers with gaps
         return int(value), True
     return value, isinstance(value, kind) and not (kind is int and isinstance(value, bool))
 
 
 def _out_of_text(value: Any) -> Any:
-    """What a text says in JSON, or as Python writes it; else the text."""
+    """The value of a text in JSON, or of True and False; else the text."""
     if not isinstance(value, str):
         return value
     try:

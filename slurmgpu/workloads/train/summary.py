@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slurmgpu.training.settings import goal_of
-from slurmgpu.workloads.train.rows import plain
+from slurmgpu.util.plurals import count_of
+from slurmgpu.workloads.json_values import json_value
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
@@ -19,12 +20,10 @@ KEYS = (
     *("best_weights", "wall_s", "gpu_energy_j", "best_settings"),
     *("evaluation_of_best_weights", "evaluation_of_last_weights", "ranking", "hint"),
 )
-"""All that a summary may have."""
+"""The keys that a summary may have."""
 
-READ = (
-    *("config", "metric", "score", "best", "final", "weights", "wall_s", "ended", "best_step", "energy_j", "index"),
-)
-"""The columns that it is made of."""
+READ = ("config", "metric", "score", "best", "final", "weights", "wall_s", "ended", "best_step", "energy_j", "index")
+"""The columns that it reads."""
 
 N_RANKED = 20
 MOST_COLUMNS = 6
@@ -32,18 +31,17 @@ MOST_COLUMNS = 6
 
 
 def summarize(merged: Merged) -> dict[str, Any]:
-    """How many were trained, the best of them, and the best twenty with what distinguishes them."""
+    """The number of configurations, the best one, and the best twenty with the settings in which they differ."""
     good = [number for number, failed in enumerate(merged.failed.tolist()) if not failed]
     counts: dict[str, Any] = {"n_trained": len(good), "n_failed": len(merged) - len(good)}
     found, hints = _of_trained(merged, good) if good else ({}, [])
     if counts["n_failed"]:
         again = f"`slurmgpu resubmit --failed {merged.path.parent}`"
-        hints.insert(0, f"Once what made configurations fail is corrected, {again} trains them again.")
+        hints.insert(0, f"After fixing the cause, train the failed configurations with {again}.")
     return {**counts, **found, **({"hint": " ".join(hints)} if hints else {})}
 
 
 def _of_trained(merged: Merged, good: Sequence[int]) -> tuple[dict[str, Any], list[str]]:
-    """The summary of the rows that are good, and what is to be said of it."""
     values = {name: merged[name][:] for name in READ}
     [(metric, n_ranked)] = Counter(str(values["metric"][number]) for number in good).most_common(1)
     of_metric = [number for number in good if values["metric"][number] == metric]
@@ -67,19 +65,17 @@ def _of_trained(merged: Merged, good: Sequence[int]) -> tuple[dict[str, Any], li
         }
     hints = []
     if n_others := len(good) - n_ranked:
-        what, are = ("1 configuration has", "is") if n_others == 1 else (f"{n_others} configurations have", "are")
-        hints.append(f"{what} another metric than {metric} and {are} not ranked.")
+        hints.append(f"Not ranked, since the metric is not {metric}: {count_of(n_others, 'configuration')}.")
     if len(columns) < len(names):
-        hints.append(f"The configurations differ in {len(names)} settings; the column config has all.")
+        hints.append(f"The configurations differ in {len(names)} settings; the column config has all of them.")
     return summary, hints
 
 
 def _best(values: Mapping[str, Any], best: int, names: Sequence[str]) -> dict[str, Any]:
-    """The best configuration: what it is, its weights, and the evaluations of these and of the last ones."""
     config, weights = values["config"][best], str(values["weights"][best])
     shown = {name: _cell(config[name]) for name in names or config if name in config}
     return {
-        "best_score": plain(float(values["score"][best])),
+        "best_score": json_value(float(values["score"][best])),
         "best_configuration": int(values["index"][best]),
         "best_weights": weights,
         **({"best_settings": shown} if shown else {}),
@@ -89,7 +85,7 @@ def _best(values: Mapping[str, Any], best: int, names: Sequence[str]) -> dict[st
 
 
 def differing(configurations: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names whose values are not the same in all configurations, in the order in which they come."""
+    """The names whose values differ between configurations, in the order of their appearance."""
     names = dict.fromkeys(name for config in configurations for name in config)
     missing = object()
     texts = {
@@ -99,10 +95,7 @@ def differing(configurations: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def telling(configurations: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
-    """The names that tell the configurations apart: those that most of them have, and others only where these do not.
-
-    At most `MOST_COLUMNS`.
-    """
+    """At most `MOST_COLUMNS` names that tell the configurations apart, first those that most configurations have."""
     common = [name for name in names if 2 * sum(name in each for each in configurations) > len(configurations)]
     others = [name for name in names if name not in common]
 
@@ -114,7 +107,6 @@ def telling(configurations: Sequence[Mapping[str, Any]], names: Sequence[str]) -
 
 
 def _rank(score: float, goal: str) -> float:
-    """What sorts the best score first, and what is no number last."""
     if math.isnan(score):
         return math.inf
     return score if goal == "min" else -score
@@ -123,10 +115,9 @@ def _rank(score: float, goal: str) -> float:
 def _line(values: Mapping[str, Any], number: int, metric: str, names: Sequence[str]) -> dict[str, Any]:
     config = values["config"][number]
     about = {name: _cell(config.get(name)) for name in names if name != metric}
-    score, step = plain(float(values["score"][number])), int(values["best_step"][number])
+    score, step = json_value(float(values["score"][number])), int(values["best_step"][number])
     return {metric: score, **about, "at_step": step, "wall_s": float(values["wall_s"][number])}
 
 
 def _cell(value: Any) -> Any:
-    """A value of a configuration as a cell of a table: numbers and text as they are, the rest as JSON."""
     return value if value is None or isinstance(value, str | int | float) else json.dumps(value, ensure_ascii=False)

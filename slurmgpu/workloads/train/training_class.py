@@ -1,4 +1,4 @@
-"""The training class as its source tells it, without importing it: login nodes may have no torch."""
+"""What a training class has and takes, from its source: login nodes may lack torch, so it is not imported there."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import importlib.machinery
 import inspect
 import re
 import sys
-import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from slurmgpu import workload
 from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.workloads.user_code import located
 
 NEEDED = ("model", "data", "loss")
 EXPECTED = "expected model(), data(split) and loss(model, batch), as docs/how-to/train-a-model.md has them"
@@ -24,26 +23,34 @@ TYPES = ("int", "float", "bool", "str")
 OPTIONAL = re.compile(r"(\w+) \| None|None \| (\w+)|(?:typing\.)?Optional\[(\w+)\]")
 
 
+class Argument(NamedTuple):
+    """An argument of `__init__`: "int", "float", "bool", "str" or "" by its annotation or else its default."""
+
+    kind: str
+    is_annotated: bool
+    is_required: bool
+
+
 @dataclass(frozen=True)
 class TrainingClass:
-    """What is known of a training class: the methods that it has, and what its `__init__` takes by name.
+    """The methods of a training class, and the arguments of its `__init__` by name.
 
-    `arguments` are names with "int", "float", "bool", "str" or "" for the type, as an annotation or a default tells it;
-    `annotated` are those of which an annotation does, `required` those without a default. `takes_any`: other names may
-    be taken as well.
+    `takes_any` means that it may take other arguments, too; `is_whole` that no methods can be inherited from elsewhere.
     """
 
     name: str
     methods: frozenset[str] = frozenset()
-    arguments: Mapping[str, str] = field(default_factory=dict)
-    annotated: frozenset[str] = frozenset()
-    required: frozenset[str] = frozenset()
+    arguments: Mapping[str, Argument] = field(default_factory=dict)
     takes_any: bool = False
     is_whole: bool = True
-    """Whether all methods are known: none may be inherited from elsewhere."""
+
+    @property
+    def required(self) -> set[str]:
+        """The arguments without a default."""
+        return {name for name, argument in self.arguments.items() if argument.is_required}
 
     def check(self) -> TrainingClass:
-        """The class; SlurmGPUError if a method is missing."""
+        """Return itself; SlurmGPUError if a method is missing."""
         for needed in NEEDED:
             if self.is_whole and needed not in self.methods:
                 raise SlurmGPUError(
@@ -70,7 +77,7 @@ def resolve_training(training: str, base: Path) -> str:
 
 
 def read_class(full_name: str) -> TrainingClass | None:
-    """What the source says of a class that `resolve_training` named; None where no source is found without imports."""
+    """The class that `resolve_training` named, by its source; None if no source is found without imports."""
     module, _, name = full_name.rpartition(":")
     path = Path(module) if module.endswith(".py") else _source_of(module)
     if path is None:
@@ -80,13 +87,19 @@ def read_class(full_name: str) -> TrainingClass | None:
     except (SyntaxError, ValueError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         raise SlurmGPUError(f"{path}{line}: expected Python; {error}. Correct it there.") from error
-    return _Source(path, tree).describe(name)
+    classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    if name in classes:
+        return replace(_describe(classes[name], classes), name=f"{path}:{name}").check()
+    if {name, "*"} & _names_bound(tree):
+        return TrainingClass(name, takes_any=True, is_whole=False)  # imported: checked when it is loaded
+    raise SlurmGPUError(f"{path} has no class {name!r}.{did_you_mean(name, classes)}")
 
 
 def load_class(full_name: str) -> type[Any]:
-    """The class itself, imported; SlurmGPUError with the user's line where that fails."""
+    """The class itself, imported; SlurmGPUError with the user's line if that fails."""
     module, _, name = full_name.rpartition(":")
-    with _told(module):
+    advice = f"Correct it, or install what it needs with {sys.executable}."
+    with located(f"the import of {module}", module, advice):
         is_file = module.endswith(".py")
         imported = workload.import_file(Path(module)) if is_file else importlib.import_module(module)
     found = getattr(imported, name, None)
@@ -97,114 +110,71 @@ def load_class(full_name: str) -> type[Any]:
 
 
 def class_of(cls: type[Any]) -> TrainingClass:
-    """What there is to know of an imported class."""
+    """The description of an imported class."""
     methods = frozenset(name for base in cls.__mro__[:-1] for name in vars(base))
-    found, takes_any = _Arguments(), False
+    arguments, takes_any = {}, False
     for parameter in inspect.signature(cls).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
             takes_any = True
         elif parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            hint, has_default = parameter.annotation, parameter.default is not parameter.empty
+            hint, is_required = parameter.annotation, parameter.default is parameter.empty
             word = "" if hint is parameter.empty else hint if isinstance(hint, str) else inspect.formatannotation(hint)
-            found.add(parameter.name, word, parameter.default if has_default else None, required=not has_default)
-    return TrainingClass(cls.__name__, methods, **found.fields(), takes_any=takes_any).check()
+            arguments[parameter.name] = _argument(word, None if is_required else parameter.default, is_required)
+    return TrainingClass(cls.__name__, methods, arguments, takes_any).check()
 
 
-@dataclass
-class _Arguments:
-    """What a class takes, as it is found out."""
-
-    types: dict[str, str] = field(default_factory=dict)
-    annotated: set[str] = field(default_factory=set)
-    required: set[str] = field(default_factory=set)
-
-    def add(self, name: str, annotation: str, default: Any, *, required: bool) -> None:
-        """Take in an argument with its annotation as it is written, and a default that is a constant."""
-        word = OPTIONAL.sub(lambda found: found[1] or found[2] or found[3], annotation.strip("'\""))
-        word = word if annotation else type(default).__name__
-        self.types[name] = word if word in TYPES else ""
-        self.annotated |= {name} if annotation and word in TYPES else set()
-        self.required |= {name} if required else set()
-
-    def fields(self) -> dict[str, Any]:
-        """These as `TrainingClass` has them."""
-        return {
-            "arguments": self.types,
-            "annotated": frozenset(self.annotated),
-            "required": frozenset(self.required),
-        }
+def _argument(annotation: str, default: Any, is_required: bool) -> Argument:
+    word = OPTIONAL.sub(lambda found: found[1] or found[2] or found[3], annotation.strip("'\""))
+    word = word if annotation else type(default).__name__
+    kind = word if word in TYPES else ""
+    return Argument(kind, bool(annotation and kind), is_required)
 
 
-@dataclass(frozen=True)
-class _Source:
-    """A parsed file, and the classes at its top."""
-
-    path: Path
-    tree: ast.Module
-
-    def describe(self, name: str) -> TrainingClass:
-        """What the file says of a class; SlurmGPUError if it has none of the name, or lacks a method."""
-        classes = {node.name: node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef)}
-        if name not in classes:
-            if {name, "*"} & _names_bound(self.tree):
-                return TrainingClass(name, takes_any=True, is_whole=False)  # from elsewhere: seen once it is loaded
-            raise SlurmGPUError(f"{self.path} has no class {name!r}.{did_you_mean(name, classes)}")
-        return replace(self._of(classes[name], classes), name=f"{self.path}:{name}").check()
-
-    def _of(self, node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> TrainingClass:
-        """A class with what it inherits from others of the file; what else it may inherit is unknown."""
-        found = TrainingClass(node.name)
-        for base in reversed(node.bases):
-            name = base.id if isinstance(base, ast.Name) else ""
-            if name in classes and classes[name] is not node:
-                inherited = self._of(classes[name], classes)
-                found = replace(
-                    inherited, methods=found.methods | inherited.methods, is_whole=found.is_whole and inherited.is_whole
-                )
-            elif name != "object":
-                found = replace(found, is_whole=False, takes_any=True)
-        found = replace(found, methods=found.methods | _names_bound(node))
-        decorators = {ast.unparse(each).partition("(")[0].rpartition(".")[2] for each in node.decorator_list}
-        init = next((each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"), None)
-        if init is not None:
-            found = replace(found, **_of_init(init).fields(), takes_any=init.args.kwarg is not None)
-        elif "dataclass" in decorators:
-            own = _of_dataclass(node)
+def _describe(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> TrainingClass:
+    """A class with what it inherits from others in the file; other bases are unknown."""
+    found = TrainingClass(node.name)
+    for base in reversed(node.bases):
+        name = base.id if isinstance(base, ast.Name) else ""
+        if name in classes and classes[name] is not node:
+            inherited = _describe(classes[name], classes)
             found = replace(
-                found,
-                arguments={**found.arguments, **own.types},
-                annotated=(found.annotated - own.types.keys()) | own.annotated,
-                required=(found.required - own.types.keys()) | own.required,
+                inherited, methods=found.methods | inherited.methods, is_whole=found.is_whole and inherited.is_whole
             )
-        return replace(found, is_whole=False, takes_any=True) if decorators - {"dataclass"} else found
+        elif name != "object":
+            found = replace(found, is_whole=False, takes_any=True)
+    found = replace(found, methods=found.methods | _names_bound(node))
+    decorators = {ast.unparse(each).partition("(")[0].rpartition(".")[2] for each in node.decorator_list}
+    init = next((each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"), None)
+    if init is not None:
+        found = replace(found, arguments=_of_init(init), takes_any=init.args.kwarg is not None)
+    elif "dataclass" in decorators:
+        found = replace(found, arguments={**found.arguments, **_of_dataclass(node)})
+    return replace(found, is_whole=False, takes_any=True) if decorators - {"dataclass"} else found
 
 
-def _of_init(init: ast.FunctionDef) -> _Arguments:
-    """The arguments of an `__init__`."""
-    args, found = init.args, _Arguments()
+def _of_init(init: ast.FunctionDef) -> dict[str, Argument]:
+    args = init.args
     positional = [*args.posonlyargs, *args.args][1:]
     defaults: list[ast.expr | None] = [None] * (len(positional) - len(args.defaults)) + list(args.defaults)
     pairs = [*zip(positional, defaults, strict=True), *zip(args.kwonlyargs, args.kw_defaults, strict=True)]
-    for arg, default in pairs:
-        _add(found, arg.arg, arg.annotation, default)
-    return found
+    return {arg.arg: _parsed(arg.annotation, default) for arg, default in pairs}
 
 
-def _of_dataclass(node: ast.ClassDef) -> _Arguments:
-    found = _Arguments()
-    for each in node.body:
-        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
-            _add(found, each.target.id, each.annotation, each.value)
-    return found
+def _of_dataclass(node: ast.ClassDef) -> dict[str, Argument]:
+    return {
+        each.target.id: _parsed(each.annotation, each.value)
+        for each in node.body
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    }
 
 
-def _add(found: _Arguments, name: str, annotation: ast.expr | None, default: ast.expr | None) -> None:
+def _parsed(annotation: ast.expr | None, default: ast.expr | None) -> Argument:
     word = ast.unparse(annotation) if annotation is not None else ""
-    found.add(name, word, default.value if isinstance(default, ast.Constant) else None, required=default is None)
+    return _argument(word, default.value if isinstance(default, ast.Constant) else None, default is None)
 
 
 def _names_bound(node: ast.Module | ast.ClassDef) -> set[str]:
-    """The names that a module or a class gives a value in its body, `if` and `try` included."""
+    """The names that a module or a class binds in its body, `if` and `try` included."""
     names: set[str] = set()
     todo: list[ast.AST] = list(node.body)
     while todo:
@@ -221,7 +191,7 @@ def _names_bound(node: ast.Module | ast.ClassDef) -> set[str]:
 
 
 def _source_of(module: str) -> Path | None:
-    """The source file of a module, found without importing its packages, which may want torch."""
+    """The source file of a module, found without importing its packages, which may need torch."""
     top, *parts = module.split(".")
     spec = importlib.machinery.PathFinder.find_spec(top)
     if spec is None:
@@ -233,21 +203,3 @@ def _source_of(module: str) -> Path | None:
         found = next((file for file in files if file.is_file()), None)
         folders = [folder / part for folder in folders if (folder / part).is_dir()]
     return found
-
-
-@contextmanager
-def _told(module: str) -> Iterator[None]:
-    """A sentence with the line in the user's file, for whatever error importing it raises."""
-    try:
-        yield
-    except SlurmGPUError:
-        raise
-    except Exception as error:  # the user's code may raise any
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
-        place = f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else module
-        if isinstance(error, SyntaxError) and error.filename:
-            place = f"{error.filename}, line {error.lineno}"
-        raise SlurmGPUError(
-            f"{place}: the import of {module} has {type(error).__name__}: {error}. Correct it, or install what it "
-            f"needs with {sys.executable}."
-        ) from error

@@ -1,6 +1,6 @@
-"""Training, one configuration an item: `use = "train"`, as in docs/how-to/train-a-model.md.
+"""Training, one configuration per item: `use = "train"`, as in docs/how-to/train-a-model.md.
 
-Only `load` and what comes after it imports torch and the user's class: settings are also checked on login nodes.
+Only `load` and later methods import torch and the user's class: settings are also checked on login nodes.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.workload import Item, Placement, Row, Share, TaskContext, Template, UnknownSettingError
+from slurmgpu.workloads.train.exports import write_csv, write_curves
 from slurmgpu.workloads.train.items import Configuration, check_items, taken_over
 from slurmgpu.workloads.train.rows import COLUMNS
 from slurmgpu.workloads.train.settings import HINTS, check_each, meant, typed
+from slurmgpu.workloads.train.summary import summarize
 from slurmgpu.workloads.train.training_class import TrainingClass, class_of, load_class, read_class, resolve_training
 
 if TYPE_CHECKING:
@@ -26,9 +28,9 @@ FOLDER = "checkpoints"
 
 
 class Train:
-    """The training of what a user's class describes, once for each configuration.
+    """Trains a user's class once for each configuration.
 
-    `training` names the class, `arguments` is what its `__init__` takes; the other settings are those of
+    `training` names the class, `arguments` are those of its `__init__`; the other settings are those of
     `slurmgpu.training.settings.TrainingSettings`. docs/reference/training.md has them all.
     """
 
@@ -36,7 +38,9 @@ class Train:
     batch_size = 1
     takes_one = True
     resumes = True
-    template = Template(Path(__file__).with_name("template.toml"), input=None, array=False)  # a training is of all GPUs
+    template = Template(
+        Path(__file__).with_name("template.toml"), input=None, array=False
+    )  # one training uses all GPUs
     default_items: Sequence[Mapping[str, Any]] = ({},)
 
     def __init__(
@@ -47,7 +51,7 @@ class Train:
         batch_size: int | Literal["auto"] | None = None,
         **settings: Any,
     ) -> None:
-        # By name, so that planning knows it where [workload] batch_size is set in its place.
+        # A named parameter, so that planning tells it from [workload] batch_size.
         settings |= {} if batch_size is None else {"batch_size": batch_size}
         self.training = training
         arguments = dict(arguments or {})
@@ -60,23 +64,23 @@ class Train:
         check_each(own)
 
     def _argument(self, name: str, value: Any, arguments: Mapping[str, Any]) -> Any:
-        """The value of what is no setting; SlurmGPUError unless it is an argument of the class.
+        """The value of a name that is not a setting; SlurmGPUError unless it is an argument of the class.
 
-        One that is among the arguments is: of a plan, whose class may have changed since, all are.
+        Names in `arguments` pass: in a plan all are there, and the class may have changed since.
         """
         if name in arguments:
             return value
         known = self._source.arguments if self._source is not None else {}
         if name not in known:
             takes_others = self._source is None or self._source.takes_any
-            others = " What its source does not name goes under [settings.arguments]." if takes_others else ""
+            others = " Put arguments that its source does not name under [settings.arguments]." if takes_others else ""
             said = f"train has no setting {name!r}, and the class no such argument.{meant(name, known)}{others}"
             raise SlurmGPUError(said) if "." in name else UnknownSettingError(said, name)
         return value
 
     @property
     def frozen_settings(self) -> dict[str, Any]:
-        """The arguments under their own key, wherever they were given."""
+        """The arguments under one key, wherever they were given."""
         return {"arguments": dict(self._base.arguments)} if self._base.arguments else {}
 
     @functools.cached_property
@@ -85,48 +89,47 @@ class Train:
 
     @functools.cached_property
     def _source(self) -> TrainingClass | None:
-        """What the class's source says; None where it is not to be found without importing it."""
         return read_class(self._full_name)
 
     @property
     def paths(self) -> list[Path]:
-        """What a task reads beside the input: the training class's file."""
+        """The training class's file, which a task reads beside the input."""
         file = Path(self._full_name.rpartition(":")[0])
         return [file] if file.suffix == ".py" else []
 
     def place(self, share: Share) -> Placement:
-        """A process for each GPU of a task; the lines say how they train together."""
+        """A process for each GPU of a task; the lines describe how they train together."""
         n = share.slots
         if n > 1 and share.processes == "one":
             raise SlurmGPUError(
-                f'[resources] has processes = "one", and a task has {n} {"GPUs" if share.gpus else "slots"}: train '
-                f"computes with a process for each, by DDP, and offers no DataParallel. Leave processes out, or give "
-                f"each task one GPU: gpus_per_task = 1, with array."
+                f'[resources] has processes = "one", and a task has {n} {"GPUs" if share.gpus else "slots"}: DDP needs '
+                f"a process for each. Remove processes, or give each task one GPU: gpus_per_task = 1, with array."
             )
         self._n_processes = n
         lines = [f"train: {Path(self.training).name}, {_mode(self._base.settings.get('strategy'), share)}"]
         for name in self._base.settings:
             if method := taken_over(name, self._source):
-                lines.append(f"{name} has no effect: {self.training} has a method {method} of its own.")
+                lines.append(f"{name} has no effect: {self.training} has its own method {method}.")
         if self._source is None or not self._source.is_whole:
-            lines.append(f"What {self.training} inherits or imports is not looked into before the tasks load it.")
-        # Also for one GPU: a resubmission may have more of them, and the plan stays.
+            lines.append(f"Code that {self.training} inherits or imports is not checked before the tasks load it.")
+        # Also for one GPU: a resubmission with the same plan may have more.
         is_group = share.processes == "per-gpu" or share.gpus > 0 or n > 1
         return Placement("one" if share.processes == "one" or not is_group else "per-gpu", tuple(lines))
 
     def check_input(self, files: Sequence[Path], n_items: int) -> list[str]:
-        """A line on the steps of the configurations; SlurmGPUError for an input of which any item is none."""
+        """A line about the configurations' steps; SlurmGPUError for an input with a wrong item."""
         checked = check_items(files, self._base, self._source)
         sizes = [*dict.fromkeys(_step_size(each, self._n_processes) for each in checked)]
         if not sizes or "" in sizes:
             return []
-        return [f"A step is of {sizes[0]} samples."] if len(sizes) == 1 else [f"Steps are of {_listed(sizes)} samples."]
+        listed = ", ".join(sizes[:3]) + (f" or another {len(sizes) - 3}" if len(sizes) > 3 else "")
+        return [f"A step has {listed} samples."]
 
     def load(self, task: TaskContext) -> None:
-        """Import the training class; SlurmGPUError if there is none, or a method is missing."""
+        """Import the training class; SlurmGPUError if it or a method is missing."""
         if task.gpus > 1 and task.world_size == 1:
             raise SlurmGPUError(
-                f"The run was planned for one process a task, and this task has {task.gpus} GPUs: resubmit it with "
+                f"The run was planned for one process per task, and this task has {task.gpus} GPUs: resubmit it with "
                 f"--array, one GPU for each task, or plan a new run."
             )
         self._class = load_class(self._full_name)
@@ -134,7 +137,7 @@ class Train:
         self._task = task
 
     def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
-        """The row of each configuration, which is trained unless it has been."""
+        """The row of each configuration, which is trained unless it is finished."""
         return [self._row(item) for item in items]
 
     def _row(self, item: Item) -> Row:
@@ -148,25 +151,21 @@ class Train:
             folder = self._task.run_dir / FOLDER / f"{item.index:05d}"
             arguments = found.for_class(self._about, settings)
             return process.row(lambda: self._class(**arguments), settings, self._task, folder, found.shown)
-        except SlurmGPUError as error:  # what is wrong with one configuration need not be with others
+        except SlurmGPUError as error:  # other configurations may be right
             raise ItemError(str(error)) from error
 
     def summarize(self, merged: Merged) -> dict[str, Any]:
         """The configurations by their score, the best ones first."""
-        from slurmgpu.workloads.train.summary import summarize
-
         return summarize(merged)
 
     @property
     def exports(self) -> Mapping[str, Callable[[Merged, IO[bytes]], str]]:
         """A table with a column for each setting, and the learning curves."""
-        from slurmgpu.workloads.train.exports import write_csv, write_curves
-
         return {"csv": write_csv, "curves": write_curves}
 
 
 def _step_size(settings: TrainingSettings, n_processes: int) -> str:
-    """The samples of a step, and what they are a product of; "" where they are to be found out."""
+    """The samples of a step with their factors; "" if the batch size is found when training."""
     batch, n_times = settings.batch_size, settings.accumulation
     if settings.global_batch_size is not None:
         return str(settings.global_batch_size)
@@ -176,12 +175,7 @@ def _step_size(settings: TrainingSettings, n_processes: int) -> str:
     return f"{factors} = {batch * n_processes * n_times}" if n_processes * n_times > 1 else str(batch)
 
 
-def _listed(sizes: Sequence[str]) -> str:
-    return ", ".join(sizes[:3]) + (f" or another {len(sizes) - 3}" if len(sizes) > 3 else "")
-
-
 def _mode(strategy: str | None, share: Share) -> str:
-    """How the processes of a task train together, in a few words."""
     n, kind = share.slots, "GPU" if share.gpus else "CPU process"
     over = f" on {share.nodes} nodes" if share.nodes > 1 else ""
     if n == 1:

@@ -1,4 +1,4 @@
-"""Rubrics: what a judge is asked, which verdicts it may give, and what each is worth; as TOML files, some in here."""
+"""Rubrics: a judge's prompt, its verdicts, and their values, in TOML files; this folder has some."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ TIE = "tie"
 
 @dataclass(frozen=True)
 class Rubric:
-    """What a judge is asked; docs/how-to/judge-a-run.md has the format.
+    """A judge's prompt and verdicts; docs/how-to/judge-a-run.md has the format.
 
-    `verdicts` are the texts that a judge writes, by the verdicts' names, and `values` what they are worth. `swap` names
-    two fields that are exchanged to ask a second time, and `swapped` what a verdict of that order means in the first.
-    `answer` is how an answer begins whose verdict is scored.
+    `verdicts` are the texts that a judge writes, and `values` the numbers, by the verdicts' names. `swap` names two
+    fields that are exchanged to ask a second time, and `swapped` maps a verdict in that order to the first. `answer` is
+    the beginning of an answer whose verdict is scored.
     """
 
     prompt: str
@@ -48,16 +48,12 @@ class Rubric:
         return tuple(self.verdicts)
 
     def to_json(self) -> dict[str, Any]:
-        """The rubric as a table, to be frozen in a plan."""
+        """The rubric as a table, for a plan."""
         return {**asdict(self), "swap": list(self.swap)}
 
     def mirrored(self, verdict: str) -> str:
-        """What a verdict on the swapped texts means for them in their own order."""
+        """A verdict on the swapped texts, for the texts in their own order."""
         return (self.swapped or {}).get(verdict, verdict)
-
-    def reader(self) -> Reader:
-        """What finds the verdict in an answer."""
-        return Reader(self)
 
 
 class Reader:
@@ -69,9 +65,9 @@ class Reader:
         self._pattern = compile_pattern(rubric.pattern, "pattern of the rubric") if rubric.pattern else None
 
     def verdict(self, text: str) -> str | None:
-        """The name of the verdict that an answer gives; None if it gives none, or several.
+        """The name of the verdict in an answer; None if it has none, or several.
 
-        Of a pattern's matches the last that is a verdict counts: behind its verdict a judge may go on about it.
+        Of a pattern's matches the last verdict counts: a judge may write more after its verdict.
         """
         if self._pattern is None:
             found = self._labels.within(text)
@@ -87,7 +83,7 @@ def shipped() -> list[str]:
 
 
 def read_rubric(rubric: str | Mapping[str, Any]) -> Rubric:
-    """The rubric of a name, in a TOML file, or in a table; SlurmGPUError, which says what is wrong, for no rubric."""
+    """The rubric by its name, from a TOML file, or from a table; SlurmGPUError for a wrong one."""
     if not isinstance(rubric, str):
         return _checked(rubric, "the rubric")
     if rubric in shipped():
@@ -96,7 +92,7 @@ def read_rubric(rubric: str | Mapping[str, Any]) -> Rubric:
         path = Path(rubric).expanduser()
     else:
         raise SlurmGPUError(
-            f"There is no rubric {rubric!r}; expected the name of one that slurmgpu has, or the path of a .toml file."
+            f"There is no rubric {rubric!r}; expected the name of a built-in one, or the path of a .toml file."
             + did_you_mean(rubric, shipped())
         )
     return _checked(_read_toml(path), f"rubric {path if rubric.endswith('.toml') else rubric}")
@@ -129,17 +125,21 @@ def _checked(table: Mapping[str, Any], owner: str) -> Rubric:
     known = [field.name for field in fields(Rubric)]
     for name, value in table.items():
         if name not in known:
-            raise SlurmGPUError(f"{owner} has a key {name!r}, which no rubric has.{did_you_mean(name, known)}")
+            raise SlurmGPUError(f"{owner} has an unknown key {name!r}.{did_you_mean(name, known)}")
         kind, described = _TYPES[name]
         if not isinstance(value, kind) and not (name == "swapped" and value is None):
             raise SlurmGPUError(f"{owner}: {name} is {value!r:.80}; expected {described}.")
     for name in ("prompt", "verdicts"):
         if name not in table:
-            raise SlurmGPUError(f"{owner} has no {name}, which every rubric needs.")
+            raise SlurmGPUError(f"{owner} has no {name}, which is required.")
     for name, choices in (("method", METHODS), ("measure", MEASURES)):
         if table.get(name, choices[0]) not in choices:
             raise SlurmGPUError(f"{owner}: {name} is {table[name]!r}; expected one of {', '.join(choices)}.")
-    verdicts = _check_verdicts(table["verdicts"], owner)
+    verdicts = dict(table["verdicts"])
+    for name, text in verdicts.items():
+        if not isinstance(text, str):
+            raise SlurmGPUError(f"{owner}: verdict {name!r} is {text!r}; expected the text that a judge writes for it.")
+    check_labels(list(verdicts.values()), f"verdicts of {owner}")
     values = {name: _value(name, table.get("values", {}), owner) for name in verdicts}
     _check_names(owner, verdicts, table)
     rubric = Rubric(**{**table, "verdicts": verdicts, "values": values, "swap": tuple(table.get("swap", ()))})
@@ -147,19 +147,11 @@ def _checked(table: Mapping[str, Any], owner: str) -> Rubric:
     return rubric
 
 
-def _check_verdicts(verdicts: Mapping[str, Any], owner: str) -> dict[str, str]:
-    for name, text in verdicts.items():
-        if not isinstance(text, str):
-            raise SlurmGPUError(f"{owner}: verdict {name!r} is {text!r}; expected the text that stands for it.")
-    check_labels(list(verdicts.values()), f"verdicts of {owner}")
-    return dict(verdicts)
-
-
 def _value(name: str, values: Mapping[str, Any], owner: str) -> float:
-    """What a verdict is worth: what `values` says; else the number that its name is."""
+    """A verdict's value: its number in `values`, else its name as a number."""
     value = values.get(name, name if re.fullmatch(r"-?\d+(\.\d+)?", name) else None)
     if value is None:
-        raise SlurmGPUError(f"{owner}: verdict {name!r} has no number under [values], and its name is none.")
+        raise SlurmGPUError(f"{owner}: verdict {name!r} has no number under [values], and its name is not a number.")
     if isinstance(value, bool) or (not isinstance(value, int | float) and name in values):
         raise SlurmGPUError(f"{owner}: the value of verdict {name!r} is {value!r}; expected a number.")
     return float(value)
@@ -171,19 +163,19 @@ def _check_names(owner: str, verdicts: Mapping[str, str], table: Mapping[str, An
         for name in names:
             if name not in verdicts:
                 hint = did_you_mean(str(name), verdicts)
-                raise SlurmGPUError(f"{owner}: [{where}] names {name!r}, which is no verdict.{hint}")
+                raise SlurmGPUError(f"{owner}: [{where}] names {name!r}, which is not a verdict.{hint}")
 
 
 def _check_texts(rubric: Rubric, owner: str) -> None:
     template = Template(rubric.prompt, f"prompt of {owner}")
     Template(rubric.system, f"system of {owner}")
-    rubric.reader()
+    Reader(rubric)
     if rubric.max_tokens < 1:
         raise SlurmGPUError(f"{owner}: max_tokens is {rubric.max_tokens}; expected at least 1.")
     if rubric.swap:
         if len(rubric.swap) != 2 or not template.fields.issuperset(rubric.swap):
             raise SlurmGPUError(f"{owner}: swap is {list(rubric.swap)}; expected two fields of its prompt.")
         if TIE not in rubric.verdicts:
-            raise SlurmGPUError(f"{owner} has swap, but no verdict {TIE!r}, which is given where the orders disagree.")
+            raise SlurmGPUError(f"{owner} has swap, but no verdict {TIE!r} for orders that disagree.")
     elif rubric.swapped:
         raise SlurmGPUError(f"{owner} has [swapped], but no swap = [two fields of its prompt].")

@@ -1,57 +1,41 @@
-"""Checkpoints of knowledge-graph models: what they hold, and its tensors by our names. Only the latter needs torch."""
+"""Checkpoints of knowledge-graph models: the layout, without torch, and the tensors by our names, with torch."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.workloads.tracin.kge.contents import state_of
-from slurmgpu.workloads.tracin.kge.layouts import Architecture, Layout, check, recognise
-from slurmgpu.workloads.tracin.kge.naming import NO_PARAMETERS, Inverse, Stack, unwrapped
-from slurmgpu.workloads.tracin.kge.peeking import DTYPES, FUNCTIONS, STAND_INS, damaged, peek, refusal, unreadable
+from slurmgpu.workloads.tracin.kge.layouts import Layout, recognise
+from slurmgpu.workloads.tracin.kge.naming import NO_PARAMETERS, unwrapped
+from slurmgpu.workloads.tracin.kge.peeking import (
+    DTYPES,
+    FUNCTIONS,
+    STAND_INS,
+    damaged,
+    peek,
+    refusal,
+    state_of,
+    unreadable,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-__all__ = [
-    "Architecture",
-    "Inverse",
-    "Layout",
-    "Stack",
-    "adam_weights",
-    "check",
-    "expect_finite",
-    "load_checkpoint",
-    "peek_content",
-    "read_content",
-    "read_layout",
-    "recognise",
-    "state_of",
-]
 
 BUFFERS = (".running_mean", ".running_var", *NO_PARAMETERS)
 """Endings of names in a state dict that no optimizer has."""
 
 
-def read_layout(
-    path: str | Path,
-    *,
-    architecture: str = "auto",
-    image: Sequence[int] | None = None,
-    stack: str | None = None,
-    norm: float | None = None,
-) -> Layout:
-    """Which model a checkpoint is, read by PyTorch where it must be."""
-    content = peek_content(path)
-    return recognise(content, path, architecture=architecture, image=image, stack=stack, norm=norm)
+def read_layout(path: str | Path, **settings: Any) -> Layout:
+    """The layout of the model in a checkpoint; `settings` are those of `recognise`."""
+    return recognise(peek_content(path), path, **settings)
 
 
 def peek_content(path: str | Path) -> Mapping[str, Any]:
-    """What a checkpoint holds, with tensors or their stand-ins; read by PyTorch where it must be."""
+    """A checkpoint's content, with stand-ins for tensors; PyTorch reads it, with tensors, if nothing else can."""
     content = peek(path)
     if content is not None:
         return content
@@ -59,15 +43,15 @@ def peek_content(path: str | Path) -> Mapping[str, Any]:
         return read_content(path)
     except ImportError as error:
         raise SlurmGPUError(
-            f"{path} is in a format that only PyTorch can read, and it is not installed here. Install it, or save the "
+            f"{path} has a format that only PyTorch reads, and PyTorch is not installed here. Install it, or save the "
             f"checkpoint again with a newer PyTorch."
         ) from error
 
 
 def load_checkpoint(path: str | Path, layout: Layout) -> dict[str, Tensor]:
-    """The tensors of a checkpoint by their canonical names, on the CPU; they may still lie in the file.
+    """The tensors of a checkpoint by their canonical names, on the CPU, perhaps mapped from the file.
 
-    A number in them that is none (NaN) is refused: it would be in every influence.
+    SlurmGPUError for a value that is not finite.
     """
     state = state_of(read_content(path), path)
     found = {}
@@ -78,9 +62,9 @@ def load_checkpoint(path: str | Path, layout: Layout) -> dict[str, Tensor]:
 
 
 def expect_finite(values: Tensor, key: str, path: str | Path) -> None:
-    """SlurmGPUError if a checkpoint's tensor has NaN or infinity: it would be in every influence."""
+    """SlurmGPUError if a checkpoint's tensor has NaN or infinity, which would spoil every influence."""
     if not values.isfinite().all():
-        raise SlurmGPUError(f"{path}: {key} has values that are not finite. Take an earlier checkpoint.")
+        raise SlurmGPUError(f"{path}: {key} has values that are not finite. Use an earlier checkpoint.")
 
 
 def adam_weights(path: str | Path, layout: Layout) -> dict[str, Tensor]:
@@ -92,8 +76,8 @@ def adam_weights(path: str | Path, layout: Layout) -> dict[str, Tensor]:
     optimizer = content.get("optimizer_state_dict")
     if not isinstance(optimizer, Mapping) or not optimizer.get("state"):
         raise SlurmGPUError(
-            f"{path} has no optimizer_state_dict with a state, which Adam's weights are in. Set precondition to "
-            f'"none", or take a checkpoint that was saved with it.'
+            f'{path} has no optimizer_state_dict with Adam\'s state. Set precondition to "none", or use a checkpoint '
+            f"that has it."
         )
     state = state_of(content, path)
     found = {}
@@ -117,8 +101,8 @@ def _by_key(
 ) -> dict[str, tuple[Any, Mapping[str, Any]]]:
     """The moments and the settings of each parameter, by its key in the state dict.
 
-    An optimizer numbers parameters as it was given them. For one group that is the state dict's order; of several
-    nothing but their names tells, which it keeps if it was given named parameters.
+    An optimizer numbers its parameters in the order that it was given them. For one group that is the state dict's
+    order; several groups need the names that an optimizer of named parameters keeps.
     """
     groups = optimizer["param_groups"]
     keys = [key for key in state if not key.endswith(BUFFERS)]
@@ -129,12 +113,12 @@ def _by_key(
         keys = [plain.get(name, name) for name in told]
     elif len(groups) > 1:
         raise SlurmGPUError(
-            f"{path}: the optimizer has {len(groups)} groups of parameters, and nothing tells which is which. Save it "
-            f'made with model.named_parameters(), or set precondition to "none".'
+            f"{path}: the optimizer has {len(groups)} groups of parameters without names. Make the optimizer with "
+            f'model.named_parameters(), or set precondition to "none".'
         )
     if len(keys) != len(numbers) or not set(keys) <= state.keys():
         raise SlurmGPUError(
-            f"{path}: expected the optimizer's {len(numbers)} parameters to be the model's, found {len(keys)} there. "
+            f"{path}: the optimizer has {len(numbers)} parameters, and the model {len(keys)}; expected the same ones. "
             f'Set precondition to "none".'
         )
     return {key: (optimizer["state"].get(number), group) for key, (number, group) in zip(keys, numbers, strict=True)}
@@ -152,14 +136,14 @@ def _canonical(tensor: Tensor, name: str, layout: Layout) -> Tensor:
 
 
 def read_content(path: str | Path) -> Mapping[str, Any]:
-    """What a checkpoint holds, by PyTorch, of which nothing but tensors and plain values is read."""
+    """A checkpoint's content, read by PyTorch; tensors and plain values only."""
     import torch
 
     try:
         if peek(path) is None:
             content = torch.load(path, map_location="cpu", weights_only=True)
         else:
-            # What `weights_only` allows, and less; but in every protocol of pickle, as PyKEEN's save_state has another.
+            # As strict as `weights_only`, but for every pickle protocol: PyKEEN's save_state uses another.
             reader = SimpleNamespace(__name__="pickle", Unpickler=_Unpickler)
             content = torch.load(path, map_location="cpu", weights_only=False, mmap=True, pickle_module=reader)
     except pickle.UnpicklingError as error:
@@ -174,10 +158,10 @@ def read_content(path: str | Path) -> Mapping[str, Any]:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the few names that `peek` knows; those of storages torch.load itself understands."""
+    """Resolves the names that `peek` knows; torch.load resolves those of storages."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a name in the file is."""
+        """The object of a name in the file; UnpicklingError for an unknown one."""
         if f"{module}.{name}" in STAND_INS:
             return STAND_INS[f"{module}.{name}"]
         if f"{module}.{name}" in FUNCTIONS or (module == "torch" and name in DTYPES):

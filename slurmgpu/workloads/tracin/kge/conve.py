@@ -1,26 +1,22 @@
-"""ConvE (Dettmers et al. 2018): a convolution over head and relation gives a vector, which is compared with tails."""
+"""ConvE (Dettmers et al. 2018): a convolution over head and relation gives a vector that is compared with tails."""
 
 from __future__ import annotations
-
-from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
 
-from slurmgpu.influence.parts import Part
 from slurmgpu.workloads.tracin.kge import conve_gradients
-from slurmgpu.workloads.tracin.kge.checkpoints import Layout, Stack
+from slurmgpu.workloads.tracin.kge.layouts import Layout
 from slurmgpu.workloads.tracin.kge.losses import Loss
-from slurmgpu.workloads.tracin.kge.outputs import Output
-from slurmgpu.workloads.tracin.kge.queries import Queries
+from slurmgpu.workloads.tracin.kge.naming import Stack, group_of
 
 
 class ConvE(nn.Module):
     """Head and relation as two images (height, width), which `stack` puts one above the other or side by side.
 
-    Then as the paper has it: norm, convolution, norm, ReLU, linear, norm, ReLU, and the dot product with each tail's
-    embedding, to which `has_bias` adds a number for each tail. The dropouts are for training: of the input, of whole
-    feature maps, and of the linear layer's output.
+    As in the paper follow norm, convolution, norm, ReLU, linear, norm, ReLU, and the dot product with each tail's
+    embedding, to which `has_bias` adds a number for each tail. The dropouts, used in training only, apply to the input,
+    to whole feature maps, and to the linear layer's output.
     """
 
     def __init__(
@@ -43,7 +39,7 @@ class ConvE(nn.Module):
         self.image, self.stack, self.kernel = image, stack, kernel
         self.stacked = (2 * height, width) if stack == "height" else (height, 2 * width)
         self.positions = (self.stacked[0] - kernel[0] + 1, self.stacked[1] - kernel[1] + 1)
-        """Where the kernel fits: rows and columns of a feature map."""
+        """Positions of the kernel: rows and columns of a feature map."""
         self.entity = nn.Parameter(torch.empty(n_entities, embedding_dim))
         self.relation = nn.Parameter(torch.empty(n_relations, embedding_dim))
         self.bn0 = nn.BatchNorm2d(1)
@@ -57,9 +53,9 @@ class ConvE(nn.Module):
         self.output_dropout = nn.Dropout(dropouts[2])
         for table in (self.entity, self.relation):
             nn.init.xavier_normal_(table)
-        self.groups = {name: _group(name) for name, _ in self.named_parameters()}
+        self.groups = {name: group_of(name) for name, _ in self.named_parameters()}
         self.arranged: tuple[object, Tensor] | None = None
-        """For conve_gradients: `fc.weight` in another order of columns, and which state of it that was."""
+        """A cache of conve_gradients: `fc.weight` with its columns reordered, and the state that it was made from."""
 
     @classmethod
     def from_layout(cls, layout: Layout) -> ConvE:
@@ -84,38 +80,20 @@ class ConvE(nn.Module):
         return torch.cat(images, 2 if self.stack == "height" else 3)
 
     def queries(self, heads: Tensor, relations: Tensor) -> Tensor:
-        """What is compared with each tail's embedding: (u, d)."""
+        """The vectors that tails' embeddings are compared with: (u, d)."""
         images = self.input_dropout(self.bn0(self.images(heads, relations)))
         maps = self.map_dropout(torch.relu(self.bn1(self.conv(images))))
         return torch.relu(self.bn2(self.output_dropout(self.fc(maps.flatten(1)))))
 
-    def scores(self, heads: Tensor, relations: Tensor, tails: Tensor | None = None) -> Tensor:
-        """The scores of all entities as tails (u, N), or of `tails` (u, s)."""
-        queries = self.queries(heads, relations)
-        if tails is None:
-            found = queries @ self.entity.T
-            return found if self.bias is None else found + self.bias
-        found = (queries[:, None] * self.entity[tails]).sum(-1)
-        return found if self.bias is None else found + self.bias[tails]
-
-    def factors(self, queries: Queries, loss: Loss, wanted: Collection[str]) -> tuple[dict[str, Part], Output]:
-        """See Model."""
-        return conve_gradients.factors(self, queries, loss, wanted)
+    def scores(self, heads: Tensor, relations: Tensor) -> Tensor:
+        """The scores of all entities as tails: (u, N)."""
+        found = self.queries(heads, relations) @ self.entity.T
+        return found if self.bias is None else found + self.bias
 
     def is_factored(self, loss: Loss) -> bool:
-        """See Model: of every loss."""
+        """See Model."""
         return True
 
-    def bytes_of_work(self, loss: Loss) -> int:
-        """See Model."""
-        return conve_gradients.bytes_of_work(self, loss)
-
-    def bytes_of_result(self, loss: Loss) -> int:
-        """See Model."""
-        return conve_gradients.bytes_of_result(self, loss)
-
-
-def _group(name: str) -> str:
-    """The parameter group that a parameter belongs to."""
-    layer = name.split(".")[0]
-    return "norm" if layer in ("bn0", "bn1", "bn2") else layer
+    factors = conve_gradients.factors
+    bytes_of_work = conve_gradients.bytes_of_work
+    bytes_of_result = conve_gradients.bytes_of_result

@@ -1,10 +1,10 @@
-"""ConvE's gradients as factors: one pass forward for each query, one back for each triple, no gradient formed.
+"""ConvE's gradients as factors: one forward pass for each query, one backward pass for each triple.
 
-In evaluation mode the norms are affine maps, so the second one is folded into the convolution's filters and its bias.
-Filters' gradients need the patches of the image that the kernel sees, not the convolution's output.
+In evaluation mode the norms are affine maps, so the second norm is folded into the convolution's filters and bias.
+The filters' gradients need the image patches under the kernel, not the convolution's output.
 
-Dimensions: n examples, u queries, d of an embedding, k positions of a kernel, C channels, T positions of a feature
-map, (rows, columns) of them; a feature map's numbers are C·T, in that order, as the linear layer has them.
+Dimensions: n examples, u queries, embeddings of d, kernels of k, C channels, T = (rows, columns) positions of a feature
+map. A feature map is flattened as C·T, in the order of the linear layer.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from slurmgpu.influence.parts import Dense, Outer, Part
 from slurmgpu.influence.tables import Rows
 from slurmgpu.workloads.tracin.kge.losses import Loss
-from slurmgpu.workloads.tracin.kge.outputs import Output, bias_part, output, table_part
+from slurmgpu.workloads.tracin.kge.outputs import Output, bias_part, n_candidates, output, relation_part, table_part
 from slurmgpu.workloads.tracin.kge.queries import Queries
-from slurmgpu.workloads.tracin.kge.shallow import n_candidates, relation_part
 
 if TYPE_CHECKING:
     from slurmgpu.workloads.tracin.kge.conve import ConvE
@@ -31,12 +30,12 @@ if TYPE_CHECKING:
 TABLES = frozenset({"entity", "relation"})
 FILTERS = frozenset({"conv.weight", "conv.bias", "bn1.weight", "bn1.bias"})
 IMAGE = TABLES | {"bn0.weight", "bn0.bias"}
-"""What needs the derivative by the image."""
+"""Parameters whose gradients need the derivative by the image."""
 
 
 @dataclass(frozen=True)
 class _Forward:
-    """What the way back needs of u queries. `normed` and `hidden`: before a norm's scale and shift."""
+    """The results of u queries that the backward pass needs; `normed` and `hidden` before a norm's scale and shift."""
 
     normed: Tensor  # (u, height, width)
     patches: Tensor  # (u, k + 1, T): the last row is 1, for the bias
@@ -83,14 +82,14 @@ def _forward(model: ConvE, queries: Queries) -> _Forward:
 
 
 def _folded(model: ConvE) -> tuple[Tensor, Tensor]:
-    """The filters (C, k) and the bias (C,) of the convolution and the norm after it, in one."""
+    """The filters (C, k) and the bias (C,) of the convolution with the norm after it."""
     scale = model.bn1.weight * _inverse_deviation(model.bn1)
     assert model.conv.bias is not None
     return model.conv.weight.flatten(1) * scale[:, None], (model.conv.bias - _mean(model.bn1)) * scale + model.bn1.bias
 
 
 def _patches(model: ConvE, images: Tensor) -> Tensor:
-    """What the kernel sees at each position, and a row of 1s: (u, k + 1, T)."""
+    """The image under the kernel at each position, and a row of 1s: (u, k + 1, T)."""
     (rows, columns), (high, wide) = model.positions, model.kernel
     found = images.new_empty(len(images), high * wide + 1, rows * columns)
     seen = images.unfold(1, high, 1).unfold(2, wide, 1)  # (u, rows, columns, high, wide)
@@ -104,8 +103,8 @@ def _back(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The derivatives by the folded filters and bias (n, k + 1, C), and by the normed image (n, height, width).
 
-    In blocks of a feature map's rows, whose numbers stay in a processor's caches; within a block channels come last,
-    which gives all products matrices that are large enough to be fast.
+    Computed in blocks of a feature map's rows, which fit a processor's caches. Within a block channels come last, so
+    that all products have large matrices.
     """
     if not filters and not image:
         return None, None
@@ -142,7 +141,7 @@ def _rows_of(values: Tensor, of: Tensor, out: Tensor) -> Tensor:
 
 
 class _Work:
-    """Memory by name, with anything in it; what is taken is another's with the next call."""
+    """Reused memory by name, uninitialised; the next call with a name overwrites what it returned."""
 
     def __init__(self, like: Tensor) -> None:
         self._like, self._taken = like.new_empty(0), dict[str, Tensor]()
@@ -158,7 +157,7 @@ _OF_THREAD = threading.local()
 
 
 def _work(like: Tensor) -> _Work:
-    """On a CPU the same for all calls: new pages cost up to a fifth more time. A GPU's allocator keeps its memory."""
+    """Shared by all calls on a CPU, where new pages cost up to a fifth more time. A GPU's allocator keeps memory."""
     if like.is_cuda:
         return _Work(like)
     kept: dict[torch.dtype, _Work] = _OF_THREAD.__dict__.setdefault("kept", {})
@@ -166,7 +165,7 @@ def _work(like: Tensor) -> _Work:
 
 
 def _channels_last(model: ConvE) -> Tensor:
-    """The linear layer's weight with its columns in the order of positions, then channels: (d, T·C). Kept."""
+    """The linear layer's weight with its columns in the order of positions, then channels: (d, T·C); cached."""
     weight = model.fc.weight
     state = (weight.data_ptr(), weight._version, weight.dtype)
     if model.arranged is None or model.arranged[0] != state:
@@ -176,16 +175,13 @@ def _channels_last(model: ConvE) -> Tensor:
 
 
 def _rows_of_block(model: ConvE) -> int:
-    """On a CPU about 1,000 columns of the linear layer's weight; a GPU takes all at once."""
+    """Rows for about 1,000 columns of the linear layer's weight on a CPU; all rows on a GPU."""
     rows, columns = model.positions
     return rows if model.fc.weight.is_cuda else min(rows, -(-1024 // (columns * len(model.conv.weight))))
 
 
 def _filter_parts(model: ConvE, by_filters: Tensor) -> dict[str, Part]:
-    """From the derivatives by the folded filters and bias to those of the convolution and of the norm after it.
-
-    The norm's scale multiplies the convolution's output, whose products with anything are those of the filters.
-    """
+    """The derivatives by the convolution and the norm after it, from those by the folded filters and bias."""
     filters, (by_filter, by_shift) = model.conv.weight.flatten(1), (by_filters[:, :-1], by_filters[:, -1])
     deviation = _inverse_deviation(model.bn1)
     scale = model.bn1.weight * deviation
@@ -200,7 +196,6 @@ def _filter_parts(model: ConvE, by_filters: Tensor) -> dict[str, Part]:
 
 
 def _table_parts(model: ConvE, forward: _Forward, queries: Queries, found: Output, by_image: Tensor) -> dict[str, Part]:
-    """Of a table's rows: the query's own, and those of the tails."""
     halves = (by_image * (model.bn0.weight * _inverse_deviation(model.bn0))).chunk(
         2, 1 if model.stack == "height" else 2
     )
@@ -209,12 +204,12 @@ def _table_parts(model: ConvE, forward: _Forward, queries: Queries, found: Outpu
     index = torch.cat([queries.heads[queries.of][:, None], tails.index], 1)
     return {
         "entity": Rows(index, torch.cat([by_head[:, None], tails.values], 1), tails.spread),
-        "relation": relation_part(queries, by_relation.contiguous()),  # which lets go of the other half
+        "relation": relation_part(queries, by_relation.contiguous()),  # frees the other half
     }
 
 
 def bytes_of_result(model: ConvE, loss: Loss) -> int:
-    """See Model: with a query of its own, and of all parameters."""
+    """See Model: for an example with its own query, and all parameters."""
     n_slots, (channels, width) = n_candidates(loss), _sizes(model)
     n_numbers = sum(
         (
@@ -223,21 +218,21 @@ def bytes_of_result(model: ConvE, loss: Loss) -> int:
             3 * width,  # fc.bias, bn2
             channels * (math.prod(model.kernel) + 3),  # conv, bn1
             2 + 2,  # bn0; the loss and the score
-            2 * len(model.entity) + width + 3 if loss.reaches_all else 0,  # what is spread
+            2 * len(model.entity) + width + 3 if loss.reaches_all else 0,  # Spread
         )
     )
     return n_numbers * int(model.entity.element_size()) + 8 * (2 * n_slots + 5)
 
 
 def bytes_of_work(model: ConvE, loss: Loss) -> int:
-    """See Model: the result, what one has of a query, of a block, and of copies."""
+    """See Model: the result, the query, the block and copies."""
     n_slots, (channels, width), n_window = n_candidates(loss), _sizes(model), math.prod(model.kernel)
     in_block = _rows_of_block(model) * model.positions[1]
     n_numbers = sum(
         (
             (n_window + 1) * math.prod(model.positions),  # patches
             in_block * (3 * channels + 2 * n_window + 1),
-            channels * 3 * (n_window + 1),  # by_filters, and what parts are made from
+            channels * 3 * (n_window + 1),  # by_filters, and temporaries of the parts
             (2 * n_slots + 20) * width,
             3 * len(model.entity) if loss.reaches_all else 0,
         )

@@ -18,7 +18,7 @@ from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.workloads.tracin.kge.peeking import unreadable
 
 LOOKED_THROUGH = 20_000
-"""Names among which one that is like an unknown name is looked for; a dictionary may have millions."""
+"""Names searched for one like an unknown name; a dictionary may have millions."""
 
 CORRECT = "Correct it and plan again."
 
@@ -29,12 +29,12 @@ COMPRESSED = {
     b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
     b"PK\x03\x04": ("zip", "unzip"),
 }
-"""How files start that are no text, by what writes them, and what undoes it."""
+"""The first bytes of compressed files, with the program that wrote them and the command that decompresses them."""
 
 
 @dataclass(frozen=True)
 class Dictionary:
-    """The names of entities or relations, and their ids. `digest` is that of the file."""
+    """The names of entities or relations, and their ids. `digest` is the file's."""
 
     path: str
     ids: Mapping[str, int]
@@ -42,7 +42,7 @@ class Dictionary:
 
     @cached_property
     def size(self) -> int:
-        """The rows that a table needs for them: the largest id + 1. Ids may have gaps."""
+        """The rows that a table needs: the largest id + 1. Ids may have gaps."""
         return max(self.ids.values(), default=-1) + 1
 
     @cached_property
@@ -53,7 +53,7 @@ class Dictionary:
 
 @dataclass(frozen=True)
 class Graph:
-    """The training triples (n, 3) in line order, what their numbers mean, and the files' digests by path."""
+    """The training triples (n, 3) in line order, the dictionaries of their ids, and the files' digests by path."""
 
     train: NDArray[np.int64]
     entities: Dictionary
@@ -67,7 +67,7 @@ def read_graph(train: str | Path, entities: str | Path, relations: str | Path) -
     content = _read(train)
     triples = _triples(content, str(train), names, predicates)
     if not len(triples):
-        raise SlurmGPUError(f"{train} has no line; expected training triples. {CORRECT}")
+        raise SlurmGPUError(f"{train} is empty; expected training triples. {CORRECT}")
     digests = {str(train): _digest(content), str(entities): names.digest, str(relations): predicates.digest}
     return Graph(triples, names, predicates, digests)
 
@@ -87,20 +87,17 @@ def read_dictionary(path: str | Path) -> Dictionary:
         ids[name] = number
         lines[number] = line
     if not ids:
-        raise SlurmGPUError(f"{path} has no line; expected a name, a tab and an id in each. {CORRECT}")
+        raise SlurmGPUError(f"{path} is empty; expected lines of a name, a tab and an id. {CORRECT}")
     return Dictionary(str(path), ids, _digest(content))
 
 
 def read_triples(path: str | Path, entities: Dictionary, relations: Dictionary) -> NDArray[np.int64]:
-    """The triples (n, 3) of a file of lines `head`, tab, `relation`, tab, `tail`: row i is line i (0-based).
-
-    Nothing is sorted, and a line that is there twice is two rows.
-    """
+    """The triples (n, 3) in a file of lines `head`, tab, `relation`, tab, `tail`: row i is line i (0-based)."""
     return _triples(_read(path), str(path), entities, relations)
 
 
 def parse_triple(text: str, entities: Dictionary, relations: Dictionary) -> tuple[int, int, int]:
-    """(head, relation, tail) of one line; an ItemError says what is wrong with it."""
+    """The ids (head, relation, tail) of one line; ItemError for a wrong one."""
     fields = text.removesuffix("\n").removesuffix("\r").split("\t")
     if fields == [""]:
         raise ItemError("expected head, relation and tail separated by tabs, found an empty line.")
@@ -112,12 +109,12 @@ def parse_triple(text: str, entities: Dictionary, relations: Dictionary) -> tupl
 
 
 def triple_of(head: str, relation: str, tail: str, entities: Dictionary, relations: Dictionary) -> tuple[int, int, int]:
-    """The same of three names."""
+    """The ids of three names; ItemError for an unknown one."""
     return _id(head, entities, "head"), _id(relation, relations, "relation"), _id(tail, entities, "tail")
 
 
 def read_names(path: str | Path) -> Mapping[int, str]:
-    """The labels of entities by id, of a file of lines `label`, tab, `id`. Labels may be alike."""
+    """The labels of entities by id, from a file of lines `label`, tab, `id`. Labels may repeat."""
     labels: dict[int, str] = {}
     for line, label, number in _numbered(_read(path), str(path), "label"):
         if number in labels:
@@ -130,7 +127,7 @@ def read_names(path: str | Path) -> Mapping[int, str]:
 def read_edge_map(path: str | Path) -> Mapping[str, str]:
     """The labels of relations by their names in the dictionary, such as {"predicate:27": "biolink:treats"}.
 
-    The file maps what a relation says, JSON with a field `predicate` or any other text, to its name.
+    The file maps a relation's meaning, JSON with a field `predicate` or any other text, to its name.
     """
     expected = 'a JSON object such as {"{\\"predicate\\": \\"biolink:treats\\"}": "predicate:27"}'
     try:
@@ -143,11 +140,12 @@ def read_edge_map(path: str | Path) -> Mapping[str, str]:
     for meaning, name in content.items():
         if name in labels:
             raise SlurmGPUError(f"{path}: expected each relation once, found {name!r} twice. {CORRECT}")
-        labels[name] = _label(meaning)
+        labels[name] = label_of(meaning)
     return labels
 
 
-def _label(meaning: str) -> str:
+def label_of(meaning: str) -> str:
+    """The predicate of a relation that is described by JSON; else the text."""
     try:
         predicate = json.loads(meaning)["predicate"]
     except (ValueError, TypeError, KeyError):
@@ -163,8 +161,7 @@ def _read(path: str | Path) -> bytes:
     for start, (program, command) in COMPRESSED.items():
         if content.startswith(start):
             raise SlurmGPUError(
-                f"{path} is compressed by {program}; expected plain text. Decompress it ({command} {path}), and name "
-                f"the file that this leaves."
+                f"{path} is compressed by {program}; expected plain text. Decompress it ({command} {path})."
             )
     return content
 
@@ -174,7 +171,7 @@ def _digest(content: bytes) -> str:
 
 
 def _lines(content: bytes, path: str) -> Sequence[str]:
-    """The lines of a text, without their ends, a newline or CRLF. The input is cut in the same way."""
+    """The lines of a text without their ends, newlines or CRLF; inputs are split in the same way."""
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
@@ -186,7 +183,7 @@ def _lines(content: bytes, path: str) -> Sequence[str]:
 
 
 def _numbered(content: bytes, path: str, what: str) -> Iterable[tuple[int, str, int]]:
-    """Of each line its number, counted from 1, the text before the last tab, and the id behind it."""
+    """Each line's number from 1, the text before the last tab, and the id after it."""
     for line, text in enumerate(_lines(content, path), 1):
         name, tab, number = text.rpartition("\t")
         if not tab or not (number.isascii() and number.isdigit()):
@@ -208,7 +205,6 @@ def _triples(content: bytes, path: str, entities: Dictionary, relations: Diction
 
 
 def _refusal(lines: Sequence[str], path: str, entities: Dictionary, relations: Dictionary) -> SlurmGPUError:
-    """What is wrong with the first line that is wrong, and how many more there are."""
     first, n_wrong = "", 0
     for number, line in enumerate(lines, 1):
         fields = line.split("\t")
@@ -233,7 +229,6 @@ def _id(name: str, dictionary: Dictionary, role: str) -> int:
 
 
 def _like(name: str, known: Iterable[str]) -> str:
-    """A sentence that names the known name which is most like `name`, if any is."""
     near = (other for other in known if abs(len(other) - len(name)) <= 2)
     close = difflib.get_close_matches(name, itertools.islice(near, LOOKED_THROUGH), n=1, cutoff=0.8)
     return f" Did you mean {close[0]!r}?" if close else ""

@@ -1,14 +1,14 @@
-"""Which knowledge-graph model a checkpoint holds, by names and shapes alone; nothing here needs torch.
+"""Recognise the knowledge-graph model in a checkpoint by names and shapes alone; nothing here needs torch.
 
 Our names ("canonical"): ConvE has `entity` (N, d), `relation` (R, d), `bn0`, `conv`, `bn1`, `fc`, `bn2`, with `.weight`
 and `.bias`, and `.running_mean` and `.running_var` of the three norms, and `bias` (N,) if it has one for each tail.
 DistMult and TransE have `entity` (N, d) and `relation` (R, d). ComplEx has `entity` (N, 2d) and `relation` (R, 2d),
 real halves first.
 
-What the shapes cannot say is taken from the checkpoint's `config` or `model_config`, if it has one, under the keys
-`model` or `architecture`, `image` or `embedding_height` and `embedding_width`, `stack`, `inverse`, `norm`,
-`learning_rate`, `loss` and `label_smoothing`. What nothing says is refused, not guessed. `seed` and others tell
-trainings apart, and `dictionaries` which dictionaries the model was trained with.
+What the shapes leave open is read from the checkpoint's `config` or `model_config`, under the keys `model` or
+`architecture`, `image` or `embedding_height` and `embedding_width`, `stack`, `inverse`, `norm`, `learning_rate`, `loss`
+and `label_smoothing`. What is still open is an error, not a guess. `seed` and others tell trainings apart;
+`dictionaries` has digests of the dictionaries that the model was trained with.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
-from slurmgpu.workloads.tracin.kge.contents import learning_rate_in, state_of, told_in
 from slurmgpu.workloads.tracin.kge.graph import Dictionary
 from slurmgpu.workloads.tracin.kge.naming import NAMINGS, NO_PARAMETERS, Inverse, Naming, Stack, unwrapped
-from slurmgpu.workloads.tracin.kge.reshapes import ANOTHER, Shapes, check_sizes, image_of, image_told
+from slurmgpu.workloads.tracin.kge.peeking import learning_rate_in, state_of, told_in
 
 Architecture = Literal["conve", "distmult", "complex", "transe"]
+Shapes = Mapping[str, tuple[int, ...]]
+
+ANOTHER = 'Name your own model class instead: architecture = "file.py:Class".'
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a checkpoint holds, and under which names."""
+    """A checkpoint's model, and the names of its tensors."""
 
     architecture: Architecture
     n_entities: int
@@ -37,35 +39,34 @@ class Layout:
     n_relations: int
     """Rows of the relation table, inverse relations included."""
     embedding_dim: int
-    """d; of ComplEx the number of complex numbers, so its tables have 2d columns."""
+    """d; for ComplEx the number of complex numbers, so that its tables have 2d columns."""
     names: Mapping[str, str]
     """Canonical name -> key in the file's state dict."""
     inverse: Inverse | None = "none"
-    """Where the inverse of relation r lies: row 2r + 1 (r itself in 2r), row r + R / 2, or nowhere.
+    """Where the inverse of relation r is: row 2r + 1 (r itself in 2r), row r + R / 2, or nowhere.
 
-    Before `check` it is what the names imply, if they imply anything.
+    Before `check` it is what the names imply, if anything.
     """
     has_bias: bool = False
     """Whether each tail has a bias (ConvE)."""
     channels: int | None = None
     kernel: tuple[int, int] | None = None
     image: tuple[int, int] | None = None
-    """(height, width) of one embedding's image (ConvE); the two of head and relation are then stacked."""
+    """(height, width) of one embedding's image (ConvE); those of head and relation are then stacked."""
     stack: Stack | None = None
-    """Whether the two images lie one above the other, or side by side."""
+    """Whether the two images are one above the other, or side by side."""
     complex_pairs: bool = False
-    """Whether the file has real and imaginary parts in turn (ComplEx)."""
+    """Whether the file alternates real and imaginary parts (ComplEx)."""
     norm: float | None = None
     """The p of TransE's distance."""
     learning_rate: float | None = None
-    """That of the optimizer's state or of the config."""
+    """From the optimizer's state or the config."""
     loss: str | None = None
-    """The loss of training in its own words, where the checkpoint tells."""
-    label_smoothing: float | None = None
+    """The training loss as the config names it, if it does."""
     shapes: Shapes = field(default_factory=dict)
     """The shape of each tensor by its canonical name."""
     told: Mapping[str, Any] = field(default_factory=dict)
-    """The checkpoint's config, as it is."""
+    """The checkpoint's config."""
 
 
 def recognise(
@@ -77,10 +78,9 @@ def recognise(
     stack: str | None = None,
     norm: float | None = None,
 ) -> Layout:
-    """Which model a checkpoint's content is, by its names and the shapes of tensors or of their stand-ins.
+    """Recognise the model in a checkpoint's content by the names and shapes of its tensors or their stand-ins.
 
-    The settings `architecture`, `image`, `stack` and `norm` say what a checkpoint leaves open, and go before what it
-    says.
+    The settings `architecture`, `image`, `stack` and `norm` override what the checkpoint's config says.
     """
     state = state_of(content, path)
     keys = unwrapped(state)
@@ -89,7 +89,7 @@ def recognise(
         some = ", ".join(sorted(state)[:5])
         raise SlurmGPUError(
             f"{path}: expected the tables of entities and relations under names of PyKEEN, of ConvE or of slurmgpu, "
-            f'found {some} … Rename them, or name your model\'s class: architecture = "file.py:Class".'
+            f"found {some} … Rename them. {ANOTHER}"
         )
     shapes = {name: tuple(state[key].shape) for name, key in keys.items()}
     told = told_in(content)
@@ -105,30 +105,21 @@ def recognise(
         )
     names = {name: keys[key] for name, key in layout.names.items()}
     canonical = {name: shapes[key][:1] if name == "bias" else shapes[key] for name, key in layout.names.items()}
-    rate, loss, smoothing = learning_rate_in(content), told.get("loss"), told.get("label_smoothing")
-    return replace(
-        layout,
-        names=names,
-        shapes=canonical,
-        learning_rate=rate,
-        loss=loss if isinstance(loss, str) else None,
-        label_smoothing=float(smoothing) if isinstance(smoothing, (int, float)) else None,
-        told=told,
-    )
+    loss = told["loss"] if isinstance(told.get("loss"), str) else None
+    return replace(layout, names=names, shapes=canonical, learning_rate=learning_rate_in(content), loss=loss, told=told)
 
 
 def check(
     layout: Layout, path: str | Path, entities: Dictionary, relations: Dictionary, inverse: str | None = None
 ) -> Layout:
-    """The layout with what the dictionaries decide of inverse relations; refuses tables that do not fit them.
+    """The layout with the place of inverse relations; SlurmGPUError if the tables do not fit the dictionaries.
 
-    The setting `inverse` goes before what the checkpoint's names imply.
+    The setting `inverse` overrides what the checkpoint's names imply.
     """
     if layout.n_entities != entities.size:
         raise SlurmGPUError(
-            f"{path} has {layout.n_entities:,} rows of entities, and the ids of {entities.path} want "
-            f"{entities.size:,}. Take the dictionary that the model was trained with; a row that has no name needs "
-            f"a line with one, too."
+            f"{path} has {layout.n_entities:,} rows of entities, and the ids of {entities.path} need "
+            f"{entities.size:,}. Use the dictionary that the model was trained with; every row needs a name in it."
         )
     found, wanted = layout.n_relations, relations.size
     if inverse is not None and inverse not in get_args(Inverse):
@@ -140,21 +131,21 @@ def check(
     said = f"{path} has {found:,} rows of relations, and {relations.path} has ids for {wanted:,}"
     if found == wanted:
         raise SlurmGPUError(
-            f'{said}: one for each, so the model has no inverse relations, and inverse is "{inverse}". Leave inverse '
-            f'out, or set it to "none".'
+            f'{said}: the model has no inverse relations, but inverse is "{inverse}". Remove inverse, or set it to '
+            f'"none".'
         )
     if found == 2 * wanted and inverse == "none":
         raise SlurmGPUError(
-            f'{said}: half of them are inverse relations, and inverse is "none". Set it to where they lie, '
-            f'"interleaved" or "appended", or leave it out.'
+            f'{said}: half of them are inverse relations, but inverse is "none". Set it to "interleaved" or '
+            f'"appended", or remove it.'
         )
     if found == 2 * wanted:
         raise SlurmGPUError(
-            f"{said}: half of them are inverse relations, and nothing tells which. Set inverse to "
+            f"{said}: half of them are inverse relations, and the checkpoint does not say which. Set inverse to "
             f'"interleaved" (2r and 2r + 1, as PyKEEN does) or "appended" (r and r + {wanted:,}).'
         )
     raise SlurmGPUError(
-        f"{said}; expected as many, or twice as many with inverse relations. Take the dictionary that the "
+        f"{said}; expected the same number, or twice as many with inverse relations. Use the dictionary that the "
         f"model was trained with."
     )
 
@@ -169,8 +160,8 @@ def _two_tables(
     architecture = found.lower() if isinstance(found, str) else ""
     if architecture not in known:
         raise SlurmGPUError(
-            f"{path} holds a table of entities and one of relations, which DistMult, ComplEx and TransE all have. "
-            f"Set architecture to what it is: one of {', '.join(known)}."
+            f"{path} has a table of entities and one of relations, which fits DistMult, ComplEx and TransE. "
+            f"Set architecture to one of {', '.join(known)}."
         )
     is_complex = architecture == "complex"
     if width != other or (is_complex and width % 2):
@@ -180,7 +171,7 @@ def _two_tables(
         )
     if is_complex and naming.complex_as is None:
         raise SlurmGPUError(
-            f"{path}: nothing tells whether real and imaginary parts lie in turn or in halves. Save the tables as "
+            f"{path} does not say whether real and imaginary parts alternate or are in halves. Save the tables as "
             f"entity and relation, all real parts first."
         )
     return Layout(
@@ -196,12 +187,11 @@ def _two_tables(
 
 
 def _norm(told: Mapping[str, Any], path: str | Path, asked: float | None) -> float:
-    """The p of TransE's distance: what is asked for, or else what the checkpoint tells."""
     found = told.get("norm") if asked is None else asked
     if isinstance(found, bool) or not isinstance(found, (int, float)):
         raise SlurmGPUError(
-            f"{path}: nothing tells which norm the distance of TransE has, and its tensors fit any. Set norm to 1 or 2 "
-            f"as the model was trained; PyKEEN's default is 1."
+            f"{path} does not say which norm the distance of TransE has. Set norm to 1 or 2, as the model was trained; "
+            f"PyKEEN's default is 1."
         )
     return float(found)
 
@@ -223,12 +213,12 @@ def _conve(
     if naming.bias in shapes:
         names["bias"] = naming.bias
     found = _named(names, shapes, path, "ConvE")
-    check_sizes(found, path)
+    _check_sizes(found, path)
     stack = stack or told.get("stack") or naming.stack
     if stack not in get_args(Stack):
         raise SlurmGPUError(
-            f'{path}: nothing tells how the two images of ConvE lie. Set stack to "height" (one above the other, as '
-            f'in PyKEEN) or "width" (side by side).'
+            f'{path} does not say how the two images of ConvE are stacked. Set stack to "height" (one above the '
+            f'other, as in PyKEEN) or "width" (side by side).'
         )
     return Layout(
         architecture="conve",
@@ -240,13 +230,13 @@ def _conve(
         has_bias="bias" in names,
         channels=found["conv.weight"][0],
         kernel=(found["conv.weight"][2], found["conv.weight"][3]),
-        image=image_of(found, cast(Stack, stack), image_told(told) if image is None else image, path),
+        image=_image_of(found, cast(Stack, stack), _image_told(told) if image is None else image, path),
         stack=cast(Stack, stack),
     )
 
 
 def _named(names: Mapping[str, str], shapes: Shapes, path: str | Path, what: str) -> dict[str, tuple[int, ...]]:
-    """The shapes by canonical names; refuses parameters that have none, for they would be left out."""
+    """The shapes by canonical names; SlurmGPUError for parameters without one, which would be ignored."""
     others = [key for key in shapes.keys() - names.values() if not key.endswith(NO_PARAMETERS)]
     if others:
         raise SlurmGPUError(f"{path}: {what} has no {', '.join(sorted(others))}. {ANOTHER}")
@@ -258,6 +248,75 @@ def _named(names: Mapping[str, str], shapes: Shapes, path: str | Path, what: str
 
 
 def _inverse(naming: Naming, told: Mapping[str, Any]) -> Inverse | None:
-    """How inverse relations lie, if there are any."""
     found = told.get("inverse")
     return cast(Inverse, found) if found in get_args(Inverse) else naming.inverse
+
+
+def _check_sizes(shapes: Shapes, path: str | Path) -> None:
+    conv = shapes["conv.weight"]
+    if len(conv) != 4 or conv[1] != 1:
+        raise SlurmGPUError(f"{path}: expected a convolution (channels, 1, height, width), found {conv}. {ANOTHER}")
+    (n_entities, width), channels = shapes["entity"], conv[0]
+    expected = {"relation": (shapes["relation"][0], width), "fc.weight": (width, *shapes["fc.weight"][1:])}
+    sizes = {"bn0": 1, "conv": channels, "bn1": channels, "fc": width, "bn2": width}
+    expected |= {name: (sizes[name.split(".")[0]],) for name in shapes if "." in name and len(shapes[name]) == 1}
+    if "bias" in shapes:  # PyKEEN keeps it as a table of one column
+        expected["bias"] = (n_entities, *[1] * (len(shapes["bias"]) - 1))
+    for name, shape in expected.items():
+        if shapes[name] != shape:
+            raise SlurmGPUError(
+                f"{path}: expected {name} of shape {shape} beside {n_entities:,} entities, embeddings of {width} "
+                f"and {channels} channels, found {shapes[name]}. {ANOTHER}"
+            )
+
+
+def _image_of(shapes: Shapes, stack: Stack, asked: Sequence[int] | None, path: str | Path) -> tuple[int, int]:
+    """The (height, width) of one embedding's image: the one in the settings if it fits, else the only one that fits."""
+    fitting = {way: _fitting(shapes, way) for way in get_args(Stack)}
+    images = fitting[stack]
+    if asked is not None:
+        image = (asked[0], asked[1])
+        if image in images:
+            return image
+        other = next((way for way in fitting if image in fitting[way]), None)
+        hint = f'It fits with stack = "{other}".' if other else f"Images that fit: {_said(images) or 'none'}."
+        raise SlurmGPUError(f"{path}: an image of {_said([image])} does not fit {_fc(shapes)} {_way(stack)}. {hint}")
+    if len(images) == 1:
+        return images[0]
+    if not images:
+        raise SlurmGPUError(f"{path}: no image fits {_fc(shapes)} {_way(stack)}. {ANOTHER}")
+    raise SlurmGPUError(
+        f"{path}: {_said(images)} all fit {_fc(shapes)} {_way(stack)}. Set image to the [height, width] that the "
+        f"model was trained with."
+    )
+
+
+def _image_told(told: Mapping[str, Any]) -> tuple[int, int] | None:
+    found: Any = told.get("image") or (told.get("embedding_height"), told.get("embedding_width"))
+    if isinstance(found, (list, tuple)) and len(found) == 2 and all(isinstance(size, int) for size in found):
+        return found[0], found[1]
+    return None
+
+
+def _fitting(shapes: Shapes, stack: Stack) -> list[tuple[int, int]]:
+    width, (channels, _, *kernel) = shapes["entity"][1], shapes["conv.weight"]
+    found = []
+    for height in (size for size in range(1, width + 1) if width % size == 0):
+        image = (height, width // height)
+        whole = (2 * image[0], image[1]) if stack == "height" else (image[0], 2 * image[1])
+        rows, columns = (size - cut + 1 for size, cut in zip(whole, kernel, strict=True))
+        if min(rows, columns) > 0 and channels * rows * columns == shapes["fc.weight"][1]:
+            found.append(image)
+    return found
+
+
+def _fc(shapes: Shapes) -> str:
+    return f"the {shapes['fc.weight'][1]:,} inputs of fc for embeddings of {shapes['entity'][1]}"
+
+
+def _way(stack: Stack) -> str:
+    return "with the images one above the other" if stack == "height" else "with the images side by side"
+
+
+def _said(images: Sequence[tuple[int, int]]) -> str:
+    return " and ".join(f"{height}×{width}" for height, width in images)

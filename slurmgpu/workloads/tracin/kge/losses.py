@@ -1,15 +1,14 @@
 """Losses of a triple: their values, and their derivatives by the scores.
 
 s_k is the score of entity k as the tail of the triple's query, t the triple's own tail, N the number of entities,
-σ the logistic function. Each loss is written twice: as what it is, for autograd (`plain`), and as its derivative by
-the scores, with what examples of one query share kept apart (`of_scores`); a test compares the two.
+σ the logistic function. Each loss is written twice: as a formula for autograd (`plain`), and as its derivative by the
+scores, in which the examples of one query share a part (`of_scores`). A test compares the two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,8 +21,8 @@ from slurmgpu.workloads.tracin.kge.queries import Known, Queries
 class Deltas:
     """The derivatives of n losses by the scores of their queries.
 
-    Example i has `values[i, s]` at entity `index[i, s]` (n, s), -1 being none, with value 0; and, if the loss reaches
-    all entities, `scale[i]` · `dense[of[i]]` besides: (n,), None for 1, and (u, N).
+    Example i has `values[i, s]` at entity `index[i, s]` (n, s); index -1 is no entity, with value 0. If the loss
+    reaches all entities, `scale[i]` · `dense[of[i]]` is added: (n,), None for 1, and (u, N).
     """
 
     index: Tensor
@@ -32,31 +31,38 @@ class Deltas:
     scale: Tensor | None = None
 
 
-class Loss(Protocol):
-    """A loss of one triple. `reaches_all` says whether it depends on the scores of all entities."""
+class Loss:
+    """A loss of one triple; these defaults are for the score of its tail alone.
 
-    reaches_all: bool
+    `reaches_all` says whether the loss depends on the scores of all entities.
+    """
+
+    reaches_all = False
 
     def candidates(self, queries: Queries) -> Tensor:
-        """The entities whose scores the loss is of (n, s), the tail first; not of losses that reach all."""
+        """The entities whose scores the loss depends on (n, s), the tail first; unless it reaches all."""
+        return queries.tails[:, None]
 
     def of_scores(self, scores: Tensor, queries: Queries) -> tuple[Tensor, Deltas]:
         """The losses (n,) and their derivatives, from scores (u, N) if the loss reaches all, else (n, s)."""
+        raise NotImplementedError
 
     def targets(self, queries: Queries, n_entities: int) -> tuple[Tensor, ...]:
-        """What `plain` takes beside scores, each of length n."""
+        """The arguments of `plain` beside the scores, each of length n."""
+        return (queries.tails,)
 
     def plain(self, rows: Tensor, *targets: Tensor) -> Tensor:
         """The losses (n,) from the scores of all entities for each example (n, N), differentiable."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class _Best:
     """Each query's best entity (u,), which dense derivatives leave out.
 
-    Where a model is sure of a tail, the dense derivative there and the tail's own almost cancel, and in float32 nothing
-    right would be left of a small gradient. Elsewhere nothing cancels: with a high score at another entity than the
-    tail, the gradient is large. `is_tail` (n,): whether it is the example's tail.
+    Where a model is sure of a tail, the dense derivative there and the tail's own almost cancel, and float32 would lose
+    a small gradient. Nothing cancels elsewhere: if another entity than the tail has a high score, the gradient is
+    large. `is_tail` (n,): whether the best entity is the example's tail.
     """
 
     entities: Tensor
@@ -65,7 +71,7 @@ class _Best:
 
     @classmethod
     def of(cls, scores: Tensor, queries: Queries) -> _Best:
-        """That of the highest score (u, N)."""
+        """The entities with the highest of the scores (u, N)."""
         entities = scores.argmax(1)
         return cls(entities, queries, entities[queries.of] == queries.tails)
 
@@ -78,7 +84,7 @@ class _Best:
         return values.scatter_(1, self.entities[:, None], 0)
 
     def choose(self, if_tail: Tensor, otherwise: Tensor) -> Tensor:
-        """Of two values of each query (u,), those of n examples."""
+        """One of two values of each query (u,) for each of n examples."""
         return torch.where(self.is_tail, if_tail[self.queries.of], otherwise[self.queries.of])
 
     def slots(self, if_tail: Tensor, otherwise: Tensor, at_tail: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,46 +93,24 @@ class _Best:
         return index, torch.stack([self.choose(if_tail, otherwise), at_tail], dim=1)
 
 
-@dataclass(frozen=True)
-class Positive:
+class Positive(Loss):
     """-log σ(s_t): the binary cross-entropy of the triple alone."""
-
-    reaches_all = False
-
-    def candidates(self, queries: Queries) -> Tensor:
-        """See Loss."""
-        return queries.tails[:, None]
 
     def of_scores(self, scores: Tensor, queries: Queries) -> tuple[Tensor, Deltas]:
         """See Loss."""
         return functional.softplus(-scores[:, 0]), Deltas(queries.tails[:, None], -torch.sigmoid(-scores))
-
-    def targets(self, queries: Queries, n_entities: int) -> tuple[Tensor, ...]:
-        """See Loss."""
-        return (queries.tails,)
 
     def plain(self, rows: Tensor, *targets: Tensor) -> Tensor:
         """See Loss."""
         return -functional.logsigmoid(rows.gather(1, targets[0][:, None])[:, 0])
 
 
-@dataclass(frozen=True)
-class Score:
-    """-s_t: no loss that one trains with, but influence on the score itself."""
-
-    reaches_all = False
-
-    def candidates(self, queries: Queries) -> Tensor:
-        """See Loss."""
-        return queries.tails[:, None]
+class Score(Loss):
+    """-s_t: not a loss to train with; it gives the influence on the score itself."""
 
     def of_scores(self, scores: Tensor, queries: Queries) -> tuple[Tensor, Deltas]:
         """See Loss."""
         return -scores[:, 0], Deltas(queries.tails[:, None], torch.full_like(scores, -1))
-
-    def targets(self, queries: Queries, n_entities: int) -> tuple[Tensor, ...]:
-        """See Loss."""
-        return (queries.tails,)
 
     def plain(self, rows: Tensor, *targets: Tensor) -> Tensor:
         """See Loss."""
@@ -134,16 +118,15 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Sampled:
-    """The mean of -log σ(s_t) and, of K other entities, -log σ(-s_k).
+class Sampled(Loss):
+    """The mean of -log σ(s_t) and of -log σ(-s_k) for K other entities.
 
-    Which ones belongs to the triple and the seed; that one of them may be a true tail is not looked at.
+    The entities depend on the triple and the seed alone; they may include true tails.
     """
 
     n_negatives: int
     n_entities: int
     seed: int = 0
-    reaches_all = False
 
     def candidates(self, queries: Queries) -> Tensor:
         """See Loss."""
@@ -174,15 +157,11 @@ class Sampled:
 
 
 @dataclass(frozen=True)
-class OneToAll:
+class OneToAll(Loss):
     """mean_k BCE(s_k, y_k) with y_k = ε/N + (1-ε)[k = t]: 1-N scoring, of one triple at a time."""
 
     label_smoothing: float
     reaches_all = True
-
-    def candidates(self, queries: Queries) -> Tensor:
-        """See Loss."""
-        raise NotImplementedError
 
     def of_scores(self, scores: Tensor, queries: Queries) -> tuple[Tensor, Deltas]:
         """See Loss."""
@@ -199,20 +178,16 @@ class OneToAll:
 
 
 @dataclass(frozen=True)
-class OneToMany:
+class OneToMany(Loss):
     """The triple's share of its query's 1-N loss, in which all tails of training triples, and its own, are true.
 
-    mean_k BCE(s_k, y_k) / n with y_k = ε/N + (1-ε)[k is true] and n true tails: the shares of a query's training
-    triples, each taken once, add up to what ConvE is trained with.
+    mean_k BCE(s_k, y_k) / n with y_k = ε/N + (1-ε)[k is true] and n true tails. The shares of a query's training
+    triples add up to ConvE's training loss.
     """
 
     label_smoothing: float
     known: Known
     reaches_all = True
-
-    def candidates(self, queries: Queries) -> Tensor:
-        """See Loss."""
-        raise NotImplementedError
 
     def of_scores(self, scores: Tensor, queries: Queries) -> tuple[Tensor, Deltas]:
         """See Loss."""
@@ -239,15 +214,10 @@ class OneToMany:
         return labels
 
 
-@dataclass(frozen=True)
-class CrossEntropy:
+class CrossEntropy(Loss):
     """-log softmax(s)_t."""
 
     reaches_all = True
-
-    def candidates(self, queries: Queries) -> Tensor:
-        """See Loss."""
-        raise NotImplementedError
 
     def of_scores(self, scores: Tensor, queries: Queries) -> tuple[Tensor, Deltas]:
         """See Loss."""
@@ -261,17 +231,13 @@ class CrossEntropy:
         at_tail = torch.full_like(losses, -1).where(~best.is_tail, 0)
         return losses, Deltas(*best.slots(-others, highest, at_tail), dense)
 
-    def targets(self, queries: Queries, n_entities: int) -> tuple[Tensor, ...]:
-        """See Loss."""
-        return (queries.tails,)
-
     def plain(self, rows: Tensor, *targets: Tensor) -> Tensor:
         """See Loss."""
         return functional.cross_entropy(rows, targets[0], reduction="none")
 
 
 def find_loss(name: str, *, n_entities: int, known: Callable[[], Known], label_smoothing: float, seed: int) -> Loss:
-    """The loss that a setting names: one of losses' NAMES, or "ns:K" with K negatives."""
+    """The loss that a setting names: one of settings.LOSSES, or "ns:K" with K negatives."""
     if name.startswith("ns:"):
         return Sampled(int(name.removeprefix("ns:")), n_entities, seed)
     if name == "kvsall":
@@ -287,12 +253,13 @@ def _smoothed_deltas(
 ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
     """Losses (n,) and derivatives of mean_k BCE(s_k, y_k), with y_k = ε/N + (1-ε)[k is the tail, or labelled].
 
-    Of scores and labels (u, N). The derivatives come as index and values (n, 2), and what examples share (u, N).
+    From scores and labels (u, N). The derivatives are an index and values (n, 2), and the part that examples share
+    (u, N).
     """
     n_entities, low = scores.shape[1], label_smoothing / scores.shape[1]
     best = _Best.of(scores if labels is None else scores.masked_fill(labels, -torch.inf), queries)
     losses, deltas = functional.softplus(scores) - low * scores, torch.sigmoid(scores) - low
-    # Of a true entity σ(s) - 1 is -σ(-s), of which more is left.
+    # For a true entity σ(s) - 1 is computed as -σ(-s), which is more precise.
     sure = label_smoothing - low
     best_scores = best.at(scores)
     best_loss = functional.softplus(-best_scores) + sure * best_scores
@@ -315,7 +282,7 @@ def _smoothed_bce(rows: Tensor, labels: Tensor, label_smoothing: float) -> Tenso
 
 
 def _mixed(values: Tensor) -> Tensor:
-    """Whole numbers mixed well (the finalizer of splitmix64, on int64 that wraps), so that seeded draws are even."""
+    """Hashed integers, for even seeded draws: the finalizer of splitmix64, on int64 that wraps."""
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         values = (values ^ ((values >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return values ^ ((values >> 31) & ((1 << 33) - 1))

@@ -1,4 +1,4 @@
-"""Under which names programs keep the parameters of knowledge-graph models, and what a program's names imply."""
+"""The names that programs give the parameters of knowledge-graph models, and what these names imply."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Inverse = Literal["interleaved", "appended", "none"]
 
 NORMS = ("bn0", "bn1", "bn2")
 LAYERS = ("bn0", "conv", "bn1", "fc", "bn2")
-"""ConvE's, in the order in which they are computed; each has a weight and a bias."""
+"""ConvE's layers, in order; each has a weight and a bias."""
 
 WRAPPERS = ("_orig_mod.", "module.")
-"""What torch.compile and DistributedDataParallel put before each name."""
+"""Prefixes that torch.compile and DistributedDataParallel add to each name."""
 
 NO_PARAMETERS = (".num_batches_tracked", ".regularizer.weight", ".regularizer.regularization_term")
 """Endings of names that no score depends on."""
@@ -22,10 +22,10 @@ NO_PARAMETERS = (".num_batches_tracked", ".regularizer.weight", ".regularizer.re
 
 @dataclass(frozen=True)
 class Naming:
-    """A program's names: of the tables, of each tail's bias, and of ConvE's layers.
+    """A program's names of the tables, of each tail's bias, and of ConvE's layers.
 
-    `stack` and `inverse` are how the program lays out ConvE's images and the relation table, None if it may do either;
-    `complex_as` how it lays out complex numbers: real and imaginary parts in turn, or all real ones first.
+    `stack` and `inverse` are the program's layout of ConvE's images and of the relation table, None if it varies;
+    `complex_as` is its layout of complex numbers: alternating real and imaginary parts, or all real parts first.
     """
 
     program: str
@@ -38,14 +38,14 @@ class Naming:
     complex_as: Literal["pairs", "halves"] | None = None
 
     def is_of(self, keys: Iterable[str]) -> bool:
-        """Whether a state dict has these names: the tables', and that of a layer that tells it from a like one."""
+        """Whether a state dict has these names; CONVERTED differs from PYKEEN in one layer only."""
         keys = set(keys)
         return {self.entity, self.relation} <= keys and (
             self is not CONVERTED or f"{self.layers['bn2']}.running_mean" in keys
         )
 
     def conve(self) -> dict[str, str]:
-        """The key of each of ConvE's tensors by its canonical name, but for the bias."""
+        """The keys of ConvE's tensors by canonical name, without the bias."""
         names = {"entity": self.entity, "relation": self.relation}
         for layer in LAYERS:
             kinds = ("weight", "bias", "running_mean", "running_var") if layer in NORMS else ("weight", "bias")
@@ -81,7 +81,7 @@ ORIGINAL = Naming(
     inverse="appended",
 )
 CONVERTED = Naming(
-    "convert_checkpoint.py",  # the same model under PyKEEN's names, but for one
+    "convert_checkpoint.py",  # the same model under PyKEEN's names, except one
     PYKEEN.entity,
     PYKEEN.relation,
     PYKEEN.bias,
@@ -101,7 +101,7 @@ NAMINGS = (OWN, CONVERTED, PYKEEN, ORIGINAL, DETTMERS)
 
 
 def unwrapped(keys: Iterable[str]) -> dict[str, str]:
-    """The key of each name without what wrappers put before it."""
+    """The keys by name without wrappers' prefixes."""
     found = {}
     for key in keys:
         name = key
@@ -109,3 +109,9 @@ def unwrapped(keys: Iterable[str]) -> dict[str, str]:
             name = name.removeprefix(WRAPPERS[0]).removeprefix(WRAPPERS[1])
         found[name] = key
     return found
+
+
+def group_of(name: str) -> str:
+    """The group of a parameter: entity, relation, conv, norm, fc or bias; for a user's model its top-level module."""
+    module = name.split(".")[0]
+    return "norm" if module in NORMS else module

@@ -1,9 +1,13 @@
-"""What models share that score an entity by a dot product, s_k = e_k · v + b_k: losses, deltas and the table's part."""
+"""What models share: losses and derivatives by scores, and the gradients of tables.
+
+Entities are scored by a dot product, s_k = e_k · v + b_k.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from slurmgpu.influence.tables import Rows, Spread
@@ -22,7 +26,7 @@ class Output:
 
 
 def output(vectors: Tensor, table: Tensor, bias: Tensor | None, queries: Queries, loss: Loss) -> Output:
-    """From query vectors (u, d), the table of entities (N, d) and its bias (N,)."""
+    """The output from query vectors (u, d), the table of entities (N, d) and its bias (N,)."""
     if not loss.reaches_all:
         candidates = loss.candidates(queries)
         rows = table[candidates]  # (n, s, d)
@@ -45,7 +49,7 @@ def output(vectors: Tensor, table: Tensor, bias: Tensor | None, queries: Queries
 
 
 def table_part(found: Output, vectors: Tensor, queries: Queries) -> Rows:
-    """The gradient of the table as that by which entities are scored."""
+    """The gradient of the table of entities, as the tails' rows."""
     deltas = found.deltas
     values = deltas.values[:, :, None] * vectors[queries.of][:, None, :]
     return Rows(deltas.index, values, _spread(deltas, vectors, queries))
@@ -56,6 +60,19 @@ def bias_part(found: Output, queries: Queries) -> Rows:
     deltas = found.deltas
     ones = deltas.values.new_ones(len(queries.heads), 1)
     return Rows(deltas.index, deltas.values[:, :, None], _spread(deltas, ones, queries))
+
+
+def relation_part(queries: Queries, by_relation: Tensor) -> Rows:
+    """The gradient of the table of relations: one row (n, w) for each example."""
+    return Rows(queries.relations[queries.of][:, None], by_relation[:, None])
+
+
+def n_candidates(loss: Loss) -> int:
+    """The number of entities that a loss has for each example, beside all that it may reach."""
+    if loss.reaches_all:
+        return 2
+    zero = torch.zeros(1, dtype=torch.long)
+    return int(loss.candidates(Queries(zero, zero, zero, zero)).shape[1])
 
 
 def _spread(deltas: Deltas, vectors: Tensor, queries: Queries) -> Spread | None:

@@ -1,8 +1,8 @@
-"""What is in a checkpoint of PyTorch, without PyTorch: the machine that plans a run may have none.
+"""Read a PyTorch checkpoint without PyTorch, which the machine that plans a run may lack.
 
-A checkpoint is a zip archive whose `data.pkl` says what the tensors are, and whose other files are their bytes. Of the
-former a stand-in for each tensor is made; the bytes are not read. Nothing that a file names is ever called, but for the
-few functions below. What NumPy wrote, such as the state of its random numbers in PyKEEN's own checkpoints, is left out.
+A checkpoint is a zip archive: `data.pkl` describes the tensors, the other files are their bytes. Only `data.pkl` is
+read, and each tensor becomes a stand-in. Nothing that a file names is called except the few functions below. Objects of
+NumPy, such as the random state in PyKEEN's own checkpoints, are left out.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from typing import Any
 from slurmgpu.errors import SlurmGPUError
 
 PLAIN = {"builtins", "collections", "torch"}
-"""Packages of which `torch.load(weights_only=True)` itself knows some classes; of others it refuses all."""
+"""Packages some of whose classes `torch.load(weights_only=True)` reads; it refuses all others."""
 
 WEIGHTS = "torch.save(model.state_dict(), PATH)"
+
+SECTIONS = ("model_state_dict", "state_dict")
+"""Keys under which a checkpoint has the model's state dict, if it is not one itself."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +37,11 @@ class Shape:
 
 
 class UnknownGlobalError(Exception):
-    """A file names something that is not among the few that are known here."""
+    """A file names a class or function that is not known here."""
 
 
 def peek(path: str | Path) -> Mapping[str, Any] | None:
-    """What a checkpoint holds, with a Shape for each tensor; None if only PyTorch can tell."""
+    """A checkpoint's content, with a Shape for each tensor; None if only PyTorch can read it."""
     if not _is_archive(path):
         return None
     try:
@@ -60,23 +63,49 @@ def peek(path: str | Path) -> Mapping[str, Any] | None:
     return content
 
 
+def state_of(content: Mapping[str, Any], path: str | Path) -> Mapping[str, Any]:
+    """The state dict in a checkpoint's content, at its top or in one of SECTIONS."""
+    state = next((content[key] for key in SECTIONS if isinstance(content.get(key), Mapping)), content)
+    others = [key for key, value in state.items() if not hasattr(value, "shape")]
+    if not state or others:
+        keys = ", ".join(map(str, list(content)[:8])) or "nothing"
+        raise SlurmGPUError(
+            f"{path}: expected a model's state dict, or one under {' or '.join(SECTIONS)}, found {keys}. "
+            f"Write it with {WEIGHTS}."
+        )
+    return state
+
+
+def told_in(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config in a checkpoint's content, which describes model and training."""
+    found = [content[key] for key in ("config", "model_config") if isinstance(content.get(key), Mapping)]
+    return {key: value for config in found for key, value in config.items()}
+
+
+def learning_rate_in(content: Mapping[str, Any]) -> float | None:
+    """The learning rate in a checkpoint's optimizer, or else in its config."""
+    optimizer = content.get("optimizer_state_dict")
+    groups = optimizer.get("param_groups", ()) if isinstance(optimizer, Mapping) else ()
+    rates = {group["lr"] for group in groups if isinstance(group.get("lr"), float)}
+    rate = rates.pop() if len(rates) == 1 else told_in(content).get("learning_rate")
+    return float(rate) if isinstance(rate, (int, float)) else None
+
+
 def refusal(path: str | Path, found: str) -> str:
     """The sentence for a file that holds something else than weights."""
     return (
-        f"{path} holds {found}, and reading that would run code out of the file; expected the weights alone. Load it "
-        f"once where you trust it, with torch.load(PATH, weights_only=False), and write them with {WEIGHTS}."
+        f"{path} holds {found}, and reading that would run code from the file; expected the weights alone. If you "
+        f"trust the file, load it once with torch.load(PATH, weights_only=False), and write the weights with {WEIGHTS}."
     )
 
 
 def damaged(path: str | Path, found: str) -> SlurmGPUError:
     """The error for a file that ends too early or holds something else."""
-    return SlurmGPUError(
-        f"{path}: expected a checkpoint of PyTorch, whole, found none ({found}). Copy or save it once more."
-    )
+    return SlurmGPUError(f"{path} is no complete checkpoint of PyTorch ({found}). Copy or save it again.")
 
 
 def _is_archive(path: str | Path) -> bool:
-    """Whether a file is in today's format; not, if it is in the one before PyTorch 1.6."""
+    """Whether a file has the zip format; before PyTorch 1.6 it was a pickle."""
     try:
         with open(path, "rb") as file:
             start = file.read(4)
@@ -99,24 +128,12 @@ def _index_of(names: list[str], path: str | Path) -> str:
 
 
 def unreadable(path: str | Path, error: OSError) -> SlurmGPUError:
-    """The error for a file that the system does not give."""
-    return SlurmGPUError(f"cannot read {path}: {error.strerror}. Correct the path, and plan again.")
-
-
-def _tensor(storage: str, offset: int, size: tuple[int, ...], *_others: object) -> Shape:
-    return Shape(tuple(size), storage)
-
-
-def _typed_tensor(storage: str, offset: int, size: tuple[int, ...], *others: Any) -> Shape:
-    return Shape(tuple(size), others[3])  # stride, requires_grad, hooks, dtype
-
-
-def _parameter(tensor: Shape, *_others: object) -> Shape:
-    return tensor
+    """The error for a file that cannot be read."""
+    return SlurmGPUError(f"Cannot read {path}: {error.strerror}. Correct the path, and plan again.")
 
 
 class LeftOut:
-    """What stands for an object of NumPy, whatever it is made from: nothing of it is kept but a type's name."""
+    """The stand-in for any object of NumPy; it keeps nothing but a type's name."""
 
     def __init__(self, *args: object) -> None:
         self.name = args[0] if args and isinstance(args[0], str) else ""
@@ -126,18 +143,12 @@ class LeftOut:
 
 
 def _number(dtype: LeftOut, data: bytes = b"") -> float | LeftOut:
-    """A number of NumPy, such as a learning rate may be."""
     code = {"f8": "<d", "f4": "<f", "i8": "<q", "i4": "<i"}.get(dtype.name)
     return LeftOut() if code is None else float(struct.unpack(code, data)[0])
 
 
-def _bytes(text: str, _encoding: str = "latin1") -> bytes:
-    """Bytes as older protocols of pickle have them."""
-    return text.encode("latin1")
-
-
 STAND_INS: Mapping[str, Any] = {
-    "_codecs.encode": _bytes,
+    "_codecs.encode": lambda text, _encoding="latin1": text.encode("latin1"),  # bytes in older pickle protocols
     "numpy.dtype": LeftOut,
     "numpy.ndarray": LeftOut,
     **{
@@ -150,15 +161,16 @@ STAND_INS: Mapping[str, Any] = {
         )
     },
 }
-"""What takes the place of names, both here and where PyTorch reads the tensors."""
+"""Replacements of names, both here and where PyTorch reads the tensors."""
 
-FUNCTIONS = {
+FUNCTIONS: Mapping[str, Any] = {
     "collections.OrderedDict": collections.OrderedDict,
     "builtins.set": set,
     "torch.Size": tuple,
-    "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch._utils._rebuild_tensor_v3": _typed_tensor,
-    "torch._utils._rebuild_parameter": _parameter,
+    # storage, offset, size, stride, requires_grad, hooks, dtype
+    "torch._utils._rebuild_tensor_v2": lambda storage, _offset, size, *_: Shape(tuple(size), storage),
+    "torch._utils._rebuild_tensor_v3": lambda _storage, _offset, size, *others: Shape(tuple(size), others[3]),
+    "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
 }
 
 STORAGES = {
@@ -180,10 +192,8 @@ DTYPES = {*STORAGES.values(), "uint16", "uint32", "uint64"}
 
 
 class _Reader(pickle.Unpickler):
-    """Makes the stand-ins, and refuses every other name."""
-
     def find_class(self, module: str, name: str) -> Any:
-        """What a name in the file stands for."""
+        """The stand-in for a name in the file."""
         path = f"{module}.{name}"
         for known in (FUNCTIONS, STAND_INS):
             if path in known:
@@ -196,5 +206,5 @@ class _Reader(pickle.Unpickler):
         raise UnknownGlobalError(path)
 
     def persistent_load(self, identity: Any) -> str:
-        """A storage: ("storage", its dtype, the name of its file, where it was, how many numbers)."""
+        """The dtype of a storage: ("storage", dtype, file name, device, count)."""
         return str(identity[1])

@@ -1,4 +1,4 @@
-"""Queries: what a row of scores belongs to, and which tails the training triples give it."""
+"""Queries, each with a row of scores, and the tails that training triples have for them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from slurmgpu.workloads.tracin.kge.naming import Inverse
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Queries:
 
     @classmethod
     def of_examples(cls, heads: Tensor, relations: Tensor, tails: Tensor, n_relations: int) -> Queries:
-        """From n heads, rows of the relation table and tails; in the order of heads, then relations."""
+        """The queries of n heads, rows of the relation table and tails, ordered by head, then relation."""
         keys, of = torch.unique(heads * n_relations + relations, return_inverse=True)
         return cls(keys // n_relations, keys % n_relations, of, tails)
 
@@ -31,9 +33,10 @@ class Queries:
 
 
 class Known:
-    """The tails that training triples have for each query, each once."""
+    """The tails of triples (n, 3) with rows of the relation table, by query, each once."""
 
-    def __init__(self, heads: Tensor, relations: Tensor, tails: Tensor, n_relations: int) -> None:
+    def __init__(self, triples: Tensor, n_relations: int) -> None:
+        heads, relations, tails = triples.T
         self._n_relations = n_relations
         pairs = torch.unique(torch.stack([heads * n_relations + relations, tails], dim=1), dim=0)
         self._keys, self._tails = pairs[:, 0].contiguous(), pairs[:, 1].contiguous()
@@ -46,3 +49,20 @@ class Known:
         query = torch.repeat_interleave(torch.arange(len(keys), device=keys.device), counts)
         within = torch.arange(len(query), device=keys.device) - (counts.cumsum(0) - counts)[query]
         return query, self._tails[start[query] + within]
+
+
+def rows_of(inverse: Inverse | None, n_relations: int) -> tuple[Tensor, Tensor | None]:
+    """The rows (R,) of relations in the model's table, and those of their inverses, if it has any."""
+    relations = torch.arange(n_relations)
+    if inverse == "interleaved":
+        return 2 * relations, 2 * relations + 1
+    return relations, relations + n_relations if inverse == "appended" else None
+
+
+def with_rows(triples: Tensor, rows: Tensor, inverse_rows: Tensor | None) -> Tensor:
+    """Triples (n, 3) with rows of the table for relations, followed by their inverses if `inverse_rows` are given."""
+    heads, relations, tails = triples.T
+    found = [torch.stack([heads, rows[relations], tails], dim=1)]
+    if inverse_rows is not None:
+        found.append(torch.stack([tails, inverse_rows[relations], heads], dim=1))
+    return torch.cat(found)

@@ -1,19 +1,19 @@
-"""Which training triples lie near a test triple: the replaced system's filter by hops and degree, as a mask.
+"""Which training triples are near a test triple: the replaced system's filter by hops and degree, as a mask.
 
 The training triples are read as edges without direction. For a test triple (h, r, t), an edge is kept if
 
-- both its ends are h, t, or within `n_hops` of h and of t both; and
-- it touches h or t (`preserve_test_edges`), or one of its ends has `min_degree` different neighbours or more, of which
-  those count that lie with that end within `n_hops` of h, or within `n_hops` of t; and
-- with `path_filtering`, all four distances are `n_hops` at most, and along the edge, in one of its two directions, the
-  distance from h does not fall and that from t does not rise; the distance of its start from h and that of its end from
-  t are together `max_total_path_length` at most, if that is set, the edge itself not counted.
+1. each of its ends is h or t, or is within `n_hops` of both h and t; and
+2. it touches h or t (`preserve_test_edges`), or one of its ends has at least `min_degree` different neighbours, where
+   only those count that are, like that end, within `n_hops` of h, or within `n_hops` of t; and
+3. with `path_filtering`, all four distances are at most `n_hops`, and in one of the edge's two directions the distance
+   from h does not fall and the distance to t does not rise. If `max_total_path_length` is set, the distances from h to
+   the edge's start and from its end to t add up to at most that, without the edge itself.
 
-`strict_path_filtering` leaves the second rule out. `strict_hop_constraint` asks both ends to be within `n_hops` of h
-or of t, which the first rule implies: it changes nothing, and did not in the replaced system. The rules are those of
-its default back end; its two others count paths and degrees somewhat otherwise.
+`strict_path_filtering` drops rule 2. `strict_hop_constraint` requires both ends within `n_hops` of h or of t, which
+rule 1 implies: it changes nothing, as in the replaced system. The rules are those of that system's default back end;
+its two others count paths and degrees differently.
 
-A bit stands for a test triple: 64 of them are searched at once, in one pass over the edges for each hop.
+Each test triple is one bit: 64 of them are searched at once, in one pass over the edges for each hop.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from slurmgpu.errors import SlurmGPUError
-
 Bits = NDArray[np.uint64]
-"""(words, …): bit i of word w is that of test triple 64w + i."""
+"""(words, …): bit i of word w belongs to test triple 64w + i."""
 
 
 @dataclass(frozen=True)
@@ -42,17 +40,6 @@ class ReachOptions:
     max_total_path_length: int | None = None
     strict_path_filtering: bool = False
 
-    def __post_init__(self) -> None:
-        for name, value, least in (("n_hops", self.n_hops, 1), ("min_degree", self.min_degree, 0)):
-            if value < least:
-                raise SlurmGPUError(f"{name} is {value}; expected {least} or more.")
-        if not self.path_filtering:
-            for name in ("max_total_path_length", "strict_path_filtering"):
-                if getattr(self, name) not in (None, False):
-                    raise SlurmGPUError(f"{name} is about path_filtering, which is not set. Set it, too.")
-        elif self.max_total_path_length is not None and self.max_total_path_length < 0:
-            raise SlurmGPUError(f"max_total_path_length is {self.max_total_path_length}; expected 0 or more.")
-
 
 class Reach:
     """The training graph (n, 3), ready to be searched."""
@@ -66,7 +53,7 @@ class Reach:
         self._rounds = _rounds(degrees)
 
     def mask(self, tests: NDArray[np.int64]) -> Mask:
-        """The mask for test triples (m, 3); it takes (n_hops + 2) / 4 bytes for each of them and each entity."""
+        """The mask for test triples (m, 3); it needs (n_hops + 2) / 4 bytes for each of them and each entity."""
         by_head, by_tail = self._hops(tests[:, 0]), self._hops(tests[:, 2])
         own = by_head[0] | by_tail[0]
         is_asked = self.options.min_degree > 0 and not self.options.strict_path_filtering
@@ -74,7 +61,7 @@ class Reach:
         return Mask(self.train, len(tests), self.options, by_head, by_tail, own, dense)
 
     def _hops(self, sources: NDArray[np.int64]) -> list[Bits]:
-        """For k = 0 … n_hops the entities within k hops of each source: bits (words, N)."""
+        """The entities within k hops of each source, for k = 0 … n_hops: bits (words, N)."""
         number = np.arange(len(sources))
         found = np.zeros((-(-len(sources) // 64), self.n_entities), np.uint64)
         np.bitwise_or.at(found, (number // 64, sources), np.uint64(1) << (number % 64).astype(np.uint64))
@@ -88,7 +75,7 @@ class Reach:
         return levels
 
     def _dense(self, near_head: Bits, near_tail: Bits) -> Bits:
-        """The entities that have `min_degree` neighbours or more within what is near: bits (words, N)."""
+        """The entities that have at least `min_degree` near neighbours: bits (words, N)."""
         found = np.zeros_like(near_head)
         for word, by_head, by_tail in zip(found, near_head, near_tail, strict=True):
             counted = (by_head[self._from] & by_head[self._to]) | (by_tail[self._from] & by_tail[self._to])
@@ -124,18 +111,18 @@ class Mask:
         return bits.astype(np.bool_)
 
     def _is_near(self, nodes: NDArray[np.int64]) -> Bits:
-        """The first rule for one end."""
+        """Rule 1 for one end."""
         return (self.by_head[-1].take(nodes, axis=1) & self.by_tail[-1].take(nodes, axis=1)) | self.own.take(
             nodes, axis=1
         )
 
     def _is_on_path(self, start: NDArray[np.int64], end: NDArray[np.int64]) -> Bits:
-        """The third rule, for a way from the head over `start` and `end` to the tail."""
+        """Rule 3, for a path from the head over `start` and `end` to the tail."""
         from_head = [(level.take(start, axis=1), level.take(end, axis=1)) for level in self.by_head]
         to_tail = [(level.take(start, axis=1), level.take(end, axis=1)) for level in self.by_tail]
         found = from_head[-1][0] & from_head[-1][1] & to_tail[-1][0] & to_tail[-1][1]
         for (of_start, of_end), (start_tail, end_tail) in zip(from_head, to_tail, strict=True):
-            # Within k hops of the head is the start wherever the end is, and of the tail the end wherever the start is.
+            # If the end is within k hops of the head, so is the start; if the start is of the tail, so is the end.
             found &= (of_start | ~of_end) & (end_tail | ~start_tail)
         longest = self.options.max_total_path_length
         if longest is None:
@@ -147,11 +134,11 @@ class Mask:
 
 
 Rounds = Sequence[tuple[NDArray[np.int64], NDArray[np.int64]]]
-"""Of each round the places of first and second summands; a place behind the last is that of a zero."""
+"""For each round the indices of first and second summands; an index past the end stands for zero."""
 
 
 def _rounds(sizes: NDArray[np.int64]) -> Rounds:
-    """How segments of these sizes, one behind the other, are added up by halves."""
+    """The rounds that add up consecutive segments of these sizes pairwise."""
     rounds = []
     while sizes.size and sizes.max() > 1:
         starts, halves = np.cumsum(sizes) - sizes, (sizes + 1) // 2
@@ -164,7 +151,7 @@ def _rounds(sizes: NDArray[np.int64]) -> Rounds:
 
 
 def _counts(bits: Bits, rounds: Rounds) -> list[Bits]:
-    """How often each bit is set in each segment, as binary digits, the lowest first: 64 counts at once."""
+    """The count of each bit in each segment, as binary digits, lowest first: 64 counts at once."""
     digits = [bits]
     for first, second in rounds:
         carry, sums = np.zeros(len(first), np.uint64), []
@@ -178,7 +165,6 @@ def _counts(bits: Bits, rounds: Rounds) -> list[Bits]:
 
 
 def _at_least(least: int, digits: Sequence[Bits]) -> Bits:
-    """Which of the counts are `least` or more."""
     if least >> len(digits):
         return np.zeros_like(digits[0])
     more, same = np.zeros_like(digits[0]), ~np.zeros_like(digits[0])

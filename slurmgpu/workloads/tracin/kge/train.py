@@ -1,11 +1,11 @@
-"""A small trainer, which leaves checkpoints whose influences can be asked for.
+"""A small trainer of knowledge-graph models, whose checkpoints tracin reads.
 
     python -m slurmgpu.workloads.tracin.kge.train train.txt --valid valid.txt --test test.txt --dim 200 -o model
 
-writes model/checkpoint-100.pt, and model/node_dict.txt and model/rel_dict.txt, unless others are named with --entities
-and --relations, and prints how well the model ranks valid.txt and test.txt. What is in none of the files given counts
-as false: without valid.txt, ranks of test.txt are worse. A folder that has checkpoints is refused.
-On a CPU the same seed and the same number of threads give the same checkpoints.
+writes model/checkpoint-100.pt, and model/node_dict.txt and model/rel_dict.txt unless --entities and --relations name
+others, and prints how well the model ranks valid.txt and test.txt. Triples in none of the files count as false: without
+valid.txt, ranks of test.txt are worse. A folder that has checkpoints is an error. On a CPU the same seed and the same
+number of threads give the same checkpoints.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.util.atomic_files import write_bytes
 from slurmgpu.util.hashing import digest_of
 from slurmgpu.workloads.tracin.kge.graph import Dictionary, read_dictionary, read_triples
-from slurmgpu.workloads.tracin.kge.ranking import summary
-from slurmgpu.workloads.tracin.kge.training import Recipe, Trainer
+from slurmgpu.workloads.tracin.kge.training import Recipe, Trainer, summary
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +43,10 @@ def train(
     every: int = 0,
     dictionaries: Mapping[str, str | Path] | None = None,
 ) -> Trainer:
-    """The trainer of a model that is trained on `triples` (n, 3), in evaluation mode.
+    """Train a model on `triples` (n, 3); returns its trainer, with the model in evaluation mode.
 
-    In `folder` it leaves `checkpoint-{epoch}.pt` of the last epoch, and of each `every` epochs. They have digests of
-    `dictionaries`, the files of "entities" and "relations", so that tracin sees if it is given others.
+    Writes `checkpoint-{epoch}.pt` into `folder` for the last epoch, and every `every` epochs. Checkpoints have digests
+    of `dictionaries`, the files of "entities" and "relations", so that tracin refuses others.
     """
     digests = {name: digest_of(Path(path)) for name, path in (dictionaries or {}).items()}
     trainer = Trainer(torch.from_numpy(triples), n_entities, n_relations, recipe, digests)
@@ -67,24 +66,24 @@ def train(
 
 
 def refuse_to_mix(folder: Path) -> None:
-    """Nothing, unless a folder has checkpoints: those of two trainings would match one glob."""
+    """SlurmGPUError for a folder with checkpoints: one glob would match those of two trainings."""
     there = sorted(path.name for path in folder.glob("checkpoint-*.pt"))
     if there:
         raise SlurmGPUError(
-            f"{folder} has {there[0]}, of another training: influences are summed over the checkpoints of one. "
-            f"Remove {'it' if len(there) == 1 else f'these {len(there)} files'}, or name another folder with -o."
+            f"{folder} has {there[0]} of another training; influences are summed over one training's checkpoints. "
+            f"Remove {'it' if len(there) == 1 else f'these {len(there)} files'}, or choose another folder with -o."
         )
 
 
 def save(trainer: Trainer, path: Path) -> None:
-    """Put a checkpoint at `path`, whole or not at all."""
+    """Write a checkpoint to `path` atomically."""
     content = io.BytesIO()
     torch.save(trainer.checkpoint(), content)
     write_bytes(path, content.getvalue())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command: 0, or 2 if something must be corrected first."""
+    """Run the command; the exit code is 2 for an error that the user can fix."""
     given = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
@@ -101,7 +100,7 @@ def _run(given: argparse.Namespace) -> None:
     files = [given.train, *(path for path in (given.valid, given.test) if path)]
     for path in files:
         if not path.is_file():
-            raise SlurmGPUError(f"expected triples in {path}, found no such file. Correct the path.")
+            raise SlurmGPUError(f"There is no file {path}; expected triples. Correct the path.")
     refuse_to_mix(given.output)
     given.output.mkdir(parents=True, exist_ok=True)
     entities = _dictionary(given.entities or given.output / "node_dict.txt", files, (0, 2))
@@ -121,7 +120,6 @@ def _run(given: argparse.Namespace) -> None:
 
 
 def _recipe(given: argparse.Namespace) -> Recipe:
-    """What the options say; checked before anything is read or written."""
     names = [field.name for field in dataclasses.fields(Recipe) if field.name not in ("image", "kernel", "device")]
     options: dict[str, Any] = {name: getattr(given, name) for name in names}
     options["image"], options["kernel"] = given.image and tuple(given.image), tuple(given.kernel)
@@ -132,7 +130,7 @@ def _recipe(given: argparse.Namespace) -> Recipe:
 
 
 def _dictionary(path: Path, files: Sequence[Path], fields: Sequence[int]) -> Dictionary:
-    """That in the file, which is made of the triples' names, in their order, if it is not there."""
+    """The dictionary in a file; a missing file is made of the triples' sorted names."""
     if not path.exists():
         names = {name for file in files for name in _names(file, fields)}
         write_bytes(path, "".join(f"{name}\t{i}\n" for i, name in enumerate(sorted(names))).encode())
@@ -141,7 +139,7 @@ def _dictionary(path: Path, files: Sequence[Path], fields: Sequence[int]) -> Dic
 
 
 def _names(path: Path, fields: Sequence[int]) -> set[str]:
-    """The names in some fields of a file of triples; lines that are none are refused when they are read."""
+    """The names in some fields of a file of triples; wrong lines are skipped here and refused by `read_triples`."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
@@ -153,28 +151,28 @@ def _names(path: Path, fields: Sequence[int]) -> set[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m slurmgpu.workloads.tracin.kge.train",
-        description="Trains a knowledge-graph embedding, and leaves checkpoints that tracin reads.",
+        description="Train a knowledge-graph embedding, and write checkpoints that tracin reads.",
         epilog="example: %(prog)s train.txt --valid valid.txt --test test.txt --dim 200 --every 50 -o model",
     )
     add = parser.add_argument
     add("train", type=Path, help="training triples: lines of head, relation and tail, separated by tabs")
     add("-o", "--output", type=Path, required=True, help="the folder for checkpoint-EPOCH.pt")
-    add("--entities", type=Path, help="node_dict.txt; default: in the output folder; made if it is not there")
-    add("--relations", type=Path, help="rel_dict.txt; likewise")
-    add("--valid", type=Path, help="triples to rank at the end; true ones, which are filtered when others are ranked")
+    add("--entities", type=Path, help="node_dict.txt, made if missing (default: in the output folder)")
+    add("--relations", type=Path, help="rel_dict.txt, likewise")
+    add("--valid", type=Path, help="true triples to rank at the end; filtered when others are ranked")
     add("--test", type=Path, help="likewise")
     add("--model", default=DEFAULT.model, help="conve, distmult, complex or transe (default: %(default)s)")
     add("--dim", type=int, default=DEFAULT.dim, help="size of an embedding (default: %(default)s)")
     add("--epochs", type=int, default=DEFAULT.epochs, help="(default: %(default)s)")
-    add("--every", type=int, default=0, help="epochs between checkpoints; 0: only the last one is kept")
-    add("--loss", default=DEFAULT.loss, help="kvsall, bce-1n, ce or ns:K, as tracin has them (default: %(default)s)")
+    add("--every", type=int, default=0, help="epochs between checkpoints; 0: the last one only")
+    add("--loss", default=DEFAULT.loss, help="kvsall, bce-1n, ce or ns:K, as in tracin (default: %(default)s)")
     add("--label-smoothing", type=float, default=DEFAULT.label_smoothing, help="(default: %(default)s)")
     add("--inverse", default=DEFAULT.inverse, help="appended, interleaved or none (default: %(default)s)")
-    add("--batch-size", type=int, default=DEFAULT.batch_size, help="queries of a step (default: %(default)s)")
+    add("--batch-size", type=int, default=DEFAULT.batch_size, help="queries per step (default: %(default)s)")
     add("--learning-rate", type=float, default=DEFAULT.learning_rate, help="Adam's (default: %(default)s)")
     add("--dropouts", type=float, nargs="+", default=DEFAULT.dropouts, help="ConvE: three (default: %(default)s)")
-    add("--image", type=int, nargs=2, metavar=("H", "W"), help="ConvE: an embedding's image (default: near a square)")
-    add("--stack", choices=("height", "width"), default=DEFAULT.stack, help="ConvE: how two images lie together")
+    add("--image", type=int, nargs=2, metavar=("H", "W"), help="ConvE: an embedding's image (default: most square)")
+    add("--stack", choices=("height", "width"), default=DEFAULT.stack, help="ConvE: how the two images are stacked")
     add("--channels", type=int, default=DEFAULT.channels, help="ConvE (default: %(default)s)")
     add("--kernel", type=int, nargs=2, metavar=("H", "W"), default=DEFAULT.kernel, help="ConvE (default: 3 3)")
     add("--norm", type=float, default=DEFAULT.norm, help="TransE: p of the distance (default: %(default)s)")

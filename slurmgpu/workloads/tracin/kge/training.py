@@ -1,4 +1,4 @@
-"""How the checkpoints of `train` come about: what is trained, and a trainer that takes an epoch at a time."""
+"""A trainer of knowledge-graph models, epoch by epoch, and the filtered ranks of true tails (Bordes et al. 2013)."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
-from slurmgpu.workloads.tracin.kge.complex import ComplEx
 from slurmgpu.workloads.tracin.kge.conve import ConvE
 from slurmgpu.workloads.tracin.kge.differentiable import Model
-from slurmgpu.workloads.tracin.kge.distmult import DistMult
 from slurmgpu.workloads.tracin.kge.layouts import Architecture
 from slurmgpu.workloads.tracin.kge.losses import Loss, find_loss
 from slurmgpu.workloads.tracin.kge.naming import Inverse, Stack
-from slurmgpu.workloads.tracin.kge.queries import Known, Queries
-from slurmgpu.workloads.tracin.kge.ranking import filtered_ranks
-from slurmgpu.workloads.tracin.kge.transe import TransE
+from slurmgpu.workloads.tracin.kge.queries import Known, Queries, rows_of, with_rows
+from slurmgpu.workloads.tracin.kge.shallow import ComplEx, DistMult, TransE
 
 LOSSES = r"kvsall|bce-1n|ce|ns:[1-9]\d*"
-"""Those that one can train with; the others know no false triple."""
+"""Losses to train with; the others have no false triples."""
+
+RANKED = 256
+"""Triples that are ranked at a time."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class Recipe:
     loss: str = "kvsall"
     label_smoothing: float = 0.1
     inverse: Inverse = "appended"
-    """Where the inverse of each relation lies in the table, whose triples are then trained with; or "none"."""
+    """Where the table has the inverse of each relation, with which triples are then trained; or "none"."""
     batch_size: int = 128
-    """Queries of a step: different pairs of a head and a relation, with all their tails."""
+    """Queries per step: different pairs of a head and a relation, with all their tails."""
     learning_rate: float = 1e-3
     dropouts: tuple[float, ...] = (0.2, 0.2, 0.3)
-    """ConvE: of the input, of feature maps, of the linear layer's output. Others: the first, of the query."""
+    """ConvE: of the input, of feature maps, of the linear layer's output. Other models use the first, of the query."""
     image: tuple[int, int] | None = None
-    """ConvE: height and width of an embedding's image; None: as square as it can be."""
+    """ConvE: height and width of an embedding's image; None for the most square one."""
     stack: Stack = "height"
     channels: int = 32
     kernel: tuple[int, int] = (3, 3)
@@ -55,12 +55,12 @@ class Recipe:
     device: str = "cpu"
 
     def check(self) -> None:
-        """Refuses what cannot be trained."""
+        """SlurmGPUError for a recipe that cannot be trained."""
         if self.model not in BUILDERS:
             raise SlurmGPUError(f"model is {self.model!r}.{did_you_mean(self.model, BUILDERS)}")
         if not re.fullmatch(LOSSES, self.loss):
             expected = "'kvsall', 'bce-1n', 'ce', or 'ns:K' with K negatives"
-            raise SlurmGPUError(f"loss is {self.loss!r}; expected one that knows false triples: {expected}.")
+            raise SlurmGPUError(f"loss is {self.loss!r}; expected one with false triples: {expected}.")
         if self.inverse not in ("appended", "interleaved", "none"):
             raise SlurmGPUError(f"inverse is {self.inverse!r}; expected 'appended', 'interleaved' or 'none'.")
         for name in ("dim", "epochs", "batch_size", "learning_rate", "channels"):
@@ -70,7 +70,7 @@ class Recipe:
             found = f"{self.label_smoothing} and {', '.join(map(str, self.dropouts))}"
             raise SlurmGPUError(f"expected label smoothing and dropouts from 0 to less than 1, found {found}.")
         if self.norm < 1:
-            raise SlurmGPUError(f"norm is {self.norm}; expected 1, 2 or another that is not below 1.")
+            raise SlurmGPUError(f"norm is {self.norm}; expected at least 1.")
         if self.model == "conve":
             self._check_images()
         try:
@@ -90,25 +90,17 @@ class Recipe:
 
     @property
     def image_size(self) -> tuple[int, int]:
-        """The image's height and width; of those that fit, the one nearest to a square."""
+        """The image's height and width; by default the most square one."""
         if self.image is not None:
             return self.image
         height = max(h for h in range(1, self.dim + 1) if h * h <= self.dim and self.dim % h == 0)
         return height, self.dim // height
 
 
-def rows_of(inverse: Inverse, n_relations: int) -> tuple[Tensor, Tensor | None]:
-    """The rows (R,) that relations have in the model's table, and those of their inverses."""
-    relations = torch.arange(n_relations)
-    if inverse == "none":
-        return relations, None
-    return (relations, relations + n_relations) if inverse == "appended" else (2 * relations, 2 * relations + 1)
-
-
 class Trainer:
-    """A model that is being trained on `triples` (n, 3), of which each counts once.
+    """Trains a model on `triples` (n, 3), each counted once.
 
-    `dictionaries`: digests of the files of "entities" and "relations", for the checkpoint.
+    `dictionaries` are digests of the files of "entities" and "relations", for the checkpoint.
     """
 
     def __init__(
@@ -124,17 +116,19 @@ class Trainer:
         self.recipe, self.n_entities, self.epoch = recipe, n_entities, 0
         self.rows, self.inverse_rows = rows_of(recipe.inverse, n_relations)
         self.n_rows = n_relations if self.inverse_rows is None else 2 * n_relations
-        self._examples = torch.unique(self.examples_of(triples), dim=0).to(recipe.device)
+        self._examples = torch.unique(self._examples_of(triples), dim=0)
         _, self._of, self._counts = torch.unique(self._examples[:, :2], dim=0, return_inverse=True, return_counts=True)
         if len(self._counts) < 2:
-            raise SlurmGPUError("the training triples have one query; expected two or more pairs of head and relation.")
+            raise SlurmGPUError(
+                "The training triples have one query; expected at least two pairs of head and relation."
+            )
         self._known = self._tails_of(self._examples)
         with self._seeded():
             self.module = BUILDERS[recipe.model](n_entities, self.n_rows, recipe).to(recipe.device)
         self._optimizer = torch.optim.Adam(self.module.parameters(), lr=recipe.learning_rate)
 
     def train_epoch(self) -> float:
-        """The mean loss of another epoch; afterwards the model is in evaluation mode."""
+        """Train one epoch and return its mean loss; leaves the model in evaluation mode."""
         self.epoch += 1
         self.module.train()
         with self._seeded():
@@ -144,7 +138,7 @@ class Trainer:
         return sum(losses) / len(losses)
 
     def checkpoint(self) -> dict[str, Any]:
-        """What a checkpoint file holds."""
+        """The content of a checkpoint file."""
         return {
             "epoch": self.epoch,
             "model_state_dict": self.module.state_dict(),
@@ -155,25 +149,19 @@ class Trainer:
     def ranks(self, triples: Tensor, known: Tensor) -> dict[str, Tensor]:
         """The filtered ranks of the tails of `triples` (n, 3), and of their heads where inverses are trained.
 
-        `known` (m, 3): all that is true, training triples besides.
+        `known` (m, 3) are true triples beside the training triples.
         """
-        everything = torch.cat([self._examples, self.examples_of(known).to(self._examples.device)])
+        everything = torch.cat([self._examples, self._examples_of(known)])
         tails_of = self._tails_of(everything)
-        examples = self.examples_of(triples).to(self._examples.device).split(len(triples))
+        examples = self._examples_of(triples).split(len(triples))
         found = (filtered_ranks(cast(Model, self.module.eval()), tails_of, part, self.n_rows) for part in examples)
         return dict(zip(("tails", "heads"), found, strict=False))
 
-    def examples_of(self, triples: Tensor) -> Tensor:
-        """Triples with rows of the table for relations; their inverses follow, where they are trained."""
-        heads, relations, tails = triples.T
-        found = [torch.stack([heads, self.rows[relations], tails], dim=1)]
-        if self.inverse_rows is not None:
-            found.append(torch.stack([tails, self.inverse_rows[relations], heads], dim=1))
-        return torch.cat(found)
+    def _examples_of(self, triples: Tensor) -> Tensor:
+        return with_rows(triples, self.rows, self.inverse_rows).to(self.recipe.device)
 
     def _tails_of(self, examples: Tensor) -> Known:
-        heads, relations, tails = examples.T
-        return Known(heads, relations, tails, self.n_rows)
+        return Known(examples, self.n_rows)
 
     def _step(self, loss: Loss, examples: Tensor) -> float:
         heads, relations, tails = examples.T
@@ -189,17 +177,16 @@ class Trainer:
 
     def _batches(self) -> Iterator[Tensor]:
         """All examples of some queries at a time, in a new order."""
-        # Drawn on the CPU, so that the order is the same on every device.
+        # Drawn on the CPU, for the same order on every device.
         order = torch.randperm(len(self._counts)).to(self._of.device)
         place = torch.argsort(order)
         examples = self._examples[torch.argsort(place[self._of], stable=True)]
-        # Even batches: batch norm cannot train on a last one of a single query.
+        # Batches of even size: batch norm cannot train on a last batch of one query.
         n_batches = max(1, min(math.ceil(len(order) / self.recipe.batch_size), len(order) // 2))
         sizes = [int(counts.sum()) for counts in self._counts[order].tensor_split(n_batches)]
         yield from examples.split(sizes)
 
     def _loss(self) -> Loss:
-        """Negatives are others in each epoch."""
         return find_loss(
             self.recipe.loss,
             n_entities=self.n_entities,
@@ -214,14 +201,14 @@ class Trainer:
 
     @contextmanager
     def _seeded(self) -> Iterator[None]:
-        """Draws that depend on the seed and the epoch alone, and leave the caller's as they were."""
+        """Seed random numbers by the seed and the epoch; restores the caller's state."""
         device = torch.device(self.recipe.device)
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(self._epoch_seed)
             yield
 
     def _config(self) -> dict[str, Any]:
-        """What the tensors do not say, in the words of the checkpoints that there are."""
+        """The `model_config` of a checkpoint: what tensors do not tell, by the keys of existing checkpoints."""
         recipe = self.recipe
         config: dict[str, Any] = {
             "architecture": recipe.model,
@@ -264,3 +251,36 @@ BUILDERS: Mapping[str, Callable[[int, int, Recipe], nn.Module]] = {
         n_entities, n_rows, recipe.dim, recipe.norm, recipe.dropouts[0]
     ),
 }
+
+
+def filtered_ranks(model: Model, known: Known, triples: Tensor, n_relations: int) -> Tensor:
+    """The rank (n,) of each tail of `triples` (n, 3) among all entities except the other `known` tails of its query.
+
+    Relations are rows of the model's table, which has `n_relations`. Among equal scores the rank is the mean of the
+    best and the worst one, so that a model with one score for all entities ranks by chance. The model must be in
+    evaluation mode.
+    """
+    with torch.no_grad():
+        batches = (batch.unbind(1) for batch in triples.split(RANKED))
+        queries = (Queries.of_examples(heads, rows, tails, n_relations) for heads, rows, tails in batches)
+        return torch.cat([_ranks(model, known, some) for some in queries])
+
+
+def _ranks(model: Model, known: Known, queries: Queries) -> Tensor:
+    tails = queries.tails[:, None]
+    scores = model.scores(queries.heads, queries.relations)
+    others = torch.ones_like(scores, dtype=torch.bool)
+    others[known.tails(queries)] = False
+    scores, others = scores[queries.of], others[queries.of]
+    others.scatter_(1, tails, False)
+    own = scores.gather(1, tails)
+    better, equal = ((scores > own) & others).sum(1), ((scores == own) & others).sum(1)
+    # A model whose scores are NaN ranks last, not first.
+    worst = torch.full_like(better, scores.shape[1])
+    return torch.where(own[:, 0].isnan(), worst, 1 + better + equal / 2)
+
+
+def summary(ranks: Tensor) -> dict[str, float]:
+    """The mean reciprocal rank, and the shares of ranks up to 1, 3 and 10."""
+    found = {"mrr": float((1 / ranks.double()).mean())}
+    return found | {f"hits@{k}": float((ranks <= k).double().mean()) for k in (1, 3, 10)}

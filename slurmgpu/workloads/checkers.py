@@ -1,0 +1,182 @@
+"""Answer checkers: find the final answer in a text, and say whether it is right for an item."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from slurmgpu import workload
+from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
+from slurmgpu.llm.final_answers import Number, marked, number_in, reference_number
+from slurmgpu.llm.parsing import Pattern, compile_pattern, search_last
+from slurmgpu.workloads.user_code import located
+
+KINDS = ("numeric", "exact", "regex")
+
+TOLERANCE = Fraction(1, 1_000_000)
+"""The default relative difference of numbers; integers must then be equal."""
+
+
+@dataclass(frozen=True)
+class Checker:
+    """Compares answers with an item's field `reference` as text.
+
+    Case, white space, and punctuation and quotes at the ends are ignored.
+    """
+
+    reference: str
+    pattern: Pattern | None
+
+    def answer(self, text: str) -> str | None:
+        """The final answer in a text, or None: the pattern's match, else the marked answer, else the last line.
+
+        ItemError if the user's pattern takes too long.
+        """
+        if self.pattern is not None:
+            return search_last(self.pattern, text)
+        answer, _ = marked(text)
+        lines = [line.strip() for line in (text if answer is None else answer).splitlines() if line.strip()]
+        if not lines:
+            return None
+        return lines[-1] if answer is None else lines[0]
+
+    def normal(self, answer: str) -> str:
+        """A form that is equal for answers with the same meaning, to count votes by."""
+        return " ".join(answer.casefold().split()).strip(" .,;:!?\"'`*()[]{}$")
+
+    def check_item(self, data: Mapping[str, Any]) -> None:
+        """Raise ItemError for an item without a right answer."""
+        _reference_in(data, self.reference)
+
+    def is_correct(self, text: str, data: Mapping[str, Any]) -> bool:
+        """Whether the text's answer is right; ItemError if the item has none to compare with."""
+        wanted = _reference_in(data, self.reference)
+        said = self.answer(text)
+        return said is not None and self.normal(said) == self.normal(str(wanted))
+
+
+@dataclass(frozen=True)
+class Numeric(Checker):
+    """Compares answers as numbers; see `number_in` for where a number is found.
+
+    `tolerance` is the allowed relative difference; None for no difference between integers, and TOLERANCE otherwise.
+    If one of the two has a percent sign, the other may be the number before the sign, or the share that it means.
+    """
+
+    tolerance: Fraction | None
+
+    def answer(self, text: str) -> str | None:
+        """The text's last number, after a mark if there is one."""
+        number = self._said(text)
+        return None if number is None else number.text
+
+    def normal(self, answer: str) -> str:
+        """The number in lowest terms."""
+        number = number_in(answer)
+        return answer if number is None else str(number.value)
+
+    def check_item(self, data: Mapping[str, Any]) -> None:
+        """Raise ItemError for an item whose right answer is not one number."""
+        self._wanted(data)
+
+    def is_correct(self, text: str, data: Mapping[str, Any]) -> bool:
+        """Whether both are the same number."""
+        wanted, said = self._wanted(data), self._said(text)
+        if said is None:
+            return False
+        # 50 % may be asked for, and answered, as 50%, as 50 and as 0.5.
+        as_share = said.is_percent != wanted.is_percent and self._equal(said.value, wanted.value)
+        return as_share or self._equal(said.face, wanted.face)
+
+    def _equal(self, said: Fraction, wanted: Fraction) -> bool:
+        if self.tolerance is None and said.denominator == wanted.denominator == 1:
+            return said == wanted
+        return abs(said - wanted) <= (TOLERANCE if self.tolerance is None else self.tolerance) * abs(wanted)
+
+    def _said(self, text: str) -> Number | None:
+        found = text if self.pattern is None else search_last(self.pattern, text)
+        return None if found is None else number_in(found)
+
+    def _wanted(self, data: Mapping[str, Any]) -> Number:
+        wanted = reference_number(str(_reference_in(data, self.reference)))
+        if wanted is None:
+            raise ItemError(
+                f"field {self.reference!r} holds {data[self.reference]!r:.80}, which is not one number; "
+                f'checker = "exact" compares answers as text'
+            )
+        return wanted
+
+
+@dataclass(frozen=True)
+class Function(Checker):
+    """Asks the user's function `check(text, item) -> bool`; `item` is the item's mapping."""
+
+    name: str
+    check: Callable[[str, Mapping[str, Any]], Any]
+
+    def check_item(self, data: Mapping[str, Any]) -> None:
+        """Accept any item: only the function knows what it needs."""
+
+    def is_correct(self, text: str, data: Mapping[str, Any]) -> bool:
+        """The function's result as a bool; any exception becomes an ItemError."""
+        try:
+            return bool(self.check(text, data))
+        except ItemError:
+            raise
+        except Exception as error:
+            raise ItemError(f"checker {self.name} raised {type(error).__name__}: {error}") from error
+
+
+def open_checker(
+    kind: str, *, reference: str = "answer", pattern: str | None = None, tolerance: float | None = None
+) -> Checker:
+    """A checker by its kind: "numeric", "exact", "regex", or a function as "file.py:name" or "module:name".
+
+    `reference` is the field with the right answer. If `pattern` is set, its last match, or that of its group, is the
+    answer. `tolerance` is the allowed relative difference of numbers.
+    """
+    if kind not in KINDS and ":" not in kind:
+        raise SlurmGPUError(
+            f'checker is {kind!r}; expected the name of a kind, or a function as "file.py:name" or "module:name".'
+            + did_you_mean(kind, KINDS)
+        )
+    if tolerance is not None and not 0 <= tolerance < math.inf:
+        raise SlurmGPUError(f"tolerance is {tolerance!r}; expected a relative difference of at least 0.")
+    if tolerance is not None and kind != "numeric":
+        raise SlurmGPUError(f'tolerance is set, and checker is {kind!r}; it needs checker = "numeric". Remove it.')
+    compiled = None if pattern is None else compile_pattern(pattern)
+    if kind == "numeric":
+        return Numeric(reference, compiled, None if tolerance is None else Fraction(str(tolerance)))
+    if kind == "regex" and compiled is None:
+        raise SlurmGPUError('checker = "regex" needs pattern, such as pattern = "Answer: ([A-D])".')
+    if kind in KINDS:
+        return Checker(reference, compiled)
+    return Function("", compiled, kind, _load_function(kind))
+
+
+def _reference_in(data: Mapping[str, Any], field: str) -> Any:
+    if data.get(field) is None:
+        raise ItemError(f"no right answer in field {field!r}.{did_you_mean(field, data)}")
+    return data[field]
+
+
+def _load_function(name: str) -> Callable[[str, Mapping[str, Any]], Any]:
+    module_name, _, function_name = name.rpartition(":")
+    path = Path(module_name).expanduser().resolve() if module_name.endswith(".py") else None
+    if path is not None and not path.is_file():
+        raise SlurmGPUError(f"checker {name!r}: there is no file {path}.")
+    with located(f"the import of checker {name!r}", str(path or module_name), "Correct it there."):
+        module = workload.import_file(path) if path is not None else importlib.import_module(module_name)
+    found = getattr(module, function_name, None)
+    if not callable(found):
+        raise SlurmGPUError(
+            f"checker {name!r}: {module_name} has no function {function_name!r}; "
+            f"expected `def {function_name}(text, item)` that returns whether the text's answer is right."
+        )
+    function: Callable[[str, Mapping[str, Any]], Any] = found
+    return function
