@@ -13,30 +13,6 @@ from slurmgpu.cli import completion, options
 from slurmgpu.cli.commands import manual, show
 from slurmgpu.cli.commands.image import image_app
 from slurmgpu.cli.lazy_commands import App, Commands
-from slurmgpu.cli.options import (
-    DEFAULT_RUN_FILE,
-    ArrayOption,
-    DeviceOption,
-    ExecutorOption,
-    ForceOption,
-    GpusOption,
-    ImageOption,
-    InjectOption,
-    JsonOption,
-    MailOption,
-    NodesOption,
-    PerTaskOption,
-    ProcessesOption,
-    RunArgument,
-    RunDirOption,
-    RunFileArgument,
-    SetOption,
-    SlurmOption,
-    TasksOption,
-    TrustOption,
-    TypeOption,
-    WaitOption,
-)
 from slurmgpu.errors import SlurmGPUError
 
 app = App(
@@ -104,11 +80,15 @@ def init(
     from slurmgpu.cli.console import result
 
     if from_args is not None:
-        templates.say_translated(workload, from_args, output or DEFAULT_RUN_FILE)
+        templates.say_translated(workload, from_args, output or options.DEFAULT_RUN_FILE)
         return
     if site and workload is not None:
         raise SlurmGPUError("A site file is for all workloads: `slurmgpu init --site` alone.")
-    path = templates.write_site_file(output) if site else templates.write_run_file(workload, output or DEFAULT_RUN_FILE)
+    path = (
+        templates.write_site_file(output)
+        if site
+        else templates.write_run_file(workload, output or options.DEFAULT_RUN_FILE)
+    )
     then = "Look at it, and change what is not so." if site else f"Edit it, then: slurmgpu submit {path} --dry-run"
     result(f"{path} is written. {then}")
 
@@ -116,21 +96,21 @@ def init(
 @app.command()
 def submit(
     context: typer.Context,
-    run_file: RunFileArgument = DEFAULT_RUN_FILE,
-    gpus: GpusOption = None,
-    array: ArrayOption = None,
-    gpus_per_task: PerTaskOption = None,
-    nodes_per_task: NodesOption = None,
-    gpu_type: TypeOption = None,
-    processes: ProcessesOption = None,
-    tasks: TasksOption = None,
-    executor: ExecutorOption = None,
-    device: DeviceOption = None,
-    image: ImageOption = None,
-    run_dir: RunDirOption = None,
-    settings: SetOption = None,
-    slurm: SlurmOption = None,
-    mail_user: MailOption = None,
+    run_file: options.RunFileArgument = options.DEFAULT_RUN_FILE,
+    gpus: options.GpusOption = None,
+    array: options.ArrayOption = None,
+    gpus_per_task: options.PerTaskOption = None,
+    nodes_per_task: options.NodesOption = None,
+    gpu_type: options.TypeOption = None,
+    processes: options.ProcessesOption = None,
+    tasks: options.TasksOption = None,
+    executor: options.ExecutorOption = None,
+    device: options.DeviceOption = None,
+    image: options.ImageOption = None,
+    run_dir: options.RunDirOption = None,
+    settings: options.SetOption = None,
+    slurm: options.SlurmOption = None,
+    mail_user: options.MailOption = None,
     after: Annotated[
         Path | None,
         typer.Option(
@@ -147,9 +127,9 @@ def submit(
         int | None, typer.Option("--probe", metavar="N", help="First compute N items, and say what the run will take.")
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Queue the run after its probe without asking.")] = False,
-    inject: InjectOption = None,
-    wait: WaitOption = False,
-    as_json: JsonOption = False,
+    inject: options.InjectOption = None,
+    wait: options.WaitOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Plan a run and submit it.
 
@@ -183,20 +163,20 @@ app.command()(manual.plan)
 @app.command()
 def resubmit(
     context: typer.Context,
-    folder: RunArgument,
-    gpus: GpusOption = None,
-    array: ArrayOption = None,
-    gpus_per_task: PerTaskOption = None,
-    nodes_per_task: NodesOption = None,
-    gpu_type: TypeOption = None,
-    tasks: TasksOption = None,
-    executor: ExecutorOption = None,
-    device: DeviceOption = None,
-    slurm: SlurmOption = None,
-    mail_user: MailOption = None,
+    folder: options.RunArgument,
+    gpus: options.GpusOption = None,
+    array: options.ArrayOption = None,
+    gpus_per_task: options.PerTaskOption = None,
+    nodes_per_task: options.NodesOption = None,
+    gpu_type: options.TypeOption = None,
+    tasks: options.TasksOption = None,
+    executor: options.ExecutorOption = None,
+    device: options.DeviceOption = None,
+    slurm: options.SlurmOption = None,
+    mail_user: options.MailOption = None,
     failed: Annotated[bool, typer.Option("--failed", help="Compute failed items again as well.")] = False,
-    force: ForceOption = False,
-    trust: TrustOption = False,
+    force: options.ForceOption = False,
+    trust: options.TrustOption = False,
     code: Annotated[
         str | None,
         typer.Option(metavar="WHICH", help="Not the code as it is now: 'former', or the digest of a snapshot."),
@@ -204,8 +184,8 @@ def resubmit(
     other_code: Annotated[
         bool, typer.Option("--other-code", help="Compute the rows that other code has computed again as well.")
     ] = False,
-    wait: WaitOption = False,
-    as_json: JsonOption = False,
+    wait: options.WaitOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Compute what a run lacks, on any number of GPUs.
 
@@ -231,7 +211,7 @@ app.command()(show.logs)
 
 
 @app.command()
-def cancel(folder: RunArgument) -> None:
+def cancel(folder: options.RunArgument) -> None:
     """Stop a run's tasks and its merge.
 
     What is published stays; resubmit goes on from there.
@@ -249,7 +229,7 @@ app.command()(manual.merge)
 
 @app.command()
 def export(
-    folder: RunArgument,
+    folder: options.RunArgument,
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write, - for standard output.")],
     file_format: Annotated[
         str | None,
@@ -259,7 +239,7 @@ def export(
             autocompletion=completion.words(*completion.FORMATS),
         ),
     ] = None,
-    trust: TrustOption = False,
+    trust: options.TrustOption = False,
 ) -> None:
     """Write the merged rows as JSONL, CSV, Parquet, or tensors of PyTorch."""
     from slurmgpu.cli.console import result, say
@@ -290,7 +270,7 @@ def export(
 
 @app.command()
 def check(
-    run_file: RunFileArgument = DEFAULT_RUN_FILE,
+    run_file: options.RunFileArgument = options.DEFAULT_RUN_FILE,
     node: Annotated[bool, typer.Option("--node", help="Check a node of the cluster, too, by a short job.")] = False,
     here: Annotated[bool, typer.Option("--here", help="Check this machine as a task would, and nothing else.")] = False,
     fetch: Annotated[bool, typer.Option("--fetch", help="Download the workload's model first.")] = False,

@@ -8,17 +8,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from slurmgpu.logs import search_until
+from slurmgpu.logs.places import search_until
 from slurmgpu.page.facts import Reason
 from slurmgpu.page.words import plain
 from slurmgpu.run.directory import Run
-from slurmgpu.search import (
-    Excerpt,
-    excerpt_of_attempt,
-    excerpt_of_death,
-    excerpt_of_item,
-    story_of_item,
-)
+from slurmgpu.search.excerpts import Excerpt, excerpt_of_attempt, excerpt_of_death
+from slurmgpu.search.items import excerpt_of_item, story_of_item
 from slurmgpu.search.remembering import Remembering, remembering
 from slurmgpu.util.shared_files import list_names
 

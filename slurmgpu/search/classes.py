@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
-from slurmgpu.logs import LogFile, files_of
+from slurmgpu.logs.files import LogFile, files_of
 from slurmgpu.logs.places import LINE_BYTES, behind_hole
 from slurmgpu.report.build import read_report
 from slurmgpu.run.directory import Run

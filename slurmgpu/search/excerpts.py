@@ -8,21 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurmgpu.logs import (
-    LINE_BYTES,
-    Line,
-    LogFile,
-    files_of,
-    line_around,
-    line_number,
-    merged,
-    places_of,
-    read_lines,
-    tail_start,
-    text_of,
-    time_start,
-    without_colours,
-)
+from slurmgpu.logs.files import LogFile, files_of
+from slurmgpu.logs.lines import Line, merged, read_lines, text_of, without_colours
+from slurmgpu.logs.places import LINE_BYTES, line_around, line_number, places_of, tail_start, time_start
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
 from slurmgpu.run.records import Death, Record

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-from slurmgpu.logs import UNKNOWN, LogFile, files_of, merge_files
+from slurmgpu.logs.files import UNKNOWN, LogFile, files_of, merge_files
 from slurmgpu.run.directory import Run
 from slurmgpu.search.remembering import remembering
 from slurmgpu.util.shared_files import retried

@@ -8,16 +8,9 @@ from itertools import islice
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.logs import (
-    UNKNOWN,
-    Line,
-    LogFile,
-    files_of,
-    line_around,
-    places_of,
-    read_lines,
-    text_of,
-)
+from slurmgpu.logs.files import UNKNOWN, LogFile, files_of
+from slurmgpu.logs.lines import Line, read_lines, text_of
+from slurmgpu.logs.places import line_around, places_of
 from slurmgpu.report.attempts import makings_of
 from slurmgpu.report.ledger import counting
 from slurmgpu.report.states import is_told

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from slurmgpu.logs import Line, LogFile, read_lines, without_colours
+from slurmgpu.logs.files import LogFile
+from slurmgpu.logs.lines import Line, read_lines, without_colours
 
 TRACEBACK_BEGINS = "Traceback (most recent call last)"
 CHAINED = ("During handling of the above exception", "The above exception was the direct cause")

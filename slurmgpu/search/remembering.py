@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from functools import cached_property
 
-from slurmgpu.logs import TAIL_BYTES, attempts_with_logs, files_of, last_end, line_around, places_of, text_of
+from slurmgpu.logs.files import attempts_with_logs, files_of
+from slurmgpu.logs.lines import text_of
+from slurmgpu.logs.places import TAIL_BYTES, last_end, line_around, places_of
 from slurmgpu.report.attempts import AttemptRow
 from slurmgpu.report.build import judged_attempts
 from slurmgpu.run.directory import Run

@@ -17,21 +17,18 @@ from slurmgpu.cli.views.follow import Following
 from slurmgpu.cli.views.log_lines import Printer, print_files
 from slurmgpu.cli.views.unstarted import refuse_unstarted
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.logs import LogFile, last_end, merged, read_lines, search_until, tail_start, time_start, without_colours
-from slurmgpu.logs.places import line_number
+from slurmgpu.logs.files import LogFile
+from slurmgpu.logs.lines import merged, read_lines, without_colours
+from slurmgpu.logs.places import last_end, line_number, search_until, tail_start, time_start
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.report.build import read_report
 from slurmgpu.run.claims import Claim
 from slurmgpu.run.directory import Run, create_run
-from slurmgpu.search import (
-    events_of_class,
-    excerpt_of_attempt,
-    read_index,
-    remembering,
-    reported,
-    story_of_item,
-)
-from slurmgpu.search.excerpts import BEFORE, N_LINES, excerpt_around
+from slurmgpu.search import remembering, reported
+from slurmgpu.search.classes import events_of_class
+from slurmgpu.search.excerpts import BEFORE, N_LINES, excerpt_around, excerpt_of_attempt
+from slurmgpu.search.index import read_index
+from slurmgpu.search.items import story_of_item
 from slurmgpu.util.amounts import size_of
 from slurmgpu.util.atomic_files import write_json
 from tests.docs.test_docs import listed

@@ -10,13 +10,13 @@ from slurmgpu.cli.views.log_index import show_index
 from slurmgpu.cli.views.log_lines import Printer, labels_of, print_files, print_run, records_of
 from slurmgpu.cli.views.unstarted import is_at_rest, refuse_unstarted, refuse_unsubmitted
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.logs import (
-    merge_files,
-)
+from slurmgpu.logs.files import merge_files
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import is_over
-from slurmgpu.search import Excerpt, Story, events_of_class, read_index, story_of_item
-from slurmgpu.search.excerpts import N_LINES
+from slurmgpu.search.classes import events_of_class
+from slurmgpu.search.excerpts import N_LINES, Excerpt
+from slurmgpu.search.index import read_index
+from slurmgpu.search.items import Story, story_of_item
 from slurmgpu.util.plurals import count_of
 
 N_EXCERPTS = 3

@@ -7,47 +7,26 @@ from typing import Annotated
 import typer
 
 from slurmgpu.cli import options
-from slurmgpu.cli.options import (
-    DEFAULT_RUN_FILE,
-    ArrayOption,
-    DeviceOption,
-    ForceOption,
-    GpusOption,
-    ImageOption,
-    JsonOption,
-    MailOption,
-    NodesOption,
-    PerTaskOption,
-    ProcessesOption,
-    RunArgument,
-    RunDirOption,
-    RunFileArgument,
-    SetOption,
-    SlurmOption,
-    TasksOption,
-    TrustOption,
-    TypeOption,
-)
 from slurmgpu.errors import SlurmGPUError
 
 
 def plan(
     context: typer.Context,
-    run_file: RunFileArgument = DEFAULT_RUN_FILE,
-    gpus: GpusOption = None,
-    array: ArrayOption = None,
-    gpus_per_task: PerTaskOption = None,
-    nodes_per_task: NodesOption = None,
-    gpu_type: TypeOption = None,
-    processes: ProcessesOption = None,
-    tasks: TasksOption = None,
-    device: DeviceOption = None,
-    image: ImageOption = None,
-    run_dir: RunDirOption = None,
-    settings: SetOption = None,
-    slurm: SlurmOption = None,
-    mail_user: MailOption = None,
-    as_json: JsonOption = False,
+    run_file: options.RunFileArgument = options.DEFAULT_RUN_FILE,
+    gpus: options.GpusOption = None,
+    array: options.ArrayOption = None,
+    gpus_per_task: options.PerTaskOption = None,
+    nodes_per_task: options.NodesOption = None,
+    gpu_type: options.TypeOption = None,
+    processes: options.ProcessesOption = None,
+    tasks: options.TasksOption = None,
+    device: options.DeviceOption = None,
+    image: options.ImageOption = None,
+    run_dir: options.RunDirOption = None,
+    settings: options.SetOption = None,
+    slurm: options.SlurmOption = None,
+    mail_user: options.MailOption = None,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Plan a run, and say how to submit it by hand.
 
@@ -61,9 +40,9 @@ def plan(
 
 
 def task(
-    folder: RunArgument,
-    device: DeviceOption = None,
-    trust: TrustOption = False,
+    folder: options.RunArgument,
+    device: options.DeviceOption = None,
+    trust: options.TrustOption = False,
     own_array: Annotated[
         bool, typer.Option("--own-array", help="The script says #SBATCH --array: squeue need not be asked.")
     ] = False,
@@ -81,12 +60,12 @@ def task(
 
 
 def merge(
-    folder: RunArgument,
+    folder: options.RunArgument,
     verify: Annotated[bool, typer.Option("--verify", help="Only check every byte of merged.h5 again.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until no task is queued or alive.")] = False,
-    force: ForceOption = False,
-    trust: TrustOption = False,
-    as_json: JsonOption = False,
+    force: options.ForceOption = False,
+    trust: options.TrustOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Join what is published into merged.h5, and report.
 
@@ -96,8 +75,8 @@ def merge(
     from slurmgpu.cli.console import complain, result, result_json
     from slurmgpu.cli.views.tables import show_report
     from slurmgpu.executors import submission as submitting
-    from slurmgpu.logs import log_to_stderr
     from slurmgpu.merge.merge import verify as verify_merged
+    from slurmgpu.util.logging import log_to_stderr
 
     run = options.open_run(folder, trust=trust)
     if verify and wait:

@@ -11,16 +11,15 @@ from typing import Annotated
 import typer
 
 from slurmgpu.cli import completion, options
-from slurmgpu.cli.options import JsonOption, RunArgument
 from slurmgpu.errors import SlurmGPUError
 
 
 def status(
-    folder: RunArgument,
+    folder: options.RunArgument,
     watching: Annotated[
         bool, typer.Option("--watch", "-w", help="Follow it on the whole screen until it ends; q quits.")
     ] = False,
-    as_json: JsonOption = False,
+    as_json: options.JsonOption = False,
     metrics: Annotated[
         Path | None, typer.Option("--metrics", metavar="FILE", help="Write its progress for Prometheus, too.")
     ] = None,
@@ -62,7 +61,7 @@ def list_runs(
             autocompletion=completion.complete_folder,
         ),
     ] = Path(),
-    as_json: JsonOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """List the runs under a directory, the newest first.
 
@@ -79,8 +78,8 @@ def list_runs(
 
 
 def report(
-    folder: RunArgument,
-    as_json: JsonOption = False,
+    folder: options.RunArgument,
+    as_json: options.JsonOption = False,
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write it as a page.")] = None,
     task: Annotated[
         str | None, typer.Option("--task", metavar="TASK", help="With --html: draw the lines of this task first.")
@@ -113,7 +112,7 @@ def report(
 
 
 def logs(
-    folder: RunArgument,
+    folder: options.RunArgument,
     task: Annotated[
         str | None,
         typer.Argument(
@@ -137,7 +136,7 @@ def logs(
     lines: Annotated[
         int | None, typer.Option("--lines", "--tail", "-n", min=1, help="So many lines alone, the last ones.")
     ] = None,
-    as_json: JsonOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Find the place in the logs that tells of a task, an item or a failure.
 

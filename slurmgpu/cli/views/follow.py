@@ -8,7 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slurmgpu.cli.views.log_lines import Printer, labels_of, print_run
-from slurmgpu.logs import Line, LogFile, last_end, merge_files, read_lines, zone_of
+from slurmgpu.logs.files import LogFile, merge_files
+from slurmgpu.logs.lines import Line, read_lines
+from slurmgpu.logs.places import last_end
+from slurmgpu.logs.times import zone_of
 from slurmgpu.run import submissions
 from slurmgpu.run.directory import Run
 from slurmgpu.run.records import Record

@@ -11,8 +11,7 @@ from slurmgpu.cli.console import say
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import is_over
-from slurmgpu.search import read_index
-from slurmgpu.search.index import FileRecord, LoggedAttempt
+from slurmgpu.search.index import FileRecord, LoggedAttempt, read_index
 from slurmgpu.util.amounts import size_of
 
 

@@ -10,17 +10,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.style import Style
 
-from slurmgpu.logs import (
-    Line,
-    LogFile,
-    attempts_with_logs,
-    files_of,
-    last_end,
-    merge_files,
-    merged,
-    tail_start,
-    without_colours,
-)
+from slurmgpu.logs.files import LogFile, attempts_with_logs, files_of, merge_files
+from slurmgpu.logs.lines import Line, merged, without_colours
+from slurmgpu.logs.places import last_end, tail_start
 from slurmgpu.run.directory import Run
 from slurmgpu.run.records import Record
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
-from slurmgpu.logs import attempts_with_logs
+from slurmgpu.logs.files import attempts_with_logs
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import ENDS, is_over, job_here
 
