@@ -382,7 +382,7 @@ def test_failed_items_alone_are_computed_again_when_they_are_asked_for(project, 
     assert sum(record["n_items"] for record in records(folder) if record["submission"] == 2) == 2
     assert report(folder)["ledger"]["repeated"] == 0
     refused = slurmgpu("resubmit", "--failed", "run", cwd=folder, expect=2).stderr
-    assert "lacks no shard, and no item has failed" in refused
+    assert "has every shard, and no item failed" in refused
     assert read_status(Run.open(folder / "run"))["n_errors"] == 0
 
 
