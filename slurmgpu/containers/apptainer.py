@@ -23,6 +23,9 @@ SQUASHFS = "-comp zstd -all-root"
 """zstd: smaller than gzip, and quicker to import from. Owned by root: an image that is unpacked as a normal user, to
 build another on top of it, must not name owners."""
 
+NEEDLESS = re.compile(r"mksquashfs output|Non-gzip|Build complete|default remote")
+"""Lines of a build that say nothing about its progress."""
+
 QUOTE = '"'
 CSV_SPECIAL = frozenset(',"\r\n')
 
@@ -124,6 +127,11 @@ class Apptainer(Runtime):
         for name, value in (given | dict(arguments)).items():
             command += ["--build-arg", f"{name}={value}"]
         return [*command, str(target), str(recipe)]
+
+    def read_build_line(self, line: str) -> tuple[str, bool] | None:
+        """Its own lines begin with INFO and are the steps; the others come from the definition's script."""
+        step = line.removeprefix("INFO:")
+        return None if NEEDLESS.search(line) or not line.strip() else (step.strip(), step != line)
 
     def why_build_failed(self, said: str) -> str | None:
         """The meaning of what a build has said."""

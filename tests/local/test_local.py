@@ -213,7 +213,7 @@ def test_a_copy_of_a_run_at_work_is_none_of_its_tasks_business(project, slurmgpu
     wait_until_held(folder, 2)
     # Not checked: a file that is renamed meanwhile is not there.
     subprocess.run(["cp", "-r", "run", "copy"], cwd=folder, check=False)
-    assert "nothing of this run is alive" in slurmgpu("cancel", "copy", cwd=folder, expect=0).stdout
+    assert "no task of this run is alive" in slurmgpu("cancel", "copy", cwd=folder, expect=0).stdout
     status = json.loads(slurmgpu("status", "copy", "--json", cwd=folder, expect=0).stdout)
     assert (status["state"], status["at_work"]) == ("ended", False)
     let_go(folder)

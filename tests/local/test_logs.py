@@ -467,7 +467,7 @@ def test_where_the_log_of_a_merge_by_hand_is_is_said(run, tmp_path):
     with open(tmp_path / "run" / "submissions.jsonl", "a") as file:
         file.write('{"submission": 1, "by_hand": true, "merge_job": "9"}\n')
     copy = Run.open(tmp_path / "run")
-    with pytest.raises(SlurmGPUError, match=r"is in slurmgpu-merge-9\.out, where you typed sbatch"):
+    with pytest.raises(SlurmGPUError, match=r"is in slurmgpu-merge-9\.out, in the folder where you ran sbatch"):
         show(copy, merge=True)
     (copy.logs / "9_0_log.err").write_text("merged\n")
     show(copy, merge=True)
@@ -476,14 +476,14 @@ def test_where_the_log_of_a_merge_by_hand_is_is_said(run, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (["--json", "-n", "2"], "--lines and --json do not go together"),
+        (["--json", "-n", "2"], "--lines and --json exclude each other"),
         (["--item", "40"], "There is no item 40: "),
         (["--item", "-1"], "has the items 0 to 39"),
         (["--class", "cras"], "Did you mean 'crash'?"),
         (["local1_7"], "has no task 'local1_7'. Did you mean"),
         (["--merge"], "has no log of a merge"),
-        (["0", "--item", "3"], "TASK and --item do not go together"),
-        (["--item", "3", "--follow"], "--follow does not go with --item"),
+        (["0", "--item", "3"], "TASK and --item exclude each other"),
+        (["--item", "3", "--follow"], "--follow does not work with --item"),
     ],
 )
 def test_what_is_not_there_is_answered_by_a_sentence(run, slurmgpu, argv, sentence):

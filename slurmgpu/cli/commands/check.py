@@ -1,4 +1,4 @@
-"""`check`: one line for each thing that a run needs, on this machine or on a node of the cluster."""
+"""`check`: one line for each requirement of a run, on this machine or on a node of the cluster."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from slurmgpu.util.atomic_files import working_folder
 from slurmgpu.util.plurals import count_of
 
 SLOW_S = 10.0
-"""A start of a container that takes longer has a reason that the runtime does not say."""
+"""A container that takes longer to start has a reason that the runtime does not report."""
 NOWHERE = ".slurmgpu-check"
-"""In a place of its own: that a run directory exists is no fault of the run file."""
+"""A run directory that does not exist: an existing one is no fault of the run file."""
 MARKS = ("✓", "✗")
 
 
 def run_checks(run_file: Path, *, node: bool, fetch: bool = False) -> int:
-    """Print a line for each check, with `node` also those of a node by a short job; 2 if one failed, else 0.
+    """Print a line for each check; the exit code: 2 if one failed.
 
-    With `fetch` what the workload needs of the network is downloaded first.
+    `fetch` first downloads what the workload needs; `node` also checks a node of the cluster by a short job.
     """
     checks = _Checks(run_file)
     checks.run(fetch=fetch)
@@ -50,7 +50,7 @@ def run_checks(run_file: Path, *, node: bool, fetch: bool = False) -> int:
 
 
 def run_checks_here(run_file: Path) -> int:
-    """Print what a task would find on this very machine: the image, its Python, the GPUs; 2 if it could not work."""
+    """Print what a task would find on this machine: image, Python, GPUs; the exit code: 2 if a task could not run."""
     try:
         with draft_run(run_file, run_dir=Path(NOWHERE)) as draft:
             allocation = allocate(draft.resources, None)
@@ -67,13 +67,14 @@ def run_checks_here(run_file: Path) -> int:
 
 
 class _Checks:
-    """The checks of a run file on this machine. What several of them run into is said once."""
+    """The checks of a run file on this machine. An error that several of them meet is printed once."""
 
     def __init__(self, run_file: Path) -> None:
         self.config: RunFile | None = None
         self.are_good = True
         self._run_file = run_file
         self._plan: Plan | None = None
+        self._notes: tuple[str, ...] = ()
         self._said: set[str] = set()
 
     def run(self, *, fetch: bool) -> None:
@@ -87,6 +88,8 @@ class _Checks:
             self._line("plan", self._draft)
             for line in self._plan.placement if self._plan else ():
                 print_line(True, "placement", line)
+            for note in self._notes:
+                print_line(True, "note", note)
             self._line("resources", lambda: _resources(config))
             self._line("executor", lambda: self._executor(config))
 
@@ -112,7 +115,8 @@ class _Checks:
 
     def _draft(self) -> str:
         with draft_run(self._run_file, run_dir=Path(NOWHERE)) as draft:
-            self._plan = plan = draft.plan
+            self._plan, self._notes = draft.plan, draft.notes
+            plan = draft.plan
         return f"{count_of(plan.n_items, 'item')}, {count_of(plan.n_shards, 'shard')}, workload {plan.workload}"
 
     def _fetch(self) -> str:
@@ -132,7 +136,7 @@ def _versions() -> str:
 
 
 def describe_image(path: Path, identity: Identity) -> str:
-    """What tells an image from others, in a line."""
+    """Path, size, digest and date of an image, in a line."""
     size = f"{size_of(identity['size_bytes'])}, " if identity["size_bytes"] else "unpacked, "
     built = f", built {identity['created']}" if identity["created"] else ""
     return f"{path}: {size}{identity['arch']}, sha256 {identity['sha256'][:12]}{built}"
@@ -147,7 +151,7 @@ def _resources(config: RunFile) -> str:
 
 
 def _check_a_node(run_file: Path, config: RunFile) -> bool:
-    """`check --here` as a job of Slurm's, with what the run asks for; its lines are printed as they come."""
+    """Run `check --here` as a Slurm job with the run's resources, and print its lines as they arrive."""
     command = check_command(config, [sys.executable, "-m", "slurmgpu", "check", str(run_file.resolve()), "--here"])
     has_spoken = False
     with commands.outside_job(), tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
@@ -170,7 +174,7 @@ def _check_a_node(run_file: Path, config: RunFile) -> bool:
 
 
 def describe_node(checked: NodeCheck) -> Iterable[tuple[str, str]]:
-    """What was found on a node: the names and texts of lines."""
+    """The results of a check on a node: the name and the text of each line."""
     found = checked.found
     if not found:
         return
@@ -189,7 +193,7 @@ def describe_node(checked: NodeCheck) -> Iterable[tuple[str, str]]:
 
 
 def print_line(good: bool, name: str, text: str) -> bool:
-    """Print the line of a check, and say again whether it was good."""
+    """Print the line of a check, and return `good`."""
     mark = f"[green]{MARKS[0]}[/]" if good else f"[red]{MARKS[1]}[/]"
     console = Console(highlight=False, emoji=False, soft_wrap=True)
     console.print(f"{mark} {name:<10} {escape(' '.join(text.split()))}")

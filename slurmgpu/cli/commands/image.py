@@ -1,8 +1,7 @@
-"""`slurmgpu image`: build an image, and look into one."""
+"""`slurmgpu image`: build an image, and check one."""
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ image_app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
     help=(
-        "Build the image that workers run in, and look into one.\n\n"
+        "Build the image that workers run in, and check one.\n\n"
         "\b\n"
         "  slurmgpu image build -o slurmgpu.sif             for GPUs, with PyTorch\n"
         "  slurmgpu image build --cpu -o small.sif          for CPUs\n"
@@ -31,10 +30,9 @@ image_app = typer.Typer(
 )
 
 BindOption = Annotated[
-    list[str] | None, typer.Option("--bind", metavar="SRC[:DST[:ro]]", help="Let it see a path; may be repeated.")
+    list[str] | None, typer.Option("--bind", metavar="SRC[:DST[:ro]]", help="Mount a path into it; may be repeated.")
 ]
-NEEDLESS = re.compile(r"mksquashfs output|Non-gzip|Build complete|default remote")
-PythonOption = Annotated[str, typer.Option("--python", help="Its Python.")]
+PythonOption = Annotated[str, typer.Option("--python", help="The Python in the image.")]
 
 
 @image_app.command()
@@ -42,23 +40,23 @@ def build(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="IMAGE", help="The file to make.")],
     cpu: Annotated[bool, typer.Option("--cpu", help="The small image, without PyTorch.")] = False,
     vllm: Annotated[bool, typer.Option("--vllm", help='The image for engine = "vllm".')] = False,
-    base: Annotated[str | None, typer.Option("--base", help="What to build upon: a registry's name, a file.")] = None,
+    base: Annotated[str | None, typer.Option("--base", help="The base image: a file, or a name in a registry.")] = None,
     build_arg: Annotated[
-        list[str] | None, typer.Option("--build-arg", metavar="NAME=VALUE", help="Of the definition; may be repeated.")
+        list[str] | None, typer.Option("--build-arg", metavar="NAME=VALUE", help="A build argument; may be repeated.")
     ] = None,
     bind: BindOption = None,
     python: PythonOption = "python3",
 ) -> None:
     """Build an image with Apptainer, and check it.
 
-    Nothing is overwritten; IMAGE appears when it is whole. A name with a digest (pytorch/pytorch@sha256:…) as the base
-    makes builds repeatable.
+    An existing file is not overwritten; IMAGE appears once it is complete. A base with a digest
+    (pytorch/pytorch@sha256:…) makes builds repeatable.
     """
     from slurmgpu.cli.console import say
     from slurmgpu.task.image_build import build_image
 
     if cpu and vllm:
-        raise SlurmGPUError("--cpu and --vllm name two images; give one of them.")
+        raise SlurmGPUError("--cpu and --vllm name two images; give only one of them.")
     binds = _binds(bind)
     arguments = dict(_name_and_value(text) for text in build_arg or ())
     name = "cpu" if cpu else "vllm" if vllm else "gpu"
@@ -72,13 +70,13 @@ def build(
 @image_app.command()
 def check(
     image: Annotated[Path, typer.Argument(metavar="IMAGE", help="A SIF, or an unpacked image.")],
-    gpu: Annotated[bool, typer.Option("--gpu", help="This machine's GPUs must be usable in it.")] = False,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Require this machine's GPUs to be usable in it.")] = False,
     bind: BindOption = None,
     python: PythonOption = "python3",
 ) -> None:
-    """Look into an image as a task would, one line for each check.
+    """Start an image as a task would, and print one line for each check.
 
-    It starts the image's Python on this machine. Exits with 2 if a check fails.
+    Exits with 2 if a check fails.
     """
     raise typer.Exit(_check(image, python, _binds(bind), n_gpus=1 if gpu else 0))
 
@@ -107,7 +105,7 @@ def _check(image: Path, python: str, binds: list[Bind], *, n_gpus: int) -> int:
 def _binds(texts: list[str] | None) -> list[Bind]:
     from slurmgpu.containers.settings import Bind
 
-    # A bind's source is relative to the working directory, not to wherever the runtime builds.
+    # A bind's source is relative to the working directory, not to the folder in which the runtime builds.
     return [Bind.parse(text, Path.cwd()) for text in texts or ()]
 
 
@@ -119,31 +117,29 @@ def _name_and_value(text: str) -> tuple[str, str]:
 
 
 class _Progress:
-    """What a build says: on a terminal its last line and the time; else the runtime's own steps, line by line."""
+    """Shows a build's output: on a terminal the last line and the time, else each step on a line of its own."""
 
-    def __enter__(self) -> Callable[[str], None]:
+    def __enter__(self) -> Callable[[str, bool], None]:
         from rich.console import Console
 
         console = Console(stderr=True, highlight=False, emoji=False)
-        self._width = console.width - 2  # beside what spins
+        self._width = console.width - 2  # beside the spinner
         self._status = console.status("building") if console.is_terminal else None
         self._started = time.monotonic()
         if self._status is not None:
             self._status.start()
         return self._show
 
-    def _show(self, line: str) -> None:
-        if not line.strip() or NEEDLESS.search(line):
-            return
+    def _show(self, line: str, is_step: bool) -> None:
         if self._status is not None:
             from rich.text import Text
 
             seconds = time.strftime("%H:%M:%S", time.gmtime(time.monotonic() - self._started))
             text = Text(f"{seconds}  {line}")
-            text.truncate(self._width, overflow="ellipsis")  # else it would take a second line
+            text.truncate(self._width, overflow="ellipsis")  # keeps it on one line
             self._status.update(text)
-        elif line.startswith("INFO:"):
-            sys.stderr.write(f"{line.removeprefix('INFO:').strip()}\n")
+        elif is_step:
+            sys.stderr.write(f"{line}\n")
 
     def __exit__(self, *exc_info: object) -> None:
         if self._status is not None:

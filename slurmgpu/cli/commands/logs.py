@@ -1,4 +1,4 @@
-"""`logs`: what tasks, their workers and the merge wrote, by task, by item and by failure class."""
+"""`logs`: print logs of tasks, workers and merges, by task, item or failure class."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from slurmgpu.run.submissions import is_over
 from slurmgpu.search.classes import events_of_class
 from slurmgpu.search.excerpts import N_LINES, Excerpt
 from slurmgpu.search.index import read_index
-from slurmgpu.search.items import Story, story_of_item
+from slurmgpu.search.items import story_of_item
 from slurmgpu.util.plurals import count_of
 
 N_EXCERPTS = 3
-"""So many failures of a class are shown with the lines around them."""
+"""Failures of a class that are shown with the lines around them."""
 
 
 def print_task(run: Run, task: str, n_lines: int | None, *, follow: bool) -> None:
-    """Print what the attempts of a task wrote, in the order of time; and what they write."""
+    """Print the logs of a task's attempts, ordered by time; with `follow` also new lines."""
     records = records_of(run, task)
     if not records:
         refuse_unstarted(run, task, waits=follow)
@@ -39,20 +39,20 @@ def print_task(run: Run, task: str, n_lines: int | None, *, follow: bool) -> Non
 
 
 def print_merge(run: Run, n_lines: int | None, *, follow: bool) -> None:
-    """Print what the merge jobs wrote."""
+    """Print the logs of the merge jobs."""
     files = merge_files(run)
     lines = run.submissions()
-    if not files and lines and lines[-1].get("by_hand") and (is_over(lines) or not follow):
-        job = lines[-1].get("merge_job", "JOB")
-        raise SlurmGPUError(
-            f"{run.folder} has no log of a merge: it was submitted by hand. If sbatch/merge.sbatch has run, its output "
-            f"is in slurmgpu-merge-{job}.out, where you typed sbatch. "
-            f"`slurmgpu report {run.typed}` shows what came of it."
-        )
     if not files and (is_over(lines) or not follow):
+        why = (
+            "no merge has started, or the command itself merged, as with the executor local, and wrote to its terminal"
+        )
+        if lines and lines[-1].get("by_hand"):
+            why = (
+                "it was submitted by hand. If sbatch/merge.sbatch has run, its output is in "
+                f"slurmgpu-merge-{lines[-1].get('merge_job', 'JOB')}.out, in the folder where you ran sbatch"
+            )
         raise SlurmGPUError(
-            f"{run.folder} has no log of a merge: none has started, or the command itself merged, as with the executor "
-            f"local, and what it said went to its terminal. `slurmgpu report {run.typed}` shows what came of it."
+            f"{run.folder} has no log of a merge: {why}. `slurmgpu report {run.typed}` shows the result of a merge."
         )
     printer = Printer({file.path: file.source for file in files})
     stops = print_files(files, printer, n_lines, 0.0, whole=follow)
@@ -61,26 +61,20 @@ def print_merge(run: Run, n_lines: int | None, *, follow: bool) -> None:
 
 
 def print_item(run: Run, index: int, n_lines: int | None) -> None:
-    """Say what became of an item, and show the place in the logs that tells of it."""
+    """Print what happened to an item, and the lines of the logs that say so."""
     story = story_of_item(run, index, n_lines or N_LINES)
     result(story.sentence)
-    show_story(story)
+    if story.excerpt is not None:
+        result(f"{story.excerpt.where}\n")
+        show_excerpt(story.excerpt)
+    else:
+        result("The logs say no more about it." if story.attempts else "No log mentions it.")
     if story.ended == "missing" and is_at_rest(run):
         say(f"next: slurmgpu resubmit {run.typed}")
 
 
-def show_story(story: Story) -> None:
-    """The place that tells of an item, if any does."""
-    if story.excerpt is None:
-        says = "say" if len(story.attempts) > 1 else "says"
-        result(f"No log {says} more of it." if story.attempts else "No log tells of it.")
-        return
-    result(f"{story.excerpt.where}\n")
-    show_excerpt(story.excerpt)
-
-
 def show_excerpt(excerpt: Excerpt) -> None:
-    """The lines of an excerpt, with a sign where some are left out."""
+    """Print the lines of an excerpt, with "…" where some are left out."""
     printer = Printer({line.file.path: line.file.source for line in excerpt.lines})
     for number, line in enumerate(excerpt.lines):
         if excerpt.is_gap(number):
@@ -89,7 +83,7 @@ def show_excerpt(excerpt: Excerpt) -> None:
 
 
 def print_class(run: Run, name: str, n_lines: int | None) -> None:
-    """Name every failure of a class with its place, and show the first ones."""
+    """List every failure of a class with its place in the logs, and show the first ones."""
     count = 0
     for event in events_of_class(run, name):
         count += 1
@@ -100,8 +94,8 @@ def print_class(run: Run, name: str, n_lines: int | None) -> None:
         if excerpt is not None:
             show_excerpt(excerpt)
             sys.stdout.write("\n")
-    tells = "tells" if count == 1 else "tell"
-    said = f"{count_of(count, 'line')} {tells} of {name}" if count else f"No log and no report tells of {name}"
+    tells = "mentions" if count == 1 else "mention"
+    said = f"{count_of(count, 'line')} {tells} {name}" if count else f"No log and no report mentions {name}"
     say(f"{said}. next: slurmgpu logs {run.typed} --item N" if count else f"{said}.")
 
 
@@ -116,15 +110,15 @@ def show_logs(
     n_lines: int | None,
     as_json: bool,
 ) -> None:
-    """What the command's arguments ask for; without any, the index."""
+    """Print what the command's arguments ask for; without any, the index."""
     asked = [name for name, value in {"TASK": task, "--item": item, "--class": failure}.items() if value is not None]
     asked += ["--merge"] * merge + ["--json"] * as_json
     if len(asked) > 1:
-        raise SlurmGPUError(f"{' and '.join(asked)} do not go together: give one of them.")
+        raise SlurmGPUError(f"{' and '.join(asked)} exclude each other: give one of them.")
     if follow and asked and asked[0] not in ("TASK", "--merge"):
-        raise SlurmGPUError(f"--follow does not go with {asked[0]}: give it a TASK, or --merge, or nothing else.")
+        raise SlurmGPUError(f"--follow does not work with {asked[0]}: use it with TASK, with --merge or alone.")
     if as_json and n_lines is not None:
-        raise SlurmGPUError("--lines and --json do not go together: give one of them.")
+        raise SlurmGPUError("--lines and --json exclude each other: give one of them.")
     if not as_json and item is None:
         refuse_unsubmitted(run, waits=follow)
     if as_json:

@@ -1,4 +1,4 @@
-"""The commands of runs that are submitted by hand: to plan one, to work as a task of one, to merge one."""
+"""The commands for runs that are submitted by hand: plan, task and merge."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def plan(
     mail_user: options.MailOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Plan a run, and say how to submit it by hand.
+    """Plan a run, and print how to submit it by hand.
 
-    Makes the run directory as submit does, queues nothing, and prints the two lines to type:
-    the array from a script in sbatch/, and its merge.
+    Makes the run directory as submit does, queues nothing, and prints the two sbatch commands:
+    for the array and for its merge.
     """
     from slurmgpu.cli.commands import submit as submitting
 
@@ -44,33 +44,33 @@ def task(
     device: options.DeviceOption = None,
     trust: options.TrustOption = False,
     own_array: Annotated[
-        bool, typer.Option("--own-array", help="The script says #SBATCH --array: squeue need not be asked.")
+        bool, typer.Option("--own-array", help="The script has #SBATCH --array: do not ask squeue.")
     ] = False,
 ) -> None:
-    """Work as one task of a job of Slurm's.
+    """Run one task inside a Slurm job.
 
-    The scripts in sbatch/ run it; submit needs no help of yours. Exits with 75 if it was stopped
-    and gave its shards back.
+    Scripts in sbatch/ call it; submit does not need it. Exits with 75 if it was stopped
+    and released its shards.
     """
     from slurmgpu.executors.job_entry import run_task_by_hand
 
     if device not in (None, "auto", "cpu"):
-        raise SlurmGPUError(f"--device {device!r} is neither auto nor cpu.")
+        raise SlurmGPUError(f"--device {device!r} is unknown; expected auto or cpu.")
     raise typer.Exit(run_task_by_hand(folder, device, trust=trust, own_array=own_array))
 
 
 def merge(
     folder: options.RunArgument,
-    verify: Annotated[bool, typer.Option("--verify", help="Only check every byte of merged.h5 again.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Only verify every byte of merged.h5.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until no task is queued or alive.")] = False,
     force: options.ForceOption = False,
     trust: options.TrustOption = False,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Join what is published into merged.h5, and report.
+    """Merge the published shards into merged.h5, and report.
 
-    The merge job does this by itself, and sbatch/merge.sbatch by --wait. Exits with 3 while the run is
-    incomplete; --verify with 1 if bytes changed.
+    The merge job does this, too; sbatch/merge.sbatch uses --wait. Exits with 3 if the run is
+    incomplete; --verify exits with 1 if bytes changed.
     """
     from slurmgpu.cli.console import complain, result, result_json
     from slurmgpu.cli.views.tables import show_report
@@ -80,9 +80,9 @@ def merge(
 
     run = options.open_run(folder, trust=trust)
     if verify and wait:
-        raise SlurmGPUError("--verify only reads merged.h5, and has nothing to wait for. Give one of the two.")
+        raise SlurmGPUError("--verify only reads merged.h5 and does not wait. Leave out --wait.")
     if force and (verify or wait):
-        raise SlurmGPUError("--force merges at once, and goes neither with --verify nor with --wait. Give one of them.")
+        raise SlurmGPUError("--force merges at once; leave out --verify and --wait.")
     if verify:
         problems = verify_merged(run)
         for problem in problems:

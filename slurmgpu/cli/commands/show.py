@@ -1,6 +1,6 @@
-"""The commands that show runs: how one stands, the runs there are, the report, the logs.
+"""The commands that show runs: status, list, report and logs.
 
-Each imports what it needs when it runs: `status` stays fast on a login node.
+Each imports what it needs when it runs, so `status` starts fast on a login node.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from slurmgpu.errors import SlurmGPUError
 def status(
     folder: options.RunArgument,
     watching: Annotated[
-        bool, typer.Option("--watch", "-w", help="Follow it on the whole screen until it ends; q quits.")
+        bool, typer.Option("--watch", "-w", help="Follow it full-screen until it ends; q quits.")
     ] = False,
     as_json: options.JsonOption = False,
     metrics: Annotated[
-        Path | None, typer.Option("--metrics", metavar="FILE", help="Write its progress for Prometheus, too.")
+        Path | None, typer.Option("--metrics", metavar="FILE", help="Also write its progress for Prometheus.")
     ] = None,
 ) -> None:
-    """Show how a run stands.
+    """Show the status of a run.
 
-    From its files, and one call of squeue at most; with --watch, one every 30 seconds.
+    Reads its files, and calls squeue at most once; with --watch, every 30 seconds.
     """
     from slurmgpu.cli.console import result_json
     from slurmgpu.cli.views.tables import show_status
@@ -40,7 +40,7 @@ def status(
 
         if metrics is None:
             raise typer.Exit(watch(run, as_json=as_json))
-        write_metrics(read_status(run), metrics)  # a path that cannot be written is told before the screen is taken
+        write_metrics(read_status(run), metrics)  # fails before the screen is cleared
         raise typer.Exit(watch(run, as_json=as_json, on_look=lambda status: keep_metrics(status, metrics)))
     value = read_status(run, queued_jobs(run))
     if metrics is not None:
@@ -56,7 +56,7 @@ def list_runs(
         Path,
         typer.Argument(
             metavar="DIR",
-            help="Where to look; default: here.",
+            help="The directory to search; default: here.",
             show_default=False,
             autocompletion=completion.complete_folder,
         ),
@@ -65,7 +65,7 @@ def list_runs(
 ) -> None:
     """List the runs under a directory, the newest first.
 
-    From their files, and one call of squeue for all of them at most.
+    Reads their files, and calls squeue at most once for all of them.
     """
     from slurmgpu.cli.console import result_json
     from slurmgpu.cli.views import run_list
@@ -80,12 +80,12 @@ def list_runs(
 def report(
     folder: options.RunArgument,
     as_json: options.JsonOption = False,
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write it as a page.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write it as an HTML page.")] = None,
     task: Annotated[
-        str | None, typer.Option("--task", metavar="TASK", help="With --html: draw the lines of this task first.")
+        str | None, typer.Option("--task", metavar="TASK", help="With --html: show the curves of this task first.")
     ] = None,
 ) -> None:
-    """Show the report of the last merge, or write it as a page.
+    """Show the report of the last merge, or write it as an HTML page.
 
     Exits with 3 while the run is incomplete.
     """
@@ -99,7 +99,7 @@ def report(
     if (since := made_since(run.submissions(), value["submissions"])) is not None:
         say(f"This is the report of the last merge; submission {since} was made since: slurmgpu status {run.typed}")
     if task is not None and html is None:
-        raise SlurmGPUError("--task is for the page: give --html FILE as well.")
+        raise SlurmGPUError("--task is for the page: add --html FILE.")
     if html is not None:
         from slurmgpu.cli.views.page_file import write_html
 
@@ -121,31 +121,29 @@ def logs(
             autocompletion=completion.complete_task,
         ),
     ] = None,
-    item: Annotated[int | None, typer.Option("--item", metavar="N", help="What became of item N, and where.")] = None,
+    item: Annotated[int | None, typer.Option("--item", metavar="N", help="What happened to item N, and where.")] = None,
     failure: Annotated[
         str | None,
         typer.Option(
             "--class",
             metavar="NAME",
-            help="Every failure of a class, such as crash.",
+            help="All failures of a class, such as crash.",
             autocompletion=completion.complete_class,
         ),
     ] = None,
     merge: Annotated[bool, typer.Option("--merge", help="The log of the merge job.")] = False,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on printing what is added.")] = False,
-    lines: Annotated[
-        int | None, typer.Option("--lines", "--tail", "-n", min=1, help="So many lines alone, the last ones.")
-    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines.")] = False,
+    lines: Annotated[int | None, typer.Option("--lines", "--tail", "-n", min=1, help="Only the last N lines.")] = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Find the place in the logs that tells of a task, an item or a failure.
+    """Print logs by task, item or failure class.
 
     \b
       slurmgpu logs runs/judge                  which log files there are
       slurmgpu logs runs/judge 7                what task 7 and its workers wrote
-      slurmgpu logs runs/judge --item 4711      what became of item 4711
+      slurmgpu logs runs/judge --item 4711      what happened to item 4711
       slurmgpu logs runs/judge --class crash    every crash
-      slurmgpu logs runs/judge --follow         what all tasks write from now on
+      slurmgpu logs runs/judge --follow         new lines of all tasks
     """  # noqa: D301
     from slurmgpu.cli.commands.logs import show_logs
 
