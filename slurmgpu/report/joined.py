@@ -1,4 +1,4 @@
-"""What a join has put into merged.h5. Standard library only: the report is made of it."""
+"""The result of a join. Standard library only: the report is built from it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from pathlib import Path
 from slurmgpu.code.versions import Stretch
 
 Errors = list[tuple[int, str]]
-"""The index of each failed item, and what went wrong."""
+"""The index of each failed item, and its error."""
 
 
 @dataclass(frozen=True)
 class Joined:
-    """What a join made.
+    """The content of merged.h5 after a join.
 
-    `shards` are those whose rows it holds. `damaged` has those that were left out, and why; `aside` each file whose
-    bytes are wrong, and why. `errors` are the failed items. `not_finite` has in how many rows columns have NaN, and in
-    how many infinities; None where shards of an older slurmgpu do not tell. `code` tells which code has
-    computed which rows.
+    `shards` are in it. `damaged` are the shards left out, and why; `aside` are files with wrong bytes, and why.
+    `errors` are the failed items. `not_finite` counts by column the rows with NaN and with infinities; None if shards
+    of an older slurmgpu do not say. `code` says which code computed which rows.
     """
 
     n_rows: int

@@ -60,12 +60,11 @@ class Pace:
 
     def to_json(self) -> PaceRecord:
         """The value of `pace` in the JSON of status."""
+        rate, left_s, if_s = self.items_per_s, self.left_s, self.left_if_queued_start_s
         return {
-            "items_per_s": None if self.items_per_s is None else round(self.items_per_s, 4),
-            "left_s": None if self.left_s is None else round(self.left_s, 1),
-            "left_if_queued_start_s": None
-            if self.left_if_queued_start_s is None
-            else round(self.left_if_queued_start_s, 1),
+            "items_per_s": None if rate is None else round(rate, 4),
+            "left_s": None if left_s is None else round(left_s, 1),
+            "left_if_queued_start_s": None if if_s is None else round(if_s, 1),
             "n_shards_left_over": self.n_shards_left_over,
             "n_living": self.n_living,
             "n_waiting": self.n_waiting,

@@ -20,7 +20,7 @@ from slurmgpu.report.build import last_death, read_report, report_path
 from slurmgpu.report.pace import PaceRecord, pace_of
 from slurmgpu.report.queued import Job, Queue, of_open, still_waiting, task_of
 from slurmgpu.report.rereading import UpToDate, mark_of
-from slurmgpu.report.states import Lines, Standing, is_somebody_at_work, is_told, state_of
+from slurmgpu.report.states import Lines, Standing, is_at_work, is_told, state_of
 from slurmgpu.run.directory import Run
 from slurmgpu.run.liveness import heard_at, is_alive, last_heard, own_time, patience
 from slurmgpu.run.records import BriefRecord, Record, Unread
@@ -149,7 +149,7 @@ class StatusReader:
         records, left_out = self._read_records(now)
         lines = self._lines.get(now)
         queue, leaving = self._compare(queued, records, lines, now)
-        at_work = is_somebody_at_work(lines, queue)
+        at_work = is_at_work(lines, queue)
         patience_s = patience(plan.lease_s, at_work)
         living = {record["attempt"] for record in records if is_alive(record, patience_s, now)}
         pace = pace_of(plan, records, published, queue, now, patience_s)

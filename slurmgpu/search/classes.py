@@ -12,7 +12,6 @@ from pathlib import Path
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.logs.files import LogFile, files_of
 from slurmgpu.logs.places import LINE_BYTES, behind_hole
-from slurmgpu.report.build import read_report
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
 from slurmgpu.search.excerpts import (
@@ -23,7 +22,7 @@ from slurmgpu.search.excerpts import (
     excerpt_of_attempt,
     excerpt_of_death,
 )
-from slurmgpu.search.remembering import remembering
+from slurmgpu.search.remembering import Remembering, remembering
 from slurmgpu.util.shared_files import open_file
 
 log = logging.getLogger(__name__)
@@ -80,9 +79,8 @@ def _event(what: str, attempt: str, message: str, find: Callable[[int], Excerpt 
     return Event(what, attempt, message, line.file, line.offset, place.number, find=find)
 
 
-def _of_items(run: Run, name: str) -> Iterator[Event]:
-    """The failed items; one that was quarantined is told of twice, by its task and by who writes its row."""
-    run = remembering(run)
+def _of_items(run: Remembering, name: str) -> Iterator[Event]:
+    """The failed items. A quarantined item is in two logs: its task's and that of the worker that writes its row."""
     told: set[int] = set()
     quarantined: dict[int | None, Event] = {}
     seen: set[Path] = set()
@@ -135,12 +133,8 @@ def _scan(file: LogFile, attempt: str, name: str) -> Iterator[Event]:
         log.debug("%s cannot be read: %s", file.path, error)
 
 
-def _only_in_report(run: Run, name: str, told: set[int | None]) -> Iterator[Event]:
+def _only_in_report(run: Remembering, name: str, told: set[int | None]) -> Iterator[Event]:
     """Failed items of which no log tells: of a slurmgpu that did not log them all, or whose logs are gone."""
-    try:
-        report = read_report(run)
-    except SlurmGPUError:
-        return
-    for error in (report or {"errors": ()})["errors"]:
-        if error["class"] == name and error["index"] not in told:
-            yield Event(f"item {error['index']}", None, error["message"], item=error["index"])
+    for index, (kind, message) in run.failed_items.items():
+        if kind == name and index not in told:
+            yield Event(f"item {index}", None, message, item=index)

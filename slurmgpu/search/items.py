@@ -32,7 +32,6 @@ from slurmgpu.search.excerpts import (
 )
 from slurmgpu.search.picking import pick
 from slurmgpu.search.remembering import remembering
-from slurmgpu.search.reported import told_of
 from slurmgpu.util.shared_files import exists
 
 N_NAMED = 10
@@ -150,12 +149,12 @@ class _Search:
     def _in_report(self) -> tuple[str, str] | tuple[()] | None:
         """What the report says of the item: its failure, () if it has a good row, None if it cannot know."""
         lines = self.run.submissions()
-        # Reading it for nothing would take long while the run works: one of a million failures is large.
-        if not is_over(lines) or (told := told_of(self.run)) is None:
+        # While the run works the report is out of date, and reading a million failures takes long.
+        if not is_over(lines) or (report := self.run.report) is None or not is_told(lines, report["submissions"], None):
             return None
-        if self.shard in told.missing or not is_told(lines, told.submissions, None):
+        if any(hole["shard"] == self.shard for hole in report["missing"]):
             return None
-        return told.failures.get(self.index, ())
+        return self.run.failed_items.get(self.index, ())
 
     def _was_in_flight(self, death: Death) -> bool:
         items = death.get("items") or ()

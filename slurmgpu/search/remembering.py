@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from functools import cached_property
 
+from slurmgpu.errors import SlurmGPUError
 from slurmgpu.logs.files import attempts_with_logs, files_of
 from slurmgpu.logs.lines import text_of
 from slurmgpu.logs.places import TAIL_BYTES, last_end, line_around, places_of
 from slurmgpu.report.attempts import AttemptRow
-from slurmgpu.report.build import judged_attempts
+from slurmgpu.report.build import Report, judged_attempts, read_report
 from slurmgpu.run.directory import Run
 from slurmgpu.run.records import Record, Unread
 from slurmgpu.run.submissions import SubmissionLine
@@ -38,6 +39,20 @@ class Remembering(Run):
     def judged(self) -> dict[str, AttemptRow]:
         """Every attempt by its name, as the last report has judged it."""
         return {attempt["attempt"]: attempt for attempt in judged_attempts(self)}
+
+    @cached_property
+    def report(self) -> Report | None:
+        """The last report; None if there is none, or it cannot be read."""
+        try:
+            return read_report(self)
+        except (OSError, SlurmGPUError):
+            return None
+
+    @cached_property
+    def failed_items(self) -> dict[int, tuple[str, str]]:
+        """Failure class and message of each failed item in the last report, by index."""
+        errors = self.report["errors"] if self.report is not None else ()
+        return {error["index"]: (error["class"], error["message"]) for error in errors}
 
     @cached_property
     def logged(self) -> dict[str, Record]:

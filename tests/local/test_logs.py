@@ -24,7 +24,7 @@ from slurmgpu.plan.planner import draft_run
 from slurmgpu.report.build import read_report
 from slurmgpu.run.claims import Claim
 from slurmgpu.run.directory import Run, create_run
-from slurmgpu.search import remembering, reported
+from slurmgpu.search import remembering
 from slurmgpu.search.classes import events_of_class
 from slurmgpu.search.excerpts import BEFORE, N_LINES, excerpt_around, excerpt_of_attempt
 from slurmgpu.search.index import read_index
@@ -739,8 +739,9 @@ def test_a_search_ends_when_its_time_is_over_and_what_was_found_by_then_is_told(
 def test_the_report_is_read_once_for_many_items_and_not_before_the_run_has_ended(run, tmp_path, monkeypatch):
     copy_run(run.folder, tmp_path / "run")
     copy, read = Run.open(tmp_path / "run"), []
-    monkeypatch.setattr(reported, "read_report", lambda run: read.append(run) or read_report(run))
-    assert [story_of_item(copy, index).failure for index in (3, 5, 9)] == ["item_error", "item_error", "crash"]
+    monkeypatch.setattr(remembering, "read_report", lambda run: read.append(run) or read_report(run))
+    once = remembering.remembering(copy)
+    assert [story_of_item(once, index).failure for index in (3, 5, 9)] == ["item_error", "item_error", "crash"]
     assert len(read) == 1
     copy.record_submission({"submission": 1, "state": "merging"})
     (copy.folder / "report.json").write_text("{}")
