@@ -1,4 +1,4 @@
-"""The lines of the logs that tell why items and attempts failed; a log that cannot be read costs its own lines."""
+"""Lines of the logs that explain failed items and attempts; a log that cannot be read is left out."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from slurmgpu.util.shared_files import list_names
 log = logging.getLogger(__name__)
 
 NOBODY = "no attempt is known to have had it"
-"""What a search says that found nothing."""
+"""The text of a search without a result."""
 MAX_LINES = 30
 MAX_EXCERPTS = 20
-"""Of so many reasons for items, and for attempts, there is an excerpt."""
+"""The number of reasons with an excerpt, for items and for attempts."""
 MAX_CHARACTERS = 6000
 PATIENCE_S = 30.0
-"""How long logs are searched for a page, however large they are."""
+"""The time limit for searching logs."""
 
 
 def add_excerpts(run: Run, items: Sequence[Reason], attempts: Sequence[Reason], holes: Sequence[dict[str, Any]]) -> str:
-    """Give reasons what the logs say of the first of those who met them, and missing shards why they are missing.
+    """Add an excerpt of the logs to each reason, and the cause to each missing shard.
 
-    What it returns is a sentence on why there is nothing of the logs, where there are none.
+    Returns a sentence if the logs cannot be read, else an empty text.
     """
     try:
         list_names(run.logs)
