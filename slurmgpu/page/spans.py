@@ -36,11 +36,6 @@ class Life:
     shards: Sequence[tuple[int, float, float, str]]
     deaths: Sequence[float]
 
-    @property
-    def label(self) -> str:
-        """The task, and its node if it has one."""
-        return f"{self.task} {self.node}".strip()
-
 
 def lives_of(report: Report) -> list[Life]:
     """The attempts with known times, in the order of the report."""

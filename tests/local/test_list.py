@@ -187,7 +187,7 @@ def test_a_folder_of_many_files_is_not_looked_through_to_the_end(folder, monkeyp
     ended(folder / "run")
     value = run_list.list_runs(folder)
     assert [row["run"] for row in value["runs"]] == ["run"]
-    assert value["notes"] == ["1 folder with more than 5 entries, not looked through to the end"]
+    assert value["notes"] == ["1 folder with more than 5 entries, not searched to the end"]
 
 
 def test_many_runs_cost_one_squeue(folder, slurmgpu, tmp_path):

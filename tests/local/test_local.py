@@ -500,7 +500,7 @@ def test_a_dry_run_shows_no_secret_and_says_so_and_the_run_has_it(project, slurm
     shown = slurmgpu(*argv, "--dry-run", cwd=folder, expect=0).stdout
     assert key not in shown
     assert token not in shown
-    assert "what looks like a secret is shown as •••" in shown
+    assert "values that look like secrets are shown as •••" in shown
     output.show_scripts({"array": f"export HF_TOKEN={token}\n"})
     assert "export HF_TOKEN=•••" in capsys.readouterr().out
     slurmgpu(*argv, cwd=folder, expect=0)

@@ -210,7 +210,7 @@ DIED = {"n_deaths": 2, "last_death": "crash"}
         ({"silent": True, "age_s": 1500.0}, "silent for 25 min, its node may be dead"),
         ({"silent": True, "failure": "lost", "message": "no end was recorded"}, "lost: no end was recorded"),
         ({"shard": None}, "the log's"),
-        ({"shard": None, "items_per_s": None}, "waits: others have the last shards; the log's"),
+        ({"shard": None, "items_per_s": None}, "idle: others have the last shards; the log's"),
         ({"shard": None, "items_per_s": None, "state_since": BEGIN + 99}, "the log's"),
         ({"state": "ended"}, ""),
     ],
@@ -266,7 +266,7 @@ def test_a_share_is_never_rounded_up_to_all_of_it(tmp_path):
 @pytest.mark.parametrize("n_tasks", [0, 3])
 def test_a_run_of_which_nothing_is_left_says_how_long_it_is_watched(tmp_path, n_tasks):
     run = pretend_run(tmp_path / "judge", 300, n_tasks=n_tasks)
-    said = "no job of it is left; if its merge does not write its end within 45 s, this ends"
+    said = "no job is left; this ends if the merge does not finish within 45 s"
     assert said in words_of(run, 900, [])
     lines = drawn(screen_of(run, 900, []), (100, 24))
     assert f"merge    {said}" in "\n".join(lines)

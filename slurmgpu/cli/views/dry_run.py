@@ -1,4 +1,4 @@
-"""`submit --dry-run`: what would be submitted, whether it fits the cluster's limits, and what it may cost at most."""
+"""`submit --dry-run`: the submission, the cluster's limits, and an upper bound of the cost."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from slurmgpu.slurm.facts import Trial
 
 MAX_CONFIGURATIONS = 8
-"""Configurations of a sweep that a dry run shows; the JSON has all."""
-SECRETS = f"what looks like a secret is shown as {HIDDEN}; --json shows it, and what is submitted has it"
+"""The most configurations of a sweep that are printed; the JSON has all."""
+SECRETS = f"values that look like secrets are shown as {HIDDEN}; --json and the submission have them"
 
 
 def show_draft(draft: Draft, after: Run | None, values: Origins, *, as_json: bool, inject: Sequence[str] = ()) -> int:
-    """Print what would be submitted, and where each value of it comes from; the exit code: 2 if Slurm refuses it."""
+    """Print the submission and the origin of each value; the exit code: 2 if Slurm refuses it."""
     seen = _preview(draft, api.submission_of(draft, after, inject))
     plan, asked = draft.plan.to_json(), asdict(seen.submission)
     code = api.EXIT_COMPLETE if all(trial.taken for trial in seen.trials.values()) else api.EXIT_BAD_USAGE
@@ -58,7 +58,7 @@ def show_draft(draft: Draft, after: Run | None, values: Origins, *, as_json: boo
     show_plan(plan, asked, str(draft.run_dir), [*seen.notes, *secrets], _items_of(draft))
     show_origins(values)
     show_scripts(seen.scripts)
-    _show_limits(seen, draft.plan.auto_resubmit)  # last: what is seen first after a long script
+    _show_limits(seen, draft.plan.auto_resubmit)  # last, so that it is visible after a long script
     return code
 
 
@@ -129,7 +129,7 @@ def _in_words(trial: Trial) -> str:
 
 
 def _items_of(draft: Draft) -> list[str]:
-    """Lines on the items of a run that has no input of the user's: what they are, and the first of a sweep."""
+    """Lines on the items of a run without an input file: a description, and the first configurations of a sweep."""
     lines = [draft.items.said] if draft.items.said else []
     if configurations := draft.items.configurations or ():
         first = enumerate(configurations[:MAX_CONFIGURATIONS])

@@ -1,4 +1,4 @@
-"""`logs RUN`: a line for each attempt, how it stands or ended, and its log files."""
+"""`logs RUN`: a line for each attempt with its state and its log files."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from slurmgpu.util.amounts import size_of
 
 
 def show_index(run: Run) -> None:
-    """Each attempt in the order of tasks, how it stands or ended, and its log files; empty ones are left out."""
+    """Print each attempt in task order with its state and its non-empty log files."""
     index = read_index(run)
     if not index["attempts"]:
         if is_over(run.submissions()):
             raise SlurmGPUError(
-                f"No task of {run.folder} ever started, and its last submission is over. "
+                f"No task of {run.folder} started, and its last submission is over. "
                 f"`slurmgpu resubmit {run.typed}` submits it again."
             )
         raise SlurmGPUError(f"No task of {run.folder} has started yet. `slurmgpu status {run.typed}` says why.")
@@ -42,7 +42,7 @@ def _in_task_order(attempt: LoggedAttempt) -> tuple[int, list[int]]:
 
 
 def _files(files: Sequence[FileRecord]) -> str:
-    """Names with their sizes, what the worker wrote first: it is looked for most."""
+    """Names and sizes, worker logs first: they are needed most."""
     written = sorted((file for file in files if file["size_bytes"]), key=_by_writer)
     return "  ".join(f"{Path(file['path']).name} ({size_of(file['size_bytes'])})" for file in written)
 

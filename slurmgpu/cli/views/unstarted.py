@@ -1,4 +1,4 @@
-"""What to say of tasks, attempts and runs of which there is no log: whether one may come yet, and what to do."""
+"""Errors on tasks, attempts and runs without logs: whether a log may still come, and what to do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slurmgpu.run.submissions import ENDS, is_over, job_here
 
 
 def known_tasks(run: Run) -> dict[str, bool]:
-    """The tasks that were submitted or have begun, and whether their submission still goes on."""
+    """The submitted and started tasks, and whether their submission is still active."""
     names = {name.rpartition(".")[0]: False for name in attempts_there(run)}
     for line in run.submissions():
         here = "pids" in line
@@ -27,7 +27,7 @@ def attempts_there(run: Run) -> list[str]:
 
 
 def refuse_unstarted(run: Run, task: str, *, waits: bool) -> None:
-    """Raise a sentence on a task or an attempt that there is not; if it `waits`, unless it may come yet."""
+    """Raise SlurmGPUError on an unknown task or attempt; not if the command `waits` and it may still come."""
     known, there = known_tasks(run), attempts_there(run)
     base = re.sub(r"\.\d+$", "", task)
     meant = [name for name in known if base in (name, name.rpartition("_")[2])]
@@ -49,7 +49,7 @@ def refuse_unstarted(run: Run, task: str, *, waits: bool) -> None:
 
 
 def refuse_unsubmitted(run: Run, *, waits: bool) -> None:
-    """Raise a sentence on a run of which nothing was submitted; if it `waits`, unless Slurm has it by hand."""
+    """Raise SlurmGPUError on a run without submissions; not if the command `waits` and Slurm has its jobs."""
     from slurmgpu.executors import liveness
 
     if run.submissions() or run.attempts():
@@ -65,7 +65,7 @@ def refuse_unsubmitted(run: Run, *, waits: bool) -> None:
 
 
 def is_at_rest(run: Run) -> bool:
-    """Whether nobody works on what has no row: the last submission has ended, or there was none."""
+    """Whether the last submission has ended, or there was none."""
     from slurmgpu.executors import liveness
 
     lines = run.submissions()
