@@ -1,6 +1,6 @@
-"""How fast a run goes, and how long it will take: from what its attempts wrote of their last minutes.
+"""A run's rate and its time left, from the attempts' records of the last minutes.
 
-The time left is found by dealing the open shards out as tasks take them, one after another, each at its own rate.
+The time left is simulated: tasks take the open shards one after another, each at its own rate.
 Standard library only: `status` reads it on login nodes.
 """
 
@@ -18,15 +18,15 @@ from slurmgpu.run.liveness import is_alive, last_heard, own_time, patience
 from slurmgpu.run.records import BriefRecord
 
 WINDOW_S = 300.0
-"""A rate is that of the shards that ended in the last five minutes …"""
+"""A rate covers the shards that ended in the last five minutes …"""
 MIN_SHARDS = 3
-"""… or of the last three, where shards take longer."""
+"""… or the last three if shards take longer."""
 LATE = 1.5
-"""A shard in hand of which nothing is known to be done is late after so many times what shards took before."""
+"""A current shard without progress is late after this multiple of the usual time."""
 BETWEEN_S = 5.0
-"""Between two shards an attempt has none in hand, for less than this: it has longer if none is free."""
+"""The longest time without a shard between two shards; a longer one means that none is free."""
 SHARE = 4
-"""Shards are dealt out in portions that take this part of what is left, at least one by one."""
+"""A task takes at most its share of the open shards divided by this at once."""
 
 
 class PaceRecord(TypedDict):
@@ -42,12 +42,12 @@ class PaceRecord(TypedDict):
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast a run goes; None is what cannot be said.
+    """The rate of a run; None is unknown.
 
-    `items_per_s` is that of the tasks that compute together, `rates` that of each, by attempt. `left_s` is until the
-    last shard is published by the tasks that are alive, or start at a time that Slurm knows; `left_if_queued_start_s`,
-    if all that are queued started now. `n_shards_left_over` are the shards to which walltimes will leave no time; 0
-    where that depends on tasks of which nobody knows when they start.
+    `items_per_s` is the rate of all computing tasks together, `rates` that of each attempt. `left_s` is the time until
+    the last shard is published by living tasks and by tasks with a start time from Slurm; `left_if_queued_start_s` is
+    that if all queued tasks started now. `n_shards_left_over` are shards that do not fit in the walltimes; 0 if that
+    depends on tasks with unknown start times.
     """
 
     items_per_s: float | None = None
@@ -73,12 +73,12 @@ class Pace:
 
 @dataclass(frozen=True, order=True)
 class Hand:
-    """A task that takes shards: from when on, how many items in a second, and until when; seconds from now."""
+    """A task that takes shards: when it is free, items per second, and its end; times are seconds from now."""
 
     free_s: float
     rate: float
     until_s: float = math.inf
-    shard_s: float = 0.0  # of these, what the shard in hand still takes
+    shard_s: float = 0.0  # the part of free_s for the current shard
 
 
 def pace_of(
@@ -89,9 +89,9 @@ def pace_of(
     now: float,
     patience_s: float | None = None,
 ) -> Pace:
-    """How fast a run goes at the moment `now`; `queue` are its jobs as the JSON of status has them.
+    """The pace of a run at the time `now`; `queue` are its jobs as in the JSON of status.
 
-    Who has written nothing for `patience_s` does not count; by default that is as long as a lease.
+    Attempts that have written nothing for `patience_s`, by default a lease, are ignored.
     """
     patience_s = patience(plan.lease_s) if patience_s is None else patience_s
     living = [record for record in records if is_alive(record, patience_s, now)]
@@ -130,7 +130,7 @@ def pace_of(
 
 
 def computes(record: BriefRecord) -> bool:
-    """Whether an attempt that lives was at work when it wrote: on a shard, or between two of them."""
+    """Whether a living attempt was computing when it wrote: on a shard, or between two."""
     if record["state"] != "running":
         return False
     ends = [entry[1] + entry[2] for entry in record["published"][-1:]]
@@ -139,10 +139,7 @@ def computes(record: BriefRecord) -> bool:
 
 
 def rate_of(plan: Plan, record: BriefRecord) -> float | None:
-    """Items in a second of an attempt, over the last minutes of its work; None if it has computed nothing yet.
-
-    From one shard's beginning to the next's, so that what lies between them counts.
-    """
+    """An attempt's items per second over its last minutes, including the time between shards; None before any."""
     recent = _recent(record)
     n_items, seconds = 0.0, 0.0
     begins = [*(entry[1] for entry in recent[1:]), record["shard_started"]]
@@ -156,7 +153,7 @@ def rate_of(plan: Plan, record: BriefRecord) -> float | None:
     done, in_hand_s = record["shard_done"], record["updated"] - record["shard_started"]
     if rate is None:
         return done / in_hand_s if done and in_hand_s > 0 else None
-    # It has become slower, if the shard in hand takes longer than those before.
+    # The attempt has slowed down if its current shard takes longer than those before.
     is_late = in_hand_s * rate > _size(plan, record["shard"]) * (1.0 if done else LATE)
     return (n_items + done) / (seconds + in_hand_s) if is_late else rate
 
@@ -172,16 +169,16 @@ def _recent(record: BriefRecord) -> list[Sequence[Any]]:
 
 def _size(plan: Plan, shard: int) -> int:
     start, stop = plan.bounds(shard)
-    return max(0, stop - start)  # a damaged record may name one that the run does not have
+    return max(0, stop - start)  # a damaged record may name a shard that does not exist
 
 
 def _hand(plan: Plan, record: BriefRecord, rate: float, load_s: float, now: float) -> Hand:
-    """What a living task can take: when it is through with what it has in hand, or has loaded; `now` by its clock."""
+    """A living task as a `Hand`: free after loading or after its current shard; `now` is by its clock."""
     until = math.inf if record["end_time"] is None else record["end_time"] - plan.margin_s - now
     age = now - record["updated"]
     if record["state"] != "running":
         since = record["phases"][-1][0] if record["phases"] else record["started"]
-        # A shard that it holds, after a worker's death, comes first.
+        # A shard that it holds after a worker's death comes first.
         again = 0.0 if record["shard"] is None else _size(plan, record["shard"]) / rate
         free = max(0.0, load_s - (now - since)) + again
         return Hand(free, rate, until, again)
@@ -190,15 +187,15 @@ def _hand(plan: Plan, record: BriefRecord, rate: float, load_s: float, now: floa
     size, done = _size(plan, record["shard"]), record["shard_done"]
     started = record["shard_started"]
     if started is None:
-        return Hand(size / rate / 2, rate, until, size / rate / 2)  # an older record: it may be anywhere in it
-    # What is done is known to the batch: by the clock, but within the batch that is being computed.
+        return Hand(size / rate / 2, rate, until, size / rate / 2)  # an older record does not say how much is done
+    # Progress is known to the batch: estimate by the clock within the current batch.
     least, most = ((size - done - n) / rate - age for n in (plan.batch_size, 0))
     left = max(0.0, least, min(most, size / rate - (now - started)))
     return Hand(left, rate, until, left)
 
 
 def _available(plan: Plan, records: Iterable[BriefRecord], taken: set[int], now: float) -> list[tuple[float, int]]:
-    """Shards that others can take, as (seconds until then, how many): those of the dead when their leases are over."""
+    """Available shards as (seconds until then, number): those of dead tasks once their leases are over."""
     stale: dict[int, float] = {}
     for record in records:
         shard = record["shard"]
@@ -214,7 +211,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 @dataclass(frozen=True)
 class _Joining:
-    """How a task comes to work that has not started yet."""
+    """A task that has not started yet."""
 
     load_s: float
     rate: float
@@ -231,12 +228,12 @@ def _deal(
     joining: _Joining,
     n_throttled: int,
 ) -> tuple[float | None, int]:
-    """Seconds until the last shard is published, None if not all can be; and how many are left over.
+    """Seconds until the last shard is published, None if not all fit; and the number left over.
 
-    A task whose walltime ends makes room for a throttled one.
+    A task whose walltime ends is replaced by a throttled one.
     """
     ends = [hand.until_s + plan.margin_s for hand in hands]
-    # What a walltime cuts off falls to others.
+    # Shards that a walltime cuts off go to others.
     cut = [hand.shard_s > 0 and hand.free_s > end for hand, end in zip(hands, ends, strict=True)]
     heap = [(end if is_cut else hand.free_s, hand) for hand, end, is_cut in zip(hands, ends, cut, strict=True)]
     pools = sorted([*free, *((end, 1) for end, is_cut in zip(ends, cut, strict=True) if is_cut)])

@@ -162,7 +162,7 @@ def test_the_merge_waits_for_the_tasks_of_the_last_submission(ended_run):
 
 def test_jobs_of_a_submission_that_has_ended_since_are_out_of_the_queue(ended_run):
     reader, queue = StatusReader(ended_run), [*LATE, {**MERGE, "state": "RUNNING"}]
-    assert merge_words(reader.read(queue, now=NOW + 5)) == "3 of 3 tasks ended; the merge is at work"
+    assert merge_words(reader.read(queue, now=NOW + 5)) == "3 of 3 tasks ended; the merge is running"
     ended_run.record_submission({"submission": 1, "state": "ended"})
     assert reader.read(queue, now=NOW + 20)["state"] == "incomplete"
 

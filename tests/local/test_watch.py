@@ -360,7 +360,7 @@ def test_whatever_ends_it_the_terminal_is_as_before(tmp_path, run_of_now, how):
         if how == "Ctrl-C":
             terminal.send(b"\x03")
             assert terminal.end() == 130
-            assert "the run goes on" in terminal.text
+            assert "the run continues" in terminal.text
         elif how == "SIGTERM":
             terminal.process.terminate()
             assert terminal.end() == 143
