@@ -1,4 +1,4 @@
-"""Log files: how they are written, which belong to an attempt, and their lines in the order of their times.
+"""Log files: those of an attempt, and their lines ordered by time.
 
 May import: run, util.
 """

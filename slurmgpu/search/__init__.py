@@ -1,4 +1,4 @@
-"""What became of an item, or every failure of a class, and the places in logs that tell of it.
+"""Search in logs: the outcome of an item, all failures of a class, and their places.
 
 May import: report, logs, run, util.
 """

@@ -1,4 +1,4 @@
-"""Every failure of a class, and the line of a log that tells of it."""
+"""All failures of a class, and their lines in the logs."""
 
 from __future__ import annotations
 
@@ -30,10 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Event:
-    """A failure of a class: `what` failed, in words, in which attempt; `file` and `number` are its line, if any.
-
-    `item` is the item that failed, `find` makes the excerpt of what is more than a line.
-    """
+    """A failure: `what` failed, in which attempt, and its line, if any. `find` makes an excerpt of several lines."""
 
     what: str
     attempt: str | None
@@ -45,16 +42,16 @@ class Event:
     find: Callable[[int], Excerpt | None] | None = None
 
     def excerpt(self, max_lines: int = N_LINES) -> Excerpt | None:
-        """The place, with the lines around it."""
+        """The line with its context."""
         if self.find is not None:
             return self.find(max_lines)
         return None if self.file is None else excerpt_around(self.file, self.offset, max_lines)
 
 
 def events_of_class(run: Run, name: str) -> Iterator[Event]:
-    """Every failure of a class: of attempts, of workers, and of items, these as the logs tell of them."""
+    """All failures of a class: of attempts, of workers, and of items as logged."""
     if name not in POLICIES:
-        raise SlurmGPUError(f"{name!r} is no failure class.{did_you_mean(name, POLICIES)}")
+        raise SlurmGPUError(f"{name!r} is not a failure class.{did_you_mean(name, POLICIES)}")
     return _events(run, name)
 
 
@@ -97,8 +94,7 @@ def _of_items(run: Remembering, name: str) -> Iterator[Event]:
                 else:
                     told.add(event.item)
                     yield replace(event, what=quarantined[event.item].what) if event.item in quarantined else event
-    left = [event for item, event in quarantined.items() if item not in told]
-    yield from left
+    yield from (event for item, event in quarantined.items() if item not in told)
     yield from _only_in_report(run, name, {*told, *quarantined})
 
 
@@ -106,7 +102,7 @@ QUARANTINED = ", quarantined"
 
 
 def _scan(file: LogFile, attempt: str, name: str) -> Iterator[Event]:
-    """What a log says of failures of a class, in one pass."""
+    """The failures of a class in a log, in one pass."""
     patterns = {
         rb"\bitem (\d+): " + name.encode() + rb": (.*)": "item {}",
         rb"\bitem (\d+) is quarantined: " + name.encode() + rb": (.*)": f"item {{}}{QUARANTINED}",
@@ -134,7 +130,7 @@ def _scan(file: LogFile, attempt: str, name: str) -> Iterator[Event]:
 
 
 def _only_in_report(run: Remembering, name: str, told: set[int | None]) -> Iterator[Event]:
-    """Failed items of which no log tells: of a slurmgpu that did not log them all, or whose logs are gone."""
+    """Failed items without a line in the logs, which may have been removed."""
     for index, (kind, message) in run.failed_items.items():
         if kind == name and index not in told:
             yield Event(f"item {index}", None, message, item=index)

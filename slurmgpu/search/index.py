@@ -1,4 +1,4 @@
-"""The index of a run's logs: `slurmgpu logs --json`, see docs/reference/report.md."""
+"""The index of a run's logs, `slurmgpu logs --json`: see docs/reference/report.md."""
 
 from __future__ import annotations
 

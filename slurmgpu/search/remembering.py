@@ -1,4 +1,4 @@
-"""A run whose records are read once: reading them for each of a thousand failures would take a quarter of an hour."""
+"""A run whose files are read once: reading them for each of a thousand failures would take a quarter of an hour."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slurmgpu.run.submissions import SubmissionLine
 
 
 class Remembering(Run):
-    """A run as it was when it was first looked at, for one search."""
+    """A run with cached records, submissions and report, for one search."""
 
     @cached_property
     def _attempts(self) -> tuple[list[Record], dict[str, Unread]]:
@@ -28,7 +28,7 @@ class Remembering(Run):
         return super().submissions()
 
     def read_attempts(self) -> tuple[list[Record], dict[str, Unread]]:
-        """What each attempt wrote of itself, and why records are left out."""
+        """The attempts' records, and why others are left out."""
         return self._attempts
 
     def submissions(self) -> list[SubmissionLine]:
@@ -37,7 +37,7 @@ class Remembering(Run):
 
     @cached_property
     def judged(self) -> dict[str, AttemptRow]:
-        """Every attempt by its name, as the last report has judged it."""
+        """Every attempt by name, with its outcome in the last report."""
         return {attempt["attempt"]: attempt for attempt in judged_attempts(self)}
 
     @cached_property
@@ -56,7 +56,7 @@ class Remembering(Run):
 
     @cached_property
     def logged(self) -> dict[str, Record]:
-        """The record of every attempt by its name, and what is known of those that have logs alone."""
+        """The record of every attempt by name, also of attempts with only a log."""
         return {record["attempt"]: record for record in attempts_with_logs(self)}
 
     @cached_property
@@ -64,14 +64,14 @@ class Remembering(Run):
         return {}
 
     def last_begun(self, record: Record) -> int | None:
-        """The shard that an attempt began last, by its log and its record."""
+        """The last shard that an attempt began, by its log and its record."""
         name = record["attempt"]
         if name not in self._begun:
             self._begun[name] = self._last_begun(record)
         return self._begun[name]
 
     def _last_begun(self, record: Record) -> int | None:
-        """Who was killed may have begun another shard since it wrote its record."""
+        # A killed task may have begun another shard since its last record.
         for file in [file for file in files_of(self, record) if file.is_worker][:1]:
             size = last_end(file.path)
             for place in places_of(file.path, b": items ", max(0, size - TAIL_BYTES), size, backwards=True):
@@ -81,5 +81,5 @@ class Remembering(Run):
 
 
 def remembering(run: Run) -> Remembering:
-    """The same run, to be asked many things at once."""
+    """The run with caches for many searches."""
     return run if isinstance(run, Remembering) else Remembering(run.folder, run.plan)
