@@ -346,21 +346,17 @@ def _is_a(kind: type, value: Any) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
-def _is_collection_of(*kinds: type) -> Callable[[Any], bool]:
-    def is_good(value: Any) -> bool:
-        is_many = isinstance(value, Iterable) and isinstance(value, Sized) and not isinstance(value, (str, bytes))
-        return is_many and all(isinstance(each, kinds) for each in value)
+def _is_many(value: Any, kinds: tuple[type, ...]) -> bool:
+    is_many = isinstance(value, Iterable) and isinstance(value, Sized) and not isinstance(value, (str, bytes))
+    return is_many and all(isinstance(each, kinds) for each in value)
 
-    return is_good
+
+def _is_collection_of(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: _is_many(value, kinds)
 
 
 def _is_mapping_to(*kinds: Any) -> Callable[[Any], bool]:
-    def is_good(value: Any) -> bool:
-        return isinstance(value, Mapping) and all(
-            isinstance(key, str) and isinstance(each, kinds) for key, each in value.items()
-        )
-
-    return is_good
+    return lambda value: isinstance(value, Mapping) and _is_many(value, (str,)) and _is_many(value.values(), kinds)
 
 
 def _takes(value: Any, n_arguments: int) -> bool:

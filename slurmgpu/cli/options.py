@@ -88,11 +88,6 @@ def resources(given: Mapping[str, Any]) -> dict[str, Any]:
     return {key: given.get(key) for key in Resources.model_fields}
 
 
-def container(image: Path | None) -> dict[str, Any]:
-    """[container] for --image, which is relative to the working directory."""
-    return {} if image is None else {"image": str(image.expanduser().absolute())}
-
-
 def slurm_options(texts: list[str] | None) -> dict[str, Any]:
     """The sbatch options in the KEY=VALUE texts of --slurm."""
     from slurmgpu.plan.run_file import parse_slurm_options
@@ -116,7 +111,7 @@ def overrides(
         "slurm": slurm_options(slurm_texts),
         "merge": merge_options(given.get("mail_user")),
         "resources": resources(given),
-        "container": container(image),
+        "container": {} if image is None else {"image": str(image.expanduser().absolute())},
     }
 
 

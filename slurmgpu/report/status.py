@@ -346,13 +346,7 @@ def _last_of(path: Path) -> GPUSample | None:
     sample = last_sample(path)
     if sample is None or (sample.utilisation is None and sample.memory_bytes is None):
         return None
-    return {
-        "time": sample.time,
-        "utilisation": sample.utilisation,
-        "memory_bytes": sample.memory_bytes,
-        "temperature_c": sample.temperature_c,
-        "power_w": sample.power_w,
-    }
+    return cast(GPUSample, {key: getattr(sample, key) for key in GPUSample.__annotations__})
 
 
 def _gpu_hours(records: Iterable[BriefRecord], told: Rows, living: Collection[str], now: float) -> float:

@@ -237,7 +237,7 @@ class _Search:
             about = self.run.judged.get(name)
             kind, message = (about["failure"], about["message"]) if about else (None, "")
             is_unknown = record["state"] == UNKNOWN
-            if not (kind or is_unknown) or self.run.last_begun(record) != self.shard:
+            if not (kind or is_unknown) or self.run.last_begun(name) != self.shard:
                 continue
             self.maker = name
             said += f": attempt {name} had it in hand "

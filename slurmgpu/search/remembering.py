@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from functools import cached_property
+from collections.abc import Callable
+from functools import cache, cached_property
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.logs.files import attempts_with_logs, files_of
@@ -60,17 +61,12 @@ class Remembering(Run):
         return {record["attempt"]: record for record in attempts_with_logs(self)}
 
     @cached_property
-    def _begun(self) -> dict[str, int | None]:
-        return {}
+    def last_begun(self) -> Callable[[str], int | None]:
+        """By attempt, the last shard that it began, by its log and its record."""
+        return cache(self._last_begun)
 
-    def last_begun(self, record: Record) -> int | None:
-        """The last shard that an attempt began, by its log and its record."""
-        name = record["attempt"]
-        if name not in self._begun:
-            self._begun[name] = self._last_begun(record)
-        return self._begun[name]
-
-    def _last_begun(self, record: Record) -> int | None:
+    def _last_begun(self, attempt: str) -> int | None:
+        record = self.logged[attempt]
         # A killed task may have begun another shard since its last record.
         for file in [file for file in files_of(self, record) if file.is_worker][:1]:
             size = last_end(file.path)

@@ -6,12 +6,16 @@ Each imports what it needs when it runs, so `status` starts fast on a login node
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from slurmgpu.cli import completion, options
-from slurmgpu.errors import SlurmGPUError
+from slurmgpu.errors import SlurmGPUError, did_you_mean
+
+if TYPE_CHECKING:
+    from slurmgpu.report.build import Report
+    from slurmgpu.run.directory import Run
 
 
 def status(
@@ -101,14 +105,29 @@ def report(
     if task is not None and html is None:
         raise SlurmGPUError("--task is for the page: add --html FILE.")
     if html is not None:
-        from slurmgpu.cli.views.page_file import write_html
-
-        write_html(run, value, html, task)
+        _write_html(run, value, html, task)
     if as_json:
         result_json(value)
     elif html is None:
         show_report(value)
     raise typer.Exit(0 if value["complete"] else 3)
+
+
+def _write_html(run: Run, report: Report, path: Path, task: str | None) -> None:
+    from slurmgpu import page
+    from slurmgpu.cli.console import say
+    from slurmgpu.util.amounts import size_of
+
+    if missing := page.missing_packages():
+        raise SlurmGPUError(f"The page needs {' and '.join(missing)}: pip install 'slurmgpu[html]'.")
+    tasks = sorted({attempt["attempt"].rpartition(".")[0] for attempt in report["attempts"]})
+    if task is not None and task not in tasks:
+        raise SlurmGPUError(f"{run.folder} has no task {task!r}.{did_you_mean(task, tasks)}")
+    if path.exists() and not path.is_file():
+        raise SlurmGPUError(f"{path} is not a regular file; name the file to write with --html.")
+    if not path.parent.is_dir():
+        raise SlurmGPUError(f"The folder {path.parent} does not exist. Create it, or name another file.")
+    say(f"{path}: {size_of(page.write_page(run, report, path, task))}")
 
 
 def logs(
