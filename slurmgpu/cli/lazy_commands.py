@@ -78,7 +78,7 @@ class _Reader:
             return None
         kind = param.type_descriptor.annotation
         # Typer rejects what is not UTF-8.
-        if is_one and isinstance(value, str) and _is_utf8(value):
+        if is_one and isinstance(value, str) and value.encode(errors="replace").decode() == value:
             if kind is str and value.isascii():
                 return value
             if kind is Path and _may_be_read(value):
@@ -86,14 +86,6 @@ class _Reader:
         if is_one and kind is Path and type(value) is type(Path()):
             return value
         return self._theirs().coerce(value, param=param, ctx=ctx)
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _may_be_read(path: str) -> bool:

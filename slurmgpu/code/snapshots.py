@@ -12,7 +12,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from dataclasses import replace as replace_fields
 from functools import cached_property
 from pathlib import Path
@@ -61,15 +61,8 @@ class SourceFile:
 
     def to_json(self) -> FileRecord:
         """The file without its source."""
-        sha256 = hashlib.sha256(self.source).hexdigest()
-        return {
-            "name": self.name,
-            "path": self.path,
-            "inside": self.inside,
-            "modules": list(self.modules),
-            "digest": self.digest,
-            "sha256": sha256,
-        }
+        fields = {key: value for key, value in asdict(self).items() if key != "source"}
+        return cast(FileRecord, {**fields, "sha256": hashlib.sha256(self.source).hexdigest()})
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar, cast
 
 from slurmgpu.report.ledger import Charged, last_sign, spent_unrecorded
 from slurmgpu.run.directory import Run
@@ -207,40 +207,19 @@ def _life(lives: Lives | None, task: str, restart: int) -> Life | None:
 
 def _attempt(record: Record, life: Life | None, failure: str | None, message: str) -> AttemptRow:
     seconds = round(max(last_sign(record) - record["started"], float(life.elapsed_s) if life else 0.0), 3)
-    return {
-        "attempt": record["attempt"],
-        "submission": record["submission"],
-        "executor": record["executor"],
-        "node": record["node"],
-        "gpus": record["gpus"],
-        "n_gpus": record["n_gpus"],
-        "n_nodes": record["n_nodes"],
-        "memory_mb": record["memory_mb"],
-        "state": record["state"],
-        "started": record["started"],
-        "updated": record["updated"],
-        "ended": record["ended"],
+    copied = {key: value for key, value in record.items() if key in AttemptRow.__annotations__}
+    derived = {
         "seconds": seconds,
         "gpu_hours": record["n_gpus"] * record["n_nodes"] * seconds / 3600,
-        "phases": record["phases"],
-        "load_s": record["load_s"],
-        "shard": record["shard"],
-        "progress": record["progress"],
         "n_shards": len(record["published"]),
         "shards": record["published"],
-        "n_items": record["n_items"],
-        "n_errors": record["n_errors"],
-        "reason": record["reason"],
         "failure": failure,
         "message": message,
         "bad_node": record["bad_node"] or _bad_node(failure, record["node"], record["n_nodes"]),
-        "traceback": record["traceback"],
-        "deaths": record["deaths"],
-        "takeovers": record["takeovers"],
-        "usage": record["usage"],
         "idle_gpu": _is_idle(record),
         "slurm_state": life.state if life else None,
     }
+    return cast(AttemptRow, {**copied, **derived})
 
 
 def _bad_node(failure: str | None, node: str, n_nodes: int) -> str | None:

@@ -10,6 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
@@ -27,7 +28,6 @@ from slurmgpu.report.attempts import (
     rows_of,
     unrecorded,
 )
-from slurmgpu.report.joined import Joined
 from slurmgpu.report.ledger import Ledger, counting, ledger, spent
 from slurmgpu.report.typed_json import check_objects
 from slurmgpu.run.directory import Run
@@ -42,6 +42,29 @@ log = logging.getLogger(__name__)
 
 REPORT_FORMAT = "slurmgpu report"
 REPORT_VERSION = 1
+
+
+Errors = list[tuple[int, str]]
+"""The index of each failed item, and its error."""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The content of merged.h5 after a join.
+
+    `shards` are in it. `damaged` are the shards left out, and why; `aside` are files with wrong bytes, and why.
+    `errors` are the failed items. `not_finite` counts by column the rows with NaN and with infinities; None if shards
+    of an older slurmgpu do not say. `code` says which code computed which rows.
+    """
+
+    n_rows: int
+    n_errors: int
+    shards: frozenset[int]
+    damaged: tuple[tuple[int, str], ...]
+    aside: tuple[tuple[Path, str], ...]
+    errors: Errors
+    not_finite: dict[str, dict[str, int]] | None = None
+    code: tuple[Stretch, ...] = ()
 
 
 class Hole(TypedDict):

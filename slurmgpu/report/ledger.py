@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict, cast
 
 from slurmgpu.run.records import BriefRecord, Computed, Usage
 
@@ -113,16 +113,13 @@ def ledger(attempts: Sequence[Charged]) -> Ledger:
         for kind in KINDS:
             sums[kind] += weight * _ms(attempt["spent"][kind])
     energies = [energy for a in attempts if (energy := a["usage"].get("energy_j")) is not None]
-    return {
+    found: dict[str, Any] = {
         "unit": "GPU-hours" if has_gpus else "task-hours",
-        "allocated": _hours(sum(sums.values())),
-        "useful": _hours(sums["useful"]),
-        "loading": _hours(sums["loading"]),
-        "idle": _hours(sums["idle"]),
-        "lost": _hours(sums["lost"]),
-        "repeated": _hours(sums["repeated"]),
+        "allocated": sum(sums.values()) / 3_600_000,
+        **{kind: ms / 3_600_000 for kind, ms in sums.items()},
         "energy_kwh": round(sum(energies) / 3.6e6, 6) if energies else None,
     }
+    return cast(Ledger, found)
 
 
 def in_words(ledger: Ledger) -> Amounts:
@@ -203,7 +200,3 @@ def _in_seconds(total: int, wanted: Mapping[Kind, int]) -> dict[Kind, float]:
 def _ms(seconds: float) -> int:
     """Whole milliseconds; 0 if a clock was set back."""
     return max(0, round(1000 * seconds))
-
-
-def _hours(ms: int) -> float:
-    return ms / 3_600_000

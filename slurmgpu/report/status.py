@@ -373,23 +373,13 @@ def _attempt(
 ) -> StatusAttempt:
     shard = record["shard"]
     start, stop = (0, 0) if shard is None else run.plan.bounds(shard)
-    return {
-        "attempt": record["attempt"],
-        "submission": record["submission"],
-        "node": record["node"],
-        "state": record["state"],
-        "started": record["started"],
+    copied = {key: value for key, value in record.items() if key in StatusAttempt.__annotations__}
+    derived = {
         "state_since": record["phases"][-1][0] if record["phases"] else record["started"],
         "n_gpus": record["n_gpus"] * record["n_nodes"],
         "silent": record["state"] != "ended" and not is_living,
-        "shard": shard,
         "shard_items": stop - start if shard is not None else None,
-        "shard_done": record["shard_done"],
-        "progress": record["progress"],
         "items_per_s": None if rate is None else round(rate, 4),
-        "n_shards": record["n_shards"],
-        "n_items": record["n_items"],
-        "n_errors": record["n_errors"],
         "n_deaths": len(record["deaths"]),
         "last_death": last_death(record["deaths"]),
         "age_s": round(now - last_heard(record), 1),
@@ -397,3 +387,4 @@ def _attempt(
         "failure": verdict[0],
         "message": verdict[1],
     }
+    return cast(StatusAttempt, {**copied, **derived})
