@@ -396,7 +396,7 @@ def hidden_by_built_in(use: str) -> list[str]:
     """A sentence for each installed package that has a workload of the same name as the built-in `use`."""
     others = installed_workloads().get(use, {}) if use in BUILT_IN else {}
     return [
-        f'use = "{use}" is the built-in workload. {package} has one of the same name: use = "{full_name}".'
+        f'use = "{use}" is the built-in workload; {package} has one of the same name: use = "{full_name}".'
         for full_name, package in others.items()
     ]
 

@@ -164,9 +164,7 @@ def draw_usage(usage: Usage, quantity: Quantity, chosen: Sequence[str], clock: C
     there = np.isfinite(values).any(axis=0)
     middles = ((usage.edges[1:] + usage.edges[:-1]) / 2)[there]
     quantiles = np.nanpercentile(values[:, there], [0, 25, 50, 75, 100], axis=0)
-    gaps = _gaps(middles, clock)
-    middles = np.insert(middles, gaps, np.nan)
-    least, lower, median, upper, most = (np.insert(line, gaps, np.nan) for line in quantiles)
+    middles, least, lower, median, upper, most = _interrupted(middles, *quantiles, clock=clock)
     if len(set(usage.owners)) > 1:
         axes.fill_between(middles, least, most, color=COLOURS["band"], alpha=0.25, linewidth=0)
         axes.fill_between(middles, lower, upper, color=COLOURS["band"], alpha=0.45, linewidth=0)
@@ -176,8 +174,7 @@ def draw_usage(usage: Usage, quantity: Quantity, chosen: Sequence[str], clock: C
         known = np.isfinite(mine).any(axis=0)
         line = np.nanmean(mine[:, known], axis=0)
         places = ((usage.edges[1:] + usage.edges[:-1]) / 2)[known]
-        breaks = _gaps(places, clock)
-        line, places = np.insert(line, breaks, np.nan), np.insert(places, breaks, np.nan)
+        places, line = _interrupted(places, line, clock=clock)
         axes.plot(places, line, color=COLOURS["chosen"], linewidth=1.6, gid=f"{MARK}{number}")
     for size in quantity.sizes:
         axes.axhline(size * quantity.scale, color=COLOURS["muted"], linewidth=1, linestyle=(0, (4, 3)))
@@ -189,8 +186,9 @@ def draw_usage(usage: Usage, quantity: Quantity, chosen: Sequence[str], clock: C
     return made
 
 
-def _gaps(places: np.ndarray, clock: Clock) -> np.ndarray:
-    """The indices where a curve is interrupted: after a cut, or after a pause of a tenth of the time."""
+def _interrupted(places: np.ndarray, *lines: np.ndarray, clock: Clock) -> list[np.ndarray]:
+    """The places and the curves over them with NaN after a cut, and after a pause of a tenth of the time."""
     wide = np.diff(places) > max(0.1 * clock.end, 3 * clock.end / N_BINS)
     cut = [np.searchsorted(places, stop, side="right") for _, stop in clock.pieces[:-1]]
-    return np.unique([*(np.flatnonzero(wide) + 1), *cut]).astype(int)
+    gaps = np.unique([*(np.flatnonzero(wide) + 1), *cut]).astype(int)
+    return [np.insert(line, gaps, np.nan) for line in (places, *lines)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
@@ -115,14 +115,18 @@ def pace_of(
     held = {record["shard"] for record in living if record["shard"] is not None} - set(published)
     free = _available(plan, records, set(published) | held, now)
     walltime_s = max((r["end_time"] - r["started"] for r in records if r["end_time"]), default=math.inf)
-    joining = _Joining(load_s, usual_rate, walltime_s - plan.margin_s)
+
+    def joining(start_s: float) -> Hand:
+        """A task that starts then."""
+        return Hand(start_s + load_s, usual_rate, start_s + walltime_s - plan.margin_s)
+
     known = [
-        joining.hand(max(0.0, job["start"] - now))
+        joining(max(0.0, job["start"] - now))
         for job, n_tasks in waiting
         if job["start"] is not None
         for _ in range(n_tasks)
     ]
-    at_once, throttled = [joining.hand(0.0)] * n_startable, n_waiting - n_startable
+    at_once, throttled = [joining(0.0)] * n_startable, n_waiting - n_startable
     left_s, n_over = _deal(plan, [*hands, *known], free, joining, throttled)
     if_s = _deal(plan, [*hands, *at_once], free, joining, throttled)[0] if at_once else left_s
     n_over = n_over if len(known) == n_startable else 0
@@ -209,23 +213,11 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-@dataclass(frozen=True)
-class _Joining:
-    """A task that has not started yet."""
-
-    load_s: float
-    rate: float
-    lasting_s: float
-
-    def hand(self, start_s: float) -> Hand:
-        return Hand(start_s + self.load_s, self.rate, start_s + self.lasting_s)
-
-
 def _deal(
     plan: Plan,
     hands: Sequence[Hand],
     free: Sequence[tuple[float, int]],
-    joining: _Joining,
+    joining: Callable[[float], Hand],
     n_throttled: int,
 ) -> tuple[float | None, int]:
     """Seconds until the last shard is published, None if not all fit; and the number left over.
@@ -259,7 +251,7 @@ def _deal(
         together -= hand.rate
         if n_throttled:
             n_throttled -= 1
-            following = joining.hand(min(at, hand.until_s))
+            following = joining(min(at, hand.until_s))
             together += following.rate
             heapq.heappush(heap, (following.free_s, following))
     return (None if n_left else last_s), n_left

@@ -222,4 +222,4 @@ def test_a_folder_without_runs_and_none_at_all_get_a_sentence(folder, slurmgpu):
     done = slurmgpu("list", folder, expect=0)
     assert "No run directory under" in done.stderr
     assert done.stdout == ""
-    assert "is no directory" in slurmgpu("list", folder / "missing", expect=2).stderr
+    assert "is not a directory" in slurmgpu("list", folder / "missing", expect=2).stderr

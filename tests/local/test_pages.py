@@ -233,7 +233,7 @@ def test_report_html_writes_the_page_and_says_how_large_it_is(faulty, slurmgpu, 
     assert f"{tmp_path / 'x.html'}: " in done.stderr
     assert "local1_1" in (tmp_path / "x.html").read_text()
     for argv, words in (
-        (("--html", tmp_path / "none" / "x.html"), "no folder"),
+        (("--html", tmp_path / "none" / "x.html"), "does not exist"),
         (("--html", tmp_path), "not a regular file"),
         (("--html", tmp_path / "y.html", "--task", "local1_7"), "has no task"),
         (("--task", "local1_1"), "--html FILE"),

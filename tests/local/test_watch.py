@@ -277,6 +277,7 @@ class Seen:
     """A Lookout whose second look comes between any two glances at it."""
 
     error, words, visible = None, {}, ()
+    latest = Lookout.latest
 
     def __init__(self, first, last, on_look):
         self._looks, self.has_ended, self._last = [first], False, last

@@ -213,7 +213,7 @@ def test_a_built_in_workload_goes_before_another_of_its_name_and_this_is_said(in
     monkeypatch.syspath_prepend(tmp_path / "site")
     assert resolve_use("embed", tmp_path) == BUILT_IN["embed"]
     [said] = hidden_by_built_in("embed")
-    assert said == 'use = "embed" is the built-in workload; theirs has one of that name: use = "theirs:Rows".'
+    assert said == 'use = "embed" is the built-in workload; theirs has one of the same name: use = "theirs:Rows".'
     assert hidden_by_built_in("theirs") == hidden_by_built_in("train") == []
 
 

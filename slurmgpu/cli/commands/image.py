@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -61,7 +61,7 @@ def build(
     arguments = dict(_name_and_value(text) for text in build_arg or ())
     name = "cpu" if cpu else "vllm" if vllm else "gpu"
     started = time.monotonic()
-    with _Progress() as progress:
+    with _progress() as progress:
         build_image(output, name=name, base=base, arguments=arguments, binds=binds, progress=progress)
     say(f"built {output} in {time.monotonic() - started:.0f} s")
     raise typer.Exit(_check(output, python, binds, n_gpus=0))
@@ -116,31 +116,23 @@ def _name_and_value(text: str) -> tuple[str, str]:
     return name, value
 
 
-class _Progress:
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str, bool], None]]:
     """Shows a build's output: on a terminal the last line and the time, else each step on a line of its own."""
+    from rich.console import Console
+    from rich.text import Text
 
-    def __enter__(self) -> Callable[[str, bool], None]:
-        from rich.console import Console
+    console = Console(stderr=True, highlight=False, emoji=False)
+    if not console.is_terminal:
+        yield lambda line, is_step: console.out(line) if is_step else None
+        return
+    started = time.monotonic()
+    with console.status("building") as status:
 
-        console = Console(stderr=True, highlight=False, emoji=False)
-        self._width = console.width - 2  # beside the spinner
-        self._status = console.status("building") if console.is_terminal else None
-        self._started = time.monotonic()
-        if self._status is not None:
-            self._status.start()
-        return self._show
-
-    def _show(self, line: str, is_step: bool) -> None:
-        if self._status is not None:
-            from rich.text import Text
-
-            seconds = time.strftime("%H:%M:%S", time.gmtime(time.monotonic() - self._started))
+        def show(line: str, is_step: bool) -> None:
+            seconds = time.strftime("%H:%M:%S", time.gmtime(time.monotonic() - started))
             text = Text(f"{seconds}  {line}")
-            text.truncate(self._width, overflow="ellipsis")  # keeps it on one line
-            self._status.update(text)
-        elif is_step:
-            sys.stderr.write(f"{line}\n")
+            text.truncate(console.width - 2, overflow="ellipsis")  # keeps it on one line, beside the spinner
+            status.update(text)
 
-    def __exit__(self, *exc_info: object) -> None:
-        if self._status is not None:
-            self._status.stop()
+        yield show

@@ -7,12 +7,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
 from slurmgpu import api
@@ -182,8 +183,7 @@ class _Follower:
     """Shows how many items are done: by a bar on a terminal, else by a line for each tenth."""
 
     def __init__(self, bar: Progress | None, n_items: int) -> None:
-        self._bar = bar
-        self._task: TaskID | None = bar.add_task("items", total=n_items, progress="") if bar else None
+        self._bar = partial(bar.update, bar.add_task("items", total=n_items, progress="")) if bar else None
         self._n_items = n_items
         self._last = -1
         self._looked = 0.0
@@ -202,13 +202,13 @@ class _Follower:
 
     def _tell(self, attempts: Sequence[Record] | Sequence[StatusAttempt]) -> None:
         """Show the item progress of the first attempt that reports one."""
-        if self._bar is not None and self._task is not None:
+        if self._bar is not None:
             told = [text for attempt in attempts if (text := attempt["progress"])]
-            self._bar.update(self._task, progress=escape(told[0]) if told else "")
+            self._bar(progress=escape(told[0]) if told else "")
 
     def _show(self, n_done: int) -> None:
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=n_done)
+        if self._bar is not None:
+            self._bar(completed=n_done)
         elif n_done * 10 // self._n_items > self._last:
             self._last = n_done * 10 // self._n_items
             say(f"{n_done:,} of {count_of(self._n_items, 'item')}")

@@ -114,6 +114,13 @@ class Lookout:
         self._stopped = threading.Event()
         self._threads: list[threading.Thread] = []
 
+    def latest(self) -> tuple[Status | None, bool]:
+        """The last status, and whether the run was over by then. Raises the error of a thread."""
+        if self.error is not None:
+            raise self.error
+        has_ended = self.has_ended  # first: both may change
+        return self.status, has_ended
+
     def start(self) -> None:
         """Start the threads."""
         self._threads = [threading.Thread(target=t, daemon=True) for t in (self._keep_asking, self._keep_looking)]

@@ -102,10 +102,7 @@ def _draw(
     screen: Screen | None = None
     live.update(Text(f"reading {plain(str(lookout.run.folder))} …", style="dim"), refresh=True)
     while True:
-        if lookout.error is not None:
-            raise lookout.error
-        has_ended = lookout.has_ended  # read before the status: both may change
-        status = lookout.status
+        status, has_ended = lookout.latest()
         if status is not None:
             if status is not seen:
                 seen, tasks = status, tasks_of(status)
@@ -161,10 +158,7 @@ def _in_lines(run: Run, as_json: bool, on_look: OnLook | None) -> Status:
     told_at, seen = -LINE_S, None
     try:
         while True:
-            if lookout.error is not None:
-                raise lookout.error
-            has_ended = lookout.has_ended  # before the status, as above
-            status = lookout.status
+            status, has_ended = lookout.latest()
             if status is not None:
                 if status is not seen:
                     seen = status
