@@ -41,7 +41,8 @@ class Clock:
             naive = datetime(year, month, day, hour, minute, second, int((fraction or b"0").ljust(6, b"0")))
             if offset is not None:
                 self.zone = _seconds(offset)
-            told = naive.timestamp() if self.zone is None else _at(naive, self.zone)
+            zone = None if self.zone is None else timezone(timedelta(seconds=self.zone))
+            told = naive.replace(tzinfo=zone).timestamp()
         except (ValueError, OverflowError):
             return None  # such as the 31st of February
         return told if self._earliest <= told <= self._latest else None
@@ -51,10 +52,6 @@ def _seconds(offset: bytes) -> float:
     if offset == b"Z":
         return 0.0
     return (-1 if offset[:1] == b"-" else 1) * (int(offset[1:3]) * 3600.0 + int(offset[-2:]) * 60.0)
-
-
-def _at(naive: datetime, zone: float) -> float:
-    return naive.replace(tzinfo=timezone(timedelta(seconds=zone))).timestamp()
 
 
 def zone_of(path: Path) -> float | None:

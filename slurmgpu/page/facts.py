@@ -186,11 +186,6 @@ def n_damaged(report: Report) -> int:
     return sum(bool(hole["damaged"]) for hole in report["missing"])
 
 
-def faults_of(report: Report) -> str:
-    """The injected faults, if the run is a rehearsal."""
-    return ", ".join(dict.fromkeys(str(each) for line in report["submissions"] for each in line.get("inject") or ()))
-
-
 def holes_of(report: Report) -> list[dict[str, Any]]:
     """The first missing shards; for a damaged one, the reason."""
     return [

@@ -25,7 +25,7 @@ from slurmgpu.page.svg import NARROW, WIDE, picture
 from slurmgpu.page.usage import chosen_tasks, draw_usage, read_usage
 from slurmgpu.page.words import cut, moment, plain
 from slurmgpu.report.attempts import in_task_order
-from slurmgpu.report.build import Report
+from slurmgpu.report.build import Report, faults_of
 from slurmgpu.report.ledger import KINDS, energy_in_words, in_words
 from slurmgpu.report.summaries import summary_of
 from slurmgpu.run.directory import Run
@@ -82,7 +82,7 @@ def render(run: Run, report: Report, task: str | None = None) -> str:
         "holes": facts.stretches_of(holes),
         "n_holes": len(holes),
         "n_damaged": facts.n_damaged(report),
-        "faults": facts.faults_of(report),
+        "faults": faults_of(report),
         "columns": columns,
         "rows": rows,
         "damaged": [plain(name) for name in report.get("damaged_records") or ()],
@@ -193,12 +193,9 @@ def _usage(run: Run, report: Report, lives: Sequence[Life], clock: Clock, task: 
         sentence += f"mean {float(values[values == values].mean()):.3g}."
         svg = picture(f"usage-{quantity.key}", sentence, partial(draw_usage, usage, quantity, list(chosen), clock))
         title = f"{quantity.title}, {quantity.unit}{'; dashed: what a GPU has' if quantity.sizes else ''}"
-        pictures.append((title, Drawn(Markup(_first_shown(svg)), None, sentence)))
+        svg = re.sub(r'class="task (t-0)"', r'class="task \1 shown"', svg)  # the first task is selected
+        pictures.append((title, Drawn(Markup(svg), None, sentence)))
     return {"usage": pictures, "tasks": chosen, "damaged_samples": [plain(name) for name in usage.damaged]}
-
-
-def _first_shown(svg: str) -> str:
-    return re.sub(r'class="task (t-0)"', r'class="task \1 shown"', svg)
 
 
 def _ledger(report: Report) -> dict[str, Any] | None:

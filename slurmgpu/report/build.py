@@ -256,6 +256,11 @@ def last_death(deaths: Sequence[Death]) -> str | None:
     return deaths[-1]["class"] if deaths else None
 
 
+def faults_of(report: Report) -> str:
+    """The injected faults; empty if the run is no rehearsal."""
+    return ", ".join(dict.fromkeys(str(each) for line in report["submissions"] for each in line.get("inject") or ()))
+
+
 def bad_nodes(attempts: Iterable[AttemptRow]) -> list[str]:
     """The nodes at fault for failures."""
     return sorted({a["bad_node"] for a in attempts if a["bad_node"]})

@@ -82,7 +82,8 @@ def kind_of(shard: int, attempt: str, started: float, counts: Counting) -> Kind:
 def spent(record: BriefRecord, seconds: float, failure: str | None, counts: Counting) -> dict[Kind, float]:
     """How an attempt spent its `seconds`, by kind; `failure` is its failure class."""
     total = _ms(seconds)
-    if failure is not None and not _came_to_work(record):
+    has_worked = record["published"] or record["load_s"] is not None  # older records have no phases
+    if failure is not None and not has_worked:
         return _in_seconds(total, {"lost": total})
     done = _computed(record, counts)
     done["useful"] += _ms(record["kept_s"])
@@ -154,10 +155,6 @@ def _shares(amounts: Mapping[Kind, float]) -> dict[Kind, str]:
     for name in sorted(exact, key=lambda name: whole[name] - exact[name])[:n_short]:
         whole[name] += 1
     return {name: f"{share / 10:.1f}%" for name, share in whole.items()}
-
-
-def _came_to_work(record: BriefRecord) -> bool:
-    return bool(record["published"]) or record["load_s"] is not None  # older records have no phases
 
 
 def _computed(record: BriefRecord, counts: Counting) -> dict[Kind, int]:

@@ -10,7 +10,7 @@ import heapq
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 from slurmgpu.report.queued import Queue, startable
 from slurmgpu.run.directory import Plan
@@ -60,15 +60,10 @@ class Pace:
 
     def to_json(self) -> PaceRecord:
         """The value of `pace` in the JSON of status."""
-        rate, left_s, if_s = self.items_per_s, self.left_s, self.left_if_queued_start_s
-        return {
-            "items_per_s": None if rate is None else round(rate, 4),
-            "left_s": None if left_s is None else round(left_s, 1),
-            "left_if_queued_start_s": None if if_s is None else round(if_s, 1),
-            "n_shards_left_over": self.n_shards_left_over,
-            "n_living": self.n_living,
-            "n_waiting": self.n_waiting,
-        }
+        digits = {"items_per_s": 4, "left_s": 1, "left_if_queued_start_s": 1}
+        values = {key: getattr(self, key) for key in PaceRecord.__annotations__}
+        rounded = {key: round(values[key], n) for key, n in digits.items() if values[key] is not None}
+        return cast(PaceRecord, values | rounded)
 
 
 @dataclass(frozen=True, order=True)

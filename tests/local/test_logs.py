@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from slurmgpu.cli.commands.logs import show_logs
-from slurmgpu.cli.views import log_index
+from slurmgpu.cli.commands import logs as log_commands
+from slurmgpu.cli.commands.logs import refuse_unstarted, show_logs
 from slurmgpu.cli.views.follow import Following
 from slurmgpu.cli.views.log_lines import Printer, print_files
-from slurmgpu.cli.views.unstarted import refuse_unstarted
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.logs.files import LogFile
 from slurmgpu.logs.lines import merged, read_lines, without_colours
@@ -452,7 +451,7 @@ def test_the_index_is_in_the_order_of_tasks_with_a_line_for_each_attempt(run, ca
     names = ["local1_10.0", "local2_0.0", "local1_2.1", "local1_2.0"]
     index["attempts"] = [one | {"attempt": name, "submission": int(name[5])} for name in names]
     index["merge"] = one["files"][:1]
-    monkeypatch.setattr(log_index, "read_index", lambda run: index)
+    monkeypatch.setattr(log_commands, "read_index", lambda run: index)
     show(run)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["local1_2.0", "local1_2.1", "local1_10.0", "local2_0.0", "merge"]

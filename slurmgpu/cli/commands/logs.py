@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 from slurmgpu.cli.console import result, result_json, say
 from slurmgpu.cli.views.follow import Following, follow_run
-from slurmgpu.cli.views.log_index import show_index
 from slurmgpu.cli.views.log_lines import Printer, labels_of, print_files, print_run, records_of
-from slurmgpu.cli.views.unstarted import is_at_rest, refuse_unstarted, refuse_unsubmitted
-from slurmgpu.errors import SlurmGPUError
-from slurmgpu.logs.files import merge_files
+from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.logs.files import attempts_with_logs, merge_files
+from slurmgpu.report.attempts import in_task_order
 from slurmgpu.run.directory import Run
-from slurmgpu.run.submissions import is_over
+from slurmgpu.run.submissions import ENDS, is_over, job_here
 from slurmgpu.search.classes import events_of_class
 from slurmgpu.search.excerpts import N_LINES, Excerpt
-from slurmgpu.search.index import read_index
+from slurmgpu.search.index import FileRecord, read_index
 from slurmgpu.search.items import story_of_item
+from slurmgpu.util.amounts import size_of
 from slurmgpu.util.plurals import count_of
 
 N_EXCERPTS = 3
@@ -97,6 +100,97 @@ def print_class(run: Run, name: str, n_lines: int | None) -> None:
     tells = "mentions" if count == 1 else "mention"
     said = f"{count_of(count, 'line')} {tells} {name}" if count else f"No log and no report mentions {name}"
     say(f"{said}. next: slurmgpu logs {run.typed} --item N" if count else f"{said}.")
+
+
+def show_index(run: Run) -> None:
+    """Print each attempt in task order with its state and its non-empty log files."""
+    index = read_index(run)
+    if not index["attempts"]:
+        if is_over(run.submissions()):
+            raise SlurmGPUError(
+                f"No task of {run.folder} started, and its last submission is over. "
+                f"`slurmgpu resubmit {run.typed}` submits it again."
+            )
+        raise SlurmGPUError(f"No task of {run.folder} has started yet. `slurmgpu status {run.typed}` says why.")
+    rows = [
+        (about["attempt"], about["failure"] or ("ok" if about["state"] == "ended" else about["state"]), about["files"])
+        for about in sorted(in_task_order(index["attempts"]), key=lambda about: about["submission"] or 0)
+    ]
+    rows += [("merge", "", index["merge"])] if index["merge"] else []
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    for name, end, files in rows:
+        line = f"{name:<{widths[0]}}  {end:<{widths[1]}}  {_files(files)}"
+        sys.stdout.write(f"{line.rstrip()}\n")
+    say(f"files in {run.logs}\nnext: slurmgpu logs {run.typed} TASK, or --item N, or --class NAME")
+
+
+def _files(files: Sequence[FileRecord]) -> str:
+    """Names and sizes, worker logs first: they are needed most."""
+    written = [file for file in files if file["size_bytes"]]
+    written.sort(key=lambda file: (not file["source"].startswith("worker"), file["source"].endswith(".out")))
+    return "  ".join(f"{Path(file['path']).name} ({size_of(file['size_bytes'])})" for file in written)
+
+
+def known_tasks(run: Run) -> dict[str, bool]:
+    """The submitted and started tasks, and whether their submission is still active."""
+    names = {name.rpartition(".")[0]: False for name in attempts_there(run)}
+    for line in run.submissions():
+        here = "pids" in line
+        job = job_here(line["executor"], line["submission"]) if here else line.get("array_job")
+        goes_on = line["state"] not in ENDS
+        names |= {f"{job}_{number}": goes_on for number in range(line["n_tasks"]) if job}
+    return names
+
+
+def attempts_there(run: Run) -> list[str]:
+    """The names of the attempts that there are."""
+    return [record["attempt"] for record in attempts_with_logs(run)]
+
+
+def refuse_unstarted(run: Run, task: str, *, waits: bool) -> None:
+    """Raise SlurmGPUError on an unknown task or attempt; not if the command `waits` and it may still come."""
+    known, there = known_tasks(run), attempts_there(run)
+    base = re.sub(r"\.\d+$", "", task)
+    meant = [name for name in known if base in (name, name.rpartition("_")[2])]
+    if not meant:
+        raise SlurmGPUError(f"{run.folder} has no task {task!r}." + did_you_mean(task, {*known, *there}))
+    goes_on = any(known[name] for name in meant)
+    if goes_on and waits:
+        return
+    yet, hint = (" yet", " --follow waits for it.") if goes_on else ("", "")
+    if others := [name for name in there if name.rpartition(".")[0] in meant]:
+        are = "is" if len(others) == 1 else "are"
+        raise SlurmGPUError(f"{run.folder} has no attempt {task}{yet}: there {are} {', '.join(others)}.{hint}")
+    if goes_on:
+        raise SlurmGPUError(f"Task {task} of {run.folder} has not started yet.{hint}")
+    raise SlurmGPUError(
+        f"Task {task} of {run.folder} never started, and its submission is over. "
+        f"`slurmgpu report {run.typed}` shows what came of it."
+    )
+
+
+def refuse_unsubmitted(run: Run, *, waits: bool) -> None:
+    """Raise SlurmGPUError on a run without submissions; not if the command `waits` and Slurm has its jobs."""
+    from slurmgpu.executors import liveness
+
+    if run.submissions() or run.attempts():
+        return
+    queued = liveness.alive(run)
+    if queued is None:
+        raise SlurmGPUError(
+            f"{run.folder} is planned, and nothing of it was submitted: `slurmgpu resubmit {run.typed}` does so, "
+            f"or the two lines that `slurmgpu plan` printed."
+        )
+    if not waits:
+        raise SlurmGPUError(f"No task of {run.folder} has started yet: {queued}. --follow waits for it.")
+
+
+def is_at_rest(run: Run) -> bool:
+    """Whether the last submission has ended, or there was none."""
+    from slurmgpu.executors import liveness
+
+    lines = run.submissions()
+    return is_over(lines) if lines else liveness.alive(run) is None
 
 
 def show_logs(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -81,7 +81,7 @@ def _probe(draft: Draft, n_items: int, *, as_json: bool) -> Mapping[str, Any]:
     n_probed, n_all = small.plan.n_items, draft.plan.n_items
     twice = f", the whole run, as a batch has {draft.plan.batch_size}; the run computes them again"
     say(f"probing {count_of(n_probed, 'item')} of {n_all:,} in {small.run_dir}{twice if n_probed == n_all else ''}")
-    with _following(small.run_dir, small.plan.n_items, lambda folder: forecasts.say_interrupted()) as follow:
+    with _following(small.run_dir, small.plan.n_items, forecasts.INTERRUPTED) as follow:
         foretold = api.probe_draft(draft, n_items, follow.run, follow.status)
     if foretold["failure"]:
         forecasts.show_failure(foretold)
@@ -215,10 +215,8 @@ class _Follower:
 
 
 @contextlib.contextmanager
-def _following(
-    folder: Path, n_items: int, say_interrupted: Callable[[Path], None] | None = None
-) -> Iterator[_Follower]:
-    """Follow a run; Ctrl-C prints what continues."""
+def _following(folder: Path, n_items: int, if_interrupted: str = "") -> Iterator[_Follower]:
+    """Follow a run; Ctrl-C prints `if_interrupted`, or else what continues."""
     columns = (
         TextColumn("{task.completed:,.0f} of {task.total:,.0f} items"),
         BarColumn(),
@@ -230,7 +228,10 @@ def _following(
         with bar or contextlib.nullcontext():
             yield _Follower(bar, n_items)
     except KeyboardInterrupt:
-        (say_interrupted or _say_interrupted)(folder)
+        if if_interrupted:
+            say(if_interrupted)
+        else:
+            _say_interrupted(folder)
         raise
 
 

@@ -19,7 +19,6 @@ from slurmgpu.inputs import sweeps
 from slurmgpu.plan.planner import Draft
 from slurmgpu.plan.site_file import Origins
 from slurmgpu.run.directory import Run
-from slurmgpu.run.submissions import Submission
 from slurmgpu.util.amounts import time_words
 from slurmgpu.util.plurals import count_of
 from slurmgpu.util.redact import HIDDEN, hidden
@@ -34,7 +33,9 @@ SECRETS = f"values that look like secrets are shown as {HIDDEN}; --json and the 
 
 def show_draft(draft: Draft, after: Run | None, values: Origins, *, as_json: bool, inject: Sequence[str] = ()) -> int:
     """Print the submission and the origin of each value; the exit code: 2 if Slurm refuses it."""
-    seen = _preview(draft, api.submission_of(draft, after, inject))
+    submission = api.submission_of(draft, after, inject)
+    seen = executor_named(submission.executor).preview(submission, draft.run_dir, draft.plan.container)
+    seen.notes[:0] = [*draft.notes, *resubmission.fewer_tasks(submission, draft.plan.n_shards)]
     plan, asked = draft.plan.to_json(), asdict(seen.submission)
     code = api.EXIT_COMPLETE if all(trial.taken for trial in seen.trials.values()) else api.EXIT_BAD_USAGE
     if as_json:
@@ -65,12 +66,6 @@ def show_draft(draft: Draft, after: Run | None, values: Origins, *, as_json: boo
 def _has_secrets(plan: Mapping[str, Any], asked: Mapping[str, Any], scripts: Mapping[str, str]) -> bool:
     told = [plan["settings"], plan["on_end"], plan["container"], asked["slurm"], scripts]
     return HIDDEN in json.dumps(hidden(told), ensure_ascii=False)
-
-
-def _preview(draft: Draft, submission: Submission) -> Preview:
-    seen = executor_named(submission.executor).preview(submission, draft.run_dir, draft.plan.container)
-    seen.notes[:0] = [*draft.notes, *resubmission.fewer_tasks(submission, draft.plan.n_shards)]
-    return seen
 
 
 def _show_limits(seen: Preview, auto_resubmit: int) -> None:

@@ -17,6 +17,8 @@ from slurmgpu.util.plurals import count_of
 WORTH_SAYING = 0.2
 """The first batch counts as slower than others from this share of a batch's time."""
 
+INTERRUPTED = "interrupted; the probe is cancelled, and nothing of the run is queued."
+
 
 def show_failure(forecast: Mapping[str, Any]) -> None:
     """Print why the probe failed."""
@@ -92,11 +94,6 @@ def without_probe(argv: Sequence[str]) -> str:
         elif not word.startswith("--probe="):
             kept.append(word)
     return shlex.join(["slurmgpu", *kept])
-
-
-def say_interrupted() -> None:
-    """Print what Ctrl-C during a probe left."""
-    say("interrupted; the probe is cancelled, and nothing of the run is queued.")
 
 
 def _memory(probe: Mapping[str, Any]) -> str:

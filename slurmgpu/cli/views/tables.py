@@ -22,7 +22,7 @@ from slurmgpu.cli.views.state_words import (
 )
 from slurmgpu.code.versions import in_words as in_words_of
 from slurmgpu.report.attempts import IDLE_PERCENT, AttemptRow, in_task_order, node_of, versions_in_words
-from slurmgpu.report.build import Hole, Report, last_death
+from slurmgpu.report.build import Hole, Report, faults_of, last_death
 from slurmgpu.report.ledger import KINDS, Ledger, energy_in_words, in_words
 from slurmgpu.report.status import Status, StatusAttempt
 from slurmgpu.util.amounts import share_of, span_of, wide_clock
@@ -122,8 +122,8 @@ def show_report(report: Report) -> None:
     )
     if report["merged"]:
         result(f"merged: {report['merged']}")
-    if faults := dict.fromkeys(str(each) for line in report["submissions"] for each in line.get("inject") or ()):
-        result(f"rehearsal: faults were injected: {', '.join(faults)}")
+    if faults := faults_of(report):
+        result(f"rehearsal: faults were injected: {faults}")
     if image := report.get("image"):
         result(f"image: {image['path']} (sha256 {image['sha256'][:12]})")
     if versions := versions_in_words(report.get("computed_with") or {}, leaving_out=EVERYWHERE):
