@@ -112,7 +112,6 @@ def _template() -> jinja2.Template:
 
 
 def _pictures(run: Run, report: Report, lives: Sequence[Life], clock: Clock, task: str | None) -> dict[str, Any]:
-    """All pictures; one that fails is left out."""
     drawn: dict[str, Any] = dict.fromkeys(("timeline", "throughput", "ledger_bar"))
     drawn |= {"usage": [], "tasks": {}, "damaged_samples": []}
     if lives:

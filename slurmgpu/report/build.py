@@ -323,7 +323,6 @@ def report_path(run: Run) -> Path:
 
 
 def _code(run: Run, stretches: Sequence[Stretch]) -> list[CodeRows]:
-    """The versions of the code that computed rows."""
     lines = run.submissions()
     return [_version(run, lines, digest, n) for digest, n in rows_by_code(stretches).items()]
 

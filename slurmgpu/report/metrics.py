@@ -107,8 +107,5 @@ def _utilisation(attempts: Iterable[StatusAttempt]) -> float | None:
 
 
 def _labels(labels: Mapping[str, str]) -> str:
-    return ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items())
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    escapes = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+    return ",".join(f'{name}="{value.translate(escapes)}"' for name, value in labels.items())

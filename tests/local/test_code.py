@@ -211,7 +211,7 @@ def test_the_rows_of_two_versions_are_told_apart_and_computed_again(signed, slur
     assert values(folder) == [-1, -2, -3, -4, -5, -6, -7, -8]
     assert [(version["digest"], version["items"]) for version in report(folder)["code"]] == [(second, 8)]
     said = slurmgpu("resubmit", "run", "--other-code", cwd=folder, expect=2).stderr
-    assert "all its rows are by this code" in said
+    assert "this code computed all rows" in said
     slurmgpu("resubmit", "run", "--other-code", "--code", first, cwd=folder, expect=0)
     assert values(folder) == [1, 2, 3, 4, 5, 6, 7, 8]
     # What a merge takes out of an earlier merged.h5 stays by the code that computed it.
@@ -512,7 +512,7 @@ def test_a_module_that_has_vanished_is_missed_before_anything_is_queued(signed, 
         (folder / "helpers" / "vanishing.py").unlink()
         snapshot_of(draft.plan, None, None, former=before)  # helpers/__init__.py may have that name
         (folder / "vanishing.py").unlink()
-        with pytest.raises(SlurmGPUError, match=r"imports vanishing, and its file \S+ is not there.*--code former"):
+        with pytest.raises(SlurmGPUError, match=r"imports vanishing, whose file \S+ no longer exists.*--code former"):
             snapshot_of(draft.plan, None, None, former=before)
         installed = folder / "installed" / "site-packages"
         installed.mkdir(parents=True)

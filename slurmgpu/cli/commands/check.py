@@ -19,10 +19,9 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.registry import executor_named
 from slurmgpu.executors.slurm_jobs import check_command
 from slurmgpu.plan.container_spec import identify_image, image_path
-from slurmgpu.plan.planner import allocate, draft_run, workload_of
+from slurmgpu.plan.planner import Draft, allocate, draft_run, workload_of
 from slurmgpu.plan.run_file import RunFile
 from slurmgpu.plan.site_file import read_run_file
-from slurmgpu.run.directory import Plan
 from slurmgpu.slurm import commands
 from slurmgpu.task.preflight import NodeCheck, check_here
 from slurmgpu.util.amounts import size_of
@@ -59,11 +58,7 @@ def run_checks_here(run_file: Path) -> int:
         return 2
     n_gpus = allocation.gpus_per_task // draft.resources.nodes_per_task
     checked = check_here(draft.plan, n_gpus, draft.resources.device)
-    for name, text in describe_node(checked):
-        print_line(True, name, text)
-    for problem in checked.problems:
-        print_line(False, "node", problem)
-    return 2 if checked.problems else 0
+    return print_node(checked, "node")
 
 
 class _Checks:
@@ -73,8 +68,7 @@ class _Checks:
         self.config: RunFile | None = None
         self.are_good = True
         self._run_file = run_file
-        self._plan: Plan | None = None
-        self._notes: tuple[str, ...] = ()
+        self._draft: Draft | None = None
         self._said: set[str] = set()
 
     def run(self, *, fetch: bool) -> None:
@@ -85,10 +79,10 @@ class _Checks:
             if fetch:
                 self._line("fetch", self._fetch)
             self._line("image", lambda: self._image(config))
-            self._line("plan", self._draft)
-            for line in self._plan.placement if self._plan else ():
+            self._line("plan", self._plan)
+            for line in self._draft.plan.placement if self._draft else ():
                 print_line(True, "placement", line)
-            for note in self._notes:
+            for note in self._draft.notes if self._draft else ():
                 print_line(True, "note", note)
             self._line("resources", lambda: _resources(config))
             self._line("executor", lambda: self._executor(config))
@@ -113,10 +107,9 @@ class _Checks:
             return "none: the workers run in this Python"
         return describe_image(path, identify_image(path, config.container.runtime, run_file))
 
-    def _draft(self) -> str:
+    def _plan(self) -> str:
         with draft_run(self._run_file, run_dir=Path(NOWHERE)) as draft:
-            self._plan, self._notes = draft.plan, draft.notes
-            plan = draft.plan
+            self._draft, plan = draft, draft.plan
         return f"{count_of(plan.n_items, 'item')}, {count_of(plan.n_shards, 'shard')}, workload {plan.workload}"
 
     def _fetch(self) -> str:
@@ -127,7 +120,7 @@ class _Checks:
             return str(workload.fetch())
 
     def _executor(self, config: RunFile) -> str:
-        return executor_named(config.resources.executor).describe(self._plan.container if self._plan else None)
+        return executor_named(config.resources.executor).describe(self._draft.plan.container if self._draft else None)
 
 
 def _versions() -> str:
@@ -173,11 +166,17 @@ def _check_a_node(run_file: Path, config: RunFile) -> bool:
     return job.returncode == 0
 
 
-def describe_node(checked: NodeCheck) -> Iterable[tuple[str, str]]:
-    """The results of a check on a node: the name and the text of each line."""
+def print_node(checked: NodeCheck, problems: str) -> int:
+    """Print the results of a check on a node; the exit code. `problems` is the name of the lines of problems."""
+    for name, text in _node_lines(checked) if checked.found else ():
+        print_line(True, name, text)
+    for problem in checked.problems:
+        print_line(False, problems, problem)
+    return 2 if checked.problems else 0
+
+
+def _node_lines(checked: NodeCheck) -> Iterable[tuple[str, str]]:
     found = checked.found
-    if not found:
-        return
     start = f"started in {checked.start_s:.1f} s"
     if checked.runtime and checked.start_s > SLOW_S:
         start += f", which is slow: {checked.if_slow}" if checked.if_slow else ", which is slow"

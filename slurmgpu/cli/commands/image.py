@@ -82,7 +82,7 @@ def check(
 
 
 def _check(image: Path, python: str, binds: list[Bind], *, n_gpus: int) -> int:
-    from slurmgpu.cli.commands.check import describe_image, describe_node, print_line
+    from slurmgpu.cli.commands.check import describe_image, print_line, print_node
     from slurmgpu.containers.registry import DEFAULT, runtime_named
     from slurmgpu.containers.settings import Container
     from slurmgpu.task.image_build import find_runtime, installed, look_inside
@@ -94,12 +94,7 @@ def _check(image: Path, python: str, binds: list[Bind], *, n_gpus: int) -> int:
         return 2
     print_line(True, "image", describe_image(image, identity))
     container = Container(str(image.absolute()), find_runtime().name, python, tuple(binds), identity=identity)
-    checked = look_inside(container, n_gpus=n_gpus)
-    for name, text in describe_node(checked):
-        print_line(True, name, text)
-    for problem in checked.problems:
-        print_line(False, "inside", problem)
-    return 2 if checked.problems else 0
+    return print_node(look_inside(container, n_gpus=n_gpus), "inside")
 
 
 def _binds(texts: list[str] | None) -> list[Bind]:

@@ -193,7 +193,6 @@ def task_table(
 
 
 def _columns(tasks: Sequence[StatusAttempt], width: int) -> list[tuple[Column, int]]:
-    """The columns that fit, each with its width."""
     has_gpus = any(task["n_gpus"] for task in tasks)
     needed = [column for column in NEEDED if has_gpus or column.title not in GPU_WIDTHS]
     more = [column for column in MORE if has_gpus or column.title not in (*GPU_WIDTHS, "GPUs")]

@@ -35,7 +35,6 @@ def show_summary(console: Console, summary: Mapping[str, Any] | None) -> None:
 
 
 def _show_table(console: Console, table: Table) -> None:
-    """Values in one line, or a table."""
     title = plain(table.title)
     if table.note:
         result(f"  {title}: {table.note}; report --json has them")

@@ -125,7 +125,7 @@ def show_report(report: Report) -> None:
     if faults := faults_of(report):
         result(f"rehearsal: faults were injected: {faults}")
     if image := report.get("image"):
-        result(f"image: {image['path']} (sha256 {image['sha256'][:12]})")
+        result(f"image: {image['path']} (sha256 {image.get('sha256', '–')[:12]})")
     if versions := versions_in_words(report.get("computed_with") or {}, leaving_out=EVERYWHERE):
         result(f"computed with: {plain(versions)}")
     if odd := report.get("not_finite"):
@@ -153,7 +153,7 @@ def show_report(report: Report) -> None:
 def _not_finite(columns: Mapping[str, Mapping[str, int]]) -> str:
     words, told = (("nan", "NaN"), ("infinite", "infinity")), []
     for name, counts in list(columns.items())[:MAX_ODD]:
-        parts = [f"{word} in {count_of(counts[key], 'row')}" for key, word in words if counts[key]]
+        parts = [f"{word} in {count_of(n, 'row')}" for key, word in words if (n := counts.get(key))]
         told.append(f"{plain(name)} ({', '.join(parts)})")
     more = f" and {count_of(len(columns) - MAX_ODD, 'more column')}" if len(columns) > MAX_ODD else ""
     return ", ".join(told) + more
