@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from slurmgpu import submit
 from slurmgpu.cli import completion
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.planner import draft_run
@@ -150,6 +151,14 @@ def test_a_name_that_is_nearly_one_that_is_looked_for_is_told_once(having, tmp_p
     for more in (["--dry-run"], []):
         done = slurmgpu("submit", "--executor", "debug", *more, cwd=tmp_path, expect=0)
         assert " ".join((done.stdout + done.stderr).split()).count("nothing uses 'summarise'") == 1
+
+
+def test_python_and_check_tell_of_a_near_miss_as_well(having, tmp_path, slurmgpu, caplog):
+    having("def summarise(self, merged): return {}")
+    checked = slurmgpu("check", cwd=tmp_path)
+    assert " ".join(checked.stdout.split()).count("nothing uses 'summarise'") == 1
+    submit(tmp_path / "slurmgpu.toml", executor="debug", run_dir=tmp_path / "again")
+    assert caplog.text.count("nothing uses 'summarise'") == 1
 
 
 def test_what_the_class_uses_itself_or_takes_as_a_setting_is_no_near_miss(having):
