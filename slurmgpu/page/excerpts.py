@@ -19,7 +19,7 @@ from slurmgpu.util.shared_files import list_names
 
 log = logging.getLogger(__name__)
 
-NOBODY = "no attempt is known to have had it"
+NOBODY = "no attempt is known to have computed it"
 """The text of a search without a result."""
 MAX_LINES = 30
 MAX_EXCERPTS = 20

@@ -81,7 +81,7 @@ def render(run: Run, report: Report, task: str | None = None) -> str:
         "failed_items": facts.failed_items(report, lives, run.plan.shard_items, of_item),
         "holes": facts.stretches_of(holes),
         "n_holes": len(holes),
-        "n_damaged": facts.n_damaged(report),
+        "n_damaged": sum(bool(hole["damaged"]) for hole in report["missing"]),
         "faults": faults_of(report),
         "columns": columns,
         "rows": rows,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -48,14 +47,12 @@ def timeline(lives: Sequence[Life], clock: Clock, width: int) -> Figure:
     thickness = max(0.8, row * 0.72)
     scale = (width - left - RIGHT) / clock.end  # pixels for each second
     for state in STATES:
-        bars = [
-            (clock.place(start), clock.place(stop), number)
-            for number, (_, its) in enumerate(rows)
-            for life in its
-            for kind, start, stop in life.phases
-            if kind == state
-        ]
-        _bars(axes, bars, COLOURS[state], thickness, least=0.6 / scale)
+        points: list[tuple[float, float]] = []
+        for number, (_, its) in enumerate(rows):
+            for start, stop in ((start, stop) for life in its for kind, start, stop in life.phases if kind == state):
+                place = float(clock.place(start))
+                points += [(place, number), (max(float(clock.place(stop)), place + 0.6 / scale), number)]
+        _strokes(axes, points, COLOURS[state], thickness)
     _ticks(axes, rows, clock, scale, thickness / row)
     _ends(axes, rows, clock, max(4.0, min(thickness, 10)))
     return made
@@ -97,15 +94,8 @@ def _name_rows(axes: Axes, rows: Sequence[tuple[str, list[Life]]], width: int) -
         axes.yaxis.set_major_formatter(FuncFormatter(lambda at, _: names[int(at)] if 0 <= at < len(rows) else ""))
 
 
-def _bars(axes: Axes, bars: Iterable[tuple[Any, Any, int]], colour: str, thickness: float, least: float) -> None:
-    """Draw all bars as one path: a patch for each would take a megabyte for a thousand tasks."""
-    points: list[tuple[float, float]] = []
-    for start, stop, number in bars:
-        points += [(float(start), number), (max(float(stop), float(start) + least), number)]
-    _strokes(axes, points, colour, thickness)
-
-
 def _strokes(axes: Axes, points: Sequence[tuple[float, float]], colour: str, thickness: float, z: float = 2) -> None:
+    """Draw lines between pairs of points as one path: a patch for each would take a megabyte for a thousand tasks."""
     if points:
         outline = Outline(points, [Outline.MOVETO, Outline.LINETO] * (len(points) // 2))
         axes.add_patch(

@@ -246,8 +246,8 @@ def retriable(report: Report) -> bool:
     """Whether another submission may compute the rest: the last one had only retriable failures."""
     last = report["submissions"][-1]["submission"]
     attempts = [attempt for attempt in report["attempts"] if attempt["submission"] in (last, None)]
-    # No attempt at all: the user took the whole array out of the queue.
-    # What is the fault of one node, another one may well do.
+    # Without any attempt, the user cancelled the whole array in the queue.
+    # A failure that is the fault of one node may succeed on another.
     return bool(attempts) and all(POLICIES[a["failure"]].retriable or a["bad_node"] for a in attempts if a["failure"])
 
 

@@ -19,7 +19,7 @@ def check_objects(where: str, objects: Sequence[Any], wanted: Any) -> None:
     for key, hint in get_type_hints(wanted).items():
         values = [each[key] for each in objects if key in each]
         if len(values) < len(objects) and key in wanted.__required_keys__:
-            raise ValueError(f"{where}{key} is not there")
+            raise ValueError(f"{where}{key} is missing")
         _check_values(f"{where}{key}", values, hint)
 
 

@@ -204,9 +204,9 @@ class _Search:
         holder = next((record for record in self.records if claim and record["attempt"] == claim.attempt), None)
         if holder is not None and claim is not None and not claim.parked and holder["state"] != "ended":
             excerpt = excerpt_of_attempt(self.run, holder["attempt"], self.max_lines)
-            said += f"; attempt {holder['attempt']} has it in hand, on {holder['node']}"
+            said += f"; attempt {holder['attempt']} is computing it on {holder['node']}"
             lost = [t["from"] for t in holder["takeovers"] if t["shard"] == self.shard]
-            said += f", taken over from attempt {lost[-1]}, which had fallen silent" if lost else ""
+            said += f", taken over from attempt {lost[-1]}, which stopped responding" if lost else ""
             died = f"{len(deaths)} workers have" if len(deaths) > 1 else "a worker has"
             said += f"; {died} died with it" if deaths else ""
             return self._tell("missing", said, None, "", excerpt)
@@ -218,7 +218,7 @@ class _Search:
             return self._tell("missing", said, death["class"], death["message"], excerpt)
         if (left := self._left(said)) is not None:
             return left
-        return self._tell("missing", f"{said}, and no attempt is known to have had it in hand", None, "", None)
+        return self._tell("missing", f"{said}, and no attempt is known to have computed it", None, "", None)
 
     def _set_aside(self, said: str) -> Story:
         """The story of an item in a damaged shard: the attempt that computed it, and its log."""
@@ -240,7 +240,7 @@ class _Search:
             if not (kind or is_unknown) or self.run.last_begun(name) != self.shard:
                 continue
             self.maker = name
-            said += f": attempt {name} had it in hand "
+            said += f": attempt {name} was computing it "
             said += f"when it ended: {kind}: {_first_line(message)}" if kind else "last, and its record cannot be read"
             excerpt = excerpt_of_attempt(self.run, name, self.max_lines)
             return self._tell("missing", said, kind, message, excerpt)

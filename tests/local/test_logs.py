@@ -294,12 +294,12 @@ def test_what_has_no_row_in_a_run_that_is_over_leads_to_the_command_that_compute
     )
     show(copy, item=10)
     said = capsys.readouterr()
-    assert "has it in hand, on " in said.out
+    assert "is computing it on " in said.out
     assert "; 2 workers have died with it." in said.out
     assert said.err == ""
     for path in copy.tasks.glob("[!.]*.json"):
         change_record(copy, path.stem, takeovers=[{"shard": 1, "from": "local1_7.0", "host": "there"}])
-    assert ", taken over from attempt local1_7.0, which had fallen silent; 2" in story_of_item(copy, 10).sentence
+    assert ", taken over from attempt local1_7.0, which stopped responding; 2" in story_of_item(copy, 10).sentence
 
 
 def judged(run, folder, **failures):
@@ -381,7 +381,7 @@ def test_what_a_record_does_not_tell_of_an_item_the_logs_do(run, tmp_path, damag
     (copy.folder / "report.json").unlink()
     assert story_of_item(copy, 17).sentence.startswith("Item 17 has its row: attempt local1_")
     story = story_of_item(copy, 10)
-    assert f": attempt {began.stem} had it in hand" in story.sentence
+    assert f": attempt {began.stem} was computing it" in story.sentence
     assert story.attempts == (began.stem,)
     assert story.excerpt is not None
     assert story.ended == "missing"
@@ -537,7 +537,7 @@ def test_a_shard_that_was_left_by_a_killed_task_is_missing_and_its_log_is_found(
     submitted.wait()
     story = story_of_item(Run.open(folder / "run"), 2)
     assert (story.ended, story.failure) == ("missing", "cancelled")
-    assert "attempt local1_0.0 had it in hand when it ended" in story.sentence
+    assert "attempt local1_0.0 was computing it when it ended" in story.sentence
     assert "slurmgpu.task.supervisor" in story.excerpt.lines[story.excerpt.mark].text
     assert not any("SIGCONT" in path.read_text() for path in (folder / "run" / "logs").glob("*.[eo][ru][rt]"))
     never = story_of_item(Run.open(folder / "run"), N_ITEMS - 1)

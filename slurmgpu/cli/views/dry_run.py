@@ -117,10 +117,10 @@ def _bound(seen: Preview, auto_resubmit: int) -> str:
 def _in_words(trial: Trial) -> str:
     if trial.start is not None:
         when = f"{trial.start:%Y-%m-%d %H:%M:%S} {trial.start.tzname()}"
-        return f"would start at {when}, as things stand; Slurm looks at none of the limits for it"
+        return f"would start at {when}, by the present queue; this ignores the limits"
     if not trial.taken:
         return f"refused: {trial.said}"
-    return trial.said if "to start at" not in trial.said else "would start when the array has ended"
+    return trial.said if "to start at" not in trial.said else "would start after the array"
 
 
 def _items_of(draft: Draft) -> list[str]:

@@ -40,7 +40,7 @@ def show_forecast(forecast: Mapping[str, Any]) -> None:
         started.append(f"the first batch took {about(probe['first_s'])} longer")
     table.add_row("start", ", ".join(started))
     table.add_row("batch", _spread(forecast["batch_s"]))
-    table.add_row("shard", f"{_spread(forecast['shard_s'])}, of which there are {forecast['n_shards']:,}")
+    table.add_row("shard", f"{_spread(forecast['shard_s'])}, {forecast['n_shards']:,} in all")
     table.add_row("memory", _memory(probe))
     n_tasks, at_once = forecast["n_tasks"], forecast["n_concurrent"]
     many = count_of(n_tasks, "task") + (f", {at_once} at once" if at_once < n_tasks else "")

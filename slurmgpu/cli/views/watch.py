@@ -80,8 +80,7 @@ def _on_screen(run: Run, console: Console, on_look: OnLook | None) -> Status | N
                 with keyboard.listening(), Live(console=console, screen=True, auto_refresh=False) as live:
                     first, outcome = _draw(keyboard, lookout, live, first, notes, on_look)
                 if outcome == "suspend":
-                    # As the terminal would send it: to the whole job, wrappers as well, and not where nobody could
-                    # continue it.
+                    # Signal the whole job, as the terminal would; an orphaned process group ignores it.
                     os.kill(0, signal.SIGTSTP)
         finally:
             lookout.stop()
