@@ -114,10 +114,7 @@ def submit(
     after: Annotated[
         Path | None,
         typer.Option(
-            "--after",
-            metavar="RUN",
-            help="Start when that run is complete.",
-            autocompletion=completion.complete_run,
+            "--after", metavar="RUN", help="Start when that run is complete.", autocompletion=completion.complete_run
         ),
     ] = None,
     dry_run: Annotated[

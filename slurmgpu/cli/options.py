@@ -67,8 +67,7 @@ InjectOption = Annotated[
     ),
 ]
 ExecutorOption = Annotated[
-    str | None,
-    typer.Option("--executor", help=_executors(), autocompletion=completion.complete_executor),
+    str | None, typer.Option("--executor", help=_executors(), autocompletion=completion.complete_executor)
 ]
 ImageOption = Annotated[Path | None, typer.Option("--image", help="The container image.", show_default=False)]
 RunDirOption = Annotated[Path | None, typer.Option("--run-dir", help="The run directory to make.")]

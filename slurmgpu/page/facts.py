@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from slurmgpu.page.spans import Life, begin_of
+from slurmgpu.page.spans import Life, begin_of, makers_of
 from slurmgpu.page.words import cut, moment, plain
 from slurmgpu.report.attempts import AttemptRow, node_of
 from slurmgpu.report.build import Report
@@ -167,7 +167,7 @@ def failed_items(
     report: Report, lives: Sequence[Life], shard_items: int, of_item: Mapping[int, Reason]
 ) -> list[dict[str, Any]]:
     """The first failed items, each with its attempt and its reason."""
-    makers = {shard: life.attempt for life in lives for shard, _, _, kind in life.shards if kind == "useful"}
+    makers = makers_of(lives)
     return [
         {
             "index": item["index"],

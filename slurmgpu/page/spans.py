@@ -63,6 +63,11 @@ def begin_of(report: Report, lives: Sequence[Life]) -> float:
     return float(min(starts, default=report["written"]))
 
 
+def makers_of(lives: Sequence[Life]) -> dict[int, str]:
+    """By shard, the attempt whose rows are in the result."""
+    return {shard: life.attempt for life in lives for shard, _, _, kind in life.shards if kind == "useful"}
+
+
 def _counting(report: Report) -> Counting:
     records: list[Computed] = []
     for attempt in report["attempts"]:

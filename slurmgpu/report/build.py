@@ -145,11 +145,7 @@ class Report(_Later):
 
 
 def build_report(
-    run: Run,
-    *,
-    joined: Joined | None,
-    lives: Lives | None = None,
-    summary: Mapping[str, Any] | None = None,
+    run: Run, *, joined: Joined | None, lives: Lives | None = None, summary: Mapping[str, Any] | None = None
 ) -> Report:
     """The report of a run without living tasks.
 
@@ -331,7 +327,7 @@ def _version(run: Run, lines: Sequence[SubmissionLine], digest: str | None, n_it
     """Files, versions and submissions of a snapshot; without files if it cannot be read."""
     found = {line["submission"]: snapshots.code_of([line]) for line in lines}
     used = {number: code for number, code in found.items() if code is not None and code["digest"] == digest}
-    last = next(reversed(used.values()), None)
+    last: Mapping[str, Any] = next(reversed(used.values()), {})
     files = None
     if digest is not None:
         try:
@@ -342,11 +338,11 @@ def _version(run: Run, lines: Sequence[SubmissionLine], digest: str | None, n_it
         "digest": digest,
         "submissions": list(used),
         "files": files,
-        "python": last.get("python") if last else None,
-        "distributions": last.get("distributions") if last else None,
-        "image": last.get("image") if last else None,
-        "git": last.get("git") if last else None,
-        "left_out": (last.get("left_out") if last else None) or [],
+        "python": last.get("python"),
+        "distributions": last.get("distributions"),
+        "image": last.get("image"),
+        "git": last.get("git"),
+        "left_out": last.get("left_out") or [],
         "items": n_items,
     }
 

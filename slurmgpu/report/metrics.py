@@ -74,10 +74,7 @@ def metrics_of(status: Status) -> dict[str, tuple[str, Samples]]:
         "shards_done": ("Shards that are published.", one(status["n_shards_done"])),
         "shards_claimed": ("Shards that tasks compute.", one(status["n_shards_claimed"])),
         "state": ("1 for the run's state, 0 for the others.", by("state", {s: int(s == state) for s in STATES})),
-        "attempts": (
-            "Attempts by their last recorded state.",
-            by("state", {s: counts[s] for s in ATTEMPT_STATES}),
-        ),
+        "attempts": ("Attempts by their last recorded state.", by("state", {s: counts[s] for s in ATTEMPT_STATES})),
         "attempts_silent": ("Attempts without an end that stopped writing.", one(sum(a["silent"] for a in attempts))),
         "attempts_failed": ("Attempts that failed, by failure class.", by("class", status["failures"])),
         "worker_deaths": ("Workers that died, by failure class.", by("class", status["worker_deaths"])),
@@ -85,10 +82,7 @@ def metrics_of(status: Status) -> dict[str, tuple[str, Samples]]:
         "items_per_second": ("Items computed per second over the last minutes.", one(status["pace"]["items_per_s"])),
         "left_seconds": ("Estimated seconds until all items are computed.", one(status["pace"]["left_s"])),
         "gpu_hours": ("GPUs times hours of all attempts, used or not.", one(status["gpu_hours"])),
-        "gpu_utilisation_ratio": (
-            "Mean GPU utilisation of running tasks.",
-            one(_utilisation(attempts)),
-        ),
+        "gpu_utilisation_ratio": ("Mean GPU utilisation of running tasks.", one(_utilisation(attempts))),
         "updated_timestamp_seconds": ("Time of the status, in seconds since the epoch.", one(status["time"])),
     }
 

@@ -541,7 +541,7 @@ def test_a_shard_that_was_left_by_a_killed_task_is_missing_and_its_log_is_found(
     assert "slurmgpu.task.supervisor" in story.excerpt.lines[story.excerpt.mark].text
     assert not any("SIGCONT" in path.read_text() for path in (folder / "run" / "logs").glob("*.[eo][ru][rt]"))
     never = story_of_item(Run.open(folder / "run"), N_ITEMS - 1)
-    assert never.sentence.endswith("no attempt is known to have had it in hand.")
+    assert never.sentence.endswith("no attempt is known to have computed it.")
     assert not kill_workers(folder)
 
 

@@ -135,9 +135,7 @@ def logs(
     task: Annotated[
         str | None,
         typer.Argument(
-            metavar="TASK",
-            help="An attempt or task, such as 1234_7.",
-            autocompletion=completion.complete_task,
+            metavar="TASK", help="An attempt or task, such as 1234_7.", autocompletion=completion.complete_task
         ),
     ] = None,
     item: Annotated[int | None, typer.Option("--item", metavar="N", help="What happened to item N, and where.")] = None,
