@@ -12,9 +12,9 @@ from slurmgpu.logs.places import search_until
 from slurmgpu.page.facts import Reason
 from slurmgpu.page.words import plain
 from slurmgpu.run.directory import Run
+from slurmgpu.search.cached_run import CachedRun, cached
 from slurmgpu.search.excerpts import Excerpt, excerpt_of_attempt, excerpt_of_death
 from slurmgpu.search.items import excerpt_of_item, story_of_item
-from slurmgpu.search.remembering import Remembering, remembering
 from slurmgpu.util.shared_files import list_names
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def add_excerpts(run: Run, items: Sequence[Reason], attempts: Sequence[Reason], 
         list_names(run.logs)
     except OSError as error:
         return f"There are no lines of logs, as logs/ of the run directory cannot be read: {error.strerror}."
-    run = remembering(run)
+    run = cached(run)
     deadline = time.monotonic() + PATIENCE_S
     with search_until(deadline):
         for reason in items[:MAX_EXCERPTS]:
@@ -61,7 +61,7 @@ def _why_missing(run: Run, item: int) -> str:
     return "" if NOBODY in why else plain(why)
 
 
-def _of_attempt(run: Remembering, reason: Reason) -> Excerpt | None:
+def _of_attempt(run: CachedRun, reason: Reason) -> Excerpt | None:
     if reason.death is None:
         return excerpt_of_attempt(run, reason.first, MAX_LINES)
     record = run.logged.get(reason.first)

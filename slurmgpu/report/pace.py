@@ -67,7 +67,7 @@ class Pace:
 
 
 @dataclass(frozen=True, order=True)
-class Hand:
+class Slot:
     """A task that takes shards: when it is free, items per second, and its end; times are seconds from now."""
 
     free_s: float
@@ -104,16 +104,14 @@ def pace_of(
     usual_rate = _mean([own[r["attempt"]] for r in living if r["attempt"] in own] or list(own.values())) or 0.0
     together = sum(own.get(r["attempt"], usual_rate) for r in living if computes(r))
     load_s = _mean([record["load_s"] for record in records if record["load_s"] is not None]) or 0.0
-    hands = [
-        _hand(plan, record, own.get(record["attempt"], usual_rate), load_s, own_time(record, now)) for record in living
-    ]
+    slots = [_slot_of(plan, r, own.get(r["attempt"], usual_rate), load_s, own_time(r, now)) for r in living]
     held = {record["shard"] for record in living if record["shard"] is not None} - set(published)
     free = _available(plan, records, set(published) | held, now)
     walltime_s = max((r["end_time"] - r["started"] for r in records if r["end_time"]), default=math.inf)
 
-    def joining(start_s: float) -> Hand:
+    def joining(start_s: float) -> Slot:
         """A task that starts then."""
-        return Hand(start_s + load_s, usual_rate, start_s + walltime_s - plan.margin_s)
+        return Slot(start_s + load_s, usual_rate, start_s + walltime_s - plan.margin_s)
 
     known = [
         joining(max(0.0, job["start"] - now))
@@ -122,8 +120,8 @@ def pace_of(
         for _ in range(n_tasks)
     ]
     at_once, throttled = [joining(0.0)] * n_startable, n_waiting - n_startable
-    left_s, n_over = _deal(plan, [*hands, *known], free, joining, throttled)
-    if_s = _deal(plan, [*hands, *at_once], free, joining, throttled)[0] if at_once else left_s
+    left_s, n_over = _simulate(plan, [*slots, *known], free, joining, throttled)
+    if_s = _simulate(plan, [*slots, *at_once], free, joining, throttled)[0] if at_once else left_s
     n_over = n_over if len(known) == n_startable else 0
     return Pace(together if living else None, left_s, if_s, n_over, **counts)
 
@@ -171,8 +169,8 @@ def _size(plan: Plan, shard: int) -> int:
     return max(0, stop - start)  # a damaged record may name a shard that does not exist
 
 
-def _hand(plan: Plan, record: BriefRecord, rate: float, load_s: float, now: float) -> Hand:
-    """A living task as a `Hand`: free after loading or after its current shard; `now` is by its clock."""
+def _slot_of(plan: Plan, record: BriefRecord, rate: float, load_s: float, now: float) -> Slot:
+    """A living task as a `Slot`: free after loading or after its current shard; `now` is by its clock."""
     until = math.inf if record["end_time"] is None else record["end_time"] - plan.margin_s - now
     age = now - record["updated"]
     if record["state"] != "running":
@@ -180,17 +178,17 @@ def _hand(plan: Plan, record: BriefRecord, rate: float, load_s: float, now: floa
         # A shard that it holds after a worker's death comes first.
         again = 0.0 if record["shard"] is None else _size(plan, record["shard"]) / rate
         free = max(0.0, load_s - (now - since)) + again
-        return Hand(free, rate, until, again)
+        return Slot(free, rate, until, again)
     if record["shard"] is None:
-        return Hand(0.0, rate, until)
+        return Slot(0.0, rate, until)
     size, done = _size(plan, record["shard"]), record["shard_done"]
     started = record["shard_started"]
     if started is None:
-        return Hand(size / rate / 2, rate, until, size / rate / 2)  # an older record does not say how much is done
+        return Slot(size / rate / 2, rate, until, size / rate / 2)  # an older record does not say how much is done
     # Progress is known to the batch: estimate by the clock within the current batch.
     least, most = ((size - done - n) / rate - age for n in (plan.batch_size, 0))
     left = max(0.0, least, min(most, size / rate - (now - started)))
-    return Hand(left, rate, until, left)
+    return Slot(left, rate, until, left)
 
 
 def _available(plan: Plan, records: Iterable[BriefRecord], taken: set[int], now: float) -> list[tuple[float, int]]:
@@ -208,45 +206,45 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _deal(
+def _simulate(
     plan: Plan,
-    hands: Sequence[Hand],
+    slots: Sequence[Slot],
     free: Sequence[tuple[float, int]],
-    joining: Callable[[float], Hand],
+    joining: Callable[[float], Slot],
     n_throttled: int,
 ) -> tuple[float | None, int]:
     """Seconds until the last shard is published, None if not all fit; and the number left over.
 
     A task whose walltime ends is replaced by a throttled one.
     """
-    ends = [hand.until_s + plan.margin_s for hand in hands]
+    ends = [slot.until_s + plan.margin_s for slot in slots]
     # Shards that a walltime cuts off go to others.
-    cut = [hand.shard_s > 0 and hand.free_s > end for hand, end in zip(hands, ends, strict=True)]
-    heap = [(end if is_cut else hand.free_s, hand) for hand, end, is_cut in zip(hands, ends, cut, strict=True)]
+    cut = [slot.shard_s > 0 and slot.free_s > end for slot, end in zip(slots, ends, strict=True)]
+    heap = [(end if is_cut else slot.free_s, slot) for slot, end, is_cut in zip(slots, ends, cut, strict=True)]
     pools = sorted([*free, *((end, 1) for end, is_cut in zip(ends, cut, strict=True) if is_cut)])
     last_s = max(
-        (hand.free_s for hand, is_cut in zip(hands, cut, strict=True) if hand.shard_s and not is_cut), default=0.0
+        (slot.free_s for slot, is_cut in zip(slots, cut, strict=True) if slot.shard_s and not is_cut), default=0.0
     )
     heapq.heapify(heap)
     n_left, mean_items = sum(n for _, n in pools), plan.n_items / plan.n_shards
-    together = sum(hand.rate for hand in hands)
+    together = sum(slot.rate for slot in slots)
     while n_left and heap:
-        at, hand = heapq.heappop(heap)
+        at, slot = heapq.heappop(heap)
         since_s, n_here = pools[0]
-        at, seconds = max(at, since_s), mean_items / hand.rate
-        n = min(n_here, max(1, int(n_left * hand.rate / together / SHARE)))
-        if hand.until_s < math.inf:
-            n = min(n, int((hand.until_s - at) / seconds))
+        at, seconds = max(at, since_s), mean_items / slot.rate
+        n = min(n_here, max(1, int(n_left * slot.rate / together / SHARE)))
+        if slot.until_s < math.inf:
+            n = min(n, int((slot.until_s - at) / seconds))
         if n > 0:
             at += n * seconds
             last_s, n_left = max(last_s, at), n_left - n
             pools[:1] = [(since_s, n_here - n)] if n < n_here else []
-            heapq.heappush(heap, (at, hand))
+            heapq.heappush(heap, (at, slot))
             continue
-        together -= hand.rate
+        together -= slot.rate
         if n_throttled:
             n_throttled -= 1
-            following = joining(min(at, hand.until_s))
+            following = joining(min(at, slot.until_s))
             together += following.rate
             heapq.heappush(heap, (following.free_s, following))
     return (None if n_left else last_s), n_left

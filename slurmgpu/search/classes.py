@@ -14,6 +14,7 @@ from slurmgpu.logs.files import LogFile, files_of
 from slurmgpu.logs.places import LINE_BYTES, behind_hole
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
+from slurmgpu.search.cached_run import CachedRun, cached
 from slurmgpu.search.excerpts import (
     N_LINES,
     TRACEBACK_ELSEWHERE,
@@ -22,7 +23,6 @@ from slurmgpu.search.excerpts import (
     excerpt_of_attempt,
     excerpt_of_death,
 )
-from slurmgpu.search.remembering import Remembering, remembering
 from slurmgpu.util.shared_files import open_file
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def events_of_class(run: Run, name: str) -> Iterator[Event]:
 
 
 def _events(run: Run, name: str) -> Iterator[Event]:
-    run = remembering(run)
+    run = cached(run)
     for attempt in run.judged.values():
         if attempt["failure"] == name:
             who = attempt["attempt"]
@@ -76,7 +76,7 @@ def _event(what: str, attempt: str, message: str, find: Callable[[int], Excerpt 
     return Event(what, attempt, message, line.file, line.offset, place.number, find=find)
 
 
-def _of_items(run: Remembering, name: str) -> Iterator[Event]:
+def _of_items(run: CachedRun, name: str) -> Iterator[Event]:
     """The failed items. A quarantined item is in two logs: its task's and that of the worker that writes its row."""
     told: set[int] = set()
     quarantined: dict[int | None, Event] = {}
@@ -129,7 +129,7 @@ def _scan(file: LogFile, attempt: str, name: str) -> Iterator[Event]:
         log.debug("%s cannot be read: %s", file.path, error)
 
 
-def _only_in_report(run: Remembering, name: str, told: set[int | None]) -> Iterator[Event]:
+def _only_in_report(run: CachedRun, name: str, told: set[int | None]) -> Iterator[Event]:
     """Failed items without a line in the logs, which may have been removed."""
     for index, (kind, message) in run.failed_items.items():
         if kind == name and index not in told:

@@ -14,8 +14,8 @@ from slurmgpu.logs.places import LINE_BYTES, line_around, line_number, places_of
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
 from slurmgpu.run.records import Death, Record
+from slurmgpu.search.cached_run import cached
 from slurmgpu.search.picking import LOOK_LINES, TRACEBACK_BEGINS, first_whole, is_exception, pick, with_traceback
-from slurmgpu.search.remembering import remembering
 
 N_LINES = 40
 BEFORE = 5
@@ -71,7 +71,7 @@ class Excerpt:
 
 def excerpt_of_attempt(run: Run, attempt: str, max_lines: int = N_LINES) -> Excerpt | None:
     """The last lines of an attempt's logs, with the mark at the failure; None without logs."""
-    run = remembering(run)
+    run = cached(run)
     record = run.logged.get(attempt)
     files = [] if record is None else files_of(run, record)
     if record is None or not files:

@@ -18,6 +18,7 @@ from slurmgpu.run.crash_history import read_history
 from slurmgpu.run.directory import Run
 from slurmgpu.run.records import Death, Record
 from slurmgpu.run.submissions import is_over
+from slurmgpu.search.cached_run import cached
 from slurmgpu.search.excerpts import (
     MARGIN_S,
     N_LINES,
@@ -31,7 +32,6 @@ from slurmgpu.search.excerpts import (
     workers_of,
 )
 from slurmgpu.search.picking import pick
-from slurmgpu.search.remembering import remembering
 from slurmgpu.util.shared_files import exists
 
 N_NAMED = 10
@@ -73,7 +73,7 @@ class _Search:
     """The search for one item."""
 
     def __init__(self, run: Run, index: int, max_lines: int) -> None:
-        self.run, self.index, self.max_lines = remembering(run), index, max_lines
+        self.run, self.index, self.max_lines = cached(run), index, max_lines
         self.shard = index // run.plan.shard_items
         start, stop = run.plan.bounds(self.shard)
         self.which = f"shard {self.shard} (items {start} to {stop - 1})"

@@ -23,7 +23,7 @@ from slurmgpu.plan.planner import draft_run
 from slurmgpu.report.build import read_report
 from slurmgpu.run.claims import Claim
 from slurmgpu.run.directory import Run, create_run
-from slurmgpu.search import remembering
+from slurmgpu.search import cached_run
 from slurmgpu.search.classes import events_of_class
 from slurmgpu.search.excerpts import BEFORE, N_LINES, excerpt_around, excerpt_of_attempt
 from slurmgpu.search.index import read_index
@@ -738,8 +738,8 @@ def test_a_search_ends_when_its_time_is_over_and_what_was_found_by_then_is_told(
 def test_the_report_is_read_once_for_many_items_and_not_before_the_run_has_ended(run, tmp_path, monkeypatch):
     copy_run(run.folder, tmp_path / "run")
     copy, read = Run.open(tmp_path / "run"), []
-    monkeypatch.setattr(remembering, "read_report", lambda run: read.append(run) or read_report(run))
-    once = remembering.remembering(copy)
+    monkeypatch.setattr(cached_run, "read_report", lambda run: read.append(run) or read_report(run))
+    once = cached_run.cached(copy)
     assert [story_of_item(once, index).failure for index in (3, 5, 9)] == ["item_error", "item_error", "crash"]
     assert len(read) == 1
     copy.record_submission({"submission": 1, "state": "merging"})
@@ -781,11 +781,11 @@ def test_the_log_of_an_attempt_is_searched_once_for_all_that_is_missing(tmp_path
         change_record(pretended, name, state="ended", ended=record["updated"], failure="crash", message="it is gone")
         begins = f"{STAMP} INFO slurmgpu.worker: shard {190 + record['task']}: items 1..2 begin"
         write_lines(pretended.logs / f"{name}.log", [begins])
-    searched, places_of = [], remembering.places_of
+    searched, places_of = [], cached_run.places_of
     monkeypatch.setattr(
-        remembering, "places_of", lambda path, *a, **k: searched.append(path) or places_of(path, *a, **k)
+        cached_run, "places_of", lambda path, *a, **k: searched.append(path) or places_of(path, *a, **k)
     )
-    once = remembering.remembering(pretended)
+    once = cached_run.cached(pretended)
     told = [story_of_item(once, pretended.plan.bounds(shard)[0]) for shard in range(185, 200)]
     assert [story.attempts for story in told] == [()] * 5 + [(f"4711_{task}.0",) for task in range(9)] + [()]
     assert len(searched) == len(set(searched)) == 9

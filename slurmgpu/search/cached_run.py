@@ -17,7 +17,7 @@ from slurmgpu.run.records import Record, Unread
 from slurmgpu.run.submissions import SubmissionLine
 
 
-class Remembering(Run):
+class CachedRun(Run):
     """A run with cached records, submissions and report, for one search."""
 
     @cached_property
@@ -76,6 +76,6 @@ class Remembering(Run):
         return record["shard"]
 
 
-def remembering(run: Run) -> Remembering:
+def cached(run: Run) -> CachedRun:
     """The run with caches for many searches."""
-    return run if isinstance(run, Remembering) else Remembering(run.folder, run.plan)
+    return run if isinstance(run, CachedRun) else CachedRun(run.folder, run.plan)
