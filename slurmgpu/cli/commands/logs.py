@@ -165,7 +165,7 @@ def refuse_unstarted(run: Run, task: str, *, waits: bool) -> None:
         raise SlurmGPUError(f"Task {task} of {run.folder} has not started yet.{hint}")
     raise SlurmGPUError(
         f"Task {task} of {run.folder} never started, and its submission is over. "
-        f"`slurmgpu report {run.typed}` shows what came of it."
+        f"`slurmgpu report {run.typed}` shows the result."
     )
 
 
@@ -186,7 +186,7 @@ def refuse_unsubmitted(run: Run, *, waits: bool) -> None:
 
 
 def is_at_rest(run: Run) -> bool:
-    """Whether the last submission has ended, or there was none."""
+    """Whether nothing computes missing items: the last submission has ended, or nothing is alive without one."""
     from slurmgpu.executors import liveness
 
     lines = run.submissions()
