@@ -19,7 +19,7 @@ TEMPLATE = """\
 {run_dir:<33}  # default: runs/<this file's stem>
 # seed = 0
 # shard_items = 1024               # default: from the input's size alone, never from the number of GPUs
-# auto_resubmit = 2                # the merge job submits again what is missing, so often at most
+# auto_resubmit = 2                # how often the merge job may resubmit what is missing
 # on_end = "mail -s $SLURMGPU_NAME:$SLURMGPU_STATE ada@example.org"   # run when the run ends, report.json on stdin
 
 [workload]
@@ -32,14 +32,14 @@ gpus = {gpus}                           # held at once
 {array:<33}  # spread over tasks of one GPU; without it one task holds all of them
 # gpus_per_task = 4                # with array: GPUs of each task
 # gpu_type = "a100"                # as Slurm calls it
-# processes = "per-gpu"            # a process for each GPU of a task, if the workload can; default: what it wants
+# processes = "per-gpu"            # a process for each GPU of a task; default: the workload's choice
 # nodes_per_task = 2               # spread each task over nodes; needs processes = "per-gpu"
-# device = "cpu"                   # compute on the CPU whatever is allocated
+# device = "cpu"                   # compute on CPUs even if GPUs are allocated
 
 # [container]                      # without it tasks run in the Python that submits
 # image = "image.sif"              # an {title} image, with what the workload imports
 # binds = ["/data", "/scratch/ada:/scratch"]
-# env = {{HF_HOME = "/data/hf", HF_TOKEN = true}}   # true: as it is where the task starts
+# env = {{HF_HOME = "/data/hf", HF_TOKEN = true}}   # true: the value on the task's node
 
 [slurm]                            # sbatch's own names, passed through
 # partition = "gpu"
@@ -52,9 +52,9 @@ gpus = {gpus}                           # held at once
 
 
 SITE_TEMPLATE = """\
-# The site file: what holds for all of your runs on this cluster.
-# Run files go over it, and options of commands over both.
-# Written by `slurmgpu init --site` from what Slurm says of the cluster {cluster}.
+# The site file: defaults for all of your runs on this cluster.
+# Run files override it, and command-line options override both.
+# Written by `slurmgpu init --site` from Slurm's answers on the cluster {cluster}.
 
 [slurm]                            # sbatch's own names
 {slurm}

@@ -399,7 +399,7 @@ def test_of_a_run_that_is_planned_only_the_next_step_is_named(tmp_path, asked):
     make_project(tmp_path, 8)
     with draft_run(tmp_path / "slurmgpu.toml") as draft:
         run = create_run(draft.run_dir, draft.plan, draft.items.files)
-    with pytest.raises(SlurmGPUError, match=r"nothing of it was submitted: `slurmgpu resubmit .*/run` does so"):
+    with pytest.raises(SlurmGPUError, match=r"is planned but not submitted. Submit it by `slurmgpu resubmit .*/run`"):
         show(run, **asked)
 
 
@@ -530,7 +530,7 @@ def test_a_shard_that_was_left_by_a_killed_task_is_missing_and_its_log_is_found(
     wait_until(lambda: "items 0..7" in (folder / "run/logs/local1_0.0.log").read_text(), "its line")
     wait_until(lambda: submitted_as(folder) == "running", "somebody who heeds Ctrl-C")
     alive = story_of_item(Run.open(folder / "run"), 2)
-    assert "attempt local1_0.0 has it in hand" in alive.sentence
+    assert "attempt local1_0.0 is computing it" in alive.sentence
     [record] = records(folder)
     os.kill(record["pid"], signal.SIGCONT)  # Slurm sends it before each other signal
     submitted.send_signal(signal.SIGINT)

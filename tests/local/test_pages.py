@@ -164,7 +164,7 @@ def test_a_missing_shard_that_an_attempt_had_in_hand_says_which(tmp_path):
     write_json(report_path(run), value)
     shard = value["attempts"][0]["shard"]
     [why] = re.findall(rf'<tr><th scope="row">shard {shard}<td>.*?<td class="w">(.*)', draw(run, value, tmp_path))
-    assert why.startswith("attempt 4711_0.0 had it in hand")
+    assert why.startswith("attempt 4711_0.0 was computing it")
 
 
 def test_attempts_are_in_the_order_of_the_tasks_and_their_numbers_to_the_right(tmp_path):

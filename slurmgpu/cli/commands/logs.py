@@ -178,8 +178,8 @@ def refuse_unsubmitted(run: Run, *, waits: bool) -> None:
     queued = liveness.alive(run)
     if queued is None:
         raise SlurmGPUError(
-            f"{run.folder} is planned, and nothing of it was submitted: `slurmgpu resubmit {run.typed}` does so, "
-            f"or the two lines that `slurmgpu plan` printed."
+            f"{run.folder} is planned but not submitted. Submit it by `slurmgpu resubmit {run.typed}`, "
+            f"or by the two sbatch commands that `slurmgpu plan` printed."
         )
     if not waits:
         raise SlurmGPUError(f"No task of {run.folder} has started yet: {queued}. --follow waits for it.")

@@ -100,7 +100,7 @@ def _next(status: Status) -> str | None:
     """The command to type next; None if there is nothing to do."""
     folder = shlex.quote(status["run_dir"])
     if status["state"] == "planned":
-        return f"slurmgpu resubmit {folder}, or the two lines that `slurmgpu plan` printed"
+        return f"slurmgpu resubmit {folder}, or the two sbatch commands that `slurmgpu plan` printed"
     if status["state"] in ("incomplete", "ended") and not unknown_words(status):
         verb = "merge" if status["n_shards_done"] == status["n_shards"] else "resubmit"
         return f"slurmgpu {verb} {folder}"
