@@ -1,6 +1,6 @@
 """slurmgpu maps a GPU workload over a data set on Slurm and loses nothing.
 
-What is public is listed in `__all__`; a name is imported when it is first used, so `import slurmgpu` costs nothing.
+`__all__` lists the public names. A name is imported when it is first used, so `import slurmgpu` costs nothing.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ __all__ = [
     "Json",
     "Merged",
     "Ragged",
+    "Rates",
+    "RunHandle",
     "SlurmGPUError",
     "TaskContext",
     "Text",
+    "Throughput",
     "Workload",
     "__version__",
     "find_batch_size",
@@ -31,35 +34,27 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Array": "slurmgpu.shards.columns",
-    "Json": "slurmgpu.shards.columns",
-    "Ragged": "slurmgpu.shards.columns",
-    "Text": "slurmgpu.shards.columns",
-    "Item": "slurmgpu.workload",
-    "TaskContext": "slurmgpu.workload",
-    "Workload": "slurmgpu.workload",
-    "Interrupted": "slurmgpu.errors",
-    "ItemError": "slurmgpu.errors",
-    "SlurmGPUError": "slurmgpu.errors",
-    "Merged": "slurmgpu.results",
-    "open": "slurmgpu.results",
-    "probe": "slurmgpu.api",
-    "submit": "slurmgpu.api",
-    "find_batch_size": "slurmgpu.training.fitting",
-    "throughput": "slurmgpu.training.throughput",
+    "slurmgpu.api": ("RunHandle", "probe", "submit"),
+    "slurmgpu.errors": ("Interrupted", "ItemError", "SlurmGPUError"),
+    "slurmgpu.results": ("Merged", "open"),
+    "slurmgpu.shards.columns": ("Array", "Json", "Ragged", "Text"),
+    "slurmgpu.training.fitting": ("find_batch_size",),
+    "slurmgpu.training.throughput": ("Rates", "Throughput", "throughput"),
+    "slurmgpu.workload": ("Item", "TaskContext", "Workload"),
 }
 
 if TYPE_CHECKING:
-    from slurmgpu.api import probe, submit
+    from slurmgpu.api import RunHandle, probe, submit
     from slurmgpu.errors import Interrupted, ItemError, SlurmGPUError
     from slurmgpu.results import Merged, open  # noqa: A004
     from slurmgpu.shards.columns import Array, Json, Ragged, Text
     from slurmgpu.training.fitting import find_batch_size
-    from slurmgpu.training.throughput import throughput
+    from slurmgpu.training.throughput import Rates, Throughput, throughput
     from slurmgpu.workload import Item, TaskContext, Workload
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(module), name)
     raise AttributeError(f"module 'slurmgpu' has no attribute {name!r}")

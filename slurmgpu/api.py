@@ -31,6 +31,7 @@ from slurmgpu.run.directory import Run, create_run
 from slurmgpu.run.lock import Lock
 from slurmgpu.run.recompute import Recompute, recompute_path, write_recompute
 from slurmgpu.run.submissions import Submission, is_over
+from slurmgpu.util.plurals import count_of
 from slurmgpu.util.shared_files import remove
 
 log = logging.getLogger(__name__)
@@ -38,12 +39,12 @@ log = logging.getLogger(__name__)
 EXIT_COMPLETE, EXIT_FAILED, EXIT_BAD_USAGE, EXIT_INCOMPLETE = 0, 1, 2, 3
 
 ENDING_S = 15.0
-"""How long jobs that were cancelled are waited for, before their run directory is left where it is."""
+"""How long to wait for cancelled jobs to end before their run directory is left in place."""
 
 
 @dataclass(frozen=True)
 class RunHandle:
-    """A submitted run. It holds nothing: `RunHandle(Run.open(folder))` is another one of the same run."""
+    """A submitted run. It holds no resources; any number of handles may refer to the same run."""
 
     run: Run
     outcome: Outcome | None = None
@@ -54,19 +55,19 @@ class RunHandle:
         return self.run.folder
 
     def status(self) -> dict[str, Any]:
-        """How the run stands: the keys of `slurmgpu status --json`."""
+        """The run's status: the keys of `slurmgpu status --json`."""
         return cast(dict[str, Any], read_status(self.run, queued_jobs(self.run)))
 
     def report(self) -> dict[str, Any]:
-        """The report of the last merge; SlurmGPUError before the first."""
+        """The report of the last merge. Raises SlurmGPUError before the first merge."""
         return cast(dict[str, Any], last_report(self.run))
 
     def rehearsed(self) -> list[Verdict]:
-        """What became of the faults that were injected into the run, up to its last merge; none without such."""
+        """The outcome of each injected fault up to the last merge; empty if no fault was injected."""
         return judge(self.run, last_report(self.run))
 
     def wait(self, on_tick: Callable[[dict[str, Any]], None] = lambda status: None) -> dict[str, Any]:
-        """Wait until nothing of the run is queued or alive; the report."""
+        """Wait until no task of the run is queued or alive, and return the report."""
         return cast(dict[str, Any], wait_for(self.run, cast(Callable[[Status], None], on_tick)))
 
     def resubmit(
@@ -78,17 +79,17 @@ class RunHandle:
         other_code: bool = False,
         **resources: Any,
     ) -> RunHandle:
-        """Submit what is missing, with `failed` also failed items; the keys of [resources] change what it runs on.
+        """Submit the missing items, and with `failed` the failed items; `resources` are keys of [resources].
 
-        `code` is "former", or the digest of a snapshot; without it the user's modules are taken as they are now. With
-        `other_code` the rows that other code has computed are computed again. It is refused while something of the run
-        is, or may be, alive; with `force` it is not.
+        `code` is `former` or the digest of a snapshot; by default the user's modules are taken as they are now. With
+        `other_code`, rows that other code computed are computed again. Raises SlurmGPUError while a task of the run
+        is alive or may be alive, unless `force` is set.
         """
-        ways: dict[str, Any] = {"failed": failed, "force": force, "code": code, "other_code": other_code}
-        return RunHandle(self.run, resubmit(self.run, resources, **ways))
+        outcome = resubmit(self.run, resources, failed=failed, force=force, code=code, other_code=other_code)
+        return RunHandle(self.run, outcome)
 
     def cancel(self) -> str:
-        """Stop what is alive of the run; what was done, in words."""
+        """Stop the run's tasks and its merge, and say what was stopped."""
         return liveness.cancel(self.run)
 
 
@@ -103,16 +104,17 @@ def submit(
     inject: Sequence[str] = (),
     **resources: Any,
 ) -> RunHandle:
-    """Plan the run file, make its run directory, and submit it.
+    """Plan a run file, make its run directory, and submit it.
 
-    `resources` are the keys of [resources]: gpus, array, gpus_per_task and so on. With the local and the debug executor
-    the run is over, merged and reported, when this returns. `inject` are faults on demand, such as "crash@17";
-    `rehearsed()` of what is returned tells what became of them.
+    `resources` are keys of [resources]: gpus, array, gpus_per_task and so on. With the executors local and debug, the
+    run is computed and merged when this returns. `inject` are faults on demand, such as `crash@17`;
+    `RunHandle.rehearsed` returns their outcome. Notes on the run file, such as a misspelt member of the workload, are
+    logged as warnings.
     """
-    container = {} if image is None else {"image": str(Path(image).expanduser().absolute())}
-    overrides = {"settings": dict(settings or {}), "resources": resources, "container": container}
     other = Run.open(Path(after)) if after is not None else None
-    with draft_run(Path(run_file), overrides, Path(run_dir) if run_dir else None, after=other) as draft:
+    with draft_run(Path(run_file), _overrides(settings, image, resources), _path(run_dir), after=other) as draft:
+        for note in draft.notes:
+            log.warning("%s", note)
         return submit_draft(draft, other, on_tick, inject)
 
 
@@ -126,15 +128,24 @@ def probe(
     on_tick: Callable[[Run], None] = lambda run: None,
     **resources: Any,
 ) -> dict[str, Any]:
-    """What the run of a run file will take: computes `n_items` of it by one task, in RUN-probe, and queues no more.
+    """Estimate a run's time, memory and cost: one task computes `n_items` in RUN-probe. The run is not queued.
 
-    The arguments are those of `submit`. The keys are those of `slurmgpu submit --probe --json` but `submitted`;
-    `failure` is None when the probe went well.
+    The arguments are those of `submit`. The keys are those of `slurmgpu submit --probe --json` without `submitted`;
+    `failure` is None if the probe succeeded.
     """
-    container = {} if image is None else {"image": str(Path(image).expanduser().absolute())}
-    overrides = {"settings": dict(settings or {}), "resources": resources, "container": container}
-    with draft_run(Path(run_file), overrides, Path(run_dir) if run_dir else None) as draft:
+    with draft_run(Path(run_file), _overrides(settings, image, resources), _path(run_dir)) as draft:
         return probe_draft(draft, n_items, on_tick)
+
+
+def _overrides(
+    settings: Mapping[str, Any] | None, image: str | Path | None, resources: Mapping[str, Any]
+) -> dict[str, Mapping[str, Any]]:
+    container = {} if image is None else {"image": str(Path(image).expanduser().absolute())}
+    return {"settings": settings or {}, "resources": resources, "container": container}
+
+
+def _path(run_dir: str | Path | None) -> Path | None:
+    return Path(run_dir) if run_dir else None
 
 
 def probe_draft(
@@ -143,10 +154,7 @@ def probe_draft(
     on_tick: Callable[[Run], None] = lambda run: None,
     on_status: Callable[[Status], None] = lambda status: None,
 ) -> dict[str, Any]:
-    """The forecast of a draft, which stays as it is; the keys of `slurmgpu submit --probe --json`.
-
-    Whatever interrupts it cancels the probe.
-    """
+    """Probe a draft; the keys of `slurmgpu submit --probe --json`. An exception cancels the probe."""
     small = probes.draft_probe(draft, n_items)
     first = submission_of(small)
     executor = executor_named(first.executor)
@@ -160,21 +168,21 @@ def probe_draft(
         report = report or wait_for(run, on_status)
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and small.run_dir.exists():
-            run = Run.open(small.run_dir)  # it may be queued, and not told yet
+            run = Run.open(small.run_dir)  # it may be queued although no tick has reported it
         if run is not None and executor.queues:
             liveness.cancel(run)
         raise
     head = {"run_dir": str(draft.run_dir), "probe_dir": str(run.folder)}
     failed, seen = probes.why_failed(run, report), observe(run.attempts())
     if failed is not None or seen is None:
-        failed = failed or probes.Failed("lost", "no record tells of its batches", str(run.logs))
+        failed = failed or probes.Failed("lost", "no record of a task has its batches", str(run.logs))
         return {"format": FORECAST_FORMAT, "version": FORECAST_VERSION, **head, "failure": failed.to_json()}
     found = forecast(draft.plan, submission, seen, resumes=draft.resumes, queues=executor.queues)
     return {**found, **head, "failure": None, "errors": probes.failed_items(run, report)}
 
 
 def plan_draft(draft: Draft) -> tuple[Run, list[str], list[str]]:
-    """Make the run directory of a draft, and queue nothing; the two lines that submit it by hand, and notes on them."""
+    """Make the run directory of a draft without queueing it; the run, the two lines that submit it, and notes."""
     from slurmgpu.executors.manual import Manual
 
     by_hand = Manual()
@@ -190,7 +198,7 @@ def submit_draft(
     on_tick: Callable[[Run], None] = lambda run: None,
     inject: Sequence[str] = (),
 ) -> RunHandle:
-    """Make the run directory of a draft, and submit it, with faults on demand."""
+    """Make the run directory of a draft and submit it; `inject` are faults on demand."""
     submission = submission_of(draft, after, inject)
     executor_named(submission.executor).check(submission, draft.plan.container)
     run = create_run(draft.run_dir, draft.plan, draft.items.files)
@@ -217,7 +225,7 @@ def submission_of(draft: Draft, after: Run | None = None, inject: Sequence[str] 
 
 
 def check_image(container: Mapping[str, Any]) -> None:
-    """Refuse an image that is not the one that the run was planned with."""
+    """Raise SlurmGPUError if the image is not the one that the run was planned with."""
     try:
         runtime_named(container["runtime"]).same_image(Path(container["image"]), container["identity"])
     except ContainerError as error:
@@ -226,7 +234,7 @@ def check_image(container: Mapping[str, Any]) -> None:
 
 
 def remove_unused(run: Run) -> None:
-    """Take the run directory away again when its first submission came to nothing, and nothing of it is queued."""
+    """Remove the run directory if its first submission failed and none of its jobs is queued."""
     lines = run.submissions()
     if lines and (len(lines) > 1 or lines[0]["state"] != "refused"):
         return
@@ -252,14 +260,10 @@ def resubmit(
     other_code: bool = False,
     tell: Callable[[str], None] | None = None,
 ) -> Outcome:
-    """Submit what is missing, with `failed` also failed items; the notes say what was adjusted.
+    """Submit the missing items as `RunHandle.resubmit` does; the outcome's notes say what was adjusted.
 
-    With `force` also while something of the run may be alive.
-
-    `slurm` and `merging` are options of sbatch's, for the array job and the merge job, over those of the last time.
-    The user's modules are taken as they are now; `code` is "former" for the snapshot of the last submission, or the
-    digest of another one. With `other_code` the rows that other code has computed are computed again. What has changed
-    in the code is a note as well, or is told by `tell` before anything starts.
+    `slurm` and `merging` are sbatch options of the array job and the merge job; they override those of the last
+    submission. Changes in the code are notes, too; if `tell` is given, it gets them before anything starts.
     """
 
     def prepare(lock: Lock) -> tuple[Submission, list[str]]:
@@ -273,7 +277,7 @@ def resubmit(
         if other_code:
             again = former.with_rows_of_others(run, again, taken["digest"])
             if not n_missing and not again.shards:
-                raise SlurmGPUError(f"{run.folder} lacks no shard, and all its rows are by this code.")
+                raise SlurmGPUError(f"{run.folder} has every shard, and this code computed all rows.")
         submission, notes = resubmission.next_submission(run, resources, slurm, merging, n_again=len(again.shards))
         if container := submission.container or run.plan.container:
             container, changes = contain_again(container, Path(run.plan.provenance["run_file"]))
@@ -289,15 +293,13 @@ def resubmit(
                 tell(note)
         run.claims.clear(lock.check)
         lock.check()
-        remove(recompute_path(run.folder))  # of a submission that came to nothing, and had this number
+        remove(recompute_path(run.folder))  # left by a failed submission of the same number
         if again.shards:
             write_recompute(run.folder, again)
             merge.forget_deaths(run, list(again.shards))
-            n_shards = len(again.shards)
-            kind = "item" if other_code else "failed item"
-            what = f"1 {kind} is" if again.n_items == 1 else f"{again.n_items:,} {kind}s are"
-            where = "1 shard" if n_shards == 1 else f"{n_shards:,} shards"
-            notes.append(f"{what} computed again, in {where}; all other rows stay as they are.")
+            what = count_of(again.n_items, "item" if other_code else "failed item")
+            verb, where = "is" if again.n_items == 1 else "are", count_of(len(again.shards), "shard")
+            notes.append(f"{what} {verb} computed again, in {where}; all other rows stay as they are.")
         return submission, notes
 
     return submitting.start(run, prepare, lambda: on_tick(run))
@@ -306,15 +308,19 @@ def resubmit(
 def _nothing_to_compute(run: Run, failed: bool) -> str:
     if not is_complete(run):
         return (
-            f"{run.folder} lacks no shard, but merged.h5 does not have all of their rows. "
-            f"`slurmgpu merge {run.typed}` joins them."
+            f"{run.folder} has every shard, but merged.h5 lacks some of their rows. "
+            f"`slurmgpu merge {run.typed}` merges them."
         )
-    said = f"{run.folder} lacks no shard{', and no item has failed' if failed else ''}: there is nothing to compute."
-    return said if failed else f"{said} `slurmgpu resubmit --failed {run.typed}` computes its failed items again."
+    if failed:
+        return f"{run.folder} has every shard, and no item failed: there is nothing to compute."
+    return (
+        f"{run.folder} has every shard: there is nothing to compute. "
+        f"`slurmgpu resubmit --failed {run.typed}` computes its failed items again."
+    )
 
 
 def wait_for(run: Run, on_tick: Callable[[Status], None] = lambda status: None) -> Report:
-    """Wait until nothing of the run is queued or alive; the report. Asks Slurm every five seconds at most."""
+    """Wait until no task of the run is queued or alive, and return the report. Asks Slurm at most every 5 s."""
     reader, asked, alive = StatusReader(run), 0.0, True
     while alive:
         on_tick(reader.read(gpus_of=()))
@@ -329,7 +335,7 @@ def wait_for(run: Run, on_tick: Callable[[Status], None] = lambda status: None) 
     report = last_report(run)
     if report["submissions"][-1]["submission"] != run.last_submission()["submission"]:
         raise SlurmGPUError(
-            f"The merge of {run.folder} did not come to its end. `slurmgpu logs {run.typed}` may say why; "
+            f"The merge of {run.folder} did not finish. `slurmgpu logs {run.typed} --merge` may say why; "
             f"`slurmgpu merge {run.typed}` merges what there is."
         )
     return report

@@ -1,4 +1,4 @@
-"""The three kinds of error: the user can fix it, one item is bad, or it is a bug (which is any other exception)."""
+"""The errors: the user can fix it (SlurmGPUError), one item is bad (ItemError); any other exception is a bug."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class SlurmGPUError(Exception):
-    """What was found, what was expected and what to do, in a sentence or two; the command line exits with 2."""
+    """An error that the user can fix. It says what was found, what was expected and what to do."""
 
 
 class NoAnswerError(SlurmGPUError):
@@ -19,18 +19,18 @@ class NoAnswerError(SlurmGPUError):
 
 
 class ItemError(Exception):
-    """One item cannot be computed: a workload returns it in place of a row, or raises it.
+    """One item cannot be computed. A workload returns it in place of a row, or raises it.
 
-    The message becomes the item's `error`; the other items of the batch are not affected.
+    Its message becomes the item's `error`. The other items of the batch are not affected.
     """
 
 
-class Interrupted(Exception):  # noqa: N818 - no error: the item goes on where another task, or a later one, takes it up
-    """An item is left for later: a workload that keeps its progress raises it when `task.stopping()` says so."""
+class Interrupted(Exception):  # noqa: N818 - not an error: a later task continues the item
+    """An item is left for a later task: raised by a workload that keeps its progress once `task.stopping()` is true."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A sentence that names the closest known word, else all of them; with a leading blank, to append to another."""
+    """` Did you mean …?` with the closest known word, else all known words; to append to a sentence."""
     names = sorted(known)
     close = difflib.get_close_matches(word, names, n=1)
     if close:

@@ -1,4 +1,4 @@
-"""What a workload is, and how a name in a run file becomes one.
+"""The interface of workloads, and how a name in a run file becomes one.
 
 The worker imports this: standard library only.
 """
@@ -40,7 +40,7 @@ BUILT_IN = {
     "tracin": "slurmgpu.workloads.tracin:Tracin",
     "train": "slurmgpu.workloads.train:Train",
 }
-"""Short names of the workloads that come with slurmgpu; its entry points in pyproject.toml are the same."""
+"""Short names of the built-in workloads; the entry points in pyproject.toml are the same."""
 
 ENTRY_POINTS = "slurmgpu.workloads"
 """The group of entry points by which a package gives its workloads short names."""
@@ -53,7 +53,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Item:
-    """One record of the input: its 0-based `index`, its `data`, and a `seed` that belongs to it alone."""
+    """One record of the input: its 0-based `index`, its `data`, and its own `seed`."""
 
     index: int
     data: Mapping[str, Any]
@@ -61,21 +61,21 @@ class Item:
 
     @property
     def seed(self) -> int:
-        """A 63-bit number derived from the run's seed and the index: the same on every GPU, at every attempt."""
+        """A 63-bit number derived from the run's seed and the index: the same on every GPU and in every attempt."""
         digest = hashlib.blake2b(f"{self.run_seed}:{self.index}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
 
 
 @dataclass(frozen=True)
 class TaskContext:
-    """Where a workload finds itself: what `load` is given.
+    """The process that a workload runs in: the argument of `load`.
 
-    `device` is PyTorch's name of this process's device ("cuda:0" or "cpu"); `gpus` how many GPUs it sees.
+    `device` is PyTorch's name of the process's device, `cuda:0` or `cpu`; `gpus` is how many GPUs it sees.
     `rank`, `world_size` and `local_rank` are those of torchrun; 0, 1 and 0 for a worker of one process.
-    `note(name, value)` writes a number into the notes of the shard that is computed, as of a batch made smaller.
-    `stopping()` is true, on rank 0, once this task shall end: a workload that `resumes` keeps its progress then, and
-    raises Interrupted. `progress(text)` tells how far the item is, when that is kept and further than ever before;
-    `tell(text)` tells the same of what is not kept yet, for who watches.
+    `note(name, value)` writes a number into the notes of the current shard, such as a reduced batch size.
+    `stopping()` is true on rank 0 once the task has to end: a workload that `resumes` then saves its progress and
+    raises Interrupted. `progress(text)` reports saved progress of the current item, which `status` shows;
+    `tell(text)` reports progress that is not saved yet.
     """
 
     device: str
@@ -93,11 +93,11 @@ class TaskContext:
 
 @dataclass(frozen=True)
 class Share:
-    """What each task of a run is going to hold, as far as that is known where the run is planned.
+    """The resources of each task, as far as planning knows them.
 
-    `gpus` is 0 for tasks that compute on CPUs. `gpu_memory` is in bytes, None if nothing tells it. `processes` is what
-    the run file asks for, "one" or "per-gpu"; None leaves it to the workload. `slots` is how many processes "per-gpu"
-    would be, also where they compute on CPUs.
+    `gpus` is 0 for tasks that compute on CPUs. `gpu_memory` is in bytes, None if unknown. `processes` is the value in
+    the run file, `one` or `per-gpu`; None leaves the choice to the workload. `slots` is the number of processes for
+    `per-gpu`, also on CPUs.
     """
 
     gpus: int
@@ -110,7 +110,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Placement:
-    """How a workload uses its share: in `processes` "one" or "per-gpu"; `lines` tell the user of it, with numbers."""
+    """How a workload uses its share: `processes` is `one` or `per-gpu`, and `lines` explain the choice to the user."""
 
     processes: str = "one"
     lines: tuple[str, ...] = ()
@@ -118,9 +118,9 @@ class Placement:
 
 @dataclass(frozen=True)
 class Template:
-    """What `init` proposes for a workload: the lines under [settings], or a file with them, and what it runs on.
+    """The proposal of `init` for a workload: the lines under [settings], or a file with them, input and GPUs.
 
-    `input` is None where none is needed.
+    `input` is None for a workload that needs none.
     """
 
     settings: str | Path
@@ -131,9 +131,9 @@ class Template:
 
 @dataclass
 class Translated:
-    """The run file that another script's flags mean; `lines` tell what became of each flag.
+    """The run file that stands for another script's flags; `lines` say for each flag what it became.
 
-    `items`, where there are any, become a file beside it. `resources` are `gpus` and `array`, as in a `Template`.
+    `items` are written to a file beside it. `resources` are `gpus` and `array`, as in a `Template`.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -144,7 +144,7 @@ class Translated:
 
 
 class Workload(Protocol):
-    """What users write: see docs/how-to/write-a-workload.md. What it may have besides, `Adapted` names and checks."""
+    """What users write: see docs/how-to/write-a-workload.md. `Adapted` lists the optional members."""
 
     columns: Mapping[str, Column]
     batch_size: int
@@ -158,11 +158,11 @@ class Workload(Protocol):
 
 @dataclass(frozen=True)
 class Adapted:
-    """A user's workload as slurmgpu sees it: what it has besides a `Workload`'s attributes is typed, and may be absent.
+    """A user's workload with typed optional members.
 
-    Only this reads attributes of a user's object. Each is read once, when it is asked for: one that is a property may
-    read files, as planning does and a worker does not. None is as good as absent. SlurmGPUError where one is of a wrong
-    type. `name` is the full name of the class, and `call` what computes rows.
+    No other code reads attributes of the user's object. Each member is read once, on first use: a property may read
+    files, which planning needs and a worker does not. None counts as absent. A member of a wrong type raises
+    SlurmGPUError. `name` is the full name of the class; `call` computes rows.
     """
 
     user: Any
@@ -184,57 +184,57 @@ class Adapted:
         self.user.load(task)
 
     def check(self) -> None:
-        """Raise a sentence for what planning itself has no use for, and jobs do."""
+        """Raise SlurmGPUError for a bad member that planning does not use but jobs do."""
         _ = self.sort_key, self.resumes, self.summarize, self.exports, self.fetch, self.default_items
 
     @cached_property
     def batch_size(self) -> int | None:
-        """Items of a call, at most."""
+        """The largest number of items in a call."""
         expected = "a whole number of at least 1. Set it in the class or in [workload]"
         found: int | None = self._read("batch_size", expected, lambda size: _is_a(int, size) and size > 0)
         return found
 
     @cached_property
     def takes_one(self) -> bool:
-        """Whether it is called with one item at a time, whatever the run file says."""
+        """Whether each call gets a single item, whatever the run file says."""
         return self._read_flag("takes_one")
 
     @cached_property
     def resumes(self) -> bool:
-        """Whether it keeps the progress of an item, and raises Interrupted to leave one for later."""
+        """Whether it saves the progress of an item and raises Interrupted to leave it for a later task."""
         return self._read_flag("resumes")
 
     @cached_property
     def processes(self) -> str:
-        """How many processes a task has, "one" or "per-gpu", where `place` does not say so."""
+        """How many processes a task has without `place`: `one` or `per-gpu`."""
         return self._read("processes", "'one' or 'per-gpu'", ("one", "per-gpu").__contains__) or "one"
 
     @cached_property
     def fields(self) -> Collection[str]:
-        """Names of the items' fields that it takes, which planning looks for in the input."""
+        """Names of the item fields that it reads; planning looks for them in the input."""
         return self._read("fields", "a list of names", _is_collection_of(str)) or ()
 
     @cached_property
     def advice(self) -> Mapping[str, str]:
-        """By the name of a field, what to say besides where the input has none of it."""
+        """By field, a sentence to add to the error if the input lacks the field."""
         return self._read("advice", "a mapping of fields to sentences", _is_mapping_to(str)) or {}
 
     @cached_property
     def paths(self) -> tuple[str, ...]:
-        """What a task reads beside the input, as absolute paths, to be bound into an image."""
+        """Absolute paths that a task reads besides the input, to be bound into an image."""
         found = self._read("paths", "a list of paths", _is_collection_of(str, os.PathLike)) or ()
         return tuple(str(path.absolute()) for path in map(Path, found))
 
     @cached_property
     def environ(self) -> dict[str, str]:
-        """Variables that workers find in their environment."""
+        """Environment variables for workers."""
         is_good = _is_mapping_to(str, int, float, os.PathLike)
         found = self._read("environ", "a mapping of names to texts", is_good) or {}
         return {name: str(value) for name, value in found.items()}
 
     @cached_property
     def frozen_settings(self) -> Mapping[str, Any]:
-        """What the plan keeps in place of settings that name what may change."""
+        """Values that the plan keeps in place of settings that refer to something that may change."""
         return self._read("frozen_settings", "a mapping of settings to values", _is_mapping_to(object)) or {}
 
     @cached_property
@@ -244,33 +244,33 @@ class Adapted:
 
     @cached_property
     def exports(self) -> Mapping[str, Callable[[Merged, IO[bytes]], object]]:
-        """By formats that it writes itself: what writes them, and may return a text that says what it wrote."""
+        """Functions that write the workload's own formats; one may return a text that says what it wrote."""
         expected = "a mapping of formats to functions of the merged file and an open one"
         return self._read("exports", expected, _is_mapping_to(Callable)) or {}
 
     @cached_property
     def place(self) -> Callable[[Share], Placement] | None:
-        """Tells planning how a task uses what it holds."""
+        """Chooses how a task uses its resources."""
         return self._read_method("place", "share")
 
     @cached_property
     def check_input(self) -> Callable[[Sequence[Path], int], Sequence[str] | None] | None:
-        """Refuses an input by a SlurmGPUError, or returns lines about it for `submit --dry-run`."""
+        """Raises SlurmGPUError for an unusable input, or returns lines about it for `submit --dry-run`."""
         return self._read_method("check_input", "files", "n_items")
 
     @cached_property
     def sort_key(self) -> Callable[[Item], Any] | None:
-        """Orders a shard's items before batches are cut."""
+        """Sorts a shard's items before they are cut into batches."""
         return self._read_method("sort_key", "item")
 
     @cached_property
     def summarize(self) -> Callable[[Merged], Mapping[str, Any]] | None:
-        """JSON for the report, from the merged file."""
+        """Computes JSON for the report from the merged file."""
         return self._read_method("summarize", "merged")
 
     @cached_property
     def fetch(self) -> Callable[[], object] | None:
-        """Downloads what tasks need, and says what; `check --fetch` calls it."""
+        """Downloads what tasks need and says what it downloaded; `check --fetch` calls it."""
         return self._read_method("fetch")
 
     def _read(self, attribute: str, expected: str, is_good: Callable[[Any], bool]) -> Any:
@@ -286,14 +286,14 @@ class Adapted:
 
 
 def adapt(user: Any, name: str) -> Adapted:
-    """A user's workload as slurmgpu sees it; `name` is the full name of its class."""
+    """Wrap a user's workload; `name` is the full name of its class."""
     return Adapted(user, name, user)
 
 
 def near_misses(workload: Adapted) -> list[str]:
-    """Sentences on public attributes of the user's class that are nearly called as one that slurmgpu looks for.
+    """Sentences on public members of the user's class whose name is close to one that slurmgpu looks for.
 
-    Not on settings, nor on what code of the class or of its module uses: those have a purpose of their own.
+    Settings and names that the code of the class or its module uses are left out: those have another purpose.
     """
     cls = type(workload.user)
     classes = [each for each in cls.__mro__ if each.__module__ == cls.__module__]
@@ -342,29 +342,25 @@ def _shown(value: Any) -> str:
 
 
 def _is_a(kind: type, value: Any) -> bool:
-    """Whether a value is of a type; True and False are no numbers."""
+    """Like isinstance, but True and False are not numbers."""
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
-def _is_collection_of(*kinds: type) -> Callable[[Any], bool]:
-    def is_good(value: Any) -> bool:
-        is_many = isinstance(value, Iterable) and isinstance(value, Sized) and not isinstance(value, (str, bytes))
-        return is_many and all(isinstance(each, kinds) for each in value)
+def _is_many(value: Any, kinds: tuple[type, ...]) -> bool:
+    is_many = isinstance(value, Iterable) and isinstance(value, Sized) and not isinstance(value, (str, bytes))
+    return is_many and all(isinstance(each, kinds) for each in value)
 
-    return is_good
+
+def _is_collection_of(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: _is_many(value, kinds)
 
 
 def _is_mapping_to(*kinds: Any) -> Callable[[Any], bool]:
-    def is_good(value: Any) -> bool:
-        return isinstance(value, Mapping) and all(
-            isinstance(key, str) and isinstance(each, kinds) for key, each in value.items()
-        )
-
-    return is_good
+    return lambda value: isinstance(value, Mapping) and _is_many(value, (str,)) and _is_many(value.values(), kinds)
 
 
 def _takes(value: Any, n_arguments: int) -> bool:
-    """Whether a value can be called with so many arguments; what is built into Python may not tell."""
+    """Whether a value can be called with that many arguments; True if Python cannot tell, as for some built-ins."""
     if not callable(value):
         return False
     try:
@@ -385,7 +381,7 @@ class UnknownSettingError(SlurmGPUError):
 
 
 def installed_workloads() -> dict[str, dict[str, str]]:
-    """What packages other than slurmgpu offer as `use`: by short name, full names and the distributions of each."""
+    """Workloads of other packages: by short name, full names and the distribution of each."""
     import importlib.metadata  # takes long
 
     found: dict[str, dict[str, str]] = {}
@@ -397,16 +393,16 @@ def installed_workloads() -> dict[str, dict[str, str]]:
 
 
 def hidden_by_built_in(use: str) -> list[str]:
-    """A sentence where an installed package offers a workload under the name of a built-in one, which `use` means."""
+    """A sentence for each installed package that has a workload of the same name as the built-in `use`."""
     others = installed_workloads().get(use, {}) if use in BUILT_IN else {}
     return [
-        f'use = "{use}" is the built-in workload; {package} has one of that name: use = "{full_name}".'
+        f'use = "{use}" is the built-in workload; {package} has one of the same name: use = "{full_name}".'
         for full_name, package in others.items()
     ]
 
 
 def _of_a_package(use: str) -> str:
-    """The full name of the workload that an installed package calls so."""
+    """The full name of an installed package's workload of this short name."""
     installed = installed_workloads()
     others = installed.get(use)
     if others is None:
@@ -427,9 +423,9 @@ def _of_a_package(use: str) -> str:
 
 
 def resolve_use(use: str, base: Path) -> str:
-    """The full name of what a run file in `base` uses: `package.module:Class` or `/path/to/file.py:Class`.
+    """The full name of a workload that a run file in `base` names: `package.module:Class` or `/path/to/file.py:Class`.
 
-    A short name is of a built-in workload, else of an installed package's entry point.
+    A short name is looked up among the built-in workloads, then among installed packages' entry points.
     """
     full = BUILT_IN.get(use) or (use if ":" in use else _of_a_package(use))
     module, colon, name = full.rpartition(":")
@@ -447,7 +443,7 @@ def resolve_use(use: str, base: Path) -> str:
 
 
 def load_class(full_name: str, search_path: Path) -> type:
-    """Import the class that `resolve_use` named; `search_path` is put on `sys.path`, as Python does for a script."""
+    """Import a class by its full name, with `search_path` on `sys.path` as Python does for a script's folder."""
     module_name, _, class_name = full_name.rpartition(":")
     if str(search_path) not in sys.path:
         sys.path.insert(0, str(search_path))
@@ -465,26 +461,26 @@ def load_class(full_name: str, search_path: Path) -> type:
 
 
 def build(full_name: str, settings: Mapping[str, Any], search_path: Path) -> Adapted:
-    """A workload with its settings checked: a sentence that names workload and setting where one is wrong."""
+    """Make a workload with checked settings. SlurmGPUError names the workload and the wrong setting."""
     cls = load_class(full_name, search_path)
     _check_names(full_name, cls, settings)
     try:
         workload = adapt(cls(**settings), full_name)
     except (ValueError, TypeError, ItemError) as error:
         raise SlurmGPUError(f"Workload {full_name} refuses its settings: {error}") from error
-    _ = workload.columns  # raises where there are none
+    _ = workload.columns  # raises if missing
     return workload
 
 
 def template_of(use: str, base: Path) -> Template:
-    """What `init` proposes: the class's attribute `template`."""
+    """The class's `template`, which `init` proposes."""
     expected = "a text, the lines under [settings], a Path to them, or a Template, as an attribute of the class"
     found = _read_class(use, base, "template", expected, lambda value: isinstance(value, (str, Path, Template)))
     return found if isinstance(found, Template) else Template(found or "")
 
 
 def translator_of(use: str, base: Path) -> Callable[[str, Path, str], Translated] | None:
-    """What `init --from-args` calls: the class's `from_args`, if it replaces a script."""
+    """The class's `from_args`, which `init --from-args` calls; None if it replaces no script."""
     expected = "a static method, from_args(text, folder, stem)"
     found: Callable[..., Any] | None = _read_class(use, base, "from_args", expected, lambda value: _takes(value, 3))
     return found
@@ -498,9 +494,9 @@ def _read_class(use: str, base: Path, attribute: str, expected: str, is_good: Ca
 
 
 def texts_of_files(full_name: str, cls: type, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Of the settings that the class lists in `texts`: the content of the file that one names as "file:PATH".
+    """For each setting in the class's `texts` with a value like `file:PATH`, the content of that file.
 
-    The plan has the text, so that a file that changes later changes no row.
+    The plan keeps the text: a later change of the file changes no row.
     """
     found = {}
     texts: Collection[str] = _read(cls, full_name, "texts", TEXTS, _is_collection_of(str)) or ()
@@ -520,7 +516,7 @@ def texts_of_files(full_name: str, cls: type, settings: Mapping[str, Any]) -> di
 
 @contextlib.contextmanager
 def at_planning(full_name: str) -> Iterator[None]:
-    """Say where the workload cannot be imported: what it lacks here, only the image may have."""
+    """Turn a failed import into a SlurmGPUError: only the image may have what is missing here."""
     try:
         yield
     except SyntaxError as error:
@@ -542,7 +538,7 @@ def at_planning(full_name: str) -> Iterator[None]:
 
 
 def _users_line(error: BaseException) -> str:
-    """Where an import failed: the last file and line that are neither Python's own nor an installed package's."""
+    """The last file and line of a failed import outside of Python's own and installed packages."""
     others = tuple(str(Path(module.__file__ or "").parent) for module in (contextlib, sys.modules["slurmgpu"]))
     frames = traceback.extract_tb(error.__traceback__)
     mine = [frame for frame in frames if not frame.filename.startswith(("<", *others))]
@@ -587,7 +583,7 @@ def _members(cls: type) -> set[str]:
 
 
 def settings_hints(cls: type) -> dict[str, Any]:
-    """The annotations of the settings that a class takes by name, those of a `**settings: Unpack[TypedDict]` included.
+    """The annotations of a class's settings by name, including those of a `**settings: Unpack[TypedDict]`.
 
     Raises NameError or TypeError for annotations that exist for type checkers only.
     """

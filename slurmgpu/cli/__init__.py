@@ -1,4 +1,4 @@
-"""The command line: the only place that prints. Results go to stdout, everything else to stderr.
+"""The command line: the only package that prints. Results go to stdout, everything else to stderr.
 
 May import: all. Nothing but `__main__` imports it.
 """
@@ -13,25 +13,25 @@ from collections.abc import Sequence
 
 from slurmgpu.util import early_signals
 
-ANOTHER, ROOM = "Name a path that can be read, or written, here.", "Make room there, or name a path elsewhere."
+ANOTHER, ROOM = "Name a path that can be read or written here.", "Free space there, or name a path elsewhere."
 TO_DO = {
     **dict.fromkeys(
         (errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP), ANOTHER
     ),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), ROOM),
-    **dict.fromkeys((errno.EACCES, errno.EPERM), "Name a path that you may read, or write, or ask its owner."),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "Name a path that you may read or write, or ask its owner."),
     errno.EROFS: "Do this on a machine that can write there, or name another path.",
 }
-"""What the user can do about an error of a file, by its number; any other one is a bug."""
-AGAIN = "Its file system fails at the moment, and was asked again. Type it again later, or on another machine."
+"""What the user can do about an OSError, by errno; any other one is a bug."""
+AGAIN = "Its file system fails at the moment, also when asked again. Try again later, or on another machine."
 
 SHOWING = {"status", "logs", "export"}
-"""Commands that print much, or without end, and do nothing else."""
+"""Commands that only print, much or without end."""
 WATCHING = {"--watch", "-w"}
 
 
 def main() -> None:
-    """The console script: exit codes as docs/reference/cli.md promises them."""
+    """The console script; docs/reference/cli.md lists the exit codes."""
     if sys.argv[1:2] == ["task"]:
         early_signals.remember()
     from slurmgpu.cli.app import app
@@ -46,11 +46,11 @@ def main() -> None:
         try:
             app()
         except SystemExit:
-            with contextlib.suppress(SystemExit):  # what it ended with stands, whoever reads the rest
+            with contextlib.suppress(SystemExit):  # a closed pipe does not change the exit code
                 sys.stdout.flush()
             raise
         except BaseException:
-            with contextlib.suppress(SystemExit, OSError):  # nor do these say what went wrong
+            with contextlib.suppress(SystemExit, OSError):  # nor does it hide the error
                 sys.stdout.flush()
             raise
     except SlurmGPUError as error:
@@ -71,9 +71,9 @@ def main() -> None:
 
 
 def _unread(argv: Sequence[str]) -> int | None:
-    """What a command ends with when nobody reads its output any more; None if it goes on.
+    """The exit code of a command whose output is no longer read; None for one that continues.
 
-    Who watches a run waits for its end, and has not seen it then.
+    `status --watch` has not seen the end of the run then, so it exits with 3.
     """
     if not SHOWING & set(argv[:1]):
         return None

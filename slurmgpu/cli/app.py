@@ -1,42 +1,18 @@
-"""The commands. Each imports what it needs when it runs: `--help` and `status` stay fast on a login node."""
+"""The commands. Each imports what it needs when it runs, so `--help` and `status` start fast on a login node."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from slurmgpu import __version__
 from slurmgpu.cli import completion, options
-from slurmgpu.cli.commands import manual, show
+from slurmgpu.cli.commands import show
 from slurmgpu.cli.commands.image import image_app
 from slurmgpu.cli.lazy_commands import App, Commands
-from slurmgpu.cli.options import (
-    DEFAULT_RUN_FILE,
-    ArrayOption,
-    DeviceOption,
-    ExecutorOption,
-    ForceOption,
-    GpusOption,
-    ImageOption,
-    InjectOption,
-    JsonOption,
-    MailOption,
-    NodesOption,
-    PerTaskOption,
-    ProcessesOption,
-    RunArgument,
-    RunDirOption,
-    RunFileArgument,
-    SetOption,
-    SlurmOption,
-    TasksOption,
-    TrustOption,
-    TypeOption,
-    WaitOption,
-)
 from slurmgpu.errors import SlurmGPUError
 
 app = App(
@@ -52,7 +28,7 @@ app = App(
         "  slurmgpu init                             write a commented slurmgpu.toml\n"
         "  slurmgpu submit --gpus 4 --array          four tasks of one GPU, and the merge\n"
         "  slurmgpu submit --executor local          the same on this machine\n"
-        "  slurmgpu status --watch runs/judge        how it stands, live\n"
+        "  slurmgpu status --watch runs/judge        its progress, live\n"
         "  slurmgpu logs runs/judge --item 4711      what became of an item\n"
         "  slurmgpu resubmit runs/judge              compute what is missing\n"
     ),
@@ -78,16 +54,16 @@ def init(
         typer.Argument(help="A built-in workload, such as embed.", autocompletion=completion.complete_workload),
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write it.")] = None,
-    site: Annotated[bool, typer.Option("--site", help="Write the site file, from what Slurm says.")] = False,
+    site: Annotated[bool, typer.Option("--site", help="Write the site file, from Slurm's answers.")] = False,
     from_args: Annotated[
         str | None, typer.Option("--from-args", metavar="ARGS", help="tracin: the arguments of run_tracin.py.")
     ] = None,
 ) -> None:
     """Write a commented run file.
 
-    For a built-in workload, or without WORKLOAD for a class of your own. With --site, write the site file: what holds
-    for all of your runs on this cluster. With --from-args, write the run file of tracin that the arguments of a script
-    for TracIn mean, and say of each what became of it.
+    For a built-in workload, or without WORKLOAD for a class of your own. --site writes the site file instead, with
+    the values for all of your runs on this cluster. --from-args translates the arguments of a TracIn script into a run
+    file of tracin, and says for each argument what it became.
 
     The built-in workloads:
 
@@ -99,57 +75,58 @@ def init(
       collect    a language model's solutions of each question, and a value for each step
       tracin     the training examples that a prediction rests on
       train      a training for each configuration
-    """  # noqa: D301  \b is the character that keeps the lines as they are
+    """  # noqa: D301 - \b keeps the lines of a paragraph apart
     from slurmgpu.cli import templates
     from slurmgpu.cli.console import result
 
     if from_args is not None:
-        templates.say_translated(workload, from_args, output or DEFAULT_RUN_FILE)
+        templates.write_translated(workload, from_args, output or options.DEFAULT_RUN_FILE)
         return
     if site and workload is not None:
         raise SlurmGPUError("A site file is for all workloads: `slurmgpu init --site` alone.")
-    path = templates.write_site_file(output) if site else templates.write_run_file(workload, output or DEFAULT_RUN_FILE)
-    then = "Look at it, and change what is not so." if site else f"Edit it, then: slurmgpu submit {path} --dry-run"
+    path = (
+        templates.write_site_file(output)
+        if site
+        else templates.write_run_file(workload, output or options.DEFAULT_RUN_FILE)
+    )
+    then = "Check and edit it." if site else f"Edit it, then: slurmgpu submit {path} --dry-run"
     result(f"{path} is written. {then}")
 
 
 @app.command()
 def submit(
     context: typer.Context,
-    run_file: RunFileArgument = DEFAULT_RUN_FILE,
-    gpus: GpusOption = None,
-    array: ArrayOption = None,
-    gpus_per_task: PerTaskOption = None,
-    nodes_per_task: NodesOption = None,
-    gpu_type: TypeOption = None,
-    processes: ProcessesOption = None,
-    tasks: TasksOption = None,
-    executor: ExecutorOption = None,
-    device: DeviceOption = None,
-    image: ImageOption = None,
-    run_dir: RunDirOption = None,
-    settings: SetOption = None,
-    slurm: SlurmOption = None,
-    mail_user: MailOption = None,
+    run_file: options.RunFileArgument = options.DEFAULT_RUN_FILE,
+    gpus: options.GpusOption = None,
+    array: options.ArrayOption = None,
+    gpus_per_task: options.PerTaskOption = None,
+    nodes_per_task: options.NodesOption = None,
+    gpu_type: options.TypeOption = None,
+    processes: options.ProcessesOption = None,
+    tasks: options.TasksOption = None,
+    executor: options.ExecutorOption = None,
+    device: options.DeviceOption = None,
+    image: options.ImageOption = None,
+    run_dir: options.RunDirOption = None,
+    settings: options.SetOption = None,
+    slurm: options.SlurmOption = None,
+    mail_user: options.MailOption = None,
     after: Annotated[
         Path | None,
         typer.Option(
-            "--after",
-            metavar="RUN",
-            help="Start when that run is complete.",
-            autocompletion=completion.complete_run,
+            "--after", metavar="RUN", help="Start when that run is complete.", autocompletion=completion.complete_run
         ),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the plan, the limits and the sbatch scripts; queue nothing.")
     ] = False,
     probe: Annotated[
-        int | None, typer.Option("--probe", metavar="N", help="First compute N items, and say what the run will take.")
+        int | None, typer.Option("--probe", metavar="N", help="First compute N items, and estimate time and cost.")
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Queue the run after its probe without asking.")] = False,
-    inject: InjectOption = None,
-    wait: WaitOption = False,
-    as_json: JsonOption = False,
+    inject: options.InjectOption = None,
+    wait: options.WaitOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Plan a run and submit it.
 
@@ -158,59 +135,77 @@ def submit(
       slurmgpu submit --gpus 4                                 one task of four GPUs
       slurmgpu submit --gpus 8 --gpus-per-task 4 --array       two tasks of four GPUs
       slurmgpu submit --executor local --gpus 0 --tasks 2      on this machine's CPUs
-      slurmgpu submit --gpus 64 --array --probe 256            what it will take, then ask
+      slurmgpu submit --gpus 64 --array --probe 256            estimate it, then ask
       slurmgpu submit --executor local --inject crash@17       a rehearsal: item 17 kills workers
     """  # noqa: D301 - \b keeps the lines of a paragraph apart
     from slurmgpu.cli.commands import submit as submitting
 
     overrides = options.overrides(context.params, settings, slurm, image)
-    raise typer.Exit(
-        submitting.submit(
-            *(run_file, overrides, run_dir, after),
-            dry_run=dry_run,
-            wait=wait,
-            as_json=as_json,
-            probe=probe,
-            yes=yes,
-            inject=inject or (),
-        )
-    )
+    asked: dict[str, Any] = {"dry_run": dry_run, "probe": probe, "yes": yes, "wait": wait, "as_json": as_json}
+    raise typer.Exit(submitting.submit(run_file, overrides, run_dir, after, inject=inject or (), **asked))
 
 
-app.command()(manual.plan)
+@app.command()
+def plan(
+    context: typer.Context,
+    run_file: options.RunFileArgument = options.DEFAULT_RUN_FILE,
+    gpus: options.GpusOption = None,
+    array: options.ArrayOption = None,
+    gpus_per_task: options.PerTaskOption = None,
+    nodes_per_task: options.NodesOption = None,
+    gpu_type: options.TypeOption = None,
+    processes: options.ProcessesOption = None,
+    tasks: options.TasksOption = None,
+    device: options.DeviceOption = None,
+    image: options.ImageOption = None,
+    run_dir: options.RunDirOption = None,
+    settings: options.SetOption = None,
+    slurm: options.SlurmOption = None,
+    mail_user: options.MailOption = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Plan a run, and print how to submit it by hand.
+
+    Makes the run directory as submit does, queues nothing, and prints the two sbatch commands:
+    for the array and for its merge.
+    """
+    from slurmgpu.cli.commands import submit as submitting
+
+    overrides = options.overrides(context.params, settings, slurm, image)
+    submitting.plan(run_file, overrides, run_dir, as_json=as_json)
 
 
 @app.command()
 def resubmit(
     context: typer.Context,
-    folder: RunArgument,
-    gpus: GpusOption = None,
-    array: ArrayOption = None,
-    gpus_per_task: PerTaskOption = None,
-    nodes_per_task: NodesOption = None,
-    gpu_type: TypeOption = None,
-    tasks: TasksOption = None,
-    executor: ExecutorOption = None,
-    device: DeviceOption = None,
-    slurm: SlurmOption = None,
-    mail_user: MailOption = None,
-    failed: Annotated[bool, typer.Option("--failed", help="Compute failed items again as well.")] = False,
-    force: ForceOption = False,
-    trust: TrustOption = False,
+    folder: options.RunArgument,
+    gpus: options.GpusOption = None,
+    array: options.ArrayOption = None,
+    gpus_per_task: options.PerTaskOption = None,
+    nodes_per_task: options.NodesOption = None,
+    gpu_type: options.TypeOption = None,
+    tasks: options.TasksOption = None,
+    executor: options.ExecutorOption = None,
+    device: options.DeviceOption = None,
+    slurm: options.SlurmOption = None,
+    mail_user: options.MailOption = None,
+    failed: Annotated[bool, typer.Option("--failed", help="Also recompute failed items.")] = False,
+    force: options.ForceOption = False,
+    trust: options.TrustOption = False,
     code: Annotated[
         str | None,
-        typer.Option(metavar="WHICH", help="Not the code as it is now: 'former', or the digest of a snapshot."),
+        typer.Option(metavar="WHICH", help="'former' or the digest of a snapshot; default: the code as it is now."),
     ] = None,
     other_code: Annotated[
-        bool, typer.Option("--other-code", help="Compute the rows that other code has computed again as well.")
+        bool, typer.Option("--other-code", help="Also recompute rows that other code computed.")
     ] = False,
-    wait: WaitOption = False,
-    as_json: JsonOption = False,
+    wait: options.WaitOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Compute what a run lacks, on any number of GPUs.
 
-    What is published stays as it is. After memory ran out it asks for 1.5 times as much;
-    nodes that failed are excluded. What has changed in the code is said.
+    Published rows stay as they are. After memory ran out, it asks for 1.5 times as much;
+    nodes that failed are excluded. Changes in the code are reported.
     """
     from slurmgpu.cli.commands import submit as submitting
 
@@ -221,7 +216,25 @@ def resubmit(
     raise typer.Exit(submitting.resubmit(run, resources, sbatch_options, merging, code=code, **ways))
 
 
-app.command()(manual.task)
+@app.command()
+def task(
+    folder: options.RunArgument,
+    device: options.DeviceOption = None,
+    trust: options.TrustOption = False,
+    own_array: Annotated[
+        bool, typer.Option("--own-array", help="The script has #SBATCH --array: do not ask squeue.")
+    ] = False,
+) -> None:
+    """Run one task inside a Slurm job.
+
+    Scripts in sbatch/ call it; submit does not need it. Exits with 75 if it was stopped
+    and released its shards.
+    """
+    from slurmgpu.executors.job_entry import run_task_by_hand
+
+    if device not in (None, "auto", "cpu"):
+        raise SlurmGPUError(f"--device {device!r} is unknown; expected auto or cpu.")
+    raise typer.Exit(run_task_by_hand(folder, device, trust=trust, own_array=own_array))
 
 
 app.command()(show.status)
@@ -231,25 +244,64 @@ app.command()(show.logs)
 
 
 @app.command()
-def cancel(folder: RunArgument) -> None:
+def cancel(folder: options.RunArgument) -> None:
     """Stop a run's tasks and its merge.
 
-    What is published stays; resubmit goes on from there.
+    Published rows stay; resubmit continues from there.
     """
     from slurmgpu.cli.console import result
     from slurmgpu.executors import liveness
 
     run = options.open_run(folder)
     done = liveness.cancel(run)
-    result(f"cancelled: {done}. To go on: slurmgpu resubmit {run.typed}" if done else "nothing of this run is alive.")
+    result(f"cancelled: {done}. To go on: slurmgpu resubmit {run.typed}" if done else "no task of this run is alive.")
 
 
-app.command()(manual.merge)
+@app.command()
+def merge(
+    folder: options.RunArgument,
+    verify: Annotated[bool, typer.Option("--verify", help="Only verify every byte of merged.h5.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until no task is queued or alive.")] = False,
+    force: options.ForceOption = False,
+    trust: options.TrustOption = False,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Merge the published shards into merged.h5, and report.
+
+    The merge job does this, too; sbatch/merge.sbatch uses --wait. Exits with 3 if the run is
+    incomplete; --verify exits with 1 if bytes changed.
+    """
+    from slurmgpu.cli.console import complain, result, result_json
+    from slurmgpu.cli.views.tables import show_report
+    from slurmgpu.executors import submission as submitting
+    from slurmgpu.merge.merge import verify as verify_merged
+    from slurmgpu.util.logging import log_to_stderr
+
+    run = options.open_run(folder, trust=trust)
+    if verify and wait:
+        raise SlurmGPUError("--verify only reads merged.h5 and does not wait. Leave out --wait.")
+    if force and (verify or wait):
+        raise SlurmGPUError("--force merges at once; leave out --verify and --wait.")
+    if verify:
+        problems = verify_merged(run)
+        for problem in problems:
+            complain(problem)
+        if not problems:
+            result(f"{run.merged} is whole.")
+        raise typer.Exit(1 if problems else 0)
+    if wait:
+        log_to_stderr(force=True)
+    value = submitting.merge_when_over(run) if wait else submitting.merge_by_hand(run, force=force)
+    if as_json:
+        result_json(value)
+    else:
+        show_report(value)
+    raise typer.Exit(0 if value["complete"] else 3)
 
 
 @app.command()
 def export(
-    folder: RunArgument,
+    folder: options.RunArgument,
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write, - for standard output.")],
     file_format: Annotated[
         str | None,
@@ -259,7 +311,7 @@ def export(
             autocompletion=completion.words(*completion.FORMATS),
         ),
     ] = None,
-    trust: TrustOption = False,
+    trust: options.TrustOption = False,
 ) -> None:
     """Write the merged rows as JSONL, CSV, Parquet, or tensors of PyTorch."""
     from slurmgpu.cli.console import result, say
@@ -274,10 +326,10 @@ def export(
             f"There is no {run.merged} yet. `slurmgpu merge {run.typed}` makes it once no task is alive."
         )
     chosen = file_format or output.suffix.removeprefix(".")
-    if chosen not in (known := {**FORMATS, **dict.fromkeys(run.plan.exports)}):
-        raise SlurmGPUError(f"Format {chosen!r} is none of {', '.join(known)}; name one with --format.")
+    if chosen not in (known := [*FORMATS, *run.plan.exports]):
+        raise SlurmGPUError(f"Format {chosen!r} is unknown; --format takes {', '.join(known)}.")
     if status_of(output) is not None and not is_file(output):
-        raise SlurmGPUError(f"{output} is no regular file; name the file to write with -o.")
+        raise SlurmGPUError(f"{output} is not a regular file; name the file to write with -o.")
     if str(output) == "-":
         n_rows = export_to(run.merged, chosen, sys.stdout.buffer)
     else:
@@ -290,15 +342,15 @@ def export(
 
 @app.command()
 def check(
-    run_file: RunFileArgument = DEFAULT_RUN_FILE,
-    node: Annotated[bool, typer.Option("--node", help="Check a node of the cluster, too, by a short job.")] = False,
-    here: Annotated[bool, typer.Option("--here", help="Check this machine as a task would, and nothing else.")] = False,
+    run_file: options.RunFileArgument = options.DEFAULT_RUN_FILE,
+    node: Annotated[bool, typer.Option("--node", help="Also check a node of the cluster, by a short job.")] = False,
+    here: Annotated[bool, typer.Option("--here", help="Check only this machine, as a task would.")] = False,
     fetch: Annotated[bool, typer.Option("--fetch", help="Download the workload's model first.")] = False,
 ) -> None:
     """Check what a run needs, one line each.
 
-    Versions, run file, image, plan, resources, Slurm. With --node or --here the image is started,
-    and tells its Python and the GPUs that CUDA can use. Exits with 2 if one fails.
+    Versions, run file, image, plan, resources, Slurm. --node and --here start the image
+    and print its Python and the GPUs that CUDA can use. Exits with 2 if a check fails.
     """
     from slurmgpu.cli.commands.check import run_checks, run_checks_here
 

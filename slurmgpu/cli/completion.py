@@ -1,4 +1,4 @@
-"""What a shell's Tab key is offered for arguments and options. It runs at each Tab, so it imports next to nothing."""
+"""Completions of arguments and options for the Tab key. It runs at each Tab, so it imports almost nothing."""
 
 from __future__ import annotations
 
@@ -13,53 +13,45 @@ from pathlib import Path
 import typer
 
 RUN = "run.json"
-"""What makes a folder a run directory."""
+"""The file that marks a run directory."""
 PROBE = "-probe"
-"""How the name of a probe's run directory ends, by `executors.probes`, which imports pydantic."""
+"""The suffix of a probe's run directory: `executors.probe.SUFFIX`, without importing pydantic."""
 FAULTS = ("kill@", "preempt@", "timeout", "oom@", "cuda_oom@", "error@", "crash@", "damage@")
-"""Those of `slurmgpu.faults`, as they are begun."""
+"""The beginnings of the faults in `slurmgpu.faults`."""
 FORMATS = ("jsonl", "csv", "parquet", "pt")
-"""Those of `slurmgpu.merge.export`, which imports NumPy."""
+"""The formats of `slurmgpu.merge.export`, without importing NumPy."""
 
 
 class Typed(str):
-    """A word as it has to be typed, its blanks escaped.
+    """A word with escaped blanks.
 
-    Typer offers only words that begin with what was typed so far, which it knows without its escapes.
+    Typer drops words that do not begin with the typed text, which it has without escapes.
     """
 
     __slots__ = ()
 
     def startswith(self, *_: object) -> bool:
-        """Whether it may be offered: always; it was chosen already."""
+        """True: the word is already known to match."""
         return True
 
 
 def complete_run(incomplete: str) -> list[str]:
-    """Run directories that begin so, and the folders on the way to others."""
-    return _paths(
-        incomplete,
-        lambda path: (path / RUN).exists() and not _is_probe(path),
-        lambda path: path.is_dir() and not (path / RUN).exists(),
-    )
+    """Run directories that match, and folders that may hold others."""
+    return _paths(incomplete, lambda path: (path / RUN).exists() and not _is_probe(path))
 
 
 def complete_folder(incomplete: str) -> list[str]:
-    """Folders that begin so and may hold runs."""
-    return _paths(incomplete, lambda path: False, lambda path: path.is_dir() and not (path / RUN).exists())
+    """Folders that match and may hold runs."""
+    return _paths(incomplete, lambda path: False)
 
 
 def complete_run_file(incomplete: str) -> list[str]:
-    """TOML files that begin so, and folders; not what lies in run directories."""
-    return _paths(
-        incomplete,
-        lambda path: path.suffix == ".toml" and path.is_file(),
-        lambda path: path.is_dir() and not (path / RUN).exists(),
-    )
+    """TOML files that match, and folders other than run directories."""
+    return _paths(incomplete, lambda path: path.suffix == ".toml" and path.is_file())
 
 
 def complete_task(context: typer.Context, incomplete: str) -> list[str]:
-    """The tasks and attempts of the run that was named before."""
+    """The tasks and attempts of the run in the argument before."""
     folder = context.params.get("folder")
     if folder is None:
         return []
@@ -89,7 +81,7 @@ def complete_executor(incomplete: str) -> list[str]:
 
 
 def _are_offered(group: bytes) -> bool:
-    """Whether a package other than slurmgpu has such entry points: cheaper than to import importlib.metadata."""
+    """Whether a package other than slurmgpu has such entry points; quicker than importlib.metadata."""
     for folder in sys.path:
         with contextlib.suppress(OSError):
             for name in os.listdir(folder or "."):
@@ -108,22 +100,18 @@ def complete_class(incomplete: str) -> list[str]:
 
 
 def complete_fault(incomplete: str) -> list[str]:
-    """Faults on demand, also behind others and a comma."""
+    """Faults on demand, also after others and a comma."""
     before, comma, begun = incomplete.rpartition(",")
     return [f"{before}{comma}{word}" for word in _words(begun, FAULTS)]
 
 
 def words(*known: str) -> Callable[[str], list[str]]:
-    """What offers some of these words."""
-
-    def complete(incomplete: str) -> list[str]:
-        return _words(incomplete, known)
-
-    return complete
+    """A completion from fixed words."""
+    return lambda incomplete: _words(incomplete, known)
 
 
 def _is_probe(run: Path) -> bool:
-    """Whether it is the probe of a run: such a run takes ranges of an input."""
+    """Whether a run is a probe: its input is ranges."""
     if not run.name.endswith(PROBE):
         return False
     from slurmgpu.util.shared_files import read_bytes
@@ -138,10 +126,10 @@ def _words(incomplete: str, known: Iterable[str]) -> list[str]:
     return [word for word in known if word.startswith(incomplete)]
 
 
-def _paths(incomplete: str, wanted: Callable[[Path], bool], entered: Callable[[Path], bool]) -> list[str]:
-    """The paths that begin so and are wanted, or are folders to enter; a single folder is entered at once.
+def _paths(incomplete: str, wanted: Callable[[Path], bool]) -> list[str]:
+    """The matching paths that are wanted, and matching folders that are no run; a single folder is entered at once.
 
-    A shell puts a blank behind the only word that it is offered, and a folder on the way wants none.
+    A shell appends a blank to the only word that it is offered, which is wrong for a folder to enter.
     """
     head, prefix = os.path.split(incomplete)
     shown = incomplete[: len(incomplete) - len(prefix)]
@@ -152,21 +140,19 @@ def _paths(incomplete: str, wanted: Callable[[Path], bool], entered: Callable[[P
         return []
     names = [name for name in names if prefix.startswith(".") or not name.startswith(".")]
     ends = [name for name in names if wanted(folder / name)]
-    ways = [name for name in names if name not in ends and entered(folder / name)]
+    ways = [n for n in names if n not in ends and (folder / n).is_dir() and not (folder / n / RUN).exists()]
     if len(ways) == 1 and not ends:
-        return _paths(f"{shown}{ways[0]}/", wanted, entered) or [_typed(f"{shown}{ways[0]}/")]
+        return _paths(f"{shown}{ways[0]}/", wanted) or [_typed(f"{shown}{ways[0]}/")]
     return [_typed(f"{shown}{name}") for name in ends] + [_typed(f"{shown}{name}/") for name in ways]
 
 
 def _typed(path: str) -> str:
-    """A path as bash inserts it at the cursor: escaped, unless the word begins with a quote; other shells escape."""
+    """A path as bash inserts it: escaped, unless the word begins with a quote. Other shells escape it themselves."""
     if "COMP_WORDS" not in os.environ:
         return Typed(path)
     words = os.environ["COMP_WORDS"].split("\n")
     position = int(os.environ.get("COMP_CWORD", "0"))
     raw = words[position] if position < len(words) else ""
-    if raw.startswith(("'", '"')):
-        return Typed(path)
-    if shlex.quote(path) == path:
+    if raw.startswith(("'", '"')) or shlex.quote(path) == path:
         return Typed(path)
     return Typed(re.sub(r"([^\w@%+=:,./~-])", r"\\\1", path))

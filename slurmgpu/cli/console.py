@@ -1,4 +1,4 @@
-"""What the commands print: JSON, plain lines, and the plan of a dry run; `tables` has statuses and reports."""
+"""Printing of JSON, plain lines, and the plan of a dry run; `views/tables` prints status and report."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from slurmgpu.util.redact import hidden, hide_in
 
 
 def complain(text: str) -> None:
-    """A sentence for the user, on stderr."""
+    """Print an error on stderr."""
     Console(stderr=True, soft_wrap=True, highlight=False, emoji=False).print(
         f"[bold red]error:[/] {escape(harmless(text))}"
     )
 
 
 def say(text: str) -> None:
-    """A line beside the result, on stderr."""
+    """Print a line on stderr, beside the result."""
     Console(stderr=True, soft_wrap=True, highlight=False, emoji=False).print(escape(harmless(text)))
 
 
 def result(text: str) -> None:
-    """A line of the result, on stdout."""
+    """Print a line of the result on stdout."""
     Console(soft_wrap=True, highlight=False, emoji=False).print(escape(harmless(text)))
 
 
 def result_json(value: Any) -> None:
-    """The result as JSON, on stdout."""
+    """Print the result as JSON on stdout."""
     sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def wide_console() -> Console:
-    """Rich on stdout; in a pipe, lines wide enough that no table is broken."""
+    """A Rich console on stdout; in a pipe, wide enough that no table breaks."""
     return Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 200)
 
 
@@ -50,7 +50,7 @@ def show_plan(
     notes: Sequence[str],
     items: Sequence[str] = (),
 ) -> None:
-    """The plan of `submit --dry-run`, without its scripts and secrets; `items` are lines on those of no input."""
+    """Print the plan of `submit --dry-run` without secrets; `items` are lines on the items of a run without input."""
     from rich.table import Table
 
     console = wide_console()
@@ -61,7 +61,7 @@ def show_plan(
     in_files = f"{count_of(plan['n_items'], 'item')} in {count_of(len(files), 'file')}, {size_of(size)}"
     for number, line in enumerate(items or [in_files]):
         table.add_row("" if number else "input", escape(hide_in(line)))
-    # What planning found in files, digests and all, is for the plan; `--json` has it.
+    # Digests that planning found in files are long; `--json` has them.
     settings = hidden({name: value for name, value in plan["settings"].items() if name != "planned"})
     table.add_row("workload", escape(f"{plan['workload']} {json.dumps(settings)}"))
     columns = ", ".join(f"{name} ({_kind(column)})" for name, column in plan["columns"].items())
@@ -74,7 +74,7 @@ def show_plan(
         table.add_row("image", escape(f"{plan['container']['image']} (sha256 {image['sha256'][:12]})"))
     table.add_row("tasks", _tasks(submission))
     if submission["inject"]:
-        table.add_row("faults", f"{', '.join(submission['inject'])}: a rehearsal, which fails on purpose")
+        table.add_row("faults", f"{', '.join(submission['inject'])}: a rehearsal with injected faults")
     if plan["on_end"]:
         table.add_row("on_end", escape(hide_in(plan["on_end"])))
     for line in plan["placement"]:
@@ -85,7 +85,7 @@ def show_plan(
 
 
 def show_origins(origins: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
-    """Every value that was set, table by table as in the run file, and behind it where."""
+    """Print every value that was set, by table of the run file, with its origin."""
     for name, values in origins.items():
         if not values:
             continue
@@ -98,7 +98,7 @@ def show_origins(origins: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None
 
 
 def show_scripts(scripts: Mapping[str, str]) -> None:
-    """The sbatch scripts of `submit --dry-run`, word for word but for secrets."""
+    """Print the sbatch scripts of `submit --dry-run` without secrets."""
     for job, text in scripts.items():
         result(f"\n# ---- {job}.sbatch ----")
         sys.stdout.write(hide_in(text))

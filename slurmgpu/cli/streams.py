@@ -1,4 +1,4 @@
-"""Standard output and error, which may be pipes whose reader, `head` say, has seen enough."""
+"""Standard output and error, which may be pipes whose reader closes early, as `head` does."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, TextIO
 
 
 class Stream(io.FileIO):
-    """A standard stream: what is written to it when nobody reads it any more goes nowhere, and is no error.
+    """A standard stream that discards what is written after its reader has closed.
 
-    With `unread` the command does nothing but write to it, and ends then, with this exit code.
+    With `unread`, the command exits with this code instead.
     """
 
     def __init__(self, fd: int, *, unread: int | None = None) -> None:
@@ -19,36 +19,36 @@ class Stream(io.FileIO):
         self._unread = unread
 
     def write(self, data: Any, /) -> int:
-        """The number of bytes that were written, or that would have been if anybody had read them."""
+        """The number of bytes that were written or discarded."""
         try:
             return super().write(data)
         except OSError as error:
-            # Python flushes what is left when it exits, and would exit with 120.
+            # Python flushes the rest at exit, and would exit with 120.
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self.fileno())
             os.close(null)
             if not isinstance(error, BrokenPipeError):
                 raise
-            # Neither Typer nor Rich sees a broken pipe, for which both exit with 1.
+            # Typer and Rich would exit with 1 for a broken pipe.
             if self._unread is not None:
                 raise SystemExit(self._unread) from None
             return len(data)
 
 
 def prepare_streams(*, unread: int | None) -> None:
-    """Make stdout and stderr such streams; a command ends with `unread` when nobody reads its output any more.
+    """Make stdout and stderr such streams; a command exits with `unread` once its stdout is closed.
 
-    With None it goes on: what it does, and its exit code, do not depend on who looks.
+    With None it continues: its work and its exit code do not depend on the reader.
     """
     sys.stdout, sys.stderr = _prepared(sys.stdout, unread), _prepared(sys.stderr)
 
 
 def _prepared(stream: TextIO | None, unread: int | None = None) -> TextIO:
-    if stream is None:  # closed before Python began, as by >&-
+    if stream is None:  # closed by the shell: >&-
         return open(os.devnull, "w", encoding="utf-8")
     if not isinstance(stream, io.TextIOWrapper):
         return stream
-    # Names of files are any bytes: what has no letter becomes an escape, in JSON the one that JSON has for it.
+    # File names may be any bytes: undecodable ones become escapes, which are valid in JSON, too.
     stream.reconfigure(errors="backslashreplace")
     if not isinstance(getattr(stream.buffer, "raw", stream.buffer), io.FileIO):
         return stream  # a test's, in memory

@@ -1,4 +1,4 @@
-"""What `init` writes: a commented run file, or the site file."""
+"""The files that `init` writes: a commented run file, or the site file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slurmgpu.containers.registry import DEFAULT, runtime_named
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.site_file import site_path
 from slurmgpu.slurm.survey import Survey, survey
-from slurmgpu.workload import Template, Translated, template_of, translator_of
+from slurmgpu.workload import Template, template_of, translator_of
 
 TEMPLATE = """\
 # A run file of slurmgpu; every key is in docs/reference/run-file.md.
@@ -19,8 +19,8 @@ TEMPLATE = """\
 {run_dir:<33}  # default: runs/<this file's stem>
 # seed = 0
 # shard_items = 1024               # default: from the input's size alone, never from the number of GPUs
-# auto_resubmit = 2                # the merge job submits again what is missing, so often at most
-# on_end = "mail -s $SLURMGPU_NAME:$SLURMGPU_STATE ada@example.org"   # run when the run has ended, report.json on stdin
+# auto_resubmit = 2                # how often the merge job may resubmit what is missing
+# on_end = "mail -s $SLURMGPU_NAME:$SLURMGPU_STATE ada@example.org"   # run when the run ends, report.json on stdin
 
 [workload]
 use = "{use}"
@@ -32,14 +32,14 @@ gpus = {gpus}                           # held at once
 {array:<33}  # spread over tasks of one GPU; without it one task holds all of them
 # gpus_per_task = 4                # with array: GPUs of each task
 # gpu_type = "a100"                # as Slurm calls it
-# processes = "per-gpu"            # a process for each GPU of a task, if the workload can; default: what it wants
+# processes = "per-gpu"            # a process for each GPU of a task; default: the workload's choice
 # nodes_per_task = 2               # spread each task over nodes; needs processes = "per-gpu"
-# device = "cpu"                   # compute on the CPU whatever is allocated
+# device = "cpu"                   # compute on CPUs even if GPUs are allocated
 
 # [container]                      # without it tasks run in the Python that submits
 # image = "image.sif"              # an {title} image, with what the workload imports
 # binds = ["/data", "/scratch/ada:/scratch"]
-# env = {{HF_HOME = "/data/hf", HF_TOKEN = true}}   # true: as it is where the task starts
+# env = {{HF_HOME = "/data/hf", HF_TOKEN = true}}   # true: the value on the task's node
 
 [slurm]                            # sbatch's own names, passed through
 # partition = "gpu"
@@ -52,9 +52,9 @@ gpus = {gpus}                           # held at once
 
 
 SITE_TEMPLATE = """\
-# The site file: what holds for all of your runs on this cluster.
-# Run files go over it, and options of commands over both.
-# Written by `slurmgpu init --site` from what Slurm says of the cluster {cluster}.
+# The site file: defaults for all of your runs on this cluster.
+# Run files override it, and command-line options override both.
+# Written by `slurmgpu init --site` from Slurm's answers on the cluster {cluster}.
 
 [slurm]                            # sbatch's own names
 {slurm}
@@ -70,49 +70,42 @@ SITE_TEMPLATE = """\
 
 
 def write_run_file(workload: str | None, path: Path) -> Path:
-    """Write a commented run file; refuse to overwrite."""
-    refuse_to_overwrite(path)
+    """Write a commented run file. SlurmGPUError if the file exists."""
+    _refuse_to_overwrite(path)
     path.write_text(run_file_template(workload, path.stem), "utf-8")
     return path
 
 
-def write_translated(use: str, found: Translated, path: Path) -> list[Path]:
-    """Write the run file that a command line of the replaced scripts means, and its chosen items; which files."""
-    items = path.with_name(f"{path.stem}.tests.jsonl")
-    written = [path] if found.items is None else [path, items]
-    for file in written:
-        refuse_to_overwrite(file)
-    if found.items is not None:
-        items.write_text("".join(f"{json.dumps(item, ensure_ascii=False)}\n" for item in found.items), "utf-8")
-    settings = "".join(f"{key} = {json.dumps(value)}\n" for key, value in found.settings.items())
-    path.write_text(_filled(use, Template(settings, found.input, **found.resources), path.stem), "utf-8")
-    return written
-
-
-def say_translated(use: str | None, arguments: str, path: Path) -> None:
-    """Write the run file that the arguments of a replaced script mean, and say of each what became of it."""
+def write_translated(use: str | None, arguments: str, path: Path) -> None:
+    """Write the run file that stands for the arguments of a replaced script, and print what each became."""
     translate = translator_of(use, path.parent) if use else None
     if use is None or translate is None:
         raise SlurmGPUError("--from-args is for tracin: `slurmgpu init tracin --from-args ARGS`.")
     found = translate(arguments, path.parent, path.stem)
-    written = write_translated(use, found, path)
+    items = path.with_name(f"{path.stem}.tests.jsonl")
+    written = [path] if found.items is None else [path, items]
+    _refuse_to_overwrite(*written)
+    if found.items is not None:
+        items.write_text("".join(f"{json.dumps(item, ensure_ascii=False)}\n" for item in found.items), "utf-8")
+    settings = "".join(f"{key} = {json.dumps(value)}\n" for key, value in found.settings.items())
+    path.write_text(_filled(use, Template(settings, found.input, **found.resources), path.stem), "utf-8")
     width = max(len(flag) for flag, _ in found.lines)
     for flag, said in found.lines:
         result(f"{flag:<{width}}  {said}")
     result(f"{' and '.join(map(str, written))}: written. Look at it, then: slurmgpu submit {path} --dry-run")
 
 
-def refuse_to_overwrite(path: Path) -> None:
-    """Nothing, unless there is such a file."""
-    if path.exists():
-        raise SlurmGPUError(f"{path} exists; name another file with -o, or remove it.")
+def _refuse_to_overwrite(*paths: Path) -> None:
+    for path in paths:
+        if path.exists():
+            raise SlurmGPUError(f"{path} exists; name another file with -o, or remove it.")
 
 
 def write_site_file(path: Path | None) -> Path:
-    """Write the site file, by default where every run looks for it; refuse to overwrite."""
+    """Write the site file, by default where every run looks for it. SlurmGPUError if the file exists."""
     path = path or site_path()
     if path.exists():
-        raise SlurmGPUError(f"{path} exists; edit it, or see with -o FILE what would be proposed today.")
+        raise SlurmGPUError(f"{path} exists; edit it, or write a new proposal elsewhere with -o FILE.")
     text = site_file_template(survey())
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, "utf-8")
@@ -120,11 +113,11 @@ def write_site_file(path: Path | None) -> Path:
 
 
 def site_file_template(found: Survey) -> str:
-    """A commented site file: what to take, with the alternatives in comments."""
+    """A commented site file: proposed values, with the alternatives in comments."""
     with_gpus = [(p.name, p.described) for p in found.gpu_partitions]
     without = [(p.name, p.described) for p in found.partitions if not p.gpus]
     account = [(name, "the default one" if n == 0 else "") for n, name in enumerate(found.accounts)]
-    # None is taken: a run that does not care starts sooner.
+    # No GPU type is proposed: a run that takes any type starts sooner.
     types = _choices("gpu_type", [(name, "") for name in found.gpu_types], n_taken=0)
     slurm = _choices("partition", with_gpus) + _choices("account", account)
     slurm += _choices("qos", [(name, "") for name in found.qos], n_taken=0)
@@ -139,7 +132,7 @@ def site_file_template(found: Survey) -> str:
 
 
 def _choices(key: str, values: Sequence[tuple[str, str]], n_taken: int = 1) -> str:
-    """A line for each value, the first ones as they are and the others in comments, with a word on each."""
+    """A line for each value with a remark; those after the first `n_taken` are commented out."""
     lines = []
     for n, (value, word) in enumerate(values):
         text = f'{"" if n < n_taken else "# "}{key} = "{value}"'
@@ -148,7 +141,7 @@ def _choices(key: str, values: Sequence[tuple[str, str]], n_taken: int = 1) -> s
 
 
 def run_file_template(workload: str | None, stem: str = "slurmgpu") -> str:
-    """A commented run file for a workload; without one, for a class that the user is going to write."""
+    """A commented run file for a workload, or without one for a class of the user's own."""
     if workload is None:
         return _filled("my_workload.py:MyWorkload", Template('# field = "text"\n'), stem)
     return _filled(workload, template_of(workload, Path.cwd()), stem)

@@ -1,4 +1,4 @@
-"""The user's own modules: traced, kept as snapshots in the run directory, imported from there.
+"""Snapshots of the user's modules: traced, kept in the run directory, and imported from there.
 
 May import: run, shards, containers, util.
 """

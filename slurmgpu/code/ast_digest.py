@@ -1,4 +1,4 @@
-"""The digest of a file's syntax tree, by which one sees that code has changed, and not its comments or layout."""
+"""The digest of a file's syntax tree, which ignores comments and layout."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ import hashlib
 from slurmgpu.util.hashing import DIGITS
 
 _LEFT_OUT = frozenset({"ctx", "kind", "type_comment", "type_ignores"})
-"""What a syntax tree says twice, or of comments."""
+"""Redundant fields of syntax trees, and type comments."""
 
 
 def tree_digest(source: bytes, path: str) -> str:
-    """The digest of a file's syntax tree, the same on each Python that reads it; SyntaxError for what is no Python.
-
-    A docstring counts: programs read it.
-    """
+    """The digest of a file's syntax tree with docstrings, the same in each version of Python; or SyntaxError."""
     words: list[str] = []
     try:
         _spell(ast.parse(source, path), words)
@@ -25,7 +22,7 @@ def tree_digest(source: bytes, path: str) -> str:
 
 
 def _spell(node: object, words: list[str]) -> None:
-    """Append a syntax tree as words. Not ast.dump's, where empty fields come and go with versions of Python."""
+    """Append a syntax tree as words; the output of ast.dump depends on the version of Python."""
     if isinstance(node, ast.AST):
         words.append(f"({type(node).__name__}")
         for name, value in ast.iter_fields(node):
@@ -38,5 +35,5 @@ def _spell(node: object, words: list[str]) -> None:
         for each in node:
             _spell(each, words)
         words.append("]")
-    else:  # hex: Python refuses to write out a number of many decimals
+    else:  # hex: Python refuses to print very long decimal numbers
         words.append(f"{type(node).__name__} {hex(node) if type(node) is int else repr(node)}")

@@ -1,4 +1,4 @@
-"""Which code a resubmission computes with: the user's modules as they are now, or a former snapshot of them."""
+"""The code of a resubmission: the user's modules as they are now, or a former snapshot."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ FORMER = "former"
 
 
 def code_now(run: Run, container: ContainerRecord | None) -> tuple[Code, list[str]]:
-    """What names a snapshot of the code as it is now; a sentence if it is not that of the last submission."""
+    """A snapshot of the code as it is now, and notes on what has changed since the last submission."""
     line, notes = snapshots.code_of(run.submissions()), []
     former = None
     if line is not None:
         try:
             former = Snapshot(snapshots.read(run.folder, line["digest"], with_sources=False).files, line)
         except SlurmGPUError as error:
-            notes = [f"What has changed in the code is not known. {error}"]
-    # What was imported by a name that is made up as the code runs is in the former one as well.
+            notes = [f"Changes in the code are unknown. {error}"]
+    # The former snapshot also has modules that were imported by names computed at run time.
     now = snapshot_of(run.plan, container, git_state(Path(run.plan.search_path)), former=former.files if former else ())
     snapshots.write(run.folder, now)
     return now.line(), [*now.left_out, *notes, *(_changed(run, former, now) if former else ())]
 
 
 def former_code(run: Run, named: str) -> tuple[Code, list[str]]:
-    """What names the snapshot of the last submission, or the one whose digest begins with `named`."""
+    """The snapshot of the last submission, or the one whose digest begins with `named`, and a note on it."""
     known = {line["submission"]: code for line in run.submissions() if (code := snapshots.code_of([line]))}
     if not known:
         raise SlurmGPUError(
@@ -55,13 +55,13 @@ def former_code(run: Run, named: str) -> tuple[Code, list[str]]:
 
 
 def with_rows_of_others(run: Run, again: Recompute, digest: str) -> Recompute:
-    """What a submission computes again, and also the rows of published shards that are not by the code of a digest."""
+    """Extend a recompute by the rows of published shards that are not by the code of a digest."""
     found = dict(again.shards)
     for shard, revisions in sorted(run.shard_files(fresh=True).items()):
         try:
             makers = read_directory(run.revision_path(shard, revisions[-1])).made_by
         except (DamagedShardError, FileNotFoundError):
-            continue  # the merge will say so
+            continue  # the merge reports it
         stretches = stretches_of(makers, *run.plan.bounds(shard))
         spans = [(start, stop) for start, stop, by in stretches if by != digest]
         if shard in found:
@@ -82,9 +82,9 @@ def _changed(run: Run, former: Snapshot, now: Snapshot) -> list[str]:
         return []
     what = "; ".join(found)
     if former.digest == now.digest:
-        return [f"Since submission {last} the user's code is the same, and versions have changed: {what}."]
+        return [f"Since submission {last} the user's code is unchanged, but versions have changed: {what}."]
     return [
-        f"The code has changed since submission {last}: {what}. What is computed now is by {_short(run, now.digest)}, "
-        f"what was computed then by {_short(run, former.digest)}; `slurmgpu resubmit --code former {run.typed}` "
-        f"computes with the former code."
+        f"The code has changed since submission {last}: {what}. New rows are by {_short(run, now.digest)}, "
+        f"former ones by {_short(run, former.digest)}; `slurmgpu resubmit --code former {run.typed}` "
+        f"uses the former code."
     ]

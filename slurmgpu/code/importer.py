@@ -1,7 +1,7 @@
-"""Importing the user's modules from a run's snapshot, with everything but their content as it was.
+"""Imports the user's modules from a run's snapshot.
 
-A module's `__file__` is where its file lay, so that it finds the files beside it, and tracebacks name what the user
-edits. The worker imports this: standard library only.
+A module's `__file__` is the original path, so that it finds the files beside it, and tracebacks name the file that the
+user edits. The worker imports this: standard library only.
 """
 
 from __future__ import annotations
@@ -27,26 +27,23 @@ from slurmgpu.containers import INSIDE, image_name
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, retried
 
 BY_PATH = "slurmgpu_workload_"
-"""What the names of modules begin with that run files name by their path."""
+"""The prefix of module names for files that a run file names by path."""
 INSTALLED = frozenset({"site-packages", "dist-packages"})
-"""The names of folders in which distributions are installed."""
+"""Names of folders with installed distributions."""
 ENVIRON = "SLURMGPU_CODE"
-"""The variable by which processes that a worker spawns know its snapshot."""
+"""The environment variable that passes the snapshot to processes that a worker spawns."""
 
 _imported: dict[str, str] = {}
-"""Of the user's files that planning has imported, or that came from a snapshot: the digest of what was imported."""
+"""Digests of the imported files of the user, from planning or from a snapshot."""
 
 
 def name_of_file(path: Path) -> str:
-    """The name of the module that a file is, one for each path: pickles and repeated builds see one class."""
+    """The module name of a file, unique for its path: pickles and repeated builds see one class."""
     return f"{BY_PATH}{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
 
 
 def loader_of(name: str, path: Path) -> SourceFileLoader | None:
-    """What loads a file of Python: from the snapshot in use, or as it lies there, if that does not have it.
-
-    None for a file of another suffix.
-    """
+    """A loader from the active snapshot, or from the file itself if it is not in that; None for another suffix."""
     finder = _in_use()
     file = finder.by_path.get(str(path)) if finder else None
     if file is not None:
@@ -55,26 +52,26 @@ def loader_of(name: str, path: Path) -> SourceFileLoader | None:
 
 
 class _PatientLoader(SourceFileLoader):
-    """Reads a file again that cannot be read for a moment."""
+    """Retries reads that fail temporarily."""
 
     def get_data(self, path: str) -> bytes:
         return retried(lambda: super(_PatientLoader, self).get_data(path), BRIEF_PATIENCE_S)
 
 
 class Finder(MetaPathFinder):
-    """Finds the modules of a snapshot, where Python would have found the files that they were."""
+    """Finds the modules of a snapshot under their original names."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         files = [_as_seen_here(file) for file in snapshot.files]
         self.by_path = {file.path: file for file in files}
         self._by_name = {name: file for file in files for name in file.modules}
-        # Also where a process unpickles what another one had of a file's module.
+        # Needed to unpickle objects of a file's module in another process.
         self._by_name |= {name_of_file(Path(file.path)): file for file in files}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The module, if the snapshot has it."""
+        """The spec of a module in the snapshot, else None."""
         file = self._by_name.get(fullname)
         if file is None:
             return None
@@ -82,13 +79,13 @@ class Finder(MetaPathFinder):
 
 
 def _as_seen_here(file: SourceFile) -> SourceFile:
-    """The file with the path that it has in the run's image, if this process is in there."""
+    """The file with its path in the run's image, if this process runs there."""
     is_inside = file.inside is not None and image_name() is not None and __file__.startswith(f"{INSIDE}/")
     return replace(file, path=file.inside) if is_inside and file.inside else file
 
 
 class _Loader(SourceFileLoader):
-    """Reads the module's file from the snapshot, and the files beside it from where they are."""
+    """Reads the module's file from the snapshot, and files beside it from disk."""
 
     def __init__(self, name: str, file: SourceFile) -> None:
         super().__init__(name, file.path)
@@ -98,7 +95,7 @@ class _Loader(SourceFileLoader):
         return self._file.source if path == self._file.path else super().get_data(path)
 
     def path_stats(self, path: str) -> Mapping[str, int]:
-        raise OSError("no bytecode is kept of a snapshot")  # it would lie beside the file as it is now
+        raise OSError("no bytecode is kept of a snapshot")  # it would lie beside the present file
 
     def exec_module(self, module: ModuleType) -> None:
         # Tracebacks, debuggers and inspect.getsource, and so Triton, read lines from here. None: it is not looked
@@ -110,13 +107,13 @@ class _Loader(SourceFileLoader):
 
 
 def use(run: Path, digest: str) -> None:
-    """Import the user's modules from a run's snapshot from now on, here and in processes that this one spawns."""
+    """Import the user's modules from a run's snapshot from now on, also in spawned processes."""
     _install(Finder(snapshots.read(run, digest)))
     os.environ[ENVIRON] = str(run / snapshots.FOLDER / digest)
 
 
 def use_as_parent() -> None:
-    """Do as the worker that has spawned this process."""
+    """Use the snapshot of the worker that spawned this process."""
     if folder := os.environ.get(ENVIRON):
         path = Path(folder)
         use(path.parent.parent, path.name)
@@ -124,9 +121,9 @@ def use_as_parent() -> None:
 
 @contextlib.contextmanager
 def using(run: Path, digest: str | None) -> Iterator[None]:
-    """Import the user's modules from a run's snapshot for a while, in a process that does other things as well.
+    """Import the user's modules from a run's snapshot within a `with` block.
 
-    Modules that it has imported already are used as they are, unless they are known to be of other files.
+    Modules that are imported already are used unless they are known to differ from the snapshot.
     """
     if digest is None:  # a run of an older slurmgpu
         yield
@@ -151,7 +148,7 @@ def using(run: Path, digest: str | None) -> Iterator[None]:
 
 
 def note_imported(names: Iterable[str]) -> list[str]:
-    """Remember what these modules of the user's are, which were imported just now; those that are files of Python."""
+    """Record the digests of modules of the user that were just imported; the names of Python files."""
     paths, noted = _files_of_modules(), []
     for name in names:
         path = paths.get(name)
@@ -163,9 +160,9 @@ def note_imported(names: Iterable[str]) -> list[str]:
 
 
 def outside(folder: Path) -> list[str]:
-    """The user's files from which modules are imported that the snapshot in use does not have.
+    """The imported files of the user that the active snapshot lacks.
 
-    They lie below `folder`, or anywhere but where Python and distributions are installed; an image's own are its own.
+    They are below `folder` or, except in an image, outside of the installations of Python and distributions.
     """
     finder = _in_use()
     known = finder.by_path if finder else {}
@@ -178,7 +175,7 @@ def outside(folder: Path) -> list[str]:
 
 
 def forget_changed() -> None:
-    """Have modules that planning imported before be imported again if the file of one of them has changed since."""
+    """Drop the modules that planning imported if one of their files has changed, so that they are imported again."""
     if any(_has_changed(path, digest) for path, digest in _imported.items()):
         _take_out(_imported)
         _imported.clear()
@@ -193,7 +190,7 @@ def _has_changed(path: str, digest: str) -> bool:
 
 
 def _install(finder: Finder) -> None:
-    """Put a finder where Python looks for files, behind what is built in and before all folders."""
+    """Replace the active finder; the new one comes before Python's search of folders."""
     if (former := _in_use()) is not None:
         sys.meta_path.remove(former)
     place = next((i for i, each in enumerate(sys.meta_path) if each is PathFinder), len(sys.meta_path))
@@ -210,6 +207,6 @@ def _files_of_modules() -> dict[str, str]:
 
 
 def _take_out(paths: Mapping[str, object]) -> dict[str, ModuleType]:
-    """Remove the modules of these files from those that are imported; they are returned."""
+    """Remove the modules of these files from sys.modules, and return them."""
     names = [name for name, path in _files_of_modules().items() if path in paths]
     return {name: sys.modules.pop(name) for name in names}

@@ -1,7 +1,7 @@
-"""Locating: where a module that is the user's own lies, for the tasks of a run, without importing anything.
+"""Locates the user's own modules as the tasks of a run do, without importing anything.
 
-The user's own are the modules beside the run file, those of editable installs and of other folders on Python's path,
-and with an image those that are bound into it.
+These are the modules beside the run file, in editable installs and in other folders on Python's path, or with an image
+those that are bound into it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, is_file, is_folder
 
 @dataclass(frozen=True)
 class Place:
-    """Where a module is: its file, none for a namespace, and the folders of its submodules.
-
-    The file may be compiled: then it is imported from there, and from no snapshot.
-    """
+    """A module's file, None for a namespace, and the folders of its submodules. A compiled file is in no snapshot."""
 
     path: str | None
     folders: tuple[str, ...]
@@ -39,12 +36,11 @@ class Place:
 class Locator:
     """Finds modules by name, as the run's tasks do.
 
-    `folder` is the run file's. `packages` are the names and paths of what is bound into the run's image, None without
-    one. Where `former` files lay is looked at last: code may have put their folder on the path.
+    `folder` is the run file's. `packages` are names and paths bound into the run's image, None without an image.
+    The paths of `former` files are tried last: code may have added their folder to the path.
 
-    `folders` are looked into first. `foreign` are the packages asked for that are not the user's own, `bound_in` those
-    of installed distributions that are bound into the image, `elsewhere` those that are the user's own and not in it,
-    with where they lie.
+    `folders` are searched first. `foreign` are requested packages that are not the user's; `bound_in` are installed
+    distributions that are bound into the image; `elsewhere` are the user's packages outside of the image, with paths.
     """
 
     def __init__(
@@ -61,15 +57,12 @@ class Locator:
         importlib.invalidate_caches()
 
     def top_of(self, module: str) -> str | None:
-        """The package of a module, if it lies elsewhere than beside the run file."""
+        """The package of a module, if it is not beside the run file."""
         top = module.partition(".")[0]
         return top if top in self._tops else None
 
     def vanished(self, module: str) -> str | None:
-        """The path of a module's file that a former snapshot has, if it is not there any more, nor another by its name.
-
-        None for what an image may have of itself.
-        """
+        """The former path of a module that can no longer be found; None for one that the image may have."""
         path = self._formerly.get(module)
         if path is None or is_file(path, BRIEF_PATIENCE_S) or self.locate(module) is not None:
             return None
@@ -77,12 +70,12 @@ class Locator:
         return None if is_unknown else path
 
     def give_up(self, top: str) -> None:
-        """Take a package for another's."""
+        """Treat a package as foreign."""
         self.foreign.add(top)
         self._places[top] = None
 
     def locate(self, name: str) -> Place | None:
-        """Where a module of the user's is; None for all others."""
+        """The place of a module of the user's; None for others."""
         if name not in self._places:
             parent, _, tail = name.rpartition(".")
             above = self._places.get(parent) if parent else None
@@ -113,14 +106,14 @@ class Locator:
         return None
 
     def _where_it_was(self, name: str) -> Place | None:
-        """Where a former snapshot had a module that Python does not find here, as of a folder that code has added."""
+        """The place of a module in a former snapshot, if its file still exists."""
         path = Path(self._formerly.get(name, ""))
         if not is_file(path, BRIEF_PATIENCE_S):
             return None
         return Place(str(path), (str(path.parent),) if path.name == "__init__.py" else ())
 
     def _bound(self, name: str, here: Place | None, there: Place | bool | None) -> Place | None:
-        """Where a module is that is bound into the image; None for one that is the image's own, or in no image."""
+        """The place of a module that is bound into the image; None for others."""
         folders = []
         for inside, path in self._packages or ():
             if inside.rpartition("/")[2].partition(".")[0] == name:
@@ -139,7 +132,7 @@ class Locator:
         return None
 
     def inside(self, path: str, top: str | None) -> str | None:
-        """Where the image has a file that is bound into it with its package; None for all others."""
+        """The path in the image of a file that is bound into it with its package; None for others."""
         for inside, bound in (self._packages or ()) if top is not None else ():
             if path == bound:
                 return f"{INSIDE}/{inside}"
@@ -149,7 +142,7 @@ class Locator:
 
 
 def search(folders: Sequence[str], name: str) -> Place | None:
-    """A module in these folders, as Python looks for it there."""
+    """Find a module in folders, as Python does."""
     spaces = []
     for folder in folders:
         inner = os.path.join(folder, name)  # noqa: PTH118  (quick: each import is looked for)
@@ -167,16 +160,13 @@ def search(folders: Sequence[str], name: str) -> Place | None:
 
 
 def _installed(name: str) -> Place | bool | None:
-    """Where a module is that is no installed distribution's copy, as of an editable install, or on PYTHONPATH.
-
-    False for others' modules, None where there is none.
-    """
+    """The place of a module on the path that is not in an installed distribution; False for one that is, else None."""
     others = (finder for finder in sys.meta_path if finder not in (BuiltinImporter, FrozenImporter))
     for finder in others:
         if isinstance(finder, Finder) or not hasattr(finder, "find_spec"):
             continue
         spec = None
-        with contextlib.suppress(Exception):  # a finder of somebody else's
+        with contextlib.suppress(Exception):  # a foreign finder
             spec = finder.find_spec(name, None)
         if spec is not None:
             break
@@ -189,12 +179,12 @@ def _installed(name: str) -> Place | bool | None:
     if any(is_others(each) for each in ((path,) if path else folders)):
         return False
     if path is not None and not (path.endswith((".py", *EXTENSION_SUFFIXES)) and is_file(path, BRIEF_PATIENCE_S)):
-        return False  # in a zip archive, say
+        return False  # for example in a zip archive
     return Place(path, folders)
 
 
 def is_others(path: str) -> bool:
-    """Whether a file is of the standard library, or was copied where distributions are installed."""
+    """Whether a file belongs to the standard library or to an installed distribution."""
     return bool(INSTALLED.intersection(Path(path).parts)) or path.startswith(_folders_of_others())
 
 
@@ -207,6 +197,6 @@ def _folders_of_others() -> tuple[str, ...]:
 
 
 def own_modules(names: Iterable[str]) -> list[str]:
-    """Those of these modules, which are imported, that are the user's own files."""
+    """The imported modules among `names` that are the user's own files."""
     files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
     return sorted(name for name, file in files.items() if isinstance(file, str) and not is_others(file))

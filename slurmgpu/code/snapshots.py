@@ -1,7 +1,7 @@
-"""Snapshots: the user's own modules as they were when a run was submitted, and the digest by which rows name them.
+"""Snapshots of the user's modules at submission, and the digests by which rows name them.
 
-RUN/code/DIGEST.json tells of RUN/code/DIGEST, which has the files; docs/reference/files.md has the keys. The worker
-reads them: standard library only.
+RUN/code/DIGEST.json describes the files in RUN/code/DIGEST; docs/reference/files.md has the keys. The worker imports
+this: standard library only.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from dataclasses import replace as replace_fields
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +30,7 @@ SNAPSHOT_VERSION = 1
 FOLDER = "code"
 _OF_THE_FILE = frozenset({"format", "version", "digest", "files", "left_out"})
 SHOWN_DIGITS = 4
-"""A digest is told by so many of its digits, or by more where others of the run begin alike."""
+"""The least number of digits of a shortened digest."""
 
 
 class FileRecord(TypedDict):
@@ -46,10 +46,10 @@ class FileRecord(TypedDict):
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of the user's: `path` is where it lay, `name` what it is called in the snapshot.
+    """A file of the user's: its original `path`, and its `name` in the snapshot.
 
-    `modules` are the names under which it is imported, none for a file that the run file names by its path; `digest` is
-    that of its syntax tree. `inside` is where the run's image has it, if not at `path`.
+    `modules` are its module names, empty for a file that the run file names by path. `digest` is that of its syntax
+    tree. `inside` is its path in the run's image if that differs.
     """
 
     name: str
@@ -60,24 +60,14 @@ class SourceFile:
     inside: str | None = None
 
     def to_json(self) -> FileRecord:
-        """The file without its source, which lies beside."""
-        sha256 = hashlib.sha256(self.source).hexdigest()
-        return {
-            "name": self.name,
-            "path": self.path,
-            "inside": self.inside,
-            "modules": list(self.modules),
-            "digest": self.digest,
-            "sha256": sha256,
-        }
+        """The file without its source."""
+        fields = {key: value for key, value in asdict(self).items() if key != "source"}
+        return cast(FileRecord, {**fields, "sha256": hashlib.sha256(self.source).hexdigest()})
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The user's modules, and `about`: Python, versions of distributions, commit and image that they were taken with.
-
-    `left_out` has a sentence for what could not be taken.
-    """
+    """The user's modules; `about` has Python, versions, commit and image. `left_out` says what is not included."""
 
     files: tuple[SourceFile, ...]
     about: CodeAbout
@@ -85,17 +75,17 @@ class Snapshot:
 
     @cached_property
     def digest(self) -> str:
-        """What names this code: of names and syntax trees, so that comments and layout are no change."""
+        """The digest of names and syntax trees, which ignores comments and layout."""
         parts = sorted((file.name, file.digest) for file in self.files)
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:DIGITS]
 
     def line(self) -> Code:
-        """What the submission's line has of it."""
+        """The record of the snapshot in a submission's line."""
         return {"digest": self.digest, **self.about, "left_out": list(self.left_out)}
 
 
 def write(run: Path, snapshot: Snapshot) -> None:
-    """Put a snapshot into a run directory, whole or not at all; one of the same digest stays as it is."""
+    """Write a snapshot into a run directory atomically; an existing one of the same digest stays."""
     folder = run / FOLDER
     about = folder / f"{snapshot.digest}.json"
     if (former := _former(run, snapshot.digest)) is not None:
@@ -104,12 +94,12 @@ def write(run: Path, snapshot: Snapshot) -> None:
             replace_fields(file, path=places[file.name].path, inside=places[file.name].inside) for file in former.files
         ]
         if moved != list(former.files):
-            _write_about(about, replace_fields(former, files=tuple(moved)))  # an editable install, say, lies elsewhere
+            _write_about(about, replace_fields(former, files=tuple(moved)))  # an editable install may have moved
         return
-    # What is imported from here runs as whoever computes: it is for nobody else to write, whatever the umask.
+    # This code runs as the user who computes: nobody else may write it, whatever the umask.
     make_folder(folder, 0o755)
     target = folder / snapshot.digest
-    if exists(target):  # whoever began it died before its JSON was there
+    if exists(target):  # left by a process that died before it wrote the JSON
         shutil.rmtree(target)
     retried(lambda: _write_sources(target, snapshot))
     fsync_dir(folder)
@@ -117,7 +107,6 @@ def write(run: Path, snapshot: Snapshot) -> None:
 
 
 def _former(run: Path, digest: str) -> Snapshot | None:
-    """The snapshot of that digest that is there already; None without one, or if it cannot be used."""
     try:
         return read(run, digest)
     except SlurmGPUError:
@@ -129,12 +118,12 @@ def _write_about(path: Path, snapshot: Snapshot) -> None:
     left_out, files = list(snapshot.left_out), [file.to_json() for file in snapshot.files]
     told = {**head, **snapshot.about, "left_out": left_out, "files": files}
     text = json.dumps(told, indent=2, ensure_ascii=False) + "\n"
-    # Where the umask lets a group write, it may not choose what is imported.
+    # A group with write permission by the umask may not choose what is imported.
     write_bytes(path, text.encode("utf-8", "backslashreplace"), mode=0o644)
 
 
 def _write_sources(target: Path, snapshot: Snapshot) -> None:
-    with beside(target) as partial:  # a name that nobody else uses: what is there is one's own, if a reply was lost
+    with beside(target) as partial:  # a unique name: existing content is from an earlier try
         partial.mkdir(mode=0o755, exist_ok=True)
         for file in snapshot.files:
             path = partial / file.name
@@ -147,7 +136,7 @@ def _write_sources(target: Path, snapshot: Snapshot) -> None:
 
 
 def read(run: Path, digest: str, *, with_sources: bool = True) -> Snapshot:
-    """The snapshot of that digest in a run directory; a sentence where it is not there whole."""
+    """The snapshot of a digest in a run directory. SlurmGPUError if it is missing or damaged."""
     path = run / FOLDER / f"{digest}.json"
     try:
         _expect_ours(run, path, path.with_suffix(""))
@@ -162,13 +151,13 @@ def read(run: Path, digest: str, *, with_sources: bool = True) -> Snapshot:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SlurmGPUError(
             f"The snapshot of the code, {path}, cannot be used: {error or type(error).__name__}. "
-            f"`slurmgpu resubmit RUN` takes a new one of the files as they are now."
+            f"`slurmgpu resubmit RUN` takes a new one of the present files."
         ) from error
     return snapshot
 
 
 def _expect_ours(run: Path, *paths: Path) -> None:
-    """Raise for what neither this user, nor the run's owner, nor root has made: it is imported as this user."""
+    """Raise ValueError unless this user, the run's owner or root owns the files: they are imported as this user."""
     owners = {os.geteuid(), 0, retried((run / "run.json").lstat).st_uid}
     for path in (run / FOLDER, *paths):
         status = retried(path.lstat)
@@ -190,7 +179,7 @@ def _read_file(folder: Path, value: FileRecord, *, with_sources: bool) -> Source
 
 
 def digests_in(run: Path) -> list[str]:
-    """The digests of the snapshots in a run directory, the oldest first."""
+    """The digests of the snapshots in a run directory, oldest first."""
     try:
         found = [entry for entry in list_entries(run / FOLDER) if entry.name.endswith(".json")]
     except (FileNotFoundError, NotADirectoryError):
@@ -200,20 +189,20 @@ def digests_in(run: Path) -> list[str]:
 
 
 def code_of(lines: Sequence[SubmissionLine], submission: int | None = None) -> Code | None:
-    """What a submission's line has of its code, by default the last one's; None for those of an older slurmgpu."""
+    """The code of a submission, by default the last one; None for an older slurmgpu."""
     chosen = [line for line in lines if submission is None or line["submission"] == submission]
     found = chosen[-1].get("code") if chosen else None
     return found if isinstance(found, dict) and isinstance(found.get("digest"), str) else None
 
 
 def code_digest(lines: Sequence[SubmissionLine], submission: int | None = None) -> str | None:
-    """The digest of a submission's code, by default the last one's; None for those of an older slurmgpu."""
+    """The digest of a submission's code, by default the last one's; None for an older slurmgpu."""
     found = code_of(lines, submission)
     return None if found is None else found["digest"]
 
 
 def short(digest: str, others: Iterable[str] = ()) -> str:
-    """The first digits of a digest: so many that no other begins alike."""
+    """The first digits of a digest, enough to distinguish it from `others`."""
     n_digits = SHOWN_DIGITS
     while n_digits < len(digest) and any(other != digest and other[:n_digits] == digest[:n_digits] for other in others):
         n_digits += 1
@@ -221,18 +210,18 @@ def short(digest: str, others: Iterable[str] = ()) -> str:
 
 
 def changes(before: Snapshot, now: Snapshot) -> list[str]:
-    """What has changed in files, versions and image, a phrase for each: "a.py differs", "torch is 2.5, was 2.4"."""
+    """Changes in files, versions and image: `a.py differs`, `torch is 2.5, was 2.4`."""
     then, today = ({file.name: file.digest for file in each.files} for each in (before, now))
     found = [f"{name} differs" for name in sorted(then.keys() & today.keys()) if then[name] != today[name]]
     found += [f"{name} is new" for name in sorted(today.keys() - then.keys())]
     gone = {file.name for file in before.files if not Path(file.path).exists()}
     for name in sorted(then.keys() - today.keys()):
-        found.append(f"{name} is {'gone' if name in gone else 'not imported any more'}")
+        found.append(f"{name} is {'gone' if name in gone else 'no longer imported'}")
     return found + changed_versions(before.about, now.about)
 
 
 def changed_versions(before: CodeAbout, now: CodeAbout) -> list[str]:
-    """The distributions, Python and image that differ between the lines of two submissions."""
+    """Changes of distributions, Python and image between two submissions."""
     found = []
     then, today = before.get("distributions") or {}, now.get("distributions") or {}
     for name in sorted(then.keys() & today.keys()):

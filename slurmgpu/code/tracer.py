@@ -1,7 +1,7 @@
-"""Tracing: which files of the user's a workload imports, as they are on disk at this moment.
+"""Traces which files of the user's a workload imports, as they are on disk now.
 
-Imports are followed in syntax trees, those within functions as well, and nothing is imported: the process that plans
-may have imported an older version, and a login node may lack what a module needs.
+Follows imports in syntax trees, also within functions. Nothing is imported: the planning process may have imported an
+older version, and a login node may lack dependencies.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from slurmgpu.util.hashing import DIGITS
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, is_file, retried
 
 MANY_FILES = 2000
-"""So many files of one installed package are no user's own code, wherever they lie: PyTorch built from its source."""
+"""A package with more files is not the user's own, such as PyTorch built from source."""
 MANY_NAMED = 5
 LONG_TEXT = 4096
 NAMED = re.compile(r"([^\s:][^:]*):[A-Za-z_]\w*")
-"""What names a class or a function in a module or a file, among the settings: "digits.py:Digits"."""
+"""A setting that names a class or a function in a module or a file: `digits.py:Digits`."""
 _GIT_PATIENCE_S = 20
 
 
@@ -43,9 +43,9 @@ class _Found:
     name: str
     modules: list[str]
     needed: bool
-    """Whether it is imported under no condition, so that the run fails where it is no Python."""
+    """Whether it is imported unconditionally, so that the run fails if it is not valid."""
     top: str | None = None
-    """The package that is installed elsewhere; None for what lies below the run file's folder."""
+    """Its package, if that is outside of the run file's folder."""
 
 
 def snapshot_of(
@@ -56,10 +56,10 @@ def snapshot_of(
     also: Iterable[str] = (),
     former: Iterable[SourceFile] = (),
 ) -> Snapshot:
-    """The user's modules of a run as they are now; a sentence with file and line where one that it needs is no Python.
+    """A snapshot of a run's user modules as they are now. SlurmGPUError names file and line of a syntax error.
 
-    `git` is the state of their repository, `also` are modules that were seen to be imported, however they were named,
-    and `former` the files of an earlier snapshot: what was imported from them is looked for there as well.
+    `git` is the state of their repository. `also` are other modules that were seen to be imported. `former` are the
+    files of an earlier snapshot; their modules are traced, too.
     """
     packages = None if container is None else [(str(name), str(path)) for name, path in container["packages"]]
     former = list(former)
@@ -81,7 +81,7 @@ def snapshot_of(
 
 
 def git_state(folder: Path) -> Git | None:
-    """Commit of a folder's repository and whether its tree was dirty; None outside one, or without git."""
+    """The commit of a folder's repository and whether its tree is dirty; None without a repository or git."""
     try:
         commit = _git_output(folder, "rev-parse", "HEAD")
         return {"commit": commit, "dirty": bool(_git_output(folder, "status", "--porcelain"))}
@@ -98,7 +98,7 @@ def _git_output(folder: Path, *arguments: str) -> str:
 
 
 class _Tracer:
-    """Follows imports from file to file; `where` finds them, and knows of packages that are not the user's own."""
+    """Follows imports from file to file; `where` locates modules and collects foreign packages."""
 
     def __init__(self, folder: Path, packages: Sequence[tuple[str, str]] | None, former: Iterable[SourceFile]) -> None:
         self.where = Locator(folder, packages, former)
@@ -110,13 +110,13 @@ class _Tracer:
         self._dropped: set[str] = set()
 
     def add_named(self, module: str, *, needed: bool) -> None:
-        """Take a module, or a file, that the run file names."""
+        """Add a module or a file that the run file names."""
         if not module.endswith(".py"):
             known = set(self.where.foreign)
             if all(part.isidentifier() for part in module.split(".")):
                 self.add_module(module, needed=needed)
             if not needed:
-                self.where.foreign = known  # a text with a colon in it may be anything
+                self.where.foreign = known  # any text may have a colon
             return
         path = (self._base / Path(module).expanduser()).resolve()
         if is_file(path, BRIEF_PATIENCE_S):
@@ -125,12 +125,12 @@ class _Tracer:
             self._take(str(path), None, needed=needed)
         elif needed:
             raise SlurmGPUError(
-                f"There is no file {path} any more, which is the run's workload. Put it back, or compute with the "
+                f"The file {path} of the run's workload no longer exists. Put it back, or compute with the "
                 f"snapshot of the last submission: --code former."
             )
 
     def add_module(self, name: str, *, needed: bool) -> None:
-        """Take a module and the packages that it is in, if they are the user's own."""
+        """Add a module and its parent packages, if they are the user's own."""
         parts = name.split(".")
         for n_parts in range(1, len(parts) + 1):
             whole = ".".join(parts[:n_parts])
@@ -141,25 +141,25 @@ class _Tracer:
                 self._take(place.path, whole, needed=needed)
 
     def sentences(self) -> list[str]:
-        """What is not in the snapshot although the user's code imports it, a sentence for each reason."""
+        """Sentences on imports that are not in the snapshot."""
         found = list(self._left_out)
         if self._compiled:
             found.append(
-                f"Compiled modules are not in the snapshot of the code, and are imported as they are then: "
+                f"Compiled modules are not in the snapshot of the code; tasks import the files on disk: "
                 f"{_some(self._compiled)}."
             )
         if elsewhere := [f"{name} ({path})" for name, path in self.where.elsewhere.items()]:
             found.append(
-                f"What the code imports from folders that are not bound into the image is imported as the image has "
-                f"it, if it does: {_some(elsewhere)}. Put it beside the run file, or install it in the image."
+                f"The code imports from folders that are not bound into the image; tasks import the image's versions, "
+                f"if any: {_some(elsewhere)}. Put them beside the run file, or install them in the image."
             )
         return found
 
     def follow(self) -> tuple[SourceFile, ...]:
-        """The files, when all that they import has been taken as well."""
+        """Follow all imports, and return the files."""
         sources: dict[str, tuple[bytes, str]] = {}
         while self._todo:
-            # What is needed first: whether a file is, must be known before it is read.
+            # Needed files first: whether a file is needed must be known when it is read.
             found = self._todo.pop(next((i for i, each in enumerate(self._todo) if each.needed), 0))
             if found.path in sources or found.top in self._dropped:
                 continue
@@ -169,22 +169,22 @@ class _Tracer:
             except (SyntaxError, ValueError, RecursionError) as error:
                 if found.needed and not isinstance(error, RecursionError):
                     raise _not_python(found.path, error) from error
-                # It may be for another Python than this one.
+                # It may be for another version of Python.
                 sources[found.path] = source, hashlib.sha256(source).hexdigest()[:DIGITS]
                 continue
             except OSError as error:
                 if found.needed:
                     raise SlurmGPUError(
                         f"{found.path}, which the workload imports, cannot be read: {error.strerror}. "
-                        f"Put it right there, and submit again."
+                        f"Make it readable, and submit again."
                     ) from error
-                self._left_out.append(f"{found.path} cannot be read, and is imported as it is then: {error.strerror}.")
+                self._left_out.append(f"{found.path} cannot be read and is not in the snapshot: {error.strerror}.")
                 continue
             sources[found.path] = source, tree_digest(source, found.path)
             try:
                 self._follow_imports(found, tree)
             except RecursionError:  # an expression of a thousand operators
-                self._left_out.append(f"What {found.path} imports is not known: it is nested too deeply.")
+                self._left_out.append(f"The imports of {found.path} are unknown: it is nested too deeply.")
         taken = [found for path, found in sorted(self._files.items()) if path in sources]
         kept = [found for found in taken if found.top not in self._dropped]
         return tuple(
@@ -210,17 +210,17 @@ class _Tracer:
             self.add_module(name, needed=found.needed and always)
             if found.needed and always and name in imports.modules and (path := self.where.vanished(name)):
                 raise SlurmGPUError(
-                    f"{found.path} imports {name}, and its file {path} is not there any more. Put it back, or compute "
+                    f"{found.path} imports {name}, whose file {path} no longer exists. Put it back, or compute "
                     f"with the snapshot of the last submission: --code former."
                 )
         below = set(imports.below)
         if imports.made_up and package:
-            # Which of its modules it imports is known only when it runs.
+            # Any module of the package may be imported at run time.
             below.add(package.partition(".")[0])
         elif imports.made_up:
             self._left_out.append(
-                f"{found.path}, line {imports.made_up}, imports by a name that is made up as it runs: what it imports "
-                f"there alone is not in the snapshot of the code, and is imported as it is then."
+                f"{found.path}, line {imports.made_up}, imports by a name that is computed at run time: such a module "
+                f"is not in the snapshot of the code, and tasks import the file on disk."
             )
         for name in sorted(name for each in below for name in self._modules_below(each)):
             self.add_module(name, needed=False)
@@ -238,14 +238,14 @@ class _Tracer:
                 self._dropped.add(top)
                 self.where.give_up(top)
                 self._left_out.append(
-                    f"{top} has more than {MANY_FILES:,} modules: they are imported as they are then."
+                    f"{top} has more than {MANY_FILES:,} modules: they are not in the snapshot of the code."
                 )
         found.needed |= needed
         if module is not None and module not in found.modules:
             found.modules.append(module)
 
     def _name(self, path: str, top: str | None, module: str | None) -> str:
-        """What a file is called in the snapshot: its path below the run file's folder, or below its package's."""
+        """The name of a file in the snapshot: its path below the run file's folder or below its package's."""
         where = Path(path)
         if where.is_relative_to(self._base):
             name = str(where.relative_to(self._base))
@@ -272,27 +272,27 @@ class _Tracer:
 
 
 class _Imports(ast.NodeVisitor):
-    """The modules that a file names in its imports, and whether each of them is imported under no condition."""
+    """The modules that a file imports, and whether each is imported unconditionally."""
 
     def __init__(self, package: str | None) -> None:
         self.names: list[tuple[str, bool]] = []
         self.modules: set[str] = set()
-        """Those of the names that can be nothing but modules."""
+        """The names that must be modules."""
         self.below: set[str] = set()
-        """Packages of which it imports modules by names that are made up as it runs."""
+        """Packages from which it imports modules by names computed at run time."""
         self.made_up = 0
-        """The line where it imports by a name of which nothing can be told."""
+        """The line of an import by an unknown name."""
         self._package = package
         self._depth = 0
 
     def visit_Try(self, node: ast.Try) -> None:
-        """Go deeper: what is tried may fail."""
+        """Imports within `try` may fail."""
         self._depth += 1
         self.generic_visit(node)
         self._depth -= 1
 
     def visit_If(self, node: ast.If) -> None:
-        """Leave out what is imported for type checkers alone."""
+        """Skip imports for type checkers."""
         test = node.test
         name = test.attr if isinstance(test, ast.Attribute) else test.id if isinstance(test, ast.Name) else ""
         self._depth += 1
@@ -342,7 +342,7 @@ class _Imports(ast.NodeVisitor):
 
 
 def _beginning(node: ast.expr) -> tuple[str, bool]:
-    """What the text of an expression is known to begin with, and whether that is all of it."""
+    """The known beginning of a text expression, and whether that is the whole text."""
     match node:
         case ast.Constant(value=str(text)):
             return text, True
@@ -359,7 +359,6 @@ def _beginning(node: ast.expr) -> tuple[str, bool]:
 
 
 def _some(names: Iterable[str]) -> str:
-    """Some of these names, and how many more there are."""
     names = sorted(names)
     more = f" and {len(names) - MANY_NAMED} more" if len(names) > MANY_NAMED else ""
     return ", ".join(names[:MANY_NAMED]) + more
@@ -371,7 +370,7 @@ def _not_python(path: str, error: Exception) -> SlurmGPUError:
 
 
 def _versions(names: Iterable[str]) -> dict[str, str]:
-    """The versions of the distributions that these packages come from, and of slurmgpu."""
+    """The versions of these packages' distributions and of slurmgpu."""
     found = {"slurmgpu": __version__}
     unknown = set()
     for name in names:
@@ -380,7 +379,7 @@ def _versions(names: Iterable[str]) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             if name not in PACKAGES:
                 unknown.add(name)
-    # Which one has `yaml` is known only from all of them.
+    # A package such as `yaml` may have a distribution of another name.
     of_packages = importlib.metadata.packages_distributions() if unknown else {}
     for name in unknown:
         for distribution in of_packages.get(name, ()):

@@ -1,4 +1,4 @@
-"""Stretches: which code has computed which rows. Standard library only: `status` tells it."""
+"""Which code computed which rows, as stretches of items. Standard library only: `status` shows it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from slurmgpu.code.snapshots import short
 
 
 class RowsByCode(TypedDict):
-    """How many rows are by a code, in the JSON of reports and status; None where that is not known."""
+    """The number of rows by a version of the code, in the JSON of reports and status; None is unknown."""
 
     digest: str | None
     items: int
 
 
 class Stretch(NamedTuple):
-    """The items from `start` to `stop` - 1 have rows by the code of this digest; None where that is not known."""
+    """The rows of items `start` to `stop` - 1 are by the code of this digest; None is unknown."""
 
     start: int
     stop: int
@@ -26,7 +26,7 @@ class Stretch(NamedTuple):
 
 
 def stretches_of(made_by: Mapping[str, Any], start: int, stop: int) -> list[Stretch]:
-    """Whose the rows of a shard are, from what its file says of its makers."""
+    """The stretches of a shard, from its file's record of its makers."""
     whole = Stretch(start, stop, made_by.get("code"))
     if not made_by.get("revisions"):
         return [whole]
@@ -39,7 +39,7 @@ def stretches_of(made_by: Mapping[str, Any], start: int, stop: int) -> list[Stre
 
 
 def compact(stretches: Iterable[Stretch]) -> list[Stretch]:
-    """The same, with those that lie side by side and are by the same code as one."""
+    """The stretches, with adjacent ones by the same code merged."""
     found: list[Stretch] = []
     for start, stop, digest in stretches:
         if found and found[-1].stop == start and found[-1].digest == digest:
@@ -50,13 +50,13 @@ def compact(stretches: Iterable[Stretch]) -> list[Stretch]:
 
 
 def within(stretches: Iterable[Stretch], start: int, stop: int) -> list[Stretch]:
-    """The parts of stretches that lie between two items."""
+    """The parts of stretches between two items."""
     cut = (Stretch(max(start, each.start), min(stop, each.stop), each.digest) for each in stretches)
     return [each for each in cut if each.start < each.stop]
 
 
 def makers_of(stretches: Sequence[Stretch]) -> dict[str, Any]:
-    """What a file says of its makers so that `stretches_of` finds these: of its code alone."""
+    """The record of makers from which `stretches_of` returns these stretches."""
     digests = {each.digest for each in stretches}
     if len(digests) == 1:
         return {"code": digests.pop()}
@@ -69,7 +69,7 @@ def makers_of(stretches: Sequence[Stretch]) -> dict[str, Any]:
 
 
 def rows_by_code(stretches: Iterable[Stretch]) -> dict[str | None, int]:
-    """How many rows are by each code; that of the first row comes first."""
+    """The number of rows by each version of the code, that of the first row first."""
     found: Counter[str | None] = Counter()
     for start, stop, digest in stretches:
         found[digest] += stop - start
@@ -77,11 +77,11 @@ def rows_by_code(stretches: Iterable[Stretch]) -> dict[str | None, int]:
 
 
 def in_words(versions: Sequence[RowsByCode]) -> str:
-    """How many rows are whose, from the report's `code`: "1,920 rows by 9f2c, 80 by 77ab"."""
+    """The numbers of rows by code as `1,920 rows by 9f2c, 80 by 77ab`."""
     digests = [version["digest"] for version in versions if version["digest"]]
     parts: list[str] = []
     for version in versions:
         word = "" if parts else " row" if version["items"] == 1 else " rows"
-        by = short(version["digest"], digests) if version["digest"] else "code that is not known"
+        by = short(version["digest"], digests) if version["digest"] else "unknown code"
         parts.append(f"{version['items']:,}{word} by {by}")
     return ", ".join(parts)

@@ -21,6 +21,9 @@ SQUASHFS = "-comp zstd -all-root"
 """zstd: smaller and faster to read than gzip. Owned by root: normal users cannot unpack an image with other owners, to
 build another one on top of it."""
 
+NEEDLESS = re.compile(r"mksquashfs output|Non-gzip|Build complete|default remote")
+"""Lines of a build that say nothing about its progress."""
+
 QUOTE = '"'
 CSV_SPECIAL = frozenset(',"\r\n')
 
@@ -112,6 +115,11 @@ class Apptainer(Runtime):
         for name, value in (given | dict(arguments)).items():
             command += ["--build-arg", f"{name}={value}"]
         return [*command, str(target), str(recipe)]
+
+    def read_build_line(self, line: str) -> tuple[str, bool] | None:
+        """Its own lines begin with INFO and are the steps; the others come from the definition's script."""
+        step = line.removeprefix("INFO:")
+        return None if NEEDLESS.search(line) or not line.strip() else (step.strip(), step != line)
 
 
 class SingularityCE(Apptainer):

@@ -146,6 +146,10 @@ class Runtime(ABC):
         """
         raise NotImplementedError
 
+    def read_build_line(self, line: str) -> tuple[str, bool] | None:
+        """What to show of a line of a build's output, and whether it is a step of the build; None to show nothing."""
+        return (line, False) if line.strip() else None
+
     def why_build_failed(self, said: str) -> str | None:
         """Why a build failed, by its output; its last message, or None, if the cause is not known."""
         return None

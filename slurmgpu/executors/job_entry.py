@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.executors.registry import executor_named
-from slurmgpu.logs import log_to_stderr
 from slurmgpu.run import owners
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import blaming
@@ -26,6 +25,7 @@ from slurmgpu.task.nodes import node_rank
 from slurmgpu.task.supervisor import Task
 from slurmgpu.task.worker_process import EXIT_STOPPED
 from slurmgpu.util import early_signals, gpus
+from slurmgpu.util.logging import log_to_stderr
 
 log = logging.getLogger(__name__)
 

@@ -11,13 +11,13 @@ from dataclasses import replace
 from slurmgpu.code import snapshots
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.resubmission import first_submission
-from slurmgpu.logs import LogFormatter
 from slurmgpu.plan.run_file import merge_tables
 from slurmgpu.run.directory import Run
 from slurmgpu.run.lock import run_lock
 from slurmgpu.run.submissions import Submission, SubmissionLine
 from slurmgpu.slurm.own_job import OwnJob
 from slurmgpu.util import gpus
+from slurmgpu.util.logging import LogFormatter
 
 log = logging.getLogger(__name__)
 

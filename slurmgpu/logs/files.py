@@ -1,4 +1,4 @@
-"""Which log files belong to which attempt, and to the merge."""
+"""The log files of attempts and merges."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from slurmgpu.run.submissions import SubmissionLine, job_here, slots_of
 from slurmgpu.util.shared_files import exists, list_names
 
 UNKNOWN = "unknown"
-"""The state of an attempt of which there is a log, and no record that can be read."""
+"""The state of an attempt with a log but without a readable record."""
 
 
 @dataclass(frozen=True)
 class LogFile:
-    """A log file, and who wrote it: `worker`, `task`, `merge`; `.out` behind it is what was printed by Submitit.
+    """A log file and its source: `worker`, `task` or `merge`, with `.node1` and so on for a task's other nodes.
 
-    Those of a task's other nodes have `.node1` and so on behind them.
+    `.out` at the end is Submitit's file of standard output.
     """
 
     path: Path
@@ -28,15 +28,12 @@ class LogFile:
 
     @property
     def is_worker(self) -> bool:
-        """Whether workers wrote it, perhaps in an image."""
+        """Whether it is a worker's."""
         return self.source.startswith("worker")
 
 
 def attempts_with_logs(run: Run) -> list[Record]:
-    """Every attempt's record; and what little is known of those that wrote to a log, and whose record is left out.
-
-    Also of tasks that died before they wrote one.
-    """
+    """Every attempt's record, also for attempts that have a log but no readable record."""
     recorded, left_out = run.read_attempts()
     records = list(recorded)
     restarts: dict[str, list[int]] = {f"{record['job']}_{record['task']}": [] for record in records}
@@ -64,10 +61,7 @@ def _logged_tasks(line: SubmissionLine, names: Sequence[str]) -> Iterator[tuple[
 
 
 def files_of(run: Run, record: Record, submissions: Sequence[SubmissionLine] | None = None) -> list[LogFile]:
-    """The log files of an attempt that there are: its task's, by Submitit's naming, then its workers'.
-
-    A task that was requeued goes on in the same files.
-    """
+    """The existing log files of an attempt: its task's, which a requeued task continues, then its workers'."""
     job, task, n_nodes = record["job"], record["task"], record["n_nodes"]
     stems = [(f"{name}_{rank}", rank) for rank in range(n_nodes) for name in (f"{job}_{task}", job)]
     if job == job_here(record["executor"], record["submission"]):
@@ -89,8 +83,8 @@ def _of_node(rank: int) -> str:
 
 
 def merge_files(run: Run) -> list[LogFile]:
-    """What the merge jobs wrote, in the order of the submissions; none where the command itself merged."""
-    # One that was submitted by hand may wait for several submissions.
+    """The logs of the merge jobs, by submission; none if the command itself merged."""
+    # A merge that was submitted by hand may belong to several submissions.
     jobs = dict.fromkeys(line["merge_job"] for line in run.submissions() if line.get("merge_job"))
     names = [(f"{job}_0_log.{end}", "merge.out" if end == "out" else "merge") for job in jobs for end in ("out", "err")]
     return [LogFile(run.logs / name, source) for name, source in names if exists(run.logs / name)]

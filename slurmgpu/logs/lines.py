@@ -1,4 +1,4 @@
-"""Lines of log files with their times, merged over files; a file may be of any size, and is never read whole."""
+"""Lines of log files with their times, merged over files. Files may be of any size and are never read whole."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from slurmgpu.util.shared_files import open_file
 log = logging.getLogger(__name__)
 
 NEAR_BYTES = (BLOCK_BYTES, 1 << 20)
-"""A line's time is that of the last one before it with a time, which is looked for so far, and then so far."""
+"""An undated line has the time of the last dated line before it, searched within these distances."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 
 
 class Line(NamedTuple):
-    """A line: its time in seconds since the epoch, its own if it `is_dated`, else that of the line before it.
+    """A line: its time since the epoch, its own if it `is_dated`, else that of the line before it.
 
-    In `text` the only control characters are those of colours; `offset` is where the line begins in its file, `end`
-    where the next one does.
+    `text` has no control characters except for colours; `offset` and `end` are its range of bytes in the file.
     """
 
     time: float
@@ -46,14 +45,14 @@ def merged(
     starts: Mapping[Path, int] | None = None,
     stops: Mapping[Path, int] | None = None,
 ) -> Iterator[Line]:
-    """The lines of several files in the order of their times, read as they are asked for.
+    """The lines of several files ordered by time, read lazily.
 
-    `starts` and `stops` are where to begin and to end in files, in bytes. `since` is when their writer began: times of
-    more than a day before it are taken for part of the text.
+    `starts` and `stops` are ranges of bytes. `since` is the start of their writer: times more than a day earlier are
+    taken for text.
     """
     files, starts, stops = list(files), starts or {}, stops or {}
     zones = {file: zone_of(file.path) for file in files}
-    # Submitit's own lines do not say their zone; those of the task beside them do.
+    # Submitit's own lines lack the zone; those of the task beside them have it.
     usual = next((zone for file, zone in zones.items() if zone is not None and not file.is_worker), None)
     readers = []
     for file, zone in zones.items():
@@ -66,9 +65,9 @@ def merged(
 def read_lines(
     file: LogFile, start: int = 0, stop: int | None = None, *, since: float = 0.0, zone: float | None = None
 ) -> Iterator[Line]:
-    """The lines of one file from `start`, where a line begins, to `stop`; none if it cannot be read.
+    """The lines of a file from `start`, the beginning of a line, to `stop`; none if it cannot be read.
 
-    `zone` is the offset from UTC, in seconds, of times that do not say it; None for that of this process.
+    `zone` is the offset from UTC in seconds for times without one; None for that of this process.
     """
     try:
         with open_file(file.path) as stream:
@@ -92,7 +91,7 @@ def read_lines(
 
 
 def _time_before(stream: BinaryIO, offset: int, clock: Clock) -> float | None:
-    """The time of the last dated line before an offset, if there is one not far before it."""
+    """The time of the last dated line not far before an offset, if there is one."""
     for size in NEAR_BYTES:
         begin = max(0, offset - size)
         stream.seek(begin)
@@ -104,18 +103,15 @@ def _time_before(stream: BinaryIO, offset: int, clock: Clock) -> float | None:
 
 
 def text_of(raw: bytes) -> str:
-    """A line as a terminal would show it in the end: what was written over is gone, and so is all but colours."""
+    """A line as a terminal finally shows it: without overwritten text, and with no control characters but colours."""
     text = raw.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2]
     if not _CONTROL.search(text):
         return text
     text = ESCAPES.sub(lambda match: match[0] if _COLOUR.fullmatch(match[0]) else "", text)
-    return "".join(part if number % 2 else _CONTROL.sub("", part) for number, part in enumerate(_split_colours(text)))
-
-
-def _split_colours(text: str) -> list[str]:
-    return re.split(f"({_COLOUR.pattern})", text)
+    parts = re.split(f"({_COLOUR.pattern})", text)
+    return "".join(part if number % 2 else _CONTROL.sub("", part) for number, part in enumerate(parts))
 
 
 def without_colours(text: str) -> str:
-    """A line's text with no control characters at all."""
+    """A line's text without colours."""
     return _COLOUR.sub("", text)

@@ -1,4 +1,4 @@
-"""Where in a log file lines of a number, of a time, or with some bytes are: a file may be of any size."""
+"""Positions in log files of any size: by line number, by time, and by content."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from slurmgpu.logs.times import BLOCK_BYTES, Clock, zone_of
 from slurmgpu.util.shared_files import open_file
 
 LINE_BYTES = 1 << 16
-"""A longer line is cut: a progress bar may write megabytes without an end of line."""
+"""Longer lines are cut: a progress bar may write megabytes without a newline."""
 TAIL_BYTES = 1 << 22
-"""No tail of a file is longer than this, however few lines that is."""
+"""The longest tail of a file, however few lines that is."""
 SEARCH_BYTES = 1 << 20
-"""So much is read at once where all of a part must be looked through."""
+"""The block size for searches by content."""
 FIRST_BYTES, PROBE_BYTES = 1 << 13, 1 << 17
-"""So much is read for the next line with a time, and then so much more at once."""
+"""The first and the later block sizes when searching for a dated line."""
 STAMP_BYTES = 200
-"""What is read beyond, so that a time that begins in there is in there as a whole."""
+"""Bytes read beyond a block, for a time that begins at its end."""
 HOLE_BYTES = 1 << 25
-"""A stretch without times that is longer is not read from end to end: where it begins and ends is found by probes."""
+"""The ends of a longer stretch without times are found by probing."""
 MAX_HOLES = 8
-"""Of a file with more such stretches it is only known roughly where a time begins."""
+"""With more such stretches, positions by time are approximate."""
 DAY_S = 86_400.0
 MAX_COUNTED = 64
 
@@ -38,7 +38,7 @@ _counted: dict[Path, tuple[int, list[tuple[int, int]]]] = {}
 
 @contextlib.contextmanager
 def search_until(deadline: float) -> Iterator[None]:
-    """Within it, whatever looks through much of a file gives up at this moment of time.monotonic()."""
+    """Make searches of large files give up at this time of time.monotonic()."""
     token = _deadline.set(deadline)
     try:
         yield
@@ -54,7 +54,7 @@ def _is_late() -> bool:
 
 
 def tail_start(path: Path, n_lines: int, stop: int | None = None) -> int:
-    """Where the last `n_lines` lines of a file begin, or of its part before `stop`; from its end alone."""
+    """The offset of the last `n_lines` lines of a file, or of its part before `stop`; reads only the end."""
     with contextlib.suppress(OSError), open_file(path) as file:
         end = file.seek(0, os.SEEK_END)
         begin = end = end if stop is None else min(stop, end)
@@ -78,9 +78,9 @@ def tail_start(path: Path, n_lines: int, stop: int | None = None) -> int:
 
 
 def last_end(path: Path, stop: int | None = None) -> int:
-    """Where the last whole line of a file, or of its part before `stop`, ends; 0 if it cannot be read.
+    """The end of the last complete line of a file, or of its part before `stop`; 0 if it cannot be read.
 
-    A line that is too long to wait for counts as whole.
+    A line longer than LINE_BYTES counts as complete.
     """
     with contextlib.suppress(OSError), open_file(path) as file:
         size = file.seek(0, os.SEEK_END)
@@ -93,10 +93,7 @@ def last_end(path: Path, stop: int | None = None) -> int:
 
 
 def line_number(path: Path, offset: int) -> int:
-    """The number of the line that begins at an offset, from 1; 0 if there is no time to count.
-
-    What was counted is kept in mind: a file only grows.
-    """
+    """The number of the line that begins at an offset, from 1; 0 if time was up. Counts are cached: files only grow."""
     with contextlib.suppress(OSError), open_file(path) as file:
         inode, known = _counted.get(path, (0, []))
         about = os.fstat(file.fileno())
@@ -122,10 +119,10 @@ def line_number(path: Path, offset: int) -> int:
 
 
 def time_start(path: Path, when: float, zone: float | None = None, *, since: float = 0.0, start: int = 0) -> int:
-    """Where the first line from `when` on begins, at `start` or behind it; the file's size if there is none.
+    """The offset of the first line from the time `when` on, not before `start`; the file's size if there is none.
 
-    It is found by halving, also around long stretches without times. `since` is when the writer began: times of more
-    than a day before are part of the text.
+    Uses bisection, also around long stretches without times. `since` is the start of the writer: times more than a day
+    earlier are taken for text.
     """
     clock = Clock(zone_of(path) if zone is None else zone, since - DAY_S)
     with contextlib.suppress(OSError), open_file(path) as file:
@@ -135,7 +132,7 @@ def time_start(path: Path, when: float, zone: float | None = None, *, since: flo
 
 
 def _time_start(file: BinaryIO, when: float, clock: Clock, low: int, end: int) -> int:
-    """Between `low` and `high` begins the first line from `when` on, or it is `answer`."""
+    # Invariant: the line begins between `low` and `high`, or at `answer`.
     high = answer = end
     n_holes = 0
     while high - low > BLOCK_BYTES:
@@ -156,7 +153,7 @@ def _time_start(file: BinaryIO, when: float, clock: Clock, low: int, end: int) -
 
 
 def _behind_hole(file: BinaryIO, start: int, high: int, clock: Clock) -> tuple[int, float] | None:
-    """Offset and time of the first dated line behind a place without; it is looked for in steps that grow."""
+    """Offset and time of the first dated line after an undated stretch, found in growing steps."""
     found, step = None, PROBE_BYTES
     while high - start > BLOCK_BYTES:
         place = start + step if found is None and start + step < high else (start + high) // 2
@@ -169,7 +166,7 @@ def _behind_hole(file: BinaryIO, start: int, high: int, clock: Clock) -> tuple[i
 
 
 def _before_hole(file: BinaryIO, low: int, stop: int, clock: Clock) -> int:
-    """Where the stretch without times begins that `stop` is in; it is looked for in steps that grow."""
+    """The beginning of the undated stretch around `stop`, found in growing steps."""
     is_found, step = False, PROBE_BYTES
     while stop - low > BLOCK_BYTES:
         place = stop - step if not is_found and stop - step > low else (low + stop) // 2
@@ -184,7 +181,7 @@ def _before_hole(file: BinaryIO, low: int, stop: int, clock: Clock) -> int:
 def _first_dated(
     file: BinaryIO, start: int, stop: int, clock: Clock, when: float = 0.0, *, max_bytes: int = PROBE_BYTES
 ) -> tuple[int, float] | None:
-    """Offset and time of the first line with a time, from `when` on, that begins not far behind `start`."""
+    """Offset and time of the first dated line from `when` on that begins not far after `start`."""
     begin, head = (start - 1, b"") if start else (0, b"\n")
     size = FIRST_BYTES
     while begin < min(stop, start + max_bytes) and not _is_late():
@@ -204,7 +201,7 @@ def _first_dated(
 
 
 def places_of(path: Path, words: bytes, start: int, stop: int, *, backwards: bool = False) -> Iterator[int]:
-    """Where in a part of a file these bytes are, the first or the last first; none any more when it is late."""
+    """The positions of some bytes in a part of a file, forwards or backwards, until time is up."""
     more = len(words) - 1
     with contextlib.suppress(OSError), open_file(path) as file:
         begins = range(start, stop, SEARCH_BYTES)
@@ -220,21 +217,21 @@ def places_of(path: Path, words: bytes, start: int, stop: int, *, backwards: boo
 
 
 def behind_hole(stream: BinaryIO, raw: bytes, offset: int) -> int:
-    """Where to go on behind `raw`, which was read up to `offset`: after zeros, where the next byte was written.
+    """Where to continue after `raw`, which ended at `offset`: after zeros, at the file's next data.
 
-    A file that was cut longer, by accident or by somebody else, would be read for hours.
+    A file that was extended by accident would be read for hours.
     """
     if len(raw) < LINE_BYTES or raw.strip(b"\0"):
         return offset
     try:
         return max(offset, os.lseek(stream.fileno(), offset, os.SEEK_DATA))
     except OSError as error:
-        # No more data; or a file system that cannot tell.
+        # ENXIO: no more data; else the file system does not support SEEK_DATA.
         return os.fstat(stream.fileno()).st_size if error.errno == errno.ENXIO else offset
 
 
 def line_around(path: Path, offset: int) -> tuple[int, bytes]:
-    """The line that an offset is in, and where it begins; of a long one, or one written over, the part around it."""
+    """The line around an offset and its beginning; only a part of a long or overwritten line."""
     with contextlib.suppress(OSError), open_file(path) as file:
         begin = max(0, offset - LINE_BYTES)
         file.seek(begin)

@@ -1,4 +1,4 @@
-"""The times that lines of logs begin with, as most loggers write them."""
+"""Times at the beginning of log lines, in the formats of most loggers."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ BLOCK_BYTES = 1 << 16
 
 _STAMP = rb"(\d{4})-(\d\d)-(\d\d)[T ](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,6}))?(?: ?(Z|[+-]\d\d:?\d\d))?"
 _DATED = re.compile(rb"(?:\[?|submitit [A-Z]{1,16} \()" + _STAMP)
-"""A time at a line's beginning; or in brackets behind its name and the level, as Submitit writes it."""
+"""A time at the beginning of a line, or in parentheses after Submitit's name and level."""
 _BEGUN = re.compile(rb"\n" + _DATED.pattern)
 
 
 class Clock:
-    """Reads times off lines; one that says its offset from UTC tells that of the lines after it that do not."""
+    """Reads times of lines; an offset from UTC applies also to later lines without one."""
 
     def __init__(self, zone: float | None, earliest: float = 0.0, latest: float = float("inf")) -> None:
         self.zone, self._earliest, self._latest = zone, earliest, latest
 
     def read(self, raw: bytes) -> float | None:
-        """The time that a line begins with, in seconds since the epoch."""
+        """The time at the beginning of a line, in seconds since the epoch."""
         match = _DATED.match(raw)
         return None if match is None else self._told(match)
 
     def read_all(self, block: bytes) -> Iterator[tuple[int, float]]:
-        """Where in a part of a file dated lines begin, behind an end of line, and their times."""
+        """Positions and times of the dated lines after each newline in a block."""
         for match in _BEGUN.finditer(block):
             if (told := self._told(match)) is not None:
                 yield match.start() + 1, told
@@ -41,9 +41,10 @@ class Clock:
             naive = datetime(year, month, day, hour, minute, second, int((fraction or b"0").ljust(6, b"0")))
             if offset is not None:
                 self.zone = _seconds(offset)
-            told = naive.timestamp() if self.zone is None else _at(naive, self.zone)
+            zone = None if self.zone is None else timezone(timedelta(seconds=self.zone))
+            told = naive.replace(tzinfo=zone).timestamp()
         except (ValueError, OverflowError):
-            return None  # the 31st of February, in somebody's text
+            return None  # such as the 31st of February
         return told if self._earliest <= told <= self._latest else None
 
 
@@ -53,12 +54,8 @@ def _seconds(offset: bytes) -> float:
     return (-1 if offset[:1] == b"-" else 1) * (int(offset[1:3]) * 3600.0 + int(offset[-2:]) * 60.0)
 
 
-def _at(naive: datetime, zone: float) -> float:
-    return naive.replace(tzinfo=timezone(timedelta(seconds=zone))).timestamp()
-
-
 def zone_of(path: Path) -> float | None:
-    """The offset from UTC, in seconds, that a file's first lines say; None if they do not."""
+    """The offset from UTC in seconds in a file's first lines; None without one."""
     clock = Clock(None)
     try:
         with open_file(path) as file:

@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from slurmgpu.code.versions import Stretch, compact, stretches_of
-from slurmgpu.report.joined import Errors, Joined
+from slurmgpu.report.build import Errors, Joined
 from slurmgpu.run.lock import checked
 from slurmgpu.shards.columns import Column
 from slurmgpu.shards.hdf5_layout import Attributes, Skeleton, file_attributes, make_skeleton, unplaced_regions

@@ -25,8 +25,7 @@ from slurmgpu.merge.former_rows import FormerRows
 from slurmgpu.merge.item_names import name_items
 from slurmgpu.merge.join import Source, join, verify_joined
 from slurmgpu.report.attempts import Lives
-from slurmgpu.report.build import Report, build_report, read_report, report_path
-from slurmgpu.report.joined import Errors, Joined
+from slurmgpu.report.build import Errors, Joined, Report, build_report, read_report, report_path
 from slurmgpu.run import owners
 from slurmgpu.run.crash_history import history_path
 from slurmgpu.run.directory import Run

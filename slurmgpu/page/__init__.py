@@ -1,4 +1,4 @@
-"""The report as a page: one HTML file with everything in it, to read in any browser and to hand on.
+"""The report as a page: a single HTML file for any browser.
 
 May import: report, search, logs, run, code, util. matplotlib and jinja2, too.
 """
@@ -17,11 +17,11 @@ from slurmgpu.run.directory import Run
 from slurmgpu.util.atomic_files import write_bytes
 
 NEEDED = ("jinja2", "matplotlib")
-"""What draws the page: the extra `html`."""
+"""The packages that draw the page: the extra `html`."""
 
 
 def missing_packages() -> list[str]:
-    """The packages that a page needs and that are not installed."""
+    """The packages for pages that are not installed."""
     return [name for name in NEEDED if find_spec(name) is None]
 
 
@@ -31,9 +31,9 @@ def page_path(run: Run) -> Path:
 
 
 def write_page(run: Run, report: Report, path: Path, task: str | None = None) -> int:
-    """Write the page of a report to `path`, in one step; its size in bytes.
+    """Write the page of a report to `path` atomically, and return its size in bytes.
 
-    Of the lines of single tasks, those of `task` are shown first, if it has any.
+    The curves of `task` are selected first.
     """
     with _plain_matplotlib():
         from slurmgpu.page.page import render
@@ -45,8 +45,8 @@ def write_page(run: Run, report: Report, path: Path, task: str | None = None) ->
 
 @contextlib.contextmanager
 def _plain_matplotlib() -> Iterator[None]:
-    """Import matplotlib, and draw, without what a user's shell asks of it, and without its words on font caches."""
-    backend = os.environ.pop("MPLBACKEND", None)  # one that it does not know any more keeps it from being imported
+    """Use matplotlib without the user's backend and without its messages on font caches."""
+    backend = os.environ.pop("MPLBACKEND", None)  # an unknown one makes the import fail
     logger = logging.getLogger("matplotlib")
     level = logger.level
     logger.setLevel(logging.ERROR)

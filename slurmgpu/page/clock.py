@@ -1,4 +1,4 @@
-"""The time axis of all pictures: from the first submission on, without the days between two submissions."""
+"""The time axis of all pictures: from the first submission on, without long pauses between submissions."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ STEPS = (
     *(DAY * n for n in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)),
 )
 LONG_GAP = 0.2
-"""A pause of more than this share of all that is not a pause is cut out."""
+"""A pause longer than this share of the busy time is cut out."""
 CUT_WIDTH = 0.025
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Moments as places on an axis: `place` grows with time, by seconds, except where a pause was cut out.
+    """Maps times to places on an axis, in seconds without the pauses that were cut out.
 
-    `times` (since the epoch) lie at `places`, and all between two of them on the line between; `pieces` are the places
-    where something is drawn.
+    `times` (since the epoch) lie at `places`, with linear interpolation between them; `pieces` are the ranges of
+    places in which something is drawn.
     """
 
     begin: float
@@ -45,20 +45,20 @@ class Clock:
         return float(self.places[-1])
 
     def place(self, time: float | np.ndarray) -> np.ndarray:
-        """Where a moment lies."""
+        """The place of a time."""
         return np.asarray(np.interp(time, self.times, self.places))
 
     def time(self, place: float | np.ndarray) -> np.ndarray:
-        """The moment that lies at a place."""
+        """The time at a place."""
         return np.asarray(np.interp(place, self.places, self.times))
 
     @property
     def pauses(self) -> list[float]:
-        """How many seconds each pause lasted that was cut out."""
+        """The seconds of each pause that was cut out."""
         return [float(self.time(start) - self.time(stop)) for (_, stop), (start, _) in pairwise(self.pieces)]
 
     def draw(self, axes: Axes, n_ticks: int) -> None:
-        """Give axes this clock for their x axis, with about so many ticks, and marks where a pause was cut out."""
+        """Set the x axis, with about `n_ticks` ticks and bands where a pause was cut out."""
         axes.set_xlim(0, self.end)
         places, names = self._ticks(n_ticks)
         axes.xaxis.set_major_locator(FixedLocator(places))
@@ -82,7 +82,7 @@ class Clock:
 
 
 def make_clock(begin: float, spans: Iterable[tuple[float, float]]) -> Clock:
-    """The clock of what happened in these spans, from `begin` on."""
+    """The clock from `begin` on that covers these spans of time."""
     pieces: list[list[float]] = [[begin, begin]]
     for start, stop in sorted((max(start, begin), max(stop, begin)) for start, stop in spans):
         if start <= pieces[-1][1]:
@@ -96,7 +96,7 @@ def make_clock(begin: float, spans: Iterable[tuple[float, float]]) -> Clock:
             kept.append([start, stop])
         else:
             kept[-1][1] = stop
-    if kept[0][0] == kept[0][1] and len(kept) > 1:  # it waited so long for its first task that this was cut out
+    if kept[0][0] == kept[0][1] and len(kept) > 1:  # the wait for the first task was cut out
         kept[0][1] += 0.01 * busy
     if kept[-1][1] - kept[-1][0] <= 0:
         kept[-1][1] = kept[-1][0] + 1.0

@@ -1,4 +1,4 @@
-"""The lines of the logs that tell why items and attempts failed; a log that cannot be read costs its own lines."""
+"""Lines of the logs that explain failed items and attempts; a log that cannot be read is left out."""
 
 from __future__ import annotations
 
@@ -8,42 +8,37 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from slurmgpu.logs import search_until
+from slurmgpu.logs.places import search_until
 from slurmgpu.page.facts import Reason
 from slurmgpu.page.words import plain
 from slurmgpu.run.directory import Run
-from slurmgpu.search import (
-    Excerpt,
-    excerpt_of_attempt,
-    excerpt_of_death,
-    excerpt_of_item,
-    story_of_item,
-)
-from slurmgpu.search.remembering import Remembering, remembering
+from slurmgpu.search.cached_run import CachedRun, cached
+from slurmgpu.search.excerpts import Excerpt, excerpt_of_attempt, excerpt_of_death
+from slurmgpu.search.items import excerpt_of_item, story_of_item
 from slurmgpu.util.shared_files import list_names
 
 log = logging.getLogger(__name__)
 
-NOBODY = "no attempt is known to have had it"
-"""What a search says that found nothing."""
+NOBODY = "no attempt is known to have computed it"
+"""The text of a search without a result."""
 MAX_LINES = 30
 MAX_EXCERPTS = 20
-"""Of so many reasons for items, and for attempts, there is an excerpt."""
+"""The number of reasons with an excerpt, for items and for attempts."""
 MAX_CHARACTERS = 6000
 PATIENCE_S = 30.0
-"""How long logs are searched for a page, however large they are."""
+"""The time limit for searching logs."""
 
 
 def add_excerpts(run: Run, items: Sequence[Reason], attempts: Sequence[Reason], holes: Sequence[dict[str, Any]]) -> str:
-    """Give reasons what the logs say of the first of those who met them, and missing shards why they are missing.
+    """Add an excerpt of the logs to each reason, and the cause to each missing shard.
 
-    What it returns is a sentence on why there is nothing of the logs, where there are none.
+    Returns a sentence if the logs cannot be read, else an empty text.
     """
     try:
         list_names(run.logs)
     except OSError as error:
         return f"There are no lines of logs, as logs/ of the run directory cannot be read: {error.strerror}."
-    run = remembering(run)
+    run = cached(run)
     deadline = time.monotonic() + PATIENCE_S
     with search_until(deadline):
         for reason in items[:MAX_EXCERPTS]:
@@ -66,7 +61,7 @@ def _why_missing(run: Run, item: int) -> str:
     return "" if NOBODY in why else plain(why)
 
 
-def _of_attempt(run: Remembering, reason: Reason) -> Excerpt | None:
+def _of_attempt(run: CachedRun, reason: Reason) -> Excerpt | None:
     if reason.death is None:
         return excerpt_of_attempt(run, reason.first, MAX_LINES)
     record = run.logged.get(reason.first)

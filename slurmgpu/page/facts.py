@@ -1,4 +1,4 @@
-"""What the page says in words and numbers: figures, failures, what is missing, attempts."""
+"""Texts and numbers of the page: figures, failures, missing items, attempts."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from slurmgpu.page.spans import Life, begin_of, makers_of
 from slurmgpu.page.words import cut, moment, plain
 from slurmgpu.report.attempts import AttemptRow, node_of
 from slurmgpu.report.build import Report
-from slurmgpu.report.ledger import KINDS, energy_in_words, in_words, unit_of
+from slurmgpu.report.ledger import energy_in_words, in_words, unit_of
 from slurmgpu.run.failures import POLICIES
 from slurmgpu.run.records import Death, Usage
 from slurmgpu.util.amounts import duration, gigabytes
 
 MAX_ITEMS = 1000
-"""Failed items, and missing shards, that the page lists; of more it has the numbers and the first ones."""
+"""The most failed items and missing shards that the page lists."""
 MAX_REASONS = 30
-"""So many reasons are told in full."""
+"""The most reasons that the page lists."""
 MESSAGE_CHARACTERS = 240
 REASON_CHARACTERS = 4000
 MAX_NAMES = 8
@@ -37,7 +37,7 @@ class Figure:
 
 
 class Column(NamedTuple):
-    """A column of a table: its name, and whether it is of numbers."""
+    """A column of a table: its name, and whether it holds numbers."""
 
     name: str
     is_number: bool = False
@@ -45,9 +45,9 @@ class Column(NamedTuple):
 
 @dataclass
 class Reason:
-    """Why items or attempts failed: those that say the same, and what the log has of the first.
+    """A reason for failures: the items or attempts with the same message, and the log of the first.
 
-    `excerpt` is the log before, at and behind the line at `where`; `death` is that of the first, if a worker died.
+    `excerpt` is the log before, at and after the line at `where`; `death` is that of the first, if a worker died.
     """
 
     failure: str
@@ -67,7 +67,7 @@ Count = Literal["n_items", "n_rows", "n_errors", "n_missing_items"]
 
 
 def figures_of(report: Report, lives: Sequence[Life]) -> list[Figure]:
-    """The numbers that stand first."""
+    """The numbers at the top of the page."""
     n_failures = sum(report["failures"].values())
     ledger = report.get("ledger")
     has_gpus = ledger is None or ledger.get("unit") != "task-hours"
@@ -80,7 +80,7 @@ def figures_of(report: Report, lives: Sequence[Life]) -> list[Figure]:
         Figure("attempts", "attempts.length", len(report["attempts"]), f"{len(report['attempts']):,}"),
         Figure("attempts that failed", "failures.sum", n_failures, f"{n_failures:,}", n_failures > 0),
     ]
-    if ledger and has_gpus:  # gpu_hours is rounded: of a short run the page would have two totals
+    if ledger and has_gpus:  # gpu_hours is rounded, and would differ for a short run
         shown = in_words(ledger)
         figures.append(Figure(shown.unit, "ledger.allocated", ledger["allocated"], shown.texts["allocated"]))
     elif hours := report["gpu_hours"]:
@@ -101,7 +101,7 @@ def _count(report: Report, key: Count, name: str, *, alarm: bool = False) -> Fig
 
 
 def classes_of(report: Report) -> list[dict[str, Any]]:
-    """The failure classes that were met, in how many items, attempts and workers, and what each means."""
+    """The failure classes that occurred: counts of items, attempts and workers, and the meaning."""
     counts = [report["errors_by_class"], report["failures"], report["worker_deaths"]]
     return [
         {
@@ -115,11 +115,11 @@ def classes_of(report: Report) -> list[dict[str, Any]]:
 
 
 def item_reasons(report: Report) -> tuple[list[Reason], dict[int, Reason]]:
-    """Why items failed, the most frequent reason first; and which of them is that of an item, by its index."""
+    """The reasons of failed items, most frequent first; and the reason of each item, by index."""
     reasons: dict[tuple[str, str], Reason] = {}
     of_item = {}
     for item in report["errors"]:
-        # Numbers differ from item to item where the reason does not.
+        # Items with the same reason may have different numbers in their messages.
         key = (item["class"], re.sub(r"\d+", "#", item["message"][:MESSAGE_CHARACTERS]))
         reason = reasons.setdefault(key, Reason(item["class"], cut(item["message"], REASON_CHARACTERS)))
         reason.first = item["index"] if reason.first is None else reason.first
@@ -129,7 +129,7 @@ def item_reasons(report: Report) -> tuple[list[Reason], dict[int, Reason]]:
 
 
 def attempt_reasons(report: Report) -> list[Reason]:
-    """Why attempts ended badly, and why workers died, the most frequent reason first."""
+    """The reasons of failed attempts and worker deaths, most frequent first."""
     reasons: dict[tuple[str, str, bool], Reason] = {}
     for attempt in report["attempts"]:
         said: list[tuple[str, str, Death | None]] = []
@@ -148,7 +148,7 @@ def attempt_reasons(report: Report) -> list[Reason]:
 
 def _join(reason: Reason, who: str) -> None:
     reason.n += 1
-    if who in reason.who[-1:]:  # an attempt, of which several workers died
+    if who in reason.who[-1:]:  # several workers of an attempt died
         return
     if len(reason.who) < MAX_NAMES:
         reason.who.append(plain(who))
@@ -166,7 +166,7 @@ def _ranked(reasons: Mapping[Any, Reason]) -> list[Reason]:
 def failed_items(
     report: Report, lives: Sequence[Life], shard_items: int, of_item: Mapping[int, Reason]
 ) -> list[dict[str, Any]]:
-    """The failed items, the first of them, each with the attempt that computed it and its reason."""
+    """The first failed items, each with its attempt and its reason."""
     makers = makers_of(lives)
     return [
         {
@@ -181,18 +181,8 @@ def failed_items(
     ]
 
 
-def n_damaged(report: Report) -> int:
-    """How many shards are missing because the merge found them damaged."""
-    return sum(bool(hole["damaged"]) for hole in report["missing"])
-
-
-def faults_of(report: Report) -> str:
-    """The faults that were injected, if the run is a rehearsal."""
-    return ", ".join(dict.fromkeys(str(each) for line in report["submissions"] for each in line.get("inject") or ()))
-
-
 def holes_of(report: Report) -> list[dict[str, Any]]:
-    """The missing shards, the first of them; of a damaged one the report tells why it is missing."""
+    """The first missing shards; for a damaged one, the reason."""
     return [
         {
             "first": hole["shard"],
@@ -206,7 +196,7 @@ def holes_of(report: Report) -> list[dict[str, Any]]:
 
 
 def stretches_of(holes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Holes that lie side by side, and are there for the same reason, as one."""
+    """Holes, with adjacent ones of the same reason merged."""
     found: list[dict[str, Any]] = []
     for hole in holes:
         if found and found[-1]["last"] + 1 == hole["first"] and found[-1]["why"] == hole["why"]:
@@ -217,8 +207,8 @@ def stretches_of(holes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def attempts_table(report: Report) -> tuple[list[Column], list[list[str]]]:
-    """Every attempt in a row, and its columns: only those of which anything is known."""
-    hosts = [_host_memory(attempt) for attempt in report["attempts"]]
+    """The columns with known values, and a row for each attempt."""
+    hosts = [(attempt.get("usage") or {}).get("host_memory_peak_bytes") or 0 for attempt in report["attempts"]]
     zone = moment(report["written"]).rpartition(" ")[2]
     unit, size = ("GB", 1e9) if max(hosts, default=0) >= 1e9 else ("MB", 1e6)
     shown: list[tuple[Column, Callable[[AttemptRow, Usage], str]]] = [
@@ -226,7 +216,7 @@ def attempts_table(report: Report) -> tuple[list[Column], list[list[str]]]:
         (Column("node"), lambda a, u: node_of(a)),
         (Column(f"started, {zone}"), lambda a, u: moment(a["started"]).removesuffix(f" {zone}")),
         (Column("time", True), lambda a, u: duration(a["seconds"])),
-        (Column("GPUs", True), lambda a, u: f"{a['n_gpus'] * a['n_nodes']}"),
+        (Column("GPUs", True), lambda a, u: f"{a['n_gpus'] * a.get('n_nodes', 1)}"),
         (Column("shards", True), lambda a, u: f"{a['n_shards']:,}"),
         (Column("items", True), lambda a, u: f"{a['n_items']:,}"),
         (Column("failed", True), lambda a, u: f"{a['n_errors']:,}"),
@@ -242,21 +232,9 @@ def attempts_table(report: Report) -> tuple[list[Column], list[list[str]]]:
     rows = []
     for attempt in report["attempts"]:
         usage = attempt.get("usage") or {}
-        rows.append([_cell(show, attempt, usage) for _, show in shown])
+        rows.append([cut(show(attempt, usage), 80) for _, show in shown])
     known = [n for n in range(len(shown)) if n < 4 or any(row[n] not in ("–", "0", "") for row in rows)]
     return [shown[n][0] for n in known], [[row[n] for n in known] for row in rows]
-
-
-def _host_memory(attempt: AttemptRow) -> float:
-    size = (attempt.get("usage") or {}).get("host_memory_peak_bytes")
-    return float(size) if isinstance(size, int | float) else 0.0
-
-
-def _cell(show: Callable[[AttemptRow, Usage], str], attempt: AttemptRow, usage: Usage) -> str:
-    try:
-        return cut(show(attempt, usage), 80)
-    except (KeyError, TypeError, ValueError):
-        return "–"  # damaged, or of another version
 
 
 def _sized(n_bytes: int | None, unit: float) -> str:
@@ -269,5 +247,5 @@ def _whole(number: float | None) -> str:
 
 def _useful(attempt: AttemptRow) -> str:
     spent = attempt.get("spent") or {}
-    total = sum(value for key, value in spent.items() if key in KINDS)
+    total = sum(spent.values())
     return f"{spent['useful'] / total:.1%}" if total else "–"

@@ -1,4 +1,4 @@
-"""The page: what is in it, put together by the template beside this file."""
+"""The page: its content, filled into the template beside this file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from slurmgpu.page.svg import NARROW, WIDE, picture
 from slurmgpu.page.usage import chosen_tasks, draw_usage, read_usage
 from slurmgpu.page.words import cut, moment, plain
 from slurmgpu.report.attempts import in_task_order
-from slurmgpu.report.build import Report
+from slurmgpu.report.build import Report, faults_of
 from slurmgpu.report.ledger import KINDS, energy_in_words, in_words
 from slurmgpu.report.summaries import summary_of
 from slurmgpu.run.directory import Run
@@ -35,22 +35,22 @@ from slurmgpu.util.plurals import count_of
 log = logging.getLogger(__name__)
 
 RATES = ((1e5, "thousand items per second", 1e-3), (0.1, "items per second", 1.0), (0.0, "items per hour", 3600.0))
-"""From how many items per second on rates are told in which unit, and what one item per second is in it."""
+"""The least items per second for each unit of rates, the unit, and its factor."""
 MAX_ROWS, MAX_COLUMNS = 200, 20
-"""Of each table of the summary."""
+"""Limits for each table of the summary."""
 
 MEANINGS = {
     "useful": "shards that are in the result",
-    "loading": "workers that loaded the workload",
+    "loading": "workers loading the workload",
     "idle": "starting, ending, and waiting for others",
-    "lost": "work that died with its worker or its attempt, and shards that are there no more: damaged, or set aside",
+    "lost": "work lost with its worker or its attempt, and shards that were damaged or set aside",
     "repeated": "shards that were computed more than once",
 }
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A picture as it lies in the page: over the whole width, and for a phone, if that is another one."""
+    """A picture of the page: over the whole width, and a second one for phones."""
 
     wide: Markup
     narrow: Markup | None
@@ -81,8 +81,8 @@ def render(run: Run, report: Report, task: str | None = None) -> str:
         "failed_items": facts.failed_items(report, lives, run.plan.shard_items, of_item),
         "holes": facts.stretches_of(holes),
         "n_holes": len(holes),
-        "n_damaged": facts.n_damaged(report),
-        "faults": facts.faults_of(report),
+        "n_damaged": sum(bool(hole["damaged"]) for hole in report["missing"]),
+        "faults": faults_of(report),
         "columns": columns,
         "rows": rows,
         "damaged": [plain(name) for name in report.get("damaged_records") or ()],
@@ -112,7 +112,6 @@ def _template() -> jinja2.Template:
 
 
 def _pictures(run: Run, report: Report, lives: Sequence[Life], clock: Clock, task: str | None) -> dict[str, Any]:
-    """All pictures; one that cannot be drawn is left out."""
     drawn: dict[str, Any] = dict.fromkeys(("timeline", "throughput", "ledger_bar"))
     drawn |= {"usage": [], "tasks": {}, "damaged_samples": []}
     if lives:
@@ -151,7 +150,7 @@ def _about_timeline(lives: Sequence[Life], clock: Clock) -> str:
 
 
 def _about_pauses(clock: Clock) -> str:
-    """What the bands on the clock stand for; nothing where it has none."""
+    """The meaning of the bands on the time axis; empty without bands."""
     pauses = [duration(pause) for pause in sorted(clock.pauses)]
     if len(pauses) < 2:
         return "".join(f"a pause of {pause}, left out" for pause in pauses)
@@ -180,29 +179,26 @@ def _throughput(run: Run, lives: Sequence[Life], clock: Clock) -> Drawn | None:
 
 
 def _usage(run: Run, report: Report, lives: Sequence[Life], clock: Clock, task: str | None) -> dict[str, Any]:
-    """A picture for each quantity, the tasks that have lines of their own, and which files make no sense."""
+    """A picture for each quantity, the tasks with curves of their own, and the damaged files."""
     n_nodes = {a["attempt"]: a.get("n_nodes", 1) for a in report["attempts"]}
     usage = read_usage(run.folder, lives, n_nodes, clock, run.plan.sample_s)
     chosen = chosen_tasks(report, usage, task)
     pictures = []
     known = ((attempt.get("usage") or {}).get("gpu_memory_total_bytes") for attempt in report["attempts"])
-    sizes = {float(size) for size in known if isinstance(size, int | float) and size > 0}
+    sizes = {float(size) for size in known if size}
     for quantity in usage.known(sorted(sizes)):
         values = usage.of(quantity)
         sentence = f"{quantity.title} in {quantity.unit} of {count_of(len(set(usage.owners)), 'task')} over time, "
         sentence += f"mean {float(values[values == values].mean()):.3g}."
         svg = picture(f"usage-{quantity.key}", sentence, partial(draw_usage, usage, quantity, list(chosen), clock))
         title = f"{quantity.title}, {quantity.unit}{'; dashed: what a GPU has' if quantity.sizes else ''}"
-        pictures.append((title, Drawn(Markup(_first_shown(svg)), None, sentence)))
+        svg = re.sub(r'class="task (t-0)"', r'class="task \1 shown"', svg)  # the first task is selected
+        pictures.append((title, Drawn(Markup(svg), None, sentence)))
     return {"usage": pictures, "tasks": chosen, "damaged_samples": [plain(name) for name in usage.damaged]}
 
 
-def _first_shown(svg: str) -> str:
-    return re.sub(r'class="task (t-0)"', r'class="task \1 shown"', svg)
-
-
 def _ledger(report: Report) -> dict[str, Any] | None:
-    """The ledger in rows, with their share of all that was allocated."""
+    """The ledger in rows, with shares of the allocated hours."""
     ledger = report.get("ledger")
     if not ledger:
         return None

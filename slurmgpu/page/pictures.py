@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -19,19 +18,19 @@ from slurmgpu.page.svg import COLOURS, NARROW, RIGHT, figure
 MAX_HEIGHT = 1000
 ROW_HEIGHT = 18
 LABELLED_ROWS, LABELLED_ROWS_NARROW = 64, 50
-"""So many tasks have their names beside their rows; of more, every so manyth has."""
+"""The most tasks whose rows are all labelled; with more tasks only some are."""
 LEAST_LEFT = 56
-"""Pixels to the left of the axes at least: what rates need, and the names of some of many tasks."""
+"""The least pixels to the left of the axes: room for rates and names of tasks."""
 TICK_GAP = 1.5
-"""Ticks of shards that are less than this many pixels apart are drawn as one."""
+"""Ticks of shards that are closer, in pixels, are drawn as one."""
 N_BINS = 160
 PARTS = ("useful", "loading", "idle", "lost", "repeated")
 OF_SHARDS = ("useful", "repeated", "lost")
-"""What computations of shards are, from the bottom of the picture to its top."""
+"""Kinds of shard computations, from bottom to top."""
 
 
 def timeline(lives: Sequence[Life], clock: Clock, width: int) -> Figure:
-    """Every attempt as a bar, the attempts of one task in one row; ticks where a shard was published."""
+    """Every attempt as a bar, a row for each task, and a tick for each published shard."""
     rows = rows_of(lives)
     narrow = width <= NARROW
     height = min(MAX_HEIGHT * (0.6 if narrow else 1), max(60, ROW_HEIGHT * len(rows)))
@@ -48,21 +47,19 @@ def timeline(lives: Sequence[Life], clock: Clock, width: int) -> Figure:
     thickness = max(0.8, row * 0.72)
     scale = (width - left - RIGHT) / clock.end  # pixels for each second
     for state in STATES:
-        bars = [
-            (clock.place(start), clock.place(stop), number)
-            for number, (_, its) in enumerate(rows)
-            for life in its
-            for kind, start, stop in life.phases
-            if kind == state
-        ]
-        _bars(axes, bars, COLOURS[state], thickness, least=0.6 / scale)
+        points: list[tuple[float, float]] = []
+        for number, (_, its) in enumerate(rows):
+            for start, stop in ((start, stop) for life in its for kind, start, stop in life.phases if kind == state):
+                place = float(clock.place(start))
+                points += [(place, number), (max(float(clock.place(stop)), place + 0.6 / scale), number)]
+        _strokes(axes, points, COLOURS[state], thickness)
     _ticks(axes, rows, clock, scale, thickness / row)
     _ends(axes, rows, clock, max(4.0, min(thickness, 10)))
     return made
 
 
 def left_of(lives: Sequence[Life], width: int) -> float:
-    """Pixels to the left of the axes of what is drawn over the whole width, so that all begin at the same place."""
+    """Pixels to the left of the axes, the same for all pictures over the whole width."""
     rows = rows_of(lives)
     if _are_labelled(rows, width):
         names = [_row_name(task, its, width, _n_jobs(rows)) for task, its in rows]
@@ -76,7 +73,7 @@ def _are_labelled(rows: Sequence[tuple[str, list[Life]]], width: int) -> bool:
 
 
 def _n_jobs(rows: Sequence[tuple[str, list[Life]]]) -> int:
-    """How many submissions the tasks are of: where there are several, their numbers alone do not tell them apart."""
+    """The number of submissions; with several, task numbers alone are ambiguous."""
     return len({task.rpartition("_")[0] for task, _ in rows})
 
 
@@ -97,15 +94,8 @@ def _name_rows(axes: Axes, rows: Sequence[tuple[str, list[Life]]], width: int) -
         axes.yaxis.set_major_formatter(FuncFormatter(lambda at, _: names[int(at)] if 0 <= at < len(rows) else ""))
 
 
-def _bars(axes: Axes, bars: Iterable[tuple[Any, Any, int]], colour: str, thickness: float, least: float) -> None:
-    """One path for all bars: a patch for each would make a thousand tasks a megabyte."""
-    points: list[tuple[float, float]] = []
-    for start, stop, number in bars:
-        points += [(float(start), number), (max(float(stop), float(start) + least), number)]
-    _strokes(axes, points, colour, thickness)
-
-
 def _strokes(axes: Axes, points: Sequence[tuple[float, float]], colour: str, thickness: float, z: float = 2) -> None:
+    """Draw lines between pairs of points as one path: a patch for each would take a megabyte for a thousand tasks."""
     if points:
         outline = Outline(points, [Outline.MOVETO, Outline.LINETO] * (len(points) // 2))
         axes.add_patch(
@@ -125,7 +115,7 @@ def _ticks(axes: Axes, rows: Sequence[tuple[str, list[Life]]], clock: Clock, sca
 
 
 def _ends(axes: Axes, rows: Sequence[tuple[str, list[Life]]], clock: Clock, size: float) -> None:
-    """A mark where an attempt ended badly, a smaller one where a worker died and the attempt went on."""
+    """Mark failed ends of attempts, and with smaller marks worker deaths."""
     for kind, marker, share in (("deaths", "D", 0.65), ("failed", "X", 1.0)):
         found = [
             (float(clock.place(at)), number)
@@ -150,9 +140,9 @@ def _ends(axes: Axes, rows: Sequence[tuple[str, list[Life]]], clock: Clock, size
 def rates(
     lives: Sequence[Life], clock: Clock, shard_items: Mapping[int, int]
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Edges of bins on the clock, and by what became of their shards, items per second in each bin.
+    """Edges of time bins, and items per second in each bin by kind of shard computation.
 
-    The items of a shard are spread evenly over the time that it took.
+    The items of a shard are spread evenly over its time.
     """
     edges = np.linspace(0, clock.end, N_BINS + 1)
     found = {}
@@ -165,7 +155,7 @@ def rates(
 
 
 def _spread(edges: np.ndarray, starts: np.ndarray, stops: np.ndarray, amounts: np.ndarray) -> np.ndarray:
-    """Amounts for each second in bins; how much came before an edge is a sum of ramps."""
+    """Amounts per second in each bin; the amount before an edge is a sum of ramps."""
     speeds = amounts / (stops - starts)
     times = np.concatenate([starts, stops])
     order = np.argsort(times, kind="stable")
@@ -179,7 +169,7 @@ def _spread(edges: np.ndarray, starts: np.ndarray, stops: np.ndarray, amounts: n
 def throughput(
     edges: np.ndarray, rates_by_kind: Mapping[str, np.ndarray], clock: Clock, width: int, *, left: float, unit: str
 ) -> Figure:
-    """Rates over time in some unit, one kind on top of the other; `left` is that of the timeline."""
+    """Stacked rates over time in `unit`; `left` is the margin of the timeline."""
     made = figure(width, 206, left=left, right=RIGHT, top=24, bottom=30)
     axes = made.add_subplot()
     axes.set_title(unit, loc="left", color=COLOURS["muted"])
@@ -197,7 +187,7 @@ def throughput(
 
 
 def ledger_bar(parts: Mapping[str, float], width: int) -> Figure:
-    """One bar, as long as all that was allocated, and the parts of it."""
+    """A bar of the allocated hours, divided into kinds."""
     made = figure(width, 44, left=1, right=1, top=1, bottom=1)
     axes = made.add_subplot()
     axes.set_axis_off()

@@ -1,4 +1,4 @@
-"""What made a run, as the page tells it: versions, GPUs, settings, submissions."""
+"""The provenance section of the page: versions, GPUs, settings, submissions."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from slurmgpu.util.plurals import count_of
 from slurmgpu.util.redact import hidden
 
 OF_PLANNING = ("planned",)
-"""Settings that planning made itself, which nobody reads."""
+"""Settings that planning added, which are no use to readers."""
 
 
 def provenance_of(run: Run, report: Report) -> list[tuple[str, str]]:
-    """What made the run: a name and a text each."""
+    """The provenance of a run: names and texts."""
     plan, made_by = run.plan, report["provenance"]
     git, image = made_by.get("git"), report.get("image")
     entries = [
@@ -47,7 +47,7 @@ def provenance_of(run: Run, report: Report) -> list[tuple[str, str]]:
 
 
 def _code(versions: Sequence[RowsByCode]) -> str:
-    """Which code computed how many rows, and when it was submitted."""
+    """The number of rows by each version of the code, and the digests."""
     if not versions:
         return "no row"
     digests = ", ".join(str(version["digest"]) for version in versions if version["digest"])
@@ -55,7 +55,7 @@ def _code(versions: Sequence[RowsByCode]) -> str:
 
 
 def gpus_of(report: Report) -> str:
-    """How many GPUs the largest submission had at once, and which."""
+    """The number of GPUs that the largest submission had at once, and their models."""
     by_job: dict[str, dict[str, int]] = {}
     for attempt in report["attempts"]:
         job, _, task = str(attempt["attempt"]).rpartition(".")[0].rpartition("_")
@@ -75,23 +75,21 @@ def gpus_of(report: Report) -> str:
 
 
 def settings_of(run: Run) -> str:
-    """The workload's settings and the resources that the run first asked for, as JSON."""
+    """The workload's settings and the resources of the first submission, as JSON."""
     settings = {name: value for name, value in run.plan.settings.items() if name not in OF_PLANNING}
     value = {"settings": settings, "resources": run.plan.resources, "slurm": public({"slurm": run.plan.slurm})["slurm"]}
-    return cut(json.dumps(_without_values(hidden(value)), indent=2, ensure_ascii=False), 20_000)
-
-
-def _without_values(value: dict[str, Any]) -> dict[str, Any]:
-    """The same, with the names alone of variables that sbatch exports."""
-    return {**value, "slurm": {key: _option(key, each) for key, each in value["slurm"].items()}}
+    value = hidden(value)
+    value["slurm"] = {key: _option(key, each) for key, each in value["slurm"].items()}
+    return cut(json.dumps(value, indent=2, ensure_ascii=False), 20_000)
 
 
 def _option(key: str, value: Any) -> Any:
+    """The value of an sbatch option, for `export` only the names of variables."""
     return ",".join(part.partition("=")[0] for part in value.split(",")) if key == "export" else value
 
 
 def submissions_of(report: Report) -> list[list[str]]:
-    """Every submission in a row: number, time, executor, tasks, jobs, options."""
+    """A row for each submission: number, time, executor, tasks, jobs, options."""
     rows = []
     for line in report["submissions"]:
         jobs = [f"{line[key]}" for key in JOB_KEYS if line.get(key)]

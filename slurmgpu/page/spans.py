@@ -1,4 +1,4 @@
-"""What attempts did when, as spans of time that can be drawn; from reports of any age."""
+"""The spans of time of attempts and shards, from reports of any version."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from slurmgpu.report.ledger import Counting, counting, kind_of
 from slurmgpu.run.records import Computed
 
 STATES = ("starting", "loading", "running", "ended")
-"""What is drawn: a task that has written down its end holds its GPUs until Slurm has taken them back."""
+"""The phases that are drawn. A task that recorded its end holds its GPUs until Slurm takes them back."""
 NONSENSE = (TypeError, ValueError, KeyError, IndexError)
-"""What a record raises that makes no sense: it costs its own row."""
+"""The errors of a damaged row, which is left out."""
 
 
 @dataclass(frozen=True)
 class Life:
-    """An attempt's time: `phases` are (state, start, stop), `shards` (shard, start, stop, kind).
+    """An attempt's times: `phases` are (state, start, stop), `shards` (shard, start, stop, kind).
 
-    A shard's kind is what the ledger says of this computation of it: useful, repeated or lost.
+    A shard's kind is that of the ledger: useful, repeated or lost.
     """
 
     attempt: str
@@ -36,14 +36,9 @@ class Life:
     shards: Sequence[tuple[int, float, float, str]]
     deaths: Sequence[float]
 
-    @property
-    def label(self) -> str:
-        """The task, and its node if it has one."""
-        return f"{self.task} {self.node}".strip()
-
 
 def lives_of(report: Report) -> list[Life]:
-    """The attempts of which it is known when they lived, in the order of the report."""
+    """The attempts with known times, in the order of the report."""
     counts = _counting(report)
     lives = []
     for attempt in report["attempts"]:
@@ -62,14 +57,14 @@ def rows_of(lives: Sequence[Life]) -> list[tuple[str, list[Life]]]:
 
 
 def begin_of(report: Report, lives: Sequence[Life]) -> float:
-    """When the run was submitted first, or began, if that was before it by the node's clock."""
+    """The time of the first submission, or of the first attempt if a node's clock is slow."""
     times = [line["time"] for line in report["submissions"] if isinstance(line.get("time"), int | float)]
     starts = [*times[:1], *(life.start for life in lives)]
     return float(min(starts, default=report["written"]))
 
 
 def makers_of(lives: Sequence[Life]) -> dict[int, str]:
-    """By shard, the attempt whose rows of it are in the result."""
+    """By shard, the attempt whose rows are in the result."""
     return {shard: life.attempt for life in lives for shard, _, _, kind in life.shards if kind == "useful"}
 
 
@@ -83,7 +78,7 @@ def _counting(report: Report) -> Counting:
 
 
 def _published(attempt: AttemptRow) -> list[list[Any]]:
-    """What it published: shard, start, seconds and whether it was the first; older reports do not tell the last."""
+    """Published shards: shard, start, seconds, and whether it was the first; older reports lack the last."""
     entries = attempt.get("shards") or ()
     return [[int(entry[0]), float(entry[1]), float(entry[2]), *entry[3:4]] for entry in entries]
 
@@ -112,7 +107,7 @@ def _life(attempt: AttemptRow, counts: Counting) -> Life | None:
 
 def _phases(attempt: AttemptRow, start: float, stop: float) -> Iterator[tuple[str, float, float]]:
     changes = [(float(at), str(state)) for at, state in attempt.get("phases") or ()]
-    if not changes:  # of an older slurmgpu, which told only how long loading took
+    if not changes:  # an older slurmgpu recorded only the time of loading
         loading = float(attempt["load_s"] or 0.0)
         changes = [(start, "loading"), (start + loading, "running")] if attempt["load_s"] else [(start, "running")]
     ends = [*(at for at, _ in changes[1:]), stop]

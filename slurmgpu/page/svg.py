@@ -1,4 +1,4 @@
-"""Pictures of matplotlib as SVG that lies in a page: in the page's colours, and small."""
+"""matplotlib pictures as small inline SVG in the page's colours."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ NAMES = (
     "repeated", "band", "chosen", "ended",
 )  # fmt: skip
 COLOURS = {name: f"#0a0b{number:02x}" for number, name in enumerate(NAMES, 0x10)}
-"""What is drawn with one of these colours gets the page's colour of that name, in the light as in the dark."""
+"""Placeholder colours: each becomes the page's CSS variable of that name, in light and dark mode."""
 FOREIGN = {f"{{{SVG}}}metadata", f"{{{SVG}}}style"}
 INVISIBLE = {"fill: none", "opacity: 0"}
 _SENTINELS = {colour: f"var(--{name})" for name, colour in COLOURS.items()}
 WIDE, NARROW, SMALL = 1120, 340, 380
-"""How many pixels wide a picture is drawn: over the whole page, on a phone, and as one of three in a row."""
+"""Widths of pictures in pixels: the whole page, a phone, and one of three in a row."""
 RIGHT = 36
-"""Pixels to the right of every picture's axes: the longest name of a time on their edge is twice as wide."""
+"""Pixels to the right of the axes: half of the longest label of the time axis."""
 MARK = "t-"
-"""Groups whose ids begin with this are kept, as classes: lines of a task."""
+"""The prefix of group ids that become classes: the lines of a task."""
 STYLE = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
@@ -62,13 +62,13 @@ STYLE = {
 
 @contextmanager
 def style(name: str) -> Iterator[None]:
-    """What is drawn within has the pages' look; ids made within are those of this picture alone."""
+    """Draw in the page's style, with ids that are unique to the picture."""
     with mpl.rc_context({**mpl.rcParamsDefault, **STYLE, "svg.hashsalt": name}):
         yield
 
 
 def figure(width: float, height: float, *, left: float, right: float, top: float, bottom: float) -> Figure:
-    """An empty figure of so many pixels, with these margins in pixels around its axes."""
+    """An empty figure; sizes and margins around the axes are in pixels."""
     made = Figure(figsize=(width / 72, height / 72), dpi=72)
     FigureCanvasSVG(made)
     made.subplots_adjust(
@@ -78,7 +78,7 @@ def figure(width: float, height: float, *, left: float, right: float, top: float
 
 
 def picture(name: str, description: str, draw: Callable[[], Figure]) -> str:
-    """The SVG of the figure that `draw` returns, to lie in a page; `description` is for those who cannot see it."""
+    """The inline SVG of the figure that `draw` returns; `description` is for screen readers."""
     with style(name):
         buffer = io.BytesIO()
         draw().savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
@@ -109,7 +109,7 @@ def _inline(name: str, description: str, written: bytes) -> str:
 
 
 def _prune(root: ElementTree.Element) -> None:
-    """Leave out what holds nothing, metadata, and styles that would be those of the whole page."""
+    """Remove invisible elements, metadata, and styles that would apply to the whole page."""
     for parent in root.iter():
         for child in list(parent):
             if child.tag in FOREIGN or (child.tag == f"{{{SVG}}}path" and child.get("style") in INVISIBLE):
@@ -150,45 +150,25 @@ def _styled(text: str, name: str) -> str:
 
 
 def compact(path: str) -> str:
-    """The same path in fewer bytes: a tenth of a pixel is enough, and the way from the last point is shorter."""
+    """The same path in fewer bytes: to a tenth of a pixel, with each point relative to the one before."""
     parts: list[str] = []
-    here: tuple[int, int] | None = None  # in tenths; None where it is not known
-    for command, numbers in _steps(path):
-        if command not in ("M", "L"):
+    here: tuple[int, int] | None = None  # in tenths of a pixel; None if unknown
+    for found in re.finditer(r"([A-Za-z])([^A-Za-z]*)", path):
+        command, numbers = found[1], [round(10 * float(number)) for number in found[2].split()]
+        before, here = here, (numbers[-2], numbers[-1]) if numbers else None
+        if command not in ("M", "L") or before is None or here is None:
             parts += [command, *map(_number, numbers)]
-            here = (numbers[-2], numbers[-1]) if numbers else None
             continue
-        x, y = numbers
-        if command == "L" and here == (x, y):
-            continue
-        parts.append(min(_ways(command, here, x, y), key=len))
-        here = x, y
+        dx, dy = here[0] - before[0], here[1] - before[1]
+        if command == "M" or (dx and dy):
+            parts.append(f"{command.lower()}{_number(dx)} {_number(dy)}")
+        elif dx or dy:
+            parts.append(f"h{_number(dx)}" if dx else f"v{_number(dy)}")
     return re.sub(r"(?<=[A-Za-z]) | (?=[A-Za-z-])", "", " ".join(parts))
 
 
-def _steps(path: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The commands of a path of matplotlib's, with their numbers in tenths."""
-    for found in re.finditer(r"([A-Za-z])([^A-Za-z]*)", path):
-        yield found[1], tuple(round(10 * float(number)) for number in found[2].split())
-
-
-def _ways(command: str, here: tuple[int, int] | None, x: int, y: int) -> Iterator[str]:
-    """The ways to say that one goes to a point: a move, or a line."""
-    if here is None:
-        yield f"{command}{_number(x)} {_number(y)}"
-        return
-    dx, dy = x - here[0], y - here[1]
-    if command == "L" and dy == 0:
-        yield from (f"H{_number(x)}", f"h{_number(dx)}")
-    elif command == "L" and dx == 0:
-        yield from (f"V{_number(y)}", f"v{_number(dy)}")
-    else:
-        yield f"{command}{_number(x)} {_number(y)}"
-        yield f"{command.lower()}{_number(dx)} {_number(dy)}"
-
-
 def _number(tenths: int) -> str:
-    """A number of tenths as SVG has it, without zeros that say nothing."""
+    """A number of tenths in SVG, without needless zeros."""
     whole, tenth = divmod(abs(tenths), 10)
     text = f"{whole or ''}.{tenth}" if tenth else f"{whole}"
     return f"-{text}" if tenths < 0 else text

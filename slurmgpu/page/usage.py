@@ -1,4 +1,4 @@
-"""What GPUs and hosts did over time: quantiles over all tasks, and lines of the tasks that matter most."""
+"""GPU and host usage over time: quantiles over all tasks, and curves of single tasks."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ N_BINS = 120
 SAMPLES_A_BIN = 2
 LEAST_SAMPLES = 16
 HELD = 1.5
-"""So many times as long as from one sample to the next a sample holds: a busy node takes the next one late."""
+"""A sample is valid for this many sampling intervals: a busy node takes the next one late."""
 ROOM = 1.08
-"""So many times as high as the highest line is a picture: one on its edge is not seen."""
+"""The height of a picture relative to its highest value: a line at the edge is invisible."""
 N_LINES = 60
-"""So many tasks at most have lines of their own."""
+"""The most tasks with curves of their own."""
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """Something that is sampled: how it is called, in what unit, and a number in it from a sample's.
+    """A sampled quantity: its title, its unit, and the factor from a sample's value.
 
-    `top` is the most it can be; `sizes` is what those that were used have of it.
+    `top` is its maximum; `sizes` are the capacities of the GPUs that were used.
     """
 
     key: str
@@ -56,9 +56,9 @@ QUANTITIES = (
 
 @dataclass(frozen=True)
 class Usage:
-    """The samples of a run on its clock: `values[quantity]` is of (attempt and node, bin), NaN where there is none.
+    """The samples of a run in time bins: `values[quantity]` is an array (attempt and node, bin) with NaN for no sample.
 
-    They are as they were sampled; `of` has them in a quantity's unit. `damaged` are files that make no sense in part.
+    Values are as sampled; `of` converts them to the quantity's unit. `damaged` are files with unreadable lines.
     """
 
     edges: np.ndarray
@@ -71,7 +71,7 @@ class Usage:
         return self.values[quantity.key] * quantity.scale
 
     def known(self, gpu_memory: Sequence[float] = ()) -> list[Quantity]:
-        """The quantities of which anything is known, in units that fit; `gpu_memory` is in bytes what GPUs have."""
+        """The quantities with values, in suitable units; `gpu_memory` is the capacity of the GPUs in bytes."""
         known = [quantity for quantity in QUANTITIES if np.isfinite(self.values[quantity.key]).any()]
         sized = [replace(each, sizes=gpu_memory) if each.key == "memory_bytes" else each for each in known]
         return [
@@ -83,7 +83,7 @@ class Usage:
 
 
 def read_usage(folder: Path, lives: Sequence[Life], n_nodes: Mapping[str, int], clock: Clock, sample_s: float) -> Usage:
-    """The samples in telemetry/, a few for each bin: to read all of a thousand tasks' would take minutes."""
+    """The samples in telemetry/, a few for each bin: reading all of a thousand tasks would take minutes."""
     edges = np.linspace(0, clock.end, N_BINS + 1)
     owners: list[str] = []
     rows: list[dict[str, np.ndarray]] = []
@@ -102,9 +102,9 @@ def read_usage(folder: Path, lives: Sequence[Life], n_nodes: Mapping[str, int], 
 def _binned(
     samples: Sequence[Sample], edges: np.ndarray, clock: Clock, held_s: float, stop: float
 ) -> dict[str, np.ndarray]:
-    """The mean of each quantity in each bin, or the last sample before it, for as long as that holds.
+    """The mean of each quantity in each bin; in a bin without samples, the last value before it while that is valid.
 
-    Without the latter a quantile would be that of the few tasks that happen to have a sample in the bin.
+    Otherwise a quantile would cover only the few tasks with a sample in the bin.
     """
     samples = sorted(samples, key=lambda sample: sample.time)
     times = np.array([sample.time for sample in samples])
@@ -125,7 +125,7 @@ def _binned(
 
 
 def chosen_tasks(report: Report, usage: Usage, first: str | None = None) -> dict[str, str]:
-    """The tasks that have lines of their own, and why: those that failed, the least used, the hottest, the rest."""
+    """The tasks with curves of their own, and why: failed, least used, hottest, then others."""
     sampled = dict.fromkeys(usage.owners)
     attempts = [a for a in report["attempts"] if str(a["attempt"]).rpartition(".")[0] in sampled]
     chosen: dict[str, str] = {first: ""} if first in sampled and first is not None else {}
@@ -148,8 +148,7 @@ Used = Literal["gpu_utilisation", "temperature_max_c"]
 
 
 def _used(attempt: AttemptRow, key: Used) -> float | None:
-    value = (attempt.get("usage") or {}).get(key)
-    return float(value) if isinstance(value, int | float) else None
+    return (attempt.get("usage") or {}).get(key)
 
 
 def _most(attempts: Sequence[AttemptRow], key: Used, sign: int) -> list[AttemptRow]:
@@ -158,16 +157,14 @@ def _most(attempts: Sequence[AttemptRow], key: Used, sign: int) -> list[AttemptR
 
 
 def draw_usage(usage: Usage, quantity: Quantity, chosen: Sequence[str], clock: Clock) -> Figure:
-    """All tasks as bands from the least to the most and of the middle half, the median, and a line for each chosen."""
+    """Bands of all tasks (range and middle half), the median, and a curve for each chosen task."""
     made = figure(SMALL, 190, left=46, right=RIGHT, top=10, bottom=28)
     axes = made.add_subplot()
     values = usage.of(quantity)
     there = np.isfinite(values).any(axis=0)
     middles = ((usage.edges[1:] + usage.edges[:-1]) / 2)[there]
     quantiles = np.nanpercentile(values[:, there], [0, 25, 50, 75, 100], axis=0)
-    gaps = _gaps(middles, clock)
-    middles = np.insert(middles, gaps, np.nan)
-    least, lower, median, upper, most = (np.insert(line, gaps, np.nan) for line in quantiles)
+    middles, least, lower, median, upper, most = _interrupted(middles, *quantiles, clock=clock)
     if len(set(usage.owners)) > 1:
         axes.fill_between(middles, least, most, color=COLOURS["band"], alpha=0.25, linewidth=0)
         axes.fill_between(middles, lower, upper, color=COLOURS["band"], alpha=0.45, linewidth=0)
@@ -177,8 +174,7 @@ def draw_usage(usage: Usage, quantity: Quantity, chosen: Sequence[str], clock: C
         known = np.isfinite(mine).any(axis=0)
         line = np.nanmean(mine[:, known], axis=0)
         places = ((usage.edges[1:] + usage.edges[:-1]) / 2)[known]
-        breaks = _gaps(places, clock)
-        line, places = np.insert(line, breaks, np.nan), np.insert(places, breaks, np.nan)
+        places, line = _interrupted(places, line, clock=clock)
         axes.plot(places, line, color=COLOURS["chosen"], linewidth=1.6, gid=f"{MARK}{number}")
     for size in quantity.sizes:
         axes.axhline(size * quantity.scale, color=COLOURS["muted"], linewidth=1, linestyle=(0, (4, 3)))
@@ -190,8 +186,9 @@ def draw_usage(usage: Usage, quantity: Quantity, chosen: Sequence[str], clock: C
     return made
 
 
-def _gaps(places: np.ndarray, clock: Clock) -> np.ndarray:
-    """Where a line is broken: before places that a cut, or a pause of a tenth of all, lies before."""
+def _interrupted(places: np.ndarray, *lines: np.ndarray, clock: Clock) -> list[np.ndarray]:
+    """The places and the curves over them with NaN after a cut, and after a pause of a tenth of the time."""
     wide = np.diff(places) > max(0.1 * clock.end, 3 * clock.end / N_BINS)
     cut = [np.searchsorted(places, stop, side="right") for _, stop in clock.pieces[:-1]]
-    return np.unique([*(np.flatnonzero(wide) + 1), *cut]).astype(int)
+    gaps = np.unique([*(np.flatnonzero(wide) + 1), *cut]).astype(int)
+    return [np.insert(line, gaps, np.nan) for line in (places, *lines)]

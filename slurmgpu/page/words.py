@@ -1,4 +1,4 @@
-"""Moments and texts as a page can hold them."""
+"""Times and texts for a page."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from slurmgpu.util.ansi import harmless
 from slurmgpu.util.redact import hide_in
 
 NO_LETTERS = re.compile(r"[\ufffe\uffff\ud800-\udfff]")
-"""What no file of UTF-8 can hold, or no HTML."""
+"""Characters that UTF-8 or HTML cannot hold."""
 
 
 def moment(time: float | None) -> str:
-    """A time of the epoch as this machine's local time, with its zone."""
+    """A time since the epoch as local time with its zone."""
     if time is None:
         return "–"
     try:
@@ -25,11 +25,11 @@ def moment(time: float | None) -> str:
 
 
 def plain(text: Any) -> str:
-    """A text as a page can hold it: without escape sequences of terminals, control characters, and secrets."""
+    """A text for a page, without terminal escapes, control characters and secrets."""
     return hide_in(NO_LETTERS.sub("\ufffd", harmless(str(text))))
 
 
 def cut(text: Any, n_characters: int) -> str:
-    """The beginning of a text, as a page can hold it."""
+    """The beginning of a text, for a page."""
     whole = plain(str(text)[: 4 * n_characters])
     return whole if len(whole) <= n_characters else whole[: n_characters - 1] + "…"

@@ -1,4 +1,4 @@
-"""What became of a run: status and report, attempts and states, where hours went, and how long it takes.
+"""Status and report of a run: attempts, states, use of hours, time left.
 
 May import: run, shards, code, util. Reads files alone.
 """

@@ -1,4 +1,4 @@
-"""Every attempt of a run, and what became of it: from its own record first, from Slurm's accounting second.
+"""Every attempt of a run and its outcome, from its own record or else from Slurm's accounting.
 
 Standard library only: `status` reads it on login nodes.
 """
@@ -10,12 +10,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar, cast
 
 from slurmgpu.report.ledger import Charged, last_sign, spent_unrecorded
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
-from slurmgpu.run.records import BriefRecord, Death, Record, Takeover, Unread
+from slurmgpu.run.records import Attempt, BriefRecord, Death, Record, Takeover, Unread, new_record
 from slurmgpu.util.env_info import Surroundings
 from slurmgpu.util.plurals import count_of
 
@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Life:
-    """What others than the task itself know of one attempt: Slurm's accounting, or who started it on this machine.
+    """One attempt as seen from outside: by Slurm's accounting, or by the process that started it on this machine.
 
-    `failure` is the class; None for a good end, or none yet. `message` says what `state` cannot.
+    `failure` is its class; None for a success or while it is alive. `message` adds to `state`.
     """
 
     state: str
@@ -40,15 +40,15 @@ class Life:
 
 
 IDLE_PERCENT = 10
-"""A GPU that is used less than this, on average while items are computed, is a GPU that somebody else could have."""
+"""A GPU with a lower mean utilisation while items are computed counts as idle."""
 IDLE_SAMPLES = 3
 
 TOO_LARGE = "did not fit in the walltime; if none ever does, ask for more time, or plan a run with fewer shard_items"
-"""What an attempt says of the shard that it had in hand when its walltime ended."""
+"""An attempt's message on its current shard when its walltime ended."""
 _ADVICE = re.compile(rf"\. Shard \d+ {TOO_LARGE}$")
 
 Lives = Mapping[str, Sequence[Life]]
-"""By array task ("1234_7", "1234_7@other" on another cluster than the run's first), its lives in order, by restart."""
+"""Lives of array tasks by restart. Keys: `1234_7`, or `1234_7@other` on another cluster than the run's first."""
 
 
 class _Later(TypedDict, total=False):
@@ -57,7 +57,7 @@ class _Later(TypedDict, total=False):
 
 
 class Told(_Later):
-    """What became of an attempt, by a report; one of an older slurmgpu does not say of when that is."""
+    """The outcome of an attempt in a report; those of an older slurmgpu lack `updated`."""
 
     attempt: str
     submission: int | None
@@ -66,35 +66,38 @@ class Told(_Later):
     gpu_hours: float
 
 
-class AttemptRow(Told, Charged):
-    """An attempt in report.json: see docs/reference/report.md."""
-
+class _LaterRow(TypedDict, total=False):
     executor: str
-    node: str
     gpus: list[str]
     memory_mb: int | None
     state: str
-    started: float | None
-    ended: float | None
-    seconds: float
     phases: list[list[Any]]
     load_s: float | None
     shard: int | None
     progress: str | None
-    n_shards: int
     shards: list[list[Any]]
-    n_items: int
-    n_errors: int
-    reason: str | None
     bad_node: str | None
-    traceback: str
-    deaths: list[Death]
     takeovers: list[Takeover]
     slurm_state: str | None
 
 
+class AttemptRow(Told, Charged, _LaterRow):
+    """An attempt in report.json: see docs/reference/report.md. A report of an older slurmgpu may lack optional keys."""
+
+    node: str
+    started: float | None
+    ended: float | None
+    seconds: float
+    n_shards: int
+    n_items: int
+    n_errors: int
+    reason: str | None
+    traceback: str
+    deaths: list[Death]
+
+
 class Named(TypedDict):
-    """What is of an attempt."""
+    """A value that belongs to an attempt."""
 
     attempt: str
 
@@ -104,11 +107,11 @@ ToldT = TypeVar("ToldT", bound=Told)
 Rows = Mapping[str, Told]
 """The attempts of a report, by name."""
 Verdict = tuple[str | None, str]
-"""What became of an attempt: its failure class, None if it has none or none is known, and why."""
+"""The outcome of an attempt: its failure class, None without one, and the message."""
 
 
 def attempts_of(run: Run, lives: Lives | None, told: Rows | None = None, *, may_live: bool = False) -> list[AttemptRow]:
-    """Every attempt, from its own record first and Slurm's accounting second, with its failure class.
+    """Every attempt with its failure class, from its own record or else from Slurm's accounting.
 
     `told` and `may_live` are as in `verdict_of`.
     """
@@ -124,7 +127,7 @@ def rows_of(
     *,
     may_live: bool = False,
 ) -> list[AttemptRow]:
-    """The same from records that were read, and by attempt why others are left out."""
+    """The same from records already read; `left_out` says why others are missing."""
     cancelled = {line["submission"] for line in run.submissions() if line.get("cancelled")}
     lost_leases = leases_lost(records)
     rows = []
@@ -146,7 +149,7 @@ def rows_of(
         for restart, life in enumerate(its_lives):
             job_task, at, cluster = task.partition("@")
             name = f"{job_task}.{restart}{at}{cluster}"
-            # The last one out cancels what is pending: a task that never ran and was cancelled is no failure.
+            # The last task cancels pending ones: a cancelled task that never ran has not failed.
             policy = POLICIES.get(life.failure or "")
             failed = policy is not None and not policy.on_purpose
             if name not in recorded and life.ended and (failed or name in left_out):
@@ -156,7 +159,7 @@ def rows_of(
 
 @dataclass(frozen=True)
 class Making:
-    """How a published shard came about, as its file says: by which attempt, and when that began with it."""
+    """Which attempt made a published shard, and when, as the shard's file says."""
 
     shard: int
     attempt: str
@@ -167,9 +170,9 @@ class Making:
 
 
 def makings_of(run: Run, shards: Iterable[int], item: int | None = None) -> list[Making]:
-    """How published shards came about, from the files themselves; nothing of those that cannot be read.
+    """The attempts that made published shards, from the files; unreadable files are left out.
 
-    With `item`, how the row of that item did: the last revision that names it made it.
+    With `item`, the attempt that made the row of that item: that of the last revision that names it.
     """
     from slurmgpu.shards.shard_file import DamagedShardError, read_directory
 
@@ -190,7 +193,7 @@ def makings_of(run: Run, shards: Iterable[int], item: int | None = None) -> list
 
 
 def in_task_order(attempts: Iterable[NamedT]) -> list[NamedT]:
-    """Attempts by job, task and restart, each by its number."""
+    """Attempts sorted by job, task and restart, as numbers."""
     return sorted(attempts, key=lambda attempt: _numbers(attempt["attempt"]))
 
 
@@ -204,46 +207,25 @@ def _life(lives: Lives | None, task: str, restart: int) -> Life | None:
 
 
 def _attempt(record: Record, life: Life | None, failure: str | None, message: str) -> AttemptRow:
-    seconds = round(max(last_sign(record) - record["started"], life.elapsed_s if life else 0), 3)
-    return {
-        "attempt": record["attempt"],
-        "submission": record["submission"],
-        "executor": record["executor"],
-        "node": record["node"],
-        "gpus": record["gpus"],
-        "n_gpus": record["n_gpus"],
-        "n_nodes": record["n_nodes"],
-        "memory_mb": record["memory_mb"],
-        "state": record["state"],
-        "started": record["started"],
-        "updated": record["updated"],
-        "ended": record["ended"],
+    seconds = round(max(last_sign(record) - record["started"], float(life.elapsed_s) if life else 0.0), 3)
+    copied = {key: value for key, value in record.items() if key in AttemptRow.__annotations__}
+    derived = {
         "seconds": seconds,
         "gpu_hours": record["n_gpus"] * record["n_nodes"] * seconds / 3600,
-        "phases": record["phases"],
-        "load_s": record["load_s"],
-        "shard": record["shard"],
-        "progress": record["progress"],
         "n_shards": len(record["published"]),
         "shards": record["published"],
-        "n_items": record["n_items"],
-        "n_errors": record["n_errors"],
-        "reason": record["reason"],
         "failure": failure,
         "message": message,
         "bad_node": record["bad_node"] or _bad_node(failure, record["node"], record["n_nodes"]),
-        "traceback": record["traceback"],
-        "deaths": record["deaths"],
-        "takeovers": record["takeovers"],
-        "usage": record["usage"],
         "idle_gpu": _is_idle(record),
         "slurm_state": life.state if life else None,
     }
+    return cast(AttemptRow, {**copied, **derived})
 
 
 def _bad_node(failure: str | None, node: str, n_nodes: int) -> str | None:
-    """The node that a failure is the fault of; of several nodes it is not known which, unless the task has said so."""
-    policy = POLICIES.get(failure or "")  # None also of a class that only a later slurmgpu knows
+    """The node at fault for a failure; None if none is, or if it is one of several."""
+    policy = POLICIES.get(failure or "")  # None also for classes of a later slurmgpu
     return node or None if policy is not None and policy.node_at_fault and n_nodes == 1 else None
 
 
@@ -256,12 +238,12 @@ def _is_idle(record: Record) -> bool:
 
 
 def leases_lost(records: Iterable[BriefRecord]) -> Counter[str]:
-    """How many shards were taken over from each attempt."""
+    """The number of shards that were taken over from each attempt."""
     return Counter(takeover["from"] for record in records for takeover in record["takeovers"])
 
 
 def is_of(told: Told, record: BriefRecord) -> bool:
-    """Whether a report's row is of an attempt as its record is now: after it, the attempt may have lived on."""
+    """Whether a report's row is as recent as the record: the attempt may have continued after the report."""
     updated = told.get("updated", record["updated"])  # which older reports lack
     return updated is not None and bool(updated >= record["updated"])
 
@@ -275,12 +257,12 @@ def verdict_of(
     may_live: bool = False,
     life: Life | None = None,
 ) -> Verdict:
-    """What became of an attempt, the same whoever asks.
+    """The outcome of an attempt.
 
-    As its row `told` in the last report has it: that merge has asked Slurm's accounting, which alone knows who sent a
-    signal, and why somebody wrote no end. Else from its own record first, then from what Slurm says of its `life`; of
-    one that wrote no end and `may_live` no failure is known. `cancelled` is whether its submission was, by
-    `slurmgpu cancel`; `n_lost` of its shards were taken over.
+    The row `told` of the last report comes first: that merge asked Slurm's accounting, which knows who sent a signal
+    and why a task wrote no end. Next come the attempt's own record and its `life`. An attempt without an end that
+    `may_live` has no failure. `cancelled`: its submission was cancelled by `slurmgpu cancel`; `n_lost` of its shards
+    were taken over.
     """
     if told is not None and is_of(told, record):
         return told["failure"], told["message"]
@@ -295,7 +277,7 @@ def verdict_of(
     if record["ended"] is not None:
         return None, ""
     if cancelled:
-        return "cancelled", "it was killed before it could write down its end"
+        return "cancelled", "it was killed before it could record its end"
     if life is not None and life.failure not in (None, "lost"):
         return life.failure, f"it wrote no end; {life.message or f'Slurm: {life.state}'}"
     lease = f"; others took {n_lost} of its shards over" if n_lost else ""
@@ -303,25 +285,25 @@ def verdict_of(
 
 
 def _interruption(record: BriefRecord, life: Life | None, cancelled: bool) -> Verdict:
-    """The same of an attempt that was stopped: a signal does not say who sent it, nor why."""
+    """The outcome of an attempt that was stopped: a signal does not say who sent it, nor why."""
     failure, message = record["failure"], record["message"]
     if life is not None and life.failure and POLICIES[life.failure].is_stop:
         if life.failure != failure:
             failure, message = life.failure, f"{_ADVICE.sub('', message)} (Slurm: {life.state})"
     elif cancelled and (POLICIES[failure or ""].is_guess or record["reason"] is None):
-        # With a reason it took no more shards because little was left of its walltime, and nobody stopped it.
+        # An attempt with a reason ended by itself, because little was left of its walltime.
         failure, message = "cancelled", _ADVICE.sub("", message)
     return failure, message
 
 
 def unrecorded(told: Mapping[str, ToldT], recorded: Iterable[str]) -> list[ToldT]:
-    """The rows of a report that are of attempts without a record, which only accounting knows of."""
+    """The rows of a report for attempts without a record, which only accounting knows."""
     known = set(recorded)
     return [row for name, row in told.items() if row["submission"] is None and name not in known]
 
 
 def computed_with(records: Iterable[Record]) -> dict[str, dict[str, int]]:
-    """By which versions of Python, and of packages that they had imported, how many attempts have computed shards."""
+    """Versions of Python and of imported packages, each with the number of attempts that computed shards with it."""
     found: dict[str, Counter[str]] = {}
     for record in records:
         around: Surroundings = record["surroundings"] if record["published"] else {}
@@ -334,7 +316,7 @@ def computed_with(records: Iterable[Record]) -> dict[str, dict[str, int]]:
 
 
 def versions_in_words(computed: Mapping[str, Mapping[str, int]], *, leaving_out: Sequence[str] = ()) -> str:
-    """What `computed_with` found: "torch 2.11.0 (3 attempts), torch 2.13.0 (1 attempt), transformers 5.19.0"."""
+    """The result of `computed_with` as `torch 2.11.0 (3 attempts), torch 2.13.0 (1 attempt), transformers 5.19.0`."""
     return ", ".join(
         f"{name} {version}" + (f" ({count_of(n, 'attempt')})" if len(counts) > 1 else "")
         for name, counts in computed.items()
@@ -344,45 +326,24 @@ def versions_in_words(computed: Mapping[str, Mapping[str, int]], *, leaving_out:
 
 
 def node_of(row: AttemptRow) -> str:
-    """The first node of an attempt of a report, and how many more it had: `node7 +1`."""
+    """The first node of an attempt and the number of others: `node7 +1`."""
     n_nodes = row.get("n_nodes", 1)  # a report may be of an older slurmgpu
     return f"{row['node'] or ''}" + (f" +{n_nodes - 1}" if n_nodes > 1 else "")
 
 
 def _attempt_without_record(name: str, life: Life, why: Unread | None) -> AttemptRow:
     what = why.value if why else "it ended before it could write a record"
+    record = new_record(Attempt("", 0, executor=life.executor, n_gpus=life.n_gpus), life.node, 0, [], 0.0)
+    message = f"{what} ({life.message or life.state}); its log may say why"
+    row = _attempt(record, life, life.failure, message)
+    several = "[" in life.node or "," in life.node
     return {
+        **row,
         "attempt": name,
         "submission": None,
-        "executor": life.executor,
-        "node": life.node,
-        "gpus": [],
-        "n_gpus": life.n_gpus,
-        "n_nodes": 1,
-        "memory_mb": None,
         "state": "ended",
         "started": None,
         "updated": None,
-        "ended": None,
-        "seconds": float(life.elapsed_s),
-        "gpu_hours": life.n_gpus * life.elapsed_s / 3600,
-        "phases": [],
-        "load_s": None,
-        "shard": None,
-        "progress": None,
-        "n_shards": 0,
-        "shards": [],
-        "n_items": 0,
-        "n_errors": 0,
-        "reason": None,
-        "failure": life.failure,
-        "message": f"{what} ({life.message or life.state}); its log may say why",
-        "bad_node": _bad_node(life.failure, life.node, 2 if "[" in life.node or "," in life.node else 1),
-        "traceback": "",
-        "deaths": [],
-        "takeovers": [],
-        "usage": {},
+        "bad_node": _bad_node(life.failure, life.node, 2 if several else 1),
         "spent": spent_unrecorded(life.elapsed_s),
-        "idle_gpu": False,
-        "slurm_state": life.state,
     }

@@ -1,4 +1,4 @@
-"""The report: the state of every shard, attempt and failed item, and the command that computes the rest.
+"""The report: missing shards, attempts, failed items, and the command that computes the rest.
 
 docs/reference/report.md lists the keys of report.json. Standard library only: `status` reads it on login nodes.
 """
@@ -10,6 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
@@ -27,9 +28,9 @@ from slurmgpu.report.attempts import (
     rows_of,
     unrecorded,
 )
-from slurmgpu.report.joined import Joined
-from slurmgpu.report.ledger import KINDS, Ledger, counting, ledger, spent
-from slurmgpu.run.directory import Provenance, Run
+from slurmgpu.report.ledger import Ledger, counting, ledger, spent
+from slurmgpu.report.typed_json import check_objects
+from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
 from slurmgpu.run.private import public
 from slurmgpu.run.records import Death, Record, Unread
@@ -42,62 +43,32 @@ log = logging.getLogger(__name__)
 REPORT_FORMAT = "slurmgpu report"
 REPORT_VERSION = 1
 
-Kinds = frozenset[type]
-"""What JSON makes of a value that makes sense."""
-TEXT, COUNT, FLAG, LIST, OBJECT = (frozenset({kind}) for kind in (str, int, bool, list, dict))
-NUMBER, NONE = COUNT | {float}, frozenset({type(None)})
-LACKING = frozenset({object})
-"""The kind of what reports of an older slurmgpu lack."""
 
-VALUES: Mapping[str, Kinds] = {
-    **dict.fromkeys(("n_items", "n_rows", "n_errors", "n_missing_items", "n_shards", "n_shards_done"), COUNT),
-    **dict.fromkeys(("errors_by_class", "failures", "worker_deaths", "provenance"), OBJECT),
-    **dict.fromkeys(("written", "gpu_hours"), NUMBER),
-    **dict.fromkeys(("run", "run_dir"), TEXT),
-    **dict.fromkeys(("merged", "resubmit"), TEXT | NONE),
-    **dict.fromkeys(("ledger", "summary", "image", "not_finite", "computed_with"), OBJECT | NONE | LACKING),
-    **dict.fromkeys(("damaged_records", "unreadable_records", "code"), LIST | LACKING),
-    "complete": FLAG,
-}
-"""What every report has, whichever slurmgpu wrote it …"""
-LISTS: Mapping[str, Mapping[str, Kinds]] = {
-    "missing": {**dict.fromkeys(("shard", "start", "stop"), COUNT), "damaged": TEXT | NONE},
-    "errors": {"index": COUNT, "class": TEXT, "message": TEXT, "name": TEXT | NONE | LACKING},
-    "attempts": {
-        **dict.fromkeys(("attempt", "node", "message"), TEXT),
-        **dict.fromkeys(("failure", "reason", "traceback"), TEXT | NONE),
-        **dict.fromkeys(("n_gpus", "n_shards", "n_items", "n_errors"), COUNT),
-        **dict.fromkeys(("seconds", "gpu_hours"), NUMBER),
-        **dict.fromkeys(("started", "ended"), NUMBER | NONE),
-        "updated": NUMBER | NONE | LACKING,
-        "submission": COUNT | NONE,
-        "n_nodes": COUNT | LACKING,
-        "deaths": LIST,
-        "usage": OBJECT | LACKING,
-        "idle_gpu": FLAG | LACKING,
-    },
-    "submissions": {"submission": COUNT, "state": TEXT, "inject": LIST | NONE | LACKING},
-}
-"""… lists of objects with these keys …"""
-DEATH: Mapping[str, Kinds] = {"class": TEXT, "message": TEXT}
-USED: Mapping[str, Kinds] = dict.fromkeys(
-    ("gpu_utilisation", "gpu_memory_peak_bytes", "host_memory_peak_bytes"), NUMBER | NONE | LACKING
-)
-CODE: Mapping[str, Kinds] = {
-    "digest": TEXT | NONE,
-    "items": COUNT,
-    "files": OBJECT | NONE,
-    "git": OBJECT | NONE,
-    "left_out": LIST | LACKING,
-}
-IMAGE: Mapping[str, Kinds] = {"path": TEXT, "sha256": TEXT}
-NOT_FINITE: Mapping[str, Kinds] = {"nan": COUNT, "infinite": COUNT}
-LEDGER: Mapping[str, Kinds] = {**dict.fromkeys(("allocated", *KINDS), NUMBER), "energy_kwh": NUMBER | NONE}
-"""… and in them, objects with these; others may lack what is said to be `LACKING`."""
+Errors = list[tuple[int, str]]
+"""The index of each failed item, and its error."""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The content of merged.h5 after a join.
+
+    `shards` are in it. `damaged` are the shards left out, and why; `aside` are files with wrong bytes, and why.
+    `errors` are the failed items. `not_finite` counts by column the rows with NaN and with infinities; None if shards
+    of an older slurmgpu do not say. `code` says which code computed which rows.
+    """
+
+    n_rows: int
+    n_errors: int
+    shards: frozenset[int]
+    damaged: tuple[tuple[int, str], ...]
+    aside: tuple[tuple[Path, str], ...]
+    errors: Errors
+    not_finite: dict[str, dict[str, int]] | None = None
+    code: tuple[Stretch, ...] = ()
 
 
 class Hole(TypedDict):
-    """A shard that merged.h5 lacks; `damaged` says what was wrong with one that a merge set aside."""
+    """A shard that merged.h5 lacks; `damaged` says what was wrong if a merge set it aside."""
 
     shard: int
     start: int
@@ -115,13 +86,13 @@ class FailedItem(_FailedItem, total=False):
 
 
 class Image(Identity):
-    """The image that a run is frozen to."""
+    """The image of a run."""
 
     path: str
 
 
 class CodeRows(RowsByCode):
-    """A version of the code that rows are by; of one that no submission tells of, nothing but their number is known."""
+    """A version of the code and the number of its rows; the rest is None for code that no submission names."""
 
     submissions: list[int]
     files: dict[str, str] | None
@@ -144,7 +115,7 @@ class _Later(TypedDict, total=False):
 
 
 class Report(_Later):
-    """The content of report.json; those of an older slurmgpu may lack what came later."""
+    """The content of report.json. A report of an older slurmgpu may lack optional keys."""
 
     format: str
     version: int
@@ -170,20 +141,16 @@ class Report(_Later):
     accounting: bool
     submissions: list[SubmissionLine]
     resubmit: str | None
-    provenance: Provenance
+    provenance: Mapping[str, Any]
 
 
 def build_report(
-    run: Run,
-    *,
-    joined: Joined | None,
-    lives: Lives | None = None,
-    summary: Mapping[str, Any] | None = None,
+    run: Run, *, joined: Joined | None, lives: Lives | None = None, summary: Mapping[str, Any] | None = None
 ) -> Report:
-    """The report of a run of which no task is alive.
+    """The report of a run without living tasks.
 
-    `joined` is what merged.h5 holds, None without one; `lives` is None where accounting could not be asked; `summary`
-    is what the workload says of all rows, None if it says nothing.
+    `joined` is the content of merged.h5, None without one. `lives` is None if accounting could not be asked. `summary`
+    is the workload's summary of all rows.
     """
     plan = run.plan
     records, left_out = run.read_attempts()
@@ -233,10 +200,7 @@ def build_report(
 
 
 def judged_attempts(run: Run) -> list[AttemptRow]:
-    """Every attempt, with the failure and the message of the last report where that has judged it.
-
-    See `attempts.verdict_of`. A damaged report has judged nothing.
-    """
+    """Every attempt, with failure and message from the last report if it has them; see `attempts.verdict_of`."""
     told: dict[str, AttemptRow] = {}
     try:
         if (report := read_report(run)) is not None:
@@ -248,7 +212,7 @@ def judged_attempts(run: Run) -> list[AttemptRow]:
 
 
 def _with_unrecorded(run: Run, records: Sequence[Record], published: Set[int]) -> list[Record]:
-    """The records, also with what attempts have published after they last wrote theirs, and before they were killed."""
+    """The records, extended by shards that killed attempts published after their last record."""
     killed = {record["attempt"] for record in records if record["ended"] is None}
     recorded = {shard for record in records for shard, _, _, *won in record["published"] if all(won[:1])}
     found: dict[str, list[Making]] = {}
@@ -275,26 +239,31 @@ def _enter_spent(attempts: Sequence[AttemptRow], records: Sequence[Record], publ
 
 
 def retriable(report: Report) -> bool:
-    """Whether another submission may compute what is missing: the last one met nothing but retriable failures."""
+    """Whether another submission may compute the rest: the last one had only retriable failures."""
     last = report["submissions"][-1]["submission"]
     attempts = [attempt for attempt in report["attempts"] if attempt["submission"] in (last, None)]
-    # No attempt at all: the user took the whole array out of the queue.
-    # What is the fault of one node, another one may well do.
+    # Without any attempt, the user cancelled the whole array in the queue.
+    # A failure that is the fault of one node may succeed on another.
     return bool(attempts) and all(POLICIES[a["failure"]].retriable or a["bad_node"] for a in attempts if a["failure"])
 
 
 def last_death(deaths: Sequence[Death]) -> str | None:
-    """The failure class of the last worker of an attempt that died; None if none did."""
+    """The failure class of an attempt's last worker death; None without one."""
     return deaths[-1]["class"] if deaths else None
 
 
+def faults_of(report: Report) -> str:
+    """The injected faults; empty if the run is no rehearsal."""
+    return ", ".join(dict.fromkeys(str(each) for line in report["submissions"] for each in line.get("inject") or ()))
+
+
 def bad_nodes(attempts: Iterable[AttemptRow]) -> list[str]:
-    """The nodes that failures were the fault of."""
+    """The nodes at fault for failures."""
     return sorted({a["bad_node"] for a in attempts if a["bad_node"]})
 
 
 def read_report(run: Run) -> Report | None:
-    """The report that the last merge wrote; None before the first, and a sentence if it is damaged."""
+    """The report of the last merge, None before the first. SlurmGPUError if it is damaged."""
     path, merge = report_path(run), f"slurmgpu merge {run.typed}"
     try:
         return _checked(json.loads(read_bytes(path)))
@@ -309,51 +278,22 @@ def read_report(run: Run) -> Report | None:
 
 
 def _checked(report: Any) -> Report:
-    """The report; ValueError says what makes no sense of it."""
+    """The report if it is valid, else ValueError."""
     if not isinstance(report, dict) or report.get("format") != REPORT_FORMAT:
-        raise ValueError("it is no report")
+        raise ValueError("it is not a report")
     if report.get("version") != REPORT_VERSION:
         raise ValueError(f"it is of version {report.get('version')!r:.80}, and this slurmgpu reads {REPORT_VERSION}")
-    _check("", [report], VALUES)
-    for name, kinds in LISTS.items():
-        if not isinstance(report.get(name), list):
-            raise ValueError(f"its {name} is {report.get(name)!r:.80}")
-        _check(f"{name}: ", report[name], kinds)
-    attempts = report["attempts"]
-    _check("deaths: ", [death for attempt in attempts for death in attempt["deaths"]], DEATH)
-    _check("usage: ", [attempt["usage"] for attempt in attempts if "usage" in attempt], USED)
-    _check("code: ", report.get("code", ()), CODE)
-    for name, kinds in (("ledger", LEDGER), ("image", IMAGE)):
-        _check(f"{name}: ", [report[name]] if report.get(name) is not None else (), kinds)
-    _check("not_finite: ", [*(report.get("not_finite") or {}).values()], NOT_FINITE)
-    for versions in (report.get("computed_with") or {}).values():
-        _check("computed_with: ", [versions], dict.fromkeys(versions, COUNT) if isinstance(versions, dict) else {})
-    for name in ("errors_by_class", "failures", "worker_deaths"):
-        _check(f"{name}: ", [report[name]], dict.fromkeys(report[name], COUNT))
+    check_objects("", [report], Report)
     return cast(Report, report)
 
 
-def _check(where: str, objects: Sequence[Any], kinds: Mapping[str, Kinds]) -> None:
-    """ValueError where these are not objects, or a value in one is of a kind that makes no sense.
-
-    Key by key, which is quick: there may be a million of them.
-    """
-    if not all(isinstance(each, dict) for each in objects):
-        raise ValueError(f"{where}not all are objects")
-    lacking = object()
-    for key, allowed in kinds.items():
-        if not {type(each.get(key, lacking)) for each in objects} <= allowed:
-            found = next(value for each in objects if type(value := each.get(key, lacking)) not in allowed)
-            raise ValueError(f"{where}{key} is {'not there' if found is lacking else format(repr(found), '.80')}")
-
-
 def last_report(run: Run) -> Report:
-    """The report that the last merge wrote, with name and paths as they are now; a sentence before the first."""
+    """The report of the last merge with the run's present paths. SlurmGPUError before the first merge."""
     report = read_report(run)
     if report is None:
         raise SlurmGPUError(
             f"{run.folder} has no report yet: its merge has not run. "
-            f"`slurmgpu status {run.typed}` shows where it stands; "
+            f"`slurmgpu status {run.typed}` shows its progress; "
             f"`slurmgpu merge {run.typed}` merges what there is, once no task is alive."
         )
     merged = None if report.get("merged") is None else str(run.merged)
@@ -366,7 +306,7 @@ def _resubmit(run: Run, is_complete: bool) -> str | None:
 
 
 def is_complete(run: Run) -> bool:
-    """Whether the run's merged file has a row for every item, and no submission is going to replace it."""
+    """Whether the merged file has a row for every item, and no submission is going to replace it."""
     head = read_merged_head(run.merged, PATIENCE_S)
     return (
         head is not None and head.complete and head.fingerprint == run.plan.fingerprint and is_over(run.submissions())
@@ -379,16 +319,15 @@ def report_path(run: Run) -> Path:
 
 
 def _code(run: Run, stretches: Sequence[Stretch]) -> list[CodeRows]:
-    """The versions of the code that rows are by: what is known of each, and how many rows."""
     lines = run.submissions()
     return [_version(run, lines, digest, n) for digest, n in rows_by_code(stretches).items()]
 
 
 def _version(run: Run, lines: Sequence[SubmissionLine], digest: str | None, n_items: int) -> CodeRows:
-    """Files, versions and submissions of a snapshot; of one that cannot be read, what its submission says."""
+    """Files, versions and submissions of a snapshot; without files if it cannot be read."""
     found = {line["submission"]: snapshots.code_of([line]) for line in lines}
     used = {number: code for number, code in found.items() if code is not None and code["digest"] == digest}
-    last = next(reversed(used.values()), None)
+    last: Mapping[str, Any] = next(reversed(used.values()), {})
     files = None
     if digest is not None:
         try:
@@ -399,23 +338,23 @@ def _version(run: Run, lines: Sequence[SubmissionLine], digest: str | None, n_it
         "digest": digest,
         "submissions": list(used),
         "files": files,
-        "python": last.get("python") if last else None,
-        "distributions": last.get("distributions") if last else None,
-        "image": last.get("image") if last else None,
-        "git": last.get("git") if last else None,
-        "left_out": (last.get("left_out") if last else None) or [],
+        "python": last.get("python"),
+        "distributions": last.get("distributions"),
+        "image": last.get("image"),
+        "git": last.get("git"),
+        "left_out": last.get("left_out") or [],
         "items": n_items,
     }
 
 
 def _image(run: Run) -> Image | None:
-    """The image that the run is frozen to; None without one."""
+
     container = run.plan.container
     return None if container is None else cast(Image, {"path": container["image"], **container["identity"]})
 
 
 def _holes(run: Run, joined: Joined | None) -> list[Hole]:
-    """The shards that merged.h5 lacks; `damaged` says what was wrong with one that a merge set aside."""
+
     there = frozenset() if joined is None else joined.shards
     damaged = run.damaged() | dict(() if joined is None else joined.damaged)
     holes = sorted(set(range(run.plan.n_shards)) - there)

@@ -1,4 +1,4 @@
-"""What a run will take, foretold from a probe: the records of one task that computed some of its batches."""
+"""The forecast of a run's time and cost from the records of a probe."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ FORECAST_FORMAT = "slurmgpu forecast"
 FORECAST_VERSION = 1
 
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11)
-"""Student's t at 97.5 %, by degrees of freedom from 1: 95 of 100 means lie within so many standard errors."""
+"""Student's t at 97.5 % by degrees of freedom from 1: the 95 % interval of a mean in standard errors."""
 ENOUGH_BATCHES = 3
-"""From so many on, the first is set apart: it compiles, allocates and fills caches."""
+"""With at least this many batches, the first is separate: it compiles, allocates and fills caches."""
 MARGINS = {1: 0.5, 2: 0.3}
-"""By the number of batches, the least part of their mean by which the bounds lie from it; of more it is MARGIN."""
+"""The least relative margin of the bounds, by the number of batches; for more it is MARGIN."""
 MARGIN = 0.05
-"""What one task on one node cannot show: other nodes, busy file systems."""
+"""Covers other nodes and busy file systems, which a single task does not show."""
 QUICK_START, SLOW_START, SLOW_START_TOGETHER = 0.75, 1.25, 2.0
-"""Starting is seen once; that of one task, and of many that load the same files at once, as parts of what it took."""
+"""Factors of the observed start time: for the low bound, for one task, and for many that load at once."""
 NEAR_FULL, HARDLY_USED = 0.9, 0.25
-"""Shares of memory above and below which there is something to say."""
+"""Shares of memory above and below which there is a note."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What a probe showed. Bytes are peaks, those of GPUs for one GPU; None is unknown.
+    """The results of a probe. Bytes are peaks, per GPU; None is unknown.
 
-    `start_s` is from the task's start to its first batch, and `first_s` by how much that took longer than the others,
-    `batch_s`. `between_s` is from the end of a shard's computing to the next shard's. `walltime_s` is what Slurm gave.
+    `start_s` is the time from the task's start to its first batch; `first_s` is how much longer that took than the
+    others, `batch_s`. `between_s` is the time between two shards. `walltime_s` is what Slurm granted.
     """
 
     n_items: int
@@ -55,7 +55,7 @@ class Observed:
 
 
 class Spread(TypedDict):
-    """A quantity as it is likely to be, and its bounds."""
+    """An expected value and its bounds."""
 
     low: float
     expected: float
@@ -63,7 +63,7 @@ class Spread(TypedDict):
 
 
 class Forecast(TypedDict):
-    """What a run will take: docs/reference/cli.md has the keys. `probe` is what the probe showed, an `Observed`."""
+    """The forecast of a run: docs/reference/cli.md has the keys. `probe` is an `Observed`."""
 
     format: str
     version: int
@@ -88,7 +88,7 @@ class Forecast(TypedDict):
 
 @dataclass(frozen=True)
 class Times:
-    """What the run takes if each batch takes `batch_s`: a shard, a slot that never waits in the queue, all GPUs."""
+    """Times for batches of `batch_s`: of a shard, of the run without waiting in the queue, and of all GPUs."""
 
     batch_s: float
     shard_s: float
@@ -100,7 +100,7 @@ class Times:
 
 
 def observe(records: Sequence[Record]) -> Observed | None:
-    """What the attempts of a probe showed, in whose run each shard is one batch; None if none was published."""
+    """The results of a probe, in whose run each shard is one batch; None if no shard was published."""
     records = [record for record in records if record["published"]]
     if not records:
         return None
@@ -138,10 +138,9 @@ def observe(records: Sequence[Record]) -> Observed | None:
 def forecast(
     plan: Plan, submission: Submission, seen: Observed, *, resumes: bool = False, queues: bool = True
 ) -> Forecast:
-    """The estimates for a run, with `notes` on what will not work and the `assumptions` that they rest on.
+    """The estimates for a run, with `notes` on problems and the `assumptions`: docs/reference/cli.md has the keys.
 
-    `resumes` says that an item of the workload may go on in another task, and `queues` that tasks are jobs with a
-    walltime, on nodes of their own. The keys: docs/reference/cli.md.
+    `resumes`: items can continue in another task. `queues`: tasks are jobs with a walltime, on nodes of their own.
     """
     walltime_s = (submission.walltime_s or seen.walltime_s) if queues else None
     low, mean, high = mean_within(seen.batch_s)
@@ -181,9 +180,9 @@ def forecast(
 
 
 def mean_within(seconds: Sequence[float]) -> tuple[float, float, float]:
-    """The mean of what batches take, between the bounds in which it is for all batches, 95 times of 100.
+    """The 95 % interval of the mean time of batches: low, mean, high.
 
-    Of fewer than three nothing is known but the smallest and the largest. The bounds are never nearer than `MARGINS`.
+    For fewer than three batches the bounds are the smallest and the largest; they are at least `MARGINS` apart.
     """
     mean, n = statistics.fmean(seconds), len(seconds)
     low, high = min(seconds), max(seconds)
@@ -206,9 +205,9 @@ def foretell(
     *,
     resumes: bool = False,
 ) -> Times:
-    """What the run takes if each batch takes `batch_s`, while as many tasks run at once as were asked for.
+    """The times of a run if each batch takes `batch_s` and all requested tasks run at once.
 
-    To start takes `starting` times as long as it did, and the run's last shard `slack_s` longer than others.
+    The start takes `starting` times as long as in the probe, and the last shard takes `slack_s` longer than others.
     """
     shard_s = plan.shard_items / plan.batch_size * batch_s + seen.between_s
     work_s = -(-plan.n_items // plan.batch_size) * batch_s + plan.n_shards * seen.between_s
@@ -220,7 +219,7 @@ def foretell(
     if left_s is not None and resumes:
         n_lives = math.ceil(slot_s / left_s) if left_s > 0 else 0
     elif left_s is not None:
-        # A worker takes no shard that would take 1.1 times as long as its slowest and not be done.
+        # A worker takes no shard unless 1.1 times its slowest one fits in the time left.
         per_task = max(0, math.floor((left_s - 0.1 * shard_s) / shard_s)) if shard_s else plan.n_shards
         n_lives = -(-math.ceil(plan.n_shards / n_slots) // per_task) if per_task else 0
     n_starts = n_slots * max(1, n_lives)
@@ -245,12 +244,12 @@ def _notes(
     *,
     resumes: bool,
 ) -> list[str]:
-    """What the user should know, or change, before the run is queued."""
+    """Notes for the user before the run is queued."""
     notes = _on_memory(submission, seen)
     if walltime_s is not None:
         notes = [*_on_walltime(plan, submission.n_tasks, walltime_s, times, resumes=resumes), *notes]
     if seen.n_errors:
-        notes.insert(0, f"{seen.n_errors} of {seen.n_items} items of the probe failed, and so may as many of the run.")
+        notes.insert(0, f"{seen.n_errors} of {seen.n_items} items of the probe failed; the run may fail alike.")
     if len(seen.batch_s) < ENOUGH_BATCHES:
         said = "1 batch says" if seen.n_batches == 1 else f"{seen.n_batches} batches say"
         more = min(8 * plan.batch_size, plan.n_items // 2)
@@ -300,7 +299,7 @@ def _on_memory(submission: Submission, seen: Observed) -> list[str]:
 
 
 def _asked_bytes(mem: object) -> int | None:
-    """How much memory sbatch's `--mem` asks for, in megabytes unless it says otherwise; None for all, and for none."""
+    """The bytes of sbatch's `--mem`, whose default unit is megabytes; None for all memory or no value."""
     found = re.fullmatch(r"(\d+)([KMGT]?)B?", str(mem), re.IGNORECASE)
     n_units = int(found[1]) if found else 0
     return n_units * 1024 ** (" KMGT".index(found[2].upper() or "M")) if found and n_units else None
@@ -311,11 +310,11 @@ def _assumptions(submission: Submission, seen: Observed, *, queues: bool) -> lis
         f"{submission.n_concurrent} at once from the first minute: waiting in the queue and the merge are not in it"
         if submission.n_concurrent > 1
         else "waiting in the queue and the merge are not in it",
-        "the items of the probe, spread evenly over the input, are like the others",
-        "nodes are about as fast as that of the probe, and file systems are with all tasks at work",
+        "the items of the probe, taken evenly from the input, are like the others",
+        "other nodes, and file systems with all tasks running, are about as fast as in the probe",
     ]
     if not queues and submission.n_concurrent > 1:
         said.append(f"the probe had this machine to itself; {submission.n_concurrent} tasks share it")
     if seen.gpu_peak_bytes or seen.host_peak_bytes:
-        said.append("peaks of memory are those of samples some seconds apart")
+        said.append("memory peaks are from samples some seconds apart")
     return said

@@ -1,4 +1,4 @@
-"""Where the hours went: each second of each attempt is useful, loading, idle, lost or repeated.
+"""Use of the hours: each second of each attempt is useful, loading, idle, lost or repeated.
 
 docs/reference/report.md defines the five; they are computed in whole milliseconds, so that they add up.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict, cast
 
 from slurmgpu.run.records import BriefRecord, Computed, Usage
 
@@ -16,10 +16,10 @@ _Amount = Literal["allocated", "useful", "loading", "idle", "lost", "repeated"]
 KINDS: tuple[Kind, ...] = ("useful", "loading", "idle", "lost", "repeated")
 
 Counting = Mapping[int, Set[tuple[str, float]]]
-"""For each shard the computations of it that count, one for each revision: its attempt, and when that began with it."""
+"""For each shard the computations that count, one for each revision: attempt and start."""
 
 UNITS = ((1.0, "hours", 1), (0.05, "minutes", 60), (0.0, "seconds", 3600))
-"""From how many hours on they are told in which unit, and how many of it an hour has."""
+"""The least hours for each unit, its name, and how many of it make an hour."""
 
 
 class _Charges(TypedDict, total=False):
@@ -29,13 +29,13 @@ class _Charges(TypedDict, total=False):
 
 
 class Charged(_Charges):
-    """What a ledger sums up of an attempt; that of an older slurmgpu may have GPUs alone."""
+    """The values of an attempt that a ledger sums up; one of an older slurmgpu may have only `n_gpus`."""
 
     n_gpus: int
 
 
 class Ledger(TypedDict):
-    """Where the hours of all attempts went, as report.json has it."""
+    """The use of the hours of all attempts, as in report.json."""
 
     unit: str
     allocated: float
@@ -49,7 +49,7 @@ class Ledger(TypedDict):
 
 @dataclass(frozen=True)
 class Amounts:
-    """A ledger in words: `texts` of each of the five and of `allocated`, in `unit`, and `shares` of the five."""
+    """A ledger as texts: amounts in `unit`, and the shares of the five kinds."""
 
     unit: str
     texts: Mapping[_Amount, str]
@@ -57,10 +57,10 @@ class Amounts:
 
 
 def counting(records: Iterable[Computed], published: Set[int]) -> Counting:
-    """The computations that count: of each shard that is there, and of each revision, the last one published."""
+    """The computations that count: for each published shard and each revision, the last one."""
     found: dict[tuple[int, int], tuple[tuple[int, float], tuple[str, float]]] = {}
     for record in records:
-        for shard, started, seconds, *more in record["published"]:  # older records do not say who was first
+        for shard, started, seconds, *more in record["published"]:  # older records lack the rest
             won, revision = (*more, True, 0)[:2] if len(more) != 1 else (more[0], 0)
             # Nodes' clocks may differ: a later submission is later, whatever they say.
             when, which = (record["submission"], started + seconds), (shard, revision)
@@ -73,16 +73,17 @@ def counting(records: Iterable[Computed], published: Set[int]) -> Counting:
 
 
 def kind_of(shard: int, attempt: str, started: float, counts: Counting) -> Kind:
-    """What a computation of a shard is: useful, repeated, or lost, as the shard is not there any more."""
+    """The kind of a shard's computation: useful, repeated, or lost if the shard is no longer there."""
     if shard not in counts:
         return "lost"
     return "useful" if (attempt, started) in counts[shard] else "repeated"
 
 
 def spent(record: BriefRecord, seconds: float, failure: str | None, counts: Counting) -> dict[Kind, float]:
-    """What an attempt spent its `seconds` on, in seconds, from its record; `failure` is its class, None if none."""
+    """How an attempt spent its `seconds`, by kind; `failure` is its failure class."""
     total = _ms(seconds)
-    if failure is not None and not _came_to_work(record):
+    has_worked = record["published"] or record["load_s"] is not None  # older records have no phases
+    if failure is not None and not has_worked:
         return _in_seconds(total, {"lost": total})
     done = _computed(record, counts)
     done["useful"] += _ms(record["kept_s"])
@@ -93,19 +94,19 @@ def spent(record: BriefRecord, seconds: float, failure: str | None, counts: Coun
 
 
 def last_sign(record: BriefRecord) -> float:
-    """When an attempt is last known to have lived: it may have published after it last wrote its record."""
+    """The last sign of life of an attempt: it may have published after its last record."""
     if record["ended"] is not None:
         return float(record["ended"])
     return float(max([record["updated"], *(started + seconds for _, started, seconds, *_ in record["published"])]))
 
 
 def spent_unrecorded(seconds: float) -> dict[Kind, float]:
-    """The same of an attempt of which there is no record: all is lost."""
+    """The same for an attempt without a record: all is lost."""
     return _in_seconds(_ms(seconds), {"lost": _ms(seconds)})
 
 
 def ledger(attempts: Sequence[Charged]) -> Ledger:
-    """The sums over a report's attempts, in GPU-hours, or in hours of tasks where none had GPUs; and the energy."""
+    """The sums over attempts in GPU-hours, or in task-hours if none had GPUs; and the energy."""
     has_gpus = any(attempt["n_gpus"] for attempt in attempts)
     sums = dict.fromkeys(KINDS, 0)
     for attempt in attempts:
@@ -113,20 +114,17 @@ def ledger(attempts: Sequence[Charged]) -> Ledger:
         for kind in KINDS:
             sums[kind] += weight * _ms(attempt["spent"][kind])
     energies = [energy for a in attempts if (energy := a["usage"].get("energy_j")) is not None]
-    return {
+    found: dict[str, Any] = {
         "unit": "GPU-hours" if has_gpus else "task-hours",
-        "allocated": _hours(sum(sums.values())),
-        "useful": _hours(sums["useful"]),
-        "loading": _hours(sums["loading"]),
-        "idle": _hours(sums["idle"]),
-        "lost": _hours(sums["lost"]),
-        "repeated": _hours(sums["repeated"]),
+        "allocated": sum(sums.values()) / 3_600_000,
+        **{kind: ms / 3_600_000 for kind, ms in sums.items()},
         "energy_kwh": round(sum(energies) / 3.6e6, 6) if energies else None,
     }
+    return cast(Ledger, found)
 
 
 def in_words(ledger: Ledger) -> Amounts:
-    """A ledger as it is shown: of a short run in minutes or seconds."""
+    """A ledger as texts: in hours, or in minutes or seconds for a short run."""
     word, factor = unit_of(ledger["allocated"])
     names: tuple[_Amount, ...] = ("allocated", *KINDS)
     return Amounts(
@@ -137,17 +135,17 @@ def in_words(ledger: Ledger) -> Amounts:
 
 
 def unit_of(hours: float) -> tuple[str, int]:
-    """The unit in which so many hours are told with two decimals, and how many of it an hour has."""
+    """The unit for a number of hours, and how many of it make an hour."""
     return next((word, factor) for least, word, factor in UNITS if hours >= least)
 
 
 def energy_in_words(kwh: float) -> tuple[str, str]:
-    """A number of kWh, or of Wh where that is little, and its unit."""
+    """An energy and its unit, kWh or Wh."""
     return (f"{kwh:,.2f}", "kWh") if kwh >= 1 else (f"{1000 * kwh:,.2f}", "Wh")
 
 
 def _shares(amounts: Mapping[Kind, float]) -> dict[Kind, str]:
-    """The part of all that each is, in percent; they add up to 100.0%."""
+    """The share of each, in percent; they add up to 100.0%."""
     total = sum(amounts.values())
     if not total:
         return dict.fromkeys(amounts, "–")
@@ -159,15 +157,11 @@ def _shares(amounts: Mapping[Kind, float]) -> dict[Kind, str]:
     return {name: f"{share / 10:.1f}%" for name, share in whole.items()}
 
 
-def _came_to_work(record: BriefRecord) -> bool:
-    return bool(record["published"]) or record["load_s"] is not None  # older records have no phases
-
-
 def _computed(record: BriefRecord, counts: Counting) -> dict[Kind, int]:
-    """Milliseconds of the shards that it published: useful, repeated, or lost as they are not there any more."""
+    """Milliseconds of the shards that an attempt published, by kind."""
     found: dict[Kind, int] = {"useful": 0, "repeated": 0, "lost": 0}
     entries = sorted((started, shard, seconds) for shard, started, seconds, *_ in record["published"])
-    # One that waited for the next shard to show that it is not the workload that fails was computed before that.
+    # A first shard of errors waits for the second one, so its end may lie in that.
     nexts = [started for started, _, _ in entries[1:]] + [float("inf")]
     for (started, shard, seconds), end in zip(entries, nexts, strict=False):
         found[kind_of(shard, record["attempt"], started, counts)] += _ms(min(seconds, end - started))
@@ -175,14 +169,14 @@ def _computed(record: BriefRecord, counts: Counting) -> dict[Kind, int]:
 
 
 def _in_hand(record: BriefRecord) -> int:
-    """Milliseconds of the shard that an attempt without an end had in hand, since it was begun or last kept."""
+    """Milliseconds of the current shard of an attempt without an end, since its start or last saved progress."""
     since = record["shard_kept"] or record["shard_started"]
     is_done = record["shard"] in {shard for shard, *_ in record["published"]}
     return 0 if since is None or is_done else _ms(record["updated"] - since)
 
 
 def _loading(record: BriefRecord) -> int:
-    """Milliseconds of loading, each worker's; of the last one alone in a record that has no phases."""
+    """Milliseconds of loading, of all workers; a record without phases has only the last one."""
     if not record["phases"]:
         return _ms(record["load_s"] or 0.0)
     ends = [at for at, _ in record["phases"][1:]] + [record["ended"] or record["updated"]]
@@ -191,7 +185,7 @@ def _loading(record: BriefRecord) -> int:
 
 
 def _in_seconds(total: int, wanted: Mapping[Kind, int]) -> dict[Kind, float]:
-    """Give each kind what it wants, as long as there is some left; what remains is idle."""
+    """Seconds by kind: each gets what it wants while some is left; the rest is idle."""
     left, found = total, dict.fromkeys(KINDS, 0)
     order: tuple[Kind, ...] = ("useful", "repeated", "lost", "loading")
     for kind in order:
@@ -201,9 +195,5 @@ def _in_seconds(total: int, wanted: Mapping[Kind, int]) -> dict[Kind, float]:
 
 
 def _ms(seconds: float) -> int:
-    """Whole milliseconds; none where a clock was set back."""
+    """Whole milliseconds; 0 if a clock was set back."""
     return max(0, round(1000 * seconds))
-
-
-def _hours(ms: int) -> float:
-    return ms / 3_600_000

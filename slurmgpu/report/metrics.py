@@ -1,4 +1,4 @@
-"""A run's progress as a text file for Prometheus, which node_exporter's textfile collector hands on. Stdlib only.
+"""A run's progress as a text file for Prometheus, read by node_exporter's textfile collector. Stdlib only.
 
 The text is valid in both formats, Prometheus' own and OpenMetrics (https://prometheus.io/docs/specs/om/open_metrics_spec/),
 so every metric is a gauge, none carries a timestamp, and the last line is `# EOF`.
@@ -19,39 +19,18 @@ from slurmgpu.util.atomic_files import write_bytes
 log = logging.getLogger(__name__)
 
 STATES = ("planned", "queued", "running", "merging", "complete", "incomplete", "ended")
-"""A run's; exactly one of them is 1."""
+"""The states of a run; exactly one of them is 1."""
 ATTEMPT_STATES = ("starting", "loading", "running", "ended")
 
-METRICS = {
-    "items": "Items of the run's input.",
-    "items_done": "Items of published shards.",
-    "items_failed": "Items whose row is an error.",
-    "shards": "Shards of the run.",
-    "shards_done": "Shards that are published.",
-    "shards_claimed": "Shards that tasks compute.",
-    "state": "1 for the state that the run is in, 0 for the others.",
-    "attempts": "Attempts of tasks, by the state that they last wrote.",
-    "attempts_silent": "Attempts that wrote no end, and nothing for so long that they must be dead.",
-    "attempts_failed": "Attempts that failed, by failure class.",
-    "worker_deaths": "Workers that died, by failure class; their attempts may have gone on.",
-    "tasks_pending": "Tasks that wait in Slurm's queue.",
-    "items_per_second": "Items computed in a second, over the last minutes.",
-    "left_seconds": "Seconds until all items are computed, as far as it can be told.",
-    "gpu_hours": "GPUs times hours of all attempts, used or not.",
-    "gpu_utilisation_ratio": "Share of time in which a kernel ran, mean over the tasks at work, at their last sample.",
-    "updated_timestamp_seconds": "When the run was looked at, in seconds since the epoch.",
-}
-"""Every metric without the `slurmgpu_run_` before it, and its help."""
-
 READABLE = 0o644
-"""The file's permissions, whatever the umask: who exports it is another user."""
+"""The file's permissions whatever the umask: the exporter is another user."""
 
-Sample = tuple[str, Mapping[str, str], float | None]
-"""A metric's name, its own labels, and its value; None is not known, and not written."""
+Samples = list[tuple[Mapping[str, str], float | None]]
+"""The labels of each sample of a metric, and its value; None is unknown, and not written."""
 
 
 def keep_metrics(status: Status, path: Path) -> None:
-    """Put a status at `path` for the next reader; a disk that is full for a while costs a warning, not the watch."""
+    """Write a status to `path`; a failure, such as a full disk, is logged as a warning."""
     try:
         write_metrics(status, path)
     except OSError as error:
@@ -59,51 +38,53 @@ def keep_metrics(status: Status, path: Path) -> None:
 
 
 def write_metrics(status: Status, path: Path) -> None:
-    """Put a status, as `read_status` gives it, at `path`, in one step; whoever exports it can read the file."""
-    # Not fsynced: it is written again within seconds, and worth nothing after a crash.
+    """Write a status to `path` atomically; the exporter can read the file."""
+    # Not fsynced: it is rewritten within seconds and useless after a crash.
     write_bytes(path, metrics_text(status).encode("utf-8", "replace"), durable=False, mode=READABLE)
 
 
 def metrics_text(status: Status) -> str:
-    """The lines that stand for a status."""
+    """A status as metrics."""
     run = {"run": status["run"], "run_dir": status["run_dir"]}
-    by_name: dict[str, list[str]] = {}
-    for name, labels, value in _samples(status):
-        if value is not None:
-            line = f"slurmgpu_run_{name}{{{_labels({**run, **labels})}}} {value!r}"
-            by_name.setdefault(name, []).append(line)
     lines = []
-    for name, text in METRICS.items():
-        if name in by_name:
-            full = f"slurmgpu_run_{name}"
-            lines += [f"# HELP {full} {text}", f"# TYPE {full} gauge", *by_name[name]]
+    for name, (text, samples) in metrics_of(status).items():
+        full = f"slurmgpu_run_{name}"
+        known = [(labels, value) for labels, value in samples if value is not None]
+        lines += [f"# HELP {full} {text}", f"# TYPE {full} gauge"] if known else []
+        lines += [f"{full}{{{_labels({**run, **labels})}}} {value!r}" for labels, value in known]
     return "\n".join([*lines, "# EOF"]) + "\n"
 
 
-def _samples(status: Status) -> Iterable[Sample]:
-    attempts = status["attempts"]
-    yield "items", {}, status["n_items"]
-    yield "items_done", {}, status["n_items_done"]
-    yield "items_failed", {}, status["n_errors"]
-    yield "shards", {}, status["n_shards"]
-    yield "shards_done", {}, status["n_shards_done"]
-    yield "shards_claimed", {}, status["n_shards_claimed"]
-    for state in STATES:
-        yield "state", {"state": state}, int(status["state"] == state)
+def metrics_of(status: Status) -> dict[str, tuple[str, Samples]]:
+    """The help and the samples of each metric, by its name without the `slurmgpu_run_` before it."""
+    attempts, state = status["attempts"], status["state"]
     counts = Counter(attempt["state"] for attempt in attempts)
-    for state in ATTEMPT_STATES:
-        yield "attempts", {"state": state}, counts[state]
-    yield "attempts_silent", {}, sum(attempt["silent"] for attempt in attempts)
-    for failure, count in status["failures"].items():
-        yield "attempts_failed", {"class": failure}, count
-    for failure, count in status["worker_deaths"].items():
-        yield "worker_deaths", {"class": failure}, count
-    yield "tasks_pending", {}, _pending(status["queue"])
-    yield "items_per_second", {}, status["pace"]["items_per_s"]
-    yield "left_seconds", {}, status["pace"]["left_s"]
-    yield "gpu_hours", {}, status["gpu_hours"]
-    yield "gpu_utilisation_ratio", {}, _utilisation(attempts)
-    yield "updated_timestamp_seconds", {}, status["time"]
+
+    def one(value: float | None) -> Samples:
+        return [({}, value)]
+
+    def by(label: str, values: Mapping[str, int]) -> Samples:
+        return [({label: name}, value) for name, value in values.items()]
+
+    return {
+        "items": ("Items of the run's input.", one(status["n_items"])),
+        "items_done": ("Items of published shards.", one(status["n_items_done"])),
+        "items_failed": ("Items whose row is an error.", one(status["n_errors"])),
+        "shards": ("Shards of the run.", one(status["n_shards"])),
+        "shards_done": ("Shards that are published.", one(status["n_shards_done"])),
+        "shards_claimed": ("Shards that tasks compute.", one(status["n_shards_claimed"])),
+        "state": ("1 for the run's state, 0 for the others.", by("state", {s: int(s == state) for s in STATES})),
+        "attempts": ("Attempts by their last recorded state.", by("state", {s: counts[s] for s in ATTEMPT_STATES})),
+        "attempts_silent": ("Attempts without an end that stopped writing.", one(sum(a["silent"] for a in attempts))),
+        "attempts_failed": ("Attempts that failed, by failure class.", by("class", status["failures"])),
+        "worker_deaths": ("Workers that died, by failure class.", by("class", status["worker_deaths"])),
+        "tasks_pending": ("Tasks that wait in Slurm's queue.", one(_pending(status["queue"]))),
+        "items_per_second": ("Items computed per second over the last minutes.", one(status["pace"]["items_per_s"])),
+        "left_seconds": ("Estimated seconds until all items are computed.", one(status["pace"]["left_s"])),
+        "gpu_hours": ("GPUs times hours of all attempts, used or not.", one(status["gpu_hours"])),
+        "gpu_utilisation_ratio": ("Mean GPU utilisation of running tasks.", one(_utilisation(attempts))),
+        "updated_timestamp_seconds": ("Time of the status, in seconds since the epoch.", one(status["time"])),
+    }
 
 
 def _pending(queue: Iterable[Job] | None) -> int | None:
@@ -113,15 +94,12 @@ def _pending(queue: Iterable[Job] | None) -> int | None:
 
 
 def _utilisation(attempts: Iterable[StatusAttempt]) -> float | None:
-    """The mean of what the GPUs of running attempts did at their last sample."""
+    """The mean GPU utilisation of running attempts at their last sample, from 0 to 1."""
     gpus = [attempt["gpu"] for attempt in attempts if attempt["state"] == "running"]
     known = [gpu["utilisation"] for gpu in gpus if gpu and gpu["utilisation"] is not None]
     return sum(known) / len(known) / 100 if known else None
 
 
 def _labels(labels: Mapping[str, str]) -> str:
-    return ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items())
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    escapes = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+    return ",".join(f'{name}="{value.translate(escapes)}"' for name, value in labels.items())

@@ -1,6 +1,6 @@
-"""How fast a run goes, and how long it will take: from what its attempts wrote of their last minutes.
+"""A run's rate and its time left, from the attempts' records of the last minutes.
 
-The time left is found by dealing the open shards out as tasks take them, one after another, each at its own rate.
+The time left is simulated: tasks take the open shards one after another, each at its own rate.
 Standard library only: `status` reads it on login nodes.
 """
 
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 from slurmgpu.report.queued import Queue, startable
 from slurmgpu.run.directory import Plan
@@ -18,15 +18,15 @@ from slurmgpu.run.liveness import is_alive, last_heard, own_time, patience
 from slurmgpu.run.records import BriefRecord
 
 WINDOW_S = 300.0
-"""A rate is that of the shards that ended in the last five minutes …"""
+"""A rate covers the shards that ended in the last five minutes …"""
 MIN_SHARDS = 3
-"""… or of the last three, where shards take longer."""
+"""… or the last three if shards take longer."""
 LATE = 1.5
-"""A shard in hand of which nothing is known to be done is late after so many times what shards took before."""
+"""A current shard without progress is late after this multiple of the usual time."""
 BETWEEN_S = 5.0
-"""Between two shards an attempt has none in hand, for less than this: it has longer if none is free."""
+"""The longest time without a shard between two shards; a longer one means that none is free."""
 SHARE = 4
-"""Shards are dealt out in portions that take this part of what is left, at least one by one."""
+"""A task takes at most its share of the open shards divided by this at once."""
 
 
 class PaceRecord(TypedDict):
@@ -42,12 +42,12 @@ class PaceRecord(TypedDict):
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast a run goes; None is what cannot be said.
+    """The rate of a run; None is unknown.
 
-    `items_per_s` is that of the tasks that compute together, `rates` that of each, by attempt. `left_s` is until the
-    last shard is published by the tasks that are alive, or start at a time that Slurm knows; `left_if_queued_start_s`,
-    if all that are queued started now. `n_shards_left_over` are the shards to which walltimes will leave no time; 0
-    where that depends on tasks of which nobody knows when they start.
+    `items_per_s` is the rate of all computing tasks together, `rates` that of each attempt. `left_s` is the time until
+    the last shard is published by living tasks and by tasks with a start time from Slurm; `left_if_queued_start_s` is
+    that if all queued tasks started now. `n_shards_left_over` are shards that do not fit in the walltimes; 0 if that
+    depends on tasks with unknown start times.
     """
 
     items_per_s: float | None = None
@@ -60,26 +60,20 @@ class Pace:
 
     def to_json(self) -> PaceRecord:
         """The value of `pace` in the JSON of status."""
-        return {
-            "items_per_s": None if self.items_per_s is None else round(self.items_per_s, 4),
-            "left_s": None if self.left_s is None else round(self.left_s, 1),
-            "left_if_queued_start_s": None
-            if self.left_if_queued_start_s is None
-            else round(self.left_if_queued_start_s, 1),
-            "n_shards_left_over": self.n_shards_left_over,
-            "n_living": self.n_living,
-            "n_waiting": self.n_waiting,
-        }
+        digits = {"items_per_s": 4, "left_s": 1, "left_if_queued_start_s": 1}
+        values = {key: getattr(self, key) for key in PaceRecord.__annotations__}
+        rounded = {key: round(values[key], n) for key, n in digits.items() if values[key] is not None}
+        return cast(PaceRecord, values | rounded)
 
 
 @dataclass(frozen=True, order=True)
-class Hand:
-    """A task that takes shards: from when on, how many items in a second, and until when; seconds from now."""
+class Slot:
+    """A task that takes shards: when it is free, items per second, and its end; times are seconds from now."""
 
     free_s: float
     rate: float
     until_s: float = math.inf
-    shard_s: float = 0.0  # of these, what the shard in hand still takes
+    shard_s: float = 0.0  # the part of free_s for the current shard
 
 
 def pace_of(
@@ -90,9 +84,9 @@ def pace_of(
     now: float,
     patience_s: float | None = None,
 ) -> Pace:
-    """How fast a run goes at the moment `now`; `queue` are its jobs as the JSON of status has them.
+    """The pace of a run at the time `now`; `queue` are its jobs as in the JSON of status.
 
-    Who has written nothing for `patience_s` does not count; by default that is as long as a lease.
+    Attempts that have written nothing for `patience_s`, by default a lease, are ignored.
     """
     patience_s = patience(plan.lease_s) if patience_s is None else patience_s
     living = [record for record in records if is_alive(record, patience_s, now)]
@@ -110,28 +104,30 @@ def pace_of(
     usual_rate = _mean([own[r["attempt"]] for r in living if r["attempt"] in own] or list(own.values())) or 0.0
     together = sum(own.get(r["attempt"], usual_rate) for r in living if computes(r))
     load_s = _mean([record["load_s"] for record in records if record["load_s"] is not None]) or 0.0
-    hands = [
-        _hand(plan, record, own.get(record["attempt"], usual_rate), load_s, own_time(record, now)) for record in living
-    ]
+    slots = [_slot_of(plan, r, own.get(r["attempt"], usual_rate), load_s, own_time(r, now)) for r in living]
     held = {record["shard"] for record in living if record["shard"] is not None} - set(published)
     free = _available(plan, records, set(published) | held, now)
     walltime_s = max((r["end_time"] - r["started"] for r in records if r["end_time"]), default=math.inf)
-    joining = _Joining(load_s, usual_rate, walltime_s - plan.margin_s)
+
+    def joining(start_s: float) -> Slot:
+        """A task that starts then."""
+        return Slot(start_s + load_s, usual_rate, start_s + walltime_s - plan.margin_s)
+
     known = [
-        joining.hand(max(0.0, job["start"] - now))
+        joining(max(0.0, job["start"] - now))
         for job, n_tasks in waiting
         if job["start"] is not None
         for _ in range(n_tasks)
     ]
-    at_once, throttled = [joining.hand(0.0)] * n_startable, n_waiting - n_startable
-    left_s, n_over = _deal(plan, [*hands, *known], free, joining, throttled)
-    if_s = _deal(plan, [*hands, *at_once], free, joining, throttled)[0] if at_once else left_s
+    at_once, throttled = [joining(0.0)] * n_startable, n_waiting - n_startable
+    left_s, n_over = _simulate(plan, [*slots, *known], free, joining, throttled)
+    if_s = _simulate(plan, [*slots, *at_once], free, joining, throttled)[0] if at_once else left_s
     n_over = n_over if len(known) == n_startable else 0
     return Pace(together if living else None, left_s, if_s, n_over, **counts)
 
 
 def computes(record: BriefRecord) -> bool:
-    """Whether an attempt that lives was at work when it wrote: on a shard, or between two of them."""
+    """Whether a living attempt was computing when it wrote: on a shard, or between two."""
     if record["state"] != "running":
         return False
     ends = [entry[1] + entry[2] for entry in record["published"][-1:]]
@@ -140,10 +136,7 @@ def computes(record: BriefRecord) -> bool:
 
 
 def rate_of(plan: Plan, record: BriefRecord) -> float | None:
-    """Items in a second of an attempt, over the last minutes of its work; None if it has computed nothing yet.
-
-    From one shard's beginning to the next's, so that what lies between them counts.
-    """
+    """An attempt's items per second over its last minutes, including the time between shards; None before any."""
     recent = _recent(record)
     n_items, seconds = 0.0, 0.0
     begins = [*(entry[1] for entry in recent[1:]), record["shard_started"]]
@@ -157,7 +150,7 @@ def rate_of(plan: Plan, record: BriefRecord) -> float | None:
     done, in_hand_s = record["shard_done"], record["updated"] - record["shard_started"]
     if rate is None:
         return done / in_hand_s if done and in_hand_s > 0 else None
-    # It has become slower, if the shard in hand takes longer than those before.
+    # The attempt has slowed down if its current shard takes longer than those before.
     is_late = in_hand_s * rate > _size(plan, record["shard"]) * (1.0 if done else LATE)
     return (n_items + done) / (seconds + in_hand_s) if is_late else rate
 
@@ -173,33 +166,33 @@ def _recent(record: BriefRecord) -> list[Sequence[Any]]:
 
 def _size(plan: Plan, shard: int) -> int:
     start, stop = plan.bounds(shard)
-    return max(0, stop - start)  # a damaged record may name one that the run does not have
+    return max(0, stop - start)  # a damaged record may name a shard that does not exist
 
 
-def _hand(plan: Plan, record: BriefRecord, rate: float, load_s: float, now: float) -> Hand:
-    """What a living task can take: when it is through with what it has in hand, or has loaded; `now` by its clock."""
+def _slot_of(plan: Plan, record: BriefRecord, rate: float, load_s: float, now: float) -> Slot:
+    """A living task as a `Slot`: free after loading or after its current shard; `now` is by its clock."""
     until = math.inf if record["end_time"] is None else record["end_time"] - plan.margin_s - now
     age = now - record["updated"]
     if record["state"] != "running":
         since = record["phases"][-1][0] if record["phases"] else record["started"]
-        # A shard that it holds, after a worker's death, comes first.
+        # A shard that it holds after a worker's death comes first.
         again = 0.0 if record["shard"] is None else _size(plan, record["shard"]) / rate
         free = max(0.0, load_s - (now - since)) + again
-        return Hand(free, rate, until, again)
+        return Slot(free, rate, until, again)
     if record["shard"] is None:
-        return Hand(0.0, rate, until)
+        return Slot(0.0, rate, until)
     size, done = _size(plan, record["shard"]), record["shard_done"]
     started = record["shard_started"]
     if started is None:
-        return Hand(size / rate / 2, rate, until, size / rate / 2)  # an older record: it may be anywhere in it
-    # What is done is known to the batch: by the clock, but within the batch that is being computed.
+        return Slot(size / rate / 2, rate, until, size / rate / 2)  # an older record does not say how much is done
+    # Progress is known to the batch: estimate by the clock within the current batch.
     least, most = ((size - done - n) / rate - age for n in (plan.batch_size, 0))
     left = max(0.0, least, min(most, size / rate - (now - started)))
-    return Hand(left, rate, until, left)
+    return Slot(left, rate, until, left)
 
 
 def _available(plan: Plan, records: Iterable[BriefRecord], taken: set[int], now: float) -> list[tuple[float, int]]:
-    """Shards that others can take, as (seconds until then, how many): those of the dead when their leases are over."""
+    """Available shards as (seconds until then, number): those of dead tasks once their leases are over."""
     stale: dict[int, float] = {}
     for record in records:
         shard = record["shard"]
@@ -213,57 +206,45 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-@dataclass(frozen=True)
-class _Joining:
-    """How a task comes to work that has not started yet."""
-
-    load_s: float
-    rate: float
-    lasting_s: float
-
-    def hand(self, start_s: float) -> Hand:
-        return Hand(start_s + self.load_s, self.rate, start_s + self.lasting_s)
-
-
-def _deal(
+def _simulate(
     plan: Plan,
-    hands: Sequence[Hand],
+    slots: Sequence[Slot],
     free: Sequence[tuple[float, int]],
-    joining: _Joining,
+    joining: Callable[[float], Slot],
     n_throttled: int,
 ) -> tuple[float | None, int]:
-    """Seconds until the last shard is published, None if not all can be; and how many are left over.
+    """Seconds until the last shard is published, None if not all fit; and the number left over.
 
-    A task whose walltime ends makes room for a throttled one.
+    A task whose walltime ends is replaced by a throttled one.
     """
-    ends = [hand.until_s + plan.margin_s for hand in hands]
-    # What a walltime cuts off falls to others.
-    cut = [hand.shard_s > 0 and hand.free_s > end for hand, end in zip(hands, ends, strict=True)]
-    heap = [(end if is_cut else hand.free_s, hand) for hand, end, is_cut in zip(hands, ends, cut, strict=True)]
+    ends = [slot.until_s + plan.margin_s for slot in slots]
+    # Shards that a walltime cuts off go to others.
+    cut = [slot.shard_s > 0 and slot.free_s > end for slot, end in zip(slots, ends, strict=True)]
+    heap = [(end if is_cut else slot.free_s, slot) for slot, end, is_cut in zip(slots, ends, cut, strict=True)]
     pools = sorted([*free, *((end, 1) for end, is_cut in zip(ends, cut, strict=True) if is_cut)])
     last_s = max(
-        (hand.free_s for hand, is_cut in zip(hands, cut, strict=True) if hand.shard_s and not is_cut), default=0.0
+        (slot.free_s for slot, is_cut in zip(slots, cut, strict=True) if slot.shard_s and not is_cut), default=0.0
     )
     heapq.heapify(heap)
     n_left, mean_items = sum(n for _, n in pools), plan.n_items / plan.n_shards
-    together = sum(hand.rate for hand in hands)
+    together = sum(slot.rate for slot in slots)
     while n_left and heap:
-        at, hand = heapq.heappop(heap)
+        at, slot = heapq.heappop(heap)
         since_s, n_here = pools[0]
-        at, seconds = max(at, since_s), mean_items / hand.rate
-        n = min(n_here, max(1, int(n_left * hand.rate / together / SHARE)))
-        if hand.until_s < math.inf:
-            n = min(n, int((hand.until_s - at) / seconds))
+        at, seconds = max(at, since_s), mean_items / slot.rate
+        n = min(n_here, max(1, int(n_left * slot.rate / together / SHARE)))
+        if slot.until_s < math.inf:
+            n = min(n, int((slot.until_s - at) / seconds))
         if n > 0:
             at += n * seconds
             last_s, n_left = max(last_s, at), n_left - n
             pools[:1] = [(since_s, n_here - n)] if n < n_here else []
-            heapq.heappush(heap, (at, hand))
+            heapq.heappush(heap, (at, slot))
             continue
-        together -= hand.rate
+        together -= slot.rate
         if n_throttled:
             n_throttled -= 1
-            following = joining.hand(min(at, hand.until_s))
+            following = joining(min(at, slot.until_s))
             together += following.rate
             heapq.heappush(heap, (following.free_s, following))
     return (None if n_left else last_s), n_left

@@ -1,4 +1,4 @@
-"""What of a run waits in Slurm's queue, by what squeue said some time ago and what attempts have written since."""
+"""The run's jobs in Slurm's queue, from an earlier squeue and from what attempts have written since."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slurmgpu.util.array_ids import array_of, indices_of
 
 
 class Job(TypedDict):
-    """A job of the run in Slurm's queue, as the JSON of status has it; a merge has no tasks."""
+    """A job of the run in Slurm's queue, as in the JSON of status; a merge has no tasks."""
 
     job_id: str
     state: str
@@ -26,25 +26,25 @@ Queue = Sequence[Job]
 
 
 def array_task(job: Job) -> str:
-    """The array task that a job in the queue is: "1234_7"."""
+    """The array task of a job in the queue: `1234_7`."""
     return job["job_id"] if "_" in job["job_id"] else f"{job['job_id']}_0"
 
 
 def task_of(record: BriefRecord) -> str:
-    """The same of an attempt's record."""
+    """The array task of an attempt: `1234_7`."""
     return f"{record['job']}_{record['task']}"
 
 
 def of_open(queue: Queue, lines: Sequence[SubmissionLine]) -> list[Job]:
-    """The queue without jobs of submissions that have ended since it was asked."""
+    """The queue without jobs of submissions that ended since squeue was asked."""
     over = ended_jobs(lines)
     return [job for job in queue if array_of(job["job_id"]) not in over]
 
 
 def still_waiting(queue: Queue, records: Iterable[BriefRecord], asked: float) -> list[Job]:
-    """The jobs in the queue without the tasks that have written of themselves since it was asked: these have started.
+    """The jobs in the queue without tasks that have written since squeue was asked: these have started.
 
-    A task that was put back into the queue after it had ended waits again.
+    A task that Slurm requeued after its end waits again.
     """
     seen: dict[str, set[int]] = {}
     for record in records:
@@ -63,9 +63,9 @@ def still_waiting(queue: Queue, records: Iterable[BriefRecord], asked: float) ->
 
 
 def startable(queue: Queue, living: Iterable[BriefRecord]) -> list[tuple[Job, int]]:
-    """The jobs that wait, each with the number of its tasks that may start while no other task of its array ends.
+    """The waiting jobs, each with the number of tasks that may start before another task of its array ends.
 
-    squeue tells one reason for all of them, and one time: that of the first.
+    squeue gives one reason and one start time for all of them: those of the first.
     """
     at_work = {array_task(job) for job in queue if job["n_tasks"] and job["state"] != "PENDING"}
     n_running = Counter(map(array_of, at_work | {task_of(record) for record in living}))

@@ -1,4 +1,4 @@
-"""Files that are looked at again and again: what they hold is read again only if they have changed."""
+"""Files that are read again only if they have changed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, open_file, retried
 
 RELOOK_S = 10.0
-"""What seems unchanged is looked at more closely after this time."""
+"""A file that seems unchanged is opened after this time."""
 
 
 class UpToDate:
-    """What `read` makes of a file or folder, and makes again when that has changed."""
+    """The result of `read`, which is called again when its file or folder has changed."""
 
     def __init__(self, path: Path, read: Callable[[], Any]) -> None:
         self._path, self._read = path, read
@@ -33,7 +33,7 @@ class UpToDate:
 
 
 def mark_of(path: Path | os.DirEntry[str]) -> object:
-    """What is another when a file was written again; None where there is none."""
+    """A value that differs after a file was written again; None without a file."""
     try:
         return _mark(retried(path.stat, BRIEF_PATIENCE_S))
     except FileNotFoundError:
@@ -45,12 +45,12 @@ def _mark(found: os.stat_result) -> tuple[int, int, int]:
 
 
 def _may_have_changed(path: Path, mark: object) -> bool:
-    """Whether a file has another mark than `stat` said; of a folder always, as its time is a coarse clock."""
+    """Whether a file's mark differs from that of `stat`; True for folders, whose times are coarse."""
     try:
-        # NFS answers a stat from memory for up to a minute, and asks the server when a file is opened.
+        # NFS answers stat from its cache for up to a minute; opening a file asks the server.
         with open_file(path) as file:
             return _mark(os.fstat(file.fileno())) != mark
     except FileNotFoundError:
         return mark is not None
-    except OSError:  # a folder, or what its reader will complain of
+    except OSError:  # a folder, or an error that `read` reports
         return True

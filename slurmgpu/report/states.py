@@ -1,4 +1,4 @@
-"""The state of a run in a word, by its submissions, its attempts and Slurm's queue."""
+"""The state of a run in one word, from its submissions, its attempts and Slurm's queue."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ Lines = Sequence[SubmissionLine]
 
 
 class Standing(TypedDict):
-    """How an attempt stands."""
+    """The state of an attempt."""
 
     submission: int
     state: str
     silent: bool
 
 
-def is_somebody_at_work(lines: Lines, queue: Queue | None) -> bool | None:
-    """Whether somebody works on the run or waits to, as Slurm and this machine's processes tell; None if they cannot.
+def is_at_work(lines: Lines, queue: Queue | None) -> bool | None:
+    """Whether tasks of the run are alive or queued, by Slurm and this machine's processes; None if unknown.
 
-    An empty queue is proof that nobody does; None is none.
+    An empty queue proves that none is; None, a queue that was not asked, proves nothing.
     """
     if queue:
         return True
     if not lines:
         return None if queue is None else False
-    found = [_is_at_work(line, queue) for line in lines if line["state"] not in ENDS]
+    found = [_has_processes(line, queue) for line in lines if line["state"] not in ENDS]
     if True in found:
         return True
     return None if None in found else False
 
 
-def _is_at_work(line: SubmissionLine, queue: Queue | None) -> bool | None:
-    """Whether somebody works on one submission, if there is nothing in the queue."""
+def _has_processes(line: SubmissionLine, queue: Queue | None) -> bool | None:
+    """The same for one submission, if the queue is empty or unknown."""
     if not is_of_processes(line):
         return None if queue is None else False
     here = processes_here(line)
@@ -45,16 +45,16 @@ def _is_at_work(line: SubmissionLine, queue: Queue | None) -> bool | None:
 
 
 def is_told(lines: Lines, merged: Lines, queue: Queue | None) -> bool:
-    """Whether a report tells how a run stands: it is over, and `merged`, the report's submissions, are all there are.
+    """Whether a report is up to date: the run is over, and no submission is newer than `merged`, the report's own.
 
-    What was submitted since and was cancelled had set shards aside; what was refused has put them back.
+    A later submission counts even if it was cancelled, as it set shards aside; one that Slurm refused put them back.
     """
     is_any = any(line["state"] != "refused" for line in lines)
     return not queue and is_over(lines) and is_any and made_since(lines, merged) is None
 
 
 def made_since(lines: Lines, merged: Lines) -> int | None:
-    """The last submission that Slurm did not refuse, if it is none of `merged`, those that a report knows."""
+    """The last submission that Slurm did not refuse, if it is newer than `merged`, the report's own."""
     submitted = [line["submission"] for line in lines if line["state"] != "refused"][-1:]
     known = {line["submission"] for line in merged}
     return next((number for number in submitted if number not in known), None)
@@ -69,10 +69,9 @@ def state_of(
     leaving: Collection[str],
     at_work: bool | None,
 ) -> str:
-    """One of planned, queued, running, merging, complete, incomplete; "ended" if tasks are over, nothing merged.
+    """One of planned, queued, running, merging, complete, incomplete, or ended: tasks are over and nothing is merged.
 
-    `leaving` are the tasks that have written their end, and may still be in the queue; `at_work` is of
-    `is_somebody_at_work`.
+    `leaving` are tasks that recorded their end but may still be in the queue; `at_work` is from `is_at_work`.
     """
     if not lines:
         return "queued" if queue else "planned"
@@ -95,7 +94,7 @@ def state_of(
         return "queued" if all(job["state"] == "PENDING" for job in tasks) else "running"
     latest = [attempt for attempt in attempts if attempt["submission"] == lines[-1]["submission"]]
     if not latest:
-        return "queued"  # what became of the submissions before it is the past
+        return "queued"  # earlier submissions do not matter any more
     if not at_work:
         return "ended"
     return "merging" if all(attempt["state"] == "ended" for attempt in latest) else "running"

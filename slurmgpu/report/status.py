@@ -1,4 +1,4 @@
-"""How a run stands, from its files alone, while it works and after. Standard library only."""
+"""The status of a run, from its files. Standard library only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slurmgpu.report.build import last_death, read_report, report_path
 from slurmgpu.report.pace import PaceRecord, pace_of
 from slurmgpu.report.queued import Job, Queue, of_open, still_waiting, task_of
 from slurmgpu.report.rereading import UpToDate, mark_of
-from slurmgpu.report.states import Lines, Standing, is_somebody_at_work, is_told, state_of
+from slurmgpu.report.states import Lines, Standing, is_at_work, is_told, state_of
 from slurmgpu.run.directory import Run
 from slurmgpu.run.liveness import heard_at, is_alive, last_heard, own_time, patience
 from slurmgpu.run.records import BriefRecord, Record, Unread
@@ -35,9 +35,9 @@ STATUS_FORMAT = "slurmgpu status"
 STATUS_VERSION = 1
 
 KEPT_SHARDS = {True: 4, False: 64}
-"""So many of the shards that an attempt computed are kept in mind for its rate; of one that has ended, fewer."""
+"""The last shards of an attempt that are kept for its rate, by whether it has ended."""
 LEAVING_S = 30.0
-"""So long a task may still be in the queue after it has written its end."""
+"""How long a task may still be in the queue after it recorded its end."""
 
 
 class GPUSample(TypedDict):
@@ -108,17 +108,17 @@ class Status(TypedDict):
 def read_status(
     run: Run, queued: Queue | None = None, *, now: float | None = None, gpus_of: Collection[str] | None = None
 ) -> Status:
-    """Progress, attempts and failures; `queued` are the run's jobs in Slurm's queue, None where it was not asked.
+    """Progress, attempts and failures; `queued` are the run's jobs in Slurm's queue, None if it was not asked.
 
-    The last samples of GPUs are read of the attempts in `gpus_of`: without it, of all that are alive.
+    `gpus_of` are the attempts whose GPU samples are read; by default all living ones.
     """
     return StatusReader(run).read(queued, now=now, gpus_of=gpus_of)
 
 
 class StatusReader:
-    """Reads the status of a run again and again; of its files, only those that have changed.
+    """Reads the status of a run repeatedly, and of its files only those that have changed.
 
-    An attempt whose record changes is alive, also where its node's clock and this machine's differ.
+    An attempt whose record changes is alive, even if the clocks of its node and this machine differ.
     """
 
     def __init__(self, run: Run) -> None:
@@ -139,9 +139,9 @@ class StatusReader:
     def read(
         self, queued: Queue | None = None, *, now: float | None = None, gpus_of: Collection[str] | None = None
     ) -> Status:
-        """The JSON of status at the moment `now`, in seconds since the epoch.
+        """The JSON of status at the time `now`, in seconds since the epoch.
 
-        The same `queued` may be given again: what has started since it was first given is known to wait no more.
+        The same `queued` may be given again: tasks that have started since are no longer counted as waiting.
         """
         now = time.time() if now is None else now
         run, plan = self.run, self.run.plan
@@ -149,7 +149,7 @@ class StatusReader:
         records, left_out = self._read_records(now)
         lines = self._lines.get(now)
         queue, leaving = self._compare(queued, records, lines, now)
-        at_work = is_somebody_at_work(lines, queue)
+        at_work = is_at_work(lines, queue)
         patience_s = patience(plan.lease_s, at_work)
         living = {record["attempt"] for record in records if is_alive(record, patience_s, now)}
         pace = pace_of(plan, records, published, queue, now, patience_s)
@@ -158,11 +158,11 @@ class StatusReader:
         merged = self._report.get(now)
         try:
             head = self._head.get(now)
-        except OSError as error:  # which says nothing of the file: it is asked for again at the next look
+        except OSError as error:  # read again at the next look
             log.warning("%s cannot be read: %s", run.merged, error.strerror)
             head = None
         is_complete = head is not None and head.complete and head.fingerprint == plan.fingerprint
-        # Shards may be gone whose rows are merged.
+        # Shards of merged rows may have been removed.
         done = range(plan.n_shards) if is_complete and is_over(lines) else published
         verdicts = _verdicts(records, merged.rows, lines, living)
         attempts = [
@@ -202,18 +202,18 @@ class StatusReader:
         }
 
     def _done(self) -> set[int]:
-        """The shards that are published; while a submission computes items of some again, without those."""
+        """The published shards, without those of which the present submission recomputes items."""
         run, lines = self.run, self.run.submissions()
-        with contextlib.suppress(SlurmGPUError, OSError):  # its tasks tell of a damaged file
+        with contextlib.suppress(SlurmGPUError, OSError):  # its tasks report a damaged file
             run = run if not lines or is_over(lines) else run.computing(lines[-1]["submission"])
         return run.published()
 
     def _compare(
         self, queued: Queue | None, records: Sequence[_Shown], lines: Lines, now: float
     ) -> tuple[list[Job] | None, set[str]]:
-        """The queue without what has started or ended since it was asked, and the tasks that are about to leave it.
+        """The queue without tasks that have started or ended since it was asked, and tasks that are about to leave it.
 
-        None is an empty queue that says nothing of some submission: another user's, or one that came later.
+        None for an empty queue that does not cover some submission: another user's, or a later one.
         """
         if queued is not self._queued:
             self._queued, self._asked = queued, now
@@ -226,7 +226,7 @@ class StatusReader:
         return queue, left
 
     def _read_records(self, now: float) -> tuple[list[_Shown], dict[str, Unread]]:
-        """The attempts' records by start; and by attempt why a record is left out."""
+        """The records sorted by start; and by attempt, why a record is left out."""
         known, self._records = self._records, {}
         looked, self._looked = self._looked, now
         for entry in list_entries(self.run.tasks):
@@ -246,7 +246,7 @@ class StatusReader:
         if known is not None and not isinstance(known[1], Unread) and known[1]["state"] == "ended":
             return known
         mark = mark_of(entry)
-        # What could not be read is read again, whether or not it has changed.
+        # A record that could not be read is read again even if unchanged.
         if known is not None and known[0] == mark and known[1] is not Unread.UNREADABLE:
             return known
         record = self.run.attempt(entry.name.removesuffix(".json"))
@@ -265,17 +265,14 @@ class StatusReader:
 
 
 class _Shown(BriefRecord):
-    """A record of which the last shards alone are kept in mind, and how many there were.
-
-    `again` are those that it has computed again, if others may have before.
-    """
+    """A record with only its last shards and their number; `again` are shards that it may have recomputed."""
 
     n_shards: int
     again: array[int]
 
 
 def _shortened(record: Record) -> _Shown:
-    """A record without what no status shows, so that thousands of them can be kept in mind."""
+    """A record without keys that no status shows: thousands are kept in memory."""
     left_out = ("usage", "surroundings", "traceback", "gpus")
     short = cast(_Shown, {key: value for key, value in record.items() if key not in left_out})
     short["n_shards"] = len(record["published"])
@@ -287,10 +284,7 @@ def _shortened(record: Record) -> _Shown:
 
 @dataclass(frozen=True)
 class Merged:
-    """What the last merge found out, nothing before the first.
-
-    Failed items by class, what became of attempts, and how many rows are by which code.
-    """
+    """The last report: failed items by class, outcomes of attempts, and rows by code; empty before the first merge."""
 
     submissions: Lines = ()
     errors: Mapping[str, int] = field(default_factory=dict)
@@ -299,7 +293,7 @@ class Merged:
 
 
 def _told(row: AttemptRow) -> Told:
-    """A row without what no status shows, so that thousands of them can be kept in mind."""
+    """A row without keys that no status shows: thousands are kept in memory."""
     keys = ("attempt", "submission", "updated", "failure", "message", "gpu_hours")
     return cast(Told, {key: value for key, value in row.items() if key in keys})
 
@@ -309,7 +303,7 @@ def _merged(run: Run) -> Merged:
         report = read_report(run)
     except SlurmGPUError as error:
         log.warning("%s", error)
-        return Merged()  # the rest of what a status needs is in the records
+        return Merged()  # the records have the rest
     if report is None:
         return Merged()
     rows = {row["attempt"]: _told(row) for row in report["attempts"]}
@@ -318,7 +312,6 @@ def _merged(run: Run) -> Merged:
 
 
 def _verdicts(records: Sequence[BriefRecord], told: Rows, lines: Lines, living: Collection[str]) -> dict[str, Verdict]:
-    """What became of each attempt."""
     cancelled = {line["submission"] for line in lines if line.get("cancelled")}
     lost, has_ended = leases_lost(records), is_over(lines)
     return {
@@ -334,14 +327,14 @@ def _verdicts(records: Sequence[BriefRecord], told: Rows, lines: Lines, living: 
 
 
 def _failed(records: Iterable[_Shown], published: Collection[int]) -> Mapping[str, int]:
-    """The failed items of the shards that are there, by class: of each shard, as who computed it last found them."""
+    """The failed items of published shards by class, as found by the last computation of each shard."""
     found: dict[int, Mapping[str, int]] = {}
     unknown = 0
     for record in sorted(records, key=lambda record: record["submission"]):
         for shard in record["again"] if found else ():
             found.pop(shard, None)
         found |= {shard: errors for shard, errors in record["failed"] if shard in published}
-        # Records of an older slurmgpu only count them.
+        # Records of an older slurmgpu have only their number.
         unknown += max(0, record["n_errors"] - sum(sum(errors.values()) for _, errors in record["failed"]))
     counts = Counter({"item_error": unknown} if unknown else {})
     for errors in found.values():
@@ -353,17 +346,11 @@ def _last_of(path: Path) -> GPUSample | None:
     sample = last_sample(path)
     if sample is None or (sample.utilisation is None and sample.memory_bytes is None):
         return None
-    return {
-        "time": sample.time,
-        "utilisation": sample.utilisation,
-        "memory_bytes": sample.memory_bytes,
-        "temperature_c": sample.temperature_c,
-        "power_w": sample.power_w,
-    }
+    return cast(GPUSample, {key: getattr(sample, key) for key in GPUSample.__annotations__})
 
 
 def _gpu_hours(records: Iterable[BriefRecord], told: Rows, living: Collection[str], now: float) -> float:
-    """What attempts have held so far, to their last signs of life; `told` is what the last merge says of each."""
+    """The GPU-hours of attempts until their last signs of life; `told` are their rows in the last report."""
     hours = {name: row["gpu_hours"] for name, row in told.items() if "gpu_hours" in row}
     for record in records:
         name = record["attempt"]
@@ -386,23 +373,13 @@ def _attempt(
 ) -> StatusAttempt:
     shard = record["shard"]
     start, stop = (0, 0) if shard is None else run.plan.bounds(shard)
-    return {
-        "attempt": record["attempt"],
-        "submission": record["submission"],
-        "node": record["node"],
-        "state": record["state"],
-        "started": record["started"],
+    copied = {key: value for key, value in record.items() if key in StatusAttempt.__annotations__}
+    derived = {
         "state_since": record["phases"][-1][0] if record["phases"] else record["started"],
         "n_gpus": record["n_gpus"] * record["n_nodes"],
         "silent": record["state"] != "ended" and not is_living,
-        "shard": shard,
         "shard_items": stop - start if shard is not None else None,
-        "shard_done": record["shard_done"],
-        "progress": record["progress"],
         "items_per_s": None if rate is None else round(rate, 4),
-        "n_shards": record["n_shards"],
-        "n_items": record["n_items"],
-        "n_errors": record["n_errors"],
         "n_deaths": len(record["deaths"]),
         "last_death": last_death(record["deaths"]),
         "age_s": round(now - last_heard(record), 1),
@@ -410,3 +387,4 @@ def _attempt(
         "failure": verdict[0],
         "message": verdict[1],
     }
+    return cast(StatusAttempt, {**copied, **derived})

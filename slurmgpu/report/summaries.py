@@ -1,4 +1,4 @@
-"""A workload's summary as values and tables of texts, for `slurmgpu report` and the page alike."""
+"""A workload's summary as values and tables of texts, for `slurmgpu report` and the page."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 PERCENT = ("accuracy", "_rate", "_share", "accuracy_interval")
-"""Keys that end so have shares, which are shown in percent."""
+"""Endings of keys whose values are shares, shown in percent."""
 NO_NAME = "(none)"
-"""What a group without a name is called: that of the items without one."""
+"""The name of the group of items without a name."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """A single value: its name in words, its key, and the text of it."""
+    """A single value: its name in words, its key, and its text."""
 
     name: str
     key: str
@@ -24,10 +24,9 @@ class Value:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of texts, the first of each its name; `columns` are the names of the others, none where it is but one.
+    """Rows of texts that begin with the row's name; `columns` are the names of the others, empty if there is only one.
 
-    Of long tables there are the first rows, and `n_more` are left out; of what is no table, or too wide, there are no
-    rows, and `note` says what it is.
+    `n_more` rows of a long table are left out. A value that is no table, or too wide, has a `note` instead of rows.
     """
 
     title: str
@@ -39,7 +38,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a workload says of all rows, or why there is nothing, if it failed."""
+    """A workload's summary of all rows, or its error."""
 
     values: Sequence[Value] = ()
     tables: Sequence[Table] = ()
@@ -48,7 +47,7 @@ class Summary:
 
 
 def summary_of(summary: Mapping[str, Any] | None, max_rows: int, max_columns: int) -> Summary | None:
-    """The summary of a report in texts, which may hold anything; None if it has none."""
+    """The summary of a report as texts; None if it has none."""
     if not summary:
         return None
     if summary.keys() == {"error"}:
@@ -66,14 +65,14 @@ def summary_of(summary: Mapping[str, Any] | None, max_rows: int, max_columns: in
 
 
 def _rows_of(value: Any) -> Mapping[str, Any] | None:
-    """An object, or a list of objects, each by its number; None of what is a single value."""
+    """An object, or a list of objects by number; None for a single value."""
     if isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
         return {str(number): each for number, each in enumerate(value, 1)}
     return value if isinstance(value, Mapping) else None
 
 
 def _tables(name: str, value: Mapping[str, Any], max_rows: int, max_columns: int) -> Iterator[Table]:
-    """A table; of what is deeper, one for each object in it; none of what is empty, such as failed items' labels."""
+    """A table; for deeper objects one table each; none for empty objects, such as failed items' labels."""
     title, inner = _words(name), list(value.values())
     if all(each == {} for each in inner):
         return
@@ -98,7 +97,7 @@ def _words(name: str) -> str:
 
 
 def _text(name: str, value: Any) -> str:
-    """A value with the digits that tell something; a share in percent."""
+    """A value with its significant digits; a share in percent."""
     if value is None:
         return "–"
     if isinstance(value, bool | str):

@@ -1,4 +1,4 @@
-"""Every failure of a class, and the line of a log that tells of it."""
+"""All failures of a class, and their lines in the logs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
-from slurmgpu.logs import LogFile, files_of
+from slurmgpu.logs.files import LogFile, files_of
 from slurmgpu.logs.places import LINE_BYTES, behind_hole
-from slurmgpu.report.build import read_report
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
+from slurmgpu.search.cached_run import CachedRun, cached
 from slurmgpu.search.excerpts import (
     N_LINES,
     TRACEBACK_ELSEWHERE,
@@ -23,7 +23,6 @@ from slurmgpu.search.excerpts import (
     excerpt_of_attempt,
     excerpt_of_death,
 )
-from slurmgpu.search.remembering import remembering
 from slurmgpu.util.shared_files import open_file
 
 log = logging.getLogger(__name__)
@@ -31,10 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Event:
-    """A failure of a class: `what` failed, in words, in which attempt; `file` and `number` are its line, if any.
-
-    `item` is the item that failed, `find` makes the excerpt of what is more than a line.
-    """
+    """A failure: `what` failed, in which attempt, and its line, if any. `find` makes an excerpt of several lines."""
 
     what: str
     attempt: str | None
@@ -46,21 +42,21 @@ class Event:
     find: Callable[[int], Excerpt | None] | None = None
 
     def excerpt(self, max_lines: int = N_LINES) -> Excerpt | None:
-        """The place, with the lines around it."""
+        """The line with its context."""
         if self.find is not None:
             return self.find(max_lines)
         return None if self.file is None else excerpt_around(self.file, self.offset, max_lines)
 
 
 def events_of_class(run: Run, name: str) -> Iterator[Event]:
-    """Every failure of a class: of attempts, of workers, and of items, these as the logs tell of them."""
+    """All failures of a class: of attempts, of workers, and of items as logged."""
     if name not in POLICIES:
-        raise SlurmGPUError(f"{name!r} is no failure class.{did_you_mean(name, POLICIES)}")
+        raise SlurmGPUError(f"{name!r} is not a failure class.{did_you_mean(name, POLICIES)}")
     return _events(run, name)
 
 
 def _events(run: Run, name: str) -> Iterator[Event]:
-    run = remembering(run)
+    run = cached(run)
     for attempt in run.judged.values():
         if attempt["failure"] == name:
             who = attempt["attempt"]
@@ -80,9 +76,8 @@ def _event(what: str, attempt: str, message: str, find: Callable[[int], Excerpt 
     return Event(what, attempt, message, line.file, line.offset, place.number, find=find)
 
 
-def _of_items(run: Run, name: str) -> Iterator[Event]:
-    """The failed items; one that was quarantined is told of twice, by its task and by who writes its row."""
-    run = remembering(run)
+def _of_items(run: CachedRun, name: str) -> Iterator[Event]:
+    """The failed items. A quarantined item is in two logs: its task's and that of the worker that writes its row."""
     told: set[int] = set()
     quarantined: dict[int | None, Event] = {}
     seen: set[Path] = set()
@@ -99,8 +94,7 @@ def _of_items(run: Run, name: str) -> Iterator[Event]:
                 else:
                     told.add(event.item)
                     yield replace(event, what=quarantined[event.item].what) if event.item in quarantined else event
-    left = [event for item, event in quarantined.items() if item not in told]
-    yield from left
+    yield from (event for item, event in quarantined.items() if item not in told)
     yield from _only_in_report(run, name, {*told, *quarantined})
 
 
@@ -108,7 +102,7 @@ QUARANTINED = ", quarantined"
 
 
 def _scan(file: LogFile, attempt: str, name: str) -> Iterator[Event]:
-    """What a log says of failures of a class, in one pass."""
+    """The failures of a class in a log, in one pass."""
     patterns = {
         rb"\bitem (\d+): " + name.encode() + rb": (.*)": "item {}",
         rb"\bitem (\d+) is quarantined: " + name.encode() + rb": (.*)": f"item {{}}{QUARANTINED}",
@@ -135,12 +129,8 @@ def _scan(file: LogFile, attempt: str, name: str) -> Iterator[Event]:
         log.debug("%s cannot be read: %s", file.path, error)
 
 
-def _only_in_report(run: Run, name: str, told: set[int | None]) -> Iterator[Event]:
-    """Failed items of which no log tells: of a slurmgpu that did not log them all, or whose logs are gone."""
-    try:
-        report = read_report(run)
-    except SlurmGPUError:
-        return
-    for error in (report or {"errors": ()})["errors"]:
-        if error["class"] == name and error["index"] not in told:
-            yield Event(f"item {error['index']}", None, error["message"], item=error["index"])
+def _only_in_report(run: CachedRun, name: str, told: set[int | None]) -> Iterator[Event]:
+    """Failed items without a line in the logs, which may have been removed."""
+    for index, (kind, message) in run.failed_items.items():
+        if kind == name and index not in told:
+            yield Event(f"item {index}", None, message, item=index)

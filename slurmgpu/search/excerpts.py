@@ -1,4 +1,4 @@
-"""Excerpts of an attempt's logs: of its end, of a worker's death, around a line."""
+"""Excerpts of an attempt's logs: its end, a worker's death, or the context of a line."""
 
 from __future__ import annotations
 
@@ -8,82 +8,70 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurmgpu.logs import (
-    LINE_BYTES,
-    Line,
-    LogFile,
-    files_of,
-    line_around,
-    line_number,
-    merged,
-    places_of,
-    read_lines,
-    tail_start,
-    text_of,
-    time_start,
-    without_colours,
-)
+from slurmgpu.logs.files import LogFile, files_of
+from slurmgpu.logs.lines import Line, merged, read_lines, text_of, without_colours
+from slurmgpu.logs.places import LINE_BYTES, line_around, line_number, places_of, tail_start, time_start
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
 from slurmgpu.run.records import Death, Record
-from slurmgpu.search.picking import LOOK_LINES, TRACEBACK_BEGINS, first_whole, pick, with_traceback
-from slurmgpu.search.remembering import remembering
+from slurmgpu.search.cached_run import cached
+from slurmgpu.search.picking import LOOK_LINES, TRACEBACK_BEGINS, first_whole, is_exception, pick, with_traceback
 
 N_LINES = 40
 BEFORE = 5
-"""So many lines before the one that was looked for are shown with it."""
+"""The number of lines before the marked one."""
 MARGIN_S = 2.0
-"""How long before and after what a record tells of, logs may do so: times are rounded, and events take a moment."""
+"""Tolerance between the times of a record and of log lines."""
 WORKER_BEGINS = " slurmgpu.worker: this worker is process "
 STACK_BEGINS, CRASHED = "Fatal Python error", "Current thread "
-"""What faulthandler writes: first, and above the stack of the thread that is at fault."""
+"""Lines of faulthandler: its first, and the one above the stack of the faulty thread."""
 N_VERDICTS = 3
 N_FRAMES = 10
-"""So many lines of the stack at fault come before what else there is to show."""
+"""The number of lines of the faulty stack that are shown first."""
 TRACEBACK_ELSEWHERE = r" \[traceback: item (\d+)\]$"
 _OF_SUBMITIT = re.compile(
     r"^submitit INFO \(| INFO submitit: |^(?:submitit WARNING |.* WARNING submitit: ).*Bypassing signal"
 )
-"""What Submitit says of its own doings; the last of it is that a job completed successfully, whatever became of it."""
+"""Submitit's own lines; the last says that the job succeeded, even if it did not."""
 
 
 @dataclass(frozen=True)
 class Excerpt:
-    """Lines of an attempt's logs in the order of their times; `mark` counts to the one that was looked for, from 0."""
+    """Lines of an attempt's logs ordered by time; `mark` is the index of the line searched for."""
 
     lines: tuple[Line, ...]
     mark: int = 0
 
     @property
     def path(self) -> Path:
-        """The file of the line that was looked for."""
+        """The file of the marked line."""
         return self.lines[self.mark].file.path
 
     @property
     def number(self) -> int:
-        """That line's number in its file, from 1; 0 if there was no time to count, see `search_until`."""
+        """The line number of the marked line, from 1; 0 if time was up, see `search_until`."""
         return line_number(self.path, self.lines[self.mark].offset)
 
     @property
     def where(self) -> str:
-        """The place, as editors take it: FILE:LINE; the file alone if there was no time to count lines."""
+        """FILE:LINE of the marked line; only FILE if time was up."""
         number = self.number
         return f"{self.path}:{number}" if number else str(self.path)
 
     def is_gap(self, number: int) -> bool:
-        """Whether lines of the same file are left out before this one."""
+        """Whether lines of the same file are omitted before this one."""
         line = self.lines[number]
         before = [other for other in self.lines[:number] if other.file == line.file]
         return bool(before) and before[-1].end != line.offset
 
     def texts(self) -> list[str]:
-        """The lines as plain text, with "…" above one where others of its file are left out."""
+        """The lines as plain text, with "…" where lines are omitted."""
         return ["…\n" * self.is_gap(n) + without_colours(line.text) for n, line in enumerate(self.lines)]
 
 
 def excerpt_of_attempt(run: Run, attempt: str, max_lines: int = N_LINES) -> Excerpt | None:
-    """The last lines of an attempt's logs, the mark at its verdict if it failed; None without logs."""
-    run = remembering(run)
+    """The last lines of an attempt's logs, with the mark at the failure; None without logs."""
+    run = cached(run)
     record = run.logged.get(attempt)
     files = [] if record is None else files_of(run, record)
     if record is None or not files:
@@ -91,7 +79,7 @@ def excerpt_of_attempt(run: Run, attempt: str, max_lines: int = N_LINES) -> Exce
     ended = record["ended"]
     lines = _tail(files, record, LOOK_LINES, None if ended is None else ended + MARGIN_S)
     lines = [line for line in lines if not _OF_SUBMITIT.search(line.text)] or lines
-    # Nothing says more of it than its own last word.
+    # The last line with the failure class says most, unless it is about an item.
     verdict = record["failure"]
     of_item = re.compile(rf"\bitem \d+(?: is quarantined)?: {verdict}: ")
     found = (place for place, line in enumerate(lines) if verdict and f": {verdict}: " in line.text)
@@ -100,7 +88,7 @@ def excerpt_of_attempt(run: Run, attempt: str, max_lines: int = N_LINES) -> Exce
 
 
 def excerpt_of_death(run: Run, record: Record, death: Death, max_lines: int = N_LINES) -> Excerpt | None:
-    """The last lines of a worker before it died, and what its task said of that; None without logs."""
+    """The last lines of a worker before its death, and its task's lines on that; None without logs."""
     files, at = files_of(run, record), float(death["at"])
     words = _tail(workers_of(files), record, LOOK_LINES, at)
     begun = [place for place, line in enumerate(words) if WORKER_BEGINS in line.text]
@@ -111,7 +99,7 @@ def excerpt_of_death(run: Run, record: Record, death: Death, max_lines: int = N_
         if line.is_dated and "slurmgpu." in line.text and len(verdicts) < N_VERDICTS:
             verdicts.append(line)
             if f": {death['class']}: {death['message']}" in line.text and "quarantined" not in line.text:
-                break  # what follows is of the next worker
+                break  # the rest is about the next worker
     if not words and not verdicts:
         return None
     lines = [*words, *verdicts]
@@ -122,7 +110,7 @@ def excerpt_of_death(run: Run, record: Record, death: Death, max_lines: int = N_
 
 
 def _of_stack(lines: Sequence[Line], stack: int, n_words: int) -> list[int]:
-    """What to show of a crash before all else: the verdict, and the thread that is at fault rather than the others."""
+    """The lines of a crash in order of importance: the task's verdict, then the faulty thread."""
     guilty = next((place for place in range(stack, n_words) if lines[place].text.startswith(CRASHED)), stack + 1)
     verdicts = range(n_words, len(lines))[::-1]
     first = [*verdicts[:1], *range(guilty, n_words)[:N_FRAMES], *verdicts, *range(max(0, stack - 3), stack)]
@@ -130,12 +118,11 @@ def _of_stack(lines: Sequence[Line], stack: int, n_words: int) -> list[int]:
 
 
 def workers_of(files: Iterable[LogFile]) -> list[LogFile]:
-    """The files among an attempt's that its workers wrote."""
+    """The workers' files among an attempt's."""
     return [file for file in files if file.is_worker]
 
 
 def _tail(files: list[LogFile], record: Record, n_lines: int, until: float | None) -> list[Line]:
-    """The last lines of several files up to a time, by their ends alone."""
     since = record["started"]
     stops = {} if until is None else {file.path: time_start(file.path, until + 0.001, since=since) for file in files}
     starts = {file.path: tail_start(file.path, n_lines, stops.get(file.path)) for file in files}
@@ -143,24 +130,21 @@ def _tail(files: list[LogFile], record: Record, n_lines: int, until: float | Non
 
 
 def part_between(file: LogFile, record: Record, since: float, until: float) -> tuple[int, int]:
-    """Where in a file of an attempt the lines from one time to another begin and end."""
+    """The range of bytes with an attempt's lines between two times."""
     begun = record["started"]
     start = time_start(file.path, since, since=begun)
     return start, time_start(file.path, until, since=begun, start=start)
 
 
 def lines_between(files: list[LogFile], record: Record, since: float, until: float) -> Iterator[Line]:
-    """The lines of an attempt's files from one time to another, found without reading what is before."""
+    """The lines of an attempt's files between two times; earlier parts are not read."""
     parts = {file.path: part_between(file, record, since, until) for file in files}
     starts, stops = ({path: part[end] for path, part in parts.items()} for end in (0, 1))
     return merged(files, since=record["started"], starts=starts, stops=stops)
 
 
 def excerpt_around(file: LogFile, offset: int, max_lines: int, begun: int = 0) -> Excerpt:
-    """The line at an offset, a few before it, and what belongs to it: its traceback, also if an earlier line has it.
-
-    No line is shown that is before `begun`, another offset.
-    """
+    """The line at an offset, a few before it but not before `begun`, and its traceback, also of an earlier line."""
     width = BEFORE + max(0, max_lines - N_LINES) // 2
     before = _lines_before(file, offset, width, begun) if offset else []
     after, end = with_traceback(file, offset, width)
@@ -172,29 +156,28 @@ def excerpt_around(file: LogFile, offset: int, max_lines: int, begun: int = 0) -
         told = trace[-1].end if trace else 0
         before = [line for line in before if line.offset >= told]
     mark = len(trace) + len(before)
-    # What comes after it is of other items: it has what room is left.
+    # Lines after it are about other items: they get the remaining room.
     first = [*range(mark, mark + end + 1)[:0:-1], *range(len(trace))[::-1], *range(len(trace), mark)[::-1]]
     return Excerpt(*pick([*trace, *before, *after], mark, first, max_lines))
 
 
 def _lines_before(file: LogFile, offset: int, n_lines: int, begun: int) -> list[Line]:
-    """The last lines before an offset, and all that the workload and its children have printed just before it.
+    """The last lines before an offset, and everything that the workload and its children printed just before it.
 
-    Without the end of a traceback of something else: it would be taken for that of what follows.
+    The end of another traceback is left out, as it would seem to belong to the line.
     """
     start = max(begun, tail_start(file.path, n_lines + LOOK_LINES, offset))
     lines = list(read_lines(file, start, offset))
-    # The parts of a line that is too long are more than were asked for.
+    # A line that is too long counts as several.
     return lines[min(first_whole(lines, max(0, len(lines) - n_lines)), _printed_from(lines)) :]
 
 
 def _printed_from(lines: Sequence[Line]) -> int:
-    """From which of some lines on they are what was printed since the last one that slurmgpu logged.
+    """The index of the first line that was printed since the last logged line and its traceback.
 
-    It may end with the traceback of a child process, which says more than the error of its parent does. The traceback
-    of what was logged is none of them.
+    Such lines may end with the traceback of a child process, which says more than its parent's error.
     """
-    # Nor are the parts of a line that is too long.
+    # Parts of a line that is too long count as logged.
     ends = (place for place, line in enumerate(lines) if line.is_dated or line.end - line.offset >= LINE_BYTES)
     last = max(ends, default=-1)
     head = "" if last < 0 else lines[last].text
@@ -203,16 +186,11 @@ def _printed_from(lines: Sequence[Line]) -> int:
     if TRACEBACK_BEGINS not in head:
         return last + 1
     below = range(last + 1, len(lines))
-    return next((place for place in below if _is_exception(lines[place].text)), len(lines) - 1) + 1
-
-
-def _is_exception(text: str) -> bool:
-    """Whether a line below the head of a traceback is its last."""
-    return bool(text.strip()) and not text[0].isspace()
+    return next((place for place in below if is_exception(lines[place].text)), len(lines) - 1) + 1
 
 
 def _trace_of(file: LogFile, item: int, stop: int) -> list[Line]:
-    """The line of an item that raised at the same place before, in the same process, and the traceback under it."""
+    """The line and the traceback of an earlier item that raised at the same place in the same process."""
     told = failure_of(item)
     for place in places_of(file.path, f" item {item}: ".encode(), 0, stop, backwards=True):
         begin, raw = line_around(file.path, place)
@@ -224,5 +202,5 @@ def _trace_of(file: LogFile, item: int, stop: int) -> list[Line]:
 
 
 def failure_of(item: int | str) -> re.Pattern[str]:
-    """What a worker logs of an item that failed: its class, and its message."""
+    """A worker's log line on a failed item: its class and its message."""
     return re.compile(rf"\bitem {item}: ({'|'.join(POLICIES)}): (.*)")

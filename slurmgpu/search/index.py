@@ -1,12 +1,12 @@
-"""The index of a run's logs: `slurmgpu logs --json`, see docs/reference/report.md."""
+"""The index of a run's logs, `slurmgpu logs --json`: see docs/reference/report.md."""
 
 from __future__ import annotations
 
 from typing import TypedDict
 
-from slurmgpu.logs import UNKNOWN, LogFile, files_of, merge_files
+from slurmgpu.logs.files import UNKNOWN, LogFile, files_of, merge_files
 from slurmgpu.run.directory import Run
-from slurmgpu.search.remembering import remembering
+from slurmgpu.search.cached_run import cached
 from slurmgpu.util.shared_files import retried
 
 INDEX_FORMAT = "slurmgpu logs"
@@ -48,7 +48,7 @@ class Index(TypedDict):
 
 def read_index(run: Run) -> Index:
     """Every attempt with its state, its failure and its log files, and the files of the merge jobs."""
-    run = remembering(run)
+    run = cached(run)
     lines = run.submissions()
     attempts: list[LoggedAttempt] = []
     for name, record in run.logged.items():

@@ -1,4 +1,4 @@
-"""What became of one item, which attempts had it, and the place in their logs that tells of it."""
+"""The outcome of one item, its attempts, and its place in their logs."""
 
 from __future__ import annotations
 
@@ -8,16 +8,9 @@ from itertools import islice
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.logs import (
-    UNKNOWN,
-    Line,
-    LogFile,
-    files_of,
-    line_around,
-    places_of,
-    read_lines,
-    text_of,
-)
+from slurmgpu.logs.files import UNKNOWN, LogFile, files_of
+from slurmgpu.logs.lines import Line, read_lines, text_of
+from slurmgpu.logs.places import line_around, places_of
 from slurmgpu.report.attempts import makings_of
 from slurmgpu.report.ledger import counting
 from slurmgpu.report.states import is_told
@@ -25,6 +18,7 @@ from slurmgpu.run.crash_history import read_history
 from slurmgpu.run.directory import Run
 from slurmgpu.run.records import Death, Record
 from slurmgpu.run.submissions import is_over
+from slurmgpu.search.cached_run import cached
 from slurmgpu.search.excerpts import (
     MARGIN_S,
     N_LINES,
@@ -38,20 +32,18 @@ from slurmgpu.search.excerpts import (
     workers_of,
 )
 from slurmgpu.search.picking import pick
-from slurmgpu.search.remembering import remembering
-from slurmgpu.search.reported import told_of
 from slurmgpu.util.shared_files import exists
 
 N_NAMED = 10
-"""So many lines that name an item are shown of one that has its row."""
+"""The most lines that are shown for an item with a row."""
 
 
 @dataclass(frozen=True)
 class Story:
-    """What became of an item.
+    """The outcome of an item.
 
-    `ended` is `ok`, `failed`, or `missing`: it has no row. `failure` and `message` are those of a failed item, or of
-    the attempt that did not finish it. `attempts` had its shard in hand, in order.
+    `ended` is `ok`, `failed`, or `missing` for an item without a row. `failure` and `message` are those of the item,
+    or of the attempt that did not finish it. `attempts` worked on its shard, in order.
     """
 
     index: int
@@ -65,12 +57,12 @@ class Story:
 
 
 def excerpt_of_item(run: Run, index: int, max_lines: int = N_LINES) -> Excerpt | None:
-    """What the logs say of an item; None if they say nothing."""
+    """The lines of the logs on an item; None without any."""
     return story_of_item(run, index, max_lines).excerpt
 
 
 def story_of_item(run: Run, index: int, max_lines: int = N_LINES) -> Story:
-    """What became of an item, and the place in the logs that tells of it, while the run works and after."""
+    """The outcome of an item and its place in the logs, during the run and after."""
     plan = run.plan
     if not 0 <= index < plan.n_items:
         raise SlurmGPUError(f"There is no item {index}: {run.folder} has the items 0 to {plan.n_items - 1}.")
@@ -81,7 +73,7 @@ class _Search:
     """The search for one item."""
 
     def __init__(self, run: Run, index: int, max_lines: int) -> None:
-        self.run, self.index, self.max_lines = remembering(run), index, max_lines
+        self.run, self.index, self.max_lines = cached(run), index, max_lines
         self.shard = index // run.plan.shard_items
         start, stop = run.plan.bounds(self.shard)
         self.which = f"shard {self.shard} (items {start} to {stop - 1})"
@@ -108,7 +100,7 @@ class _Search:
         told, marks = (None, []) if record is None else self._lines_of(record, entry)
         failure = self._failure(told)
         if failure is None:
-            # Nothing of what stands around these lines is of this item.
+            # The context of these lines is about other items.
             return self._fine(record, entry, Excerpt(*pick(marks, 0, (), self.max_lines)) if marks else None)
         kind, message = failure
         line = self._around(told or next(iter(marks), None))
@@ -133,7 +125,7 @@ class _Search:
         return Story(self.index, self.shard, ended, sentence, kind, message, tuple(attempts), excerpt)
 
     def _winner(self) -> tuple[Record | None, list[Any]]:
-        """The attempt whose copy of the shard is the one that counts, and when it computed that."""
+        """The attempt whose copy of the shard counts, and its entry in the record."""
         for making in makings_of(self.run, [self.shard], self.index):
             if (record := self.run.logged.get(making.attempt)) is not None:
                 self.maker = making.attempt
@@ -143,7 +135,7 @@ class _Search:
         return next(iter(found), (None, []))
 
     def _failure(self, told: Line | None) -> tuple[str, str] | None:
-        """Class and message of a failed item: from the report, or, if that is older than the row, from the logs."""
+        """Class and message of a failed item, from the report or, if the row is newer, from the logs."""
         if (known := self._in_report()) is not None:
             return known or None
         if told is not None and (match := failure_of(self.index).search(told.text)):
@@ -155,24 +147,21 @@ class _Search:
         return kind, message
 
     def _in_report(self) -> tuple[str, str] | tuple[()] | None:
-        """What the report says of the item: its failure, () if it has a good row, None if it cannot know."""
+        """The item's failure in the report, () for a good row, None if the report is out of date."""
         lines = self.run.submissions()
-        # Reading it for nothing would take long while the run works: one of a million failures is large.
-        if not is_over(lines) or (told := told_of(self.run)) is None:
+        # While the run works the report is out of date, and reading a million failures takes long.
+        if not is_over(lines) or (report := self.run.report) is None or not is_told(lines, report["submissions"], None):
             return None
-        if self.shard in told.missing or not is_told(lines, told.submissions, None):
+        if any(hole["shard"] == self.shard for hole in report["missing"]):
             return None
-        return told.failures.get(self.index, ())
+        return self.run.failed_items.get(self.index, ())
 
     def _was_in_flight(self, death: Death) -> bool:
         items = death.get("items") or ()
         return bool(items) and (self.index in items or min(items) <= self.index <= max(items))
 
     def _lines_of(self, record: Record, entry: list[Any]) -> tuple[Line | None, list[Line]]:
-        """From the log of who computed the shard the line of the item's failure; else those that name item or shard.
-
-        The first of these is that where the shard was begun.
-        """
+        """The line of the item's failure in the logs of its attempt; else the lines on the item and its shard."""
         since, until = entry[1] - MARGIN_S, entry[1] + entry[2] + MARGIN_S
         marks: list[Line] = []
         for file in workers_of(files_of(self.run, record)):
@@ -188,7 +177,7 @@ class _Search:
         return None, marks
 
     def _naming(self, file: LogFile, start: int, stop: int) -> list[Line]:
-        """The first lines that name the item; the last of them is that of its failure, if there is one."""
+        """The first lines on the item; the last is that of its failure, if there is one."""
         named, told = re.compile(rf"\bitem {self.index}\b"), failure_of(self.index)
         found: dict[int, Line] = {}
         for place in places_of(file.path, f"item {self.index}".encode(), start, stop):
@@ -215,9 +204,9 @@ class _Search:
         holder = next((record for record in self.records if claim and record["attempt"] == claim.attempt), None)
         if holder is not None and claim is not None and not claim.parked and holder["state"] != "ended":
             excerpt = excerpt_of_attempt(self.run, holder["attempt"], self.max_lines)
-            said += f"; attempt {holder['attempt']} has it in hand, on {holder['node']}"
+            said += f"; attempt {holder['attempt']} is computing it on {holder['node']}"
             lost = [t["from"] for t in holder["takeovers"] if t["shard"] == self.shard]
-            said += f", taken over from attempt {lost[-1]}, which had fallen silent" if lost else ""
+            said += f", taken over from attempt {lost[-1]}, which stopped responding" if lost else ""
             died = f"{len(deaths)} workers have" if len(deaths) > 1 else "a worker has"
             said += f"; {died} died with it" if deaths else ""
             return self._tell("missing", said, None, "", excerpt)
@@ -229,10 +218,10 @@ class _Search:
             return self._tell("missing", said, death["class"], death["message"], excerpt)
         if (left := self._left(said)) is not None:
             return left
-        return self._tell("missing", f"{said}, and no attempt is known to have had it in hand", None, "", None)
+        return self._tell("missing", f"{said}, and no attempt is known to have computed it", None, "", None)
 
     def _set_aside(self, said: str) -> Story:
-        """Of a shard that is not there any more: who had computed it, and what the log says of that."""
+        """The story of an item in a damaged shard: the attempt that computed it, and its log."""
         record, entry = self._winner()
         told, marks = (None, []) if record is None else self._lines_of(record, entry)
         kind, message = self._failure(told) or (None, "")
@@ -243,15 +232,15 @@ class _Search:
         return None if place is None else excerpt_around(place.file, place.offset, self.max_lines, self.begun)
 
     def _left(self, said: str) -> Story | None:
-        """Of a shard that an attempt had in hand when it ended, as its log says."""
+        """The story of an item in a shard that an attempt did not finish, as its log says."""
         for name, record in reversed(self.run.logged.items()):
             about = self.run.judged.get(name)
             kind, message = (about["failure"], about["message"]) if about else (None, "")
             is_unknown = record["state"] == UNKNOWN
-            if not (kind or is_unknown) or self.run.last_begun(record) != self.shard:
+            if not (kind or is_unknown) or self.run.last_begun(name) != self.shard:
                 continue
             self.maker = name
-            said += f": attempt {name} had it in hand "
+            said += f": attempt {name} was computing it "
             said += f"when it ended: {kind}: {_first_line(message)}" if kind else "last, and its record cannot be read"
             excerpt = excerpt_of_attempt(self.run, name, self.max_lines)
             return self._tell("missing", said, kind, message, excerpt)
@@ -259,14 +248,12 @@ class _Search:
 
 
 def _first(file: LogFile, words: str, start: int, stop: int) -> list[Line]:
-    """The first line with these words in a part of a file, if there is one."""
     for place in islice(places_of(file.path, words.encode(), start, stop), 1):
         return list(islice(read_lines(file, line_around(file.path, place)[0]), 1))
     return []
 
 
 def _on(record: Record, word: str = " on ") -> str:
-    """The node of an attempt, if it is known."""
     return f"{word}{record['node']}" if record["node"] else ""
 
 

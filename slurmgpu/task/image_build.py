@@ -59,9 +59,9 @@ def build_image(
     base: str | None = None,
     arguments: Mapping[str, str] | None = None,
     binds: Sequence[Bind] = (),
-    progress: Callable[[str], None] = lambda line: None,
+    progress: Callable[[str, bool], None] = lambda line, is_step: None,
 ) -> None:
-    """Build slurmgpu-NAME.def into the file `output`, which appears whole; `progress` gets each line of output.
+    """Build slurmgpu-NAME.def into `output`, which appears whole. `progress` gets lines and whether each is a step.
 
     A build that fails leaves OUTPUT.log, and raises a SlurmGPUError that says why.
     """
@@ -76,7 +76,7 @@ def build_image(
     recipe = definition(name, runtime.definitions or "")
     command = runtime.build_command(partial, recipe, base=base, arguments=arguments or {}, binds=binds)
     try:
-        code = _follow(command, log, progress)
+        code = _follow(command, log, runtime, progress)
         if code != 0:
             said = log.read_text("utf-8", "replace")
             raise SlurmGPUError(
@@ -122,7 +122,7 @@ def look_inside(container: Container, *, n_gpus: int) -> NodeCheck:
         return hear(command, environ, prepared.runtime_version, runtime.explain, runtime.if_slow)
 
 
-def _follow(command: Sequence[str], log: Path, progress: Callable[[str], None]) -> int:
+def _follow(command: Sequence[str], log: Path, runtime: Runtime, progress: Callable[[str, bool], None]) -> int:
     with (
         open(log, "w", encoding="utf-8") as file,
         subprocess.Popen(
@@ -138,7 +138,8 @@ def _follow(command: Sequence[str], log: Path, progress: Callable[[str], None]) 
         try:
             for line in process.stdout:
                 file.write(line)
-                progress(line.rstrip())
+                if (shown := runtime.read_build_line(line.rstrip())) is not None:
+                    progress(*shown)
         except BaseException:
             process.terminate()
             process.wait()  # it removes what it has unpacked

@@ -35,8 +35,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from slurmgpu.logs import log_to_stderr
 from slurmgpu.run.failures import describe_exit
+from slurmgpu.util.logging import log_to_stderr
 from slurmgpu.util.pipes import EXIT_ABANDONED, report_briefly, watch_stdin
 from slurmgpu.worker.tunnels import Entrance, Exit
 

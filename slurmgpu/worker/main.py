@@ -31,7 +31,6 @@ from slurmgpu.code import importer
 from slurmgpu.containers import image_name
 from slurmgpu.errors import Interrupted, ItemError, SlurmGPUError
 from slurmgpu.inputs import InputSpec, Reader
-from slurmgpu.logs import log_to_stderr
 from slurmgpu.run.claims import Claim
 from slurmgpu.run.crash_history import History, read_history
 from slurmgpu.run.directory import Run
@@ -44,6 +43,7 @@ from slurmgpu.shards.shard_file import DamagedShardError, publish, write_shard
 from slurmgpu.util import gpus
 from slurmgpu.util.atomic_files import FULL, working_folder
 from slurmgpu.util.env_info import describe, used
+from slurmgpu.util.logging import log_to_stderr
 from slurmgpu.util.pipes import Report, close_stdin, listen_on_stdin, outlive_signals, report_on_stdout, watch_stdin
 from slurmgpu.util.shared_files import cause_raised, retried
 from slurmgpu.worker import groups

@@ -188,10 +188,12 @@ def test_a_bind_that_is_not_there_is_refused_before_a_build(slurmgpu, tmp_path, 
 
 
 PROGRESS = """
-from slurmgpu.cli.commands.image import _Progress
-with _Progress() as show:
+from slurmgpu.cli.commands.image import _progress
+from slurmgpu.containers.apptainer import Apptainer
+with _progress() as show:
     for line in ("INFO:    To see mksquashfs output with progress bar enable verbose logging", "[b] " + 100 * "long "):
-        show(line)
+        if shown := Apptainer().read_build_line(line):
+            show(*shown)
 """
 
 

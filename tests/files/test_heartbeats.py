@@ -206,7 +206,7 @@ def test_force_merges_under_a_task_that_beats(run, slurmgpu):
     beat(run, 1, **own_id())  # this process lives
     assert "--force" in slurmgpu("merge", run.folder, expect=2).stderr
     slurmgpu("merge", "--force", run.folder, expect=3)
-    assert "goes neither with" in slurmgpu("merge", "--force", "--wait", run.folder, expect=2).stderr
+    assert "leave out --verify and --wait" in slurmgpu("merge", "--force", "--wait", run.folder, expect=2).stderr
 
 
 # Whole runs

@@ -134,7 +134,7 @@ def test_a_run_of_which_nobody_can_tell_whether_more_is_queued_is_not_over(ended
     for now_s in (150, 1000, 100_000):
         status, _ = look.read(None, (), NOW + now_s)
         assert (status["state"], look.has_ended(status)) == ("ended", False)
-    assert parting_words(status) == "nobody here can tell whether more of it is queued"
+    assert parting_words(status) == "it is unknown here whether more of it is queued"
     show_status(status)
     told = capsys.readouterr()
     assert parting_words(status) in told.out
@@ -162,7 +162,7 @@ def test_the_merge_waits_for_the_tasks_of_the_last_submission(ended_run):
 
 def test_jobs_of_a_submission_that_has_ended_since_are_out_of_the_queue(ended_run):
     reader, queue = StatusReader(ended_run), [*LATE, {**MERGE, "state": "RUNNING"}]
-    assert merge_words(reader.read(queue, now=NOW + 5)) == "3 of 3 tasks ended; the merge is at work"
+    assert merge_words(reader.read(queue, now=NOW + 5)) == "3 of 3 tasks ended; the merge is running"
     ended_run.record_submission({"submission": 1, "state": "ended"})
     assert reader.read(queue, now=NOW + 20)["state"] == "incomplete"
 

@@ -167,7 +167,7 @@ def test_comments_and_layout_are_no_change_and_a_sign_is_told_at_once(signed, sl
     assert "The code has changed since submission 2: helpers/signs.py differs." in said
     first, second, third = codes(folder)
     assert first == second != third
-    assert f"is by {third[:4]}, what was computed then by {first[:4]}" in said
+    assert f"are by {third[:4]}, former ones by {first[:4]}" in said
     assert values(folder) == [1, 2, -3, -4, 5, 6, 7, 8]
     assert makers(folder) == {0: first, 1: third, 2: first, 3: first}
     lack(folder, 1)
@@ -177,7 +177,7 @@ def test_comments_and_layout_are_no_change_and_a_sign_is_told_at_once(signed, sl
     (folder / "signed.py").unlink()
     lack(folder, 2)
     said = slurmgpu("resubmit", "run", cwd=folder, expect=2).stderr
-    assert "There is no file" in said
+    assert "no longer exists" in said
     assert "--code former" in said
     slurmgpu("resubmit", "run", "--code", "former", cwd=folder, expect=0)
     assert values(folder) == [1, 2, 3, 4, 5, 6, 7, 8]
@@ -211,7 +211,7 @@ def test_the_rows_of_two_versions_are_told_apart_and_computed_again(signed, slur
     assert values(folder) == [-1, -2, -3, -4, -5, -6, -7, -8]
     assert [(version["digest"], version["items"]) for version in report(folder)["code"]] == [(second, 8)]
     said = slurmgpu("resubmit", "run", "--other-code", cwd=folder, expect=2).stderr
-    assert "all its rows are by this code" in said
+    assert "this code computed all rows" in said
     slurmgpu("resubmit", "run", "--other-code", "--code", first, cwd=folder, expect=0)
     assert values(folder) == [1, 2, 3, 4, 5, 6, 7, 8]
     # What a merge takes out of an earlier merged.h5 stays by the code that computed it.
@@ -231,7 +231,7 @@ def test_stretches_keep_apart_what_is_whose():
     assert within(found, 1, 4) == [(1, 2, "a"), (2, 3, "b"), (3, 4, "c")]
     assert rows_by_code(found) == {"a": 7, "b": 1, "c": 2}
     versions = [{"digest": "9f2c11", "items": 1920}, {"digest": None, "items": 80}]
-    assert in_words(versions) == "1,920 rows by 9f2c, 80 by code that is not known"
+    assert in_words(versions) == "1,920 rows by 9f2c, 80 by unknown code"
 
 
 def test_a_snapshot_that_was_changed_is_not_computed_with(signed, slurmgpu):
@@ -427,7 +427,7 @@ def test_plugins_whose_names_are_made_up_behind_a_package_are_in_it(signed):
         file.write("\n\ndef other(name):\n    return __import__(name)\n")
     _, [said] = names_in(folder)
     line = len((folder / "signed.py").read_text().splitlines())
-    assert f"{folder / 'signed.py'}, line {line}, imports by a name that is made up as it runs" in said
+    assert f"{folder / 'signed.py'}, line {line}, imports by a name that is computed at run time" in said
 
 
 def test_what_cannot_be_taken_is_told_at_submit_and_in_the_report(signed, slurmgpu):
@@ -456,7 +456,7 @@ def test_a_folder_that_code_puts_on_the_path_is_known_to_a_resubmission(signed, 
     (shared / "beyond.py").write_text("TIMES = 100\n")
     said = slurmgpu("resubmit", "run", cwd=folder, expect=0).stderr
     assert "beyond.py differs" in said
-    assert "not imported any more" not in said
+    assert "no longer imported" not in said
     assert set(report(folder)["code"][0]["files"]) == {*NAMES, "outside.py", "beyond.py"}
 
 
@@ -487,7 +487,7 @@ def test_a_file_that_may_be_imported_and_cannot_be_read_is_told(signed, monkeypa
         code = snapshot_of(draft.plan, None, None)
         assert [file.name for file in code.files] == NAMES
         assert code.left_out == (
-            f"{folder / 'secret.py'} cannot be read, and is imported as it is then: Permission denied.",
+            f"{folder / 'secret.py'} cannot be read and is not in the snapshot: Permission denied.",
         )
         (folder / "signed.py").write_text("import secret\n" + WORKLOAD)
         with pytest.raises(SlurmGPUError, match=r"secret\.py, which the workload imports, cannot be read: Permission"):
@@ -498,7 +498,7 @@ def test_what_is_gone_is_told_apart_from_what_is_not_imported_any_more(tmp_path)
     (tmp_path / "kept.py").touch()
     files = [snapshots.SourceFile(name, str(tmp_path / name), (), "d", b"") for name in ("gone.py", "kept.py")]
     before, now = snapshots.Snapshot(tuple(files), {}), snapshots.Snapshot((), {})
-    assert snapshots.changes(before, now) == ["gone.py is gone", "kept.py is not imported any more"]
+    assert snapshots.changes(before, now) == ["gone.py is gone", "kept.py is no longer imported"]
 
 
 def test_a_module_that_has_vanished_is_missed_before_anything_is_queued(signed, monkeypatch):
@@ -512,7 +512,7 @@ def test_a_module_that_has_vanished_is_missed_before_anything_is_queued(signed, 
         (folder / "helpers" / "vanishing.py").unlink()
         snapshot_of(draft.plan, None, None, former=before)  # helpers/__init__.py may have that name
         (folder / "vanishing.py").unlink()
-        with pytest.raises(SlurmGPUError, match=r"imports vanishing, and its file \S+ is not there.*--code former"):
+        with pytest.raises(SlurmGPUError, match=r"imports vanishing, whose file \S+ no longer exists.*--code former"):
             snapshot_of(draft.plan, None, None, former=before)
         installed = folder / "installed" / "site-packages"
         installed.mkdir(parents=True)

@@ -107,6 +107,11 @@ def site(tmp_path, monkeypatch):
     sys.modules.pop("spool", None)
 
 
+def test_help_lists_the_executors_that_are_installed(slurmgpu, site):
+    shown = slurmgpu("submit", "--help", PYTHONPATH=os.environ["PYTHONPATH"], expect=0).stdout
+    assert "slurm, local, debug, spool." in shown
+
+
 def test_a_run_by_an_executor_of_another_package_is_complete_and_shown(project, slurmgpu, site):
     folder = project(40)
     assert "✓ executor   spool: a process" in slurmgpu("check", cwd=with_spool(folder)).stdout

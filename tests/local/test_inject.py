@@ -72,7 +72,7 @@ def test_a_fault_that_could_not_happen_is_refused_before_anything_is_written(pro
     folder = project(100)
     done = slurmgpu(*LOCAL, *argv, "--inject", faults, "--dry-run", cwd=folder, expect=2 if said else 0)
     assert (said or "") in done.stderr
-    assert said or f"{faults}: a rehearsal, which fails on purpose" in done.stdout
+    assert said or f"{faults}: a rehearsal with injected faults" in done.stdout
     assert not (folder / "run").exists()
 
 

@@ -187,7 +187,7 @@ def test_a_folder_of_many_files_is_not_looked_through_to_the_end(folder, monkeyp
     ended(folder / "run")
     value = run_list.list_runs(folder)
     assert [row["run"] for row in value["runs"]] == ["run"]
-    assert value["notes"] == ["1 folder with more than 5 entries, not looked through to the end"]
+    assert value["notes"] == ["1 folder with more than 5 entries, not searched to the end"]
 
 
 def test_many_runs_cost_one_squeue(folder, slurmgpu, tmp_path):
@@ -222,4 +222,4 @@ def test_a_folder_without_runs_and_none_at_all_get_a_sentence(folder, slurmgpu):
     done = slurmgpu("list", folder, expect=0)
     assert "No run directory under" in done.stderr
     assert done.stdout == ""
-    assert "is no directory" in slurmgpu("list", folder / "missing", expect=2).stderr
+    assert "is not a directory" in slurmgpu("list", folder / "missing", expect=2).stderr

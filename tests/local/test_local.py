@@ -216,7 +216,7 @@ def test_a_copy_of_a_run_at_work_is_none_of_its_tasks_business(project, slurmgpu
     wait_until_held(folder, 2)
     # Not checked: a file that is renamed meanwhile is not there.
     subprocess.run(["cp", "-r", "run", "copy"], cwd=folder, check=False)
-    assert "nothing of this run is alive" in slurmgpu("cancel", "copy", cwd=folder, expect=0).stdout
+    assert "no task of this run is alive" in slurmgpu("cancel", "copy", cwd=folder, expect=0).stdout
     status = json.loads(slurmgpu("status", "copy", "--json", cwd=folder, expect=0).stdout)
     assert (status["state"], status["at_work"]) == ("ended", False)
     let_go(folder)
@@ -385,7 +385,7 @@ def test_failed_items_alone_are_computed_again_when_they_are_asked_for(project, 
     assert sum(record["n_items"] for record in records(folder) if record["submission"] == 2) == 2
     assert report(folder)["ledger"]["repeated"] == 0
     refused = slurmgpu("resubmit", "--failed", "run", cwd=folder, expect=2).stderr
-    assert "lacks no shard, and no item has failed" in refused
+    assert "has every shard, and no item failed" in refused
     assert read_status(Run.open(folder / "run"))["n_errors"] == 0
 
 
@@ -503,7 +503,7 @@ def test_a_dry_run_shows_no_secret_and_says_so_and_the_run_has_it(project, slurm
     shown = slurmgpu(*argv, "--dry-run", cwd=folder, expect=0).stdout
     assert key not in shown
     assert token not in shown
-    assert "what looks like a secret is shown as •••" in shown
+    assert "values that look like secrets are shown as •••" in shown
     output.show_scripts({"array": f"export HF_TOKEN={token}\n"})
     assert "export HF_TOKEN=•••" in capsys.readouterr().out
     slurmgpu(*argv, cwd=folder, expect=0)

@@ -11,27 +11,23 @@ from pathlib import Path
 
 import pytest
 
-from slurmgpu.cli.commands.logs import show_logs
-from slurmgpu.cli.views import log_index
+from slurmgpu.cli.commands import logs as log_commands
+from slurmgpu.cli.commands.logs import refuse_unstarted, show_logs
 from slurmgpu.cli.views.follow import Following
 from slurmgpu.cli.views.log_lines import Printer, print_files
-from slurmgpu.cli.views.unstarted import refuse_unstarted
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.logs import LogFile, last_end, merged, read_lines, search_until, tail_start, time_start, without_colours
-from slurmgpu.logs.places import line_number
+from slurmgpu.logs.files import LogFile
+from slurmgpu.logs.lines import merged, read_lines, without_colours
+from slurmgpu.logs.places import last_end, line_number, search_until, tail_start, time_start
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.report.build import read_report
 from slurmgpu.run.claims import Claim
 from slurmgpu.run.directory import Run, create_run
-from slurmgpu.search import (
-    events_of_class,
-    excerpt_of_attempt,
-    read_index,
-    remembering,
-    reported,
-    story_of_item,
-)
-from slurmgpu.search.excerpts import BEFORE, N_LINES, excerpt_around
+from slurmgpu.search import cached_run
+from slurmgpu.search.classes import events_of_class
+from slurmgpu.search.excerpts import BEFORE, N_LINES, excerpt_around, excerpt_of_attempt
+from slurmgpu.search.index import read_index
+from slurmgpu.search.items import story_of_item
 from slurmgpu.util.amounts import size_of
 from slurmgpu.util.atomic_files import write_json
 from tests.docs.test_docs import listed
@@ -298,12 +294,12 @@ def test_what_has_no_row_in_a_run_that_is_over_leads_to_the_command_that_compute
     )
     show(copy, item=10)
     said = capsys.readouterr()
-    assert "has it in hand, on " in said.out
+    assert "is computing it on " in said.out
     assert "; 2 workers have died with it." in said.out
     assert said.err == ""
     for path in copy.tasks.glob("[!.]*.json"):
         change_record(copy, path.stem, takeovers=[{"shard": 1, "from": "local1_7.0", "host": "there"}])
-    assert ", taken over from attempt local1_7.0, which had fallen silent; 2" in story_of_item(copy, 10).sentence
+    assert ", taken over from attempt local1_7.0, which stopped responding; 2" in story_of_item(copy, 10).sentence
 
 
 def judged(run, folder, **failures):
@@ -385,7 +381,7 @@ def test_what_a_record_does_not_tell_of_an_item_the_logs_do(run, tmp_path, damag
     (copy.folder / "report.json").unlink()
     assert story_of_item(copy, 17).sentence.startswith("Item 17 has its row: attempt local1_")
     story = story_of_item(copy, 10)
-    assert f": attempt {began.stem} had it in hand" in story.sentence
+    assert f": attempt {began.stem} was computing it" in story.sentence
     assert story.attempts == (began.stem,)
     assert story.excerpt is not None
     assert story.ended == "missing"
@@ -403,7 +399,7 @@ def test_of_a_run_that_is_planned_only_the_next_step_is_named(tmp_path, asked):
     make_project(tmp_path, 8)
     with draft_run(tmp_path / "slurmgpu.toml") as draft:
         run = create_run(draft.run_dir, draft.plan, draft.items.files)
-    with pytest.raises(SlurmGPUError, match=r"nothing of it was submitted: `slurmgpu resubmit .*/run` does so"):
+    with pytest.raises(SlurmGPUError, match=r"is planned but not submitted. Submit it by `slurmgpu resubmit .*/run`"):
         show(run, **asked)
 
 
@@ -455,7 +451,7 @@ def test_the_index_is_in_the_order_of_tasks_with_a_line_for_each_attempt(run, ca
     names = ["local1_10.0", "local2_0.0", "local1_2.1", "local1_2.0"]
     index["attempts"] = [one | {"attempt": name, "submission": int(name[5])} for name in names]
     index["merge"] = one["files"][:1]
-    monkeypatch.setattr(log_index, "read_index", lambda run: index)
+    monkeypatch.setattr(log_commands, "read_index", lambda run: index)
     show(run)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["local1_2.0", "local1_2.1", "local1_10.0", "local2_0.0", "merge"]
@@ -470,7 +466,7 @@ def test_where_the_log_of_a_merge_by_hand_is_is_said(run, tmp_path):
     with open(tmp_path / "run" / "submissions.jsonl", "a") as file:
         file.write('{"submission": 1, "by_hand": true, "merge_job": "9"}\n')
     copy = Run.open(tmp_path / "run")
-    with pytest.raises(SlurmGPUError, match=r"is in slurmgpu-merge-9\.out, where you typed sbatch"):
+    with pytest.raises(SlurmGPUError, match=r"is in slurmgpu-merge-9\.out, in the folder where you ran sbatch"):
         show(copy, merge=True)
     (copy.logs / "9_0_log.err").write_text("merged\n")
     show(copy, merge=True)
@@ -479,14 +475,14 @@ def test_where_the_log_of_a_merge_by_hand_is_is_said(run, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (["--json", "-n", "2"], "--lines and --json do not go together"),
+        (["--json", "-n", "2"], "--lines and --json exclude each other"),
         (["--item", "40"], "There is no item 40: "),
         (["--item", "-1"], "has the items 0 to 39"),
         (["--class", "cras"], "Did you mean 'crash'?"),
         (["local1_7"], "has no task 'local1_7'. Did you mean"),
         (["--merge"], "has no log of a merge"),
-        (["0", "--item", "3"], "TASK and --item do not go together"),
-        (["--item", "3", "--follow"], "--follow does not go with --item"),
+        (["0", "--item", "3"], "TASK and --item exclude each other"),
+        (["--item", "3", "--follow"], "--follow does not work with --item"),
     ],
 )
 def test_what_is_not_there_is_answered_by_a_sentence(run, slurmgpu, argv, sentence):
@@ -534,18 +530,18 @@ def test_a_shard_that_was_left_by_a_killed_task_is_missing_and_its_log_is_found(
     wait_until(lambda: "items 0..7" in (folder / "run/logs/local1_0.0.log").read_text(), "its line")
     wait_until(lambda: submitted_as(folder) == "running", "somebody who heeds Ctrl-C")
     alive = story_of_item(Run.open(folder / "run"), 2)
-    assert "attempt local1_0.0 has it in hand" in alive.sentence
+    assert "attempt local1_0.0 is computing it" in alive.sentence
     [record] = records(folder)
     os.kill(record["pid"], signal.SIGCONT)  # Slurm sends it before each other signal
     submitted.send_signal(signal.SIGINT)
     submitted.wait()
     story = story_of_item(Run.open(folder / "run"), 2)
     assert (story.ended, story.failure) == ("missing", "cancelled")
-    assert "attempt local1_0.0 had it in hand when it ended" in story.sentence
+    assert "attempt local1_0.0 was computing it when it ended" in story.sentence
     assert "slurmgpu.task.supervisor" in story.excerpt.lines[story.excerpt.mark].text
     assert not any("SIGCONT" in path.read_text() for path in (folder / "run" / "logs").glob("*.[eo][ru][rt]"))
     never = story_of_item(Run.open(folder / "run"), N_ITEMS - 1)
-    assert never.sentence.endswith("no attempt is known to have had it in hand.")
+    assert never.sentence.endswith("no attempt is known to have computed it.")
     assert not kill_workers(folder)
 
 
@@ -742,8 +738,9 @@ def test_a_search_ends_when_its_time_is_over_and_what_was_found_by_then_is_told(
 def test_the_report_is_read_once_for_many_items_and_not_before_the_run_has_ended(run, tmp_path, monkeypatch):
     copy_run(run.folder, tmp_path / "run")
     copy, read = Run.open(tmp_path / "run"), []
-    monkeypatch.setattr(reported, "read_report", lambda run: read.append(run) or read_report(run))
-    assert [story_of_item(copy, index).failure for index in (3, 5, 9)] == ["item_error", "item_error", "crash"]
+    monkeypatch.setattr(cached_run, "read_report", lambda run: read.append(run) or read_report(run))
+    once = cached_run.cached(copy)
+    assert [story_of_item(once, index).failure for index in (3, 5, 9)] == ["item_error", "item_error", "crash"]
     assert len(read) == 1
     copy.record_submission({"submission": 1, "state": "merging"})
     (copy.folder / "report.json").write_text("{}")
@@ -784,11 +781,11 @@ def test_the_log_of_an_attempt_is_searched_once_for_all_that_is_missing(tmp_path
         change_record(pretended, name, state="ended", ended=record["updated"], failure="crash", message="it is gone")
         begins = f"{STAMP} INFO slurmgpu.worker: shard {190 + record['task']}: items 1..2 begin"
         write_lines(pretended.logs / f"{name}.log", [begins])
-    searched, places_of = [], remembering.places_of
+    searched, places_of = [], cached_run.places_of
     monkeypatch.setattr(
-        remembering, "places_of", lambda path, *a, **k: searched.append(path) or places_of(path, *a, **k)
+        cached_run, "places_of", lambda path, *a, **k: searched.append(path) or places_of(path, *a, **k)
     )
-    once = remembering.remembering(pretended)
+    once = cached_run.cached(pretended)
     told = [story_of_item(once, pretended.plan.bounds(shard)[0]) for shard in range(185, 200)]
     assert [story.attempts for story in told] == [()] * 5 + [(f"4711_{task}.0",) for task in range(9)] + [()]
     assert len(searched) == len(set(searched)) == 9

@@ -38,8 +38,8 @@ def failing(monkeypatch):
         (errno.EROFS, "Do this on a machine that can write there"),
         (errno.EACCES, "Name a path that you may read"),
         (errno.EPERM, "Name a path that you may read"),
-        (errno.ENOSPC, "Make room there"),
-        (errno.EDQUOT, "Make room there"),
+        (errno.ENOSPC, "Free space there"),
+        (errno.EDQUOT, "Free space there"),
         (errno.ENAMETOOLONG, "Name a path that can be read"),
         (errno.ELOOP, "Name a path that can be read"),
         (errno.ENOENT, "Name a path that can be read"),
@@ -52,7 +52,7 @@ def test_an_error_of_a_file_that_the_user_can_put_right_is_a_sentence(failing, c
 
 def test_a_full_disk_is_one_also_where_the_file_is_not_known(failing, capsys):
     assert failing(OSError(errno.ENOSPC, "No space left on device")) == 2
-    assert "A file that it writes: No space left on device. Make room" in capsys.readouterr().err
+    assert "A file that it writes: No space left on device. Free space" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EBADF, "no", "x"), OSError(errno.EACCES, "no"), OSError("h5py")])
@@ -149,4 +149,4 @@ def test_output_that_a_full_disk_does_not_take_is_told(slurmgpu, tmp_path):
         command = [sys.executable, "-m", "slurmgpu", "list", "--json"]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, cwd=tmp_path, text=True)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "No space left on device. Make room there" in done.stderr
+    assert "No space left on device. Free space there" in done.stderr

@@ -164,7 +164,7 @@ def test_a_missing_shard_that_an_attempt_had_in_hand_says_which(tmp_path):
     write_json(report_path(run), value)
     shard = value["attempts"][0]["shard"]
     [why] = re.findall(rf'<tr><th scope="row">shard {shard}<td>.*?<td class="w">(.*)', draw(run, value, tmp_path))
-    assert why.startswith("attempt 4711_0.0 had it in hand")
+    assert why.startswith("attempt 4711_0.0 was computing it")
 
 
 def test_attempts_are_in_the_order_of_the_tasks_and_their_numbers_to_the_right(tmp_path):
@@ -233,8 +233,8 @@ def test_report_html_writes_the_page_and_says_how_large_it_is(faulty, slurmgpu, 
     assert f"{tmp_path / 'x.html'}: " in done.stderr
     assert "local1_1" in (tmp_path / "x.html").read_text()
     for argv, words in (
-        (("--html", tmp_path / "none" / "x.html"), "no folder"),
-        (("--html", tmp_path), "no regular file"),
+        (("--html", tmp_path / "none" / "x.html"), "does not exist"),
+        (("--html", tmp_path), "not a regular file"),
         (("--html", tmp_path / "y.html", "--task", "local1_7"), "has no task"),
         (("--task", "local1_1"), "--html FILE"),
     ):

@@ -99,7 +99,7 @@ def run(project, slurmgpu):
     report = json.loads(path.read_text())
     record = json.loads((folder / "run" / "tasks" / "debug1_0.0.json").read_text())
     for key in ("gpu_utilisation", "gpu_memory_peak_bytes", "host_memory_peak_bytes"):
-        report["attempts"][0]["usage"][key] = 81e9
+        report["attempts"][0]["usage"][key] = 81_000_000_000
     report["attempts"][0]["usage"]["gpu_utilisation"] = 97.0
     report["attempts"] = [
         {
@@ -235,7 +235,7 @@ def test_whatever_is_wrong_with_a_report_it_is_shown_or_refused_in_a_sentence(tm
     run = pretend_run(tmp_path / "run", 300.0, n_tasks=1)
     record = run.tasks / "4711_0.0.json"
     death = {"class": "crash", "message": "m", "at": BEGIN, "state": "running", "shard": 3, "items": [48]}
-    usage = {"gpu_utilisation": 3.0, "n_samples_ready": 9, "host_memory_peak_bytes": 3e9}
+    usage = {"gpu_utilisation": 3.0, "n_samples_ready": 9, "host_memory_peak_bytes": 3_000_000_000}
     record.write_text(
         json.dumps(json.loads(record.read_text()) | {"deaths": [death], "usage": usage, "failure": "crash"})
     )

@@ -210,7 +210,7 @@ DIED = {"n_deaths": 2, "last_death": "crash"}
         ({"silent": True, "age_s": 1500.0}, "silent for 25 min, its node may be dead"),
         ({"silent": True, "failure": "lost", "message": "no end was recorded"}, "lost: no end was recorded"),
         ({"shard": None}, "the log's"),
-        ({"shard": None, "items_per_s": None}, "waits: others have the last shards; the log's"),
+        ({"shard": None, "items_per_s": None}, "idle: others have the last shards; the log's"),
         ({"shard": None, "items_per_s": None, "state_since": BEGIN + 99}, "the log's"),
         ({"state": "ended"}, ""),
     ],
@@ -266,7 +266,7 @@ def test_a_share_is_never_rounded_up_to_all_of_it(tmp_path):
 @pytest.mark.parametrize("n_tasks", [0, 3])
 def test_a_run_of_which_nothing_is_left_says_how_long_it_is_watched(tmp_path, n_tasks):
     run = pretend_run(tmp_path / "judge", 300, n_tasks=n_tasks)
-    said = "no job of it is left; if its merge does not write its end within 45 s, this ends"
+    said = "no job is left; this ends if the merge does not finish within 45 s"
     assert said in words_of(run, 900, [])
     lines = drawn(screen_of(run, 900, []), (100, 24))
     assert f"merge    {said}" in "\n".join(lines)
@@ -277,6 +277,7 @@ class Seen:
     """A Lookout whose second look comes between any two glances at it."""
 
     error, words, visible = None, {}, ()
+    latest = Lookout.latest
 
     def __init__(self, first, last, on_look):
         self._looks, self.has_ended, self._last = [first], False, last
@@ -360,7 +361,7 @@ def test_whatever_ends_it_the_terminal_is_as_before(tmp_path, run_of_now, how):
         if how == "Ctrl-C":
             terminal.send(b"\x03")
             assert terminal.end() == 130
-            assert "the run goes on" in terminal.text
+            assert "the run continues" in terminal.text
         elif how == "SIGTERM":
             terminal.process.terminate()
             assert terminal.end() == 143

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from slurmgpu import submit
 from slurmgpu.cli import completion
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.planner import draft_run
@@ -152,6 +153,14 @@ def test_a_name_that_is_nearly_one_that_is_looked_for_is_told_once(having, tmp_p
         assert " ".join((done.stdout + done.stderr).split()).count("nothing uses 'summarise'") == 1
 
 
+def test_python_and_check_tell_of_a_near_miss_as_well(having, tmp_path, slurmgpu, caplog):
+    having("def summarise(self, merged): return {}")
+    checked = slurmgpu("check", cwd=tmp_path)
+    assert " ".join(checked.stdout.split()).count("nothing uses 'summarise'") == 1
+    submit(tmp_path / "slurmgpu.toml", executor="debug", run_dir=tmp_path / "again")
+    assert caplog.text.count("nothing uses 'summarise'") == 1
+
+
 def test_what_the_class_uses_itself_or_takes_as_a_setting_is_no_near_miss(having):
     assert having("").notes == ()
     uses = "def summarise(self): pass\ndef rows(self): return [self.summarise() for _ in ()]"
@@ -213,7 +222,7 @@ def test_a_built_in_workload_goes_before_another_of_its_name_and_this_is_said(in
     monkeypatch.syspath_prepend(tmp_path / "site")
     assert resolve_use("embed", tmp_path) == BUILT_IN["embed"]
     [said] = hidden_by_built_in("embed")
-    assert said == 'use = "embed" is the built-in workload; theirs has one of that name: use = "theirs:Rows".'
+    assert said == 'use = "embed" is the built-in workload; theirs has one of the same name: use = "theirs:Rows".'
     assert hidden_by_built_in("theirs") == hidden_by_built_in("train") == []
 
 

@@ -85,7 +85,9 @@ def test_the_two_lines_of_plan_make_the_file_that_submit_makes(project, slurmgpu
     assert "nothing is queued" in done.stderr
     shown = slurmgpu("status", "run", cwd=folder, expect=0)
     assert "run  planned" in shown.stdout
-    assert f"next: slurmgpu resubmit {folder}/run, or the two lines that `slurmgpu plan` printed" in shown.stderr
+    assert (
+        f"next: slurmgpu resubmit {folder}/run, or the two sbatch commands that `slurmgpu plan` printed" in shown.stderr
+    )
     held = tasks.replace("--parsable", "--parsable --hold")
     subprocess.run(["bash", "-ec", f"{held}\n{merge}\necho $J > array_job"], cwd=folder, check=True)
     array = (folder / "array_job").read_text().strip()

@@ -11,8 +11,7 @@ import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slurmgpu.report.build import build_report
-from slurmgpu.report.joined import Joined
+from slurmgpu.report.build import Joined, build_report
 from slurmgpu.run.directory import Plan, Run, create_run
 from slurmgpu.run.records import Attempt, new_record
 from slurmgpu.run.submissions import Submission

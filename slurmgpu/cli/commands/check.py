@@ -1,4 +1,4 @@
-"""`check`: one line for each thing that a run needs, on this machine or on a node of the cluster."""
+"""`check`: one line for each requirement of a run, on this machine or on a node of the cluster."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from slurmgpu.containers.settings import Identity
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.registry import executor_named
 from slurmgpu.plan.container_spec import identify_image, image_path
-from slurmgpu.plan.planner import allocate, draft_run, workload_of
+from slurmgpu.plan.planner import Draft, allocate, draft_run, workload_of
 from slurmgpu.plan.run_file import RunFile
 from slurmgpu.plan.site_file import read_run_file
-from slurmgpu.run.directory import Plan
 from slurmgpu.slurm import commands
 from slurmgpu.task.preflight import NodeCheck, check_here
 from slurmgpu.util.amounts import size_of
@@ -29,16 +28,16 @@ from slurmgpu.util.atomic_files import working_folder
 from slurmgpu.util.plurals import count_of
 
 SLOW_S = 10.0
-"""A start of a container that takes longer has a reason that the runtime does not say."""
+"""A container that takes longer to start has a reason that the runtime does not report."""
 NOWHERE = ".slurmgpu-check"
-"""In a place of its own: that a run directory exists is no fault of the run file."""
+"""A run directory that does not exist: an existing one is no fault of the run file."""
 MARKS = ("✓", "✗")
 
 
 def run_checks(run_file: Path, *, node: bool, fetch: bool = False) -> int:
-    """Print a line for each check, with `node` also those of a node by a short job; 2 if one failed, else 0.
+    """Print a line for each check; the exit code: 2 if one failed.
 
-    With `fetch` what the workload needs of the network is downloaded first.
+    `fetch` first downloads what the workload needs; `node` also checks a node of the cluster by a short job.
     """
     checks = _Checks(run_file)
     checks.run(fetch=fetch)
@@ -49,7 +48,7 @@ def run_checks(run_file: Path, *, node: bool, fetch: bool = False) -> int:
 
 
 def run_checks_here(run_file: Path) -> int:
-    """Print what a task would find on this very machine: the image, its Python, the GPUs; 2 if it could not work."""
+    """Print what a task would find on this machine: image, Python, GPUs; the exit code: 2 if a task could not run."""
     try:
         with draft_run(run_file, run_dir=Path(NOWHERE)) as draft:
             allocation = allocate(draft.resources, None)
@@ -58,21 +57,17 @@ def run_checks_here(run_file: Path) -> int:
         return 2
     n_gpus = allocation.gpus_per_task // draft.resources.nodes_per_task
     checked = check_here(draft.plan, n_gpus, draft.resources.device)
-    for name, text in describe_node(checked):
-        print_line(True, name, text)
-    for problem in checked.problems:
-        print_line(False, "node", problem)
-    return 2 if checked.problems else 0
+    return print_node(checked, "node")
 
 
 class _Checks:
-    """The checks of a run file on this machine. What several of them run into is said once."""
+    """The checks of a run file on this machine. An error that several of them meet is printed once."""
 
     def __init__(self, run_file: Path) -> None:
         self.config: RunFile | None = None
         self.are_good = True
         self._run_file = run_file
-        self._plan: Plan | None = None
+        self._draft: Draft | None = None
         self._said: set[str] = set()
 
     def run(self, *, fetch: bool) -> None:
@@ -83,9 +78,11 @@ class _Checks:
             if fetch:
                 self._line("fetch", self._fetch)
             self._line("image", lambda: self._image(config))
-            self._line("plan", self._draft)
-            for line in self._plan.placement if self._plan else ():
+            self._line("plan", self._plan)
+            for line in self._draft.plan.placement if self._draft else ():
                 print_line(True, "placement", line)
+            for note in self._draft.notes if self._draft else ():
+                print_line(True, "note", note)
             self._line("resources", lambda: _resources(config))
             self._line("executor", lambda: self._executor(config))
 
@@ -109,9 +106,9 @@ class _Checks:
             return "none: the workers run in this Python"
         return describe_image(path, identify_image(path, config.container.runtime, run_file))
 
-    def _draft(self) -> str:
+    def _plan(self) -> str:
         with draft_run(self._run_file, run_dir=Path(NOWHERE)) as draft:
-            self._plan = plan = draft.plan
+            self._draft, plan = draft, draft.plan
         return f"{count_of(plan.n_items, 'item')}, {count_of(plan.n_shards, 'shard')}, workload {plan.workload}"
 
     def _fetch(self) -> str:
@@ -122,7 +119,7 @@ class _Checks:
             return str(workload.fetch())
 
     def _executor(self, config: RunFile) -> str:
-        return executor_named(config.resources.executor).describe(self._plan.container if self._plan else None)
+        return executor_named(config.resources.executor).describe(self._draft.plan.container if self._draft else None)
 
 
 def _versions() -> str:
@@ -131,7 +128,7 @@ def _versions() -> str:
 
 
 def describe_image(path: Path, identity: Identity) -> str:
-    """What tells an image from others, in a line."""
+    """Path, size, digest and date of an image, in a line."""
     size = f"{size_of(identity['size_bytes'])}, " if identity["size_bytes"] else "unpacked, "
     built = f", built {identity['created']}" if identity["created"] else ""
     return f"{path}: {size}{identity['arch']}, sha256 {identity['sha256'][:12]}{built}"
@@ -146,7 +143,7 @@ def _resources(config: RunFile) -> str:
 
 
 def _check_a_node(run_file: Path, config: RunFile) -> bool:
-    """`check --here` on a node with what the run asks for; its lines are printed as they come."""
+    """Run `check --here` on a node with the run's resources, and print its lines as they arrive."""
     here = [sys.executable, "-m", "slurmgpu", "check", str(run_file.resolve()), "--here"]
     try:
         command = executor_named(config.resources.executor).command_on_node(config, here)
@@ -172,11 +169,17 @@ def _check_a_node(run_file: Path, config: RunFile) -> bool:
     return job.returncode == 0
 
 
-def describe_node(checked: NodeCheck) -> Iterable[tuple[str, str]]:
-    """What was found on a node: the names and texts of lines."""
+def print_node(checked: NodeCheck, problems: str) -> int:
+    """Print the results of a check on a node; the exit code. `problems` is the name of the lines of problems."""
+    for name, text in _node_lines(checked) if checked.found else ():
+        print_line(True, name, text)
+    for problem in checked.problems:
+        print_line(False, problems, problem)
+    return 2 if checked.problems else 0
+
+
+def _node_lines(checked: NodeCheck) -> Iterable[tuple[str, str]]:
     found = checked.found
-    if not found:
-        return
     start = f"started in {checked.start_s:.1f} s"
     if checked.runtime and checked.start_s > SLOW_S:
         start += f", which is slow: {checked.if_slow}" if checked.if_slow else ", which is slow"
@@ -192,7 +195,7 @@ def describe_node(checked: NodeCheck) -> Iterable[tuple[str, str]]:
 
 
 def print_line(good: bool, name: str, text: str) -> bool:
-    """Print the line of a check, and say again whether it was good."""
+    """Print the line of a check, and return `good`."""
     mark = f"[green]{MARKS[0]}[/]" if good else f"[red]{MARKS[1]}[/]"
     console = Console(highlight=False, emoji=False, soft_wrap=True)
     console.print(f"{mark} {name:<10} {escape(' '.join(text.split()))}")

@@ -1,11 +1,10 @@
-"""`slurmgpu image`: build an image, and look into one."""
+"""`slurmgpu image`: build an image, and check one."""
 
 from __future__ import annotations
 
-import re
-import sys
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,7 +20,7 @@ image_app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
     help=(
-        "Build the image that workers run in, and look into one.\n\n"
+        "Build the image that workers run in, and check one.\n\n"
         "\b\n"
         "  slurmgpu image build -o slurmgpu.sif             for GPUs, with PyTorch\n"
         "  slurmgpu image build --cpu -o small.sif          for CPUs\n"
@@ -31,10 +30,9 @@ image_app = typer.Typer(
 )
 
 BindOption = Annotated[
-    list[str] | None, typer.Option("--bind", metavar="SRC[:DST[:ro]]", help="Let it see a path; may be repeated.")
+    list[str] | None, typer.Option("--bind", metavar="SRC[:DST[:ro]]", help="Mount a path into it; may be repeated.")
 ]
-NEEDLESS = re.compile(r"mksquashfs output|Non-gzip|Build complete|default remote")
-PythonOption = Annotated[str, typer.Option("--python", help="Its Python.")]
+PythonOption = Annotated[str, typer.Option("--python", help="The Python in the image.")]
 
 
 @image_app.command()
@@ -42,28 +40,28 @@ def build(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="IMAGE", help="The file to make.")],
     cpu: Annotated[bool, typer.Option("--cpu", help="The small image, without PyTorch.")] = False,
     vllm: Annotated[bool, typer.Option("--vllm", help='The image for engine = "vllm".')] = False,
-    base: Annotated[str | None, typer.Option("--base", help="What to build upon: a registry's name, a file.")] = None,
+    base: Annotated[str | None, typer.Option("--base", help="The base image: a file, or a name in a registry.")] = None,
     build_arg: Annotated[
-        list[str] | None, typer.Option("--build-arg", metavar="NAME=VALUE", help="Of the definition; may be repeated.")
+        list[str] | None, typer.Option("--build-arg", metavar="NAME=VALUE", help="A build argument; may be repeated.")
     ] = None,
     bind: BindOption = None,
     python: PythonOption = "python3",
 ) -> None:
     """Build an image with Apptainer, and check it.
 
-    Nothing is overwritten; IMAGE appears when it is whole. A name with a digest (pytorch/pytorch@sha256:…) as the base
-    makes builds repeatable.
+    An existing file is not overwritten; IMAGE appears once it is complete. A base with a digest
+    (pytorch/pytorch@sha256:…) makes builds repeatable.
     """
     from slurmgpu.cli.console import say
     from slurmgpu.task.image_build import build_image
 
     if cpu and vllm:
-        raise SlurmGPUError("--cpu and --vllm name two images; give one of them.")
+        raise SlurmGPUError("--cpu and --vllm name two images; give only one of them.")
     binds = _binds(bind)
     arguments = dict(_name_and_value(text) for text in build_arg or ())
     name = "cpu" if cpu else "vllm" if vllm else "gpu"
     started = time.monotonic()
-    with _Progress() as progress:
+    with _progress() as progress:
         build_image(output, name=name, base=base, arguments=arguments, binds=binds, progress=progress)
     say(f"built {output} in {time.monotonic() - started:.0f} s")
     raise typer.Exit(_check(output, python, binds, n_gpus=0))
@@ -72,19 +70,19 @@ def build(
 @image_app.command()
 def check(
     image: Annotated[Path, typer.Argument(metavar="IMAGE", help="A SIF, or an unpacked image.")],
-    gpu: Annotated[bool, typer.Option("--gpu", help="This machine's GPUs must be usable in it.")] = False,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Require this machine's GPUs to be usable in it.")] = False,
     bind: BindOption = None,
     python: PythonOption = "python3",
 ) -> None:
-    """Look into an image as a task would, one line for each check.
+    """Start an image as a task would, and print one line for each check.
 
-    It starts the image's Python on this machine. Exits with 2 if a check fails.
+    Exits with 2 if a check fails.
     """
     raise typer.Exit(_check(image, python, _binds(bind), n_gpus=1 if gpu else 0))
 
 
 def _check(image: Path, python: str, binds: list[Bind], *, n_gpus: int) -> int:
-    from slurmgpu.cli.commands.check import describe_image, describe_node, print_line
+    from slurmgpu.cli.commands.check import describe_image, print_line, print_node
     from slurmgpu.containers.registry import DEFAULT, runtime_named
     from slurmgpu.containers.settings import Container
     from slurmgpu.task.image_build import find_runtime, installed, look_inside
@@ -96,18 +94,13 @@ def _check(image: Path, python: str, binds: list[Bind], *, n_gpus: int) -> int:
         return 2
     print_line(True, "image", describe_image(image, identity))
     container = Container(str(image.absolute()), find_runtime().name, python, tuple(binds), identity=identity)
-    checked = look_inside(container, n_gpus=n_gpus)
-    for name, text in describe_node(checked):
-        print_line(True, name, text)
-    for problem in checked.problems:
-        print_line(False, "inside", problem)
-    return 2 if checked.problems else 0
+    return print_node(look_inside(container, n_gpus=n_gpus), "inside")
 
 
 def _binds(texts: list[str] | None) -> list[Bind]:
     from slurmgpu.containers.settings import Bind
 
-    # A bind's source is relative to the working directory, not to wherever the runtime builds.
+    # A bind's source is relative to the working directory, not to the folder in which the runtime builds.
     return [Bind.parse(text, Path.cwd()) for text in texts or ()]
 
 
@@ -118,33 +111,23 @@ def _name_and_value(text: str) -> tuple[str, str]:
     return name, value
 
 
-class _Progress:
-    """What a build says: on a terminal its last line and the time; else the runtime's own steps, line by line."""
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str, bool], None]]:
+    """Shows a build's output: on a terminal the last line and the time, else each step on a line of its own."""
+    from rich.console import Console
+    from rich.text import Text
 
-    def __enter__(self) -> Callable[[str], None]:
-        from rich.console import Console
+    console = Console(stderr=True, highlight=False, emoji=False)
+    if not console.is_terminal:
+        yield lambda line, is_step: console.out(line) if is_step else None
+        return
+    started = time.monotonic()
+    with console.status("building") as status:
 
-        console = Console(stderr=True, highlight=False, emoji=False)
-        self._width = console.width - 2  # beside what spins
-        self._status = console.status("building") if console.is_terminal else None
-        self._started = time.monotonic()
-        if self._status is not None:
-            self._status.start()
-        return self._show
-
-    def _show(self, line: str) -> None:
-        if not line.strip() or NEEDLESS.search(line):
-            return
-        if self._status is not None:
-            from rich.text import Text
-
-            seconds = time.strftime("%H:%M:%S", time.gmtime(time.monotonic() - self._started))
+        def show(line: str, is_step: bool) -> None:
+            seconds = time.strftime("%H:%M:%S", time.gmtime(time.monotonic() - started))
             text = Text(f"{seconds}  {line}")
-            text.truncate(self._width, overflow="ellipsis")  # else it would take a second line
-            self._status.update(text)
-        elif line.startswith("INFO:"):
-            sys.stderr.write(f"{line.removeprefix('INFO:').strip()}\n")
+            text.truncate(console.width - 2, overflow="ellipsis")  # keeps it on one line, beside the spinner
+            status.update(text)
 
-    def __exit__(self, *exc_info: object) -> None:
-        if self._status is not None:
-            self._status.stop()
+        yield show

@@ -1,30 +1,33 @@
-"""`logs`: what tasks, their workers and the merge wrote, by task, by item and by failure class."""
+"""`logs`: print logs of tasks, workers and merges, by task, item or failure class."""
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 from slurmgpu.cli.console import result, result_json, say
 from slurmgpu.cli.views.follow import Following, follow_run
-from slurmgpu.cli.views.log_index import show_index
 from slurmgpu.cli.views.log_lines import Printer, labels_of, print_files, print_run, records_of
-from slurmgpu.cli.views.unstarted import is_at_rest, refuse_unstarted, refuse_unsubmitted
-from slurmgpu.errors import SlurmGPUError
-from slurmgpu.logs import (
-    merge_files,
-)
+from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.logs.files import attempts_with_logs, merge_files
+from slurmgpu.report.attempts import in_task_order
 from slurmgpu.run.directory import Run
-from slurmgpu.run.submissions import is_over
-from slurmgpu.search import Excerpt, Story, events_of_class, read_index, story_of_item
-from slurmgpu.search.excerpts import N_LINES
+from slurmgpu.run.submissions import ENDS, is_over, job_here
+from slurmgpu.search.classes import events_of_class
+from slurmgpu.search.excerpts import N_LINES, Excerpt
+from slurmgpu.search.index import FileRecord, read_index
+from slurmgpu.search.items import story_of_item
+from slurmgpu.util.amounts import size_of
 from slurmgpu.util.plurals import count_of
 
 N_EXCERPTS = 3
-"""So many failures of a class are shown with the lines around them."""
+"""Failures of a class that are shown with the lines around them."""
 
 
 def print_task(run: Run, task: str, n_lines: int | None, *, follow: bool) -> None:
-    """Print what the attempts of a task wrote, in the order of time; and what they write."""
+    """Print the logs of a task's attempts, ordered by time; with `follow` also new lines."""
     records = records_of(run, task)
     if not records:
         refuse_unstarted(run, task, waits=follow)
@@ -39,20 +42,20 @@ def print_task(run: Run, task: str, n_lines: int | None, *, follow: bool) -> Non
 
 
 def print_merge(run: Run, n_lines: int | None, *, follow: bool) -> None:
-    """Print what the merge jobs wrote."""
+    """Print the logs of the merge jobs."""
     files = merge_files(run)
     lines = run.submissions()
-    if not files and lines and lines[-1].get("by_hand") and (is_over(lines) or not follow):
-        job = lines[-1].get("merge_job", "JOB")
-        raise SlurmGPUError(
-            f"{run.folder} has no log of a merge: it was submitted by hand. If sbatch/merge.sbatch has run, its output "
-            f"is in slurmgpu-merge-{job}.out, where you typed sbatch. "
-            f"`slurmgpu report {run.typed}` shows what came of it."
-        )
     if not files and (is_over(lines) or not follow):
+        why = (
+            "no merge has started, or the command itself merged, as with the executor local, and wrote to its terminal"
+        )
+        if lines and lines[-1].get("by_hand"):
+            why = (
+                "it was submitted by hand. If sbatch/merge.sbatch has run, its output is in "
+                f"slurmgpu-merge-{lines[-1].get('merge_job', 'JOB')}.out, in the folder where you ran sbatch"
+            )
         raise SlurmGPUError(
-            f"{run.folder} has no log of a merge: none has started, or the command itself merged, as with the executor "
-            f"local, and what it said went to its terminal. `slurmgpu report {run.typed}` shows what came of it."
+            f"{run.folder} has no log of a merge: {why}. `slurmgpu report {run.typed}` shows the result of a merge."
         )
     printer = Printer({file.path: file.source for file in files})
     stops = print_files(files, printer, n_lines, 0.0, whole=follow)
@@ -61,26 +64,20 @@ def print_merge(run: Run, n_lines: int | None, *, follow: bool) -> None:
 
 
 def print_item(run: Run, index: int, n_lines: int | None) -> None:
-    """Say what became of an item, and show the place in the logs that tells of it."""
+    """Print what happened to an item, and the lines of the logs that say so."""
     story = story_of_item(run, index, n_lines or N_LINES)
     result(story.sentence)
-    show_story(story)
+    if story.excerpt is not None:
+        result(f"{story.excerpt.where}\n")
+        show_excerpt(story.excerpt)
+    else:
+        result("The logs say no more about it." if story.attempts else "No log mentions it.")
     if story.ended == "missing" and is_at_rest(run):
         say(f"next: slurmgpu resubmit {run.typed}")
 
 
-def show_story(story: Story) -> None:
-    """The place that tells of an item, if any does."""
-    if story.excerpt is None:
-        says = "say" if len(story.attempts) > 1 else "says"
-        result(f"No log {says} more of it." if story.attempts else "No log tells of it.")
-        return
-    result(f"{story.excerpt.where}\n")
-    show_excerpt(story.excerpt)
-
-
 def show_excerpt(excerpt: Excerpt) -> None:
-    """The lines of an excerpt, with a sign where some are left out."""
+    """Print the lines of an excerpt, with "…" where some are left out."""
     printer = Printer({line.file.path: line.file.source for line in excerpt.lines})
     for number, line in enumerate(excerpt.lines):
         if excerpt.is_gap(number):
@@ -89,7 +86,7 @@ def show_excerpt(excerpt: Excerpt) -> None:
 
 
 def print_class(run: Run, name: str, n_lines: int | None) -> None:
-    """Name every failure of a class with its place, and show the first ones."""
+    """List every failure of a class with its place in the logs, and show the first ones."""
     count = 0
     for event in events_of_class(run, name):
         count += 1
@@ -100,9 +97,100 @@ def print_class(run: Run, name: str, n_lines: int | None) -> None:
         if excerpt is not None:
             show_excerpt(excerpt)
             sys.stdout.write("\n")
-    tells = "tells" if count == 1 else "tell"
-    said = f"{count_of(count, 'line')} {tells} of {name}" if count else f"No log and no report tells of {name}"
+    tells = "mentions" if count == 1 else "mention"
+    said = f"{count_of(count, 'line')} {tells} {name}" if count else f"No log and no report mentions {name}"
     say(f"{said}. next: slurmgpu logs {run.typed} --item N" if count else f"{said}.")
+
+
+def show_index(run: Run) -> None:
+    """Print each attempt in task order with its state and its non-empty log files."""
+    index = read_index(run)
+    if not index["attempts"]:
+        if is_over(run.submissions()):
+            raise SlurmGPUError(
+                f"No task of {run.folder} started, and its last submission is over. "
+                f"`slurmgpu resubmit {run.typed}` submits it again."
+            )
+        raise SlurmGPUError(f"No task of {run.folder} has started yet. `slurmgpu status {run.typed}` says why.")
+    rows = [
+        (about["attempt"], about["failure"] or ("ok" if about["state"] == "ended" else about["state"]), about["files"])
+        for about in sorted(in_task_order(index["attempts"]), key=lambda about: about["submission"] or 0)
+    ]
+    rows += [("merge", "", index["merge"])] if index["merge"] else []
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    for name, end, files in rows:
+        line = f"{name:<{widths[0]}}  {end:<{widths[1]}}  {_files(files)}"
+        sys.stdout.write(f"{line.rstrip()}\n")
+    say(f"files in {run.logs}\nnext: slurmgpu logs {run.typed} TASK, or --item N, or --class NAME")
+
+
+def _files(files: Sequence[FileRecord]) -> str:
+    """Names and sizes, worker logs first: they are needed most."""
+    written = [file for file in files if file["size_bytes"]]
+    written.sort(key=lambda file: (not file["source"].startswith("worker"), file["source"].endswith(".out")))
+    return "  ".join(f"{Path(file['path']).name} ({size_of(file['size_bytes'])})" for file in written)
+
+
+def known_tasks(run: Run) -> dict[str, bool]:
+    """The submitted and started tasks, and whether their submission is still active."""
+    names = {name.rpartition(".")[0]: False for name in attempts_there(run)}
+    for line in run.submissions():
+        here = "pids" in line
+        job = job_here(line["executor"], line["submission"]) if here else line.get("array_job")
+        goes_on = line["state"] not in ENDS
+        names |= {f"{job}_{number}": goes_on for number in range(line["n_tasks"]) if job}
+    return names
+
+
+def attempts_there(run: Run) -> list[str]:
+    """The names of the attempts that there are."""
+    return [record["attempt"] for record in attempts_with_logs(run)]
+
+
+def refuse_unstarted(run: Run, task: str, *, waits: bool) -> None:
+    """Raise SlurmGPUError on an unknown task or attempt; not if the command `waits` and it may still come."""
+    known, there = known_tasks(run), attempts_there(run)
+    base = re.sub(r"\.\d+$", "", task)
+    meant = [name for name in known if base in (name, name.rpartition("_")[2])]
+    if not meant:
+        raise SlurmGPUError(f"{run.folder} has no task {task!r}." + did_you_mean(task, {*known, *there}))
+    goes_on = any(known[name] for name in meant)
+    if goes_on and waits:
+        return
+    yet, hint = (" yet", " --follow waits for it.") if goes_on else ("", "")
+    if others := [name for name in there if name.rpartition(".")[0] in meant]:
+        are = "is" if len(others) == 1 else "are"
+        raise SlurmGPUError(f"{run.folder} has no attempt {task}{yet}: there {are} {', '.join(others)}.{hint}")
+    if goes_on:
+        raise SlurmGPUError(f"Task {task} of {run.folder} has not started yet.{hint}")
+    raise SlurmGPUError(
+        f"Task {task} of {run.folder} never started, and its submission is over. "
+        f"`slurmgpu report {run.typed}` shows the result."
+    )
+
+
+def refuse_unsubmitted(run: Run, *, waits: bool) -> None:
+    """Raise SlurmGPUError on a run without submissions; not if the command `waits` and Slurm has its jobs."""
+    from slurmgpu.executors import liveness
+
+    if run.submissions() or run.attempts():
+        return
+    queued = liveness.alive(run)
+    if queued is None:
+        raise SlurmGPUError(
+            f"{run.folder} is planned but not submitted. Submit it by `slurmgpu resubmit {run.typed}`, "
+            f"or by the two sbatch commands that `slurmgpu plan` printed."
+        )
+    if not waits:
+        raise SlurmGPUError(f"No task of {run.folder} has started yet: {queued}. --follow waits for it.")
+
+
+def is_at_rest(run: Run) -> bool:
+    """Whether nothing computes missing items: the last submission has ended, or nothing is alive without one."""
+    from slurmgpu.executors import liveness
+
+    lines = run.submissions()
+    return is_over(lines) if lines else liveness.alive(run) is None
 
 
 def show_logs(
@@ -116,15 +204,15 @@ def show_logs(
     n_lines: int | None,
     as_json: bool,
 ) -> None:
-    """What the command's arguments ask for; without any, the index."""
+    """Print what the command's arguments ask for; without any, the index."""
     asked = [name for name, value in {"TASK": task, "--item": item, "--class": failure}.items() if value is not None]
     asked += ["--merge"] * merge + ["--json"] * as_json
     if len(asked) > 1:
-        raise SlurmGPUError(f"{' and '.join(asked)} do not go together: give one of them.")
+        raise SlurmGPUError(f"{' and '.join(asked)} exclude each other: give one of them.")
     if follow and asked and asked[0] not in ("TASK", "--merge"):
-        raise SlurmGPUError(f"--follow does not go with {asked[0]}: give it a TASK, or --merge, or nothing else.")
+        raise SlurmGPUError(f"--follow does not work with {asked[0]}: use it with TASK, with --merge or alone.")
     if as_json and n_lines is not None:
-        raise SlurmGPUError("--lines and --json do not go together: give one of them.")
+        raise SlurmGPUError("--lines and --json exclude each other: give one of them.")
     if not as_json and item is None:
         refuse_unsubmitted(run, waits=follow)
     if as_json:

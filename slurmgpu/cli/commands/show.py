@@ -1,33 +1,36 @@
-"""The commands that show runs: how one stands, the runs there are, the report, the logs.
+"""The commands that show runs: status, list, report and logs.
 
-Each imports what it needs when it runs: `status` stays fast on a login node.
+Each imports what it needs when it runs, so `status` starts fast on a login node.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from slurmgpu.cli import completion, options
-from slurmgpu.cli.options import JsonOption, RunArgument
-from slurmgpu.errors import SlurmGPUError
+from slurmgpu.errors import SlurmGPUError, did_you_mean
+
+if TYPE_CHECKING:
+    from slurmgpu.report.build import Report
+    from slurmgpu.run.directory import Run
 
 
 def status(
-    folder: RunArgument,
+    folder: options.RunArgument,
     watching: Annotated[
-        bool, typer.Option("--watch", "-w", help="Follow it on the whole screen until it ends; q quits.")
+        bool, typer.Option("--watch", "-w", help="Follow it full-screen until it ends; q quits.")
     ] = False,
-    as_json: JsonOption = False,
+    as_json: options.JsonOption = False,
     metrics: Annotated[
-        Path | None, typer.Option("--metrics", metavar="FILE", help="Write its progress for Prometheus, too.")
+        Path | None, typer.Option("--metrics", metavar="FILE", help="Also write its progress for Prometheus.")
     ] = None,
 ) -> None:
-    """Show how a run stands.
+    """Show the status of a run.
 
-    From its files, and one call of squeue at most; with --watch, one every 30 seconds.
+    Reads its files, and calls squeue at most once; with --watch, every 30 seconds.
     """
     from slurmgpu.cli.console import result_json
     from slurmgpu.cli.views.tables import show_status
@@ -41,7 +44,7 @@ def status(
 
         if metrics is None:
             raise typer.Exit(watch(run, as_json=as_json))
-        write_metrics(read_status(run), metrics)  # a path that cannot be written is told before the screen is taken
+        write_metrics(read_status(run), metrics)  # fails before the screen is cleared
         raise typer.Exit(watch(run, as_json=as_json, on_look=lambda status: keep_metrics(status, metrics)))
     value = read_status(run, queued_jobs(run))
     if metrics is not None:
@@ -57,16 +60,16 @@ def list_runs(
         Path,
         typer.Argument(
             metavar="DIR",
-            help="Where to look; default: here.",
+            help="The directory to search; default: here.",
             show_default=False,
             autocompletion=completion.complete_folder,
         ),
     ] = Path(),
-    as_json: JsonOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """List the runs under a directory, the newest first.
 
-    From their files, and one call of squeue for all of them at most.
+    Reads their files, and calls squeue at most once for all of them.
     """
     from slurmgpu.cli.console import result_json
     from slurmgpu.cli.views import run_list
@@ -79,14 +82,14 @@ def list_runs(
 
 
 def report(
-    folder: RunArgument,
-    as_json: JsonOption = False,
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write it as a page.")] = None,
+    folder: options.RunArgument,
+    as_json: options.JsonOption = False,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write it as an HTML page.")] = None,
     task: Annotated[
-        str | None, typer.Option("--task", metavar="TASK", help="With --html: draw the lines of this task first.")
+        str | None, typer.Option("--task", metavar="TASK", help="With --html: show the curves of this task first.")
     ] = None,
 ) -> None:
-    """Show the report of the last merge, or write it as a page.
+    """Show the report of the last merge, or write it as an HTML page.
 
     Exits with 3 while the run is incomplete.
     """
@@ -100,11 +103,9 @@ def report(
     if (since := made_since(run.submissions(), value["submissions"])) is not None:
         say(f"This is the report of the last merge; submission {since} was made since: slurmgpu status {run.typed}")
     if task is not None and html is None:
-        raise SlurmGPUError("--task is for the page: give --html FILE as well.")
+        raise SlurmGPUError("--task is for the page: add --html FILE.")
     if html is not None:
-        from slurmgpu.cli.views.page_file import write_html
-
-        write_html(run, value, html, task)
+        _write_html(run, value, html, task)
     if as_json:
         result_json(value)
     elif html is None:
@@ -112,41 +113,54 @@ def report(
     raise typer.Exit(0 if value["complete"] else 3)
 
 
+def _write_html(run: Run, report: Report, path: Path, task: str | None) -> None:
+    from slurmgpu import page
+    from slurmgpu.cli.console import say
+    from slurmgpu.util.amounts import size_of
+
+    if missing := page.missing_packages():
+        raise SlurmGPUError(f"The page needs {' and '.join(missing)}: pip install 'slurmgpu[html]'.")
+    tasks = sorted({attempt["attempt"].rpartition(".")[0] for attempt in report["attempts"]})
+    if task is not None and task not in tasks:
+        raise SlurmGPUError(f"{run.folder} has no task {task!r}.{did_you_mean(task, tasks)}")
+    if path.exists() and not path.is_file():
+        raise SlurmGPUError(f"{path} is not a regular file; name the file to write with --html.")
+    if not path.parent.is_dir():
+        raise SlurmGPUError(f"The folder {path.parent} does not exist. Create it, or name another file.")
+    say(f"{path}: {size_of(page.write_page(run, report, path, task))}")
+
+
 def logs(
-    folder: RunArgument,
+    folder: options.RunArgument,
     task: Annotated[
         str | None,
         typer.Argument(
-            metavar="TASK",
-            help="An attempt or task, such as 1234_7.",
-            autocompletion=completion.complete_task,
+            metavar="TASK", help="An attempt or task, such as 1234_7.", autocompletion=completion.complete_task
         ),
     ] = None,
-    item: Annotated[int | None, typer.Option("--item", metavar="N", help="What became of item N, and where.")] = None,
+    item: Annotated[int | None, typer.Option("--item", metavar="N", help="What happened to item N, and where.")] = None,
     failure: Annotated[
         str | None,
         typer.Option(
             "--class",
             metavar="NAME",
-            help="Every failure of a class, such as crash.",
+            help="All failures of a class, such as crash.",
             autocompletion=completion.complete_class,
         ),
     ] = None,
     merge: Annotated[bool, typer.Option("--merge", help="The log of the merge job.")] = False,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on printing what is added.")] = False,
-    lines: Annotated[
-        int | None, typer.Option("--lines", "--tail", "-n", min=1, help="So many lines alone, the last ones.")
-    ] = None,
-    as_json: JsonOption = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines.")] = False,
+    lines: Annotated[int | None, typer.Option("--lines", "--tail", "-n", min=1, help="Only the last N lines.")] = None,
+    as_json: options.JsonOption = False,
 ) -> None:
-    """Find the place in the logs that tells of a task, an item or a failure.
+    """Print logs by task, item or failure class.
 
     \b
       slurmgpu logs runs/judge                  which log files there are
       slurmgpu logs runs/judge 7                what task 7 and its workers wrote
-      slurmgpu logs runs/judge --item 4711      what became of item 4711
+      slurmgpu logs runs/judge --item 4711      what happened to item 4711
       slurmgpu logs runs/judge --class crash    every crash
-      slurmgpu logs runs/judge --follow         what all tasks write from now on
+      slurmgpu logs runs/judge --follow         new lines of all tasks
     """  # noqa: D301
     from slurmgpu.cli.commands.logs import show_logs
 

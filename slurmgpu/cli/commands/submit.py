@@ -1,18 +1,19 @@
-"""`submit` and `resubmit`: what they print while a run is planned, followed and over."""
+"""`submit`, `plan` and `resubmit`, with their progress and results."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
 from slurmgpu import api
@@ -33,7 +34,7 @@ from slurmgpu.run.records import Record
 from slurmgpu.util.plurals import count_of
 
 PROGRESS_S = 3.0
-"""How often the attempts' records are read for their progress: as often as they are written."""
+"""How often attempts' records are read for progress: as often as they are written."""
 
 
 def submit(
@@ -49,9 +50,9 @@ def submit(
     probe: int | None = None,
     yes: bool = False,
 ) -> int:
-    """Plan, and submit unless it is a dry run, or a probe says no; the exit code."""
+    """Plan a run, and submit it unless it is a dry run or its probe fails or is declined; the exit code."""
     if yes and probe is None:
-        raise SlurmGPUError("--yes is the answer to what --probe asks; leave it out, or add --probe N.")
+        raise SlurmGPUError("--yes answers the question of --probe; leave it out, or add --probe N.")
     if probe is not None and dry_run:
         raise SlurmGPUError("--probe computes items and --dry-run computes nothing; leave one of them out.")
     foretold: Mapping[str, Any] | None = None
@@ -62,7 +63,7 @@ def submit(
         for line in (*draft.notes, *draft.plan.placement):
             say(line)
         if probe is not None:
-            api.submission_of(draft, other, inject)  # what is wrong with it is better known before
+            api.submission_of(draft, other, inject)  # finds errors before the probe
             foretold = _probe(draft, probe, as_json=as_json)
             if foretold["failure"] or not forecasts.shall_queue(yes=yes, as_json=as_json):
                 if as_json:
@@ -75,12 +76,12 @@ def submit(
 
 
 def _probe(draft: Draft, n_items: int, *, as_json: bool) -> Mapping[str, Any]:
-    """The forecast, which is shown unless it is part of what is printed as JSON later."""
+    """Run the probe; the forecast, which is printed unless it becomes part of the JSON."""
     small = probes.draft_probe(draft, n_items)
     n_probed, n_all = small.plan.n_items, draft.plan.n_items
-    twice = f", which is the whole run, as a batch is {draft.plan.batch_size}; it computes them again"
+    twice = f", the whole run, as a batch has {draft.plan.batch_size}; the run computes them again"
     say(f"probing {count_of(n_probed, 'item')} of {n_all:,} in {small.run_dir}{twice if n_probed == n_all else ''}")
-    with _following(small.run_dir, small.plan.n_items, lambda folder: forecasts.say_interrupted()) as follow:
+    with _following(small.run_dir, small.plan.n_items, forecasts.INTERRUPTED) as follow:
         foretold = api.probe_draft(draft, n_items, follow.run, follow.status)
     if foretold["failure"]:
         forecasts.show_failure(foretold)
@@ -90,7 +91,7 @@ def _probe(draft: Draft, n_items: int, *, as_json: bool) -> Mapping[str, Any]:
 
 
 def plan(run_file: Path, overrides: Mapping[str, Any], run_dir: Path | None, *, as_json: bool) -> None:
-    """Make the run directory, and print how to submit it by hand."""
+    """Create the run directory, and print how to submit it by hand."""
     with _planning() as progress, draft_run(run_file, overrides, run_dir, progress) as draft:
         run, lines, notes = api.plan_draft(draft)
     for note in (*draft.notes, *run.plan.placement, *notes):
@@ -98,7 +99,7 @@ def plan(run_file: Path, overrides: Mapping[str, Any], run_dir: Path | None, *, 
     if as_json:
         result_json({"run_dir": str(run.folder), "lines": lines})
         return
-    say(f"{run.folder} is made, and nothing is queued. To submit it:")
+    say(f"{run.folder} is created, and nothing is queued. To submit it:")
     for line in lines:
         result(line)
 
@@ -116,7 +117,7 @@ def resubmit(
     wait: bool,
     as_json: bool,
 ) -> int:
-    """Submit what is missing; the exit code."""
+    """Submit the missing items; the exit code."""
     with _following(run.folder, run.plan.n_items) as follow:
         which: Any = {"failed": failed, "force": force, "code": code, "other_code": other_code}
         outcome = api.resubmit(run, resources, slurm, follow.run, merging=merging, tell=say, **which)
@@ -163,7 +164,7 @@ def _say_submitted(run: Run, outcome: Outcome, *, to_stderr: bool) -> None:
 
 @contextlib.contextmanager
 def _planning() -> Iterator[Any]:
-    """A bar for the scan of a large input, on a terminal."""
+    """A progress bar for reading the input, on a terminal."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -179,46 +180,43 @@ def _planning() -> Iterator[Any]:
 
 
 class _Follower:
-    """Shows how many items are done: a bar on a terminal, else a line now and then."""
+    """Shows how many items are done: by a bar on a terminal, else by a line for each tenth."""
 
     def __init__(self, bar: Progress | None, n_items: int) -> None:
-        self._bar = bar
-        self._task: TaskID | None = bar.add_task("items", total=n_items, progress="") if bar else None
+        self._bar = partial(bar.update, bar.add_task("items", total=n_items, progress="")) if bar else None
         self._n_items = n_items
         self._last = -1
         self._looked = 0.0
 
     def run(self, run: Run) -> None:
-        """From the shards that are published, and on a terminal from what attempts tell of their items."""
+        """Show published shards, and on a terminal also the progress of items."""
         if self._bar is not None and time.monotonic() - self._looked >= PROGRESS_S:
             self._looked = time.monotonic()
             self._tell(run.attempts())
         self._show(sum(stop - start for start, stop in map(run.plan.bounds, run.published())))
 
     def status(self, status: Status) -> None:
-        """From a status."""
+        """Show the progress in a status."""
         self._tell(status["attempts"])
         self._show(status["n_items_done"])
 
     def _tell(self, attempts: Sequence[Record] | Sequence[StatusAttempt]) -> None:
-        """Show how far an item is that takes long: of several, the first attempt's."""
-        if self._bar is not None and self._task is not None:
+        """Show the item progress of the first attempt that reports one."""
+        if self._bar is not None:
             told = [text for attempt in attempts if (text := attempt["progress"])]
-            self._bar.update(self._task, progress=escape(told[0]) if told else "")
+            self._bar(progress=escape(told[0]) if told else "")
 
     def _show(self, n_done: int) -> None:
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=n_done)
+        if self._bar is not None:
+            self._bar(completed=n_done)
         elif n_done * 10 // self._n_items > self._last:
             self._last = n_done * 10 // self._n_items
             say(f"{n_done:,} of {count_of(self._n_items, 'item')}")
 
 
 @contextlib.contextmanager
-def _following(
-    folder: Path, n_items: int, say_interrupted: Callable[[Path], None] | None = None
-) -> Iterator[_Follower]:
-    """Follow a run; Ctrl-C says what goes on without us."""
+def _following(folder: Path, n_items: int, if_interrupted: str = "") -> Iterator[_Follower]:
+    """Follow a run; Ctrl-C prints `if_interrupted`, or else what continues."""
     columns = (
         TextColumn("{task.completed:,.0f} of {task.total:,.0f} items"),
         BarColumn(),
@@ -230,7 +228,10 @@ def _following(
         with bar or contextlib.nullcontext():
             yield _Follower(bar, n_items)
     except KeyboardInterrupt:
-        (say_interrupted or _say_interrupted)(folder)
+        if if_interrupted:
+            say(if_interrupted)
+        else:
+            _say_interrupted(folder)
         raise
 
 
@@ -242,7 +243,7 @@ def _say_interrupted(folder: Path) -> None:
     last = run.submissions()[-1]
     executor = executor_named(last["executor"])
     if executor.queues:
-        say(f"interrupted; {executor.title} goes on with the run. To see it: slurmgpu status --watch {run.typed}")
+        say(f"interrupted; {executor.title} continues the run. To see it: slurmgpu status --watch {run.typed}")
         say(f"To stop it: slurmgpu cancel {run.typed}")
     else:
-        say(f"interrupted; the tasks have ended and what is published is kept. To go on: slurmgpu resubmit {run.typed}")
+        say(f"interrupted; the tasks have ended, published shards are kept. To continue: slurmgpu resubmit {run.typed}")

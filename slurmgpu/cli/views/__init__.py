@@ -1,4 +1,4 @@
-"""What the commands draw.
+"""Views that the commands print.
 
 May import: cli and what lies below; no command.
 """

@@ -1,4 +1,4 @@
-"""What attempts have done, use and do now, in columns, and the tables that columns make."""
+"""Columns on attempts, and tables of columns."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Columns = Mapping[str, Sequence[str]]
-"""By its name, the cells of each column."""
+"""The cells of each column, by its name."""
 
 WORDS = {"attempt", "node", "state", "progress", "end", "last heard"}
-"""Columns of text; the others are numbers."""
+"""Columns of text; the others hold numbers."""
 FOLDING = {"node", "progress", "end"}
-"""Of these, the ones that take several lines where the terminal is narrow."""
+"""Columns that fold in a narrow terminal."""
 
 
 def show_table(console: Console, names: Columns, columns: Columns, more: Columns, end: Columns | None = None) -> None:
-    """A table with more columns in it before its end; where the terminal is narrow, they are a table of their own."""
+    """Print `columns`, `more` and `end` as one table; in a narrow terminal `more` becomes a second table."""
     names, columns, more, end = map(_plain, (names, columns, more, end or {}))
     whole = {**columns, **more, **end}
     if not more or _width(whole, 1) <= console.width:
@@ -43,18 +43,18 @@ def show_table(console: Console, names: Columns, columns: Columns, more: Columns
 def counts_of(
     attempts: Sequence[StatusAttempt] | Sequence[AttemptRow], deaths: Sequence[tuple[int, str | None]]
 ) -> dict[str, list[str]]:
-    """The columns of what attempts have done; `deaths` are the number of each one's, and what the last one was."""
+    """The work of attempts; `deaths` are the number of worker deaths and the class of the last."""
     return {
         "shards": [f"{a['n_shards']:,}" for a in attempts],
         "items": [f"{a['n_items']:,}" for a in attempts],
         "failed": [f"{a['n_errors']:,}" for a in attempts],
-        # An attempt may live on, or end well, after some.
+        # An attempt may continue, or succeed, after worker deaths.
         "deaths": [f"{last} ×{n:,}" if n else "0" for n, last in deaths],
     }
 
 
 def used_by(usage: Sequence[Usage]) -> dict[str, list[str]]:
-    """The columns of what attempts used: those of which anything is known."""
+    """The resources that attempts used, as far as known."""
     return _known(
         ("GPU %", [of.get("gpu_utilisation") for of in usage], _percents),
         ("GPU GB", [of.get("gpu_memory_peak_bytes") for of in usage], _gigabytes),
@@ -63,7 +63,7 @@ def used_by(usage: Sequence[Usage]) -> dict[str, list[str]]:
 
 
 def doing_now(attempts: Sequence[StatusAttempt]) -> dict[str, list[str]]:
-    """The columns of what attempts do at the moment: those of which anything is known."""
+    """The current rate and GPU usage of attempts, as far as known."""
     gpus = [a["gpu"] for a in attempts]
     return _known(
         ("items/s", [a["items_per_s"] for a in attempts], lambda rates: list(map(rate_of, rates))),
@@ -73,7 +73,7 @@ def doing_now(attempts: Sequence[StatusAttempt]) -> dict[str, list[str]]:
 
 
 def _known(*columns: tuple[str, Sequence[Any], Callable[[Sequence[Any]], list[str]]]) -> dict[str, list[str]]:
-    """The columns with any value, each shown beside the others of its column."""
+    """The columns with any value; the values of a column are formatted together."""
     found = {}
     for name, values, show in columns:
         if known := [value for value in values if value is not None]:
@@ -83,7 +83,7 @@ def _known(*columns: tuple[str, Sequence[Any], Callable[[Sequence[Any]], list[st
 
 
 def _print(console: Console, columns: Columns) -> None:
-    """A table in which nothing is cut: numbers keep to one line, and where it is narrow, words fold."""
+    """Print a table without cutting anything: in a narrow terminal, text folds."""
     for gap in (2, 1):
         if _width(columns, gap) <= console.width:
             console.print(_unfolded(columns, gap))
@@ -96,14 +96,13 @@ def _plain(columns: Columns) -> Columns:
 
 
 def _unfolded(columns: Columns, gap: int) -> Segments:
-    """The table where it has room: the lines of Rich's Table, which takes as long for them as all else of a status."""
+    # The same lines as Rich's Table, which takes as long as the rest of `status`.
     padded = [_padded(name, [name, *cells]) for name, cells in columns.items()]
     header, *lines = map((" " * gap).join, zip(*padded, strict=True))
     return Segments([Segment(header, Style(bold=True)), Segment("".join(f"\n{line}" for line in (*lines, "")))])
 
 
 def _folded(columns: Columns) -> Table:
-    """The table where its words have to take several lines."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -118,7 +117,6 @@ def _folded(columns: Columns) -> Table:
 
 
 def _padded(name: str, cells: Sequence[str]) -> list[str]:
-    """Cells that are equally wide in a terminal."""
     sizes = list(map(cell_len, cells))
     blanks = [" " * (max(sizes) - size) for size in sizes]
     if name in WORDS:
@@ -127,13 +125,12 @@ def _padded(name: str, cells: Sequence[str]) -> list[str]:
 
 
 def _width(columns: Columns, gap: int) -> int:
-    """The columns of a terminal that a table would like to have."""
     widest = [max(map(cell_len, (name, *cells))) for name, cells in columns.items()]
     return sum(widest) + gap * (len(widest) - 1)
 
 
 def _gigabytes(sizes: Sequence[int]) -> list[str]:
-    """Sizes in GB; with two decimals where all are small."""
+    """Sizes in GB, with two decimals if all are small."""
     n_decimals = 1 if max(sizes) >= 1e8 else 2
     return [f"{size / 1e9:.{n_decimals}f}" for size in sizes]
 

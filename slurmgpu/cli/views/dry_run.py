@@ -1,4 +1,4 @@
-"""`submit --dry-run`: what would be submitted, whether it fits the cluster's limits, and what it may cost at most."""
+"""`submit --dry-run`: the submission, the cluster's limits, and an upper bound of the cost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from slurmgpu.inputs import sweeps
 from slurmgpu.plan.planner import Draft
 from slurmgpu.plan.site_file import Origins
 from slurmgpu.run.directory import Run
-from slurmgpu.run.submissions import Submission
 from slurmgpu.util.amounts import time_words
 from slurmgpu.util.plurals import count_of
 from slurmgpu.util.redact import HIDDEN, hidden
@@ -28,13 +27,15 @@ if TYPE_CHECKING:
     from slurmgpu.slurm.facts import Trial
 
 MAX_CONFIGURATIONS = 8
-"""Configurations of a sweep that a dry run shows; the JSON has all."""
-SECRETS = f"what looks like a secret is shown as {HIDDEN}; --json shows it, and what is submitted has it"
+"""The most configurations of a sweep that are printed; the JSON has all."""
+SECRETS = f"values that look like secrets are shown as {HIDDEN}; --json and the submission have them"
 
 
 def show_draft(draft: Draft, after: Run | None, values: Origins, *, as_json: bool, inject: Sequence[str] = ()) -> int:
-    """Print what would be submitted, and where each value of it comes from; the exit code: 2 if Slurm refuses it."""
-    seen = _preview(draft, api.submission_of(draft, after, inject))
+    """Print the submission and the origin of each value; the exit code: 2 if Slurm refuses it."""
+    submission = api.submission_of(draft, after, inject)
+    seen = executor_named(submission.executor).preview(submission, draft.run_dir, draft.plan.container)
+    seen.notes[:0] = [*draft.notes, *resubmission.fewer_tasks(submission, draft.plan.n_shards)]
     plan, asked = draft.plan.to_json(), asdict(seen.submission)
     code = api.EXIT_COMPLETE if all(trial.taken for trial in seen.trials.values()) else api.EXIT_BAD_USAGE
     if as_json:
@@ -58,19 +59,13 @@ def show_draft(draft: Draft, after: Run | None, values: Origins, *, as_json: boo
     show_plan(plan, asked, str(draft.run_dir), [*seen.notes, *secrets], _items_of(draft))
     show_origins(values)
     show_scripts(seen.scripts)
-    _show_limits(seen, draft.plan.auto_resubmit)  # last: what is seen first after a long script
+    _show_limits(seen, draft.plan.auto_resubmit)  # last, so that it is visible after a long script
     return code
 
 
 def _has_secrets(plan: Mapping[str, Any], asked: Mapping[str, Any], scripts: Mapping[str, str]) -> bool:
     told = [plan["settings"], plan["on_end"], plan["container"], asked["slurm"], scripts]
     return HIDDEN in json.dumps(hidden(told), ensure_ascii=False)
-
-
-def _preview(draft: Draft, submission: Submission) -> Preview:
-    seen = executor_named(submission.executor).preview(submission, draft.run_dir, draft.plan.container)
-    seen.notes[:0] = [*draft.notes, *resubmission.fewer_tasks(submission, draft.plan.n_shards)]
-    return seen
 
 
 def _show_limits(seen: Preview, auto_resubmit: int) -> None:
@@ -122,14 +117,14 @@ def _bound(seen: Preview, auto_resubmit: int) -> str:
 def _in_words(trial: Trial) -> str:
     if trial.start is not None:
         when = f"{trial.start:%Y-%m-%d %H:%M:%S} {trial.start.tzname()}"
-        return f"would start at {when}, as things stand; Slurm looks at none of the limits for it"
+        return f"would start at {when}, by the present queue; this ignores the limits"
     if not trial.taken:
         return f"refused: {trial.said}"
-    return trial.said if "to start at" not in trial.said else "would start when the array has ended"
+    return trial.said if "to start at" not in trial.said else "would start after the array"
 
 
 def _items_of(draft: Draft) -> list[str]:
-    """Lines on the items of a run that has no input of the user's: what they are, and the first of a sweep."""
+    """Lines on the items of a run without an input file: a description, and the first configurations of a sweep."""
     lines = [draft.items.said] if draft.items.said else []
     if configurations := draft.items.configurations or ():
         first = enumerate(configurations[:MAX_CONFIGURATIONS])

@@ -1,4 +1,4 @@
-"""`logs --follow`: what is added to log files, also to those that are yet to come, until the task or the run ends."""
+"""`logs --follow`: print new lines of log files, including future ones, until the task or the run ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from pathlib import Path
 
 from slurmgpu.cli.views.log_lines import Printer, labels_of, print_run
 from slurmgpu.errors import NoAnswerError
-from slurmgpu.logs import Line, LogFile, last_end, merge_files, read_lines, zone_of
+from slurmgpu.logs.files import LogFile, merge_files
+from slurmgpu.logs.lines import Line, read_lines
+from slurmgpu.logs.places import last_end
+from slurmgpu.logs.times import zone_of
 from slurmgpu.run import submissions
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
@@ -17,19 +20,19 @@ from slurmgpu.run.records import Record
 
 POLL_S = 0.5
 LOOK_S = 3.0
-"""How often new attempts are looked for; their records are written as often."""
+"""How often to look for new attempts: as often as records are written."""
 PART_BYTES = 1 << 22
-"""Of what was added to a file so much is kept in memory at once."""
+"""The most bytes of a file that are read at once."""
 DOUBT_S = 30.0
-"""After so long a silence Slurm, or this machine, is asked whether anything of the run is alive."""
+"""After this time without new lines, check whether any task of the run is alive."""
 
 Records = Callable[[], list[Record]]
 
 
 class Following:
-    """Prints what is added behind `positions`; `records` finds the attempts, None is for the merge alone.
+    """Prints lines added after `positions`. `records` finds the attempts; with None only the merge is followed.
 
-    With `named` each line says of which attempt it is.
+    With `named` each line has its attempt.
     """
 
     def __init__(
@@ -48,7 +51,7 @@ class Following:
             now = time.monotonic()
             if now - looked >= LOOK_S or not self._files:
                 looked = now
-                is_over = self._look()  # before the files are read: what is written until the end is printed
+                is_over = self._look()  # before reading, so that nothing written until the end is missed
             if self.print_new():
                 spoke = now
             elif now - max(spoke, looked - DOUBT_S) >= DOUBT_S:
@@ -59,7 +62,7 @@ class Following:
             pass
 
     def _look(self) -> bool:
-        """Find the files there are by now; whether nobody will write to them any more."""
+        """Find the present files; whether they are complete."""
         is_over = submissions.is_over(self.run.submissions())
         if self.records is None:
             labels = {file: file.source for file in merge_files(self.run)}
@@ -67,7 +70,7 @@ class Following:
             records = self.records()
             labels = labels_of(self.run, records, named=self.named)
             labels |= {file: file.source for file in merge_files(self.run) if self.named}
-            # Of the whole run there may be tasks that are yet to start.
+            # When a whole run is followed, more tasks may start.
             is_over = is_over or (not self.named and bool(records) and all(map(_has_ended, records)))
         if new := {file.path: label for file, label in labels.items() if file.path not in self._zones}:
             self.printer.add(new)
@@ -77,7 +80,7 @@ class Following:
         return is_over
 
     def print_new(self, *, whole: bool = True) -> bool:
-        """Print what was added, in the order of time; only `whole` lines, or all there is. Whether there was any."""
+        """Print new lines, or with `whole` only complete ones, ordered by time; whether there were any."""
         new: list[Line] = []
         self._lags = False
         for file in self._files:
@@ -93,10 +96,10 @@ class Following:
         return bool(new)
 
     def _added(self, path: Path, whole: bool) -> tuple[int, int]:
-        """Where what was added to a file begins and ends, or so much of it as is printed at once."""
+        """The range of bytes of a file to print next."""
         try:
             size = path.stat().st_size
-        except OSError:  # it was removed; if there is another later, that is printed from its beginning
+        except OSError:  # removed; a later file of that name is printed from its beginning
             self.positions.pop(path, None)
             return 0, 0
         start = self.positions.get(path, 0)
@@ -107,7 +110,7 @@ class Following:
         return start, last_end(path, min(size, start + PART_BYTES)) if whole else size
 
     def _is_dead(self) -> bool:
-        """Whether nothing of the run is alive, though it has not written its end."""
+        """Whether no task of the run is alive although it has not recorded its end."""
         from slurmgpu.executors import liveness
 
         try:
@@ -117,10 +120,7 @@ class Following:
 
 
 def follow_run(run: Run, n_lines: int | None) -> None:
-    """Print what all attempts write from now on, those that are yet to start as well, until the run ends.
-
-    With `n_lines` the last lines that there are come first.
-    """
+    """Print new lines of all attempts until the run ends; with `n_lines` the last present lines come first."""
     stops = {} if n_lines is None else print_run(run, n_lines)
     labels = {file.path: label for file, label in labels_of(run, run.attempts(), named=True).items()}
     printer = Printer(labels, always=True)
@@ -130,6 +130,6 @@ def follow_run(run: Run, n_lines: int | None) -> None:
 
 
 def _has_ended(record: Record) -> bool:
-    """Whether an attempt has ended for good."""
+    """Whether an attempt has ended for good; a preempted one may start again."""
     failure = record["failure"]
     return record["state"] == "ended" and not (failure and POLICIES[failure].may_restart)

@@ -1,4 +1,4 @@
-"""Keys of a terminal, one by one, and what ends or interrupts a program that has the whole screen."""
+"""Reads single keys, and handles signals, for a full-screen program."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ KEYS = {
     **dict.fromkeys((b"q", b"Q"), "quit"),
     b"\x1a": "suspend",
 }
-"""What terminals send (xterm's ctlseqs, "PC-Style Function Keys"), and the keys of less and vi."""
+"""Sequences of terminals (xterm's ctlseqs, "PC-Style Function Keys"), and the keys of less and vi."""
 SEQUENCE = re.compile(rb"\x1b[\[O][0-9;]*[A-Za-z~]|[^\x1b]")
 
 
 class Keyboard:
-    """The keys that were pressed; `wake` ends a wait from another thread."""
+    """Waits for keys; `wake` ends the wait from another thread."""
 
     def __init__(self) -> None:
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._reader, False)
         os.set_blocking(self._writer, False)
-        self._closing = threading.RLock()  # a handler of signals may wake in the middle of a wake
+        self._closing = threading.RLock()  # a signal handler may call `wake` during `wake`
         self._is_closed = False
         self._input: int | None = sys.stdin.fileno() if sys.stdin.isatty() else None
 
     def wake(self) -> None:
         """End the wait for keys."""
-        # Another thread may come late: by then the number of the pipe may be that of another file.
+        # After `close` the file descriptor may belong to another file.
         with self._closing, contextlib.suppress(OSError):
             if not self._is_closed:
                 os.write(self._writer, b".")
 
     def wait(self, timeout_s: float) -> list[str]:
-        """The names of the keys that were pressed, waiting until there is one, or `wake`, or the time is over."""
+        """The names of pressed keys; returns at a key, at `wake` or after the timeout."""
         ready, _, _ = select.select([fd for fd in (self._reader, self._input) if fd is not None], [], [], timeout_s)
         if self._reader in ready:
             with contextlib.suppress(BlockingIOError):
@@ -62,9 +62,9 @@ class Keyboard:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Get keys as they are pressed, not line by line; whatever happens, the terminal is as it was afterwards.
+        """Read keys unbuffered, and restore the terminal afterwards.
 
-        SIGTERM and SIGHUP end the program as an exception does. Ctrl-C is left as it is, Ctrl-Z becomes a key.
+        SIGTERM and SIGHUP raise SystemExit. Ctrl-C is unchanged, Ctrl-Z becomes a key.
         """
         before = None if self._input is None else termios.tcgetattr(self._input)
         handlers = {signal.SIGTERM: _exit, signal.SIGHUP: _exit, signal.SIGWINCH: lambda *_: self.wake()}
@@ -83,7 +83,7 @@ class Keyboard:
                 signal.signal(signum, handler)
 
     def close(self) -> None:
-        """Close the pipe that wakes it."""
+        """Close the pipe of `wake`."""
         with self._closing:
             self._is_closed = True
             os.close(self._reader)

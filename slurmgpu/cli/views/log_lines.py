@@ -1,4 +1,4 @@
-"""Lines of log files, printed in the order of time, each with its source."""
+"""Printing of log lines in order of time, each with its source."""
 
 from __future__ import annotations
 
@@ -10,17 +10,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.style import Style
 
-from slurmgpu.logs import (
-    Line,
-    LogFile,
-    attempts_with_logs,
-    files_of,
-    last_end,
-    merge_files,
-    merged,
-    tail_start,
-    without_colours,
-)
+from slurmgpu.logs.files import LogFile, attempts_with_logs, files_of, merge_files
+from slurmgpu.logs.lines import Line, merged, without_colours
+from slurmgpu.logs.places import last_end, tail_start
 from slurmgpu.run.directory import Run
 from slurmgpu.run.records import Record
 
@@ -28,7 +20,7 @@ COLOURS = ("cyan", "green", "magenta", "blue", "yellow", "bright_cyan", "bright_
 
 
 class Printer:
-    """Prints lines of logs, each with its source where there are several; colours on a terminal alone."""
+    """Prints log lines, with their source if there are several, and in colour on a terminal."""
 
     def __init__(self, labels: Mapping[Path, str], *, always: bool = False) -> None:
         self._always = always
@@ -38,7 +30,7 @@ class Printer:
         self.add(labels)
 
     def add(self, labels: Mapping[Path, str]) -> None:
-        """Know more files."""
+        """Add files with their labels."""
         many = self._always or len({*labels.values(), *self._labels.values()}) > 1
         width = max(map(len, labels.values()), default=0)
         for number, (path, label) in enumerate(labels.items()):
@@ -47,7 +39,7 @@ class Printer:
             self._labels[path] = f"{shown} | " if many else ""
 
     def show(self, line: Line, mark: bool = False) -> None:
-        """One line."""
+        """Print a line, in bold if it is to `mark`."""
         text = line.text if self._is_coloured else without_colours(line.text)
         if self._is_coloured and mark:
             text = Style(bold=True).render(without_colours(text))
@@ -56,13 +48,13 @@ class Printer:
 
 
 def records_of(run: Run, task: str) -> list[Record]:
-    """The attempts that "1234_7.0" (an attempt), "1234_7" (its task) or "7" (this task of every submission) names."""
+    """The attempts named by `1234_7.0` (an attempt), `1234_7` (its task) or `7` (task 7 of every submission)."""
     records = attempts_with_logs(run)
     return [r for r in records if task in (r["attempt"], f"{r['job']}_{r['task']}", str(r["task"]))]
 
 
 def print_run(run: Run, n_lines: int) -> dict[Path, int]:
-    """Print the last lines of all attempts together, each with its attempt; where the files ended."""
+    """Print the last lines of all attempts, each with its attempt; the end positions of the files."""
     lines: list[Line] = []
     labels: dict[Path, str] = {}
     stops: dict[Path, int] = {}
@@ -73,7 +65,7 @@ def print_run(run: Run, n_lines: int) -> dict[Path, int]:
         labels |= {file.path: own[file] for file in files}
         stops |= {file.path: last_end(file.path) for file in files}
         starts = {file.path: tail_start(file.path, n_lines, stops[file.path]) for file in files}
-        # Attempt by attempt: thousands of files are not open at once.
+        # Attempt by attempt, so that not thousands of files are open at once.
         since = 0.0 if record is None else record["started"]
         lines += deque(merged(files, since=since, starts=starts, stops=stops), maxlen=n_lines)
     printer = Printer(labels, always=True)
@@ -83,7 +75,7 @@ def print_run(run: Run, n_lines: int) -> dict[Path, int]:
 
 
 def labels_of(run: Run, records: Iterable[Record], *, named: bool = False) -> dict[LogFile, str]:
-    """The files of attempts, each once, with their sources; with the attempt if `named`, or where there are several."""
+    """The files of attempts with labels: the source, with the attempt if `named` or if there are several."""
     records, lines = list(records), run.submissions()
     labels: dict[LogFile, str] = {}
     for record in records:
@@ -96,7 +88,7 @@ def labels_of(run: Run, records: Iterable[Record], *, named: bool = False) -> di
 def print_files(
     files: list[LogFile], printer: Printer, n_lines: int | None, since: float, *, whole: bool
 ) -> dict[Path, int]:
-    """Print files, or their last lines, in the order of time; where each of them ended, if only `whole` lines count."""
+    """Print files or their last lines, with `whole` only complete lines; the ends of complete lines."""
     stops = {file.path: last_end(file.path) for file in files}
     ends = stops if whole else {}
     starts = {path: tail_start(path, n_lines, ends.get(path)) for path in stops if n_lines is not None}

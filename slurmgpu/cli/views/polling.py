@@ -1,4 +1,4 @@
-"""Looks at a run again and again in the background, so that whoever draws never waits for a file system or Slurm."""
+"""Reads a run's status in the background, so that drawing never waits for a file system or Slurm."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from slurmgpu.util.shared_files import open_file
 
 LOOK_S = 1.0
 QUEUE_S = 30.0
-"""Slurm's controller is asked this often at most, and not at all for a run that it has nothing of."""
+"""How often Slurm is asked at most; it is not asked for a run without jobs."""
 REST = 4
-"""After a look that took long, because the file system is slow, comes a rest of this many times as long."""
+"""After a slow read, wait this many times its duration."""
 JOIN_S = 0.2
 PATIENCE_S = 5.0
-"""The first answer of squeue is waited for, for so long."""
+"""How long to wait for the first answer of squeue."""
 TAIL_BYTES = 16_384
 PREFIX = re.compile(r"^\d{4}-\d\d-\d\d[T ][\d:.,]+(?:Z|[+-]\d\d:?\d\d)? (?:[A-Z]+ )?(?:[\w.]+: )?")
-"""What logging writes before a message: its time, level and logger."""
+"""Time, level and logger before a logged message."""
 OWN = re.compile(r"\d{4}-\d\d-\d\dT\S+ INFO slurmgpu\..*")
-"""What says which shard is begun or published, as the columns do; behind a progress bar, or on a line of its own."""
+"""Messages on begun and published shards, which the columns show; also behind a progress bar."""
 BEGINS = re.compile(r" INFO slurmgpu\.worker: shard \d+: items ")
-"""What says that a shard is begun."""
+"""The message at the start of a shard."""
 FIRST_WORDS = " INFO slurmgpu.worker: this worker is process "
 """A worker's first line."""
 
 
 class Look:
-    """One look after another: each gives the status and the last lines of logs; without threads of its own."""
+    """Reads the status and the last lines of logs."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -46,7 +46,7 @@ class Look:
         self._over_since: float | None = None
 
     def read(self, queued: Queue | None, visible: Collection[str] | None, now: float) -> tuple[Status, dict[str, str]]:
-        """The status at a moment, and by attempt the last line of the log; both in detail for the visible alone."""
+        """The status, and the last log line by attempt; details only for visible attempts."""
         status = self._reader.read(queued, now=now, gpus_of=visible)
         living = {a["attempt"]: a for a in status["attempts"] if a["state"] != "ended" and not a["progress"]}
         names = [name for name in living if visible is None or name in visible]
@@ -54,7 +54,7 @@ class Look:
         return status, {name: line for name, (_, line) in self._lines.items()}
 
     def has_ended(self, status: Status) -> bool:
-        """Whether nothing more will happen to the run, as far as its files tell."""
+        """Whether the run is over, as far as its files tell."""
         if status["state"] != "ended" or status["at_work"] is None:
             self._over_since = None
             return status["state"] in ("complete", "incomplete")
@@ -73,10 +73,9 @@ class Look:
 
 
 def last_line(path: Path, computes: bool = False) -> str:
-    """The last line of a log that says something, without its time; from the file's end alone.
+    """The last informative line of the living worker in a log, without its time; reads only the file's end.
 
-    That is the workload's, or a warning, of the worker that lives: which shard it has, the record knows better. Of one
-    that `computes`, what was said before it did is the past.
+    Lines on shards are skipped. If the worker `computes`, lines from before its first shard are outdated.
     """
     with open_file(path) as file:
         start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
@@ -86,7 +85,7 @@ def last_line(path: Path, computes: bool = False) -> str:
     lines = re.split(r"[\r\n]", text)
     lines = lines[1:] if start and len(lines) > 1 else lines
     firsts = [number for number, line in enumerate(lines) if FIRST_WORDS in line]
-    lines = lines[firsts[-1] + 1 :] if firsts else lines  # what is above is of another worker, which has died
+    lines = lines[firsts[-1] + 1 :] if firsts else lines  # lines above are of a worker that has died
     begun = [number for number, line in enumerate(lines) if BEGINS.search(line)]
     if computes and (begun or firsts or not start):
         lines = lines[begun[0] + 1 :] if begun else []
@@ -95,9 +94,9 @@ def last_line(path: Path, computes: bool = False) -> str:
 
 
 class Lookout:
-    """The latest look at a run, kept fresh by threads; `on_look` is called, in one of them, after each.
+    """The latest status of a run, updated by threads that call `on_look` after each update.
 
-    `visible` are the attempts of which details are wanted; None is all.
+    `visible` are the attempts whose details are wanted; None is all.
     """
 
     def __init__(self, run: Run, on_look: Callable[[], None]) -> None:
@@ -115,21 +114,28 @@ class Lookout:
         self._stopped = threading.Event()
         self._threads: list[threading.Thread] = []
 
+    def latest(self) -> tuple[Status | None, bool]:
+        """The last status, and whether the run was over by then. Raises the error of a thread."""
+        if self.error is not None:
+            raise self.error
+        has_ended = self.has_ended  # first: both may change
+        return self.status, has_ended
+
     def start(self) -> None:
-        """Begin to look. The threads hold nothing that an exit would have to wait for."""
+        """Start the threads."""
         self._threads = [threading.Thread(target=t, daemon=True) for t in (self._keep_asking, self._keep_looking)]
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
-        """Look no more; a look at a slow file system is not waited for."""
+        """Stop the threads, without waiting for a slow file system."""
         self._stopped.set()
         self._changed.set()
         for thread in self._threads[-1:]:
             thread.join(JOIN_S)
 
     def show(self, names: Sequence[str]) -> None:
-        """Want the details of these attempts, soon."""
+        """Request the details of these attempts."""
         if self.visible is not None and names != self.visible:
             self.visible = names
             self._changed.set()
@@ -139,7 +145,7 @@ class Lookout:
             try:
                 self._queue = queued_jobs(self.run, last=self._queue)
             except Exception as error:
-                logging.getLogger(__name__).warning("the queue is not known: %s", error)
+                logging.getLogger(__name__).warning("the queue is unknown: %s", error)
             self._answered.set()
             self._stopped.wait(QUEUE_S)
 
@@ -151,7 +157,7 @@ class Lookout:
             try:
                 self.status, self.words = self._look.read(self._queue, self.visible, time.time())
                 self.has_ended = self._look.has_ended(self.status)
-            except BaseException as error:  # it is raised where it is seen
+            except BaseException as error:  # raised by the thread that draws
                 self.error = error
             if self._stopped.is_set():
                 return

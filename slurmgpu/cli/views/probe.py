@@ -1,4 +1,4 @@
-"""`submit --probe`: the probe as it goes, what it foretells, and whether the run is queued."""
+"""`submit --probe`: the forecast, and the question whether to queue the run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from slurmgpu.util.amounts import about, digits, size_of, time_words
 from slurmgpu.util.plurals import count_of
 
 WORTH_SAYING = 0.2
-"""Of a batch's time: by less the first one is not slower than others."""
+"""The first batch counts as slower than others from this share of a batch's time."""
+
+INTERRUPTED = "interrupted; the probe is cancelled, and nothing of the run is queued."
 
 
 def show_failure(forecast: Mapping[str, Any]) -> None:
-    """Why the probe failed, and that nothing is queued."""
+    """Print why the probe failed."""
     failure = forecast["failure"]
     say(f"The probe failed: {failure['class']}: {failure['message']}")
     say(f"Its log: {failure['log']}")
@@ -27,7 +29,7 @@ def show_failure(forecast: Mapping[str, Any]) -> None:
 
 
 def show_forecast(forecast: Mapping[str, Any]) -> None:
-    """What the run will take, and what to know before it is queued."""
+    """Print the forecast with its notes and assumptions."""
     probe, table = forecast["probe"], Table.grid(padding=(0, 2))
     batches = count_of(probe["n_batches"], "batch").replace("batchs", "batches")
     table.add_row("probe", escape(f"{count_of(probe['n_items'], 'item')} in {batches}, {forecast['probe_dir']}"))
@@ -38,7 +40,7 @@ def show_forecast(forecast: Mapping[str, Any]) -> None:
         started.append(f"the first batch took {about(probe['first_s'])} longer")
     table.add_row("start", ", ".join(started))
     table.add_row("batch", _spread(forecast["batch_s"]))
-    table.add_row("shard", f"{_spread(forecast['shard_s'])}, of which there are {forecast['n_shards']:,}")
+    table.add_row("shard", f"{_spread(forecast['shard_s'])}, {forecast['n_shards']:,} in all")
     table.add_row("memory", _memory(probe))
     n_tasks, at_once = forecast["n_tasks"], forecast["n_concurrent"]
     many = count_of(n_tasks, "task") + (f", {at_once} at once" if at_once < n_tasks else "")
@@ -63,7 +65,7 @@ def show_forecast(forecast: Mapping[str, Any]) -> None:
 
 
 def shall_queue(*, yes: bool, as_json: bool) -> bool:
-    """Whether to go on: told so beforehand, or asked on a terminal; else how to is said."""
+    """Whether to queue the run: by --yes, or by the answer on a terminal."""
     if yes or (not as_json and sys.stdin.isatty() and sys.stderr.isatty() and _asked()):
         return True
     say(f"Nothing is queued. To queue it: {without_probe(sys.argv[1:])}")
@@ -84,7 +86,7 @@ def _asked() -> bool:
 
 
 def without_probe(argv: Sequence[str]) -> str:
-    """The command that was typed, without its probe."""
+    """The typed command without --probe."""
     kept, words = [], iter(argv)
     for word in words:
         if word == "--probe":
@@ -92,11 +94,6 @@ def without_probe(argv: Sequence[str]) -> str:
         elif not word.startswith("--probe="):
             kept.append(word)
     return shlex.join(["slurmgpu", *kept])
-
-
-def say_interrupted() -> None:
-    """What Ctrl-C during a probe has left."""
-    say("interrupted; the probe is cancelled, and nothing of the run is queued.")
 
 
 def _memory(probe: Mapping[str, Any]) -> str:

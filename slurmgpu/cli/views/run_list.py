@@ -1,4 +1,4 @@
-"""`list`: the runs under a directory, found and read without starting anything but one squeue."""
+"""`list`: the runs under a directory, with at most one call of squeue."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -34,21 +34,21 @@ LIST_FORMAT = "slurmgpu list"
 LIST_VERSION = 1
 
 MAX_ENTRIES = 10_000
-"""A folder with more entries than this is data: what lies in it is not looked through any further."""
+"""A folder with more entries holds data, and is not searched further."""
 SKIPPED = {"node_modules", "__pycache__", "site-packages"}
-"""Folders that are not entered, beside those whose name begins with a dot."""
+"""Folders that are not searched, besides hidden ones."""
 SIGNS = ("report.json", "submissions.jsonl", "run.json", "tasks", "shards")
-"""What changes in a run directory while it works: the newest of their times is its last activity."""
+"""Entries of a run directory that change while it works: the newest modification is its last activity."""
 
 GAP = 2
 NAME_WIDTH = 40
-"""A run's name has so much room, if it needs it, before numbers have any."""
+"""The width reserved for names before numbers get any."""
 LEFT_OUT = ("GPU-hours", "items", "last activity", "failed", "done", "state")
-"""Where there is no room for all columns, they are left out in this order."""
+"""Columns that are left out, in this order, if the terminal is narrow."""
 
 
 class Row(TypedDict):
-    """A run in the list; None is not known, of one that is damaged for example."""
+    """A run in the list; None is unknown, for example in a damaged run."""
 
     run: str
     run_dir: str
@@ -73,10 +73,10 @@ class RunList(TypedDict):
 
 
 def list_runs(folder: Path, now: float | None = None) -> RunList:
-    """The runs under a folder, the one with the latest activity first: what `list --json` prints."""
+    """The runs under a folder, latest activity first: what `list --json` prints."""
     folder = folder.expanduser().absolute()
     if not folder.is_dir():
-        raise SlurmGPUError(f"{folder} is no directory; name one in which to look for runs.")
+        raise SlurmGPUError(f"{folder} is not a directory; name one to search for runs.")
     notes: Counter[str] = Counter()
     opened = {path: _open(path) for path in _once(folder, find_runs(folder, notes))}
     jobs = _ask_queues([run for run in opened.values() if isinstance(run, Run)], notes)
@@ -93,10 +93,9 @@ def list_runs(folder: Path, now: float | None = None) -> RunList:
 
 
 def find_runs(folder: Path, notes: Counter[str], through_links: bool = True) -> Iterator[Path]:
-    """The run directories in a folder and below; `notes` counts the folders that were not looked through, by reason.
+    """The run directories in a folder and below; `notes` counts the folders that were skipped, by reason.
 
-    Nothing is looked for in a run directory. A link to a folder is followed one folder deep, so that links lead
-    neither in circles nor through a whole file system.
+    Run directories are not searched. Links to folders are followed one level deep, which avoids cycles.
     """
     try:
         if status_of(folder / "run.json", BRIEF_PATIENCE_S) is not None:
@@ -115,7 +114,7 @@ def find_runs(folder: Path, notes: Counter[str], through_links: bool = True) -> 
 
 
 def _once(folder: Path, found: Iterable[Path]) -> Iterable[Path]:
-    """Each run under one name: that which leads through no link, where there is one."""
+    """Each run once, by a path without links if there is one."""
     base = folder.resolve()
     names: dict[Path, Path] = {}
     for path in sorted(found, key=lambda path: (path.resolve() != base / path.relative_to(folder), path)):
@@ -124,8 +123,8 @@ def _once(folder: Path, found: Iterable[Path]) -> Iterable[Path]:
 
 
 def _behind_link(folder: Path, notes: Counter[str]) -> Iterator[Path]:
-    """The run that a link leads to, or the runs in the folder that it leads to."""
-    with contextlib.suppress(OSError):  # it leads nowhere, or where others have their files
+    """The run that a link points to, or the runs in the folder that it points to."""
+    with contextlib.suppress(OSError):  # a broken link, or a folder that cannot be read
         if _is_run(folder):
             yield folder
         else:
@@ -133,29 +132,28 @@ def _behind_link(folder: Path, notes: Counter[str]) -> Iterator[Path]:
 
 
 def _is_run(folder: Path) -> bool:
-    with contextlib.suppress(OSError):  # nobody may look into it
-        return status_of(folder / "run.json", BRIEF_PATIENCE_S) is not None
-    return False
+    return _tried(lambda: status_of(folder / "run.json", BRIEF_PATIENCE_S) is not None)
 
 
 def _folders(folder: Path, notes: Counter[str]) -> list[tuple[str, bool]]:
-    """The folders in a folder that may hold runs, by name, and whether each is a link."""
+    """The folders in a folder that may hold runs: name, and whether it is a link."""
     names = []
     with os.scandir(folder) as entries:
         for number, entry in enumerate(entries):
             if number >= MAX_ENTRIES:
-                notes[f"{{}} with more than {MAX_ENTRIES:,} entries, not looked through to the end"] += 1
+                notes[f"{{}} with more than {MAX_ENTRIES:,} entries, not searched to the end"] += 1
                 break
             if entry.name == "pyvenv.cfg":
                 return []
-            if not entry.name.startswith(".") and entry.name not in SKIPPED and _leads_to_folder(entry):
+            if not entry.name.startswith(".") and entry.name not in SKIPPED and _tried(entry.is_dir):
                 names.append((entry.name, entry.is_symlink()))
     return sorted(names)
 
 
-def _leads_to_folder(entry: os.DirEntry[str]) -> bool:
-    with contextlib.suppress(OSError):  # a link that leads in a circle costs itself alone
-        return entry.is_dir()
+def _tried(check: Callable[[], bool]) -> bool:
+    """What a check says; False if it fails, as for a damaged run or a cycle of links."""
+    with contextlib.suppress(Exception):
+        return check()
     return False
 
 
@@ -163,7 +161,7 @@ def _open(folder: Path) -> Run | str:
     """The run in a run directory, or what is wrong with it."""
     try:
         return Run.open(folder)
-    except Exception as error:  # of a file that anything may have happened to
+    except Exception as error:  # files may be damaged in any way
         return _why(error)
 
 
@@ -206,13 +204,13 @@ def _row(folder: Path, run: Run | str, jobs: Mapping[str, Sequence[Any]], now: f
 
 
 def _probed(run: Run) -> str | None:
-    """Where the run lies, or would, that this one is the probe of; None if it is one of its own."""
+    """The directory of the run that this one is a probe of; None if it is no probe."""
     is_probe = run.plan.input.get("ranges") is not None and run.folder.name.endswith(PROBE)
     return str(run.folder.with_name(run.folder.name.removesuffix(PROBE))) if is_probe else None
 
 
 def _enter_standing(row: Row, run: Run, queued: Queue | None) -> None:
-    """State and counts of a run: of one that has ended from its report, and only else from its attempts' records."""
+    """Enter state and counts: from the report if the run has ended, else from the attempts' records."""
     try:
         report, problem = read_report(run), None
     except SlurmGPUError as error:
@@ -244,10 +242,10 @@ def _why(error: Exception) -> str:
 
 
 def show_list(value: RunList) -> None:
-    """A line for each run, with as many columns as there is room for, and on stderr what is wrong with some."""
+    """Print a line for each run with the columns that fit, and problems on stderr."""
     folder, runs = Path(value["folder"]), value["runs"]
     if not runs:
-        say(f"No run directory under {folder}. `slurmgpu submit` makes one.")
+        say(f"No run directory under {folder}. `slurmgpu submit` creates one.")
     else:
         console = wide_console()
         lines = [_cells(row, folder) for row in runs]
@@ -269,7 +267,7 @@ def show_list(value: RunList) -> None:
 
 
 def _fitting(lines: Sequence[dict[str, str]], width: int) -> list[str]:
-    """The columns for which there is room: a number is never cut, and a name not below `NAME_WIDTH`."""
+    """The columns that fit: numbers are never cut, and names not below `NAME_WIDTH`."""
     widths = {name: max(len(name), *(cell_len(line[name]) for line in lines)) + GAP for name in lines[0]}
     widths["run"] = min(widths["run"], NAME_WIDTH + GAP)
     for name in LEFT_OUT:
@@ -293,7 +291,7 @@ def _cells(row: Row, folder: Path) -> dict[str, str]:
 
 
 def _typed(run_dir: str, folder: Path) -> str:
-    """The run directory as seen from the folder that was asked for, without control characters."""
+    """The run directory relative to the searched folder, without control characters."""
     near = os.path.relpath(run_dir, folder)
     near = Path(run_dir).name if near == "." else near
     return "".join(letter if letter.isprintable() else "?" for letter in near)

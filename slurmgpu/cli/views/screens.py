@@ -1,4 +1,4 @@
-"""What `status --watch` shows: a screen of any size, made from a status."""
+"""The screen of `status --watch`, drawn from a status at any size."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from slurmgpu.report.status import Status, StatusAttempt
 from slurmgpu.util.amounts import clock, rate_of, share_of
 
 LEAST_MESSAGE = 12
-"""Columns give way until so much is left for messages."""
+"""The least width for messages; columns are dropped to leave it."""
 ROOM_FOR_MESSAGES = 48
-"""More columns come as long as so much stays."""
+"""Optional columns are added while messages keep this width."""
 STYLES = {"running": "green", "loading": "cyan", "starting": "cyan", "silent": "yellow", "failed": "red"}
 RUN_STYLES = {"complete": "bold green", "running": "green", "merging": "green", "incomplete": "bold red"}
 WIDE = 120
-"""Terminals of so many columns have more room between those of the table."""
+"""Terminals of at least this width get wider gaps."""
 HINT = "q quits, ↑↓ scroll"
 
 
 @dataclass(frozen=True)
 class Screen:
-    """A whole screen, for Rich to render at the terminal's size of that moment.
+    """A screen that Rich renders at the terminal's present size.
 
-    `first` is the task in the first row, `words` the last line of a task's log, `note` what went wrong meanwhile.
+    `first` is the task in the first row, `words` are last lines of logs by task, `note` is a warning.
     """
 
     status: Status
@@ -53,11 +53,11 @@ class Screen:
     note: str = ""
 
     def n_rows(self, height: int) -> int:
-        """How many tasks there is room for."""
+        """The number of tasks that fit."""
         return max(0, height - len(self._head(80)) - 3)
 
     def scrolled(self, by: int, height: int) -> int:
-        """The first row after scrolling, kept where there are rows."""
+        """The first row after scrolling, clamped to the existing rows."""
         return max(0, min(self.first + by, len(self.tasks) - self.n_rows(height)))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -125,7 +125,7 @@ def _foot(tasks: Sequence[StatusAttempt], first: int, n_shown: int) -> Text:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table: what it shows of a task."""
+    """A column of the table of tasks."""
 
     title: str
     show: Callable[[StatusAttempt], str]
@@ -157,7 +157,7 @@ NEEDED = (
     Column("items/s", lambda task: "" if task["items_per_s"] is None else rate_of(task["items_per_s"])),
 )
 GIVING_WAY = ("GPU GB", "shard", "node", "GPU %", "items/s", "part")
-"""Columns that a narrow terminal does without, in this order."""
+"""Columns that a narrow terminal drops, in this order."""
 MORE = (
     Column("shards", _count("n_shards")),
     Column("°C", _gpu("temperature_c", str)),
@@ -166,18 +166,15 @@ MORE = (
     Column("deaths", _count("n_deaths")),
     Column("GPUs", _count("n_gpus")),
 )
-"""Columns that come where there is room."""
+"""Columns that are added if there is room."""
 GPU_WIDTHS = {"GPU %": 5, "GPU GB": 6, "°C": 3, "W": 5}
-"""Widths that do not depend on which rows are in sight, of which alone the GPUs are looked at."""
+"""Fixed widths: GPUs are read only for visible rows."""
 
 
 def task_table(
     tasks: Sequence[StatusAttempt], first: int, n_rows: int, width: int, say: Callable[[StatusAttempt], str]
 ) -> Table:
-    """The rows in sight, with the columns for which there is room; the widths are those of all rows.
-
-    `say` gives a task's last message.
-    """
+    """The visible rows, with the columns that fit; `say` gives a task's last message."""
     chosen = _columns(tasks, width)
     gap = 2 if width >= WIDE else 1
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold", width=width)
@@ -196,7 +193,6 @@ def task_table(
 
 
 def _columns(tasks: Sequence[StatusAttempt], width: int) -> list[tuple[Column, int]]:
-    """The columns that fit, each with its width."""
     has_gpus = any(task["n_gpus"] for task in tasks)
     needed = [column for column in NEEDED if has_gpus or column.title not in GPU_WIDTHS]
     more = [column for column in MORE if has_gpus or column.title not in (*GPU_WIDTHS, "GPUs")]

@@ -1,4 +1,4 @@
-"""A run's state in words, for a screen, a line or a table; what comes from the run does nothing to a terminal."""
+"""A run's status in words, for a screen, a line or a table, without control characters from the run."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from slurmgpu.util.ansi import without_escapes
 from slurmgpu.util.plurals import count_of
 
 GRACE_S = 45.0
-"""A run whose tasks are over is waited for: its merge is about to write its end, or the queue was asked too early."""
+"""How long to wait once tasks are over: the merge may still run, or the queue was asked too early."""
 SETTLED_S = 10.0
-"""A task that has no shard so long after it has loaded found none that is free."""
+"""A task without a shard this long after loading found no free one."""
 
 
 def plain(text: str) -> str:
-    """Text of a run as one line that does nothing to a terminal."""
+    """A text as one line without control characters."""
     printable = "".join(letter if letter.isprintable() else " " for letter in without_escapes(text))
     return " ".join(printable.split())
 
 
 def state_of(attempt: StatusAttempt) -> str:
-    """An attempt's state in a word, of which `silent` and `failed` are more than its own record says."""
+    """An attempt's state, or `failed` or `silent`, in one word."""
     if attempt["failure"]:
         return "failed"
     return "silent" if attempt["silent"] else attempt["state"]
 
 
 def tasks_of(status: Status) -> list[StatusAttempt]:
-    """The latest attempt of each task: those that want a look, then the living, then those that ended well.
+    """The latest attempt of each task: first silent and failed ones, then living ones, then ended ones.
 
-    The silent and the failed want one, but for those of earlier submissions, whose shards the last one computes.
+    Silent and failed attempts of earlier submissions come last: the last submission computes their shards.
     """
     latest = {attempt["attempt"].rpartition(".")[0]: attempt for attempt in in_task_order(status["attempts"])}
     newest = max((attempt["submission"] for attempt in latest.values()), default=0)
@@ -48,7 +48,7 @@ def tasks_of(status: Status) -> list[StatusAttempt]:
 
 
 def pace_words(status: Status) -> str:
-    """How fast the run goes and how long it will take."""
+    """The rate of the run and the time left."""
     pace = status["pace"]
     left_s, rate = pace["left_s"], pace["items_per_s"]
     parts = [] if rate is None else [f"{rate_of(rate)} items/s" if rate else "no task computes just now"]
@@ -64,7 +64,7 @@ def pace_words(status: Status) -> str:
 
 
 def if_words(status: Status) -> str:
-    """How long it would take if all that is queued started now, where that is less."""
+    """The time left if all queued tasks started now, if that is shorter."""
     pace = status["pace"]
     left_s, if_s = pace["left_s"], pace["left_if_queued_start_s"]
     if not if_s or not pace["n_waiting"] or (left_s is not None and if_s > 0.95 * left_s):
@@ -73,7 +73,7 @@ def if_words(status: Status) -> str:
 
 
 def merge_words(status: Status) -> str:
-    """What is to come once no task computes any more; nothing before."""
+    """Progress of the merge once no task computes."""
     if status["state"] != "merging":
         return ""
     newest = max((attempt["submission"] for attempt in status["attempts"]), default=0)
@@ -81,25 +81,25 @@ def merge_words(status: Status) -> str:
     n_ended = sum(task["state"] == "ended" or task["silent"] for task in tasks)
     jobs = [job for job in status["queue"] or () if not job["n_tasks"]]
     at_work = any(job["state"] == "RUNNING" for job in jobs)
-    told = "the merge is at work" if at_work else "waiting for the merge"
+    told = "the merge is running" if at_work else "waiting for the merge"
     return f"{n_ended:,} of {count_of(len(tasks) + status['pace']['n_waiting'], 'task')} ended; {told}"
 
 
 def parting_words(status: Status) -> str:
-    """Why a run of which nothing is left is watched for a while; nothing while something is."""
+    """Why a run without jobs is still watched."""
     if status["state"] != "ended" or status["at_work"] is None:
         return unknown_words(status)
-    return f"no job of it is left; if its merge does not write its end within {GRACE_S:.0f} s, this ends"
+    return f"no job is left; this ends if the merge does not finish within {GRACE_S:.0f} s"
 
 
 def unknown_words(status: Status) -> str:
-    """What is said of a run whose tasks are over if nobody can tell whether there are more."""
+    """A remark if it is unknown whether more tasks are queued."""
     is_unknown = status["state"] == "ended" and status["at_work"] is None
-    return "nobody here can tell whether more of it is queued" if is_unknown else ""
+    return "it is unknown here whether more of it is queued" if is_unknown else ""
 
 
 def failure_words(status: Status) -> str:
-    """Failures by class: of attempts, of workers whose attempts went on, and of items."""
+    """Failures by class: of tasks, workers, items and records."""
     left_out = {"damaged": len(status["damaged_records"]), "unreadable": len(status["unreadable_records"])}
     records = {kind: n for kind, n in left_out.items() if n}
     groups = (
@@ -113,7 +113,7 @@ def failure_words(status: Status) -> str:
 
 
 def queue_words(status: Status) -> str:
-    """What the queue says of tasks that have not started, and what they would bring; nothing if there are none."""
+    """Pending tasks with their reasons, their start, and the time left with them."""
     pending = [job for job in status["queue"] or () if job["state"] == "PENDING" and job["n_tasks"]]
     by_reason: Counter[str] = Counter()
     for job in pending:
@@ -125,24 +125,24 @@ def queue_words(status: Status) -> str:
 
 
 def moment(epoch: float, now: float) -> str:
-    """A time of day, with the day where it is not soon."""
+    """A time of day, with the date if it is not soon."""
     return time.strftime("%H:%M" if epoch - now < 20 * 3600 else "%a %d %b %H:%M", time.localtime(epoch))
 
 
 def shard_of(task: StatusAttempt) -> str:
-    """The shard in hand; a dash for a task that is between two of them."""
+    """The current shard; a dash between two shards."""
     if task["shard"] is None:
         return "–" if task["state"] == "running" else ""
     return str(task["shard"])
 
 
 def part_of(task: StatusAttempt) -> str:
-    """How much of the shard in hand is done."""
+    """The finished share of the current shard."""
     return f"{task['shard_done'] / task['shard_items']:.0%}" if task["shard_items"] else shard_of(task)
 
 
 def last_message(task: StatusAttempt, words: Mapping[str, str], now: float) -> str:
-    """What there is to say of a task: why it failed, that it is silent, loads or waits, its progress or its log."""
+    """A task's failure, silence, loading time, progress or last log line."""
     if task["failure"]:
         return plain(f"{task['failure']}: {task['message']}")
     if task["silent"]:
@@ -155,5 +155,5 @@ def last_message(task: StatusAttempt, words: Mapping[str, str], now: float) -> s
     if task["state"] != "running":
         parts.append(f"{task['state']} for {span_of(since_s)}")
     elif task["shard"] is None and task["items_per_s"] is None and since_s > SETTLED_S:
-        parts.append("waits: others have the last shards")
+        parts.append("idle: others have the last shards")
     return "; ".join(filter(None, [*parts, plain(said)]))

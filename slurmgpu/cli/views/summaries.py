@@ -1,4 +1,4 @@
-"""What `report` shows of a workload's summary: values in lines, and what has rows and columns in tables."""
+"""A workload's summary in `report`: lines of values, and tables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_COLUMNS = 12
 
 
 def show_summary(console: Console, summary: Mapping[str, Any] | None) -> None:
-    """The summary of a report, if it has one."""
+    """Print the summary of a report, if it has one."""
     shown = summary_of(summary, MAX_ROWS, MAX_COLUMNS)
     if shown is None:
         return
@@ -35,7 +35,6 @@ def show_summary(console: Console, summary: Mapping[str, Any] | None) -> None:
 
 
 def _show_table(console: Console, table: Table) -> None:
-    """Values in one line, or a table."""
     title = plain(table.title)
     if table.note:
         result(f"  {title}: {table.note}; report --json has them")

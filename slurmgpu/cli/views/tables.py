@@ -1,4 +1,4 @@
-"""What `status` and `report` show: how a run stands, and what came of it."""
+"""The output of `status` and `report`."""
 
 from __future__ import annotations
 
@@ -22,29 +22,26 @@ from slurmgpu.cli.views.state_words import (
 )
 from slurmgpu.code.versions import in_words as in_words_of
 from slurmgpu.report.attempts import IDLE_PERCENT, AttemptRow, in_task_order, node_of, versions_in_words
-from slurmgpu.report.build import Hole, Report, last_death
+from slurmgpu.report.build import Hole, Report, faults_of, last_death
 from slurmgpu.report.ledger import KINDS, Ledger, energy_in_words, in_words
 from slurmgpu.report.status import Status, StatusAttempt
 from slurmgpu.util.amounts import share_of, span_of, wide_clock
 from slurmgpu.util.plurals import count_of
 
 MAX_LISTED = 20
-"""Failed items, holes and messages that are listed; the JSON has all."""
+"""The most failed items, holes and messages that are printed; the JSON has all."""
 MAX_ATTEMPTS = 200
 MAX_NAMES = 3
 EVERYWHERE = ("python", "numpy", "h5py")
-"""What every run computes with: the page and the JSON have their versions."""
+"""Packages of every run, whose versions are only on the page and in the JSON."""
 MAX_ODD = 8
-"""Columns with NaN or infinities that are named."""
+"""The most columns with NaN or infinities that are named."""
 MIN_HOURS = 0.05
-"""Of fewer hours it is not told where they went: that of some minutes says nothing of those of a day."""
+"""The ledger of fewer hours is not printed: some minutes are not representative."""
 
 
 def show_status(status: Status, max_rows: int | None = None) -> None:
-    """A run's progress and pace, its attempts and what Slurm's queue says.
-
-    Of more than `max_rows` attempts, those that ended well are only counted.
-    """
+    """Print a run's progress, pace, attempts and queued jobs; at most `max_rows` attempts, omitting ended ones."""
     console = wide_console()
     done, total = status["n_items_done"], status["n_items"]
     console.print(
@@ -79,7 +76,6 @@ def show_status(status: Status, max_rows: int | None = None) -> None:
 
 
 def _show_living(console: Console, attempts: Sequence[StatusAttempt]) -> None:
-    """The attempts of a status, in one table, or where the terminal is narrow in two."""
     names = {"attempt": [a["attempt"] for a in attempts]}
     progress = [a["progress"] or "" for a in attempts]
     columns = {
@@ -101,20 +97,20 @@ def _last_heard(attempt: StatusAttempt) -> str:
 
 
 def _next(status: Status) -> str | None:
-    """The command to type next; None while there is only to wait, and after."""
+    """The command to type next; None if there is nothing to do."""
     folder = shlex.quote(status["run_dir"])
     if status["state"] == "planned":
-        return f"slurmgpu resubmit {folder}, or the two lines that `slurmgpu plan` printed"
+        return f"slurmgpu resubmit {folder}, or the two sbatch commands that `slurmgpu plan` printed"
     if status["state"] in ("incomplete", "ended") and not unknown_words(status):
         verb = "merge" if status["n_shards_done"] == status["n_shards"] else "resubmit"
         return f"slurmgpu {verb} {folder}"
     if status["state"] == "complete" and status["n_errors"]:
-        return f"slurmgpu report {folder} lists the failed items; slurmgpu logs {folder} --item N tells of one"
+        return f"slurmgpu report {folder} lists the failed items; slurmgpu logs {folder} --item N explains one"
     return None
 
 
 def show_report(report: Report) -> None:
-    """The report: what is complete, every hole, failed items, attempts and the command that computes the rest."""
+    """Print the report: completeness, missing shards, failed items, attempts, and the command for the rest."""
     from slurmgpu.cli.views.summaries import show_summary
 
     console = wide_console()
@@ -126,10 +122,10 @@ def show_report(report: Report) -> None:
     )
     if report["merged"]:
         result(f"merged: {report['merged']}")
-    if faults := dict.fromkeys(str(each) for line in report["submissions"] for each in line.get("inject") or ()):
-        result(f"rehearsal: faults were injected: {', '.join(faults)}")
+    if faults := faults_of(report):
+        result(f"rehearsal: faults were injected: {faults}")
     if image := report.get("image"):
-        result(f"image: {image['path']} (sha256 {image['sha256'][:12]})")
+        result(f"image: {image['path']} (sha256 {image.get('sha256', '–')[:12]})")
     if versions := versions_in_words(report.get("computed_with") or {}, leaving_out=EVERYWHERE):
         result(f"computed with: {plain(versions)}")
     if odd := report.get("not_finite"):
@@ -142,9 +138,9 @@ def show_report(report: Report) -> None:
     _show_errors(console, report)
     _show_attempts(console, report)
     for name in report.get("damaged_records") or ():
-        result(f"record damaged: tasks/{name}.json; what attempt {name} did is not known")
+        result(f"record damaged: tasks/{name}.json; the work of attempt {name} is unknown")
     for name in report.get("unreadable_records") or ():
-        result(f"record could not be read: tasks/{name}.json; `slurmgpu merge` takes it in once it can be")
+        result(f"record could not be read: tasks/{name}.json; run `slurmgpu merge` once it can be read")
     for trace in {a["traceback"] for a in report["attempts"] if a["traceback"]}:
         result(f"\n{trace.rstrip()}")
     if report["resubmit"]:
@@ -155,17 +151,16 @@ def show_report(report: Report) -> None:
 
 
 def _not_finite(columns: Mapping[str, Mapping[str, int]]) -> str:
-    """In how many rows each column has what is no finite number."""
     words, told = (("nan", "NaN"), ("infinite", "infinity")), []
     for name, counts in list(columns.items())[:MAX_ODD]:
-        parts = [f"{word} in {count_of(counts[key], 'row')}" for key, word in words if counts[key]]
+        parts = [f"{word} in {count_of(n, 'row')}" for key, word in words if (n := counts.get(key))]
         told.append(f"{plain(name)} ({', '.join(parts)})")
     more = f" and {count_of(len(columns) - MAX_ODD, 'more column')}" if len(columns) > MAX_ODD else ""
     return ", ".join(told) + more
 
 
 def _show_ledger(ledger: Ledger | None) -> None:
-    if ledger is None or ledger["allocated"] < MIN_HOURS:  # a report may be of an older slurmgpu
+    if ledger is None or ledger["allocated"] < MIN_HOURS:  # reports of an older slurmgpu have none
         return
     shown = in_words(ledger)
     parts = ", ".join(f"{shown.texts[kind]} {kind} ({shown.shares[kind]})" for kind in KINDS)
@@ -188,7 +183,7 @@ def _show_holes(console: Console, report: Report) -> None:
 
 
 def _stretches(holes: Sequence[Hole]) -> list[tuple[Hole, Hole]]:
-    """The first and the last of holes that lie side by side; one that is damaged stands alone."""
+    """The first and last hole of each run of adjacent holes; a damaged one stands alone."""
     found: list[tuple[Hole, Hole]] = []
     for hole in holes:
         first, last = found[-1] if found else (hole, hole)
@@ -234,7 +229,7 @@ def _show_attempts(console: Console, report: Report) -> None:
 
 
 def _show_failures(console: Console, attempts: Sequence[StatusAttempt] | Sequence[AttemptRow]) -> None:
-    """Each message once, behind the attempts that ended with it."""
+    """Print each message once, after the attempts that ended with it."""
     met: dict[str, list[str]] = {}
     for a in attempts:
         if a["failure"]:
@@ -257,7 +252,7 @@ def _show_idle(attempts: Sequence[AttemptRow]) -> None:
     others = f" (and under {IDLE_PERCENT} % in {len(idle) - 1:,} more)" if len(idle) > 1 else ""
     result(
         f"\nthe GPU of attempt {name} was used {share:.0f} % on average{others}: a larger batch_size gives it more "
-        "to do at once; if the workload prepares its items on the CPU, that may be what it waits for"
+        "work at once; if the workload prepares its items on the CPU, the GPU may wait for that"
     )
 
 

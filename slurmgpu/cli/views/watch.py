@@ -1,4 +1,4 @@
-"""`status --watch`: a run on the whole screen of a terminal, or as plain lines in a pipe, until it ends."""
+"""`status --watch`: follow a run full-screen on a terminal, or by lines in a pipe, until it ends."""
 
 from __future__ import annotations
 
@@ -38,21 +38,18 @@ from slurmgpu.util.amounts import share_of
 from slurmgpu.util.plurals import count_of
 
 LINE_S = 10.0
-"""Plain lines come this far apart at least, but for the last."""
+"""The least time between two lines, except before the last."""
 PERCENT = 5
 WAIT_S = 5.0
-"""A screen is drawn when a key, a change of its size or a look asks for it, and else this often."""
+"""A screen is redrawn at a key, a resize or a new status, and at least this often."""
 MAX_ROWS = 50
-"""Attempts that are listed at the end."""
+"""The most attempts that are listed at the end."""
 
 OnLook = Callable[[Status], None]
 
 
 def watch(run: Run, *, as_json: bool = False, on_look: OnLook | None = None) -> int:
-    """Follow a run until it ends, or the user has seen enough; the exit code. `on_look` gets each status, in full.
-
-    The run itself is left alone, whatever ends this.
-    """
+    """Follow a run until it ends or the user quits; the exit code. `on_look` gets each full status."""
     console = Console(highlight=False, emoji=False)
     try:
         if sys.stdout.isatty() and not console.is_dumb_terminal and not as_json:
@@ -60,7 +57,7 @@ def watch(run: Run, *, as_json: bool = False, on_look: OnLook | None = None) -> 
         else:
             status = _in_lines(run, as_json, on_look)
     except KeyboardInterrupt:
-        say(f"the run goes on. To see it: slurmgpu status --watch {run.typed}")
+        say(f"the run continues. To see it: slurmgpu status --watch {run.typed}")
         raise
     if status is None:
         return 0
@@ -71,7 +68,7 @@ def watch(run: Run, *, as_json: bool = False, on_look: OnLook | None = None) -> 
 
 
 def _on_screen(run: Run, console: Console, on_look: OnLook | None) -> Status | None:
-    """Show the run until its end; its last status, None if the user quit before."""
+    """Show the run until its end; its last status, None if the user quit."""
     keyboard = Keyboard()
     lookout = Lookout(run, keyboard.wake)
     lookout.visible = () if on_look is None else None
@@ -83,8 +80,7 @@ def _on_screen(run: Run, console: Console, on_look: OnLook | None) -> Status | N
                 with keyboard.listening(), Live(console=console, screen=True, auto_refresh=False) as live:
                     first, outcome = _draw(keyboard, lookout, live, first, notes, on_look)
                 if outcome == "suspend":
-                    # As the terminal would send it: to the whole job, wrappers as well, and not where nobody could
-                    # continue it.
+                    # Signal the whole job, as the terminal would; an orphaned process group ignores it.
                     os.kill(0, signal.SIGTSTP)
         finally:
             lookout.stop()
@@ -100,15 +96,12 @@ def _on_screen(run: Run, console: Console, on_look: OnLook | None) -> Status | N
 def _draw(
     keyboard: Keyboard, lookout: Lookout, live: Live, first: int, notes: deque[str], on_look: OnLook | None
 ) -> tuple[int, str]:
-    """Draw until something ends it: the first row in sight, and `ended`, `quit` or `suspend`."""
+    """Draw until the run ends or a key interrupts: the first visible row, and `ended`, `quit` or `suspend`."""
     seen: object = None
     screen: Screen | None = None
     live.update(Text(f"reading {plain(str(lookout.run.folder))} …", style="dim"), refresh=True)
     while True:
-        if lookout.error is not None:
-            raise lookout.error
-        has_ended = lookout.has_ended  # before the status: meanwhile both may become others
-        status = lookout.status
+        status, has_ended = lookout.latest()
         if status is not None:
             if status is not seen:
                 seen, tasks = status, tasks_of(status)
@@ -120,7 +113,7 @@ def _draw(
             lookout.show([task["attempt"] for task in tasks[first : first + n_rows]])
             live.update(screen, refresh=True)
             if has_ended:
-                # A terminal without a second screen would keep this one above the final status.
+                # A terminal without an alternate screen would keep this one above the final status.
                 live.console.control(Control.clear(), Control.home())
                 return first, "ended"
         for key in keyboard.wait(WAIT_S):
@@ -135,7 +128,7 @@ def _draw(
 
 @contextlib.contextmanager
 def _kept_from_the_screen() -> Iterator[deque[str]]:
-    """What is logged meanwhile, the last few lines: written to a terminal, it would stand across the picture."""
+    """Collect the last log messages, which would disturb the screen."""
     notes: deque[str] = deque(maxlen=5)
 
     class Notes(logging.Handler):
@@ -155,7 +148,7 @@ def _kept_from_the_screen() -> Iterator[deque[str]]:
 
 
 def _in_lines(run: Run, as_json: bool, on_look: OnLook | None) -> Status:
-    """Print a line when something has changed, until the run ends; its last status."""
+    """Print a line at each change until the run ends; its last status."""
     looked = threading.Event()
     lookout = Lookout(run, looked.set)
     lookout.visible = () if on_look is None and not as_json else None
@@ -164,10 +157,7 @@ def _in_lines(run: Run, as_json: bool, on_look: OnLook | None) -> Status:
     told_at, seen = -LINE_S, None
     try:
         while True:
-            if lookout.error is not None:
-                raise lookout.error
-            has_ended = lookout.has_ended  # before the status, as above
-            status = lookout.status
+            status, has_ended = lookout.latest()
             if status is not None:
                 if status is not seen:
                     seen = status
@@ -186,7 +176,7 @@ def _in_lines(run: Run, as_json: bool, on_look: OnLook | None) -> Status:
 
 
 def _news(status: Status) -> object:
-    """What is another when there is something to tell."""
+    """A value that changes when there is something to print."""
     done = status["n_items_done"] * 100 // (status["n_items"] * PERCENT)
     return done, status["state"], failure_words(status), queue_words(status)
 
