@@ -313,7 +313,7 @@ def export(
     ] = None,
     trust: options.TrustOption = False,
 ) -> None:
-    """Write the merged rows as JSONL, CSV, Parquet, or tensors of PyTorch."""
+    """Write the merged rows as JSONL, CSV, Parquet or tensors."""
     from slurmgpu.cli.console import result, say
     from slurmgpu.merge.export import FORMATS, export_to
     from slurmgpu.merge.export import export as write

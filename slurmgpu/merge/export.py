@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 Writer = Callable[[Merged, IO[bytes]], str | None]
 """Writes the rows; returns a description if it writes anything other than rows."""
 
-_BLOCK_BYTES = 4 << 20  # ten times as much as Python objects
+_BLOCK_BYTES = 4 << 20  # about ten times as much in Python objects
 _ROW_GROUP_BYTES = 32 << 20
 
 
