@@ -26,6 +26,7 @@ __all__ = [
     "find_batch_size",
     "open",
     "probe",
+    "serve",
     "submit",
     "throughput",
 ]
@@ -45,6 +46,7 @@ _HOMES = {
     "open": "slurmgpu.results",
     "probe": "slurmgpu.api",
     "submit": "slurmgpu.api",
+    "serve": "slurmgpu.workloads.command.serving",
     "find_batch_size": "slurmgpu.training.fitting",
     "throughput": "slurmgpu.training.throughput",
 }
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
     from slurmgpu.training.fitting import find_batch_size
     from slurmgpu.training.throughput import throughput
     from slurmgpu.workload import Item, TaskContext, Workload
+    from slurmgpu.workloads.command.serving import serve
 
 
 def __getattr__(name: str) -> Any:

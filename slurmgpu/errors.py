@@ -14,7 +14,10 @@ class ItemError(Exception):
     """One item cannot be computed: a workload returns it in place of a row, or raises it.
 
     The message becomes the item's `error`; the other items of the batch are not affected.
+    `way`, if there is one, is equal for items that failed for the same reason.
     """
+
+    way: tuple[str, ...] | None = None
 
 
 class Interrupted(Exception):  # noqa: N818 - no error: the item goes on where another task, or a later one, takes it up

@@ -45,7 +45,7 @@ class DiskFullError(Exception):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why one item has no row. `way` is equal for items that raised at the same place; None for an ItemError."""
+    """Why one item has no row. `way` is equal for items that failed in the same way; None if that is not known."""
 
     kind: str
     message: str
@@ -242,7 +242,7 @@ class Computer:
         except Interrupted:
             return [], INTERRUPTED
         except ItemError as error:
-            return [], Failure("item_error", str(error))
+            return [], Failure("item_error", str(error), error.way)
         except (Exception, SystemExit) as error:
             check_debugger_left(error)
             if is_out_of_memory(error):
@@ -269,7 +269,7 @@ class Computer:
 
     def _check(self, item: Item, row: Any) -> Mapping[str, Any] | Failure:
         if isinstance(row, ItemError):
-            failure = Failure("item_error", str(row))
+            failure = Failure("item_error", str(row), row.way)
             self._log(item.index, failure)
             return failure
         try:

@@ -1,0 +1,328 @@
+"""A process of the command: its pipes are read while it works, and its process group ends with it.
+
+It does not outlive this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from slurmgpu.errors import ItemError
+
+TAIL_BYTES = 2048
+"""So much of the end of stderr is kept in an error."""
+LAST_LINE = 200
+"""The last line of stderr stands in the error's first line, cut at so many characters."""
+MAX_BYTES = 64 << 20
+"""A longer line, or a longer answer on stdout, is refused."""
+GRACE_S = 2.0
+"""How long a process may take to end after SIGTERM."""
+SETTLE_S = 0.5
+"""A signal from outside may be meant for the whole job: so long it is waited for here."""
+LOOK_S = 0.1
+LINE_BYTES = 1 << 16
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_libc = ctypes.CDLL(None)
+
+_SELF_INFLICTED = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS}
+
+
+class CallFailedError(ItemError):
+    """A call of the command has no rows; `way` is equal for calls that failed in the same way."""
+
+    def __init__(self, message: str, way: str) -> None:
+        super().__init__(message)
+        self.way = ("command", way)
+
+
+class OutputError(Exception):
+    """What a process wrote has not the form that was agreed; the message goes on behind "failed: "."""
+
+
+class Sink(Protocol):
+    """Takes what comes out of a pipe; `end` is called when it is closed."""
+
+    def take(self, chunk: bytes) -> None:
+        """Take the next bytes."""
+
+    def end(self) -> None:
+        """Take what is left of a line."""
+
+
+class ToLog:
+    """Passes lines on to the log, behind a `mark` that names their items, and keeps the end of what came.
+
+    `names` are what stands for the paths of temporary files in what is kept: errors are to have the same bytes.
+    """
+
+    def __init__(self, mark: str, names: Mapping[str, str] | None = None) -> None:
+        self.mark = mark
+        self._names = names or {}
+        self._tail = self._rest = b""
+        self._is_cut = False
+
+    def set_mark(self, mark: str) -> None:
+        """Begin with another mark; what was kept so far is forgotten."""
+        self.end()
+        self.mark, self._tail, self._is_cut = mark, b"", False
+
+    def take(self, chunk: bytes) -> None:
+        """Take the next bytes."""
+        self._is_cut |= len(self._tail) + len(chunk) > TAIL_BYTES
+        self._tail = (self._tail + chunk)[-TAIL_BYTES:]
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        if len(self._rest) > LINE_BYTES:
+            lines, self._rest = [*lines, self._rest], b""
+        self._write(lines)
+
+    def end(self) -> None:
+        """Write what is left of a line."""
+        if self._rest:
+            self._write([self._rest])
+            self._rest = b""
+
+    def tail(self) -> str:
+        """The end of what came, in whole lines; of a line that was written over, what a terminal shows."""
+        text = self._tail.decode(errors="replace")
+        if self._is_cut and "\n" in text.rstrip("\n"):
+            text = text.partition("\n")[2]
+        for path, name in self._names.items():
+            text = text.replace(path, name)
+        lines = (line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n"))
+        return "\n".join(lines).strip()
+
+    def _write(self, lines: Sequence[bytes]) -> None:
+        mark = self.mark.encode()
+        data = b"".join(mark + line + b"\n" for line in lines)
+        with contextlib.suppress(OSError):  # nobody reads the log any more, or its disk is full
+            while data:
+                data = data[os.write(2, data) :]
+
+
+class Kept:
+    """Keeps what comes, up to MAX_BYTES."""
+
+    def __init__(self) -> None:
+        self._chunks: list[bytes] = []
+        self._n_bytes = 0
+
+    def take(self, chunk: bytes) -> None:
+        """Take the next bytes; those behind MAX_BYTES are dropped."""
+        self._n_bytes += len(chunk)
+        if self._n_bytes <= MAX_BYTES:
+            self._chunks.append(chunk)
+
+    def end(self) -> None:
+        """Nothing is left of a line."""
+
+    def content(self) -> bytes:
+        """All that came; OutputError if that was too much."""
+        if self._n_bytes > MAX_BYTES:
+            raise OutputError(f"stdout has more than {MAX_BYTES >> 20} MiB; expected one JSON object")
+        return b"".join(self._chunks)
+
+
+class Lines:
+    """Keeps lines until they are taken; OutputError at one of more than MAX_BYTES."""
+
+    def __init__(self) -> None:
+        self.whole: deque[bytes] = deque()
+        self._parts: list[bytes] = []
+        self._n_bytes = 0
+
+    def take(self, chunk: bytes) -> None:
+        """Take the next bytes."""
+        first, *others = chunk.split(b"\n")
+        self._add(first)
+        for part in others:
+            self.whole.append(b"".join(self._parts))
+            self._parts, self._n_bytes = [], 0
+            self._add(part)
+
+    def end(self) -> None:
+        """Half a line is none."""
+
+    def _add(self, part: bytes) -> None:
+        self._n_bytes += len(part)
+        if self._n_bytes > MAX_BYTES:
+            raise OutputError(f"a line of stdout has more than {MAX_BYTES >> 20} MiB")
+        self._parts.append(part)
+
+
+class Child:
+    """A process in a process group of its own, in the session of this one. `take` reads its pipes; end it with `close`.
+
+    When this process ends, however it does, the kernel kills it; the task kills the rest of the session.
+    """
+
+    def __init__(
+        self, arguments: Sequence[bytes], env: Mapping[str, str], out: Sink, err: ToLog, *, has_stdin: bool = False
+    ) -> None:
+        self.name = Path(os.fsdecode(arguments[0])).name
+        self.err = err
+        self._unsent = memoryview(b"")
+        try:
+            self._process = subprocess.Popen(
+                arguments,
+                env=env,
+                stdin=subprocess.PIPE if has_stdin else subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                preexec_fn=_tied_to(os.getpid()),
+            )
+        except OSError as error:
+            raise CallFailedError(f"{self.name} cannot be started: {error.strerror}", f"errno {error.errno}") from error
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self._pipes = selectors.PollSelector()
+        self._pipes.register(self._process.stdout, selectors.EVENT_READ, out)
+        self._pipes.register(self._process.stderr, selectors.EVENT_READ, err)
+        self._n_open = 2
+        self.out_is_open = True
+        if self._process.stdin is not None:
+            os.set_blocking(self._process.stdin.fileno(), False)
+
+    def send(self, data: bytes) -> None:
+        """Write to its standard input, as `take` is called and the pipe has room."""
+        assert self._process.stdin is not None
+        if not self._unsent:
+            self._pipes.register(self._process.stdin, selectors.EVENT_WRITE)
+        self._unsent = memoryview(bytes(self._unsent) + data)
+
+    def take(self, deadline: float | None) -> None:
+        """Read what there is, and write what there is room for; waits a moment, and never beyond `deadline`."""
+        wait_s = LOOK_S if deadline is None else max(0.0, min(LOOK_S, deadline - time.monotonic()))
+        for key, _ in self._pipes.select(wait_s):
+            if key.data is None:
+                self._write()
+            elif chunk := os.read(key.fd, 1 << 16):
+                key.data.take(chunk)
+            else:
+                key.data.end()
+                self._pipes.unregister(key.fileobj)
+                self._n_open -= 1
+                self.out_is_open &= key.fileobj is not self._process.stdout
+
+    def wait(self, deadline: float | None) -> int:
+        """Read to the end; the exit code, negative for a signal. TimeoutError at `deadline`."""
+        while self._n_open and not self.has_ended():
+            self.take(deadline)
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError
+        pause_s = 0.0005
+        while not self.has_ended():  # a process may close its pipes and go on
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.05)
+        return self._reap()
+
+    def has_ended(self) -> bool:
+        """Whether the process has ended; until it is reaped, no other gets the number of its group."""
+        try:
+            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:
+            return True
+
+    def close(self) -> int:
+        """End its process group by SIGTERM, and by SIGKILL what is left; the exit code."""
+        if self._process.returncode is not None:
+            return self._process.returncode
+        if self._process.stdin is not None:
+            with contextlib.suppress(KeyError):
+                self._pipes.unregister(self._process.stdin)
+            self._unsent = memoryview(b"")
+            self._process.stdin.close()
+        self._signal(signal.SIGTERM)
+        deadline = time.monotonic() + GRACE_S
+        with contextlib.suppress(TimeoutError, OutputError):
+            return self.wait(deadline)
+        return self._reap()
+
+    def finish(self, timeout_s: float | None) -> None:
+        """Wait until it ends; CallFailedError if it fails, or takes longer than `timeout_s`."""
+        try:
+            code = self.wait(None if timeout_s is None else time.monotonic() + timeout_s)
+        except TimeoutError:
+            self.close()
+            raise CallFailedError(self.explained(f"took longer than timeout_s = {timeout_s:g}"), "timeout") from None
+        except BaseException:
+            self.close()
+            raise
+        if code:
+            raise self.failure(code)
+
+    def failure(self, code: int) -> CallFailedError:
+        """Why it failed, from its exit code and the end of its stderr."""
+        number = -code if code < 0 else code - 128 if 128 < code < 192 else 0
+        try:
+            name = signal.Signals(number).name if number else ""
+        except ValueError:
+            name = f"signal {number}"
+        if number and number not in _SELF_INFLICTED:
+            time.sleep(SETTLE_S)
+        said = f"died by {name}" if code < 0 else f"exited with code {code}" + (f" ({name})" if name else "")
+        return CallFailedError(self.explained(said), said)
+
+    def explained(self, said: str) -> str:
+        """A sentence on the process, with the end of its stderr."""
+        tail = self.err.tail()
+        last = tail.rpartition("\n")[2]
+        first = f"{self.name} {said}" + (f": {last[:LAST_LINE]}" if last else "")
+        return first if tail == last[:LAST_LINE] else f"{first}\nThe end of its stderr:\n{tail}"
+
+    def _write(self) -> None:
+        assert self._process.stdin is not None
+        try:
+            n_bytes = os.write(self._process.stdin.fileno(), self._unsent)
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            n_bytes = len(self._unsent)  # it is about to end, and its exit code says why
+        self._unsent = self._unsent[n_bytes:]
+        if not self._unsent:
+            self._pipes.unregister(self._process.stdin)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)
+
+    def _reap(self) -> int:
+        """Kill what is left of the group, read the pipes to their end, and take the exit code."""
+        self._signal(signal.SIGKILL)
+        deadline = time.monotonic() + GRACE_S
+        # A daemon in a session of its own may hold the pipes; it is not waited for.
+        while self._n_open and time.monotonic() < deadline:
+            with contextlib.suppress(OutputError):
+                self.take(deadline)
+        self.err.end()
+        code = self._process.wait()
+        self._pipes.close()
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                pipe.close()
+        return code
+
+
+def _tied_to(parent: int) -> Callable[[], None]:
+    """What a new process does before it becomes the program."""
+
+    def tie() -> None:
+        os.setpgid(0, 0)
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # which has ended before the kernel knew
+            os._exit(1)
+
+    return tie
