@@ -10,7 +10,7 @@ import typer
 
 from slurmgpu import __version__
 from slurmgpu.cli import completion, options
-from slurmgpu.cli.commands import manual, show
+from slurmgpu.cli.commands import manual, run, show
 from slurmgpu.cli.commands.image import image_app
 from slurmgpu.cli.lazy_commands import App, Commands
 from slurmgpu.cli.options import (
@@ -99,6 +99,7 @@ def init(
       collect    a language model's solutions of each question, and a value for each step
       tracin     the training examples that a prediction rests on
       train      a training for each configuration
+      command    the rows that any program writes
     """  # noqa: D301  \b is the character that keeps the lines as they are
     from slurmgpu.cli import templates
     from slurmgpu.cli.console import result
@@ -177,6 +178,7 @@ def submit(
     )
 
 
+app.command(cls=run.WithProgram, options_metavar=run.USAGE)(run.run)
 app.command()(manual.plan)
 
 

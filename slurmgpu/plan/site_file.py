@@ -73,12 +73,12 @@ def read_site() -> dict[str, Any]:
 
 def read_run_file(path: Path, overrides: Mapping[str, Any] | None = None) -> RunFile:
     """The run file at `path` over the site file, and `overrides`, tables and keys as in them, over both."""
-    return parse_run_file(_merged([read_site(), _read(path), overrides or {}]), str(path))
+    return parse_run_file(_merged([read_site(), _own(path, overrides or {}), overrides or {}]), str(path))
 
 
 def origins(path: Path, overrides: Mapping[str, Any]) -> Origins:
     """Every value of these tables that was set, and where."""
-    site, own = read_site(), _read(path)
+    site, own = read_site(), _own(path, overrides)
     values = read_run_file(path, overrides).model_dump()
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for table in TABLES:
@@ -87,6 +87,11 @@ def origins(path: Path, overrides: Mapping[str, Any]) -> Origins:
         sources |= {key: _flag(table, key) for key, value in overrides.get(table, {}).items() if value is not None}
         found[table] = {key: {"value": values[table][key], "from": source} for key, source in sources.items()}
     return found
+
+
+def _own(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The run file's tables; none where `overrides` name the workload, and so are a whole run file."""
+    return {} if "workload" in overrides else _read(path)
 
 
 def _read(path: Path) -> dict[str, Any]:
