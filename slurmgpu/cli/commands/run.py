@@ -36,6 +36,8 @@ USAGE = "--each FILE --col NAME:TYPE [OPTIONS] -- PROGRAM [ARGUMENTS]"
 NO_RUN_FILE = "slurmgpu run"
 """What stands for the run file's name in the run's provenance; no run file lies there."""
 
+SCRIPTS = (".py", ".sh", ".R", ".jl", ".pl", ".js")
+
 
 class WithProgram(TyperCommand):
     """A command behind whose options a `--` stands, and then a program with its arguments."""
@@ -126,8 +128,7 @@ def whole_run_file(
     if odd := [text for text in program if not _is_utf8(text)]:
         raise SlurmGPUError(f"The argument {odd[0]!r} is not UTF-8, and a plan is. Give it by a file.")
     # Of `python score.py`, the script names the run.
-    names = [Path(text) for text in program[:2] if "{" not in text and not text.startswith("-")]
-    name = next((path.stem for path in names[1:] if path.suffix), names[0].stem if names else "")
+    name = next((Path(text).stem for text in program if text.endswith(SCRIPTS)), Path(*program[:1]).stem)
     return {
         "input": each[0] if len(each) == 1 else list(each),
         "run_dir": f"runs/{name or 'run'}",
