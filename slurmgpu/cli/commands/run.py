@@ -104,6 +104,8 @@ def run(
     program = context.meta[NO_RUN_FILE]
     overrides = options.overrides(context.params, settings, slurm, image)
     overrides = whole_run_file(each, col, program, overrides)
+    if run_dir is not None:
+        overrides["run_dir"] = str(run_dir)
     if batch_size is not None:
         overrides["workload"]["batch_size"] = batch_size
     if dry_run and not as_json:
