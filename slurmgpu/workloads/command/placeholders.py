@@ -58,7 +58,7 @@ class CommandLine:
         filled = []
         for pieces in self.arguments:
             parts = [
-                os.fsencode(piece)
+                piece.encode("utf-8", "surrogateescape")
                 if isinstance(piece, str)
                 else os.fsencode(values[piece.name])
                 if piece.name in values

@@ -6,16 +6,16 @@ It does not outlive this process.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import selectors
 import signal
 import subprocess
+import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from slurmgpu.errors import ItemError
 
@@ -30,10 +30,8 @@ GRACE_S = 2.0
 SETTLE_S = 0.5
 """A signal from outside may be meant for the whole job: so long it is waited for here."""
 LOOK_S = 0.1
+_OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"preexec_fn": os.setpgrp}
 LINE_BYTES = 1 << 16
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_libc = ctypes.CDLL(None)
 
 _SELF_INFLICTED = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS}
 
@@ -160,15 +158,63 @@ class Lines:
         self._parts.append(part)
 
 
+# PR_SET_PDEATHSIG would need a function that is called between fork and exec, for which Python cannot use vfork: four
+# milliseconds more a process. It kills no grandchildren either.
+GUARD = """
+import os, signal, sys
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, signal.SIG_IGN)
+group = 0
+for line in sys.stdin.buffer:
+    group = int(line)
+if group:
+    os.killpg(group, signal.SIGKILL)
+"""
+
+
+class Guard:
+    """A small process that kills a process group when this process has ended, however it did."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", GUARD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+        )
+
+    def watch(self, group: int) -> None:
+        """Kill this group from now on, and no other; 0 for none."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(b"%d\n" % group)
+
+    def close(self) -> None:
+        """End the guard, without harm to anything."""
+        assert self._process.stdin is not None
+        self.watch(0)
+        self._process.stdin.close()
+        self._process.wait()
+
+
 class Child:
     """A process in a process group of its own, in the session of this one. `take` reads its pipes; end it with `close`.
 
-    When this process ends, however it does, the kernel kills it; the task kills the rest of the session.
+    When this process ends, `guard` kills the group; the task kills what else there is in the session.
     """
 
     def __init__(
-        self, arguments: Sequence[bytes], env: Mapping[str, str], out: Sink, err: ToLog, *, has_stdin: bool = False
+        self,
+        arguments: Sequence[bytes],
+        env: Mapping[str, str],
+        out: Sink,
+        err: ToLog,
+        guard: Guard,
+        *,
+        has_stdin: bool = False,
     ) -> None:
+        self._guard = guard
         self.name = Path(os.fsdecode(arguments[0])).name
         self.err = err
         self._unsent = memoryview(b"")
@@ -180,10 +226,11 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
-                preexec_fn=_tied_to(os.getpid()),
+                **_OWN_GROUP,
             )
         except OSError as error:
             raise CallFailedError(f"{self.name} cannot be started: {error.strerror}", f"errno {error.errno}") from error
+        guard.watch(self._process.pid)
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         self._pipes = selectors.PollSelector()
@@ -221,7 +268,7 @@ class Child:
             self.take(deadline)
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError
-        pause_s = 0.0005
+        pause_s = 0.00005
         while not self.has_ended():  # a process may close its pipes and go on
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError
@@ -308,21 +355,10 @@ class Child:
             with contextlib.suppress(OutputError):
                 self.take(deadline)
         self.err.end()
+        self._guard.watch(0)
         code = self._process.wait()
         self._pipes.close()
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             if pipe is not None:
                 pipe.close()
         return code
-
-
-def _tied_to(parent: int) -> Callable[[], None]:
-    """What a new process does before it becomes the program."""
-
-    def tie() -> None:
-        os.setpgid(0, 0)
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # which has ended before the kernel knew
-            os._exit(1)
-
-    return tie

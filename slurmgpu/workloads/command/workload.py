@@ -21,7 +21,7 @@ from slurmgpu.workload import Item, Placement, Row, Share, TaskContext
 from slurmgpu.workloads.command.column_types import columns_of
 from slurmgpu.workloads.command.outputs import Collected, Values, check_format, in_order, parse_object, read_output
 from slurmgpu.workloads.command.placeholders import END, IN, OUT, START, as_json, parse
-from slurmgpu.workloads.command.process import CallFailedError, Child, Kept, Lines, OutputError, ToLog
+from slurmgpu.workloads.command.process import CallFailedError, Child, Guard, Kept, Lines, OutputError, ToLog
 from slurmgpu.workloads.command.stream import Stream
 
 SLICE, ONE, STREAM = "slice", "one", "stream"
@@ -97,7 +97,7 @@ class Command:
             raise SlurmGPUError(
                 f"command: there is no program {self._program!r} "
                 + ("in the folder of the run file." if "/" in self._program else "on the PATH.")
-                + " Correct run, or set PATH under [settings] env."
+                + " Correct run, load what brings it before you submit, or set PATH under [settings] env."
             )
 
     def place(self, share: Share) -> Placement:
@@ -118,8 +118,10 @@ class Command:
         if self._mode == STREAM:
             self._environ["PYTHONUNBUFFERED"] = "1"  # what Python prints to a pipe waits in a buffer else
         self._environ |= self._env
+        self._guard = Guard()
+        weakref.finalize(self, self._guard.close)
         if self._mode == STREAM:
-            start = functools.partial(_start_stream, self._line.fill({}, {}), self._environ)
+            start = functools.partial(_start_stream, self._line.fill({}, {}), self._environ, self._guard)
             self._stream = Stream(start, self._timeout_s)
             weakref.finalize(self, self._stream.close)
             try:
@@ -198,7 +200,7 @@ class Command:
         err = ToLog(mark, {str(in_path): "{in}", str(out_path): "{out}"} if folder else None)
         kept = Kept()
         arguments, environ = line.fill(values, data or {}), {**self._environ, **(about or {})}
-        child = Child(arguments, environ, kept if line.out is None else ToLog(mark), err)
+        child = Child(arguments, environ, kept if line.out is None else ToLog(mark), err, self._guard)
         child.finish(self._timeout_s)
         try:
             if line.out is None:
@@ -211,8 +213,10 @@ class Command:
         return rows
 
 
-def _start_stream(arguments: Sequence[bytes], environ: Mapping[str, str], out: Lines, err: ToLog) -> Child:
-    return Child(arguments, environ, out, err, has_stdin=True)
+def _start_stream(
+    arguments: Sequence[bytes], environ: Mapping[str, str], guard: Guard, out: Lines, err: ToLog
+) -> Child:
+    return Child(arguments, environ, out, err, guard, has_stdin=True)
 
 
 def _request(item: Item) -> bytes:

@@ -15,7 +15,7 @@ from slurmgpu.plan.binds import container_binds
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.plan.run_file import read_toml
 from slurmgpu.run.directory import create_run
-from tests.support.runs import datasets, kill_workers, records, report, start, toml, wait_until
+from tests.support.runs import datasets, kill_workers, records, report, start, toml, wait_until, workers
 
 BODY = """
 import json, os, subprocess, sys, time
@@ -123,14 +123,14 @@ def test_a_killed_task_leaves_no_process(tmp_path):
     (project / "held").touch()
     run = start("submit", cwd=project)
     wait_until((project / "pids").exists, "the item that waits")
-    child, grandchild = (project / "pids").read_text().split()
     try:
         [task] = [record["pid"] for record in records(project)]
-        worker = int(Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[1])
+        pids = (project / "pids").read_text().split()
+        [worker] = workers(project)
         os.kill(task, signal.SIGKILL)
-        wait_until(lambda: has_ended(worker) and has_ended(child), "the end of worker and process", 20)
+        for pid in (worker[0], *pids):
+            wait_until(lambda pid=pid: has_ended(pid), "the end of worker, process, and what that started", 20)
     finally:
-        os.kill(int(grandchild), signal.SIGKILL)  # Slurm kills what is left of a job; here nobody does
         (project / "held").unlink()
         run.communicate(timeout=200)
 
