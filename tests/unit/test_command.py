@@ -161,7 +161,7 @@ def test_a_program_that_is_not_here_is_refused_only_when_this_machine_is_asked(t
         Command(run=["no-such-program", "{text}"], columns=columns).check_here()
     script = tmp_path / "own"
     script.write_text("#!/bin/sh\n")
-    with pytest.raises(SlurmGPUError, match=r"no program '\./own' in the folder of the run file"):
+    with pytest.raises(SlurmGPUError, match=r"no program '\./own' at /.*/own"):
         Command(run=["./own", "{text}"], columns=columns).check_here()
     script.chmod(0o755)
     Command(run=["./own", "{text}"], columns=columns).check_here()
@@ -593,6 +593,13 @@ def test_a_stream_that_answers_twice_fails_its_call_and_no_later_one(served, pau
     assert "has the index 0 a second time" in failing(command, [first, second])
     assert command([first]) == [{"n": 1}]
     assert command([second]) == [{"n": 2}]
+
+
+def test_a_stream_that_ends_with_its_last_answer_has_given_it(served):
+    command = served(f"{ANSWER}\nif item['index'] == 1: os._exit(3)")
+    assert command(items("a", "bb")) == [{"n": 1}, {"n": 2}]
+    assert "exited with code 3" in failing(command, items("a", "bb", "ccc"))
+    assert command(items("a")) == [{"n": 1}]
 
 
 def test_a_stream_that_hangs_is_killed_and_started_again(served):

@@ -45,7 +45,7 @@ class CallFailedError(ItemError):
 
 
 class OutputError(Exception):
-    """What a process wrote has not the form that was agreed; the message goes on behind "failed: "."""
+    """What a process wrote does not have the form that was agreed; the message goes on behind "failed: "."""
 
 
 class Sink(Protocol):
@@ -264,6 +264,8 @@ class Child:
 
     def wait(self, deadline: float | None) -> int:
         """Read to the end; the exit code, negative for a signal. TimeoutError at `deadline`."""
+        if self._process.returncode is not None:
+            return self._process.returncode
         while self._n_open and not self.has_ended():
             self.take(deadline)
             if deadline is not None and time.monotonic() >= deadline:
@@ -278,6 +280,8 @@ class Child:
 
     def has_ended(self) -> bool:
         """Whether the process has ended; until it is reaped, no other gets the number of its group."""
+        if self._process.returncode is not None:
+            return True
         try:
             return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         except ChildProcessError:

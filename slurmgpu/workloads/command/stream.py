@@ -58,9 +58,10 @@ class Stream:
         self, child: Child, requests: Mapping[int, bytes], mark: str, former: Collection[int]
     ) -> dict[int, Mapping[str, Any]] | None:
         """The answers; None if the process answers once more to the `former` call."""
-        child.err.set_mark(mark)
         collected = Collected(requests)
         try:
+            child.take(time.monotonic())  # what it has printed since its last answer
+            child.err.set_mark(mark)
             child.send(b"".join(requests.values()))
             while len(collected.rows) < len(requests):
                 answer = parse_object(self._next_line(child, self._timeout_s), "a line of stdout")

@@ -94,10 +94,10 @@ class Command:
         """Refuse a program that this machine does not have."""
         path = {**os.environ, **self._env}.get("PATH")
         if shutil.which(self._program, path=path) is None:
+            where = f"at {Path(self._program).absolute()}" if "/" in self._program else "on the PATH"
             raise SlurmGPUError(
-                f"command: there is no program {self._program!r} "
-                + ("in the folder of the run file." if "/" in self._program else "on the PATH.")
-                + " Correct run, load what brings it before you submit, or set PATH under [settings] env."
+                f"command: there is no program {self._program!r} {where}. Correct run, load what brings it before you "
+                f"submit, or set PATH under [settings] env."
             )
 
     def place(self, share: Share) -> Placement:
