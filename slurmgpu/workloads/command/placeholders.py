@@ -12,10 +12,10 @@ from typing import Any
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 
 FORMATS = ("jsonl", "csv", "npz")
-"""What `{out}` may be; without a word it is the first."""
+"""The formats of `{out}`; the first is the default."""
 
 MAX_ARGUMENT_BYTES = 128 * 1024
-"""Linux takes no longer argument, its final NUL included: MAX_ARG_STRLEN, execve(2)."""
+"""The longest argument that Linux takes, with its final NUL: MAX_ARG_STRLEN, execve(2)."""
 
 IN, OUT, START, END = "in", "out", "start", "end"
 OF_A_SLICE = (IN, START, END)

@@ -20,18 +20,20 @@ from typing import Any, Protocol
 from slurmgpu.errors import ItemError
 
 TAIL_BYTES = 2048
-"""So much of the end of stderr is kept in an error."""
+"""How much of the end of stderr an error keeps."""
 LAST_LINE = 200
-"""The last line of stderr stands in the error's first line, cut at so many characters."""
+"""The error's first line ends with the last line of stderr, cut at this many characters."""
 MAX_BYTES = 64 << 20
-"""A longer line, or a longer answer on stdout, is refused."""
+"""The longest line, and the longest answer on stdout, that is accepted."""
 GRACE_S = 2.0
 """How long a process may take to end after SIGTERM."""
 SETTLE_S = 0.5
-"""A signal from outside may be meant for the whole job: so long it is waited for here."""
+"""A signal from outside may be meant for the whole job: wait this long for it to reach this process."""
 LOOK_S = 0.1
+"""How often to look whether a process has ended whose pipes are still open."""
 _OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"preexec_fn": os.setpgrp}
 LINE_BYTES = 1 << 16
+"""A longer line is cut in the log."""
 
 _SELF_INFLICTED = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS}
 

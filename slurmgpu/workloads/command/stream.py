@@ -48,7 +48,7 @@ class Stream:
             if rows is not None:
                 return rows
         if self._child is not None:
-            log.warning("%s has ended, or has answered more than it was asked; it is started again", self._child.name)
+            log.warning("%s has ended, or has sent an answer too many; starting it again", self._child.name)
             self.close()
         rows = self._ask(self.start(), requests, mark, ())
         assert rows is not None

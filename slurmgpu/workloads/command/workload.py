@@ -26,7 +26,7 @@ from slurmgpu.workloads.command.stream import Stream
 
 SLICE, ONE, STREAM = "slice", "one", "stream"
 BATCH_SIZES = {SLICE: 256, ONE: 1, STREAM: 32}
-"""By mode, the items of a batch: those of one slice, and those that a stream is asked at once, at most."""
+"""Items of a batch by mode: of a slice, or requests that a stream has not answered, at most."""
 
 
 class Command:
@@ -111,12 +111,12 @@ class Command:
 
     def load(self, task: TaskContext) -> None:
         """Start the process of a stream."""
-        # Slurm counts GPUs as the bus does, CUDA by itself begins with the fastest.
+        # Slurm numbers GPUs by their bus; CUDA's default is the fastest first.
         self._environ = {**os.environ, "CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")}
         if task.device == "cpu":
             self._environ["CUDA_VISIBLE_DEVICES"] = ""
         if self._mode == STREAM:
-            self._environ["PYTHONUNBUFFERED"] = "1"  # what Python prints to a pipe waits in a buffer else
+            self._environ["PYTHONUNBUFFERED"] = "1"  # else Python keeps what it prints in a buffer
         self._environ |= self._env
         self._guard = Guard()
         weakref.finalize(self, self._guard.close)
