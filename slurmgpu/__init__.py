@@ -29,6 +29,7 @@ __all__ = [
     "find_batch_size",
     "open",
     "probe",
+    "serve",
     "submit",
     "throughput",
 ]
@@ -41,6 +42,7 @@ _HOMES = {
     "slurmgpu.training.fitting": ("find_batch_size",),
     "slurmgpu.training.throughput": ("Rates", "Throughput", "throughput"),
     "slurmgpu.workload": ("Item", "TaskContext", "Workload"),
+    "slurmgpu.workloads.command.serving": ("serve",),
 }
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from slurmgpu.training.fitting import find_batch_size
     from slurmgpu.training.throughput import Rates, Throughput, throughput
     from slurmgpu.workload import Item, TaskContext, Workload
+    from slurmgpu.workloads.command.serving import serve
 
 
 def __getattr__(name: str) -> Any:

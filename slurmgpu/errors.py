@@ -22,7 +22,10 @@ class ItemError(Exception):
     """One item cannot be computed. A workload returns it in place of a row, or raises it.
 
     Its message becomes the item's `error`. The other items of the batch are not affected.
+    `way`, if there is one, is equal for items that failed for the same reason.
     """
+
+    way: tuple[str, ...] | None = None
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error: a later task continues the item

@@ -39,6 +39,7 @@ BUILT_IN = {
     "collect": "slurmgpu.workloads.collect:Collect",
     "tracin": "slurmgpu.workloads.tracin:Tracin",
     "train": "slurmgpu.workloads.train:Train",
+    "command": "slurmgpu.workloads.command:Command",
 }
 """Short names of the built-in workloads; the entry points in pyproject.toml are the same."""
 
@@ -257,6 +258,11 @@ class Adapted:
     def check_input(self) -> Callable[[Sequence[Path], int], Sequence[str] | None] | None:
         """Raises SlurmGPUError for an unusable input, or returns lines about it for `submit --dry-run`."""
         return self._read_method("check_input", "files", "n_items")
+
+    @cached_property
+    def check_here(self) -> Callable[[], object] | None:
+        """Refuses, at planning, a machine that lacks what tasks need; not called where they run in an image."""
+        return self._read_method("check_here")
 
     @cached_property
     def sort_key(self) -> Callable[[Item], Any] | None:

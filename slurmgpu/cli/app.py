@@ -10,7 +10,7 @@ import typer
 
 from slurmgpu import __version__
 from slurmgpu.cli import completion, options
-from slurmgpu.cli.commands import show
+from slurmgpu.cli.commands import run, show
 from slurmgpu.cli.commands.image import image_app
 from slurmgpu.cli.lazy_commands import App, Commands
 from slurmgpu.errors import SlurmGPUError
@@ -75,6 +75,7 @@ def init(
       collect    a language model's solutions of each question, and a value for each step
       tracin     the training examples that a prediction rests on
       train      a training for each configuration
+      command    the rows that any program writes
     """  # noqa: D301 - \b keeps the lines of a paragraph apart
     from slurmgpu.cli import templates
     from slurmgpu.cli.console import result
@@ -111,19 +112,12 @@ def submit(
     settings: options.SetOption = None,
     slurm: options.SlurmOption = None,
     mail_user: options.MailOption = None,
-    after: Annotated[
-        Path | None,
-        typer.Option(
-            "--after", metavar="RUN", help="Start when that run is complete.", autocompletion=completion.complete_run
-        ),
-    ] = None,
+    after: options.AfterOption = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the plan, the limits and the sbatch scripts; queue nothing.")
     ] = False,
-    probe: Annotated[
-        int | None, typer.Option("--probe", metavar="N", help="First compute N items, and estimate time and cost.")
-    ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Queue the run after its probe without asking.")] = False,
+    probe: options.ProbeOption = None,
+    yes: options.YesOption = False,
     inject: options.InjectOption = None,
     wait: options.WaitOption = False,
     as_json: options.JsonOption = False,
@@ -143,6 +137,9 @@ def submit(
     overrides = options.overrides(context.params, settings, slurm, image)
     asked: dict[str, Any] = {"dry_run": dry_run, "probe": probe, "yes": yes, "wait": wait, "as_json": as_json}
     raise typer.Exit(submitting.submit(run_file, overrides, run_dir, after, inject=inject or (), **asked))
+
+
+app.command(cls=run.WithProgram, options_metavar=run.USAGE)(run.run)
 
 
 @app.command()

@@ -77,6 +77,16 @@ TrustOption = Annotated[
     bool, typer.Option("--trust", help="Run code that others can write in the run directory, as you.")
 ]
 WaitOption = Annotated[bool, typer.Option("--wait", help="Follow the run to its end; exit with 3 if it is incomplete.")]
+AfterOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--after", metavar="RUN", help="Start when that run is complete.", autocompletion=completion.complete_run
+    ),
+]
+ProbeOption = Annotated[
+    int | None, typer.Option("--probe", metavar="N", help="First compute N items, and estimate time and cost.")
+]
+YesOption = Annotated[bool, typer.Option("--yes", help="Queue the run after its probe without asking.")]
 DEFAULT_RUN_FILE = Path("slurmgpu.toml")
 
 

@@ -104,6 +104,9 @@ def draft_run(
         workload.check()
     notes = hidden_by_built_in(config.workload.use) + near_misses(workload)
     container = contain(config.container, full_name, path, overrides)
+    if container is None and workload.check_here is not None:
+        with working_folder(path.parent):
+            workload.check_here()
     columns = columns_to_json(check_columns(workload.columns, f"workload {full_name}"))
     batch_size = _batch_size(config, workload)
     shard_items = _shard_items(config, batch_size)

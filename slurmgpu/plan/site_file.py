@@ -73,13 +73,14 @@ def read_site() -> dict[str, Any]:
 
 def read_run_file(path: Path, overrides: Mapping[str, Any] | None = None) -> RunFile:
     """The run file at `path`, which overrides the site file; `overrides`, by table and key, override both."""
-    below = merge_tables(read_site(), _read(path))
-    return parse_table(RunFile, merge_tables(below, overrides or {}), str(path))
+    overrides = overrides or {}
+    below = merge_tables(read_site(), _own(path, overrides))
+    return parse_table(RunFile, merge_tables(below, overrides), str(path))
 
 
 def origins(path: Path, overrides: Mapping[str, Any]) -> Origins:
     """Every value in TABLES that was set, and where."""
-    site, own = read_site(), _read(path)
+    site, own = read_site(), _own(path, overrides)
     values = read_run_file(path, overrides).model_dump()
     found: dict[str, dict[str, dict[str, Any]]] = {}
     flags = {"slurm": "--slurm", "merge": "--mail-user"}
@@ -90,6 +91,11 @@ def origins(path: Path, overrides: Mapping[str, Any]) -> Origins:
         sources |= {key: flags.get(table, f"--{key.replace('_', '-')}") for key in given}
         found[table] = {key: {"value": values[table][key], "from": source} for key, source in sources.items()}
     return found
+
+
+def _own(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The run file's tables; none where `overrides` name the workload, and so are a whole run file."""
+    return {} if "workload" in overrides else _read(path)
 
 
 def _read(path: Path) -> dict[str, Any]:

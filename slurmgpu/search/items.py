@@ -32,6 +32,7 @@ from slurmgpu.search.excerpts import (
     workers_of,
 )
 from slurmgpu.search.picking import pick
+from slurmgpu.util.logging import mark_of
 from slurmgpu.util.shared_files import exists
 
 N_NAMED = 10
@@ -187,7 +188,17 @@ class _Search:
                 found.update((begin, line) for line in islice(read_lines(file, begin), 1))
             if has_failed:
                 break
-        return list(found.values())
+        else:
+            for place in islice(places_of(file.path, self._batch_mark(), start, stop), N_NAMED):
+                begin, _ = line_around(file.path, place)
+                found.update((begin, line) for line in islice(read_lines(file, begin), 1))
+        return sorted(found.values(), key=lambda line: line.offset)
+
+    def _batch_mark(self) -> bytes:
+        """What stands before the lines that a program has printed for the item's batch."""
+        size, (begin, stop) = self.run.plan.batch_size, self.run.plan.bounds(self.shard)
+        first = begin + (self.index - begin) // size * size
+        return mark_of(first, min(first + size, stop) - 1).encode()
 
     def _fine(self, record: Record | None, entry: list[Any], excerpt: Excerpt | None) -> Story:
         who = f"{self.which} is published"

@@ -18,6 +18,11 @@ class LogFormatter(logging.Formatter):
         return datetime.fromtimestamp(record.created, timezone.utc).astimezone().isoformat(timespec="milliseconds")
 
 
+def mark_of(first: int, last: int) -> str:
+    """What stands before a line that a program has printed while it computed these items."""
+    return f"item {first} | " if first == last else f"items {first}..{last} | "
+
+
 def log_to_stderr(*, force: bool = False) -> None:
     """Log to standard error in this format; with `force`, existing handlers are removed."""
     handler = logging.StreamHandler(sys.stderr)

@@ -34,7 +34,7 @@ class WorkerBrokenError(Exception):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an item has no row. `way` is equal for items that raised at the same place; None for an ItemError."""
+    """Why an item has no row. `way` is equal for items that failed in the same way; None if that is not known."""
 
     kind: str
     message: str
@@ -215,7 +215,7 @@ class Computer:
         except Interrupted:
             return [], INTERRUPTED
         except ItemError as error:
-            return [], Failure("item_error", str(error))
+            return [], Failure("item_error", str(error), error.way)
         except (Exception, SystemExit) as error:
             check_debugger_left(error)
             kind = class_of(error, ITEM)
@@ -245,7 +245,7 @@ class Computer:
 
     def _check(self, item: Item, row: Any) -> Mapping[str, Any] | Failure:
         if isinstance(row, ItemError):
-            failure = Failure("item_error", str(row))
+            failure = Failure("item_error", str(row), row.way)
             self._log(item.index, failure)
             return failure
         try:

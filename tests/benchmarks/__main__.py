@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 QUICK = {
+    "command": ["--quick"],
     "container": ["--quick"],
     "elasticity": ["--quick"],
     "embed": [],

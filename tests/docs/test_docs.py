@@ -30,6 +30,7 @@ from slurmgpu.task.supervisor import Task
 from slurmgpu.task.telemetry import GPU_VALUES, HOST_VALUES, Sampler
 from slurmgpu.training.settings import TrainingSettings
 from slurmgpu.util import env_info
+from slurmgpu.workloads.command import Command
 from slurmgpu.workloads.tracin import summary as tracin_summary
 from slurmgpu.workloads.tracin.planning import Planned
 from slurmgpu.workloads.tracin.workload import Tracin
@@ -222,6 +223,15 @@ def test_the_reference_lists_every_setting_of_train_with_its_default():
         assert shown.strip("`") == expected, key
 
 
+def test_the_reference_lists_every_setting_of_command_with_its_default():
+    own = inspect.signature(Command).parameters
+    assert listed("command.md", "Settings") == own.keys()
+    for key, _, shown, *_ in rows("command.md", "Settings"):
+        default = own[key.strip("`")].default
+        required = default is inspect.Parameter.empty
+        assert shown.strip("`") == ("required" if required else "–" if default is None else json.dumps(default)), key
+
+
 def test_the_reference_lists_every_column_of_train_and_every_key_of_its_summary():
     assert listed("training.md", "Columns") == train_rows.COLUMNS.keys()
     assert listed("training.md", "Summary") == set(train_summary.KEYS)
@@ -385,7 +395,7 @@ def test_the_file_tree_of_the_readme_is_the_one_there_is():
 # Examples
 
 RUNNING = ["tutorial.md", "how-to/write-a-workload.md", "how-to/debug-locally.md", "how-to/resubmit.md"]
-RUNNING += ["how-to/train-a-model.md", "how-to/rehearse-failures.md"]
+RUNNING += ["how-to/train-a-model.md", "how-to/rehearse-failures.md", "how-to/run-a-command.md"]
 
 
 WITH_TORCH = ["how-to/several-processes.md", "how-to/measure-training.md"]
@@ -398,7 +408,7 @@ def test_the_examples_of_a_page_print_what_it_shows(page, tmp_path):
     folder.mkdir()
     n_commands = 0
     for language, note, text in blocks(DOCS / page):
-        if name := re.match(r"# ([\w.-]+\.(?:py|toml))\n", text):
+        if name := re.match(r"# ([\w.-]+\.(?:py|toml|sh))\n", text):
             (folder / name[1]).write_text(text)
         elif language == "console" and not note:
             for command, shown, printed in type_in(folder, text):

@@ -105,6 +105,7 @@ def test_the_core_reads_users_objects_in_one_place():
         ("check_input = True", "check_input = True; expected a method, check_input(self, files, n_items)."),
         ("def sort_key(self): pass", "sort_key = a method, sort_key(self); expected a method, sort_key(self, item)."),
         ("summarize = 'mean'", "summarize = 'mean'; expected a method, summarize(self, merged)."),
+        ("def check_here(self, path): pass", "check_here = a method, check_here(self, path); expected a method"),
         ("fetch = 'model'", "fetch = 'model'; expected a method, fetch(self)."),
     ],
 )
@@ -120,7 +121,7 @@ def test_attributes_may_be_absent_none_properties_and_iterators(having, tmp_path
     assert (plain.batch_size, plain.paths, plain.environ, plain.exports, plain.summarizes) == (4, (), {}, [], False)
     names = [name for name in vars(Adapted) if name not in ("batch_size", "columns") and not name.startswith("_")]
     optional = [name for name in names if name not in ("user", "name", "call", "load", "check")]
-    assert len(optional) == 15
+    assert len(optional) == 16
     nothing = "\n".join(f"{name} = None" for name in (*optional, "texts"))
     assert having(nothing).plan.fingerprint == plain.fingerprint
     more = "environ = {'A': 1}\n@cached_property\ndef paths(self):\n    return Path('.').glob('items.*')\n"

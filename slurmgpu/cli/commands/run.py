@@ -1,0 +1,155 @@
+"""`run`: submits a command for each item of an input, without a run file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from slurmgpu.cli import options
+from slurmgpu.errors import SlurmGPUError
+
+USAGE = "--each FILE --col NAME:TYPE [OPTIONS] -- PROGRAM [ARGUMENTS]"
+NO_RUN_FILE = "slurmgpu run"
+"""What stands for the run file's name in the run's provenance; no run file lies there."""
+
+SCRIPTS = (".py", ".sh", ".R", ".jl", ".pl", ".js")
+
+
+class WithProgram(TyperCommand):
+    """A command behind whose options a `--` stands, and then a program with its arguments."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Keep the program for `run`, and read what comes before it as options."""
+        if "--" in args:
+            place = args.index("--")
+            args, ctx.meta[NO_RUN_FILE] = args[:place], args[place + 1 :]
+        elif not ctx.resilient_parsing and not {"-h", "--help"} & set(args):
+            raise SlurmGPUError(f"There is no -- between the options and the program: slurmgpu run {USAGE}")
+        return super().parse_args(ctx, args)
+
+
+def run(
+    context: typer.Context,
+    each: Annotated[
+        list[str], typer.Option("--each", metavar="FILE", help="The input: a file, or a quoted glob; may be repeated.")
+    ],
+    col: Annotated[
+        list[str], typer.Option("--col", metavar="NAME:TYPE", help="A column of the results, as in text:text.")
+    ],
+    batch_size: Annotated[int | None, typer.Option("--batch-size", help="Items of a slice, at most.")] = None,
+    gpus: options.GpusOption = None,
+    array: options.ArrayOption = None,
+    gpus_per_task: options.PerTaskOption = None,
+    nodes_per_task: options.NodesOption = None,
+    gpu_type: options.TypeOption = None,
+    processes: options.ProcessesOption = None,
+    tasks: options.TasksOption = None,
+    executor: options.ExecutorOption = None,
+    device: options.DeviceOption = None,
+    image: options.ImageOption = None,
+    run_dir: options.RunDirOption = None,
+    settings: options.SetOption = None,
+    slurm: options.SlurmOption = None,
+    mail_user: options.MailOption = None,
+    after: options.AfterOption = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the run file that this stands for, and its plan; queue nothing.")
+    ] = False,
+    probe: options.ProbeOption = None,
+    yes: options.YesOption = False,
+    inject: options.InjectOption = None,
+    wait: options.WaitOption = False,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Submit a command for the items of an input, without a run file.
+
+    \b
+      slurmgpu run --each clips.jsonl --col text:text --gpus 4 --array -- whisper {audio} --json
+      slurmgpu run --each a.jsonl --col n:int64 -- python count.py --in {in} --out {out}
+    """  # noqa: D301 - \b keeps the lines of a paragraph apart
+    from slurmgpu.cli.commands import submit as submitting
+    from slurmgpu.cli.console import result
+
+    program = context.meta[NO_RUN_FILE]
+    overrides = options.overrides(context.params, settings, slurm, image)
+    overrides = whole_run_file(each, col, program, overrides)
+    if run_dir is not None:
+        overrides["run_dir"] = str(run_dir)
+    if batch_size is not None:
+        overrides["workload"]["batch_size"] = batch_size
+    if dry_run and not as_json:
+        result(as_toml(overrides))
+    asked: dict[str, Any] = {"dry_run": dry_run, "probe": probe, "yes": yes, "wait": wait, "as_json": as_json}
+    run_file = Path.cwd() / NO_RUN_FILE
+    raise typer.Exit(submitting.submit(run_file, overrides, run_dir, after, inject=inject or (), **asked))
+
+
+def whole_run_file(
+    each: Sequence[str], col: Sequence[str], program: Sequence[str], tables: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The tables of a run file that runs `program` for the items of `each`; `tables` go over them."""
+    if odd := [text for text in program if not _is_utf8(text)]:
+        raise SlurmGPUError(f"The argument {odd[0]!r} is not UTF-8, and a plan is. Give it by a file.")
+    # Of `python score.py`, the script names the run.
+    name = next((Path(text).stem for text in program if text.endswith(SCRIPTS)), Path(*program[:1]).stem)
+    return {
+        "input": each[0] if len(each) == 1 else list(each),
+        "run_dir": f"runs/{name or 'run'}",
+        **tables,
+        "workload": {"use": "command"},
+        "settings": {"run": list(program), "columns": _columns(col), **tables.get("settings", {})},
+    }
+
+
+def _columns(texts: Sequence[str]) -> dict[str, str]:
+    columns: dict[str, str] = {}
+    for text in texts:
+        name, colon, kind = text.partition(":")
+        if not (name and colon and kind):
+            raise SlurmGPUError(f"--col {text!r} is not of the form NAME:TYPE, as in text:text or emb:float32[384].")
+        if name in columns:
+            raise SlurmGPUError(f"--col names the column {name!r} twice. Leave one out.")
+        columns[name] = kind
+    return columns
+
+
+def as_toml(tables: Mapping[str, Any]) -> str:
+    """A run file; what is None, and tables with nothing in them, are left out."""
+    top = [f"{key} = {_value(value)}" for key, value in tables.items() if not isinstance(value, Mapping)]
+    blocks = ["\n".join(top)]
+    for key in ("workload", "settings", "resources", "container", "slurm", "merge"):
+        given = {name: value for name, value in tables.get(key, {}).items() if value is not None}
+        if given:
+            blocks.append("\n".join([f"[{key}]", *_lines(given)]))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _lines(table: Mapping[str, Any]) -> Iterator[str]:
+    return (f"{_key(name)} = {_value(value)}" for name, value in table.items())
+
+
+def _key(name: str) -> str:
+    is_bare = name.isascii() and name.replace("_", "").replace("-", "").isalnum()
+    return name if is_bare else _value(name)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(_lines(value)) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    # JSON's scalars are TOML's, but that TOML has an escape for DEL, too.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

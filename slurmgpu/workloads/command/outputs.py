@@ -1,0 +1,165 @@
+"""What a call wrote, as rows by index: JSON lines, CSV, npz, or one JSON object on stdout."""
+
+from __future__ import annotations
+
+import csv
+import json
+import zipfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
+from slurmgpu.workloads.command.process import MAX_BYTES, OutputError
+
+Values = Mapping[str, Any]
+
+_BOOLEANS = {"true": True, "false": False, "1": True, "0": False}
+
+
+class Collected:
+    """The rows of a call that is to give one for each of `wanted`, in whatever order they come.
+
+    With `is_one` there is one item, and its row need not have its index.
+    """
+
+    def __init__(self, wanted: Collection[int], *, is_one: bool = False) -> None:
+        self._wanted = wanted
+        self._usual = next(iter(wanted)) if is_one else None
+        self.rows: dict[int, Values] = {}
+
+    def add(self, row: Values, where: str) -> None:
+        """Take a row, which has its `index`; OutputError where that is unknown, or came before."""
+        index = row.get("index", self._usual)
+        if not isinstance(index, int) or isinstance(index, bool):
+            raise OutputError(f"{where} has {'no' if index is None else f'{index!r:.80} as'} index; expected an item's")
+        if index not in self._wanted:
+            raise OutputError(f"{where} has the index {index}, which is none of the items of this call")
+        if index in self.rows:
+            raise OutputError(f"{where} has the index {index} a second time")
+        self.rows[index] = {name: value for name, value in row.items() if name != "index"}
+
+
+def row_of(values: Values) -> Values | ItemError:
+    """A row, or the error that stands in its place."""
+    error = values.get("error")
+    if error not in (None, ""):
+        return ItemError(error if isinstance(error, str) else json.dumps(error))
+    return {name: value for name, value in values.items() if name != "error"}
+
+
+def parse_object(line: bytes, where: str) -> dict[str, Any]:
+    """The JSON object in a text; OutputError if it is none."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        shown = line[:80].decode(errors="replace").strip()
+        raise OutputError(f"{where} is {shown!r}; expected a JSON object" if shown else f"{where} has no JSON object")
+    return found
+
+
+def read_output(
+    path: Path, form: str, columns: Mapping[str, Column], wanted: Collection[int], *, is_one: bool
+) -> dict[int, Values]:
+    """The rows in the file that stands for `{out}`, by index; OutputError where it is not in its format."""
+    collected = Collected(wanted, is_one=is_one)
+    if path.is_file():
+        for number, row in enumerate(_READERS[form](path, columns), 1):
+            collected.add(row, f"{_UNITS[form]} {number} of {{out}}")
+    return collected.rows
+
+
+def check_format(form: str, columns: Mapping[str, Column]) -> None:
+    """Refuse columns that a format has no place for."""
+    if form == "npz" and (odd := [name for name, column in columns.items() if isinstance(column, (Ragged, Json))]):
+        raise SlurmGPUError(f"command: {{out:npz}} has no place for the column {odd[0]!r}. Use {{out}}, JSON lines.")
+
+
+def _read_jsonl(path: Path, columns: Mapping[str, Column]) -> Iterator[Values]:
+    with open(path, "rb") as file:
+        number = 0
+        while line := file.readline(MAX_BYTES + 1):
+            if len(line) > MAX_BYTES:
+                raise OutputError(f"line {number + 1} of {{out}} has more than {MAX_BYTES >> 20} MiB")
+            if line.strip():
+                number += 1
+                yield parse_object(line, f"line {number} of {{out}}")
+
+
+def _read_csv(path: Path, columns: Mapping[str, Column]) -> Iterator[Values]:
+    csv.field_size_limit(MAX_BYTES)
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            for record in csv.DictReader(file, strict=True):
+                yield _typed(record, columns)
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise OutputError(f"{{out}} is no CSV in UTF-8: {error}") from error
+
+
+def _typed(record: Mapping[str | None, Any], columns: Mapping[str, Column]) -> Values:
+    """A record's texts as values; where one is none of its column's type, an error stands for the row."""
+    row: dict[str, Any] = {}
+    errors: list[str] = []
+    if None in record or None in record.values():
+        raise OutputError(
+            f"a record of {{out}} has another number of fields than the header: {list(record.values())!r:.80}"
+        )
+    for name, text in record.items():
+        assert name is not None
+        try:
+            column = columns.get(name)
+            row[name] = int(text) if name == "index" else text if column is None else _value(text, column)
+        except ValueError:
+            if name == "index":
+                row[name] = text
+            else:
+                errors.append(f"column {name!r}: found {text!r:.80}, which is none of its type")
+    return {**row, "error": errors[0]} if errors and not row.get("error") else row
+
+
+def _value(text: str, column: Column) -> Any:
+    if isinstance(column, Json) or not isinstance(column, Array) or column.shape:
+        return text if type(column) is Text else json.loads(text)
+    kind = column.dtype.kind
+    if kind == "b":
+        if text.strip().lower() not in _BOOLEANS:
+            raise ValueError
+        return _BOOLEANS[text.strip().lower()]
+    parse: Callable[[str], Any] = {"f": float, "c": complex, "S": str}.get(kind, int)
+    return parse(text)
+
+
+def _read_npz(path: Path, columns: Mapping[str, Column]) -> Iterator[Values]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+    except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
+        raise OutputError(f"{{out}} is no npz file of numbers and texts: {error}") from error
+    lengths = {len(array) if array.ndim else None for array in arrays.values()}
+    if len(lengths) != 1 or None in lengths:
+        raise OutputError("{out} has arrays of different lengths; expected one row for each index in all of them")
+    for number in range(lengths.pop() or 0):
+        yield {name: _scalar(array[number]) for name, array in arrays.items()}
+
+
+def _scalar(value: Any) -> Any:
+    return value.item() if isinstance(value, (np.integer, np.str_, np.bool_)) else value
+
+
+_READERS: Mapping[str, Callable[[Path, Mapping[str, Column]], Iterator[Values]]] = {
+    "jsonl": _read_jsonl,
+    "csv": _read_csv,
+    "npz": _read_npz,
+}
+_UNITS = {"jsonl": "line", "csv": "record", "npz": "row"}
+
+
+def in_order(indices: Sequence[int], rows: Mapping[int, Values]) -> list[Values | ItemError]:
+    """The rows of these items; of one that has none, an error."""
+    missing = "the command wrote no row for this item"
+    return [row_of(rows[index]) if index in rows else ItemError(missing) for index in indices]

@@ -1,0 +1,159 @@
+"""The placeholders in a command line: what they say of the mode, and what stands for them in a call."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
+
+FORMATS = ("jsonl", "csv", "npz")
+"""The formats of `{out}`; the first is the default."""
+
+MAX_ARGUMENT_BYTES = 128 * 1024
+"""The longest argument that Linux takes, with its final NUL: MAX_ARG_STRLEN, execve(2)."""
+
+IN, OUT, START, END = "in", "out", "start", "end"
+OF_A_SLICE = (IN, START, END)
+_TOKEN = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A placeholder: `in`, `out`, `start`, `end`, or else the name of a field."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """The arguments, each a sequence of texts and slots; `out` is the format of `{out}`, None without one."""
+
+    arguments: tuple[tuple[str | Slot, ...], ...]
+    out: str | None
+
+    def __contains__(self, name: str) -> bool:
+        return Slot(name) in self._slots()
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields of an item that it takes, in order."""
+        names = (slot.name for slot in self._slots())
+        return tuple(dict.fromkeys(name for name in names if name not in (*OF_A_SLICE, OUT)))
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """The placeholders of a slice that it has."""
+        return tuple(name for name in OF_A_SLICE if name in self)
+
+    def fill(self, values: Mapping[str, str], data: Mapping[str, Any]) -> list[bytes]:
+        """The arguments of one call, where `values` stand for the slice's placeholders and `data` for fields.
+
+        ItemError where a field is missing, or cannot be an argument.
+        """
+        filled = []
+        for pieces in self.arguments:
+            parts = [
+                piece.encode("utf-8", "surrogateescape")
+                if isinstance(piece, str)
+                else os.fsencode(values[piece.name])
+                if piece.name in values
+                else _argument(piece.name, data)
+                for piece in pieces
+            ]
+            filled.append(b"".join(parts))
+            if len(filled[-1]) >= MAX_ARGUMENT_BYTES:
+                names = ", ".join(f"{{{piece.name}}}" for piece in pieces if isinstance(piece, Slot))
+                raise ItemError(
+                    f"the argument of {names} has {len(filled[-1]):,} bytes; Linux takes less than "
+                    f"{MAX_ARGUMENT_BYTES:,}. Use {{in}}, or stream = true."
+                )
+        return filled
+
+    def _slots(self) -> list[Slot]:
+        return [piece for pieces in self.arguments for piece in pieces if isinstance(piece, Slot)]
+
+
+def parse(run: Sequence[str]) -> CommandLine:
+    """The command line that the setting `run` describes; SlurmGPUError where it is none."""
+    if not run or not run[0]:
+        raise SlurmGPUError('command: run is empty; expected a program and its arguments, as in ["wc", "{in}"].')
+    formats: set[str] = set()
+    arguments = tuple(_pieces(text, formats) for text in run)
+    if any(isinstance(piece, Slot) for piece in arguments[0]):
+        raise SlurmGPUError(
+            f"command: run begins with {run[0]!r}, which has a placeholder; expected the name of a program."
+        )
+    if any("\0" in text for text in run):
+        raise SlurmGPUError("command: run has a NUL character, which no argument can hold. Leave it out.")
+    if len(formats) > 1:
+        raise SlurmGPUError(f"command: run has {{out}} in two formats, {' and '.join(sorted(formats))}; use one.")
+    return CommandLine(arguments, formats.pop() if formats else None)
+
+
+def _pieces(text: str, formats: set[str]) -> tuple[str | Slot, ...]:
+    pieces: list[str | Slot] = []
+    end = 0
+    for token in _TOKEN.finditer(text):
+        pieces.append(text[end : token.start()])
+        end = token.end()
+        if token[0] in ("{{", "}}"):
+            pieces.append(token[0][0])
+        elif not token[1]:
+            raise SlurmGPUError(
+                f"command: run has {token[0]!r} in {text!r}, which is no placeholder. "
+                f"Name a field, as in {{text}}, or write {{{{ and }}}} for braces."
+            )
+        else:
+            pieces.append(_slot(token[1], formats))
+    pieces.append(text[end:])
+    return tuple(piece for piece in pieces if piece != "")
+
+
+def _slot(name: str, formats: set[str]) -> Slot:
+    first, colon, rest = name.partition(":")
+    if first != OUT:
+        return Slot(name)
+    if colon and rest not in FORMATS:
+        raise SlurmGPUError(
+            f"command: run has {{{name}}}; {{out}} is in no format {rest!r}.{did_you_mean(rest, FORMATS)}"
+        )
+    formats.add(rest or FORMATS[0])
+    return Slot(OUT)
+
+
+def _argument(name: str, data: Mapping[str, Any]) -> bytes:
+    """A field as (a part of) an argument: text and bytes as they are, everything else as JSON."""
+    if name not in data:
+        raise ItemError(f"no field {name!r}.{did_you_mean(name, data)}")
+    value = data[name]
+    if value is None:
+        raise ItemError(f"field {name!r} is null; expected what can be an argument")
+    try:
+        found = value if isinstance(value, bytes) else _as_text(value).encode()
+    except (TypeError, ValueError) as error:
+        raise ItemError(f"field {name!r} cannot be an argument: {error}") from error
+    if b"\0" in found:
+        raise ItemError(f"field {name!r} has a NUL character, which no argument can hold")
+    return found
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else as_json(value)
+
+
+def as_json(value: Any) -> str:
+    """JSON in ASCII, so that a program reads the same text in every locale."""
+    return json.dumps(value, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has for a date, or for a number or an array of NumPy's, as Parquet and HDF5 give them."""
+    for name in ("isoformat", "tolist"):
+        if hasattr(value, name):
+            return getattr(value, name)()
+    raise TypeError(f"{type(value).__name__} is no type of JSON's")

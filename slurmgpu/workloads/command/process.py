@@ -1,0 +1,370 @@
+"""A process of the command: its pipes are read while it works, and its process group ends with it.
+
+It does not outlive this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from slurmgpu.errors import ItemError
+
+TAIL_BYTES = 2048
+"""How much of the end of stderr an error keeps."""
+LAST_LINE = 200
+"""The error's first line ends with the last line of stderr, cut at this many characters."""
+MAX_BYTES = 64 << 20
+"""The longest line, and the longest answer on stdout, that is accepted."""
+GRACE_S = 2.0
+"""How long a process may take to end after SIGTERM."""
+SETTLE_S = 0.5
+"""A signal from outside may be meant for the whole job: wait this long for it to reach this process."""
+LOOK_S = 0.1
+"""How often to look whether a process has ended whose pipes are still open."""
+_OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"preexec_fn": os.setpgrp}
+LINE_BYTES = 1 << 16
+"""A longer line is cut in the log."""
+
+_SELF_INFLICTED = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS}
+
+
+class CallFailedError(ItemError):
+    """A call of the command has no rows; `way` is equal for calls that failed in the same way."""
+
+    def __init__(self, message: str, way: str) -> None:
+        super().__init__(message)
+        self.way = ("command", way)
+
+
+class OutputError(Exception):
+    """What a process wrote does not have the form that was agreed; the message goes on behind "failed: "."""
+
+
+class Sink(Protocol):
+    """Takes what comes out of a pipe; `end` is called when it is closed."""
+
+    def take(self, chunk: bytes) -> None:
+        """Take the next bytes."""
+
+    def end(self) -> None:
+        """Take what is left of a line."""
+
+
+class ToLog:
+    """Passes lines on to the log, behind a `mark` that names their items, and keeps the end of what came.
+
+    `names` are what stands for the paths of temporary files in what is kept: errors are to have the same bytes.
+    """
+
+    def __init__(self, mark: str, names: Mapping[str, str] | None = None) -> None:
+        self.mark = mark
+        self._names = names or {}
+        self._tail = self._rest = b""
+        self._is_cut = False
+
+    def set_mark(self, mark: str) -> None:
+        """Begin with another mark; what was kept so far is forgotten."""
+        self.end()
+        self.mark, self._tail, self._is_cut = mark, b"", False
+
+    def take(self, chunk: bytes) -> None:
+        """Take the next bytes."""
+        self._is_cut |= len(self._tail) + len(chunk) > TAIL_BYTES
+        self._tail = (self._tail + chunk)[-TAIL_BYTES:]
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        if len(self._rest) > LINE_BYTES:
+            lines, self._rest = [*lines, self._rest], b""
+        self._write(lines)
+
+    def end(self) -> None:
+        """Write what is left of a line."""
+        if self._rest:
+            self._write([self._rest])
+            self._rest = b""
+
+    def tail(self) -> str:
+        """The end of what came, in whole lines; of a line that was written over, what a terminal shows."""
+        text = self._tail.decode(errors="replace")
+        if self._is_cut and "\n" in text.rstrip("\n"):
+            text = text.partition("\n")[2]
+        for path, name in self._names.items():
+            text = text.replace(path, name)
+        lines = (line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n"))
+        return "\n".join(lines).strip()
+
+    def _write(self, lines: Sequence[bytes]) -> None:
+        mark = self.mark.encode()
+        data = b"".join(mark + line + b"\n" for line in lines)
+        with contextlib.suppress(OSError):  # nobody reads the log any more, or its disk is full
+            while data:
+                data = data[os.write(2, data) :]
+
+
+class Kept:
+    """Keeps what comes, up to MAX_BYTES."""
+
+    def __init__(self) -> None:
+        self._chunks: list[bytes] = []
+        self._n_bytes = 0
+
+    def take(self, chunk: bytes) -> None:
+        """Take the next bytes; those behind MAX_BYTES are dropped."""
+        self._n_bytes += len(chunk)
+        if self._n_bytes <= MAX_BYTES:
+            self._chunks.append(chunk)
+
+    def end(self) -> None:
+        """Nothing is left of a line."""
+
+    def content(self) -> bytes:
+        """All that came; OutputError if that was too much."""
+        if self._n_bytes > MAX_BYTES:
+            raise OutputError(f"stdout has more than {MAX_BYTES >> 20} MiB; expected one JSON object")
+        return b"".join(self._chunks)
+
+
+class Lines:
+    """Keeps lines until they are taken; OutputError at one of more than MAX_BYTES."""
+
+    def __init__(self) -> None:
+        self.whole: deque[bytes] = deque()
+        self._parts: list[bytes] = []
+        self._n_bytes = 0
+
+    def take(self, chunk: bytes) -> None:
+        """Take the next bytes."""
+        first, *others = chunk.split(b"\n")
+        self._add(first)
+        for part in others:
+            self.whole.append(b"".join(self._parts))
+            self._parts, self._n_bytes = [], 0
+            self._add(part)
+
+    def end(self) -> None:
+        """Half a line is none."""
+
+    def _add(self, part: bytes) -> None:
+        self._n_bytes += len(part)
+        if self._n_bytes > MAX_BYTES:
+            raise OutputError(f"a line of stdout has more than {MAX_BYTES >> 20} MiB")
+        self._parts.append(part)
+
+
+# PR_SET_PDEATHSIG would need a function that is called between fork and exec, for which Python cannot use vfork: four
+# milliseconds more a process. It kills no grandchildren either.
+GUARD = """
+import os, signal, sys
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, signal.SIG_IGN)
+group = 0
+for line in sys.stdin.buffer:
+    group = int(line)
+if group:
+    os.killpg(group, signal.SIGKILL)
+"""
+
+
+class Guard:
+    """A small process that kills a process group when this process has ended, however it did."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", GUARD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+        )
+
+    def watch(self, group: int) -> None:
+        """Kill this group from now on, and no other; 0 for none."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(b"%d\n" % group)
+
+    def close(self) -> None:
+        """End the guard, without harm to anything."""
+        assert self._process.stdin is not None
+        self.watch(0)
+        self._process.stdin.close()
+        self._process.wait()
+
+
+class Child:
+    """A process in a process group of its own, in the session of this one. `take` reads its pipes; end it with `close`.
+
+    When this process ends, `guard` kills the group; the task kills what else there is in the session.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[bytes],
+        env: Mapping[str, str],
+        out: Sink,
+        err: ToLog,
+        guard: Guard,
+        *,
+        has_stdin: bool = False,
+    ) -> None:
+        self._guard = guard
+        self.name = Path(os.fsdecode(arguments[0])).name
+        self.err = err
+        self._unsent = memoryview(b"")
+        try:
+            self._process = subprocess.Popen(
+                arguments,
+                env=env,
+                stdin=subprocess.PIPE if has_stdin else subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                **_OWN_GROUP,
+            )
+        except OSError as error:
+            raise CallFailedError(f"{self.name} cannot be started: {error.strerror}", f"errno {error.errno}") from error
+        guard.watch(self._process.pid)
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self._pipes = selectors.PollSelector()
+        self._pipes.register(self._process.stdout, selectors.EVENT_READ, out)
+        self._pipes.register(self._process.stderr, selectors.EVENT_READ, err)
+        self._n_open = 2
+        self.out_is_open = True
+        if self._process.stdin is not None:
+            os.set_blocking(self._process.stdin.fileno(), False)
+
+    def send(self, data: bytes) -> None:
+        """Write to its standard input, as `take` is called and the pipe has room."""
+        assert self._process.stdin is not None
+        if not self._unsent:
+            self._pipes.register(self._process.stdin, selectors.EVENT_WRITE)
+        self._unsent = memoryview(bytes(self._unsent) + data)
+
+    def take(self, deadline: float | None) -> None:
+        """Read what there is, and write what there is room for; waits a moment, and never beyond `deadline`."""
+        wait_s = LOOK_S if deadline is None else max(0.0, min(LOOK_S, deadline - time.monotonic()))
+        for key, _ in self._pipes.select(wait_s):
+            if key.data is None:
+                self._write()
+            elif chunk := os.read(key.fd, 1 << 16):
+                key.data.take(chunk)
+            else:
+                key.data.end()
+                self._pipes.unregister(key.fileobj)
+                self._n_open -= 1
+                self.out_is_open &= key.fileobj is not self._process.stdout
+
+    def wait(self, deadline: float | None) -> int:
+        """Read to the end; the exit code, negative for a signal. TimeoutError at `deadline`."""
+        if self._process.returncode is not None:
+            return self._process.returncode
+        while self._n_open and not self.has_ended():
+            self.take(deadline)
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError
+        pause_s = 0.00005
+        while not self.has_ended():  # a process may close its pipes and go on
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.05)
+        return self._reap()
+
+    def has_ended(self) -> bool:
+        """Whether the process has ended; until it is reaped, no other gets the number of its group."""
+        if self._process.returncode is not None:
+            return True
+        try:
+            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:
+            return True
+
+    def close(self) -> int:
+        """End its process group by SIGTERM, and by SIGKILL what is left; the exit code."""
+        if self._process.returncode is not None:
+            return self._process.returncode
+        if self._process.stdin is not None:
+            with contextlib.suppress(KeyError):
+                self._pipes.unregister(self._process.stdin)
+            self._unsent = memoryview(b"")
+            self._process.stdin.close()
+        self._signal(signal.SIGTERM)
+        deadline = time.monotonic() + GRACE_S
+        with contextlib.suppress(TimeoutError, OutputError):
+            return self.wait(deadline)
+        return self._reap()
+
+    def finish(self, timeout_s: float | None) -> None:
+        """Wait until it ends; CallFailedError if it fails, or takes longer than `timeout_s`."""
+        try:
+            code = self.wait(None if timeout_s is None else time.monotonic() + timeout_s)
+        except TimeoutError:
+            self.close()
+            raise CallFailedError(self.explained(f"took longer than timeout_s = {timeout_s:g}"), "timeout") from None
+        except BaseException:
+            self.close()
+            raise
+        if code:
+            raise self.failure(code)
+
+    def failure(self, code: int) -> CallFailedError:
+        """Why it failed, from its exit code and the end of its stderr."""
+        number = -code if code < 0 else code - 128 if 128 < code < 192 else 0
+        try:
+            name = signal.Signals(number).name if number else ""
+        except ValueError:
+            name = f"signal {number}"
+        if number and number not in _SELF_INFLICTED:
+            time.sleep(SETTLE_S)
+        said = f"died by {name}" if code < 0 else f"exited with code {code}" + (f" ({name})" if name else "")
+        return CallFailedError(self.explained(said), said)
+
+    def explained(self, said: str) -> str:
+        """A sentence on the process, with the end of its stderr."""
+        tail = self.err.tail()
+        last = tail.rpartition("\n")[2]
+        first = f"{self.name} {said}" + (f": {last[:LAST_LINE]}" if last else "")
+        return first if tail == last[:LAST_LINE] else f"{first}\nThe end of its stderr:\n{tail}"
+
+    def _write(self) -> None:
+        assert self._process.stdin is not None
+        try:
+            n_bytes = os.write(self._process.stdin.fileno(), self._unsent)
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            n_bytes = len(self._unsent)  # it is about to end, and its exit code says why
+        self._unsent = self._unsent[n_bytes:]
+        if not self._unsent:
+            self._pipes.unregister(self._process.stdin)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)
+
+    def _reap(self) -> int:
+        """Kill what is left of the group, read the pipes to their end, and take the exit code."""
+        self._signal(signal.SIGKILL)
+        deadline = time.monotonic() + GRACE_S
+        # A daemon in a session of its own may hold the pipes; it is not waited for.
+        while self._n_open and time.monotonic() < deadline:
+            with contextlib.suppress(OutputError):
+                self.take(deadline)
+        self.err.end()
+        self._guard.watch(0)
+        code = self._process.wait()
+        self._pipes.close()
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                pipe.close()
+        return code

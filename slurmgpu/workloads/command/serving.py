@@ -1,0 +1,53 @@
+"""The other side of a stream, for Python: a function that answers JSON lines."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+BROKEN = "CUDA error:"
+"""What PyTorch says when the GPU is lost to this process; in a new one it works."""
+
+
+def serve(function: Callable[..., Mapping[str, Any]]) -> None:
+    """Answer the items that `use = "command"` with `stream = true` sends, until there are no more.
+
+    `function` is given the data of an item, and `seed` if it has a parameter of that name. It returns the columns of
+    the item's row; what it raises is the error of its item. Load models before you call `serve`. What is printed goes
+    to standard error, since standard output is the pipe for answers.
+    """
+    pipe = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    takes_seed = "seed" in inspect.signature(function).parameters
+    with open(pipe, "w", encoding="utf-8") as answers:
+        _write(answers, {"ready": True})
+        for line in sys.stdin.buffer:
+            item = json.loads(line)
+            try:
+                seed = {"seed": item["seed"]} if takes_seed else {}
+                answer = json.dumps({**function(item["data"], **seed), "index": item["index"]}, default=_plain)
+            except Exception as error:
+                if type(error).__name__ == "AcceleratorError" or str(error).startswith(BROKEN):
+                    raise
+                traceback.print_exc()
+                answer = json.dumps({"index": item["index"], "error": f"{type(error).__name__}: {error}"})
+            answers.write(answer + "\n")
+            answers.flush()
+
+
+def _write(answers: Any, value: Mapping[str, Any]) -> None:
+    answers.write(json.dumps(value) + "\n")
+    answers.flush()
+
+
+def _plain(value: Any) -> Any:
+    """Lists for NumPy's arrays and numbers, and for tensors."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is no type of JSON's")

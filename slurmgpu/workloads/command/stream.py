@@ -1,0 +1,117 @@
+"""One process that answers JSON lines: kept between calls, and started again after it failed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from slurmgpu.workloads.command.outputs import Collected, parse_object
+from slurmgpu.workloads.command.process import GRACE_S, CallFailedError, Child, Lines, OutputError, ToLog
+
+log = logging.getLogger(__name__)
+
+READY = {"ready": True}
+START_MARK = "command | "
+
+
+class Stream:
+    """The process that `start(out, err)` starts; `timeout_s` is how long it may take to its next answer."""
+
+    def __init__(self, start: Callable[[Lines, ToLog], Child], timeout_s: float | None) -> None:
+        self._start = start
+        self._timeout_s = timeout_s
+        self._child: Child | None = None
+        self._lines = Lines()
+        self._former: set[int] = set()
+
+    def start(self) -> Child:
+        """Start the process, and wait for `{"ready": true}`; CallFailedError if it says anything else, or ends."""
+        self._lines = Lines()
+        child = self._child = self._start(self._lines, ToLog(START_MARK))
+        try:
+            line = self._next_line(child, None)
+            if _parsed(line) != READY:
+                found = line[:80].decode(errors="replace")
+                raise OutputError(f"the first line of stdout is {found!r}; expected {json.dumps(READY)}")
+        except BaseException as error:
+            raise self._ended(child, error) from error
+        return child
+
+    def ask(self, requests: Mapping[int, bytes], mark: str) -> dict[int, Mapping[str, Any]]:
+        """The answer to each request, by index. CallFailedError where one is missing or wrong, and the process ends."""
+        former, self._former = self._former - requests.keys(), set(requests)
+        if self._child is not None and not self._child.has_ended() and not self._lines.whole:
+            rows = self._ask(self._child, requests, mark, former)
+            if rows is not None:
+                return rows
+        if self._child is not None:
+            log.warning("%s has ended, or has sent an answer too many; starting it again", self._child.name)
+            self.close()
+        rows = self._ask(self.start(), requests, mark, ())
+        assert rows is not None
+        return rows
+
+    def _ask(
+        self, child: Child, requests: Mapping[int, bytes], mark: str, former: Collection[int]
+    ) -> dict[int, Mapping[str, Any]] | None:
+        """The answers; None if the process answers once more to the `former` call."""
+        collected = Collected(requests)
+        try:
+            child.take(time.monotonic())  # what it has printed since its last answer
+            child.err.set_mark(mark)
+            child.send(b"".join(requests.values()))
+            while len(collected.rows) < len(requests):
+                answer = parse_object(self._next_line(child, self._timeout_s), "a line of stdout")
+                if answer.get("index") in former:
+                    return None
+                collected.add(answer, "a line of stdout")
+        except BaseException as error:
+            raise self._ended(child, error) from error
+        return collected.rows
+
+    def close(self) -> None:
+        """End the process."""
+        if self._child is not None:
+            child, self._child = self._child, None
+            child.close()
+
+    def _ended(self, child: Child, error: BaseException) -> BaseException:
+        """The error of a process that is ended because of it."""
+        self.close()
+        return (
+            CallFailedError(child.explained(f"failed: {error}"), "output") if isinstance(error, OutputError) else error
+        )
+
+    def _next_line(self, child: Child, timeout_s: float | None) -> bytes:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._lines.whole:
+            if child.has_ended() or not child.out_is_open:
+                self._take_last(child)
+            else:
+                child.take(deadline)
+                if deadline is not None and time.monotonic() >= deadline and not self._lines.whole:
+                    child.close()
+                    raise CallFailedError(
+                        child.explained(f"did not answer within timeout_s = {timeout_s:g}"), "timeout"
+                    )
+        return self._lines.whole.popleft()
+
+    def _take_last(self, child: Child) -> None:
+        """Take what a process wrote before it ended; CallFailedError if there is no more."""
+        try:
+            code = child.wait(time.monotonic() + GRACE_S)
+        except TimeoutError:
+            child.close()
+            raise CallFailedError(child.explained("closed its stdout and went on"), "output") from None
+        if not self._lines.whole:
+            raise child.failure(code)
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None

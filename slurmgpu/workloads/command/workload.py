@@ -1,0 +1,237 @@
+"""Any program as a workload: `use = "command"`, as in docs/how-to/run-a-command.md.
+
+The placeholders in `run` say how it is called: for one item, for a slice of the input, or once, as a stream.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.util.logging import mark_of
+from slurmgpu.util.out_of_memory import MEMORY_TEXTS
+from slurmgpu.workload import Item, Placement, Row, Share, TaskContext
+from slurmgpu.workloads.command.column_types import columns_of
+from slurmgpu.workloads.command.outputs import Collected, Values, check_format, in_order, parse_object, read_output
+from slurmgpu.workloads.command.placeholders import END, IN, OUT, START, as_json, parse
+from slurmgpu.workloads.command.process import CallFailedError, Child, Guard, Kept, Lines, OutputError, ToLog
+from slurmgpu.workloads.command.stream import Stream
+
+SLICE, ONE, STREAM = "slice", "one", "stream"
+BATCH_SIZES = {SLICE: 256, ONE: 1, STREAM: 32}
+"""Items of a batch by mode: of a slice, or requests that a stream has not answered, at most."""
+
+
+class Command:
+    """The rows that a program writes.
+
+    `run` is the program and its arguments; no shell reads them. With `{in}` or `{start}` and `{end}`, and `{out}`, it
+    is called for a slice of the input; with the name of a field, or without `{out}`, for one item; with `stream` it is
+    started once, and answers JSON lines. `columns` has a type for each column. A call, or the next answer of a
+    stream, may take `timeout_s` seconds. `env` is put over the environment of the worker.
+    """
+
+    template = Path(__file__).with_name("template.toml")
+
+    def __init__(
+        self,
+        *,
+        run: list[str],
+        columns: dict[str, str],
+        stream: bool = False,
+        timeout_s: float | None = None,
+        env: dict[str, str] | None = None,
+    ) -> None:
+        if timeout_s is not None and timeout_s <= 0:
+            raise SlurmGPUError(f"command: timeout_s is {timeout_s:g}; expected seconds, or leave it out.")
+        self._line = parse(run)
+        self._mode = self._mode_of(stream)
+        self._program = run[0]
+        self._timeout_s, self._env = timeout_s, env or {}
+        self._stream: Stream | None = None
+        self.columns = columns_of(columns)
+        self.batch_size = BATCH_SIZES[self._mode]
+        self.fields = self._line.fields
+        if self._line.out is not None:
+            check_format(self._line.out, self.columns)
+
+    def _mode_of(self, stream: bool) -> str:
+        line = self._line
+        found = [*line.named, *([OUT] if line.out else []), *line.fields]
+        if stream:
+            if found:
+                raise SlurmGPUError(
+                    f"command: stream = true, and run has {{{found[0]}}}. A stream reads its items from "
+                    f"standard input: leave out one of the two."
+                )
+            return STREAM
+        if not found:
+            raise SlurmGPUError(
+                "command: run has no placeholder, so that each call would be the same. Name a field of the items, as "
+                "in {text}, give it {in} and {out}, or set stream = true."
+            )
+        if line.fields and line.named:
+            raise SlurmGPUError(
+                f"command: run has {{{line.fields[0]}}}, a field of one item, and {{{line.named[0]}}}, which stands "
+                f"for a slice. Use the one or the other; {{in}} has all fields."
+            )
+        if line.fields or line.out is None:
+            return ONE
+        if IN not in line and not (START in line and END in line):
+            raise SlurmGPUError(
+                "command: run has {out}, and nothing says which items are meant. Add {in}, or {start} and {end}."
+            )
+        return SLICE
+
+    def check_here(self) -> None:
+        """Refuse a program that this machine does not have."""
+        path = {**os.environ, **self._env}.get("PATH")
+        if shutil.which(self._program, path=path) is None:
+            where = f"at {Path(self._program).absolute()}" if "/" in self._program else "on the PATH"
+            raise SlurmGPUError(
+                f"command: there is no program {self._program!r} {where}. Correct run, load what brings it before you "
+                f"submit, or set PATH under [settings] env."
+            )
+
+    def place(self, share: Share) -> Placement:
+        """One process, which has all GPUs of its task."""
+        if share.processes == "per-gpu":
+            raise SlurmGPUError(
+                'command: processes = "per-gpu" is for workloads of one group of processes. For a command on each GPU '
+                "set array = true under [resources]."
+            )
+        return Placement()
+
+    def load(self, task: TaskContext) -> None:
+        """Start the process of a stream."""
+        # Slurm numbers GPUs by their bus; CUDA's default is the fastest first.
+        self._environ = {**os.environ, "CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")}
+        if task.device == "cpu":
+            self._environ["CUDA_VISIBLE_DEVICES"] = ""
+        if self._mode == STREAM:
+            self._environ["PYTHONUNBUFFERED"] = "1"  # else Python keeps what it prints in a buffer
+        self._environ |= self._env
+        self._guard = Guard()
+        weakref.finalize(self, self._guard.close)
+        if self._mode == STREAM:
+            start = functools.partial(_start_stream, self._line.fill({}, {}), self._environ, self._guard)
+            self._stream = Stream(start, self._timeout_s)
+            weakref.finalize(self, self._stream.close)
+            try:
+                self._stream.start()
+            except CallFailedError as error:
+                raise SlurmGPUError(str(error)) from error
+
+    def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
+        """The rows that the program writes for these items; CallFailedError where a slice or a stream fails."""
+        if self._mode == ONE:
+            return [self._one(item) for item in items]
+        requests: dict[int, bytes] = {}
+        rows: dict[int, Row | ItemError] = {}
+        for item in items:
+            try:
+                requests[item.index] = _request(item)
+            except ItemError as error:
+                rows[item.index] = error
+        if requests:
+            try:
+                rows |= self._stream_of(requests) if self._mode == STREAM else self._slices(requests)
+            except CallFailedError as error:
+                if any(words in str(error) for words in MEMORY_TEXTS):
+                    raise MemoryError(str(error)) from error
+                raise
+        return [rows[item.index] for item in items]
+
+    def _stream_of(self, requests: Mapping[int, bytes]) -> dict[int, Row | ItemError]:
+        assert self._stream is not None
+        return _by_index(requests, self._stream.ask(requests, mark_of(min(requests), max(requests))))
+
+    def _slices(self, requests: Mapping[int, bytes]) -> dict[int, Row | ItemError]:
+        """The rows of a call; of one for each stretch without a gap where `{start}` and `{end}` name it."""
+        if START not in self._line:
+            return _by_index(requests, self._slice(requests))
+        rows: dict[int, Row | ItemError] = {}
+        for _, group in groupby(enumerate(sorted(requests)), lambda pair: pair[1] - pair[0]):
+            stretch = {index: requests[index] for _, index in group}
+            rows |= _by_index(stretch, self._slice(stretch))
+        return rows
+
+    def _one(self, item: Item) -> Row | ItemError:
+        """The row of one item; an exit code that is not 0 is its error."""
+        about = {"SLURMGPU_INDEX": str(item.index), "SLURMGPU_SEED": str(item.seed)}
+        try:
+            requests = {item.index: _request(item) if IN in self._line else b""}
+            return _by_index(requests, self._slice(requests, item.data, about))[item.index]
+        except ItemError as error:
+            return error
+
+    def _slice(
+        self,
+        requests: Mapping[int, bytes],
+        data: Mapping[str, object] | None = None,
+        about: Mapping[str, str] | None = None,
+    ) -> dict[int, Values]:
+        """What one call of the program writes, by index; at least one row."""
+        line = self._line
+        if line.out is None and IN not in line:
+            return self._call(requests, "", data, about)
+        with tempfile.TemporaryDirectory(prefix="slurmgpu-command-", ignore_cleanup_errors=True) as folder:
+            return self._call(requests, folder, data, about)
+
+    def _call(
+        self,
+        requests: Mapping[int, bytes],
+        folder: str,
+        data: Mapping[str, object] | None,
+        about: Mapping[str, str] | None,
+    ) -> dict[int, Values]:
+        line, mark = self._line, mark_of(min(requests), max(requests))
+        in_path, out_path = Path(folder, "in.jsonl"), Path(folder, f"out.{line.out}")
+        if IN in line:
+            in_path.write_bytes(b"".join(requests.values()))
+        values = {IN: str(in_path), OUT: str(out_path), START: str(min(requests)), END: str(max(requests) + 1)}
+        err = ToLog(mark, {str(in_path): "{in}", str(out_path): "{out}"} if folder else None)
+        kept = Kept()
+        arguments, environ = line.fill(values, data or {}), {**self._environ, **(about or {})}
+        child = Child(arguments, environ, kept if line.out is None else ToLog(mark), err, self._guard)
+        child.finish(self._timeout_s)
+        try:
+            if line.out is None:
+                return _only_row(kept.content(), requests)
+            rows = read_output(out_path, line.out, self.columns, requests, is_one=self._mode == ONE)
+        except OutputError as error:
+            raise CallFailedError(child.explained(f"failed: {error}"), "output") from error
+        if not rows:
+            raise CallFailedError(child.explained("exited with code 0, and wrote no row to {out}"), "no rows")
+        return rows
+
+
+def _start_stream(
+    arguments: Sequence[bytes], environ: Mapping[str, str], guard: Guard, out: Lines, err: ToLog
+) -> Child:
+    return Child(arguments, environ, out, err, guard, has_stdin=True)
+
+
+def _request(item: Item) -> bytes:
+    """The line of an item in `{in}`, and on a stream's standard input."""
+    try:
+        return as_json({"index": item.index, "seed": item.seed, "data": dict(item.data)}).encode() + b"\n"
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ItemError(f"the item's data cannot be JSON: {error}") from error
+
+
+def _only_row(stdout: bytes, requests: Mapping[int, bytes]) -> dict[int, Values]:
+    collected = Collected(requests, is_one=True)
+    collected.add(parse_object(stdout, "stdout"), "stdout")
+    return collected.rows
+
+
+def _by_index(requests: Mapping[int, bytes], rows: Mapping[int, Values]) -> dict[int, Row | ItemError]:
+    return dict(zip(requests, in_order(list(requests), rows), strict=True))

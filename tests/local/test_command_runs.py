@@ -1,0 +1,258 @@
+"""Runs of `use = "command"`: the same bytes whatever the mode, the batches and the kills; what logs and plans say."""
+
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from slurmgpu.cli.commands.run import as_toml, whole_run_file
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.plan.binds import container_binds
+from slurmgpu.plan.planner import draft_run
+from slurmgpu.plan.run_file import read_toml
+from slurmgpu.run.directory import create_run
+from tests.support.runs import datasets, kill_workers, records, report, start, toml, wait_until, workers
+
+BODY = """
+import json, os, subprocess, sys, time
+
+def row(item):
+    text = item["data"]["text"]
+    print("looking at", text, flush=True)
+    while text == "held" and os.path.exists("held"):
+        if not os.path.exists("pids"):
+            left = subprocess.Popen(["sleep", "1000"])
+            with open("new", "w") as file:
+                file.write(f"{os.getpid()} {left.pid}")
+            os.rename("new", "pids")
+        time.sleep(0.02)
+    if text == "bad":
+        sys.exit("cannot read it")
+    return {"n": len(text), "shout": text.upper()}
+"""
+MODES = {
+    "slice.py": """
+sys.stdout = sys.stderr
+items = [json.loads(line) for line in open(sys.argv[1])]
+with open(sys.argv[2], "w") as file:
+    for item in items:
+        print(json.dumps({"index": item["index"], **row(item)}), file=file)
+""",
+    "one.py": """
+out, sys.stdout = sys.stdout, sys.stderr
+print(json.dumps(row({"data": {"text": sys.argv[1]}})), file=out)
+""",
+    "stream.py": """
+out, sys.stdout = sys.stdout, sys.stderr
+print(json.dumps({"ready": True}), file=out, flush=True)
+for item in map(json.loads, sys.stdin):
+    print(json.dumps({"index": item["index"], **row(item)}), file=out, flush=True)
+""",
+}
+RUN = {
+    "slice.py": [sys.executable, "-S", "slice.py", "{in}", "{out}"],
+    "one.py": [sys.executable, "-S", "one.py", "{text}"],
+    "stream.py": [sys.executable, "-S", "stream.py"],
+}
+TEXTS = [f"item {i}" for i in range(20)]
+TEXTS[6], TEXTS[13] = "bad", "held"
+COLUMNS = {"n": "int32", "shout": "text"}
+
+
+def make(folder, script, batch_size=4, texts=TEXTS, executor="debug", **settings):
+    """A folder with a script of a mode, an input and a run file."""
+    folder.mkdir(exist_ok=True)
+    (folder / script).write_text(BODY + MODES[script])
+    (folder / "items.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    settings = {"run": RUN[script], "columns": COLUMNS, **settings}
+    settings |= {"stream": True} if script == "stream.py" else {}
+    tables = {
+        "workload": {"use": "command", "batch_size": batch_size},
+        "settings": settings,
+        "resources": {"gpus": 0, "executor": executor},
+    }
+    top = 'input = "items.jsonl"\nrun_dir = "run"\nhtml = false\nshard_items = 8\nlease_s = 4.0\n'
+    lines = (f"[{name}]\n" + "".join(f"{k} = {toml(v)}\n" for k, v in table.items()) for name, table in tables.items())
+    (folder / "slurmgpu.toml").write_text(top + "\n".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory, slurmgpu):
+    """The bytes of the items' rows, computed one item a call; and the folder."""
+    folder = make(tmp_path_factory.mktemp("command") / "one", "one.py", batch_size=1)
+    slurmgpu("submit", cwd=folder, expect=0)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("script", "batch_size"), [("one.py", 8), ("slice.py", 1), ("slice.py", 8), ("stream.py", 1), ("stream.py", 8)]
+)
+def test_the_bytes_are_the_same_in_every_mode_and_batch(slurmgpu, tmp_path, reference, script, batch_size):
+    folder = make(tmp_path / "project", script, batch_size)
+    slurmgpu("submit", cwd=folder, expect=0)
+    assert datasets(folder) == datasets(reference)
+    [error] = report(folder)["errors"]
+    assert error["index"] == 6
+    assert error["message"].partition("\n")[0] == f"{Path(sys.executable).name} exited with code 1: cannot read it"
+
+
+@pytest.mark.parametrize("script", list(RUN))
+def test_a_killed_worker_takes_the_process_along_and_changes_no_byte(tmp_path, reference, script):
+    project = make(tmp_path / "project", script, executor="local")
+    (project / "held").touch()
+    run = start("submit", cwd=project)
+    wait_until((project / "pids").exists, "the item that waits")
+    pids = (project / "pids").read_text().split()
+    assert not any(map(has_ended, pids))
+    assert kill_workers(project)
+    for pid in pids:
+        wait_until(lambda pid=pid: has_ended(pid), "the end of the process and of what it started", 20)
+    (project / "held").unlink()
+    output, _ = run.communicate(timeout=200)
+    assert run.returncode == 0, output
+    assert datasets(project) == datasets(reference)
+
+
+def test_a_killed_task_leaves_no_process(tmp_path):
+    project = make(tmp_path / "project", "stream.py", texts=["held", "b"], executor="local")
+    (project / "held").touch()
+    run = start("submit", cwd=project)
+    wait_until((project / "pids").exists, "the item that waits")
+    try:
+        [task] = [record["pid"] for record in records(project)]
+        pids = (project / "pids").read_text().split()
+        [worker] = workers(project)
+        os.kill(task, signal.SIGKILL)
+        for pid in (worker[0], *pids):
+            wait_until(lambda pid=pid: has_ended(pid), "the end of worker, process, and what that started", 20)
+    finally:
+        (project / "held").unlink()
+        run.communicate(timeout=200)
+
+
+def has_ended(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_a_program_that_always_fails_ends_the_task(slurmgpu, tmp_path):
+    project = make(tmp_path / "project", "slice.py", texts=["bad"] * 20)
+    slurmgpu("submit", cwd=project, expect=3)
+    [attempt] = report(project)["attempts"]
+    assert attempt["failure"] == "workload_error"
+    assert "exited with code 1: cannot read it" in attempt["message"]
+
+
+def test_logs_show_what_was_printed_for_an_item(slurmgpu, tmp_path):
+    project = make(tmp_path / "project", "slice.py", executor="local")
+    slurmgpu("submit", cwd=project, expect=0)
+    found = slurmgpu("logs", "run", "--item", "9", cwd=project, expect=0).stdout
+    assert "items 8..11 | looking at item 9\n" in found
+    failed = slurmgpu("logs", "run", "--item", "6", cwd=project, expect=0).stdout
+    assert "item 6 | looking at bad\n" in failed
+    assert "item 6 | cannot read it\n" in failed
+    assert re.search("item 6: item_error: .* exited with code 1: cannot read it\n", failed)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"run": ["cat", "{txet}"]}, "takes the field 'txet', and the input"),
+        ({"run": ["no-such-program", "{text}"]}, "there is no program 'no-such-program' on the PATH"),
+        ({"run": ["cat", "{text}", "{in}"]}, "Use the one or the other"),
+        ({"run": []}, "run is empty"),
+        ({"run": "cat {text}"}, "setting 'run' should be a valid array"),
+        ({"columns": {"n": "int23"}}, "the column 'n' has the type 'int23', which is none"),
+        ({"columns": {}}, "columns is empty"),
+        ({"time_out": 3}, "has no setting 'time_out'. Did you mean 'timeout_s'?"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_written(slurmgpu, tmp_path, settings, said):
+    project = make(tmp_path / "project", "slice.py", **settings)
+    done = slurmgpu("submit", cwd=project, expect=2)
+    assert said in done.stderr
+    assert not (project / "run").exists()
+
+
+def test_without_columns_a_sentence_says_so(slurmgpu, tmp_path):
+    project = make(tmp_path / "project", "slice.py")
+    path = project / "slurmgpu.toml"
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if not line.startswith("columns")))
+    assert "needs the setting 'columns'" in slurmgpu("submit", cwd=project, expect=2).stderr
+
+
+def test_a_script_elsewhere_is_bound_into_the_image(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    script = elsewhere / "score.py"
+    script.touch()
+    project = make(tmp_path / "project", "slice.py", run=["python", str(script), "{in}", "{out}"])
+    with draft_run(project / "slurmgpu.toml") as draft:
+        run = create_run(draft.run_dir, draft.plan, draft.items.files)
+    assert {str(script), str(project)} <= {bind.src for bind in container_binds(run)}
+
+
+# slurmgpu run
+
+
+def options(project):
+    return ["--each", "items.jsonl", "--col", "n:int32", "--col", "shout:text", "--executor", "debug", "--gpus", "0"]
+
+
+def test_run_submits_a_command_without_a_run_file(slurmgpu, tmp_path, reference):
+    project = make(tmp_path / "project", "one.py")
+    (project / "slurmgpu.toml").unlink()
+    slurmgpu("run", *options(project), "--run-dir", "run", "--", *RUN["one.py"], cwd=project, expect=0)
+    assert datasets(project) == datasets(reference)
+
+
+def test_run_plans_what_the_run_file_that_it_prints_does(slurmgpu, tmp_path):
+    project = make(tmp_path / "project", "slice.py")
+    more = ["--batch-size", "4", "--set", "timeout_s=60", "--slurm", "mem=2G", "--tasks", "2"]
+    given = ["run", *options(project), *more, "--dry-run"]
+    shown = slurmgpu(*given, "--", *RUN["slice.py"], cwd=project, expect=0).stdout
+    text = shown.partition("\nrun  ")[0]
+    (project / "printed.toml").write_text(text)
+    planned = json.loads(slurmgpu(*given, "--json", "--", *RUN["slice.py"], cwd=project, expect=0).stdout)
+    printed = json.loads(slurmgpu("submit", "printed.toml", "--dry-run", "--json", cwd=project, expect=0).stdout)
+    for value in (planned, printed):
+        assert value["plan"]["provenance"].pop("run_file")
+    assert planned["plan"] == printed["plan"]
+    assert planned["run_dir"] == printed["run_dir"] == str(project / "runs" / "slice")
+    assert planned["submission"] == printed["submission"]
+
+
+def test_a_run_file_is_printed_with_whatever_its_texts_hold(tmp_path):
+    odd = ["x", "\"'\n\t\\ ä \U0001f600 \x7f\x1b", "{a}"]
+    tables = whole_run_file(["a.jsonl", "b.jsonl"], ["n:int32", "a b:text"], odd, {"slurm": {"mem": "2G"}})
+    (tmp_path / "a.toml").write_text(as_toml(tables), encoding="utf-8")
+    assert read_toml(tmp_path / "a.toml") == tables
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--col", "n:int32", "wc", "{text}", "--json"], "There is no -- between the options and the program"),
+        (["--col", "n:int32", "--"], "run is empty"),
+        (["--col", "n", "--", "wc", "{text}"], "--col 'n' is not of the form NAME:TYPE"),
+        (["--col", "n:text", "--col", "n:int32", "--", "wc", "{text}"], "--col names the column 'n' twice"),
+        (["--", "wc", "{text}"], "--col"),
+        (["--col", "n:int32", "--", "wc", "{txet}"], "takes the field 'txet'"),
+    ],
+)
+def test_run_says_what_is_wrong(slurmgpu, tmp_path, argv, said):
+    project = make(tmp_path / "project", "one.py")
+    done = slurmgpu("run", "--each", "items.jsonl", "--executor", "debug", "--gpus", "0", *argv, cwd=project, expect=2)
+    assert said in done.stderr
+
+
+def test_an_argument_that_is_no_utf_8_is_refused():
+    with pytest.raises(SlurmGPUError, match="is not UTF-8"):
+        whole_run_file(["a.jsonl"], ["n:int32"], ["x", "\udcff"], {})

@@ -1,0 +1,682 @@
+"""`use = "command"` by itself: its settings, its calls of real programs, and what each failure says."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slurmgpu import Array, Item, ItemError, Json, Ragged, SlurmGPUError, TaskContext, Text
+from slurmgpu.workload import Share
+from slurmgpu.workloads.command import Command, process
+from slurmgpu.workloads.command.process import CallFailedError
+from tests.support.runs import wait_until
+
+SLICE = "--in", "{in}", "--out", "{out}"
+
+SCORE = """
+import csv, json, os, signal, subprocess, sys, time
+arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+items = [json.loads(line) for line in open(arguments["--in"])]
+path = arguments["--out"]
+def row(item):
+    return {"index": item["index"], "n": len(item["data"]["text"])}
+def write(rows):
+    with open(path, "w") as file:
+        file.writelines(json.dumps(each) + "\\n" for each in rows)
+"""
+
+SERVE = """
+import json, os, sys, time
+print(json.dumps({"ready": True}), flush=True)
+for line in sys.stdin:
+    item = json.loads(line)
+    answer = {"index": item["index"], "n": len(item["data"]["text"])}
+"""
+
+
+def loaded(folder, monkeypatch, **settings):
+    """A workload in a folder, loaded for the CPU."""
+    monkeypatch.chdir(folder)
+    command = Command(**{"columns": {"n": "int32"}, **settings})
+    command.load(TaskContext("cpu", 0, folder))
+    return command
+
+
+@pytest.fixture
+def score(tmp_path, monkeypatch):
+    """A workload of slices, whose script does what `body` says with `items`, `row` and `write`."""
+
+    def make(body, *, form="{out}", **settings):
+        (tmp_path / "score.py").write_text(SCORE + body)
+        run = [sys.executable, "-S", "score.py", "--in", "{in}", "--out", form]
+        return loaded(tmp_path, monkeypatch, run=run, **settings)
+
+    return make
+
+
+@pytest.fixture
+def served(tmp_path, monkeypatch):
+    """A stream, whose script does what `body` says with `item` and `answer`."""
+    made = []
+
+    def make(body, head=SERVE, **settings):
+        (tmp_path / "serve.py").write_text(head + "".join(f"    {line}\n" for line in body.splitlines()))
+        made.append(loaded(tmp_path, monkeypatch, run=[sys.executable, "-S", "serve.py"], stream=True, **settings))
+        return made[-1]
+
+    yield make
+    for command in made:
+        command._stream.close()
+
+
+@pytest.fixture
+def one(tmp_path, monkeypatch):
+    """A workload of one item a call: Python's code, which finds the field `text` in sys.argv[1]."""
+
+    def make(code, *arguments, **settings):
+        code = code.replace("{", "{{").replace("}", "}}")
+        run = [sys.executable, "-S", "-c", code, *(arguments or ("{text}",))]
+        return loaded(tmp_path, monkeypatch, run=run, **settings)
+
+    return make
+
+
+def items(*texts):
+    return [Item(index, {"text": text}) for index, text in enumerate(texts)]
+
+
+def failing(command, asked):
+    with pytest.raises(CallFailedError) as caught:
+        command(asked)
+    return str(caught.value)
+
+
+ECHO = "import json, os, sys; print(json.dumps({'text': sys.argv[1], 'n': len(os.fsencode(sys.argv[1]))}))"
+LENGTH = "import json, sys; print(json.dumps({'n': len(sys.argv[1])}))"
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("text", "column"),
+    [
+        ("float32", Array("float32")),
+        ("bool", Array("bool")),
+        ("text", Text()),
+        ("json", Json()),
+        ("float32[384]", Array("float32", (384,))),
+        ("float32[3, 4]", Array("float32", (3, 4))),
+        ("int32[]", Ragged("int32")),
+    ],
+)
+def test_a_type_is_a_column(text, column):
+    assert Command(run=["wc", "{text}"], columns={"a": text}).columns == {"a": column}
+
+
+@pytest.mark.parametrize("text", ["flaot32", "text[]", "float32[-1]", "float32[3", "list[int]", ""])
+def test_an_unknown_type_is_refused_with_its_column(text):
+    with pytest.raises(SlurmGPUError, match="the column 'a' has the type"):
+        Command(run=["wc", "{text}"], columns={"a": text})
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"run": []}, "run is empty"),
+        ({"run": [""]}, "run is empty"),
+        ({"run": ["wc"]}, "no placeholder"),
+        ({"run": ["{text}", "a"]}, "expected the name of a program"),
+        ({"run": ["wc", "{}"]}, "no placeholder"),
+        ({"run": ["wc", "{text"]}, "write {{ and }} for braces"),
+        ({"run": ["wc", "{text}", "{in}"]}, "Use the one or the other"),
+        ({"run": ["wc", "{text}", "{start}"]}, "Use the one or the other"),
+        ({"run": ["wc", "{out}"]}, "nothing says which items are meant"),
+        ({"run": ["wc", "{start}", "{out}"]}, "nothing says which items are meant"),
+        ({"run": ["wc", "{in}", "{out:xml}"]}, "no format 'xml'"),
+        ({"run": ["wc", "{in}", "{out}", "{out:csv}"]}, "two formats, csv and jsonl"),
+        ({"run": ["wc", "{in}"], "stream": True}, "leave out one of the two"),
+        ({"run": ["wc", "a\0", "{in}"]}, "NUL"),
+        ({"run": ["wc", "{text}"], "columns": {}}, "columns is empty"),
+        ({"run": ["wc", "{text}"], "columns": {"index": "int64"}}, "'index' is written by slurmgpu itself"),
+        ({"run": ["wc", "{in}", "{out:npz}"], "columns": {"a": "int32[]"}}, "no place for the column 'a'"),
+        ({"run": ["wc", "{text}"], "timeout_s": 0}, "timeout_s is 0"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_a_sentence(settings, said):
+    with pytest.raises(SlurmGPUError) as caught:
+        Command(**{"columns": {"n": "int32"}, **settings})
+    assert said in str(caught.value)
+    assert str(caught.value).startswith("command: ")
+
+
+def test_a_program_that_is_not_here_is_refused_only_when_this_machine_is_asked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    columns = {"n": "int32"}
+    with pytest.raises(SlurmGPUError, match="no program 'no-such-program' on the PATH"):
+        Command(run=["no-such-program", "{text}"], columns=columns).check_here()
+    script = tmp_path / "own"
+    script.write_text("#!/bin/sh\n")
+    with pytest.raises(SlurmGPUError, match=r"no program '\./own' at /.*/own"):
+        Command(run=["./own", "{text}"], columns=columns).check_here()
+    script.chmod(0o755)
+    Command(run=["./own", "{text}"], columns=columns).check_here()
+    Command(run=["own", "{text}"], columns=columns, env={"PATH": str(tmp_path)}).check_here()
+
+
+def test_the_mode_says_how_many_items_a_call_has():
+    def batch_size(*run, **more):
+        return Command(run=["x", *run], columns={"n": "int32"}, **more).batch_size
+
+    assert batch_size("{text}") == batch_size("{in}") == batch_size("{text}", "{out}") == 1
+    assert batch_size("{in}", "{out}") == batch_size("{start}", "{end}", "{out}") == 256
+    assert batch_size(stream=True) == 32
+
+
+def test_a_process_for_each_gpu_is_refused():
+    command = Command(run=["x", "{text}"], columns={"n": "int32"})
+    assert command.place(Share(4)).processes == "one"
+    with pytest.raises(SlurmGPUError, match="array = true"):
+        command.place(Share(4, processes="per-gpu"))
+
+
+# One item a call
+
+HOSTILE = [
+    "",
+    " ",
+    "two words",
+    "'single' \"double\"",
+    "a\nb",
+    "-rf",
+    "--help",
+    "$(touch gone); `touch gone` && $HOME",
+    "*",
+    "ä \U0001f600",
+    "\\",
+    "{text}",
+    "%s",
+]
+
+
+def test_a_field_is_one_argument_whatever_is_in_it(one, tmp_path):
+    command = one(ECHO, columns={"text": "text", "n": "int32"})
+    asked = items(*HOSTILE)
+    expected = [{"text": text, "n": len(text.encode())} for text in HOSTILE]
+    assert [command([item]) for item in asked] == [[row] for row in expected]
+    assert command(asked) == expected
+    assert not (tmp_path / "gone").exists()
+
+
+def test_what_is_no_text_is_json_or_bytes(one):
+    command = one(ECHO, columns={"text": "text", "n": "int32"})
+    values = [3, 2.5, True, [1, "a"], {"a": None}, np.int64(7), b"raw"]
+    texts = [row["text"] for row in command(items(*values))]
+    assert texts == ["3", "2.5", "true", '[1, "a"]', '{"a": null}', "7", "raw"]
+    [row] = command(items(b"\xff\xfe"))
+    assert row["n"] == 2
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"text": None}, "field 'text' is null"),
+        ({"txet": "a"}, "no field 'text'. Did you mean 'txet'?"),
+        ({"text": "a\0b"}, "NUL character"),
+        ({"text": "\ud800"}, "cannot be an argument"),
+        ({"text": object()}, "cannot be an argument"),
+        ({"text": "x" * 131072}, "has 131,072 bytes; Linux takes less than 131,072"),
+    ],
+)
+def test_a_field_that_cannot_be_an_argument_is_its_items_error(one, data, said):
+    command = one(LENGTH)
+    error, row = command([Item(0, data), Item(1, {"text": "fine"})])
+    assert said in str(error)
+    assert row == {"n": 4}
+
+
+def test_the_longest_argument_that_linux_takes_is_taken(one):
+    assert one(LENGTH)(items("x" * 131071)) == [{"n": 131071}]
+
+
+def test_braces_are_doubled_and_placeholders_stand_within_arguments(one):
+    command = one(ECHO, "<{{{text}}}:{text}>", columns={"text": "text", "n": "int32"})
+    assert command(items("a"))[0]["text"] == "<{a}:a>"
+
+
+def test_one_item_may_be_written_to_a_file_with_or_without_its_index(one):
+    code = "import json, sys; open(sys.argv[2], 'w').write(json.dumps({'n': len(sys.argv[1])%s}))"
+    assert one(code % "", "{text}", "{out}")(items("abc", "d")) == [{"n": 3}, {"n": 1}]
+    assert isinstance(one(code % ", 'index': 9", "{text}", "{out}")(items("abc"))[0], ItemError)
+
+
+def test_an_item_may_be_read_from_a_file(one):
+    code = "import json, sys; item = json.load(open(sys.argv[1])); print(json.dumps({'n': item['seed'] % 1000}))"
+    [item] = items("abc")
+    assert one(code, "{in}")([item]) == [{"n": item.seed % 1000}]
+
+
+def test_index_and_seed_are_in_the_environment_and_gpus_are_counted_by_their_bus(one):
+    code = (
+        "import json, os; e = os.environ; print(json.dumps({'n': int(e['SLURMGPU_INDEX']), "
+        "'seed': e['SLURMGPU_SEED'], 'order': e['CUDA_DEVICE_ORDER'], "
+        "'mine': e['MINE'], 'gpus': e['CUDA_VISIBLE_DEVICES']}))"
+    )
+    columns = dict.fromkeys(("seed", "order", "mine", "gpus"), "text") | {"n": "int32"}
+    item = Item(7, {"text": "a"})
+    [row] = one(code, columns=columns, env={"MINE": "x"})([item])
+    assert row == {"n": 7, "seed": str(item.seed), "order": "PCI_BUS_ID", "mine": "x", "gpus": ""}
+
+
+def test_a_child_has_the_gpus_of_its_worker(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    code = "import json, os; print(json.dumps({{'gpus': os.environ['CUDA_VISIBLE_DEVICES']}}))"
+    command = Command(run=[sys.executable, "-c", code, "{text}"], columns={"gpus": "text"})
+    command.load(TaskContext("cuda:0", 2, tmp_path))
+    assert command(items("a")) == [{"gpus": "3,1"}]
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("raise SystemExit(3)", "exited with code 3"),
+        ("import sys; sys.exit('no such voice')", "exited with code 1: no such voice"),
+        ("raise SystemExit(75)", "exited with code 75"),
+        ("raise SystemExit(139)", "exited with code 139 (SIGSEGV)"),
+        ("import os; os.kill(os.getpid(), 11)", "died by SIGSEGV"),
+        ("import os; os.kill(os.getpid(), 6)", "died by SIGABRT"),
+        ("pass", "failed: stdout has no JSON object"),
+        ("print('Loading…')", "failed: stdout is 'Loading…'; expected a JSON object"),
+        ("print('{\"n\": 1}\\nbye')", "failed: stdout is '{\"n\": 1}\\nbye'"),
+        ("print('{\"n\": 1')", "expected a JSON object"),
+        ("print([1])", "failed: stdout is '[1]'; expected a JSON object"),
+        ('print(\'{"n": 1, "index": 5}\')', "has the index 5, which is none of the items of this call"),
+        ('print(\'{"error": "too loud"}\')', "too loud"),
+        ('print(\'{"error": {"code": 5}}\')', '{"code": 5}'),
+    ],
+)
+def test_a_failed_call_is_its_items_error(one, code, said):
+    [error] = one(code)(items("a"))
+    assert isinstance(error, ItemError)
+    assert said in str(error)
+
+
+def test_a_signal_from_outside_is_told_after_a_moment_in_which_it_may_come_here(one, monkeypatch):
+    monkeypatch.setattr(process, "SETTLE_S", 0.01)
+    for number in (9, 15):
+        [error] = one(f"import os; os.kill(os.getpid(), {number})")(items("a"))
+        assert f"died by {signal.Signals(number).name}" in str(error)
+
+
+def test_equal_failures_are_of_one_way_and_others_are_not(one):
+    code = "import sys; sys.exit(int(sys.argv[1]))"
+    first, second, third = one(code)(items("3", "3", "4"))
+    assert first.way == second.way != third.way
+
+
+def test_an_error_ends_with_the_last_2_kib_of_stderr_in_whole_lines(one):
+    code = "import sys; [print(f'line {i:04}', file=sys.stderr) for i in range(9000)]; sys.exit(2)"
+    [error] = one(code)(items("a"))
+    first, title, *lines = str(error).splitlines()
+    assert first.endswith("exited with code 2: line 8999")
+    assert title == "The end of its stderr:"
+    assert lines == [f"line {i:04}" for i in range(9000 - len(lines), 9000)]
+    assert 1990 < len("\n".join(lines)) <= 2048
+
+
+def test_of_a_progress_bar_an_error_has_what_a_terminal_shows(one):
+    [error] = one("import sys; sys.stderr.write('10%\\r50%\\rbroken\\n'); sys.exit(1)")(items("a"))
+    assert str(error).endswith("exited with code 1: broken")
+
+
+def test_what_is_printed_goes_to_the_log_behind_the_item(one, capfd):
+    code = "import sys; print('half', end='', file=sys.stderr); print('{\"n\": 1}')"
+    one(code)([Item(17, {"text": "a"})])
+    assert capfd.readouterr().err == "item 17 | half\n"
+
+
+def test_a_process_that_takes_too_long_is_killed_with_what_it_started(one, tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "GRACE_S", 0.2)
+    code = (
+        "import os, signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "child = subprocess.Popen(['sleep', '1000'])\n"
+        "open('pids', 'w').write(f'{os.getpid()} {child.pid}')\n"
+        "time.sleep(1000)"
+    )
+    [error] = one(code, timeout_s=1.0)(items("a"))
+    assert "took longer than timeout_s = 1" in str(error)
+    for pid in (tmp_path / "pids").read_text().split():
+        wait_until(lambda pid=pid: has_ended(pid), "the end of what was started", 5)
+
+
+def has_ended(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_what_a_process_leaves_behind_ends_with_it_and_holds_nothing_up(one, tmp_path):
+    code = (
+        "import subprocess\n"
+        "child = subprocess.Popen(['sleep', '1000'])\n"
+        "open('pid', 'w').write(str(child.pid)); print('{\"n\": 1}')"
+    )
+    began = time.monotonic()
+    assert one(code)(items("a")) == [{"n": 1}]
+    assert time.monotonic() - began < 5
+    wait_until(lambda: has_ended((tmp_path / "pid").read_text()), "the end of what was left", 5)
+
+
+def test_a_daemon_that_holds_the_pipes_is_not_waited_for_long(one, tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "GRACE_S", 0.1)
+    code = (
+        "import subprocess\n"
+        "child = subprocess.Popen(['sleep', '1000'], start_new_session=True)\n"
+        "open('pid', 'w').write(str(child.pid)); print('{\"n\": 1}')"
+    )
+    try:
+        assert one(code)(items("a")) == [{"n": 1}]
+    finally:
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
+
+def test_an_answer_without_end_is_bounded(one, monkeypatch):
+    monkeypatch.setattr(process, "MAX_BYTES", 1 << 20)
+    [error] = one("import sys\nfor _ in range(40): sys.stdout.write('x' * (1 << 16))")(items("a"))
+    assert "stdout has more than 1 MiB" in str(error)
+
+
+def test_a_program_that_is_gone_is_told_by_its_name(tmp_path, monkeypatch):
+    command = loaded(tmp_path, monkeypatch, run=["./gone", "{text}"])
+    [error] = command(items("a"))
+    assert str(error) == "gone cannot be started: No such file or directory"
+
+
+# A slice a call
+
+
+def test_a_slice_gives_its_rows_in_any_order(score):
+    command = score("write(row(item) for item in reversed(items))")
+    assert command(items("a", "bb", "ccc")) == [{"n": 1}, {"n": 2}, {"n": 3}]
+
+
+def test_a_slice_has_what_an_item_has(score):
+    body = "write({'index': i['index'], 'n': 1, 'all': i} for i in items)"
+    [item] = [Item(5, {"text": "ä", "x": [1, None, float("inf")]}, run_seed=3)]
+    [row] = score(body, columns={"n": "int32", "all": "json"})([item])
+    assert row["all"] == {"index": 5, "seed": item.seed, "data": {"text": "ä", "x": [1, None, float("inf")]}}
+
+
+def test_items_that_json_cannot_hold_fail_alone(score):
+    error, row = score("write(map(row, items))")([Item(0, {"text": object()}), Item(1, {"text": "a"})])
+    assert "the item's data cannot be JSON" in str(error)
+    assert row == {"n": 1}
+
+
+def test_a_missing_row_and_an_error_are_their_items_alone(score):
+    body = "write([row(items[0]), {'index': 2, 'error': 'too long'}, {'index': 3, 'n': 5, 'error': None}])"
+    first, second, third, fourth = score(body)(items("a", "b", "c", "d"))
+    assert (first, fourth) == ({"n": 1}, {"n": 5})
+    assert str(second) == "the command wrote no row for this item"
+    assert str(third) == "too long"
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("pass", "exited with code 0, and wrote no row to {out}"),
+        ("write([])", "exited with code 0, and wrote no row to {out}"),
+        ("os.mkdir(path)", "exited with code 0, and wrote no row to {out}"),
+        ("write([row(items[0]), row(items[0])])", "line 2 of {out} has the index 0 a second time"),
+        ("write([{'index': 9, 'n': 1}])", "line 1 of {out} has the index 9, which is none of the items of this call"),
+        ("write([{'n': 1}])", "line 1 of {out} has no index"),
+        ("write([{'index': '0', 'n': 1}])", "line 1 of {out} has '0' as index"),
+        ("write([{'index': True, 'n': 1}])", "line 1 of {out} has True as index"),
+        ("write([[1]])", "line 1 of {out} is '[1]'; expected a JSON object"),
+        ('open(path, \'w\').write(\'{"index": 0, "n": 1}\\n{"ind\')', "line 2 of {out} is '{\"ind'"),
+        ("open(path, 'wb').write(b'\\xff\\n')", "line 1 of {out} is"),
+        ("write(map(row, items)); sys.exit(4)", "exited with code 4"),
+        ("write(map(row, items)); os.kill(os.getpid(), signal.SIGSEGV)", "died by SIGSEGV"),
+        ("sys.exit(f'cannot read {path}')", "exited with code 1: cannot read {out}"),
+    ],
+)
+def test_a_slice_that_fails_has_no_rows(score, body, said):
+    assert said in failing(score(body), items("a", "b"))
+
+
+def test_a_last_line_without_its_end_counts_and_so_do_empty_ones_not(score):
+    body = 'open(path, \'w\').write(\'\\n{"index": 0, "n": 1}\\n\\n{"index": 1, "n": 2}\')'
+    assert score(body)(items("a", "b")) == [{"n": 1}, {"n": 2}]
+
+
+def test_a_line_without_end_is_bounded(score, monkeypatch):
+    monkeypatch.setattr("slurmgpu.workloads.command.outputs.MAX_BYTES", 1 << 20)
+    body = "f = open(path, 'wb'); f.truncate(600 << 20)"  # a hole: 600 MB without an end of line
+    assert "line 1 of {out} has more than 1 MiB" in failing(score(body), items("a"))
+
+
+def test_what_a_call_leaves_is_removed(score, tmp_path, monkeypatch):
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    score("write(map(row, items))")(items("a"))
+    failing(score("write(map(row, items)); sys.exit(1)"), items("a"))
+    assert not list((tmp_path / "temporary").iterdir())
+
+
+def test_a_lack_of_memory_is_one_so_that_batches_stay_small(score):
+    command = score("sys.exit('torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB')")
+    with pytest.raises(MemoryError):
+        command(items("a", "b"))
+
+
+def test_csv_has_typed_columns(score):
+    columns = {
+        "n": "int32",
+        "x": "float64",
+        "ok": "bool",
+        "name": "text",
+        "v": "float32[2]",
+        "r": "int32[]",
+        "j": "json",
+    }
+    body = (
+        "f = csv.writer(open(path, 'w', newline=''))\n"
+        "f.writerow(['name', 'index', 'n', 'x', 'ok', 'v', 'r', 'j', 'error'])\n"
+        "f.writerow(['a, \"b\"\\nc', 1, 3, 'nan', 'True', '[1, 2]', '[]', '{\"a\": 1}', ''])\n"
+        "f.writerow(['', 0, 'x', 1, 1, '[1, 2]', '[]', '1', ''])\n"
+        "f.writerow(['', 2, '', '', '', '', '', '', 'too long'])"
+    )
+    first, second, third = score(body, form="{out:csv}", columns=columns)(items("a", "b", "c"))
+    assert str(first) == "column 'n': found 'x', which is none of its type"
+    assert np.isnan(second.pop("x"))
+    assert second == {"name": 'a, "b"\nc', "n": 3, "ok": True, "v": [1, 2], "r": [], "j": {"a": 1}}
+    assert str(third) == "too long"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("index,n\n0,1,2\n", "another number of fields than the header"),
+        ("index,n\n0\n", "another number of fields than the header"),
+        ("n\n1\n", "record 1 of {out} has no index"),
+        ("index,n\nzero,1\n", "record 1 of {out} has 'zero' as index"),
+        ('index,n\n0,"1\n', "{out} is no CSV in UTF-8"),
+        ("index,n\n", "wrote no row"),
+    ],
+)
+def test_csv_that_is_none_fails_its_slice(score, text, said):
+    assert said in failing(score(f"open(path, 'w').write({text!r})", form="{out:csv}"), items("a"))
+
+
+def test_npz_has_arrays_and_texts(tmp_path, monkeypatch):
+    code = (
+        "import sys, numpy as np; np.savez(sys.argv[2], index=[2, 0, 1], v=np.arange(6, dtype='f4').reshape(3, 2), "
+        "name=['c', 'a', 'b'], ok=[True, False, True], error=['', '', 'bad'])"
+    )
+    run = [sys.executable, "-c", code, "{in}", "{out:npz}"]
+    columns = {"v": "float32[2]", "name": "text", "ok": "bool"}
+    first, second, third = loaded(tmp_path, monkeypatch, run=run, columns=columns)(items("a", "b", "c"))
+    assert (first["v"].tolist(), first["name"], first["ok"]) == ([2, 3], "a", False)
+    assert str(second) == "bad"
+    assert third["name"] == "c"
+
+
+@pytest.mark.parametrize("code", ["index=[0, 0], n=[1]", "n=[1]", "index=[0], n=[None]"])
+def test_npz_that_is_none_fails_its_slice(tmp_path, monkeypatch, code):
+    run = [sys.executable, "-c", f"import sys, numpy as np; np.savez(sys.argv[2], {code})", "{in}", "{out:npz}"]
+    assert "failed: " in failing(loaded(tmp_path, monkeypatch, run=run), items("a"))
+
+
+def test_start_and_end_name_each_stretch_without_a_gap(tmp_path, monkeypatch):
+    code = (
+        "import json, sys; start, end = map(int, sys.argv[1:3]); open('calls', 'a').write(f'{start} {end};')\n"
+        "open(sys.argv[3], 'w').writelines(json.dumps({{'index': i, 'n': i}}) + '\\n' for i in range(start, end))"
+    )
+    command = loaded(tmp_path, monkeypatch, run=[sys.executable, "-S", "-c", code, "{start}", "{end}", "{out}"])
+    asked = [Item(index, {}) for index in (3, 4, 5, 8, 9)]
+    assert command(asked) == [{"n": index} for index in (3, 4, 5, 8, 9)]
+    assert (tmp_path / "calls").read_text() == "3 6;8 10;"
+
+
+# A stream
+
+
+def test_a_stream_answers_in_any_order_and_is_started_once(served, tmp_path):
+    body = (
+        "open('pid', 'a').write(f'{os.getpid()} ')\n"
+        "held = globals().setdefault('held', [])\n"
+        "held.append(answer)\n"
+        "if len(held) == 3:\n"
+        "    for each in held[::-1]: print(json.dumps(each))\n"
+        "    held.clear()"
+    )
+    command = served(body)
+    for _ in range(2):
+        assert command(items("a", "bb", "ccc")) == [{"n": 1}, {"n": 2}, {"n": 3}]
+    assert len(set((tmp_path / "pid").read_text().split())) == 1
+
+
+ANSWER = "print(json.dumps(answer), flush=True)"
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("sys.exit('no more')", "exited with code 1: no more"),
+        ("os._exit(0)", "exited with code 0"),
+        ("os.kill(os.getpid(), 11)", "died by SIGSEGV"),
+        ("print('Loading', flush=True)", "failed: a line of stdout is 'Loading'; expected a JSON object"),
+        ("print(json.dumps({**answer, 'index': 9}), flush=True)", "has the index 9, which is none"),
+        ("print('{\"index\": 0, ', end='', flush=True); os._exit(0)", "exited with code 0"),
+        ("os.close(1); time.sleep(1000)", "closed its stdout and went on"),
+    ],
+)
+def test_a_stream_that_fails_is_started_again_for_the_next_call(served, monkeypatch, body, said):
+    monkeypatch.setattr("slurmgpu.workloads.command.stream.GRACE_S", 0.2)
+    command = served(f"if item['data']['text'] != 'bad':\n    {ANSWER}\nelse:\n    {body}")
+    asked = items("bad", "b")
+    assert said in failing(command, asked)
+    assert command(asked[1:]) == [{"n": 1}]
+    assert said in failing(command, asked[:1])
+
+
+@pytest.mark.parametrize("pause_s", [0, 0.3])
+def test_a_stream_that_answers_twice_fails_its_call_and_no_later_one(served, pause_s):
+    command = served(f"{ANSWER}\nif item['index'] == 0:\n    time.sleep({pause_s}); {ANSWER}")
+    first, second = items("a", "bb")
+    assert "has the index 0 a second time" in failing(command, [first, second])
+    assert command([first]) == [{"n": 1}]
+    assert command([second]) == [{"n": 2}]
+
+
+def test_a_stream_that_ends_with_its_last_answer_has_given_it(served):
+    command = served(f"{ANSWER}\nif item['index'] == 1: os._exit(3)")
+    assert command(items("a", "bb")) == [{"n": 1}, {"n": 2}]
+    assert "exited with code 3" in failing(command, items("a", "bb", "ccc"))
+    assert command(items("a")) == [{"n": 1}]
+
+
+def test_a_stream_that_hangs_is_killed_and_started_again(served):
+    command = served(f"if item['data']['text'] == 'bad': time.sleep(1000)\n{ANSWER}", timeout_s=1.0)
+    assert "did not answer within timeout_s = 1" in failing(command, items("a", "bad"))
+    assert command(items("a")) == [{"n": 1}]
+
+
+def test_a_stream_that_died_between_calls_is_started_again(served, tmp_path):
+    command = served(f"open('pid', 'w').write(str(os.getpid()))\n{ANSWER}")
+    command(items("a"))
+    os.kill(pid := int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    wait_until(lambda: has_ended(pid), "its end", 5)
+    assert command(items("a")) == [{"n": 1}]
+
+
+def test_neither_a_megabyte_on_stderr_nor_one_of_requests_blocks_a_stream(served):
+    body = f"sys.stderr.write('x' * (1 << 20) + '\\n')\nanswer['n'] = len(line)\n{ANSWER}"
+    asked = items(*(["y" * (1 << 20)] * 4))
+    assert all(row["n"] > 1 << 20 for row in served(body, timeout_s=60.0)(asked))
+
+
+def test_a_line_of_a_stream_without_end_is_bounded(served, monkeypatch):
+    monkeypatch.setattr(process, "MAX_BYTES", 1 << 20)
+    command = served("while True: sys.stdout.write('x' * (1 << 16))")
+    assert "a line of stdout has more than 1 MiB" in failing(command, items("a"))
+
+
+@pytest.mark.parametrize(
+    ("head", "said"),
+    [
+        ("import sys; sys.exit('no model')", "exited with code 1: no model"),
+        ("print('Loading', flush=True)", "the first line of stdout is 'Loading'; expected {\"ready\": true}"),
+        ("pass", "exited with code 0"),
+    ],
+)
+def test_a_stream_that_does_not_begin_is_an_error_of_loading(served, head, said):
+    with pytest.raises(SlurmGPUError) as caught:
+        served("", head=f"{head}\nif 0:\n    pass\n")
+    assert said in str(caught.value)
+
+
+def test_of_an_error_stderr_is_that_of_its_call(served):
+    command = served(
+        "print('about', item['data']['text'], file=sys.stderr)\n"
+        f"if item['data']['text'] == 'bad': sys.exit(1)\n{ANSWER}"
+    )
+    command(items("a"))
+    assert str(failing(command, items("bad"))).endswith("exited with code 1: about bad")
+
+
+def test_serve_answers_by_a_function(tmp_path, monkeypatch, capfd):
+    (tmp_path / "serve.py").write_text(
+        "import sys, numpy as np, slurmgpu\n"
+        "def score(data, seed):\n"
+        "    print('scoring', data['text'])\n"
+        "    if data['text'] == 'bad':\n"
+        "        raise ValueError('too bad')\n"
+        "    return {'n': len(data['text']), 'seed': seed % 1000, 'v': np.float32([1, 2])}\n"
+        "slurmgpu.serve(score)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    columns = {"n": "int32", "seed": "int32", "v": "float32[2]"}
+    command = loaded(tmp_path, monkeypatch, run=[sys.executable, "serve.py"], stream=True, columns=columns)
+    asked = items("a", "bad", "ccc")
+    first, second, third = command(asked)
+    assert first == {"n": 1, "seed": asked[0].seed % 1000, "v": [1, 2]}
+    assert str(second) == "ValueError: too bad"
+    assert third["n"] == 3
+    said = capfd.readouterr().err
+    assert "items 0..2 | scoring ccc\n" in said
+    assert "items 0..2 | Traceback" in said
+    command._stream.close()
+
+
+def test_json_that_is_written_is_ascii():
+    from slurmgpu.workloads.command.placeholders import as_json
+
+    assert json.loads(as_json({"a": "ä\ud800"})) == {"a": "ä\ud800"}
+    assert as_json("ä").isascii()
