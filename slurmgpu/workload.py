@@ -41,7 +41,7 @@ BUILT_IN = {
     "train": "slurmgpu.workloads.train:Train",
     "command": "slurmgpu.workloads.command:Command",
 }
-"""Short names of the built-in workloads; the entry points in pyproject.toml are the same."""
+"""Short names of the built-in workloads, which are known without any metadata of an installation."""
 
 ENTRY_POINTS = "slurmgpu.workloads"
 """The group of entry points by which a package gives its workloads short names."""

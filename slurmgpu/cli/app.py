@@ -207,10 +207,9 @@ def resubmit(
     from slurmgpu.cli.commands import submit as submitting
 
     run = options.open_run(folder, trust=trust)
-    resources, sbatch_options = options.resources(context.params), options.slurm_options(slurm)
-    merging = options.merge_options(mail_user)
+    tables = options.overrides(context.params, None, slurm, None)
     ways = {"failed": failed, "force": force, "other_code": other_code, "wait": wait, "as_json": as_json}
-    raise typer.Exit(submitting.resubmit(run, resources, sbatch_options, merging, code=code, **ways))
+    raise typer.Exit(submitting.resubmit(run, tables["resources"], tables["slurm"], tables["merge"], code=code, **ways))
 
 
 @app.command()

@@ -56,7 +56,7 @@ def _logged_tasks(line: SubmissionLine, names: Sequence[str]) -> Iterator[tuple[
             yield job_here(line["executor"], line["submission"]), slot
     if job := line.get("array_job"):
         # JOB_TASK_RANK_log, and JOB_RANK_log of a job that is no array
-        found = (re.fullmatch(rf"{job}(?:_(\d+))?_\d+_log\.(?:err|out)", name) for name in names)
+        found = (re.fullmatch(rf"{re.escape(job)}(?:_(\d+))?_\d+_log\.(?:err|out)", name) for name in names)
         yield from sorted({(job, int(match[1] or 0)) for match in found if match})
 
 

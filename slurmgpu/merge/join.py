@@ -237,7 +237,7 @@ class _Columns:
         left = list(sources)
         parts: list[_Part] = []
         while left:
-            found = _each(pool, lambda source: _tried_twice(lambda again: self._measure(source, again)), left)
+            found = _each(pool, lambda source: _read_twice_if_damaged(lambda again: self._measure(source, again)), left)
             parts += [part for part in found if isinstance(part, _Part)]
             left = [
                 older
@@ -285,7 +285,7 @@ _SENSELESS = (KeyError, TypeError, ValueError, IndexError, AttributeError, Overf
 """Errors from a directory with a valid checksum and invalid values."""
 
 
-def _tried_twice(read: Callable[[bool], _T]) -> _T | str | None:
+def _read_twice_if_damaged(read: Callable[[bool], _T]) -> _T | str | None:
     """The result of `read`; what is wrong if two readings find damage; None if the file is gone."""
     try:
         try:
@@ -362,7 +362,7 @@ class _Merged:
     def _copy_chunk(self, parts: Sequence[_Part]) -> list[_Copied | str | None]:
         """Copy adjacent parts; small ones are written together."""
         buffer = BufferedWrites(self._fd)
-        found = [_tried_twice(functools.partial(self._copy, part, buffer)) for part in parts]
+        found = [_read_twice_if_damaged(functools.partial(self._copy, part, buffer)) for part in parts]
         buffer.flush()
         return found
 

@@ -28,6 +28,9 @@ from slurmgpu.plan.run_file import (
     read_toml,
 )
 
+NO_RUN_FILE = "slurmgpu run"
+"""The file name of a run file that is not read: the command line gave all of it."""
+
 TABLES = ("resources", "container", "slurm", "merge")
 """The tables that a site file may have."""
 
@@ -73,14 +76,13 @@ def read_site() -> dict[str, Any]:
 
 def read_run_file(path: Path, overrides: Mapping[str, Any] | None = None) -> RunFile:
     """The run file at `path`, which overrides the site file; `overrides`, by table and key, override both."""
-    overrides = overrides or {}
-    below = merge_tables(read_site(), _own(path, overrides))
-    return parse_table(RunFile, merge_tables(below, overrides), str(path))
+    below = merge_tables(read_site(), _read(path))
+    return parse_table(RunFile, merge_tables(below, overrides or {}), str(path))
 
 
 def origins(path: Path, overrides: Mapping[str, Any]) -> Origins:
     """Every value in TABLES that was set, and where."""
-    site, own = read_site(), _own(path, overrides)
+    site, own = read_site(), _read(path)
     values = read_run_file(path, overrides).model_dump()
     found: dict[str, dict[str, dict[str, Any]]] = {}
     flags = {"slurm": "--slurm", "merge": "--mail-user"}
@@ -93,12 +95,9 @@ def origins(path: Path, overrides: Mapping[str, Any]) -> Origins:
     return found
 
 
-def _own(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The run file's tables; none where `overrides` name the workload, and so are a whole run file."""
-    return {} if "workload" in overrides else _read(path)
-
-
 def _read(path: Path) -> dict[str, Any]:
+    if path.name == NO_RUN_FILE:
+        return {}
     try:
         value = read_toml(path)
     except FileNotFoundError:

@@ -54,6 +54,9 @@ class Claim:
         return (self.cluster, self.attempt) == (attempt.cluster, attempt.attempt)
 
 
+RENEWALS_PER_LEASE = 6
+"""An owner renews a claim this often within `lease_s`, and checks as often whether it was taken over."""
+
 UNOWNED = Claim(task="", attempt="", host="", pid=0)
 """A claim that is not written yet, or is damaged: it is stale if it stays so."""
 UNREADABLE = Claim(task="", attempt="", host="", pid=-1)

@@ -33,7 +33,7 @@ def lives_of(run: Run, *, settled: bool = False) -> Lives | None:
 
 
 def _ask(run: Run) -> Lives | None:
-    lines = [line for line in run.submissions() if "array_job" in line and not line.get("copied")]
+    lines = [line for line in run.submissions() if is_slurms(line) and "array_job" in line and not line.get("copied")]
     here = queue.own_cluster() if any(line.get("cluster") for line in lines) else None
     ids = [line["array_job"] for line in lines if here is None or line.get("cluster", here) == here]
     if not ids:

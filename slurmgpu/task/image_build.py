@@ -15,9 +15,9 @@ from slurmgpu.containers import INSIDE
 from slurmgpu.containers.command import exec_command, package_binds
 from slurmgpu.containers.folders import leave_task_folders
 from slurmgpu.containers.node import prepare
-from slurmgpu.containers.registry import RUNTIMES, runtime_named
+from slurmgpu.containers.registry import DEFAULT, RUNTIMES, runtime_named
 from slurmgpu.containers.runtime import Runtime
-from slurmgpu.containers.settings import Bind, Container, ContainerError
+from slurmgpu.containers.settings import Bind, Container, ContainerError, Identity
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.task.launcher import START
 from slurmgpu.task.preflight import NodeCheck, hear
@@ -50,6 +50,21 @@ def find_runtime(*, builds: bool = False) -> Runtime:
     raise SlurmGPUError(
         f"Neither {' nor '.join(programs)} is on PATH. On a cluster it may be a module: `module load {programs[0]}`."
     )
+
+
+def find_runtime_of(image: Path) -> tuple[Runtime, Identity]:
+    """The first container runtime on PATH that recognises `image`, and the image's identity.
+
+    SlurmGPUError of the first one if none does, and of the default runtime if none is on PATH.
+    """
+    first: SlurmGPUError | None = None
+    for runtime in [*installed()] or [runtime_named(DEFAULT)]:
+        try:
+            return runtime, runtime.identify(image)
+        except SlurmGPUError as error:
+            first = first or error
+    assert first is not None
+    raise first
 
 
 def build_image(

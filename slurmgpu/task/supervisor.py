@@ -21,7 +21,7 @@ from slurmgpu.code import importer
 from slurmgpu.code.snapshots import code_digest
 from slurmgpu.containers.settings import ContainerError
 from slurmgpu.report.attempts import TOO_LARGE
-from slurmgpu.run.claims import UNREADABLE, Claim
+from slurmgpu.run.claims import RENEWALS_PER_LEASE, UNREADABLE, Claim
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import FILES, POLICIES, class_of, signal_of
 from slurmgpu.run.records import Attempt, Unread
@@ -331,7 +331,7 @@ class Task:
 
     def _refresh(self) -> None:
         now = time.monotonic()
-        if now - self._renewed >= self.run.plan.lease_s / 6:
+        if now - self._renewed >= self.run.plan.lease_s / RENEWALS_PER_LEASE:
             failed = [shard for shard, claim in self._held.items() if not self._renew(shard, claim)]
             if not failed:
                 self._renewed = now

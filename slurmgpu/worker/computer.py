@@ -196,7 +196,7 @@ class Computer:
         failure = self.agree(own_failure)
         if failure == INTERRUPTED:
             raise Interrupted
-        if failure is not None and self.workload.resumes and POLICIES[failure.kind].ends_task:
+        if failure is not None and self._ends_task(failure.kind):
             raise WorkerFailedError(failure.kind, f"item {items[0].index}: {failure.message}", failure.trace)
         if failure is None and self.keeps_rows:
             self._keep(items, returned, done)
@@ -219,6 +219,8 @@ class Computer:
         except (Exception, SystemExit) as error:
             check_debugger_left(error)
             kind = class_of(error, ITEM)
+            if POLICIES[kind].node_at_fault:
+                return [], _failure(error, kind, self.folder)
             if logged := POLICIES[kind].logged:
                 return [], _too_large(error, kind, f"{logged} of {len(items)}", is_alone=len(items) == 1)
             if is_broken_cuda(error):
@@ -227,6 +229,11 @@ class Computer:
             if self.workload.resumes and POLICIES[of_files].ends_task:
                 kind = of_files
             return [], _failure(error, kind, self.folder)
+
+    def _ends_task(self, kind: str) -> bool:
+        """Whether an item's failure is no item's fault, so that the shard is left to another task."""
+        policy = POLICIES[kind]
+        return policy.node_at_fault or (policy.ends_task and self.workload.resumes)
 
     def _keep(self, items: Sequence[Item], returned: Any, done: Computed) -> None:
         is_list = isinstance(returned, list)

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from slurmgpu.run.claims import UNOWNED, UNREADABLE, Claim, Watch
+from slurmgpu.run.claims import RENEWALS_PER_LEASE, UNOWNED, UNREADABLE, Claim, Watch
 from slurmgpu.run.directory import Run
 from slurmgpu.util.shared_files import exists, list_fresh, retried
 
@@ -155,7 +155,7 @@ class Claimer:
         Without this check, both would write the progress of the same item.
         """
         now = time.monotonic()
-        if shard not in self._lost and now - self._checked >= self.run.plan.lease_s / 6:
+        if shard not in self._lost and now - self._checked >= self.run.plan.lease_s / RENEWALS_PER_LEASE:
             self._checked = now
             claim = self.run.claims.observe(shard)
             # Unowned: it is being taken over, perhaps in vain, or was just written.

@@ -258,12 +258,6 @@ def test_a_package_says_what_init_writes_and_what_the_arguments_of_a_script_mean
     assert json.loads((tmp_path / "new.tests.jsonl").read_text()) == {"n": 1}
 
 
-def test_the_entry_points_of_slurmgpu_are_its_built_in_workloads():
-    text = (PACKAGE.parent / "pyproject.toml").read_text()
-    table = text.partition('[project.entry-points."slurmgpu.workloads"]\n')[2].partition("\n\n")[0]
-    assert dict(re.findall(r'^(\w+) = "(.*)"$', table, re.MULTILINE)) == BUILT_IN
-
-
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_each_built_in_workload_says_what_init_writes(name, tmp_path):
     proposed = template_of(name, tmp_path)

@@ -4,8 +4,10 @@ import pytest
 
 from slurmgpu.errors import ItemError
 from slurmgpu.run.crash_history import History
+from slurmgpu.run.failures import ITEM, POLICIES, Policy
 from slurmgpu.shards.columns import Array
 from slurmgpu.shards.shard_file import read_directory
+from slurmgpu.worker.assignment import WorkerFailedError
 from slurmgpu.worker.computer import Computer, Failure, WorkerBrokenError
 from slurmgpu.workload import Item, adapt
 
@@ -101,7 +103,9 @@ def test_an_exception_is_narrowed_to_its_item_and_the_others_keep_their_rows():
     workload = Recorder(raise_at(5))
     computed = compute(workload)
     assert list(failures(computed)) == [5]
-    assert str(failures(computed)[5].to_error()) == "item_error: ValueError: cannot do 5 (test_computing.py, line 86)"
+    line = workload.function.__code__.co_firstlineno + 3
+    said = f"item_error: ValueError: cannot do 5 (test_computing.py, line {line})"
+    assert str(failures(computed)[5].to_error()) == said
     assert computed.rows[6]["x"] == 6.0
     assert workload.batches == [[0, 1, 2, 3], [4, 5, 6, 7], [4, 5], [4], [5], [6, 7]]
 
@@ -168,6 +172,15 @@ def test_a_lost_cuda_context_ends_the_worker():
 
     with pytest.raises(WorkerBrokenError, match="device-side assert"):
         compute(Recorder(raise_at(0, error=lambda text: AcceleratorError("CUDA error: device-side assert triggered"))))
+
+
+def test_a_failure_that_is_the_nodes_fault_ends_the_task_and_costs_no_item(monkeypatch):
+    row = Policy("memory errors", True, node_at_fault=True, seen={ITEM: lambda error: "ECC error" in str(error)})
+    monkeypatch.setitem(POLICIES, "gpu_ecc", row)
+    failing = raise_at(3, error=lambda text: RuntimeError("CUDA error: uncorrectable ECC error encountered"))
+    with pytest.raises(WorkerFailedError, match=r"item 0: RuntimeError: CUDA error: uncorrectable ECC") as caught:
+        compute(Recorder(failing))
+    assert caught.value.kind == "gpu_ecc"
 
 
 @pytest.mark.parametrize(

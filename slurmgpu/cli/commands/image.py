@@ -83,17 +83,17 @@ def check(
 
 def _check(image: Path, python: str, binds: list[Bind], *, n_gpus: int) -> int:
     from slurmgpu.cli.commands.check import describe_image, print_line, print_node
-    from slurmgpu.containers.registry import DEFAULT, runtime_named
     from slurmgpu.containers.settings import Container
-    from slurmgpu.task.image_build import find_runtime, installed, look_inside
+    from slurmgpu.task.image_build import find_runtime, find_runtime_of, look_inside
 
     try:
-        identity = next(installed(), runtime_named(DEFAULT)).identify(image)
+        runtime, identity = find_runtime_of(image)
     except SlurmGPUError as error:
         print_line(False, "image", str(error))
         return 2
     print_line(True, "image", describe_image(image, identity))
-    container = Container(str(image.absolute()), find_runtime().name, python, tuple(binds), identity=identity)
+    find_runtime()  # SlurmGPUError on a machine without any
+    container = Container(str(image.absolute()), runtime.name, python, tuple(binds), identity=identity)
     return print_node(look_inside(container, n_gpus=n_gpus), "inside")
 
 

@@ -14,9 +14,8 @@ from slurmgpu.cli import options
 from slurmgpu.errors import SlurmGPUError
 
 USAGE = "--each FILE --col NAME:TYPE [OPTIONS] -- PROGRAM [ARGUMENTS]"
-NO_RUN_FILE = "slurmgpu run"
-"""What stands for the run file's name in the run's provenance; no run file lies there."""
-
+PROGRAM = "slurmgpu.program"
+"""The key of the program in Click's context."""
 SCRIPTS = (".py", ".sh", ".R", ".jl", ".pl", ".js")
 
 
@@ -27,7 +26,7 @@ class WithProgram(TyperCommand):
         """Keep the program for `run`, and read what comes before it as options."""
         if "--" in args:
             place = args.index("--")
-            args, ctx.meta[NO_RUN_FILE] = args[:place], args[place + 1 :]
+            args, ctx.meta[PROGRAM] = args[:place], args[place + 1 :]
         elif not ctx.resilient_parsing and not {"-h", "--help"} & set(args):
             raise SlurmGPUError(f"There is no -- between the options and the program: slurmgpu run {USAGE}")
         return super().parse_args(ctx, args)
@@ -74,8 +73,9 @@ def run(
     """  # noqa: D301 - \b keeps the lines of a paragraph apart
     from slurmgpu.cli.commands import submit as submitting
     from slurmgpu.cli.console import result
+    from slurmgpu.plan.site_file import NO_RUN_FILE
 
-    program = context.meta[NO_RUN_FILE]
+    program = context.meta[PROGRAM]
     overrides = options.overrides(context.params, settings, slurm, image)
     overrides = whole_run_file(each, col, program, overrides)
     if run_dir is not None:
