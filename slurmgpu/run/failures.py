@@ -30,7 +30,8 @@ class Policy:
     """A failure class: how it is recognised, whose fault it is, what is done about it, and what messages say.
 
     `retriable`: another submission may compute what this failure left, so that `auto_resubmit` goes on.
-    `node_at_fault`: the next submission excludes the node. `on_purpose`: a user ended it, and nothing is wrong.
+    `node_at_fault`: the next submission excludes the node, and an error of an item ends the task, not the item.
+    `on_purpose`: a user ended it, and nothing is wrong.
     `more_memory`: the next submission asks for more memory, and takes the shards that were parked for it.
     `may_restart`: Slurm may start the task again. `ends_task`: it ends the task, not the item, if the workload keeps
     its progress: the next task continues the item.

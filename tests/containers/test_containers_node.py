@@ -204,7 +204,7 @@ def test_scratch_is_a_folder_of_the_users_own(container, tmp_path):
 def test_scratch_that_is_somebody_elses_or_a_link_is_refused(container, tmp_path):
     mine = tmp_path / f"slurmgpu-{os.getuid()}"
     mine.symlink_to("/tmp")
-    with pytest.raises(ContainerError, match="somebody else") as caught:
+    with pytest.raises(ContainerError, match="another user") as caught:
         prepare(container(), [], os.environ)
     assert caught.value.node_at_fault
     mine.unlink()
@@ -212,7 +212,7 @@ def test_scratch_that_is_somebody_elses_or_a_link_is_refused(container, tmp_path
         return
     mine.mkdir()
     os.chown(mine, 65534, 65534)
-    with pytest.raises(ContainerError, match="somebody else"):
+    with pytest.raises(ContainerError, match="another user"):
         prepare(container(), [], os.environ)
 
 

@@ -147,7 +147,7 @@ def test_nothing_is_overwritten(built, slurmgpu):
     image, _ = built
     before = image.read_bytes()
     done = slurmgpu("image", "build", "--cpu", "-o", image, expect=2)
-    assert "is there already" in done.stderr
+    assert "exists already" in done.stderr
     assert image.read_bytes() == before
 
 
@@ -155,7 +155,7 @@ def test_a_build_that_fails_leaves_its_log_alone(workshop, slurmgpu, tmp_path):
     image = tmp_path / "cpu.sif"
     arguments = ["--base", workshop / "base", "--bind", "/usr:/usr:ro", "--build-arg", "PYTHON=/missing/python"]
     done = slurmgpu("image", "build", "--cpu", "-o", image, *arguments, expect=2)
-    assert re.search(r"The build failed: .*: /missing/python: No such file or directory\. All it said is", done.stderr)
+    assert re.search(r"The build failed: .*: /missing/python: No such file or directory\. Its output is", done.stderr)
     assert [path.name for path in tmp_path.iterdir()] == ["cpu.sif.log"]
     assert "/missing/python: No such file" in (tmp_path / "cpu.sif.log").read_text()
 

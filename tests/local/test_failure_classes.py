@@ -41,19 +41,21 @@ def lacks_licence(error):
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """A run by the executor `debug` with so many licences, where there is a failure class of them."""
-    seen = {LOADING: lacks_licence, ITEM: lacks_licence}
-    policy = Policy("the licence server had none left", True, node_at_fault=True, seen=seen, states=("UNLICENSED",))
-    monkeypatch.setitem(POLICIES, "licence", policy)
-    (tmp_path / "licensed.py").write_text(WORKLOAD)
-    (tmp_path / "items.txt").write_text("item\n" * 6)
-    run_file = 'input = "items.txt"\nshard_items = 2\nhtml = false\n[workload]\nuse = "licensed.py:Licensed"\n'
-    (tmp_path / "slurmgpu.toml").write_text(f"{run_file}[resources]\ngpus = 0\n")
 
-    def compute(n_licences):
+    def compute(n_licences, node_at_fault=True):
+        policy = Policy(
+            "the licence server had none left", True, node_at_fault=node_at_fault, seen=seen, states=("UNLICENSED",)
+        )
+        monkeypatch.setitem(POLICIES, "licence", policy)
         return slurmgpu.submit(
             tmp_path / "slurmgpu.toml", executor="debug", settings={"n_licences": n_licences}, run_dir=tmp_path / "run"
         )
 
+    seen = {LOADING: lacks_licence, ITEM: lacks_licence}
+    (tmp_path / "licensed.py").write_text(WORKLOAD)
+    (tmp_path / "items.txt").write_text("item\n" * 6)
+    run_file = 'input = "items.txt"\nshard_items = 2\nhtml = false\n[workload]\nuse = "licensed.py:Licensed"\n'
+    (tmp_path / "slurmgpu.toml").write_text(f"{run_file}[resources]\ngpus = 0\n")
     return compute
 
 
@@ -74,7 +76,7 @@ def test_an_attempt_fails_with_the_class_and_its_policy_is_kept(run):
 
 
 def test_items_fail_with_the_class(run):
-    found = run(5)
+    found = run(5, node_at_fault=False)
     assert found.report()["complete"]
     assert found.report()["errors_by_class"] == found.status()["errors_by_class"] == {"licence": 1}
     assert failure_words(found.status()) == "items: 1 licence"
@@ -84,7 +86,16 @@ def test_items_fail_with_the_class(run):
     assert (event.what, event.item) == ("item 5", 5)
 
 
+def test_an_item_of_which_the_node_is_at_fault_ends_the_attempt_and_has_no_row(run):
+    found = run(5)
+    report = found.report()
+    assert (report["failures"], report["errors_by_class"]) == ({"licence": 1}, {})
+    assert not report["complete"]
+    assert report["attempts"][0]["message"].startswith("item 4: RuntimeError: no licence is left for the item")
+
+
 def test_it_is_offered_and_known(run):
+    run(1)
     assert completion.complete_class("lic") == ["licence"]
     assert class_of_job("UNLICENSED") == "licence"
     assert class_of_job("FAILED", "74:0") == "file_system"

@@ -556,7 +556,7 @@ def test_a_model_that_does_not_fit_is_refused_at_submission(judging, slurmgpu):
     folder = judging(gpus=4, gpu_type="v100")
     said = slurmgpu("submit", "--executor", "local", cwd=folder, expect=2).stderr
     assert "does not fit 4 GPUs of 32.0 GB" in said
-    assert '(gpu_type = "v100" is taken for 32 GB, the most that is sold under that name; gpu_memory under' in said
+    assert '"v100" is taken for 32 GB, the most that is sold under that name; set gpu_memory under' in said
     assert not (folder / "runs").exists()
 
 

@@ -58,7 +58,7 @@ def log_odds(trained: np.ndarray, tests: np.ndarray, epochs: int, removed: Seque
     trainer = train_model.train(np.delete(trained, removed, axis=0), epochs)
     heads, relations, tails = torch.from_numpy(tests).T
     with torch.no_grad():
-        return trainer.module.scores(heads, relations, tails[:, None])[:, 0].numpy()
+        return trainer.module.scores(heads, relations).gather(1, tails[:, None])[:, 0].numpy()
 
 
 def neighbours(trained: np.ndarray, triple: np.ndarray) -> np.ndarray:
