@@ -193,7 +193,7 @@ def test_a_script_elsewhere_is_bound_into_the_image(tmp_path):
     elsewhere.mkdir()
     script = elsewhere / "score.py"
     script.touch()
-    project = make(tmp_path / "project", "slice.py", run=["python", str(script), "{in}", "{out}"])
+    project = make(tmp_path / "project", "slice.py", run=[sys.executable, str(script), "{in}", "{out}"])
     with draft_run(project / "slurmgpu.toml") as draft:
         run = create_run(draft.run_dir, draft.plan, draft.items.files)
     assert {str(script), str(project)} <= {bind.src for bind in container_binds(run)}

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import pathlib
 from pathlib import Path
 
 TRANSIENT = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.EAGAIN)
@@ -14,6 +15,13 @@ ERRORS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR)
 CHANCE = float(os.environ.get("CHANCE", "0.08"))
 chance = random.Random(os.getpid())
 
+class Function:  # a function of Python's would become a method of pathlib's accessor on Python 3.10
+    def __init__(self, call):
+        self.call = call
+
+    def __call__(self, *args, **kwargs):
+        return self.call(*args, **kwargs)
+
 def failing(real, can_lose_replies):
     def call(path, *args, **kwargs):
         if not isinstance(path, (str, os.PathLike)) or not any(place in os.fspath(path) for place in PLACES):
@@ -25,7 +33,7 @@ def failing(real, can_lose_replies):
             os.write(2, f"injected: {real.__name__} of {path}\\n".encode())
             raise OSError(number, "injected", os.fspath(path))
         return real(path, *args, **kwargs)
-    return call
+    return Function(call)
 
 IS_TASK = any("submitit" in word or "slurmgpu.worker.main" in word for word in sys.orig_argv)
 for name in IS_TASK * ("link", "rename", "replace", "unlink", "mkdir"):
@@ -36,6 +44,18 @@ if IS_TASK:
     builtins.open = failing(builtins.open, False)
 """
 """A sitecustomize.py, by which the tasks and workers of a run have its claims and shards on such a file system."""
+
+
+def places_of(function):
+    """What to patch for a function of `os`: on Python 3.10 paths keep their own references."""
+    accessor = getattr(pathlib, "_NormalAccessor", None)
+    return [os, *([accessor] if hasattr(accessor, function) else [])]
+
+
+def put(function, call, setter=setattr):
+    """Have `os` and paths call something else instead of a function of `os`."""
+    for place in places_of(function):
+        setter(place, function, call if place is os else staticmethod(call))
 
 
 class Failing:
@@ -62,4 +82,4 @@ class Failing:
                 raise OSError(number, os.strerror(number), os.fspath(path))
             return real(path, *args, **kwargs)
 
-        self._monkeypatch.setattr(os, function, call)
+        put(function, call, self._monkeypatch.setattr)
