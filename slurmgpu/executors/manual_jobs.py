@@ -84,8 +84,9 @@ def _as_submission(run: Run, n_tasks: int, device: str | None) -> Submission:
     asked = last.get("resources", run.plan.resources)
     wanted = merge_tables(asked, {"executor": "slurm", "device": device})
     n_nodes, digests = nodes_here(), snapshots.digests_in(run.folder)
-    # A run of an older slurmgpu has no snapshot.
-    planned_code = snapshots.read(run.folder, digests[0], with_sources=False).line() if digests else None
+    code = last.get("code")
+    if code is None and digests:  # of planning; a run of an older slurmgpu has no snapshot
+        code = snapshots.read(run.folder, digests[0], with_sources=False).line()
     return replace(
         first_submission(wanted, run.plan.n_shards),
         submission=lines[-1]["submission"] + 1 if lines else 1,
@@ -96,7 +97,7 @@ def _as_submission(run: Run, n_tasks: int, device: str | None) -> Submission:
         slurm=last["slurm"],
         merge=last["merge"],
         exclude=tuple(last.get("exclude", ())),
-        code=last.get("code") or planned_code,
+        code=code,
     )
 
 

@@ -48,9 +48,9 @@ def run_on_end(run: Run, report: Report, timeout_s: float = TIMEOUT_S) -> None:
     }
     environ.pop("PYTHONSAFEPATH", None)  # for this process only: a user's script may import modules beside it
     folder = Path(run.plan.search_path)
-    sys.stderr.flush()
     stderr = 2  # the file descriptor, as sys.stderr may have been replaced
     try:
+        sys.stderr.flush()
         with open_file(report_path(run)) as stdin:
             started = subprocess.Popen(
                 command,

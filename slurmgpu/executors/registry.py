@@ -61,6 +61,6 @@ def queued_jobs(
 
 def lives_of(run: Run, *, settled: bool = False) -> Lives | None:
     """What the accounting of a run's executors says of its tasks, as `Executor.lives`."""
-    found = [executor.lives(run, settled=settled) for executor, _ in executors_of(run)]
+    found = [executor.lives(run, settled=settled) for executor in queueing(run)]
     answers = [lives for lives in found if lives is not None]
     return {task: each for lives in answers for task, each in lives.items()} if answers else None

@@ -197,10 +197,14 @@ def merge_behind(run: Run, submission: int | None = None) -> int:
     """The merge job of a submission whose tasks have ended; 0 if the run is complete, else 3.
 
     It waits for tasks of other jobs, merges, and resubmits as often as `auto_resubmit` says. Merge jobs that an older
-    slurmgpu has queued do not say their `submission`.
+    slurmgpu has queued do not say their `submission`; it is the last one with this merge job.
     """
     lines = [line for line in run.submissions() if not line.get("by_hand")]
-    last = next((line for line in lines if line["submission"] == submission), lines[-1])
+    job = os.environ.get("SLURM_JOB_ID")
+    own = [line for line in lines if submission in (None, line["submission"])]
+    if submission is None and job is not None:
+        own = [line for line in lines if line.get("merge_job") == job]
+    last = (own or lines)[-1]
     over, lives = True, lives_of(run, settled=True)
     with _locked_when_over(run, lambda: others_alive(run, last.get("array_job"))) as lock:
         report = merge.merge(run, lives, lock.check)

@@ -268,8 +268,20 @@ def _object_of(checks: Mapping[str, Check], **may_lack: Check) -> Check:
 def _is_usage(value: Any) -> bool:
     if not isinstance(value, dict):
         return False
-    others: dict[str, Check] = {"throttled": _or_none(_is_object), "xids": _list_of(_is_count)}
-    return all(others.get(name, _or_none(_is_measure))(given) for name, given in value.items())
+    others: dict[str, Check] = {"throttled": _or_none(_is_object_of_measures), "xids": _list_of(_is_count)}
+    for name, given in value.items():
+        is_whole = name.startswith("n_") or name.endswith(("_bytes", "_c"))
+        if not others.get(name, _or_none(_is_whole if is_whole else _is_measure))(given):
+            return False
+    return True
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int and abs(value) < 1 << 63
+
+
+def _is_object_of_measures(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_measure, value.values()))
 
 
 def _is_measure(value: Any) -> bool:

@@ -47,7 +47,7 @@ def _ask(run: Run) -> Lives | None:
 
 
 def _is_unsettled(attempt: AttemptRow) -> bool:
-    """Whether accounting has yet to say how an attempt ended."""
+    """Whether accounting, or a record that is read again, may still say how an attempt ended."""
     policy, state = POLICIES.get(attempt["failure"] or ""), attempt["slurm_state"]
-    is_known = state is not None and commands.has_ended(state)
+    is_known = policy is not None and policy.is_stop and state is not None and commands.has_ended(state)
     return is_slurms(attempt) and policy is not None and policy.is_guess and not is_known

@@ -252,6 +252,13 @@ def test_a_damaged_record_is_named_and_its_hours_are_slurms(run):
     assert [a["attempt"] for a in attempts_of(run, None)] == others
 
 
+@pytest.mark.parametrize("usage", [{"gpu_memory_peak_bytes": 1.5e9}, {"throttled": {"power": "often"}}])
+def test_a_record_with_usage_of_another_type_costs_its_row_and_not_the_report(run, usage):
+    path = next(run.tasks.glob("*.json"))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "usage": usage}))
+    assert reported(run, errors=())["damaged_records"] == [path.stem]
+
+
 def test_a_record_that_the_file_system_fails_to_read_is_not_called_damaged(run, monkeypatch, caplog, capsys):
     [first, *others] = [r["attempt"] for r in run.attempts()]
     given = {**json.loads((run.tasks / f"{first}.json").read_text()), "state": "running", "ended": None}
