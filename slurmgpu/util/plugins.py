@@ -59,6 +59,9 @@ class Plugins:
             raise self._unusable(name, error, full_name) from error
         if self.interface not in {f"{base.__module__}.{base.__qualname__}" for base in getattr(found, "__mro__", ())}:
             raise SlurmGPUError(f"{full_name} is no {self.what}: it is no subclass of {self.interface}.")
+        own_name = getattr(found, "kind", None) or getattr(found, "name", name)
+        if own_name != name:
+            raise SlurmGPUError(f"{full_name} is the {self.what} {own_name!r}; its entry point is named {name!r}.")
         return found
 
     def make(self, name: str) -> Any:

@@ -193,5 +193,9 @@ def test_what_is_no_executor_is_a_sentence(site):
         entries.write_text(f"[slurmgpu.executors]\nspool = {broken}\n")
         with pytest.raises(SlurmGPUError, match=reason):
             EXECUTORS.make("spool")
+    entries.write_text("[slurmgpu.executors]\nreel = spool:Spool\n")
+    with pytest.raises(SlurmGPUError, match=r"spool:Spool is the executor 'spool'; its entry point is named 'reel'\."):
+        EXECUTORS.make("reel")
+    entries.write_text("[slurmgpu.executors]\nspool = spool:Spool\n")
     with pytest.raises(SlurmGPUError, match=r"No executor 'spol' is known .* known are slurm, local, debug, spool\."):
         EXECUTORS.make("spol")
