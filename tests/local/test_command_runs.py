@@ -263,6 +263,18 @@ def test_run_says_what_is_wrong(slurmgpu, tmp_path, argv, said):
     assert said in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [
+        (["python", "score.py", "{in}"], "score"),
+        (["bash", "-c", "python {text}.py"], "bash"),
+        (["tool", "--with=a.py", "{path}.sh", "b.R"], "b"),
+    ],
+)
+def test_a_script_names_the_run(program, name):
+    assert whole_run_file(["a.jsonl"], ["n:int32"], program, {})["run_dir"] == f"runs/{name}"
+
+
 def test_an_argument_that_is_no_utf_8_is_refused():
     with pytest.raises(SlurmGPUError, match="is not UTF-8"):
         whole_run_file(["a.jsonl"], ["n:int32"], ["x", "\udcff"], {})
