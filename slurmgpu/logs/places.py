@@ -6,6 +6,7 @@ import bisect
 import contextlib
 import errno
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -214,6 +215,20 @@ def places_of(path: Path, words: bytes, start: int, stop: int, *, backwards: boo
             while at >= 0:
                 yield begin + at
                 at = block.rfind(words, 0, at + more) if backwards else block.find(words, at + 1)
+
+
+def matches_of(
+    path: Path, pattern: re.Pattern[bytes], start: int, stop: int, *, max_bytes: int = 64
+) -> Iterator[tuple[int, re.Match[bytes]]]:
+    """The matches of a pattern, of no more than `max_bytes` each, in a part of a file, and where they begin."""
+    with contextlib.suppress(OSError), open_file(path) as file:
+        for begin in range(start, stop, SEARCH_BYTES):
+            if _is_late():
+                return
+            file.seek(begin)
+            for match in pattern.finditer(file.read(min(SEARCH_BYTES + max_bytes, stop - begin))):
+                if match.start() < SEARCH_BYTES:
+                    yield begin + match.start(), match
 
 
 def behind_hole(stream: BinaryIO, raw: bytes, offset: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.logs.files import UNKNOWN, LogFile, files_of
 from slurmgpu.logs.lines import Line, read_lines, text_of
-from slurmgpu.logs.places import line_around, places_of
+from slurmgpu.logs.places import line_around, matches_of, places_of
 from slurmgpu.report.attempts import makings_of
 from slurmgpu.report.ledger import counting
 from slurmgpu.report.states import is_told
@@ -32,11 +32,13 @@ from slurmgpu.search.excerpts import (
     workers_of,
 )
 from slurmgpu.search.picking import pick
-from slurmgpu.util.logging import mark_of
 from slurmgpu.util.shared_files import exists
 
 N_NAMED = 10
 """The most lines that are shown for an item with a row."""
+
+_MARK = re.compile(rb"\bitems (\d{1,18})\.\.(\d{1,18}) \| ")
+"""What `mark_of` writes before the lines that a program has printed for several items."""
 
 
 @dataclass(frozen=True)
@@ -189,16 +191,12 @@ class _Search:
             if has_failed:
                 break
         else:
-            for place in islice(places_of(file.path, self._batch_mark(), start, stop), N_NAMED):
+            marks = matches_of(file.path, _MARK, start, stop)
+            mine = (place for place, mark in marks if int(mark[1]) <= self.index <= int(mark[2]))
+            for place in islice(mine, N_NAMED):
                 begin, _ = line_around(file.path, place)
                 found.update((begin, line) for line in islice(read_lines(file, begin), 1))
         return sorted(found.values(), key=lambda line: line.offset)
-
-    def _batch_mark(self) -> bytes:
-        """What stands before the lines that a program has printed for the item's batch."""
-        size, (begin, stop) = self.run.plan.batch_size, self.run.plan.bounds(self.shard)
-        first = begin + (self.index - begin) // size * size
-        return mark_of(first, min(first + size, stop) - 1).encode()
 
     def _fine(self, record: Record | None, entry: list[Any], excerpt: Excerpt | None) -> Story:
         who = f"{self.which} is published"

@@ -161,6 +161,16 @@ def test_logs_show_what_was_printed_for_an_item(slurmgpu, tmp_path):
     assert re.search("item 6: item_error: .* exited with code 1: cannot read it\n", failed)
 
 
+def test_logs_show_what_was_printed_for_a_part_of_a_batch(slurmgpu, tmp_path):
+    project = make(tmp_path / "project", "slice.py", executor="local")
+    slurmgpu("submit", cwd=project, expect=0)
+    [path] = [path for path in (project / "run").rglob("*") if path.is_file() and b"8..11 | " in path.read_bytes()]
+    noise = b"items 10..11 | noise\n" * 1000
+    text = path.read_bytes().replace(b"items 8..11 | looking at item 9\n", noise + b"items 8..9 | looking\n" + noise)
+    path.write_bytes(text)
+    assert "items 8..9 | looking\n" in slurmgpu("logs", "run", "--item", "9", cwd=project, expect=0).stdout
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -251,6 +261,18 @@ def test_run_says_what_is_wrong(slurmgpu, tmp_path, argv, said):
     project = make(tmp_path / "project", "one.py")
     done = slurmgpu("run", "--each", "items.jsonl", "--executor", "debug", "--gpus", "0", *argv, cwd=project, expect=2)
     assert said in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [
+        (["python", "score.py", "{in}"], "score"),
+        (["bash", "-c", "python {text}.py"], "bash"),
+        (["tool", "--with=a.py", "{path}.sh", "b.R"], "b"),
+    ],
+)
+def test_a_script_names_the_run(program, name):
+    assert whole_run_file(["a.jsonl"], ["n:int32"], program, {})["run_dir"] == f"runs/{name}"
 
 
 def test_an_argument_that_is_no_utf_8_is_refused():

@@ -1,5 +1,6 @@
 """`use = "command"` by itself: its settings, its calls of real programs, and what each failure says."""
 
+import datetime
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ import pytest
 
 from slurmgpu import Array, Item, ItemError, Json, Ragged, SlurmGPUError, TaskContext, Text
 from slurmgpu.workload import Share
-from slurmgpu.workloads.command import Command, process
+from slurmgpu.workloads.command import Command, outputs, process
 from slurmgpu.workloads.command.process import CallFailedError
 from tests.support.runs import wait_until
 
@@ -118,7 +119,9 @@ def test_a_type_is_a_column(text, column):
     assert Command(run=["wc", "{text}"], columns={"a": text}).columns == {"a": column}
 
 
-@pytest.mark.parametrize("text", ["flaot32", "text[]", "float32[-1]", "float32[3", "list[int]", ""])
+@pytest.mark.parametrize(
+    "text", ["flaot32", "text[]", "float32[-1]", "float32[3", "float32[3 4]", "float32[,]", "list[int]", ""]
+)
 def test_an_unknown_type_is_refused_with_its_column(text):
     with pytest.raises(SlurmGPUError, match="the column 'a' has the type"):
         Command(run=["wc", "{text}"], columns={"a": text})
@@ -145,6 +148,10 @@ def test_an_unknown_type_is_refused_with_its_column(text):
         ({"run": ["wc", "{text}"], "columns": {"index": "int64"}}, "'index' is written by slurmgpu itself"),
         ({"run": ["wc", "{in}", "{out:npz}"], "columns": {"a": "int32[]"}}, "no place for the column 'a'"),
         ({"run": ["wc", "{text}"], "timeout_s": 0}, "timeout_s is 0"),
+        ({"run": ["wc", "{text}"], "timeout_s": float("nan")}, "timeout_s is nan"),
+        ({"run": ["wc", "{text}"], "timeout_s": float("inf")}, "timeout_s is inf"),
+        ({"run": ["wc", "{text}"], "env": {"A=": "b"}}, "env has 'A='"),
+        ({"run": ["wc", "{text}"], "env": {"A": "b\0"}}, "env has 'A'"),
     ],
 )
 def test_what_cannot_work_is_refused_in_a_sentence(settings, said):
@@ -214,9 +221,11 @@ def test_a_field_is_one_argument_whatever_is_in_it(one, tmp_path):
 
 def test_what_is_no_text_is_json_or_bytes(one):
     command = one(ECHO, columns={"text": "text", "n": "int32"})
-    values = [3, 2.5, True, [1, "a"], {"a": None}, np.int64(7), b"raw"]
+    day = datetime.date(2026, 1, 2)
+    values = [3, 2.5, True, [1, "a"], {"a": None}, np.int64(7), b"raw", day, np.datetime64("2026-01-02"), [day]]
     texts = [row["text"] for row in command(items(*values))]
-    assert texts == ["3", "2.5", "true", '[1, "a"]', '{"a": null}', "7", "raw"]
+    assert texts[:7] == ["3", "2.5", "true", '[1, "a"]', '{"a": null}', "7", "raw"]
+    assert texts[7:] == ["2026-01-02", "2026-01-02", '["2026-01-02"]']
     [row] = command(items(b"\xff\xfe"))
     assert row["n"] == 2
 
@@ -229,6 +238,7 @@ def test_what_is_no_text_is_json_or_bytes(one):
         ({"text": "a\0b"}, "NUL character"),
         ({"text": "\ud800"}, "cannot be an argument"),
         ({"text": object()}, "cannot be an argument"),
+        ({"text": [float("nan")]}, "cannot be an argument: it has NaN or Infinity, which JSON does not have"),
         ({"text": "x" * 131072}, "has 131,072 bytes; Linux takes less than 131,072"),
     ],
 )
@@ -296,7 +306,9 @@ def test_a_child_has_the_gpus_of_its_worker(tmp_path, monkeypatch):
         ("print([1])", "failed: stdout is '[1]'; expected a JSON object"),
         ('print(\'{"n": 1, "index": 5}\')', "has the index 5, which is none of the items of this call"),
         ('print(\'{"error": "too loud"}\')', "too loud"),
-        ('print(\'{"error": {"code": 5}}\')', '{"code": 5}'),
+        ('print(\'{"error": {"code": 5}}\')', "failed: stdout has {'code': 5} as error; expected a text"),
+        ("print('{\"error\": NaN}')", "failed: stdout has nan as error; expected a text"),
+        ("print('{\"error\": 0}')", "failed: stdout has 0 as error; expected a text"),
     ],
 )
 def test_a_failed_call_is_its_items_error(one, code, said):
@@ -408,15 +420,17 @@ def test_a_slice_gives_its_rows_in_any_order(score):
 
 def test_a_slice_has_what_an_item_has(score):
     body = "write({'index': i['index'], 'n': 1, 'all': i} for i in items)"
-    [item] = [Item(5, {"text": "ä", "x": [1, None, float("inf")]}, run_seed=3)]
+    [item] = [Item(5, {"text": "ä", "x": [1, None, 0.5]}, run_seed=3)]
     [row] = score(body, columns={"n": "int32", "all": "json"})([item])
-    assert row["all"] == {"index": 5, "seed": item.seed, "data": {"text": "ä", "x": [1, None, float("inf")]}}
+    assert row["all"] == {"index": 5, "seed": item.seed, "data": {"text": "ä", "x": [1, None, 0.5]}}
 
 
 def test_items_that_json_cannot_hold_fail_alone(score):
-    error, row = score("write(map(row, items))")([Item(0, {"text": object()}), Item(1, {"text": "a"})])
+    asked = [Item(0, {"text": object()}), Item(1, {"text": "a"}), Item(2, {"text": "a", "x": float("-inf")})]
+    error, row, infinite = score("write(map(row, items))")(asked)
     assert "the item's data cannot be JSON" in str(error)
     assert row == {"n": 1}
+    assert str(infinite) == "the item's data cannot be JSON: it has NaN or Infinity, which JSON does not have; use null"
 
 
 def test_a_missing_row_and_an_error_are_their_items_alone(score):
@@ -439,6 +453,7 @@ def test_a_missing_row_and_an_error_are_their_items_alone(score):
         ("write([{'index': '0', 'n': 1}])", "line 1 of {out} has '0' as index"),
         ("write([{'index': True, 'n': 1}])", "line 1 of {out} has True as index"),
         ("write([[1]])", "line 1 of {out} is '[1]'; expected a JSON object"),
+        ("write([{'index': 0, 'error': 1.5}])", "line 1 of {out} has 1.5 as error; expected a text"),
         ('open(path, \'w\').write(\'{"index": 0, "n": 1}\\n{"ind\')', "line 2 of {out} is '{\"ind'"),
         ("open(path, 'wb').write(b'\\xff\\n')", "line 1 of {out} is"),
         ("write(map(row, items)); sys.exit(4)", "exited with code 4"),
@@ -508,6 +523,9 @@ def test_csv_has_typed_columns(score):
         ("index,n\nzero,1\n", "record 1 of {out} has 'zero' as index"),
         ('index,n\n0,"1\n', "{out} is no CSV in UTF-8"),
         ("index,n\n", "wrote no row"),
+        ("index,n,n\n0,1,2\n", "the header of {out} has the column 'n' twice"),
+        ("index,n,index\n0,1,0\n", "the header of {out} has the column 'index' twice"),
+        ("index,n\n1_0,1\n", "record 1 of {out} has '1_0' as index"),
     ],
 )
 def test_csv_that_is_none_fails_its_slice(score, text, said):
@@ -527,10 +545,57 @@ def test_npz_has_arrays_and_texts(tmp_path, monkeypatch):
     assert third["name"] == "c"
 
 
-@pytest.mark.parametrize("code", ["index=[0, 0], n=[1]", "n=[1]", "index=[0], n=[None]"])
-def test_npz_that_is_none_fails_its_slice(tmp_path, monkeypatch, code):
-    run = [sys.executable, "-c", f"import sys, numpy as np; np.savez(sys.argv[2], {code})", "{in}", "{out:npz}"]
-    assert "failed: " in failing(loaded(tmp_path, monkeypatch, run=run), items("a"))
+def test_false_and_null_are_no_error(one):
+    for error in ("false", "null", '""'):
+        assert one(f'print(\'{{"n": 1, "error": {error}}}\')')(items("a")) == [{"n": 1}]
+
+
+def test_an_integer_in_csv_is_what_it_is_in_json(score):
+    texts = ["3", "-3.0", "1e3", "1_0", "1.5", "9007199254740992.0", "nan", "inf", "", "9007199254740993"]
+    rows = "".join(f"{index},{text}\n" for index, text in enumerate(texts))
+    body = f"open(path, 'w').write({'index,n' + chr(10) + rows!r})"
+    found = score(body, form="{out:csv}", columns={"n": "int64"})(items(*texts))
+    assert [row["n"] for row in found if not isinstance(row, ItemError)] == [3, -3, 1000, 9007199254740993]
+    assert [str(row) for row in found[3:9]] == [
+        f"column 'n': found {text!r}, which is none of its type" for text in texts[3:9]
+    ]
+
+
+def test_an_output_that_may_not_be_read_fails_its_slice(score, monkeypatch):
+    def denied(path, columns):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setitem(outputs._READERS, "jsonl", denied)
+    assert "failed: {out} cannot be read: Permission denied" in failing(score("write(map(row, items))"), items("a"))
+
+
+NPZ = "import sys, zipfile, numpy as np; path = sys.argv[2]; "
+COMPRESSED = "np.savez_compressed(path, index=[0], n=np.zeros(9999)); data = bytearray(open(path, 'rb').read()); "
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("np.savez(path, index=[0, 0], n=[1])", "different lengths"),
+        ("np.savez(path, n=[1])", "row 1 of {out} has no index"),
+        ("np.savez(path, index=[0], n=[None])", "no npz file"),
+        ("np.savez(path, index=[0], n=[1], error=[b'bad'])", "as error; expected a text"),
+        ("np.savez(path, index=[0], n=[1], error=[np.nan])", "as error; expected a text"),
+        ("np.savez(path, index=[0], n=[1], error=[['a', 'b']])", "as error; expected a text"),
+        ("np.savez(path, index=[[0]], n=[1])", "as index; expected an item's"),
+        ("np.save(open(path, 'wb'), [1])", "one array without a name"),
+        ("zipfile.ZipFile(path, 'w').writestr('n.txt', 'a')", "different lengths"),
+        (COMPRESSED + "i = data.find(b'n.npy') + 25; data[i] ^= 255; open(path, 'wb').write(data)", "no npz file"),
+        (COMPRESSED + "i = data.rfind(b'PK\\1\\2'); data[i + 8] |= 1; open(path, 'wb').write(data)", "no npz file"),
+        (COMPRESSED + "i = data.rfind(b'PK\\1\\2'); data[i + 10] = 99; open(path, 'wb').write(data)", "no npz file"),
+    ],
+)
+def test_npz_that_is_none_fails_its_slice(tmp_path, monkeypatch, code, said):
+    (tmp_path / "npz.py").write_text(NPZ + code)
+    run = [sys.executable, "npz.py", "{in}", "{out:npz}"]
+    found = failing(loaded(tmp_path, monkeypatch, run=run), items("a"))
+    assert "failed: " in found
+    assert said in found
 
 
 def test_start_and_end_name_each_stretch_without_a_gap(tmp_path, monkeypatch):

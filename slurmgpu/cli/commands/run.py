@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -96,7 +97,7 @@ def whole_run_file(
     if odd := [text for text in program if not _is_utf8(text)]:
         raise SlurmGPUError(f"The argument {odd[0]!r} is not UTF-8, and a plan is. Give it by a file.")
     # Of `python score.py`, the script names the run.
-    name = next((Path(text).stem for text in program if text.endswith(SCRIPTS)), Path(*program[:1]).stem)
+    name = next((Path(text).stem for text in program if _is_script(text)), Path(*program[:1]).stem)
     return {
         "input": each[0] if len(each) == 1 else list(each),
         "run_dir": f"runs/{name or 'run'}",
@@ -145,6 +146,11 @@ def _value(value: Any) -> str:
         return "[" + ", ".join(map(_value, value)) + "]"
     # JSON's scalars are TOML's, but that TOML has an escape for DEL, too.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _is_script(text: str) -> bool:
+    """Whether an argument is the path of a script, and not a line of code, an option or a placeholder."""
+    return text.endswith(SCRIPTS) and not text.startswith("-") and not re.search(r"[\s{}]", text)
 
 
 def _is_utf8(text: str) -> bool:

@@ -9,7 +9,7 @@ from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text, check_columns
 
 WORDS = ("text", "json", "bool", "int8", "int16", "int32", "int64", "uint8", "float16", "float32", "float64")
-_TYPE = re.compile(r"(\w+)(?:\[([\d, ]*)\])?")
+_TYPE = re.compile(r"(\w+)(?:\[( *(?:\d{1,9} *(?:, *\d{1,9} *)*)?)\])?")
 
 
 def columns_of(types: Mapping[str, str]) -> dict[str, Column]:
@@ -31,11 +31,7 @@ def _column(name: str, text: str) -> Column:
             raise SlurmGPUError('"json" holds lists of any kind.')
         if shape is None:
             return Array(word)
-        return (
-            Array(word, tuple(int(size) for size in shape.split(",") if size.strip()))
-            if shape.strip()
-            else Ragged(word)
-        )
+        return Array(word, tuple(int(size) for size in shape.split(","))) if shape.strip() else Ragged(word)
     except SlurmGPUError as error:
         hint = "" if word in WORDS else did_you_mean(word, WORDS)
         raise SlurmGPUError(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import zipfile
+import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ class Collected:
         self.rows: dict[int, Values] = {}
 
     def add(self, row: Values, where: str) -> None:
-        """Take a row, which has its `index`; OutputError where that is unknown, or came before."""
+        """Take a row, which has its `index`; OutputError if that is unknown or came before, or its error is no text."""
         index = row.get("index", self._usual)
         if not isinstance(index, int) or isinstance(index, bool):
             raise OutputError(f"{where} has {'no' if index is None else f'{index!r:.80} as'} index; expected an item's")
@@ -40,14 +42,16 @@ class Collected:
             raise OutputError(f"{where} has the index {index}, which is none of the items of this call")
         if index in self.rows:
             raise OutputError(f"{where} has the index {index} a second time")
+        error = row.get("error")
+        if not (error is None or error is False or isinstance(error, str)):
+            raise OutputError(f"{where} has {error!r:.80} as error; expected a text")
         self.rows[index] = {name: value for name, value in row.items() if name != "index"}
 
 
 def row_of(values: Values) -> Values | ItemError:
     """A row, or the error that stands in its place."""
-    error = values.get("error")
-    if error not in (None, ""):
-        return ItemError(error if isinstance(error, str) else json.dumps(error))
+    if values.get("error"):
+        return ItemError(values["error"])
     return {name: value for name, value in values.items() if name != "error"}
 
 
@@ -68,9 +72,12 @@ def read_output(
 ) -> dict[int, Values]:
     """The rows in the file that stands for `{out}`, by index; OutputError where it is not in its format."""
     collected = Collected(wanted, is_one=is_one)
-    if path.is_file():
-        for number, row in enumerate(_READERS[form](path, columns), 1):
-            collected.add(row, f"{_UNITS[form]} {number} of {{out}}")
+    try:
+        if path.is_file():
+            for number, row in enumerate(_READERS[form](path, columns), 1):
+                collected.add(row, f"{_UNITS[form]} {number} of {{out}}")
+    except PermissionError as error:
+        raise OutputError(f"{{out}} cannot be read: {error.strerror}") from error
     return collected.rows
 
 
@@ -95,7 +102,10 @@ def _read_csv(path: Path, columns: Mapping[str, Column]) -> Iterator[Values]:
     csv.field_size_limit(MAX_BYTES)
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
-            for record in csv.DictReader(file, strict=True):
+            records = csv.DictReader(file, strict=True)
+            if twice := [name for name, times in Counter(records.fieldnames or ()).items() if times > 1]:
+                raise OutputError(f"the header of {{out}} has the column {twice[0]!r:.80} twice")
+            for record in records:
                 yield _typed(record, columns)
     except (csv.Error, UnicodeDecodeError) as error:
         raise OutputError(f"{{out}} is no CSV in UTF-8: {error}") from error
@@ -113,8 +123,8 @@ def _typed(record: Mapping[str | None, Any], columns: Mapping[str, Column]) -> V
         assert name is not None
         try:
             column = columns.get(name)
-            row[name] = int(text) if name == "index" else text if column is None else _value(text, column)
-        except ValueError:
+            row[name] = _whole(text) if name == "index" else text if column is None else _value(text, column)
+        except (ValueError, RecursionError):
             if name == "index":
                 row[name] = text
             else:
@@ -130,15 +140,35 @@ def _value(text: str, column: Column) -> Any:
         if text.strip().lower() not in _BOOLEANS:
             raise ValueError
         return _BOOLEANS[text.strip().lower()]
-    parse: Callable[[str], Any] = {"f": float, "c": complex, "S": str}.get(kind, int)
+    if "_" in text and kind != "S":  # Python reads 1_0 as 10
+        raise ValueError
+    parse: Callable[[str], Any] = {"f": float, "c": complex, "S": str}.get(kind, _whole)
     return parse(text)
+
+
+def _whole(text: str) -> int:
+    """An integer, or a float that is one, as in `3.0`."""
+    if "_" in text:
+        raise ValueError
+    try:
+        return int(text)
+    except ValueError:
+        number = float(text)
+        if not number.is_integer() or abs(number) >= 2**53:
+            raise
+        return int(number)
 
 
 def _read_npz(path: Path, columns: Mapping[str, Column]) -> Iterator[Values]:
     try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
+        file = np.load(path, allow_pickle=False)
+        if isinstance(file, np.ndarray):
+            raise ValueError("it has one array without a name; expected arrays with names, as np.savez writes them")
+        with file:
+            arrays = {name: np.asarray(file[name]) for name in file.files}
+    except PermissionError:
+        raise
+    except (ValueError, OSError, EOFError, KeyError, RuntimeError, zlib.error, zipfile.BadZipFile) as error:
         raise OutputError(f"{{out}} is no npz file of numbers and texts: {error}") from error
     lengths = {len(array) if array.ndim else None for array in arrays.values()}
     if len(lengths) != 1 or None in lengths:

@@ -143,12 +143,21 @@ def _argument(name: str, data: Mapping[str, Any]) -> bytes:
 
 
 def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else as_json(value)
+    if isinstance(value, str):
+        return value
+    found = as_json(value)
+    # What is text in JSON, as a date is, has no quotes in an argument.
+    return str(json.loads(found)) if found.startswith('"') else found
 
 
 def as_json(value: Any) -> str:
-    """JSON in ASCII, so that a program reads the same text in every locale."""
-    return json.dumps(value, default=_plain)
+    """JSON in ASCII, so that a program reads the same text in every locale; ValueError for NaN and Infinity."""
+    try:
+        return json.dumps(value, default=_plain, allow_nan=False)
+    except ValueError as error:
+        if "Out of range float" in str(error):
+            raise ValueError("it has NaN or Infinity, which JSON does not have; use null") from error
+        raise
 
 
 def _plain(value: Any) -> Any:

@@ -6,6 +6,7 @@ The placeholders in `run` say how it is called: for one item, for a slice of the
 from __future__ import annotations
 
 import functools
+import math
 import os
 import shutil
 import tempfile
@@ -49,8 +50,10 @@ class Command:
         timeout_s: float | None = None,
         env: dict[str, str] | None = None,
     ) -> None:
-        if timeout_s is not None and timeout_s <= 0:
+        if timeout_s is not None and not 0 < timeout_s < math.inf:
             raise SlurmGPUError(f"command: timeout_s is {timeout_s:g}; expected seconds, or leave it out.")
+        if odd := [name for name, value in (env or {}).items() if "=" in name or "\0" in name + value]:
+            raise SlurmGPUError(f"command: env has {odd[0]!r}, with a = in its name or a NUL character. Leave it out.")
         self._line = parse(run)
         self._mode = self._mode_of(stream)
         self._program = run[0]
