@@ -1,9 +1,11 @@
 """`use = "command"` by itself: its settings, its calls of real programs, and what each failure says."""
 
 import datetime
+import errno
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,8 +15,8 @@ import pytest
 
 from slurmgpu import Array, Item, ItemError, Json, Ragged, SlurmGPUError, TaskContext, Text
 from slurmgpu.workload import Share
-from slurmgpu.workloads.command import Command, outputs, process
-from slurmgpu.workloads.command.process import CallFailedError
+from slurmgpu.workloads.command import Command, outputs, process, workload
+from slurmgpu.workloads.command.process import CallFailedError, CannotGoOnError
 from tests.support.runs import wait_until
 
 SLICE = "--in", "{in}", "--out", "{out}"
@@ -404,10 +406,76 @@ def test_an_answer_without_end_is_bounded(one, monkeypatch):
     assert "stdout has more than 1 MiB" in str(error)
 
 
-def test_a_program_that_is_gone_is_told_by_its_name(tmp_path, monkeypatch):
+def test_an_answer_that_never_ends_is_not_waited_for(one, monkeypatch):
+    monkeypatch.setattr(process, "MAX_BYTES", 1 << 20)
+    [error] = one("import sys\nwhile True: sys.stdout.write('x' * (1 << 16))")(items("a"))
+    assert "stdout has more than 1 MiB" in str(error)
+
+
+def test_a_node_without_the_program_fails_as_it_loads(tmp_path, monkeypatch):
+    with pytest.raises(SlurmGPUError, match=r"no program '\./gone'"):
+        loaded(tmp_path, monkeypatch, run=["./gone", "{text}"])
+
+
+def test_a_program_that_is_gone_is_no_items_error(tmp_path, monkeypatch):
+    (tmp_path / "gone").write_text("#!/bin/sh\n")
+    (tmp_path / "gone").chmod(0o755)
     command = loaded(tmp_path, monkeypatch, run=["./gone", "{text}"])
-    [error] = command(items("a"))
-    assert str(error) == "gone cannot be started: No such file or directory"
+    (tmp_path / "gone").unlink()
+    with pytest.raises(CannotGoOnError, match="gone cannot be started: No such file or directory"):
+        command(items("a"))
+
+
+def test_a_program_that_cannot_be_started_for_a_moment_is_started_again(one, monkeypatch):
+    command, errors, popen = one(LENGTH), [errno.EAGAIN, errno.ETXTBSY], subprocess.Popen
+
+    def start(*arguments, **more):
+        if errors:
+            raise OSError(errors.pop(), "for a moment")
+        return popen(*arguments, **more)
+
+    monkeypatch.setattr(process, "PAUSES_S", (0, 0, 0))
+    monkeypatch.setattr(subprocess, "Popen", start)
+    assert command(items("a")) == [{"n": 1}]
+
+
+@pytest.mark.parametrize(
+    ("home", "path", "found"),
+    [
+        ("/a/site-packages", "/a/site-packages:/mine", "/mine"),
+        ("/a/site-packages", "/a/site-packages", None),
+        ("/a/site-packages", "/mine:/a/site-packages", "/mine:/a/site-packages"),
+        ("/a/clone", "/a/clone:/mine", "/a/clone:/mine"),
+    ],
+)
+def test_the_packages_beside_slurmgpu_are_not_handed_on(monkeypatch, home, path, found):
+    monkeypatch.setattr(workload, "__file__", f"{home}/slurmgpu/workloads/command/workload.py")
+    monkeypatch.setenv("PYTHONPATH", path)
+    assert workload._inherited().get("PYTHONPATH") == found
+
+
+def test_the_guard_removes_a_folder(tmp_path):
+    (tmp_path / "folder").mkdir()
+    guard = process.Guard()
+    guard.remove(str(tmp_path / "folder"))
+    guard._process.stdin.close()
+    guard._process.wait()
+    assert not (tmp_path / "folder").exists()
+
+
+def test_a_process_that_does_not_end_by_sigkill_is_no_items_error(one, monkeypatch):
+    monkeypatch.setattr(process, "KILL_S", 0.01)
+    command, popen = one(LENGTH), subprocess.Popen
+
+    class Stuck(popen):
+        def wait(self, timeout=None):
+            if timeout is None:
+                return super().wait()
+            raise subprocess.TimeoutExpired("stuck", timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Stuck)
+    with pytest.raises(CannotGoOnError, match="does not end"):
+        command(items("a"))
 
 
 # A slice a call
@@ -679,6 +747,50 @@ def test_a_stream_that_died_between_calls_is_started_again(served, tmp_path):
     os.kill(pid := int((tmp_path / "pid").read_text()), signal.SIGKILL)
     wait_until(lambda: has_ended(pid), "its end", 5)
     assert command(items("a")) == [{"n": 1}]
+
+
+def test_a_stream_that_does_not_get_ready_again_is_no_items_error(served, tmp_path):
+    head = "import os, sys\nif os.path.exists('gone'): sys.exit('no model')\n" + SERVE
+    command = served("sys.exit('no more')", head=head)
+    (tmp_path / "gone").touch()
+    assert "no more" in failing(command, items("a"))
+    with pytest.raises(CannotGoOnError, match="no model"):
+        command(items("a"))
+
+
+def test_a_batch_by_which_a_stream_dies_that_has_served_others_is_sent_once_more(served):
+    command = served(f"n = globals().get('n', 0) + 1\nif n == 2: sys.exit('leaked')\n{ANSWER}")
+    assert command(items("a")) == [{"n": 1}]
+    assert command(items("bb")) == [{"n": 2}]
+
+
+def test_a_stream_ends_by_itself(served, tmp_path):
+    head = (
+        "import atexit, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
+        "atexit.register(lambda: (time.sleep(0.1), open('ended', 'w')))\n" + SERVE
+    )
+    command = served(ANSWER, head=head)
+    command(items("a"))
+    command._stream.close()
+    assert (tmp_path / "ended").exists()
+
+
+def test_a_stream_that_is_not_ready_is_told(served, monkeypatch, caplog):
+    monkeypatch.setattr("slurmgpu.workloads.command.stream.TOLD_AFTER_S", 0.0)
+    caplog.set_level("INFO")
+    served(ANSWER)
+    assert 'waiting for {"ready": true} on the stdout of' in caplog.text
+
+
+def test_what_serve_answers_by_reads_no_requests(tmp_path, monkeypatch):
+    (tmp_path / "serve.py").write_text(
+        "import subprocess, slurmgpu\n"
+        "slurmgpu.serve(lambda data: {'n': len(subprocess.run(['cat'], stdout=subprocess.PIPE).stdout)})\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    command = loaded(tmp_path, monkeypatch, run=[sys.executable, "serve.py"], stream=True, timeout_s=10.0)
+    assert command(items("a", "b")) == [{"n": 0}] * 2
+    command._stream.close()
 
 
 def test_neither_a_megabyte_on_stderr_nor_one_of_requests_blocks_a_stream(served):

@@ -6,6 +6,7 @@ It does not outlive this process.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import selectors
 import signal
@@ -31,6 +32,11 @@ SETTLE_S = 0.5
 """A signal from outside may be meant for the whole job: wait this long for it to reach this process."""
 LOOK_S = 0.1
 """How often to look whether a process has ended whose pipes are still open."""
+KILL_S = 60.0
+"""How long a process may take to end after SIGKILL: the driver frees its GPUs meanwhile."""
+PASSING = {errno.EAGAIN, errno.ENOMEM, errno.ETXTBSY, errno.ESTALE, errno.EIO}
+"""A process that cannot be started for these reasons is started again, after each of PAUSES_S."""
+PAUSES_S = 0.1, 0.5, 2.0
 _OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"preexec_fn": os.setpgrp}
 LINE_BYTES = 1 << 16
 """A longer line is cut in the log."""
@@ -44,6 +50,17 @@ class CallFailedError(ItemError):
     def __init__(self, message: str, way: str) -> None:
         super().__init__(message)
         self.way = ("command", way)
+
+
+class DiedError(CallFailedError):
+    """The process of a call has ended by an exit code or a signal."""
+
+
+class CannotGoOnError(BaseException):
+    """No process can be started or ended here, which is no item's fault: it ends the worker.
+
+    The worker takes an Exception for an item's error.
+    """
 
 
 class OutputError(Exception):
@@ -118,18 +135,17 @@ class Kept:
         self._n_bytes = 0
 
     def take(self, chunk: bytes) -> None:
-        """Take the next bytes; those behind MAX_BYTES are dropped."""
+        """Take the next bytes; OutputError behind MAX_BYTES."""
         self._n_bytes += len(chunk)
-        if self._n_bytes <= MAX_BYTES:
-            self._chunks.append(chunk)
+        if self._n_bytes > MAX_BYTES:
+            raise OutputError(f"stdout has more than {MAX_BYTES >> 20} MiB; expected one JSON object")
+        self._chunks.append(chunk)
 
     def end(self) -> None:
         """Nothing is left of a line."""
 
     def content(self) -> bytes:
-        """All that came; OutputError if that was too much."""
-        if self._n_bytes > MAX_BYTES:
-            raise OutputError(f"stdout has more than {MAX_BYTES >> 20} MiB; expected one JSON object")
+        """All that came."""
         return b"".join(self._chunks)
 
 
@@ -166,16 +182,24 @@ GUARD = """
 import os, signal, sys
 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, signal.SIG_IGN)
-group = 0
+group, folder = 0, b""
 for line in sys.stdin.buffer:
-    group = int(line)
-if group:
-    os.killpg(group, signal.SIGKILL)
+    if line.startswith(b"folder "):
+        folder = line[7:-1]
+    else:
+        group = int(line)
+try:
+    if group:
+        os.killpg(group, signal.SIGKILL)
+finally:
+    if folder:
+        import shutil
+        shutil.rmtree(folder, ignore_errors=True)
 """
 
 
 class Guard:
-    """A small process that kills a process group when this process has ended, however it did."""
+    """A small process that kills a process group, and removes a folder, when this process has ended, however it did."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -188,14 +212,22 @@ class Guard:
 
     def watch(self, group: int) -> None:
         """Kill this group from now on, and no other; 0 for none."""
+        self._tell(b"%d\n" % group)
+
+    def remove(self, folder: str) -> None:
+        """Remove this folder from now on, and no other; "" for none."""
+        self._tell(b"folder %s\n" % os.fsencode(folder))
+
+    def _tell(self, line: bytes) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(b"%d\n" % group)
+            self._process.stdin.write(line)
 
     def close(self) -> None:
         """End the guard, without harm to anything."""
         assert self._process.stdin is not None
         self.watch(0)
+        self.remove("")
         self._process.stdin.close()
         self._process.wait()
 
@@ -220,18 +252,7 @@ class Child:
         self.name = Path(os.fsdecode(arguments[0])).name
         self.err = err
         self._unsent = memoryview(b"")
-        try:
-            self._process = subprocess.Popen(
-                arguments,
-                env=env,
-                stdin=subprocess.PIPE if has_stdin else subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                **_OWN_GROUP,
-            )
-        except OSError as error:
-            raise CallFailedError(f"{self.name} cannot be started: {error.strerror}", f"errno {error.errno}") from error
+        self._process = self._started(arguments, env, subprocess.PIPE if has_stdin else subprocess.DEVNULL)
         guard.watch(self._process.pid)
         assert self._process.stdout is not None
         assert self._process.stderr is not None
@@ -242,6 +263,29 @@ class Child:
         self.out_is_open = True
         if self._process.stdin is not None:
             os.set_blocking(self._process.stdin.fileno(), False)
+
+    def _started(self, arguments: Sequence[bytes], env: Mapping[str, str], stdin: int) -> subprocess.Popen[bytes]:
+        """The process; CallFailedError if its arguments are too long, CannotGoOnError if it cannot be started."""
+        pauses = iter(PAUSES_S)
+        while True:
+            try:
+                return subprocess.Popen(
+                    arguments,
+                    env=env,
+                    stdin=stdin,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    bufsize=0,
+                    **_OWN_GROUP,
+                )
+            except OSError as error:
+                said = f"{self.name} cannot be started: {error.strerror}"
+                if error.errno == errno.E2BIG:
+                    raise CallFailedError(said, f"errno {error.errno}") from error
+                pause_s = next(pauses, None) if error.errno in PASSING else None
+                if pause_s is None:
+                    raise CannotGoOnError(said) from error
+            time.sleep(pause_s)
 
     def send(self, data: bytes) -> None:
         """Write to its standard input, as `take` is called and the pipe has room."""
@@ -289,15 +333,25 @@ class Child:
         except ChildProcessError:
             return True
 
-    def close(self) -> int:
-        """End its process group by SIGTERM, and by SIGKILL what is left; the exit code."""
-        if self._process.returncode is not None:
-            return self._process.returncode
-        if self._process.stdin is not None:
+    def end(self) -> int:
+        """Close its standard input, and give it time to end by itself, before `close`; the exit code."""
+        self._close_stdin()
+        with contextlib.suppress(TimeoutError, OutputError):
+            return self.wait(time.monotonic() + GRACE_S)
+        return self.close()
+
+    def _close_stdin(self) -> None:
+        if self._process.stdin is not None and not self._process.stdin.closed:
             with contextlib.suppress(KeyError):
                 self._pipes.unregister(self._process.stdin)
             self._unsent = memoryview(b"")
             self._process.stdin.close()
+
+    def close(self) -> int:
+        """End its process group by SIGTERM, and by SIGKILL what is left; the exit code."""
+        if self._process.returncode is not None:
+            return self._process.returncode
+        self._close_stdin()
         self._signal(signal.SIGTERM)
         deadline = time.monotonic() + GRACE_S
         with contextlib.suppress(TimeoutError, OutputError):
@@ -317,7 +371,7 @@ class Child:
         if code:
             raise self.failure(code)
 
-    def failure(self, code: int) -> CallFailedError:
+    def failure(self, code: int) -> DiedError:
         """Why it failed, from its exit code and the end of its stderr."""
         number = -code if code < 0 else code - 128 if 128 < code < 192 else 0
         try:
@@ -327,7 +381,7 @@ class Child:
         if number and number not in _SELF_INFLICTED:
             time.sleep(SETTLE_S)
         said = f"died by {name}" if code < 0 else f"exited with code {code}" + (f" ({name})" if name else "")
-        return CallFailedError(self.explained(said), said)
+        return DiedError(self.explained(said), said)
 
     def explained(self, said: str) -> str:
         """A sentence on the process, with the end of its stderr."""
@@ -361,8 +415,11 @@ class Child:
             with contextlib.suppress(OutputError):
                 self.take(deadline)
         self.err.end()
+        try:
+            code = self._process.wait(KILL_S)
+        except subprocess.TimeoutExpired:
+            raise CannotGoOnError(f"{self.name} does not end {KILL_S:g} s after SIGKILL") from None
         self._guard.watch(0)
-        code = self._process.wait()
         self._pipes.close()
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             if pipe is not None:

@@ -19,15 +19,18 @@ def serve(function: Callable[..., Mapping[str, Any]]) -> None:
 
     `function` is given the data of an item, and `seed` if it has a parameter of that name. It returns the columns of
     the item's row; what it raises is the error of its item. Load models before you call `serve`. What is printed goes
-    to standard error, since standard output is the pipe for answers.
+    to standard error, since standard output is the pipe for answers; standard input is empty for it.
     """
-    pipe = os.dup(1)
+    pipe, requests = os.dup(1), os.dup(0)
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
     os.dup2(2, 1)
     sys.stdout = sys.stderr
     takes_seed = "seed" in inspect.signature(function).parameters
-    with open(pipe, "w", encoding="utf-8") as answers:
+    with open(pipe, "w", encoding="utf-8") as answers, open(requests, "rb") as lines:
         _write(answers, {"ready": True})
-        for line in sys.stdin.buffer:
+        for line in lines:
             item = json.loads(line)
             try:
                 seed = {"seed": item["seed"]} if takes_seed else {}

@@ -9,12 +9,23 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from slurmgpu.workloads.command.outputs import Collected, parse_object
-from slurmgpu.workloads.command.process import GRACE_S, CallFailedError, Child, Lines, OutputError, ToLog
+from slurmgpu.workloads.command.process import (
+    GRACE_S,
+    CallFailedError,
+    CannotGoOnError,
+    Child,
+    DiedError,
+    Lines,
+    OutputError,
+    ToLog,
+)
 
 log = logging.getLogger(__name__)
 
 READY = {"ready": True}
 START_MARK = "command | "
+TOLD_AFTER_S, TOLD_EVERY_S = 30.0, 300.0
+"""When the log says that a stream is not ready, first and again."""
 
 
 class Stream:
@@ -26,13 +37,14 @@ class Stream:
         self._child: Child | None = None
         self._lines = Lines()
         self._former: set[int] = set()
+        self._has_served = False
 
     def start(self) -> Child:
         """Start the process, and wait for `{"ready": true}`; CallFailedError if it says anything else, or ends."""
-        self._lines = Lines()
+        self._lines, self._has_served = Lines(), False
         child = self._child = self._start(self._lines, ToLog(START_MARK))
         try:
-            line = self._next_line(child, None)
+            line = self._next_line(child, None, is_first=True)
             if _parsed(line) != READY:
                 found = line[:80].decode(errors="replace")
                 raise OutputError(f"the first line of stdout is {found!r}; expected {json.dumps(READY)}")
@@ -41,16 +53,29 @@ class Stream:
         return child
 
     def ask(self, requests: Mapping[int, bytes], mark: str) -> dict[int, Mapping[str, Any]]:
-        """The answer to each request, by index. CallFailedError where one is missing or wrong, and the process ends."""
+        """The answer to each request, by index. CallFailedError where one is missing or wrong, and the process ends.
+
+        A process that has served an earlier call may have died of that: the requests are asked once more.
+        """
         former, self._former = self._former - requests.keys(), set(requests)
         if self._child is not None and not self._child.has_ended() and not self._lines.whole:
-            rows = self._ask(self._child, requests, mark, former)
+            try:
+                rows = self._ask(self._child, requests, mark, former)
+            except DiedError as error:
+                if not self._has_served:
+                    raise
+                log.warning("%s; asking it once more", str(error).partition("\n")[0])
+                rows = None
             if rows is not None:
                 return rows
         if self._child is not None:
             log.warning("%s has ended, or has sent an answer too many; starting it again", self._child.name)
-            self.close()
-        rows = self._ask(self.start(), requests, mark, ())
+            self._kill()
+        try:
+            child = self.start()
+        except CallFailedError as error:
+            raise CannotGoOnError(str(error)) from error
+        rows = self._ask(child, requests, mark, ())
         assert rows is not None
         return rows
 
@@ -70,28 +95,38 @@ class Stream:
                 collected.add(answer, "a line of stdout")
         except BaseException as error:
             raise self._ended(child, error) from error
+        self._has_served = True
         return collected.rows
 
     def close(self) -> None:
-        """End the process."""
+        """End the process, which may end by itself first."""
+        if self._child is not None:
+            child, self._child = self._child, None
+            child.end()
+
+    def _kill(self) -> None:
         if self._child is not None:
             child, self._child = self._child, None
             child.close()
 
     def _ended(self, child: Child, error: BaseException) -> BaseException:
         """The error of a process that is ended because of it."""
-        self.close()
+        self._kill()
         return (
             CallFailedError(child.explained(f"failed: {error}"), "output") if isinstance(error, OutputError) else error
         )
 
-    def _next_line(self, child: Child, timeout_s: float | None) -> bytes:
+    def _next_line(self, child: Child, timeout_s: float | None, *, is_first: bool = False) -> bytes:
+        told_at = time.monotonic() + TOLD_AFTER_S
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._lines.whole:
             if child.has_ended() or not child.out_is_open:
                 self._take_last(child)
             else:
                 child.take(deadline)
+                if is_first and time.monotonic() >= told_at:
+                    log.info("waiting for %s on the stdout of %s", json.dumps(READY), child.name)
+                    told_at += TOLD_EVERY_S
                 if deadline is not None and time.monotonic() >= deadline and not self._lines.whole:
                     child.close()
                     raise CallFailedError(

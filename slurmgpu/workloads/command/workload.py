@@ -22,7 +22,16 @@ from slurmgpu.workload import Item, Placement, Row, Share, TaskContext
 from slurmgpu.workloads.command.column_types import columns_of
 from slurmgpu.workloads.command.outputs import Collected, Values, check_format, in_order, parse_object, read_output
 from slurmgpu.workloads.command.placeholders import END, IN, OUT, START, as_json, parse
-from slurmgpu.workloads.command.process import CallFailedError, Child, Guard, Kept, Lines, OutputError, ToLog
+from slurmgpu.workloads.command.process import (
+    CallFailedError,
+    CannotGoOnError,
+    Child,
+    Guard,
+    Kept,
+    Lines,
+    OutputError,
+    ToLog,
+)
 from slurmgpu.workloads.command.stream import Stream
 
 SLICE, ONE, STREAM = "slice", "one", "stream"
@@ -95,7 +104,9 @@ class Command:
 
     def check_here(self) -> None:
         """Refuse a program that this machine does not have."""
-        path = {**os.environ, **self._env}.get("PATH")
+        self._check_in({**os.environ, **self._env}.get("PATH"))
+
+    def _check_in(self, path: str | None) -> None:
         if shutil.which(self._program, path=path) is None:
             where = f"at {Path(self._program).absolute()}" if "/" in self._program else "on the PATH"
             raise SlurmGPUError(
@@ -115,12 +126,13 @@ class Command:
     def load(self, task: TaskContext) -> None:
         """Start the process of a stream."""
         # Slurm numbers GPUs by their bus; CUDA's default is the fastest first.
-        self._environ = {**os.environ, "CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")}
+        self._environ = {**_inherited(), "CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")}
         if task.device == "cpu":
             self._environ["CUDA_VISIBLE_DEVICES"] = ""
         if self._mode == STREAM:
             self._environ["PYTHONUNBUFFERED"] = "1"  # else Python keeps what it prints in a buffer
         self._environ |= self._env
+        self._check_in(self._environ.get("PATH"))
         self._guard = Guard()
         weakref.finalize(self, self._guard.close)
         if self._mode == STREAM:
@@ -129,7 +141,7 @@ class Command:
             weakref.finalize(self, self._stream.close)
             try:
                 self._stream.start()
-            except CallFailedError as error:
+            except (CallFailedError, CannotGoOnError) as error:
                 raise SlurmGPUError(str(error)) from error
 
     def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
@@ -186,7 +198,11 @@ class Command:
         if line.out is None and IN not in line:
             return self._call(requests, "", data, about)
         with tempfile.TemporaryDirectory(prefix="slurmgpu-command-", ignore_cleanup_errors=True) as folder:
-            return self._call(requests, folder, data, about)
+            self._guard.remove(folder)
+            try:
+                return self._call(requests, folder, data, about)
+            finally:
+                self._guard.remove("")
 
     def _call(
         self,
@@ -204,8 +220,8 @@ class Command:
         kept = Kept()
         arguments, environ = line.fill(values, data or {}), {**self._environ, **(about or {})}
         child = Child(arguments, environ, kept if line.out is None else ToLog(mark), err, self._guard)
-        child.finish(self._timeout_s)
         try:
+            child.finish(self._timeout_s)
             if line.out is None:
                 return _only_row(kept.content(), requests)
             rows = read_output(out_path, line.out, self.columns, requests, is_one=self._mode == ONE)
@@ -214,6 +230,20 @@ class Command:
         if not rows:
             raise CallFailedError(child.explained("exited with code 0, and wrote no row to {out}"), "no rows")
         return rows
+
+
+def _inherited() -> dict[str, str]:
+    """The environment of the worker, without the folder that its task has put on PYTHONPATH if slurmgpu is installed.
+
+    Else a program of another Python would import NumPy, and all else, from there.
+    """
+    environ = dict(os.environ)
+    home = Path(__file__).resolve().parents[3]
+    first, _, rest = environ.get("PYTHONPATH", "").partition(os.pathsep)
+    if first == str(home) and home.name in {"site-packages", "dist-packages"}:
+        del environ["PYTHONPATH"]
+        environ |= {"PYTHONPATH": rest} if rest else {}
+    return environ
 
 
 def _start_stream(
