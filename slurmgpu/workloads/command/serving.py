@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import IO, Any
 
 BROKEN = "CUDA error:"
 """What PyTorch says when the GPU is lost to this process; in a new one it works."""
@@ -29,7 +29,7 @@ def serve(function: Callable[..., Mapping[str, Any]]) -> None:
     sys.stdout = sys.stderr
     takes_seed = "seed" in inspect.signature(function).parameters
     with open(pipe, "w", encoding="utf-8") as answers, open(requests, "rb") as lines:
-        _write(answers, {"ready": True})
+        _write(answers, json.dumps({"ready": True}))
         for line in lines:
             item = json.loads(line)
             try:
@@ -40,12 +40,11 @@ def serve(function: Callable[..., Mapping[str, Any]]) -> None:
                     raise
                 traceback.print_exc()
                 answer = json.dumps({"index": item["index"], "error": f"{type(error).__name__}: {error}"})
-            answers.write(answer + "\n")
-            answers.flush()
+            _write(answers, answer)
 
 
-def _write(answers: Any, value: Mapping[str, Any]) -> None:
-    answers.write(json.dumps(value) + "\n")
+def _write(answers: IO[str], answer: str) -> None:
+    answers.write(answer + "\n")
     answers.flush()
 
 

@@ -48,8 +48,12 @@ class Stream:
             if _parsed(line) != READY:
                 found = line[:80].decode(errors="replace")
                 raise OutputError(f"the first line of stdout is {found!r}; expected {json.dumps(READY)}")
-        except BaseException as error:
-            raise self._ended(child, error) from error
+        except OutputError as error:
+            self._kill()
+            raise CallFailedError(child.explained(f"failed: {error}"), "output") from error
+        except BaseException:
+            self._kill()
+            raise
         return child
 
     def ask(self, requests: Mapping[int, bytes], mark: str) -> dict[int, Mapping[str, Any]]:
@@ -93,8 +97,12 @@ class Stream:
                 if answer.get("index") in former:
                     return None
                 collected.add(answer, "a line of stdout")
-        except BaseException as error:
-            raise self._ended(child, error) from error
+        except OutputError as error:
+            self._kill()
+            raise CallFailedError(child.explained(f"failed: {error}"), "output") from error
+        except BaseException:
+            self._kill()
+            raise
         self._has_served = True
         return collected.rows
 
@@ -108,13 +116,6 @@ class Stream:
         if self._child is not None:
             child, self._child = self._child, None
             child.close()
-
-    def _ended(self, child: Child, error: BaseException) -> BaseException:
-        """The error of a process that is ended because of it."""
-        self._kill()
-        return (
-            CallFailedError(child.explained(f"failed: {error}"), "output") if isinstance(error, OutputError) else error
-        )
 
     def _next_line(self, child: Child, timeout_s: float | None, *, is_first: bool = False) -> bytes:
         told_at = time.monotonic() + TOLD_AFTER_S
