@@ -199,12 +199,7 @@ def merge_behind(run: Run, submission: int | None = None) -> int:
     It waits for tasks of other jobs, merges, and resubmits as often as `auto_resubmit` says. Merge jobs that an older
     slurmgpu has queued do not say their `submission`; it is the last one with this merge job.
     """
-    lines = [line for line in run.submissions() if not line.get("by_hand")]
-    job = os.environ.get("SLURM_JOB_ID")
-    own = [line for line in lines if submission in (None, line["submission"])]
-    if submission is None and job is not None:
-        own = [line for line in lines if line.get("merge_job") == job]
-    last = (own or lines)[-1]
+    last = _submission_of(run, submission)
     over, lives = True, lives_of(run, settled=True)
     with _locked_when_over(run, lambda: others_alive(run, last.get("array_job"))) as lock:
         report = merge.merge(run, lives, lock.check)
@@ -227,6 +222,16 @@ def merge_behind(run: Run, submission: int | None = None) -> int:
         if over:  # also if Slurm has refused the next one
             on_end.run_on_end(run, report)
     return 0 if report["complete"] else 3
+
+
+def _submission_of(run: Run, number: int | None) -> SubmissionLine:
+    lines = [line for line in run.submissions() if not line.get("by_hand")]
+    if number is None:
+        job, here = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_CLUSTER_NAME")
+        own = [line for line in lines if job and line.get("merge_job") == job and line.get("cluster", here) == here]
+    else:
+        own = [line for line in lines if line["submission"] == number]
+    return (own or lines)[-1]
 
 
 def _in_words(report: Report) -> str:
