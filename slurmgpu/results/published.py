@@ -11,7 +11,7 @@ another task replaces it, and is named in `problems`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -57,10 +57,10 @@ class Block(NamedTuple):
         """A mask of the rows of failed items."""
         return np.diff(self.file["error"].offsets[self.start : self.stop + 1]) > 0  # type: ignore[union-attr]
 
-    def rows(self) -> list[Row]:
-        """The rows, with values as Python numbers, strings and arrays."""
+    def rows(self, names: Sequence[str] | None = None) -> list[Row]:
+        """The rows, with the values of all columns or of `names` as Python numbers, strings and arrays."""
         file, start, stop = self
-        columns = {name: file[name].python_values(start, stop) for name in file.columns}
+        columns = {name: file[name].python_values(start, stop) for name in (file.columns if names is None else names)}
         indices, errors = file["index"].python_values(start, stop), file["error"].python_values(start, stop)
         blank = dict.fromkeys(columns)
         return [
@@ -167,6 +167,22 @@ class RunRows:
                 yield from _cut(file, max(start, first) - first, min(stop, last) - first, n_bytes)
 
 
+class FileRows:
+    """The rows of a merged file or shard, as those of a run; what was compared of it when it was opened is enough."""
+
+    def __init__(self, merged: Merged) -> None:
+        self.merged, self.columns = merged, merged.columns
+
+    def blocks(self, start: int = 0, stop: int | None = None, n_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+        """The rows of the items `start` to `stop` - 1, as blocks of about `n_bytes`."""
+        index = self.merged["index"].values
+        after = int(index[-1]) + 1 if len(index) else 0
+        first, last = np.searchsorted(index, slice(start, stop).indices(after)[:2]).tolist()
+        for block in _cut(self.merged, first, last, n_bytes):
+            self.merged.check_rows(block.start, block.stop)
+            yield block
+
+
 def open_shard(run: Run, shard: int, revision: int = 0, problems: list[str] | None = None) -> Merged | None:
     """A published shard whose every byte is verified; None if it is missing, or damaged, which `problems` gets."""
     path = run.revision_path(shard, revision)
@@ -213,5 +229,4 @@ def _open_merged(run: Run, verify: bool) -> Merged | None:
 
 
 def _cut(file: Merged, start: int, stop: int, n_bytes: int) -> Iterator[Block]:
-    step = max(1, len(file) * n_bytes // max(1, file.path.stat().st_size))
-    return (Block(file, first, min(first + step, stop)) for first in range(start, stop, step))
+    return (Block(file, *rows) for rows in file.ranges(n_bytes, start, stop))
