@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -303,37 +302,27 @@ def export(
         str | None,
         typer.Option(
             "--format",
-            help="jsonl, csv, parquet, pt, or one of the workload's own; default from the file's suffix.",
+            help="jsonl, csv, parquet, hf, pt, or one of the workload's own; default from the file's suffix.",
             autocompletion=completion.words(*completion.FORMATS),
         ),
     ] = None,
+    columns: options.ColumnsOption = None,
+    where: options.WhereOption = None,
     trust: options.TrustOption = False,
 ) -> None:
-    """Write the merged rows as JSONL, CSV, Parquet or tensors."""
-    from slurmgpu.cli.console import result, say
-    from slurmgpu.merge.export import FORMATS, export_to
-    from slurmgpu.merge.export import export as write
-    from slurmgpu.util.plurals import count_of
-    from slurmgpu.util.shared_files import exists, is_file, status_of
+    """Write the rows as JSONL, CSV, Parquet, a Hugging Face data set or tensors.
+
+    Of a run at work, the rows that are published. Says how many items have none.
+
+    \b
+      slurmgpu export runs/judge -o scores.parquet
+      slurmgpu export runs/judge -o good.csv --columns index,score --where "score > 0.5"
+      slurmgpu export runs/judge -o scores --format hf        for datasets.load_dataset("scores")
+    """  # noqa: D301
+    from slurmgpu.cli.commands.export import export_rows
 
     run = options.open_run(folder, trust=trust)
-    if not exists(run.merged):
-        raise SlurmGPUError(
-            f"There is no {run.merged} yet. `slurmgpu merge {run.typed}` makes it once no task is alive."
-        )
-    chosen = file_format or output.suffix.removeprefix(".")
-    if chosen not in (known := [*FORMATS, *run.plan.exports]):
-        raise SlurmGPUError(f"Format {chosen!r} is unknown; --format takes {', '.join(known)}.")
-    if status_of(output) is not None and not is_file(output):
-        raise SlurmGPUError(f"{output} is not a regular file; name the file to write with -o.")
-    if str(output) == "-":
-        n_rows = export_to(run.merged, chosen, sys.stdout.buffer)
-    else:
-        exported = write(run.merged, chosen, output)
-        n_rows = exported.n_rows
-        result(f"{output}: {exported.said or count_of(n_rows, 'row')}")
-    if n_missing := run.plan.n_items - n_rows:
-        say(f"The run is incomplete: {count_of(n_missing, 'item')} without a row. slurmgpu report {run.typed}")
+    export_rows(run, output, file_format, options.names(columns), where)
 
 
 @app.command()

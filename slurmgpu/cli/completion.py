@@ -18,7 +18,7 @@ PROBE = "-probe"
 """The suffix of a probe's run directory: `executors.probe.SUFFIX`, without importing pydantic."""
 FAULTS = ("kill@", "preempt@", "timeout", "oom@", "cuda_oom@", "error@", "crash@", "damage@")
 """The beginnings of the faults in `slurmgpu.faults`."""
-FORMATS = ("jsonl", "csv", "parquet", "pt")
+FORMATS = ("jsonl", "csv", "parquet", "hf", "pt")
 """The formats of `slurmgpu.merge.export`, without importing NumPy."""
 
 

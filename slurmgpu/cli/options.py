@@ -86,6 +86,12 @@ AfterOption = Annotated[
 ProbeOption = Annotated[
     int | None, typer.Option("--probe", metavar="N", help="First compute N items, and estimate time and cost.")
 ]
+ColumnsOption = Annotated[
+    str | None, typer.Option("--columns", metavar="A,B", help="Only these columns, in this order.")
+]
+WhereOption = Annotated[
+    str | None, typer.Option("--where", metavar="CONDITION", help="Only these rows, such as 'score > 0.5'.")
+]
 YesOption = Annotated[bool, typer.Option("--yes", help="Queue the run after its probe without asking.")]
 DEFAULT_RUN_FILE = Path("slurmgpu.toml")
 
@@ -122,6 +128,11 @@ def overrides(
         "resources": resources(given),
         "container": {} if image is None else {"image": str(image.expanduser().absolute())},
     }
+
+
+def names(text: str | None) -> list[str]:
+    """The names in the text of --columns; none if it was not given."""
+    return [] if text is None else [name.strip() for name in text.split(",")]
 
 
 def metrics_file(path: Path | None) -> Path | None:
