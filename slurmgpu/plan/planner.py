@@ -27,7 +27,7 @@ from slurmgpu.plan.executors import EXECUTORS
 from slurmgpu.plan.items import Items, items_of
 from slurmgpu.plan.placement import place
 from slurmgpu.plan.run_file import Resources, RunFile
-from slurmgpu.plan.site_file import read_run_file
+from slurmgpu.plan.site_file import RunFileSource, path_of, read_run_file
 from slurmgpu.run.directory import Plan, Provenance, Run, refuse_existing
 from slurmgpu.shards.columns import check_columns, columns_to_json
 from slurmgpu.util.atomic_files import working_folder
@@ -76,7 +76,7 @@ class Allocation:
 
 @contextlib.contextmanager
 def draft_run(
-    run_file: Path,
+    run_file: RunFileSource,
     overrides: Mapping[str, Any] | None = None,
     run_dir: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -84,10 +84,11 @@ def draft_run(
 ) -> Iterator[Draft]:
     """The plan of a run file, while the `with` block lasts; SlurmGPUError if anything in it cannot work.
 
+    `run_file` is its path, or a `GivenRunFile`.
     `after` is a run that this one waits for: its merged file may be the input before it exists.
     """
-    path = run_file.expanduser().resolve()
-    config = read_run_file(path, overrides)
+    source = run_file.expanduser().resolve() if isinstance(run_file, Path) else run_file
+    path, config = path_of(source), read_run_file(source, overrides)
     gpus_per_task = allocate(config.resources, n_shards=None).gpus_per_task
     named = Path(config.run_dir or f"runs/{path.stem}").expanduser()
     target = (path.parent / named if run_dir is None else run_dir.expanduser()).absolute()
@@ -103,7 +104,7 @@ def draft_run(
         paths, environ = workload.paths, workload.environ
         workload.check()
     notes = hidden_by_built_in(config.workload.use) + near_misses(workload)
-    container = contain(config.container, full_name, path, overrides)
+    container = contain(config.container, full_name, source, overrides)
     if container is None and workload.check_here is not None:
         with working_folder(path.parent):
             workload.check_here()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +34,23 @@ NO_RUN_FILE = "slurmgpu run"
 
 TABLES = ("resources", "container", "slurm", "merge")
 """The tables that a site file may have."""
+
+
+@dataclass(frozen=True)
+class GivenRunFile:
+    """A run file as a mapping instead of TOML. Relative paths in it start at `folder`, an absolute path."""
+
+    tables: Mapping[str, Any]
+    folder: Path
+
+    @property
+    def path(self) -> Path:
+        """The path, at which there is no file, that stands for it in messages and in the plan."""
+        return self.folder / "slurmgpu.submit"
+
+
+RunFileSource = Path | GivenRunFile
+"""The path of a run file, or its tables."""
 
 Origins = Mapping[str, Mapping[str, Mapping[str, Any]]]
 """By table and key: the `value`, and `from` where it was set, a flag or a file's name."""
@@ -74,16 +92,21 @@ def read_site() -> dict[str, Any]:
     return tables
 
 
-def read_run_file(path: Path, overrides: Mapping[str, Any] | None = None) -> RunFile:
-    """The run file at `path`, which overrides the site file; `overrides`, by table and key, override both."""
-    below = merge_tables(read_site(), _read(path))
-    return parse_table(RunFile, merge_tables(below, overrides or {}), str(path))
+def path_of(source: RunFileSource) -> Path:
+    """The path of a run file; one at which there is no file for a mapping."""
+    return source.path if isinstance(source, GivenRunFile) else source
 
 
-def origins(path: Path, overrides: Mapping[str, Any]) -> Origins:
+def read_run_file(source: RunFileSource, overrides: Mapping[str, Any] | None = None) -> RunFile:
+    """A run file, which overrides the site file; `overrides`, by table and key, override both."""
+    below = merge_tables(read_site(), _read(source))
+    return parse_table(RunFile, merge_tables(below, overrides or {}), _named(source))
+
+
+def origins(source: RunFileSource, overrides: Mapping[str, Any]) -> Origins:
     """Every value in TABLES that was set, and where."""
-    site, own = read_site(), _read(path)
-    values = read_run_file(path, overrides).model_dump()
+    site, own, path = read_site(), _read(source), path_of(source)
+    values = read_run_file(source, overrides).model_dump()
     found: dict[str, dict[str, dict[str, Any]]] = {}
     flags = {"slurm": "--slurm", "merge": "--mail-user"}
     for table in TABLES:
@@ -95,15 +118,31 @@ def origins(path: Path, overrides: Mapping[str, Any]) -> Origins:
     return found
 
 
-def _read(path: Path) -> dict[str, Any]:
-    if path.name == NO_RUN_FILE:
+def _read(source: RunFileSource) -> dict[str, Any]:
+    if isinstance(source, GivenRunFile):
+        value: dict[str, Any] = _plain(source.tables)
+    elif source.name == NO_RUN_FILE:
         return {}
-    try:
-        value = read_toml(path)
-    except FileNotFoundError:
-        raise SlurmGPUError(f"There is no run file {path}. `slurmgpu init` writes one.") from None
-    parse_table(RunFile, value, str(path))  # by itself, so that errors name this file
+    else:
+        try:
+            value = read_toml(source)
+        except FileNotFoundError:
+            raise SlurmGPUError(f"There is no run file {source}. `slurmgpu init` writes one.") from None
+    parse_table(RunFile, value, _named(source))  # by itself, so that errors name this file
     return {**value, **{table: plain_names(value[table]) for table in ("slurm", "merge") if table in value}}
+
+
+def _named(source: RunFileSource) -> str:
+    return "the given run file" if isinstance(source, GivenRunFile) else str(source)
+
+
+def _plain(value: Any) -> Any:
+    """A value as TOML has it: paths are text, tuples are lists, and keys without a value are left out."""
+    if isinstance(value, Mapping):
+        return {name: _plain(inner) for name, inner in value.items() if inner is not None}
+    if isinstance(value, list | tuple):
+        return list(map(_plain, value))
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _absolute(container: Mapping[str, Any], folder: Path) -> dict[str, Any]:
