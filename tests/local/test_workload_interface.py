@@ -143,7 +143,13 @@ def test_an_attribute_that_is_not_used_is_not_read():
 
 
 def test_a_name_that_is_nearly_one_that_is_looked_for_is_told_once(having, tmp_path, slurmgpu):
-    names = {"summarise": "summarize", "sortkey": "sort_key", "sort_keys": "sort_key", "takes_item": "takes_one"}
+    names = {
+        "summarise": "summarize",
+        "sortkey": "sort_key",
+        "sort_keys": "sort_key",
+        "takes_item": "takes_one",
+        "lod": "load",
+    }
     names |= {"export": "exports", "sortKey": "sort_key"}
     for name, meant in names.items():
         [note] = having(f"{name} = None").notes

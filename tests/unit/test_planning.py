@@ -169,11 +169,11 @@ def test_columns_that_cannot_be_stored_are_refused(project, columns, said):
     assert said in refused(folder)
 
 
-def test_a_workload_without_load_is_refused(project):
+def test_a_workload_without_call_is_refused(project):
     folder = project(workload="Broken")
-    source = (folder / "workloads.py").read_text().replace("def load(", "def lod(")
+    source = (folder / "workloads.py").read_text().replace("def __call__(", "def call(")
     (folder / "workloads.py").write_text(source)
-    assert "no method 'load'" in refused(folder)
+    assert "no method '__call__'" in refused(folder)
 
 
 @pytest.mark.parametrize(
