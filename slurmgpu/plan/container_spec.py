@@ -42,10 +42,10 @@ def contain(
     base = path_of(run_file).parent
     image = image_path(table, base)
     if image is None and (overrides or {}).get("container", {}).get("image"):
-        source = origins(run_file, overrides or {})["container"]["runtime"]["from"]
+        found = origins(run_file, overrides or {})["container"]
         raise SlurmGPUError(
-            f'--image names an image, and [container] runtime = "none" in {source} runs without one. Remove one of '
-            f"the two."
+            f'{found["image"]["from"]} names an image, and [container] runtime = "none" in {found["runtime"]["from"]} '
+            f"runs without one. Remove one of the two."
         )
     if image is None:
         return None
@@ -105,14 +105,17 @@ def _refuse_home(table: ContainerTable, base: Path) -> None:
         )
 
 
-def contain_again(frozen: ContainerRecord, run_file: Path) -> tuple[ContainerRecord, list[str]]:
+def contain_again(
+    frozen: ContainerRecord, run_file: Path, overrides: Mapping[str, Any]
+) -> tuple[ContainerRecord, list[str]]:
     """A run's container with the current [container] of its run file, for another submission; and a note on changes.
 
-    The image must be the same, but may have another path. A run file that is gone, or cannot be read, changes nothing.
+    `overrides` are the values of [container] that the run was planned with over its run file. The image must be the
+    same, but may have another path. A run file that is gone, or cannot be read, changes nothing.
     """
     before = Container.from_json(frozen)
     try:
-        table, base = read_run_file(run_file).container, run_file.parent
+        table, base = read_run_file(run_file, {"container": overrides}).container, run_file.parent
     except SlurmGPUError as error:
         return frozen, [f"[container] stays as it was: {error}"] if run_file.exists() else []
     after = replace(before, **_settings(table, base), image=str(image_path(table, base) or before.image))

@@ -1,4 +1,6 @@
-"""The site file: settings for all of a user's runs on a cluster. Run files override it, and flags override both.
+"""The site file: settings for all of a user's runs on a cluster, and profiles of them by name.
+
+Run files override the settings, a profile that was chosen overrides run files, and options override all.
 
 docs/how-to/site-file.md shows one; `slurmgpu init --site` writes one.
 """
@@ -14,12 +16,14 @@ from typing import Any, Literal
 from pydantic import Field
 
 from slurmgpu.containers.settings import whole_path
-from slurmgpu.errors import SlurmGPUError
+from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.plan.executors import DEFAULT
+from slurmgpu.plan.overrides import Overrides, source_of
 from slurmgpu.plan.run_file import (
     ContainerTable,
     ExecutorName,
     GpuMemory,
+    Resources,
     RunFile,
     SlurmOptions,
     Table,
@@ -65,6 +69,15 @@ class SiteResources(Table):
     device: Literal["auto", "cpu"] = "auto"
 
 
+class Profile(Table):
+    """[profiles.NAME] of a site file: values for the runs that name it. Relative paths are relative to the file."""
+
+    resources: Resources = Resources.model_validate({})
+    container: ContainerTable = ContainerTable.model_validate({})
+    slurm: SlurmOptions = Field(default_factory=dict)
+    merge: SlurmOptions = Field(default_factory=dict)
+
+
 class SiteFile(Table):
     """A site file. Relative paths in it are relative to its folder."""
 
@@ -72,6 +85,7 @@ class SiteFile(Table):
     container: ContainerTable = ContainerTable.model_validate({})
     slurm: SlurmOptions = Field(default_factory=dict)
     merge: SlurmOptions = Field(default_factory=dict)
+    profiles: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
 
 def site_path() -> Path:
@@ -81,14 +95,42 @@ def site_path() -> Path:
 
 def read_site() -> dict[str, Any]:
     """The tables of the site file, with only the keys that it sets; empty without a site file."""
-    path = site_path()
+    tables = _tables(SiteFile, _read_site(), str(site_path()))
+    tables.pop("profiles", None)
+    return tables
+
+
+def profile_names() -> list[str]:
+    """The profiles of the site file."""
+    return list(parse_table(SiteFile, _read_site(), str(site_path())).profiles)
+
+
+def read_profile(name: str) -> dict[str, Any]:
+    """The tables of a profile, with only the keys that it sets; SlurmGPUError for an unknown name."""
+    known, path = _read_site().get("profiles", {}), site_path()
+    if name not in profile_names():
+        hint = did_you_mean(name, known) or " It has none: write one as [profiles.debug.slurm], for example."
+        raise SlurmGPUError(f"The site file {path} has no profile {name!r}.{hint}")
+    return _tables(Profile, known[name], f"{path}, profile {name}")
+
+
+def put_profile(overrides: Overrides, name: str | None) -> None:
+    """Put the values of a profile over others; without a name, of the one in SLURMGPU_PROFILE, if there is one."""
+    if name := name or os.environ.get("SLURMGPU_PROFILE"):
+        overrides.put(read_profile(name), f"{site_path().name}, profile {name}")
+
+
+def _read_site() -> dict[str, Any]:
     try:
-        value = read_toml(path)
+        return read_toml(site_path())
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    tables = parse_table(SiteFile, value, str(path)).model_dump(exclude_unset=True)
+
+
+def _tables(model: type[Table], value: Mapping[str, Any], where: str) -> dict[str, Any]:
+    tables = parse_table(model, value, where).model_dump(exclude_unset=True)
     if "container" in tables:
-        tables["container"] = _absolute(tables["container"], path.parent)
+        tables["container"] = _absolute(tables["container"], site_path().parent)
     return tables
 
 
@@ -100,7 +142,8 @@ def path_of(source: RunFileSource) -> Path:
 def read_run_file(source: RunFileSource, overrides: Mapping[str, Any] | None = None) -> RunFile:
     """A run file, which overrides the site file; `overrides`, by table and key, override both."""
     below = merge_tables(read_site(), _read(source))
-    return parse_table(RunFile, merge_tables(below, overrides or {}), _named(source))
+    where = f"{_named(source)} with the options over it" if any((overrides or {}).values()) else _named(source)
+    return parse_table(RunFile, merge_tables(below, overrides or {}), where)
 
 
 def origins(source: RunFileSource, overrides: Mapping[str, Any]) -> Origins:
@@ -108,12 +151,11 @@ def origins(source: RunFileSource, overrides: Mapping[str, Any]) -> Origins:
     site, own, path = read_site(), _read(source), path_of(source)
     values = read_run_file(source, overrides).model_dump()
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    flags = {"slurm": "--slurm", "merge": "--mail-user"}
     for table in TABLES:
         sources = dict.fromkeys(site.get(table, {}), site_path().name)
         sources |= dict.fromkeys(own.get(table, {}), path.name)
         given = [key for key, value in overrides.get(table, {}).items() if value is not None]
-        sources |= {key: flags.get(table, f"--{key.replace('_', '-')}") for key in given}
+        sources |= {key: source_of(overrides, table, key) for key in given}
         found[table] = {key: {"value": values[table][key], "from": source} for key, source in sources.items()}
     return found
 
