@@ -605,14 +605,21 @@ def settings_hints(cls: type) -> dict[str, Any]:
     return hints
 
 
-def _check_names(full_name: str, cls: type, settings: Mapping[str, Any]) -> None:
+def names_of_settings(cls: type) -> dict[str, inspect.Parameter] | None:
+    """The settings of a class as parameters, by name; None if it takes any."""
     parameters = {parameter.name: parameter for parameter in inspect.signature(cls).parameters.values()}
     known = {name: p for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
     if len(known) < len(parameters):
         unpacked = settings_hints(cls).keys() - known.keys() - {"return"}
         if not unpacked:
-            return
+            return None
         known |= {name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in unpacked}
+    return known
+
+
+def _check_names(full_name: str, cls: type, settings: Mapping[str, Any]) -> None:
+    if (known := names_of_settings(cls)) is None:
+        return
     for name in settings:
         if name not in known:
             hint = did_you_mean(name, known) or " It takes none."

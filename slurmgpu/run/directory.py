@@ -63,12 +63,16 @@ FOLDERS = ("claims", "shards", "tasks", "logs", "telemetry")
 _SHARD_NAME = re.compile(r"(\d{5}|[1-9]\d{5,})(?:\.r([1-9]\d{0,8}))?\.h5")
 
 
-class Provenance(TypedDict):
-    """What made a run."""
-
+class _Provenance(TypedDict):
     run_file: str
     versions: dict[str, str]
     git: Git | None
+
+
+class Provenance(_Provenance, total=False):
+    """What made a run. `container` are values over [container] of the run file; absent in older runs."""
+
+    container: dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def test_paths_of_a_site_file_are_relative_to_it(site):
         ("[slurm]\narray = 1\n", "'array' cannot be set here"),
         ("[container]\nimages = 'x'\n", "unknown key [container] images. Did you mean 'image'?"),
         ("[resources]\ngpus = 4\n", "unknown key [resources] gpus."),
-        ("input = 'x'\n", "unknown key input. Known: container, merge, resources, slurm."),
+        ("input = 'x'\n", "unknown key input. Known: container, merge, profiles, resources, slurm."),
         ("[slurm\n", "is not TOML"),
     ],
 )
