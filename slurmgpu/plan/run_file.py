@@ -119,6 +119,7 @@ class WorkloadTable(Table):
 
     use: str
     batch_size: int | None = Field(None, ge=1)
+    retries: int = Field(3, ge=0, le=10)
 
 
 class Resources(Table):
