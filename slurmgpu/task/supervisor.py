@@ -270,6 +270,8 @@ class Task:
             case "batch":
                 if self.record["shard"] is not None:
                     self._deaths.take_up(self.record["shard"], event["items"], event["isolated"])
+            case "waiting":
+                self._deaths.put_down()
             case "progress":
                 self._deaths.forgive_in_flight()
             case "published":
@@ -314,7 +316,9 @@ class Task:
     def _of_what_was_left(self) -> str | None:
         if self._left is None:
             return None
-        return f"shard {self._left} was given back, and goes on from what is kept of it"
+        return f"shard {self._left} was given back" + (
+            ", and goes on from what is kept of it" if self._keeps_progress else ""
+        )
 
     def _note_left(self, shard: int) -> None:
         self._left = shard

@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import platform
+import random
 import signal
 import sys
 import threading
@@ -45,6 +46,7 @@ from slurmgpu.util.atomic_files import FULL, working_folder
 from slurmgpu.util.env_info import describe, used
 from slurmgpu.util.logging import log_to_stderr
 from slurmgpu.util.pipes import Report, close_stdin, listen_on_stdin, outlive_signals, report_on_stdout, watch_stdin
+from slurmgpu.util.plurals import count_of
 from slurmgpu.util.shared_files import cause_raised, retried
 from slurmgpu.worker import groups
 from slurmgpu.worker.assignment import Assignment, WorkerFailedError
@@ -140,6 +142,12 @@ class Worker:
                 keeps_rows=self.group.leads,
                 noted=self._noted,
                 folder=plan.search_path,
+                retries=plan.retries,
+                pause=self._pause,
+                share=self.group.broadcast,
+                # Plans of an older slurmgpu have no `keep`, but settings of the workload that say so.
+                kept=plan.keep or {field: field for field in workload.kept_fields},
+                key=plan.key,
             )
             self._take_and_compute(computer, reader)
             self._log_outside(outside)
@@ -161,7 +169,7 @@ class Worker:
                 computed = computer.compute(self._read(reader, spans), history)
             except Interrupted:
                 self.report({"event": "left", "shard": shard})
-                log.info("shard %d: left, with what is kept of it", shard)
+                log.info("shard %d: left%s", shard, ", with what is kept of it" if self._resumes else "")
                 continue  # usually to the end; after a takeover to the next shard
             if self.group.leads:
                 waiting.append(Waiting(shard, computed, started, began))
@@ -236,6 +244,16 @@ class Worker:
             return found
         self.report({"event": "done", "reason": found})
         return None
+
+    def _pause(self, seconds: float, n_items: int) -> bool:
+        """Wait until `n_items` can be tried again; False if the task has to end before that."""
+        seconds *= random.uniform(1.0, 1.25)  # a thousand tasks that a server refused must not all return at once
+        log.info("waiting %.0f s, then %s again", seconds, count_of(n_items, "item"))
+        self.report({"event": "waiting", "seconds": seconds, "items": n_items})
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0 and not self._deadline.over(left):
+            self.stopping.wait(min(left, 1.0))
+        return not self._deadline.over()
 
     def _shall_leave(self) -> bool:
         """Whether a resumable workload shall leave the present item, since others do or will compute it."""
