@@ -140,6 +140,7 @@ def draft_run(
             sample_s=config.sample_s,
             on_end=config.on_end or None,
             html=config.html,
+            track=config.track.to if config.track else (),
             summarizes=workload.summarize is not None,
             exports=sorted(workload.exports),
         )

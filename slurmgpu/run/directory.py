@@ -106,6 +106,7 @@ class Plan:
     exports: Sequence[str] = ()
     on_end: str | None = None
     html: bool = True
+    track: Sequence[str] = ()
 
     @property
     def n_shards(self) -> int:
