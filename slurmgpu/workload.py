@@ -76,7 +76,8 @@ class TaskContext:
     `note(name, value)` writes a number into the notes of the current shard, such as a reduced batch size.
     `stopping()` is true on rank 0 once the task has to end: a workload that `resumes` then saves its progress and
     raises Interrupted. `progress(text)` reports saved progress of the current item, which `status` shows;
-    `tell(text)` reports progress that is not saved yet.
+    `tell(text)` reports progress that is not saved yet. `log(step, loss=0.3)` logs numbers, which `slurmgpu track`
+    shows to a tracker; rank 0's are kept.
     """
 
     device: str
@@ -90,6 +91,7 @@ class TaskContext:
     stopping: Callable[[], bool] = lambda: False
     progress: Callable[[str], None] = lambda text: None
     tell: Callable[[str], None] = lambda text: None
+    log: Callable[..., None] = lambda step, **values: None
 
 
 @dataclass(frozen=True)

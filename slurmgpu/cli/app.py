@@ -9,7 +9,7 @@ import typer
 
 from slurmgpu import __version__
 from slurmgpu.cli import completion, options
-from slurmgpu.cli.commands import run, show
+from slurmgpu.cli.commands import run, show, track
 from slurmgpu.cli.commands.image import image_app
 from slurmgpu.cli.lazy_commands import App, Commands
 from slurmgpu.errors import SlurmGPUError
@@ -187,6 +187,7 @@ app.command()(show.status)
 app.command("list")(show.list_runs)
 app.command()(show.report)
 app.command()(show.logs)
+app.command()(track.track)
 
 
 @app.command()

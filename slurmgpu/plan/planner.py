@@ -149,6 +149,7 @@ def draft_run(
             retries=config.workload.retries,
             keep=keep,
             key=config.key,
+            track=config.track.to if config.track else (),
             summarizes=workload.summarize is not None,
             exports=sorted(workload.exports),
         )

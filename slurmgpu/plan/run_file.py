@@ -18,6 +18,7 @@ from slurmgpu.containers import registry
 from slurmgpu.containers.registry import RUNTIMES
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.plan.executors import DEFAULT, EXECUTORS
+from slurmgpu.plan.trackers import parse_destination
 from slurmgpu.util.plugins import Plugins
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, retried
 
@@ -159,6 +160,24 @@ class ContainerTable(Table):
     strict: bool = False
 
 
+def _destinations(value: Any) -> Any:
+    """Texts such as "tensorboard:DIR", each checked."""
+    texts = [value] if isinstance(value, str) else value
+    if isinstance(texts, list):
+        for text in texts:
+            try:
+                parse_destination(str(text))
+            except SlurmGPUError as error:
+                raise ValueError(str(error).removesuffix(".")) from error
+    return texts
+
+
+class TrackTable(Table):
+    """[track]: the trackers to which the merge job sends what tasks logged."""
+
+    to: Annotated[list[str], BeforeValidator(_destinations)]
+
+
 class RunFile(Table):
     """A run file. Relative paths in it are relative to its folder."""
 
@@ -182,6 +201,7 @@ class RunFile(Table):
     container: ContainerTable = ContainerTable.model_validate({})
     slurm: SlurmOptions = Field(default_factory=dict)
     merge: SlurmOptions = Field(default_factory=dict)
+    track: TrackTable | None = None
 
 
 def table_of(path: Sequence[str], model: type[BaseModel] = RunFile) -> type[BaseModel] | None:

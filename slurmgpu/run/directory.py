@@ -114,6 +114,7 @@ class Plan:
     retries: int = 0
     keep: Mapping[str, str] = field(default_factory=dict)
     key: str | None = None
+    track: Sequence[str] = ()
 
     @property
     def n_shards(self) -> int:

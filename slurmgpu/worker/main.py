@@ -60,6 +60,7 @@ from slurmgpu.worker.computer import (
     settle,
 )
 from slurmgpu.worker.groups import Group, PeersMissingError
+from slurmgpu.worker.logged_values import LoggedValues
 from slurmgpu.worker.shard_claimer import Claimer, Deadline
 from slurmgpu.workload import Adapted, Item, TaskContext, build
 
@@ -99,6 +100,7 @@ class Worker:
     _shard: int | None = None
     _former: dict[int, Former] = field(default_factory=dict)
     _resumes: bool = False
+    _takes_one: bool = False
     _used: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -106,6 +108,8 @@ class Worker:
         self._deadline = Deadline(self.assignment.end_time, self.run.plan.margin_s, self.stopping, self.end_times)
         given = self.assignment
         claim = Claim(given.task, given.attempt, platform.node(), os.getpid(), cluster=given.cluster)
+        self._logged = LoggedValues(self.report)
+        self.report = self._logged.before(self.report)
         self._claimer = Claimer(self.run, claim, self._report_takeover, held=set(self._resume))
 
     def work(self) -> None:
@@ -125,7 +129,7 @@ class Worker:
             if self.assignment.inject:
                 workload = self._inject(workload)
             outside = self._log_outside()
-            self._resumes = workload.resumes
+            self._resumes, self._takes_one = workload.resumes, workload.takes_one
             self._columns = columns_from_json(plan.columns)  # after loading, which may register kinds
             if self._resumes:
                 self.on_resumable()
@@ -268,6 +272,8 @@ class Worker:
             self.report({"event": "used", "packages": now})
 
     def _report_batch(self, indices: Sequence[int], isolated: bool) -> None:
+        if self._takes_one:
+            self._logged.item = indices[0]
         self.report({"event": "batch", "items": list(indices), "isolated": isolated})
 
     def _open_input(self) -> Reader:
@@ -324,6 +330,7 @@ class Worker:
             stopping=self._shall_leave if group.leads else lambda: False,
             progress=lambda text: self.report({"event": "progress", "text": str(text)}),
             tell=lambda text: self.report({"event": "tell", "text": str(text)}),
+            log=self._logged.log if group.leads else lambda step, **values: None,
         )
         try:
             workload = build(plan.workload, plan.settings, Path(plan.search_path))

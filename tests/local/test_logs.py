@@ -391,15 +391,6 @@ def show(run, task=None, *, item=None, failure=None, merge=False, follow=False, 
     """What the command prints, in this process."""
     asked = None if item is None else str(item)
     show_logs(run, task, asked, failure, merge=merge, follow=follow, n_lines=n_lines, as_json=False)
-        run,
-        task,
-        None if item is None else str(item),
-        failure,
-        merge=merge,
-        follow=follow,
-        n_lines=n_lines,
-        as_json=False,
-    )
 
 
 @pytest.mark.parametrize(
