@@ -21,8 +21,7 @@ from types import ModuleType
 
 import slurmgpu
 from slurmgpu.code import snapshots
-from slurmgpu.code.ast_digest import tree_digest
-from slurmgpu.code.snapshots import Snapshot, SourceFile
+from slurmgpu.code.snapshots import Snapshot, SourceFile, tree_digest
 from slurmgpu.containers import INSIDE, image_name
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, retried
 

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmgpu import __version__
-from slurmgpu.code.ast_digest import tree_digest
 from slurmgpu.code.locator import Locator
-from slurmgpu.code.snapshots import Snapshot, SourceFile
+from slurmgpu.code.snapshots import Snapshot, SourceFile, tree_digest
 from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.run.directory import Plan
