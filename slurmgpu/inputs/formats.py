@@ -22,6 +22,7 @@ FORMATS = Plugins(
         "csv": "slurmgpu.inputs.lines:Csv",
         "txt": "slurmgpu.inputs.lines:Txt",
         "files": "slurmgpu.inputs.listing:Files",
+        "tar": "slurmgpu.inputs.tar:Tar",
         "parquet": "slurmgpu.inputs.tables:Parquet",
         "h5": "slurmgpu.inputs.tables:Merged",
     },
