@@ -21,6 +21,8 @@ FORMATS = Plugins(
         "jsonl": "slurmgpu.inputs.lines:Jsonl",
         "csv": "slurmgpu.inputs.lines:Csv",
         "txt": "slurmgpu.inputs.lines:Txt",
+        "files": "slurmgpu.inputs.listing:Files",
+        "tar": "slurmgpu.inputs.tar:Tar",
         "parquet": "slurmgpu.inputs.tables:Parquet",
         "h5": "slurmgpu.inputs.tables:Merged",
     },
@@ -133,11 +135,12 @@ def format_of(paths: Sequence[Path]) -> Format:
     formats: dict[str, tuple[Path, Format]] = {}
     for path in paths:
         if (found := recognised(path)) is None:
-            names = _names()
+            names = [name for name in _names() if named(name).recognises(Path(f"x.{name}"))]
             *others, last = (f".{name}" for name in names)
             raise SlurmGPUError(
                 f"Input {path} has the suffix {path.suffix!r}: expected {', '.join(others)} or {last}, "
-                f"not compressed.{did_you_mean(path.suffix.lower().removeprefix('.'), names)}"
+                f"not compressed.{did_you_mean(path.suffix.lower().removeprefix('.'), names)} If each file is an item, "
+                f"write 'files:' before the path or the pattern."
             )
         formats.setdefault(found.name, (path, found))
     if len(formats) > 1:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.inputs.formats import CHUNK_BYTES, Find, Format, Preview
+from slurmgpu.inputs.formats import CHUNK_BYTES, Find, Format, Preview, Rows
 from slurmgpu.inputs.index import IndexWriter
 from slurmgpu.inputs.records import RecordFinder, split
 
@@ -86,7 +86,7 @@ class Lines(Format):
         source.check(n_items - 1, split(last, quoting=self.quoting)[0])  # shows an interrupted copy
         return n_items
 
-    def open(self, path: str, columns: Sequence[str] | None, find: Find) -> LineRows:
+    def open(self, path: str, columns: Sequence[str] | None, find: Find) -> Rows:
         """The items of a file, found by the index."""
         return LineRows(_File(self, path, columns), find)
 
@@ -131,7 +131,7 @@ class Jsonl(Lines, format="jsonl"):
 
     def parse(self, record: bytes, columns: Sequence[str]) -> Mapping[str, Any]:
         """The object."""
-        return _json_object(record)
+        return json_object(record)
 
 
 class Csv(Lines, format="csv"):
@@ -236,7 +236,8 @@ def _decode(record: bytes) -> str:
         raise ItemError(f"expected UTF-8, found {found}") from error
 
 
-def _json_object(record: bytes) -> dict[str, Any]:
+def json_object(record: bytes) -> dict[str, Any]:
+    """The JSON object in a line; ItemError says what was found instead."""
     if not record:
         raise ItemError("expected a JSON object, found an empty line")
     text = _decode(record)

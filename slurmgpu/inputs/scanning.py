@@ -17,15 +17,20 @@ from slurmgpu.inputs.tables import Merged
 
 
 def scan(
-    paths: Sequence[Path], index: Path, *, stride: int, progress: Callable[[int, int], None] | None = None
+    paths: Sequence[Path],
+    index: Path,
+    *,
+    stride: int,
+    progress: Callable[[int, int], None] | None = None,
+    of_format: Format | None = None,
 ) -> InputSpec:
     """The spec of an input; writes the offsets of every `stride`-th item to `index`.
 
     SlurmGPUError names the file and line of other formats. All first bytes are checked before any file is read whole,
     then a sample of the lines, and the last one. Files are read once, in bounded memory; `progress` is called with the
-    bytes read so far and in total.
+    bytes read so far and in total. `of_format` is the format, if not that of the files' names.
     """
-    its_format = format_of(paths)
+    its_format = of_format or format_of(paths)
     previews = [_preview(path, its_format) for path in paths]
     _refuse_mixed(previews)
     total, done = sum(found.size_bytes for found in previews), 0

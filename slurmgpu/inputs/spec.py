@@ -29,6 +29,7 @@ class InputSpec:
 
     `stride` is the distance of indexed items. `columns` are the names in every item of a csv, parquet or h5 input; None
     for jsonl and txt. `ranges` are the items of the files that the input uses, as (start, stop); None for all.
+    `folders` are those of items that are files themselves.
     """
 
     format: str
@@ -37,6 +38,7 @@ class InputSpec:
     stride: int
     columns: tuple[str, ...] | None
     ranges: tuple[tuple[int, int], ...] | None = None
+    folders: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -69,4 +71,5 @@ class InputSpec:
         columns = None if value["columns"] is None else tuple(value["columns"])
         found = value.get("ranges")  # absent in older runs
         ranges = None if found is None else tuple((start, stop) for start, stop in found)
-        return cls(**{**value, "files": files, "columns": columns, "ranges": ranges})
+        folders = tuple(value.get("folders", ()))  # absent in older runs
+        return cls(**{**value, "files": files, "columns": columns, "ranges": ranges, "folders": folders})

@@ -9,7 +9,7 @@ from typing import Any
 
 from slurmgpu import inputs
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.inputs import sweeps
+from slurmgpu.inputs import listing, sweeps
 from slurmgpu.inputs.keys import check_names
 from slurmgpu.plan.run_file import RunFile
 from slurmgpu.report.build import is_complete
@@ -54,6 +54,9 @@ def items_of(
     if config.input is not None:
         if config.sweep is not None:
             raise SlurmGPUError(f"{path}: input and [sweep] both say what the items are. Remove one of them.")
+        if (listed := _listed(config.input, path.parent, folder, index, stride)) is not None:
+            lines = _check(listed.spec, index, workload, path, config.key, kept, f"the input {config.input}")
+            return replace(listed, spec=_in_run(listed.spec), lines=lines)
         spec = _promised(config.input, path.parent, after, index, stride)
         spec = spec or _scan(config.input, path.parent, index, stride, progress)
         lines = _check(spec, index, workload, path, config.key, kept)
@@ -69,11 +72,15 @@ def items_of(
     spec = inputs.scan([made], index, stride=stride)
     called = "[sweep]" if configurations else None
     lines = _check(spec, index, workload, path, config.key, kept, called)
-    # Relative to the run directory, which may be moved.
-    spec = replace(spec, files=tuple(replace(file, path=made.name) for file in spec.files))
+    spec = _in_run(spec)
     count = f"{len(own)} item{'' if len(own) == 1 else 's'} of the workload's own"
     said = sweeps.headline(config.sweep, len(own)) if config.sweep else count
     return Items(spec, [index, made], said, configurations, lines)
+
+
+def _in_run(spec: inputs.InputSpec) -> inputs.InputSpec:
+    """The spec of files in the run directory, relative to that, as it may be moved."""
+    return replace(spec, files=tuple(replace(file, path=Path(file.path).name) for file in spec.files))
 
 
 def _check(
@@ -101,6 +108,20 @@ def _scan(
 ) -> inputs.InputSpec:
     def scan() -> inputs.InputSpec:
         return inputs.scan(inputs.find(named, base), index, stride=stride, progress=progress)
+
+    return retried(lambda: cause_raised(scan), BRIEF_PATIENCE_S)
+
+
+def _listed(named: str | list[str], base: Path, folder: Path, index: Path, stride: int) -> Items | None:
+    """The files of an input as items, if they are; their listing lies in `folder`."""
+    made = folder / listing.FILE
+
+    def scan() -> Items | None:
+        if (found := inputs.list_files(named, base)) is None:
+            return None
+        said, folders = found.write(made)
+        spec = inputs.scan([made], index, stride=stride, of_format=listing.Files())
+        return Items(replace(spec, folders=folders), [index, made], said)
 
     return retried(lambda: cause_raised(scan), BRIEF_PATIENCE_S)
 

@@ -134,7 +134,7 @@ def _argument(name: str, data: Mapping[str, Any]) -> bytes:
     if value is None:
         raise ItemError(f"field {name!r} is null; expected what can be an argument")
     try:
-        found = value if isinstance(value, bytes) else _as_text(value).encode()
+        found = value if isinstance(value, bytes) else _as_text(value).encode("utf-8", "surrogateescape")
     except (TypeError, ValueError) as error:
         raise ItemError(f"field {name!r} cannot be an argument: {error}") from error
     if b"\0" in found:
