@@ -58,13 +58,13 @@ class Lines(Format):
             line = found.line + header.count(b"\n") + 1
             columns = self.header(header, found.path)
             found = replace(found, begin=begin + len(header) + 1, line=line, columns=columns)
-        source = _File(self, found.path, found.columns)
+        source = LineParser(self, found.path, found.columns)
         items = [source.check(item, record) for item, record in enumerate(records[:_N_RECORDS])]
         return replace(found, keys=frozenset[str]().union(*items))
 
     def index(self, found: Preview, file: BinaryIO, chunks: Iterable[bytes], writer: IndexWriter) -> int:
         """Add the offsets of a file's records to the index while its chunks pass by; their number."""
-        source = _File(self, found.path, found.columns)
+        source = LineParser(self, found.path, found.columns)
         finder = RecordFinder(found.path, found.begin, found.end, line=found.line, quoting=self.quoting)
         n_before = writer.n_items
         writer.begin_file(found.begin)
@@ -88,7 +88,7 @@ class Lines(Format):
 
     def open(self, path: str, columns: Sequence[str] | None, find: Find) -> LineRows:
         """The items of a file, found by the index."""
-        return LineRows(_File(self, path, columns), find)
+        return LineRows(LineParser(self, path, columns), find)
 
     def items(self, path: Path) -> Iterator[Mapping[str, Any] | ItemError]:
         """All items of a file."""
@@ -96,7 +96,7 @@ class Lines(Format):
             content = file.read()
             found = self.preview(file, Preview(str(path), len(content), 0))
         if not found.is_empty:
-            source = _File(self, found.path, found.columns)
+            source = LineParser(self, found.path, found.columns)
             for number, record in enumerate(split(content[found.begin : found.end], quoting=self.quoting)):
                 yield source.parse(number, record)
 
@@ -175,7 +175,7 @@ class Txt(Lines, format="txt"):
 
 
 @dataclass(frozen=True)
-class _File:
+class LineParser:
     """Parses the records of one file; `columns` are those of its header."""
 
     format: Lines
@@ -210,7 +210,7 @@ class _File:
 class LineRows:
     """The items of one file of lines."""
 
-    def __init__(self, source: _File, find: Find) -> None:
+    def __init__(self, source: LineParser, find: Find) -> None:
         self._source = source
         self._find = find
         self._file: BinaryIO = open(source.path, "rb")  # noqa: SIM115 - closed by close

@@ -43,12 +43,19 @@ def items_of(
     folder: Path,
     after: Run | None = None,
     progress: Callable[[int, int], None] | None = None,
+    *,
+    room: Callable[[], Path],
+    records: Any = None,
 ) -> Items:
     """The items of the run file at `path`, checked for the workload; files about them are made in `folder`.
 
-    `after` is a run whose merged file may be the input before it exists.
+    `after` is a run whose merged file may be the input before it exists. `records` are items from Python, in place of
+    `input`. What is repacked, and may be large, is made in the folder that `room` gives.
     """
     index = folder / "input.idx"
+    if records is not None:
+        packed = room()
+        return _repacked(inputs.repack_records(records, packed, index, stride=stride), packed, index, workload, path)
     if config.input is not None:
         if config.sweep is not None:
             raise SlurmGPUError(f"{path}: input and [sweep] both say what the items are. Remove one of them.")
@@ -73,6 +80,13 @@ def items_of(
     return Items(spec, [index, made], said, configurations, lines)
 
 
+def _repacked(spec: inputs.InputSpec, folder: Path, index: Path, workload: Adapted, path: Path) -> Items:
+    """The items of files that were repacked in `folder`, and move into the run directory."""
+    lines = _check(spec, index, workload, path)
+    files = (replace(file, path=str(Path(file.path).relative_to(folder))) for file in spec.files)
+    return Items(replace(spec, files=tuple(files)), [index, folder / inputs.FOLDER], lines=lines)
+
+
 def _check(
     spec: inputs.InputSpec,
     index: Path,
@@ -85,7 +99,7 @@ def _check(
     if workload.check_input is None:
         return ()
     with working_folder(path.parent):
-        return workload.check_input([Path(file.path) for file in spec.files], spec.n_items) or ()
+        return workload.check_input(spec.readable, spec.n_items) or ()
 
 
 def _scan(

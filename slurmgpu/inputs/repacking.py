@@ -1,0 +1,258 @@
+"""Inputs without random access, written once at planning as Parquet files that lie in the run directory.
+
+Each file is of row groups of 2,048 items, or fewer if they are large. Lines of text are stored as they are, in one
+binary column `line`; rows of tables by their columns. docs/reference/inputs.md says which inputs are repacked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.inputs.index import IndexWriter
+from slurmgpu.inputs.lines import Jsonl, LineParser, Lines
+from slurmgpu.inputs.spec import InputFile, InputSpec
+from slurmgpu.inputs.tables import Parquet, ParquetRows
+from slurmgpu.util.shared_files import naming
+
+FOLDER = "input"
+"""The folder of repacked files in the run directory."""
+
+GROUP_ITEMS = 2048
+GROUP_BYTES = 32 << 20
+"""A row group ends at so many items, or at about so many bytes: a reader has one in memory."""
+
+_STEP = 256  # rows of a table that are looked at together, so that groups do not depend on how it is chunked
+
+
+class RowGroups:
+    """Writes a Parquet file in row groups; the same rows, passed in the same pieces, give the same bytes.
+
+    `close` fsyncs the file. Its time of modification is whole seconds, which any copy keeps.
+    """
+
+    def __init__(self, path: Path, schema: Any) -> None:
+        import pyarrow.parquet as pq
+
+        self.n_items = 0
+        self.path = path
+        self._pending: list[Any] = []
+        self._n_pending = self._n_bytes = 0
+        path.parent.mkdir(exist_ok=True)
+        self._file = open(path, "wb")  # noqa: SIM115 - closed by close
+        self._writer = pq.ParquetWriter(
+            self._file,
+            schema.remove_metadata(),  # pandas writes its version there
+            compression="zstd",
+            compression_level=1,
+            use_dictionary=False,
+            write_statistics=False,
+            write_page_checksum=True,
+        )
+
+    def __enter__(self) -> RowGroups:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(Exception):  # after an error of its own
+            self._writer.close()
+        self._file.close()
+
+    def add(self, table: Any) -> None:
+        """Add the rows of an Arrow table."""
+        self._pending.append(table)
+        self._n_pending += table.num_rows
+        self._n_bytes += table.nbytes
+        self.n_items += table.num_rows
+        if self._n_bytes >= GROUP_BYTES:
+            self._write(self._n_pending)
+        elif self._n_pending >= GROUP_ITEMS:
+            self._write(self._n_pending - self._n_pending % GROUP_ITEMS)
+
+    def close(self, sha256: str | None = None, source: str = "") -> InputFile:
+        """Finish the file; `sha256` identifies its items, by default that of its bytes."""
+        self._write(self._n_pending)
+        with naming(self.path):
+            self._writer.close()
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        now = int(time.time())
+        os.utime(self.path, (now, now))
+        status = self.path.stat()
+        digest = sha256 or _sha256(self.path)
+        return InputFile(str(self.path), status.st_size, status.st_mtime_ns, digest, self.n_items, source)
+
+    def _write(self, n_items: int) -> None:
+        if not n_items:
+            return
+        import pyarrow as pa
+
+        table = pa.concat_tables(self._pending).unify_dictionaries().combine_chunks()
+        with naming(self.path):
+            self._writer.write_table(table.slice(0, n_items), row_group_size=GROUP_ITEMS)
+        rest = table.slice(n_items)
+        self._pending = [rest] if rest.num_rows else []
+        self._n_pending, self._n_bytes = rest.num_rows, rest.nbytes
+
+
+class LineRows:
+    """The items of repacked lines; a malformed line is an ItemError that names the place in its source."""
+
+    def __init__(self, its_format: Lines, file: InputFile, columns: Sequence[str] | None) -> None:
+        self._lines = ParquetRows(file.path)
+        self._parser = LineParser(its_format, file.source, columns)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._lines.close()
+
+    def read(self, start: int, stop: int) -> list[Mapping[str, Any] | ItemError]:
+        """Items start..stop-1 of the file."""
+        return [
+            row if isinstance(row, ItemError) else self._parser.parse(item, row["line"].removesuffix(b"\n"))
+            for item, row in enumerate(self._lines.read(start, stop), start)
+        ]
+
+
+def repack_records(records: Any, folder: Path, index: Path, *, stride: int) -> InputSpec:
+    """The spec of items that lie in memory, which are written to `folder`; their index, to `index`.
+
+    `records` are mappings, or a table with an Arrow form: of pyarrow, pandas, polars and others. Mappings of JSON's
+    types are kept as JSON, exactly; other mappings become a table, and must have the same keys. SlurmGPUError names the
+    first record that cannot be stored.
+    """
+    check_pyarrow("Items from Python need")
+    path = folder / FOLDER / "00000.parquet"
+    if hasattr(records, "__arrow_c_stream__"):
+        return _repack_table(records, path, index, stride)
+    rows = list(records)
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise SlurmGPUError(
+                f"Item {number} is of type {type(row).__name__}: expected a mapping, such as {{'text': 'hello'}}."
+            )
+    if not rows:
+        raise SlurmGPUError("There are no items: expected at least one.")
+    if all(map(_is_json, rows)):
+        file = _repack_json(rows, path)
+        return publish(InputSpec(Jsonl.name, (file,), file.n_items, stride, None, repacked=True), index)
+    return _repack_table(_table(rows), path, index, stride)
+
+
+def publish(spec: InputSpec, index: Path) -> InputSpec:
+    """The spec of repacked files, whose index is written: its header is all there is."""
+    with IndexWriter(index, stride=spec.stride, n_files=0) as writer:
+        writer.publish(spec.digest)
+    return spec
+
+
+def check_pyarrow(what: str) -> None:
+    """Raise SlurmGPUError if pyarrow is missing; `what` begins the sentence."""
+    try:
+        import pyarrow.parquet  # noqa: F401
+    except ImportError as error:
+        raise SlurmGPUError(f"{what} pyarrow, here and where tasks run: pip install 'slurmgpu[parquet]'.") from error
+
+
+def line_schema() -> Any:
+    """The Arrow schema of repacked lines."""
+    import pyarrow as pa
+
+    return pa.schema([pa.field("line", pa.binary(), nullable=False)])
+
+
+def _repack_json(rows: Sequence[Mapping[str, Any]], path: Path) -> InputFile:
+    import pyarrow as pa
+
+    schema, checksum = line_schema(), hashlib.sha256()
+    with RowGroups(path, schema) as groups:
+        for start in range(0, len(rows), _STEP):
+            lines = [json.dumps(row).encode() + b"\n" for row in rows[start : start + _STEP]]
+            checksum.update(b"".join(lines))
+            groups.add(pa.table([pa.array(lines, pa.binary())], schema=schema))
+        return groups.close(checksum.hexdigest())
+
+
+def _is_json(value: Any) -> bool:
+    """Whether a value is read from JSON as it was, but for tuples, which become lists."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_json, value))
+    if isinstance(value, Mapping):
+        return isinstance(value, dict) and all(type(key) is str for key in value) and all(map(_is_json, value.values()))
+    return value is None or type(value) in (str, int, float, bool)
+
+
+def _repack_table(records: Any, path: Path, index: Path, stride: int) -> InputSpec:
+    import pyarrow as pa
+
+    reader = pa.RecordBatchReader.from_stream(records)
+    with RowGroups(path, reader.schema) as groups:
+        for table in _even(pa.Table.from_batches([batch]) for batch in reader):
+            groups.add(table.replace_schema_metadata(None))
+        if not groups.n_items:
+            raise SlurmGPUError("The table has no rows: expected at least one item.")
+        file = groups.close()
+    columns = tuple(reader.schema.names)
+    doubled = sorted({name for name in columns if columns.count(name) > 1})
+    if doubled:
+        raise SlurmGPUError(f"{doubled[0]!r} names two columns of the table: expected a name of its own for each.")
+    return publish(InputSpec(Parquet.name, (file,), file.n_items, stride, columns, repacked=True), index)
+
+
+def _even(tables: Iterable[Any]) -> Iterator[Any]:
+    """The rows of tables in pieces of equal numbers."""
+    import pyarrow as pa
+
+    pending: list[Any] = []
+    missing = _STEP
+    for table in tables:
+        while table.num_rows:
+            head = table.slice(0, missing)
+            pending.append(head)
+            missing -= head.num_rows
+            table = table.slice(head.num_rows)
+            if not missing:
+                yield pa.concat_tables(pending)
+                pending, missing = [], _STEP
+    if pending:
+        yield pa.concat_tables(pending)
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """An Arrow table of mappings with the same keys; SlurmGPUError names what cannot be stored."""
+    import pyarrow as pa
+
+    keys = list(rows[0])
+    for number, row in enumerate(rows):
+        if row.keys() != rows[0].keys():
+            raise SlurmGPUError(
+                f"Item {number} has the keys {', '.join(map(repr, row))}, and item 0 {', '.join(map(repr, keys))}: "
+                f"expected the same keys in all, as some values are not of JSON's types and are stored as columns."
+            )
+    columns = []
+    for key in keys:
+        if type(key) is not str:
+            raise SlurmGPUError(f"{key!r} is a key of item 0: expected text, as it names a column.")
+        try:
+            columns.append(pa.array([row[key] for row in rows]))
+        except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+            raise SlurmGPUError(
+                f"The values of {key!r} cannot be stored in one column: {error}. Give all items values of one type: "
+                f"text, bytes, numbers, booleans, dates, NumPy arrays of one dimension, or lists and dicts of these."
+            ) from error
+    return pa.table(columns, names=keys)
+
+
+def _sha256(path: Path) -> str:
+    checksum = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            checksum.update(chunk)
+    return checksum.hexdigest()
