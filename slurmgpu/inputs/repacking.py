@@ -8,16 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import os
+import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.inputs.compression import decompressing
+from slurmgpu.inputs.formats import CHUNK_BYTES, Preview, refuse_changed
 from slurmgpu.inputs.index import IndexWriter
-from slurmgpu.inputs.lines import Jsonl, LineParser, Lines
+from slurmgpu.inputs.lines import Jsonl, LineParser, Lines, sampling_distance
+from slurmgpu.inputs.records import MAX_RECORD_BYTES, RecordFinder, split
 from slurmgpu.inputs.spec import InputFile, InputSpec
 from slurmgpu.inputs.tables import Parquet, ParquetRows
 from slurmgpu.util.shared_files import naming
@@ -144,6 +153,99 @@ def repack_records(records: Any, folder: Path, index: Path, *, stride: int) -> I
         file = _repack_json(rows, path)
         return publish(InputSpec(Jsonl.name, (file,), file.n_items, stride, None, repacked=True), index)
     return _repack_table(_table(rows), path, index, stride)
+
+
+def pack_lines(its_format: Lines, found: Preview, path: Path, advance: Callable[[int], None]) -> InputFile:
+    """Repack a file of lines, which may be compressed; its items, and what is refused, are those of the plain file.
+
+    `advance` is called with the bytes read of the file.
+    """
+    import pyarrow as pa
+
+    schema, source = line_schema(), Path(found.path)
+    parser = LineParser(its_format, found.path, found.columns)
+    finder = RecordFinder(found.path, found.begin, sys.maxsize, line=found.line, quoting=its_format.quoting)
+    # Only the file's end says which chunks the sample of the plain file has.
+    refused: dict[int, SlurmGPUError] = {}
+    first, parts, position, n_chunks = found.begin, list[bytes](), 0, 0
+
+    def add(data: bytes, bounds: NDArray[np.int32]) -> None:
+        lines = pa.Array.from_buffers(pa.binary(), len(bounds) - 1, [None, pa.py_buffer(bounds), pa.py_buffer(data)])
+        groups.add(pa.table([lines], schema=schema))
+
+    with open(source, "rb", buffering=0) as file, RowGroups(path, schema) as groups, ThreadPoolExecutor(1) as beside:
+        hashed = _Hashed(file, found.size_bytes, advance)
+        with decompressing(cast(BinaryIO, io.BufferedReader(hashed, CHUNK_BYTES)), source) as stream:
+            for chunk, is_last in _until_end(_ahead(stream, beside), found.path, trims=its_format.trims):
+                if is_last:
+                    finder.end = position + len(chunk)
+                if block := chunk[max(found.begin - position, 0) :]:
+                    starts = finder.starts(np.frombuffer(block, np.uint8))
+                    try:
+                        parser.check_sample(groups.n_items + 1, chunk, starts - position)
+                    except SlurmGPUError as error:
+                        refused[n_chunks] = error
+                    parts.append(block)
+                    if len(starts):
+                        data = b"".join(parts)
+                        add(data, np.concatenate([[0], starts - first]).astype(np.int32))
+                        first, parts = int(starts[-1]), [data[starts[-1] - first :]]
+                position += len(chunk)
+                n_chunks += 1
+        refuse_changed(found, os.fstat(file.fileno()))
+        distance = sampling_distance(position)
+        for number, refusal in refused.items():
+            if number % distance == 0:
+                raise refusal
+        finder.finish()
+        last = b"".join(parts)
+        parser.check(groups.n_items, split(last, quoting=its_format.quoting)[0])
+        add(last, np.array([0, len(last)], np.int32))
+        return groups.close(hashed.checksum.hexdigest(), str(source))
+
+
+class _Hashed(io.RawIOBase):
+    """The first `n_bytes` of a file, hashed as they are read."""
+
+    def __init__(self, file: io.FileIO, n_bytes: int, advance: Callable[[int], None]) -> None:
+        self.checksum = hashlib.sha256()
+        self._file, self._n_bytes, self._advance = file, n_bytes, advance
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        chunk = self._file.read(min(len(buffer), self._n_bytes))
+        self.checksum.update(chunk)
+        buffer[: len(chunk)] = chunk
+        self._n_bytes -= len(chunk)
+        self._advance(len(chunk))
+        return len(chunk)
+
+
+def _ahead(stream: BinaryIO, beside: ThreadPoolExecutor) -> Iterator[bytes]:
+    """Chunks of equal sizes, the next of which another thread reads; two are in memory."""
+    reading = beside.submit(stream.read, CHUNK_BYTES)
+    while chunk := reading.result():
+        reading = beside.submit(stream.read, CHUNK_BYTES)
+        yield chunk
+
+
+def _until_end(chunks: Iterable[bytes], path: str, *, trims: bool) -> Iterator[tuple[bytes, bool]]:
+    """The chunks, and whether each is the last; with `trims`, without newlines at the very end."""
+    waiting: list[bytes] = []
+    for chunk in chunks:
+        if not trims or chunk.strip(b"\r\n"):
+            yield from ((each, False) for each in waiting)
+            waiting = []
+        elif len(waiting) * CHUNK_BYTES > MAX_RECORD_BYTES:
+            raise SlurmGPUError(
+                f"{path} has more than {MAX_RECORD_BYTES >> 20} MiB of newlines in a row: expected items. Correct it "
+                f"and plan again."
+            )
+        waiting.append(chunk)
+    if waiting:
+        yield waiting[0].rstrip(b"\r\n") if trims else waiting[0], True
 
 
 def publish(spec: InputSpec, index: Path) -> InputSpec:

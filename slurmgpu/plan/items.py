@@ -54,13 +54,14 @@ def items_of(
     """
     index = folder / "input.idx"
     if records is not None:
-        packed = room()
-        return _repacked(inputs.repack_records(records, packed, index, stride=stride), packed, index, workload, path)
+        return _repacked(inputs.repack_records(records, room(), index, stride=stride), index, workload, path)
     if config.input is not None:
         if config.sweep is not None:
             raise SlurmGPUError(f"{path}: input and [sweep] both say what the items are. Remove one of them.")
         spec = _promised(config.input, path.parent, after, index, stride)
-        spec = spec or _scan(config.input, path.parent, index, stride, progress)
+        spec = spec or _scan(config.input, path.parent, index, stride, progress, room)
+        if spec.repacked:
+            return _repacked(spec, index, workload, path)
         lines = _check(spec, index, workload, path)
         return Items(spec, [index], lines=lines)
     configurations = None if config.sweep is None else sweeps.expand(config.sweep, config.seed)
@@ -80,8 +81,9 @@ def items_of(
     return Items(spec, [index, made], said, configurations, lines)
 
 
-def _repacked(spec: inputs.InputSpec, folder: Path, index: Path, workload: Adapted, path: Path) -> Items:
-    """The items of files that were repacked in `folder`, and move into the run directory."""
+def _repacked(spec: inputs.InputSpec, index: Path, workload: Adapted, path: Path) -> Items:
+    """The items of files that were repacked, and move into the run directory."""
+    folder = Path(spec.files[0].path).parent.parent
     lines = _check(spec, index, workload, path)
     files = (replace(file, path=str(Path(file.path).relative_to(folder))) for file in spec.files)
     return Items(replace(spec, files=tuple(files)), [index, folder / inputs.FOLDER], lines=lines)
@@ -103,10 +105,15 @@ def _check(
 
 
 def _scan(
-    named: str | list[str], base: Path, index: Path, stride: int, progress: Callable[[int, int], None] | None
+    named: str | list[str],
+    base: Path,
+    index: Path,
+    stride: int,
+    progress: Callable[[int, int], None] | None,
+    room: Callable[[], Path],
 ) -> inputs.InputSpec:
     def scan() -> inputs.InputSpec:
-        return inputs.scan(inputs.find(named, base), index, stride=stride, progress=progress)
+        return inputs.scan(inputs.find(named, base), index, stride=stride, progress=progress, room=room)
 
     return retried(lambda: cause_raised(scan), BRIEF_PATIENCE_S)
 

@@ -115,7 +115,7 @@ def draft_run(
     batch_size = _batch_size(config, workload)
     shard_items = _shard_items(config, batch_size)
     with tempfile.TemporaryDirectory(prefix="slurmgpu-") as scratch, contextlib.ExitStack() as stack:
-        room = functools.partial(_room_beside, target, stack)
+        room = functools.cache(lambda: _room_beside(target, stack))
         items = items_of(config, path, workload, batch_size, Path(scratch), after, progress, room=room, records=records)
         spec = items.spec
         plan = Plan(

@@ -1,5 +1,7 @@
 """Planning over one JSONL file, beside `cat` of it and a plain loop over its lines; then reading it in batches.
 
+The same for the file in gzip, beside what the module gzip reads.
+
     python -m tests.benchmarks.bench_inputs [--size-mb 1000] [--folder DIR]
 
 Every figure is the best of three in this run, with the file in the page cache unless it is larger than the memory.
@@ -8,6 +10,7 @@ Every figure is the best of three in this run, with the file in the page cache u
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import random
 import subprocess
@@ -41,6 +44,20 @@ def main() -> None:
             print(f"{name:18} {speed}   {seconds / cat_s:5.2f} x cat   {seconds / loop_s:5.2f} x loop")
         n_read = min(N_BATCHES, spec.n_items // BATCH) * BATCH
         print(f"{'Reader.read':18} {read_s / n_read * 1e6:6.2f} us/item   random batches of {BATCH}")
+        packed = Path(folder) / "input.jsonl.gz"
+        subprocess.run(f"gzip -c {path} > {packed}", shell=True, check=True)
+        gzip_s = best(lambda: read_gzip(packed))
+        gzip_loop_s = best(lambda: parse_gzip(packed))
+        plan_s = best(lambda: scan([packed], index, stride=BATCH))
+        spec = scan([packed], index, stride=BATCH)
+        read_s = best(lambda: read_all(spec, index))
+        print(f"{packed.stat().st_size / 1e6:.0f} MB in gzip, {spec.files[0].size_bytes / 1e6:.0f} MB repacked")
+        figures = (("gzip", gzip_s), ("gzip and json", gzip_loop_s), ("scan", plan_s), ("Reader.read of all", read_s))
+        for name, seconds in figures:
+            speed = f"{size_mb / seconds:6.0f} MB/s"
+            print(
+                f"{name:18} {speed}   {gzip_s / seconds:5.2f} of gzip   {gzip_loop_s / seconds:5.2f} of gzip and json"
+            )
 
 
 def write_jsonl(path: Path, size_mb: int) -> float:
@@ -68,6 +85,24 @@ def read_batches(spec: InputSpec, index: Path) -> None:
     with Reader(spec, index) as reader:
         for batch in chosen:
             reader.read(batch * BATCH, (batch + 1) * BATCH)
+
+
+def read_gzip(path: Path) -> None:
+    with gzip.open(path) as file:
+        while file.read(1 << 20):
+            pass
+
+
+def parse_gzip(path: Path) -> None:
+    with gzip.open(path) as file:
+        for line in file:
+            json.loads(line)
+
+
+def read_all(spec: InputSpec, index: Path) -> None:
+    with Reader(spec, index) as reader:
+        for start in range(0, spec.n_items, BATCH):
+            reader.read(start, min(start + BATCH, spec.n_items))
 
 
 def best(action: Callable[[], object]) -> float:
