@@ -44,13 +44,21 @@ def items_of(
     folder: Path,
     after: Run | None = None,
     progress: Callable[[int, int], None] | None = None,
+    *,
+    room: Callable[[], Path],
     kept: Collection[str] = (),
+    records: Any = None,
 ) -> Items:
     """The items of the run file at `path`, checked for the workload; files about them are made in `folder`.
 
-    `after` is a run whose merged file may be the input before it exists. `kept` are fields that rows keep.
+    `after` is a run whose merged file may be the input before it exists. `kept` are fields that rows keep. `records`
+    are items from Python, in place of `input`. What is repacked, and may be large, is made in the folder that `room`
+    gives.
     """
     index = folder / "input.idx"
+    if records is not None:
+        packed = inputs.repack_records(records, room(), index, stride=stride)
+        return _repacked(packed, index, workload, path, config.key, kept)
     if config.input is not None:
         if config.sweep is not None:
             raise SlurmGPUError(f"{path}: input and [sweep] both say what the items are. Remove one of them.")
@@ -58,7 +66,9 @@ def items_of(
             lines = _check(listed.spec, index, workload, path, config.key, kept, f"the input {config.input}")
             return replace(listed, spec=_in_run(listed.spec), lines=lines)
         spec = _promised(config.input, path.parent, after, index, stride)
-        spec = spec or _scan(config.input, path.parent, index, stride, progress)
+        spec = spec or _scan(config.input, path.parent, index, stride, progress, room)
+        if spec.repacked:
+            return _repacked(spec, index, workload, path, config.key, kept)
         lines = _check(spec, index, workload, path, config.key, kept)
         return Items(spec, [index], lines=lines)
     configurations = None if config.sweep is None else sweeps.expand(config.sweep, config.seed)
@@ -83,6 +93,16 @@ def _in_run(spec: inputs.InputSpec) -> inputs.InputSpec:
     return replace(spec, files=tuple(replace(file, path=Path(file.path).name) for file in spec.files))
 
 
+def _repacked(
+    spec: inputs.InputSpec, index: Path, workload: Adapted, path: Path, key: str | None, kept: Collection[str]
+) -> Items:
+    """The items of files that were repacked, and move into the run directory."""
+    folder = Path(spec.files[0].path).parent.parent
+    lines = _check(spec, index, workload, path, key, kept)
+    files = (replace(file, path=str(Path(file.path).relative_to(folder))) for file in spec.files)
+    return Items(replace(spec, files=tuple(files)), [index, folder / inputs.FOLDER], lines=lines)
+
+
 def _check(
     spec: inputs.InputSpec,
     index: Path,
@@ -100,14 +120,19 @@ def _check(
     if workload.check_input is None:
         return notes
     with working_folder(path.parent):
-        return [*notes, *(workload.check_input([Path(file.path) for file in spec.files], spec.n_items) or ())]
+        return [*notes, *(workload.check_input(spec.readable, spec.n_items) or ())]
 
 
 def _scan(
-    named: str | list[str], base: Path, index: Path, stride: int, progress: Callable[[int, int], None] | None
+    named: str | list[str],
+    base: Path,
+    index: Path,
+    stride: int,
+    progress: Callable[[int, int], None] | None,
+    room: Callable[[], Path],
 ) -> inputs.InputSpec:
     def scan() -> inputs.InputSpec:
-        return inputs.scan(inputs.find(named, base), index, stride=stride, progress=progress)
+        return inputs.scan(inputs.find(named, base), index, stride=stride, progress=progress, room=room)
 
     return retried(lambda: cause_raised(scan), BRIEF_PATIENCE_S)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import json
+import os
 import platform
 import re
 import sys
@@ -84,11 +86,13 @@ def draft_run(
     run_dir: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
     after: Run | None = None,
+    records: Any = None,
 ) -> Iterator[Draft]:
     """The plan of a run file, while the `with` block lasts; SlurmGPUError if anything in it cannot work.
 
     `run_file` is its path, or a `GivenRunFile`.
-    `after` is a run that this one waits for: its merged file may be the input before it exists.
+    `after` is a run that this one waits for: its merged file may be the input before it exists. `records` are items
+    from Python, mappings or a table with an Arrow form, in place of `input`.
     """
     source = run_file.expanduser().resolve() if isinstance(run_file, Path) else run_file
     path, config = path_of(source), read_run_file(source, overrides)
@@ -116,8 +120,12 @@ def draft_run(
     columns = columns_to_json(check_columns(with_kept(own, keep), "keep"))
     batch_size = _batch_size(config, workload)
     shard_items = _shard_items(config, batch_size)
-    with tempfile.TemporaryDirectory(prefix="slurmgpu-") as scratch:
-        items = items_of(config, path, workload, batch_size, Path(scratch), after, progress, keep.values())
+    with tempfile.TemporaryDirectory(prefix="slurmgpu-") as scratch, contextlib.ExitStack() as stack:
+        room = functools.cache(lambda: _room_beside(target, stack))
+        fields = keep.values()
+        items = items_of(
+            config, path, workload, batch_size, Path(scratch), after, progress, room=room, kept=fields, records=records
+        )
         spec = items.spec
         plan = Plan(
             name=target.name,
@@ -155,6 +163,15 @@ def draft_run(
         )
         code = snapshot_of(plan, plan.container, plan.provenance["git"], also=imported)
         yield Draft(plan, target, items, config.resources, code, workload.resumes, tuple(notes))
+
+
+def _room_beside(run_dir: Path, stack: contextlib.ExitStack) -> Path:
+    """A temporary folder on the disk of the run directory, where what is made needs no copy and /tmp may be small."""
+    there = next(folder for folder in run_dir.parents if folder.is_dir())
+    room = tempfile.TemporaryDirectory(
+        prefix=f".{run_dir.name}.", suffix=".partial", dir=there if os.access(there, os.W_OK) else None
+    )
+    return Path(stack.enter_context(room))
 
 
 def workload_of(run_file: Path, overrides: Mapping[str, Any] | None = None) -> Adapted:

@@ -389,7 +389,7 @@ class Run:
 def create_run(folder: Path, plan: Plan, files: Sequence[Path]) -> Run:
     """Make the run directory in one step; refuse an existing one.
 
-    `files` are moved into it. If two processes make the same run at once, one succeeds.
+    `files`, and folders of files, are moved into it. If two processes make the same run at once, one succeeds.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with beside(folder) as partial:
@@ -397,7 +397,12 @@ def create_run(folder: Path, plan: Plan, files: Sequence[Path]) -> Run:
         for name in FOLDERS:
             make_folder(partial / name)
         for file in files:
-            move(file, partial / file.name)
+            if file.is_dir():
+                make_folder(partial / file.name)
+                for inner in sorted(file.iterdir()):
+                    move(inner, partial / file.name / inner.name)
+            else:
+                move(file, partial / file.name)
         text = json.dumps(private.keep(partial, private.PLAN, plan.to_json()), indent=2, ensure_ascii=False) + "\n"
         mode = stat.S_IMODE(retried((partial / "logs").stat).st_mode) & 0o644
         write_bytes(partial / "run.json", text.encode("utf-8", "backslashreplace"), mode=mode)
