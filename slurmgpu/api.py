@@ -23,6 +23,7 @@ from slurmgpu.faults import check_faults, parse_faults
 from slurmgpu.faults.verdicts import Verdict, judge
 from slurmgpu.merge import merge
 from slurmgpu.plan.container_spec import contain_again
+from slurmgpu.plan.items import look_at
 from slurmgpu.plan.overrides import Overrides
 from slurmgpu.plan.planner import Draft, draft_run
 from slurmgpu.plan.site_file import put_profile
@@ -103,6 +104,8 @@ def submit(
     image: str | Path | None = None,
     overrides: Mapping[str, Any] | None = None,
     profile: str | None = None,
+    limit: int | None = None,
+    items: str | None = None,
     after: str | Path | None = None,
     on_tick: Callable[[Run], None] = lambda run: None,
     inject: Sequence[str] = (),
@@ -112,13 +115,14 @@ def submit(
 
     `resources` are keys of [resources]: gpus, array, gpus_per_task and so on. `overrides` are values of any keys of the
     run file, as in `{"slurm.partition": "a100", "input": "other.jsonl"}`, and `profile` is one of the site file. With
-    the executors local and debug, the run is computed and merged when this returns. `inject` are faults on demand, such
-    as `crash@17`; `RunHandle.rehearsed` returns their outcome. Notes on the run file, such as a misspelt member of the
-    workload, are logged as warnings.
+    `limit` or `items`, such as "10:20,35", it is a run of these items only, in RUN-look. With the executors local and
+    debug, the run is computed and merged when this returns. `inject` are faults on demand, such as `crash@17`;
+    `RunHandle.rehearsed` returns their outcome. Notes on the run file, such as a misspelt member of the workload, are
+    logged as warnings.
     """
     other = Run.open(Path(after)) if after is not None else None
     values = _overrides(settings, image, resources, overrides, profile)
-    with draft_run(Path(run_file), values, _path(run_dir), after=other) as draft:
+    with draft_run(Path(run_file), values, _path(run_dir), after=other, look=look_at(items, limit)) as draft:
         for note in draft.notes:
             log.warning("%s", note)
         return submit_draft(draft, other, on_tick, inject)
@@ -195,7 +199,7 @@ def probe_draft(
         failed = failed or probes.Failed("lost", "no record of a task has its batches", str(run.logs))
         return {"format": FORECAST_FORMAT, "version": FORECAST_VERSION, **head, "failure": failed.to_json()}
     found = forecast(draft.plan, submission, seen, resumes=draft.resumes, queues=executor.queues)
-    return {**found, **head, "failure": None, "errors": probes.failed_items(run, report)}
+    return {**found, **head, "failure": None, "errors": report["errors"][: probes.SHOWN_ERRORS]}
 
 
 def plan_draft(draft: Draft) -> tuple[Run, list[str], list[str]]:

@@ -24,7 +24,7 @@ from slurmgpu.code.tracer import git_state, snapshot_of
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.container_spec import contain
 from slurmgpu.plan.executors import EXECUTORS
-from slurmgpu.plan.items import Items, items_of
+from slurmgpu.plan.items import Items, Look, items_of
 from slurmgpu.plan.overrides import TABLES, Overrides
 from slurmgpu.plan.placement import place
 from slurmgpu.plan.run_file import Resources, RunFile, table_of
@@ -47,6 +47,8 @@ from slurmgpu.workload import (
     texts_of_files,
 )
 
+LOOK = "-look"
+"""What follows the name of a run in that of a look at it."""
 TARGET_SHARDS = 2048
 """The most shards by default: enough for balance over hundreds of GPUs, few enough for one directory."""
 
@@ -83,15 +85,19 @@ def draft_run(
     run_dir: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
     after: Run | None = None,
+    look: Look | None = None,
 ) -> Iterator[Draft]:
     """The plan of a run file, while the `with` block lasts; SlurmGPUError if anything in it cannot work.
 
-    `after` is a run that this one waits for: its merged file may be the input before it exists.
+    `after` is a run that this one waits for: its merged file may be the input before it exists. A `look` is
+    a run of some of the items, beside the directory that the run of all would have.
     """
     path = run_file.expanduser().resolve()
     config = read_run_file(path, overrides)
     gpus_per_task = allocate(config.resources, n_shards=None).gpus_per_task
     named = Path(config.run_dir or f"runs/{path.stem}").expanduser()
+    if look is not None:
+        named = named.with_name(f"{named.name}{LOOK}")
     target = (path.parent / named if run_dir is None else run_dir.expanduser()).absolute()
     refuse_odd_path(target, EXECUTORS.make(config.resources.executor).not_in_paths)
     refuse_existing(target)
@@ -113,7 +119,7 @@ def draft_run(
     batch_size = _batch_size(config, workload)
     shard_items = _shard_items(config, batch_size)
     with tempfile.TemporaryDirectory(prefix="slurmgpu-") as scratch:
-        items = items_of(config, path, workload, batch_size, Path(scratch), after, progress)
+        items = items_of(config, path, workload, batch_size, Path(scratch), after, progress, look)
         spec = items.spec
         plan = Plan(
             name=target.name,
@@ -142,6 +148,7 @@ def draft_run(
             sample_s=config.sample_s,
             on_end=config.on_end or None,
             html=config.html,
+            look="look" if look else "",
             summarizes=workload.summarize is not None,
             exports=sorted(workload.exports),
         )

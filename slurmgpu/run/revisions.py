@@ -85,11 +85,10 @@ def publish_rows(
     """Publish rows as a revision of a shard; its path, also if another attempt published it first."""
     target = run.revision_path(shard, revision)
     partial = own_name(target)
-    start, _ = run.plan.bounds(shard)
+    start, stop = run.plan.bounds(shard)
+    about: dict[str, Any] = {"fingerprint": run.plan.fingerprint, "notes": notes, "made_by": made_by}
     try:
-        write_shard(
-            partial, columns, start=start, rows=rows, fingerprint=run.plan.fingerprint, notes=notes, made_by=made_by
-        )
+        write_shard(partial, columns, start=start, rows=rows, indices=run.plan.indices(start, stop), **about)
         publish(partial, target)
     finally:
         remove(partial)

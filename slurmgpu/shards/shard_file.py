@@ -87,14 +87,15 @@ def write_shard(
     fingerprint: str,
     notes: Mapping[str, Any],
     made_by: Mapping[str, Any],
+    indices: Sequence[int] | None = None,
 ) -> None:
-    """Write the rows of the items from `start` on to `path`, closed and fsynced.
+    """Write the rows of the items from `start` on to `path`, closed and fsynced; their index is that in `indices`.
 
     `rows` are as `convert_row` returns them. An ItemError is stored as the text `error` with blank columns. `notes` and
     `made_by` go into the user block and change no dataset. The note `not_finite` is added: the number of rows with NaN,
     and with infinities, by column. On any failure, such as a full disk, the file is removed and the OSError raised.
     """
-    contents = _contents(columns, start, rows)
+    contents = _contents(columns, range(start, start + len(rows)) if indices is None else indices, rows)
     identity: Attributes = {"fingerprint": fingerprint, "start": start, "stop": start + len(rows)}
     attributes = file_attributes(SHARD, columns, identity)
     regions = unplaced_regions(columns, len(rows), _n_values(contents))
@@ -281,12 +282,12 @@ def _n_values(contents: Mapping[str, list[Any]]) -> dict[str, int]:
 
 
 def _contents(
-    columns: Mapping[str, Column], start: int, rows: Sequence[Mapping[str, Any] | ItemError]
+    columns: Mapping[str, Column], indices: Sequence[int], rows: Sequence[Mapping[str, Any] | ItemError]
 ) -> dict[str, list[Any]]:
     blank = {name: column.blank() for name, column in columns.items()}
     filled = [blank if isinstance(row, ItemError) else row for row in rows]
     values = {name: [row[name] for row in filled] for name in columns}
-    values["index"] = [np.arange(start, start + len(rows), dtype="<i8")]
+    values["index"] = [np.array(indices, dtype="<i8")]
     values["error"] = [_error_text(row) if isinstance(row, ItemError) else b"" for row in rows]
     contents: dict[str, list[Any]] = {}
     for name, column in stored_columns(columns).items():
