@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from slurmgpu.code import former, snapshots
+from slurmgpu.code import former
 from slurmgpu.containers.registry import runtime_named
 from slurmgpu.containers.settings import ContainerError
 from slurmgpu.errors import NoAnswerError, SlurmGPUError
@@ -106,6 +106,7 @@ def submit(
     profile: str | None = None,
     limit: int | None = None,
     items: str | None = None,
+    extend: str | Path | None = None,
     after: str | Path | None = None,
     on_tick: Callable[[Run], None] = lambda run: None,
     inject: Sequence[str] = (),
@@ -115,14 +116,15 @@ def submit(
 
     `resources` are keys of [resources]: gpus, array, gpus_per_task and so on. `overrides` are values of any keys of the
     run file, as in `{"slurm.partition": "a100", "input": "other.jsonl"}`, and `profile` is one of the site file. With
-    `limit` or `items`, such as "10:20,35", it is a run of these items only, in RUN-look. With the executors local and
-    debug, the run is computed and merged when this returns. `inject` are faults on demand, such as `crash@17`;
-    `RunHandle.rehearsed` returns their outcome. Notes on the run file, such as a misspelt member of the workload, are
-    logged as warnings.
+    `limit` or `items`, such as "10:20,35", it is a run of these items only, in RUN-look. `extend` is a run of an input
+    that has more items since, of which only these are computed. With the executors local and debug, the run is computed
+    and merged when this returns. `inject` are faults on demand, such as `crash@17`; `RunHandle.rehearsed` returns their
+    outcome. Notes on the run file, such as a misspelt member of the workload, are logged as warnings.
     """
     other = Run.open(Path(after)) if after is not None else None
     values = _overrides(settings, image, resources, overrides, profile)
-    with draft_run(Path(run_file), values, _path(run_dir), after=other, look=look_at(items, limit)) as draft:
+    old, look = None if extend is None else Run.open(Path(extend)), look_at(items, limit)
+    with draft_run(Path(run_file), values, _path(run_dir), after=other, look=look, extends=old) as draft:
         for note in draft.notes:
             log.warning("%s", note)
         return submit_draft(draft, other, on_tick, inject)
@@ -209,7 +211,7 @@ def plan_draft(draft: Draft) -> tuple[Run, list[str], list[str]]:
     by_hand = Manual()
     submission, notes = by_hand.fit(submission_of(draft), draft.plan.container)
     run = create_run(draft.run_dir, draft.plan, draft.items.files)
-    snapshots.write(run.folder, draft.code)
+    draft.fill(run)
     return run, [*by_hand.start(run, submission).to_type], notes
 
 
@@ -224,8 +226,8 @@ def submit_draft(
     executor_named(submission.executor).check(submission, draft.plan.container)
     run = create_run(draft.run_dir, draft.plan, draft.items.files)
     try:
-        snapshots.write(run.folder, draft.code)
-        notes = [*draft.code.left_out, *resubmission.fewer_tasks(submission, draft.plan.n_shards)]
+        draft.fill(run)
+        notes = [*draft.code.left_out, *resubmission.fewer_tasks(submission, draft.n_missing)]
         return RunHandle(run, submitting.start(run, lambda _: (submission, notes), lambda: on_tick(run)))
     except BaseException:
         remove_unused(run)
@@ -234,7 +236,7 @@ def submit_draft(
 
 def submission_of(draft: Draft, after: Run | None = None, inject: Sequence[str] = ()) -> Submission:
     """The first submission of a draft."""
-    submission = resubmission.first_submission(draft.plan.resources, draft.plan.n_shards)
+    submission = resubmission.first_submission(draft.plan.resources, draft.n_missing)
     executor = executor_named(submission.executor)
     waits_for = () if after is None or is_complete(after) else executor.jobs_completing(after)
     faults = parse_faults(inject)

@@ -129,7 +129,7 @@ def plan(run_file: options.RunFileArgument = options.DEFAULT_RUN_FILE, **given: 
     """
     from slurmgpu.cli.commands import submit as submitting
 
-    asked = {name: given[name] for name in ("run_dir", "limit", "items", "as_json")}
+    asked = {name: given[name] for name in ("run_dir", "limit", "items", "extend", "as_json")}
     submitting.plan(run_file, options.overrides(given), **asked)
 
 

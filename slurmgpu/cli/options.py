@@ -109,6 +109,15 @@ LimitOption = Annotated[int | None, typer.Option("--limit", metavar="N", help="C
 ItemsOption = Annotated[
     str | None, typer.Option("--items", metavar="RANGES", help="Compute only these items: 10:20,35.")
 ]
+ExtendOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--extend",
+        metavar="RUN",
+        help="Compute only what the input has more than that run.",
+        autocompletion=completion.complete_run,
+    ),
+]
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Show the plan, the limits and the sbatch scripts; queue nothing.")
 ]
@@ -140,6 +149,7 @@ KEYS = {
 SUBMITTING = {
     "limit": LimitOption,
     "items": ItemsOption,
+    "extend": ExtendOption,
     "run_dir": RunDirOption,
     "after": AfterOption,
     "dry_run": DryRunOption,

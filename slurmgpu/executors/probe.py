@@ -48,6 +48,10 @@ def draft_probe(draft: Draft, n_items: int) -> Draft:
     plan, spec = draft.plan, draft.items.spec
     if n_items < 1:
         raise SlurmGPUError(f"--probe {n_items}: expected how many items to compute first, 1 at least.")
+    if draft.extension is not None:
+        raise SlurmGPUError(
+            "--probe foretells a whole run, and --extend computes the rest of one. Leave one of them out."
+        )
     if n_items >= plan.n_items:
         n_batches = (plan.n_items - 1) // plan.batch_size  # whole batches that are fewer than all items
         fewer = f"Probe fewer of them, such as --probe {max(1, n_batches // 2) * plan.batch_size}, or submit"

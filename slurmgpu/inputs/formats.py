@@ -80,6 +80,9 @@ class Format(ABC):
     is_indexed: ClassVar[bool] = False
     """Whether `index` records the offsets of items for `open`."""
 
+    grows: ClassVar[bool] = False
+    """Whether a file that got more lines at its end has the same items before them."""
+
     def __init_subclass__(cls, format: str | None = None) -> None:  # noqa: A002 - as `kind` is a column's
         if format is not None:
             cls.name = format

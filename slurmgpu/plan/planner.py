@@ -17,13 +17,14 @@ from typing import Any
 from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from slurmgpu import __version__
-from slurmgpu.code import importer
+from slurmgpu.code import importer, snapshots
 from slurmgpu.code.locator import own_modules
 from slurmgpu.code.snapshots import Snapshot
 from slurmgpu.code.tracer import git_state, snapshot_of
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.container_spec import contain
 from slurmgpu.plan.executors import EXECUTORS
+from slurmgpu.plan.extension import Extension, extend
 from slurmgpu.plan.items import Items, Look, items_of
 from slurmgpu.plan.overrides import TABLES, Overrides
 from slurmgpu.plan.placement import place
@@ -67,6 +68,18 @@ class Draft:
     code: Snapshot
     resumes: bool = False
     notes: tuple[str, ...] = ()
+    extension: Extension | None = None
+
+    @property
+    def n_missing(self) -> int:
+        """How many shards are to be computed."""
+        return self.plan.n_shards - (len(self.extension.shards) if self.extension else 0)
+
+    def fill(self, run: Run) -> None:
+        """Put into its run directory what is there before anything is submitted: code, and shards of another run."""
+        snapshots.write(run.folder, self.code)
+        if self.extension is not None:
+            self.extension.put_into(run)
 
 
 @dataclass(frozen=True)
@@ -86,17 +99,21 @@ def draft_run(
     progress: Callable[[int, int], None] | None = None,
     after: Run | None = None,
     look: Look | None = None,
+    extends: Run | None = None,
 ) -> Iterator[Draft]:
     """The plan of a run file, while the `with` block lasts; SlurmGPUError if anything in it cannot work.
 
-    `after` is a run that this one waits for: its merged file may be the input before it exists. A `look` is
-    a run of some of the items, beside the directory that the run of all would have.
+    `after` is a run that this one waits for: its merged file may be the input before it exists. A `look` is a run of
+    some of the items, beside the directory that the run of all would have. `extends` is a run of fewer items, whose
+    shards are taken.
     """
     path = run_file.expanduser().resolve()
     config = read_run_file(path, overrides)
     gpus_per_task = allocate(config.resources, n_shards=None).gpus_per_task
     named = Path(config.run_dir or f"runs/{path.stem}").expanduser()
     if look is not None:
+        if extends is not None:
+            raise SlurmGPUError("--extend computes what an input has more than a run; leave out --items and --limit.")
         named = named.with_name(f"{named.name}{LOOK}")
     target = (path.parent / named if run_dir is None else run_dir.expanduser()).absolute()
     refuse_odd_path(target, EXECUTORS.make(config.resources.executor).not_in_paths)
@@ -117,7 +134,7 @@ def draft_run(
             workload.check_here()
     columns = columns_to_json(check_columns(workload.columns, f"workload {full_name}"))
     batch_size = _batch_size(config, workload)
-    shard_items = _shard_items(config, batch_size)
+    shard_items = _shard_items(config, batch_size) or (None if extends is None else extends.plan.shard_items)
     with tempfile.TemporaryDirectory(prefix="slurmgpu-") as scratch:
         items = items_of(config, path, workload, batch_size, Path(scratch), after, progress, look)
         spec = items.spec
@@ -149,11 +166,14 @@ def draft_run(
             on_end=config.on_end or None,
             html=config.html,
             look="look" if look else "",
+            extends=() if extends is None else extends.plan.fingerprints,
             summarizes=workload.summarize is not None,
             exports=sorted(workload.exports),
         )
+        extension = None if extends is None else extend(extends, plan, Path(scratch))
+        notes += [extension.describe(plan)] if extension else []
         code = snapshot_of(plan, plan.container, plan.provenance["git"], also=imported)
-        yield Draft(plan, target, items, config.resources, code, workload.resumes, tuple(notes))
+        yield Draft(plan, target, items, config.resources, code, workload.resumes, tuple(notes), extension)
 
 
 def workload_of(run_file: Path, overrides: Mapping[str, Any] | None = None) -> Adapted:

@@ -82,6 +82,7 @@ class Plan:
     `shard_items` consecutive items make a shard; the last may have fewer. `fingerprint` covers what the rows depend on.
     `look` is "look" or "probe" for a run of only some items of its input, whose indices are those in the input; here
     and in claims and shards' names, items count from 0 without gaps: `indices`, `place` and `shard_of` tell them apart.
+    `extends` are the fingerprints of runs of fewer items, whose shards this one has taken.
     """
 
     name: str
@@ -113,6 +114,7 @@ class Plan:
     on_end: str | None = None
     html: bool = True
     look: str = ""
+    extends: Sequence[str] = ()
 
     @property
     def n_shards(self) -> int:
@@ -161,6 +163,11 @@ class Plan:
         parts += [self.batch_size, self.shard_items, self.seed]
         parts += [self.input["ranges"]] if self.look else []
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+    @property
+    def fingerprints(self) -> tuple[str, ...]:
+        """The fingerprints that its shards may carry."""
+        return (self.fingerprint, *self.extends)
 
     def texts(self) -> Iterator[str]:
         """The texts among the settings, also those within tables and lists: they may name files, or modules."""

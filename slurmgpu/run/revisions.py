@@ -42,7 +42,9 @@ def former_rows(run: Run, shard: int, before: int, columns: Mapping[str, Column]
     for revision in reversed(range(before)):
         path = run.revision_path(shard, revision)
         try:
-            read = functools.partial(read_rows, path, columns, fingerprint=run.plan.fingerprint, start=start, stop=stop)
+            read = functools.partial(
+                read_rows, path, columns, fingerprint=run.plan.fingerprints, start=start, stop=stop
+            )
             try:
                 rows, found = read()
             except DamagedShardError:

@@ -45,6 +45,7 @@ def submit(
     run_dir: Path | None,
     limit: int | None,
     items: str | None,
+    extend: Path | None,
     after: Path | None,
     dry_run: bool,
     wait: bool,
@@ -61,8 +62,8 @@ def submit(
     foretold: Mapping[str, Any] | None = None
     inject = inject or ()
     other = Run.open(after) if after is not None else None
-    look = look_at(items, limit)
-    with _planning() as progress, draft_run(run_file, overrides, run_dir, progress, other, look) as draft:
+    look, old = look_at(items, limit), None if extend is None else Run.open(extend)
+    with _planning() as progress, draft_run(run_file, overrides, run_dir, progress, other, look, old) as draft:
         if dry_run:
             return show_draft(draft, other, origins(run_file, overrides), as_json=as_json, inject=inject)
         for line in (*draft.notes, *draft.plan.placement):
@@ -102,11 +103,12 @@ def plan(
     run_dir: Path | None,
     limit: int | None,
     items: str | None,
+    extend: Path | None,
     as_json: bool,
 ) -> None:
     """Create the run directory, and print how to submit it by hand."""
-    look = look_at(items, limit)
-    with _planning() as progress, draft_run(run_file, overrides, run_dir, progress, look=look) as draft:
+    look, old = look_at(items, limit), None if extend is None else Run.open(extend)
+    with _planning() as progress, draft_run(run_file, overrides, run_dir, progress, None, look, old) as draft:
         run, lines, notes = api.plan_draft(draft)
     for note in (*draft.notes, *run.plan.placement, *notes):
         say(note)
