@@ -117,8 +117,8 @@ app.command(cls=run.WithProgram, options_metavar=run.USAGE)(run.run)
 
 @app.command()
 @options.taking(
-    {**options.PLACES, **options.KEYS, "run_dir": options.RunDirOption, "as_json": options.JsonOption},
-    but=("executor",),
+    {**options.PLACES, **options.KEYS, **options.SUBMITTING},
+    but=("executor", "after", "dry_run", "probe", "yes", "inject", "wait"),
 )
 def plan(run_file: options.RunFileArgument = options.DEFAULT_RUN_FILE, **given: Any) -> None:
     """Plan a run, and print how to submit it by hand.
@@ -128,7 +128,8 @@ def plan(run_file: options.RunFileArgument = options.DEFAULT_RUN_FILE, **given: 
     """
     from slurmgpu.cli.commands import submit as submitting
 
-    submitting.plan(run_file, options.overrides(given), given["run_dir"], as_json=given["as_json"])
+    asked = {name: given[name] for name in ("run_dir", "limit", "items", "extend", "as_json")}
+    submitting.plan(run_file, options.overrides(given), **asked)
 
 
 @app.command()

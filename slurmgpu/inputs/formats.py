@@ -94,6 +94,9 @@ class Format(ABC):
     may_be_compressed: ClassVar[bool] = False
     """Whether files of another suffix behind their own, such as `.gz`, are repacked at planning."""
 
+    grows: ClassVar[bool] = False
+    """Whether a file that got more lines at its end has the same items before them."""
+
     def __init_subclass__(cls, format: str | None = None) -> None:  # noqa: A002 - as `kind` is a column's
         if format is not None:
             cls.name = format

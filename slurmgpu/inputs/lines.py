@@ -31,7 +31,7 @@ _N_SAMPLED_RECORDS = 8  # of each of these chunks
 class Lines(Format):
     """A format whose items are lines, or records of several lines; the index has every `stride`-th offset."""
 
-    is_indexed = may_be_compressed = True
+    is_indexed = may_be_compressed = grows = True
     quoting: ClassVar[bool] = False
     """Whether quoted fields may contain newlines."""
     has_header: ClassVar[bool] = False

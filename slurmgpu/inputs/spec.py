@@ -60,9 +60,9 @@ class InputSpec:
         ]
 
     def taking(self, ranges: Sequence[tuple[int, int]]) -> InputSpec:
-        """An input of only these ranges of items, numbered from 0 in their order."""
+        """An input of only these ranges of its items, numbered from 0 in their order."""
         n_items = sum(stop - start for start, stop in ranges)
-        return replace(self, n_items=n_items, ranges=tuple((start, stop) for start, stop in ranges))
+        return replace(self, n_items=n_items, ranges=tuple(span for each in ranges for span in self.spans(*each)))
 
     def spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """The ranges (start, stop) of items start..stop-1 among the items of all files."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from slurmgpu.plan.run_file import RunFile
 from slurmgpu.report.build import is_complete
 from slurmgpu.run.directory import Run
 from slurmgpu.util.atomic_files import working_folder
+from slurmgpu.util.plurals import count_of
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, cause_raised, retried
 from slurmgpu.workload import Adapted
 
@@ -34,6 +36,56 @@ class Items:
     said: str | None = None
     configurations: Configurations | None = None
     lines: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Look:
+    """Some items of an input: those of `items`, such as "10:20,35", and of these the first `limit`."""
+
+    items: str | None = None
+    limit: int | None = None
+
+    def __str__(self) -> str:
+        """The options that ask for it."""
+        options = {"--items": self.items, "--limit": self.limit}
+        return " ".join(f"{name} {value}" for name, value in options.items() if value is not None)
+
+    def ranges(self, n_items: int) -> list[tuple[int, int]]:
+        """The items as ranges (start, stop), in input order; SlurmGPUError if the input lacks one."""
+        left = n_items if self.limit is None else self.limit
+        if left < 1:
+            raise SlurmGPUError(f"--limit {self.limit}: expected how many items to compute, 1 at least.")
+        found: list[tuple[int, int]] = []
+        for start, stop in sorted(_range(part, n_items) for part in (self.items or "0:").split(",")):
+            start = max(start, found[-1][1] if found else 0)
+            if found and found[-1][1] == start:
+                start = found.pop()[0]
+            if start < stop:
+                found.append((start, stop))
+        for place, (start, stop) in enumerate(found):
+            if left <= stop - start:
+                return [*found[:place], (start, start + left)]
+            left -= stop - start
+        return found
+
+
+def look_at(items: str | None, limit: int | None) -> Look | None:
+    """The look that these options ask for; None if they ask for all items."""
+    return None if items is None and limit is None else Look(items, limit)
+
+
+def _range(text: str, n_items: int) -> tuple[int, int]:
+    """The items of `10:20`, `10:`, `:20` or `35`, counted from 0, without the end, as in Python."""
+    if (match := re.fullmatch(r"\s*(?:(\d*):(\d*)|(\d+))\s*", text, re.ASCII)) is None:
+        raise SlurmGPUError(f"--items {text!r}: expected items and ranges of them, such as 10:20,35 or 90: or :10.")
+    start = int(match[3] or match[1] or 0)
+    stop = start + 1 if match[3] else int(match[2] or n_items)
+    if not start < stop <= n_items:
+        what = (
+            "is empty" if stop <= start < n_items else f"is not within the input, whose items are 0 to {n_items - 1:,}"
+        )
+        raise SlurmGPUError(f"--items {text.strip()} {what}. The end of a range is the first item that is not in it.")
+    return start, stop
 
 
 def items_of(
@@ -86,6 +138,20 @@ def items_of(
     count = f"{len(own)} item{'' if len(own) == 1 else 's'} of the workload's own"
     said = sweeps.headline(config.sweep, len(own)) if config.sweep else count
     return Items(spec, [index, made], said, configurations, lines)
+
+
+def some_of(items: Items, look: Look | None) -> Items:
+    """The items of a look; all of them without one."""
+    if look is None:
+        return items
+    spec = items.spec.taking(look.ranges(items.spec.n_items))
+    files = "" if items.said else f" in {count_of(len(spec.files), 'file')}"
+    said = f"a look: {spec.n_items:,} of {count_of(items.spec.n_items, 'item')}{files}, by {look}"
+    configurations = items.configurations
+    if configurations is not None:
+        configurations = [each for span in spec.ranges or () for each in configurations[slice(*span)]]
+    said = f"{items.said}; {said}" if items.said else said
+    return replace(items, spec=spec, said=said, configurations=configurations)
 
 
 def _in_run(spec: inputs.InputSpec) -> inputs.InputSpec:

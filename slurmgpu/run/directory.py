@@ -81,6 +81,9 @@ class Plan:
 
     `shard_items` consecutive items make a shard; the last may have fewer. `fingerprint` covers what the rows depend on.
     `keep` are fields of the items that rows keep, by their columns; `key` is the field that names an item.
+    `look` is "look" or "probe" for a run of only some items of its input, whose indices are those in the input; here
+    and in claims and shards' names, items count from 0 without gaps: `indices`, `place` and `shard_of` tell them apart.
+    `extends` are the fingerprints of runs of fewer items, whose shards this one has taken.
     """
 
     name: str
@@ -115,6 +118,8 @@ class Plan:
     keep: Mapping[str, str] = field(default_factory=dict)
     key: str | None = None
     track: Sequence[str] = ()
+    look: str = ""
+    extends: Sequence[str] = ()
 
     @property
     def n_shards(self) -> int:
@@ -126,13 +131,49 @@ class Plan:
         start = shard * self.shard_items
         return start, min(start + self.shard_items, self.n_items)
 
+    @property
+    def is_probe(self) -> bool:
+        """Whether this is a probe; older ones have ranges of items, and do not say so."""
+        return self.look == "probe" or (not self.look and self.input.get("ranges") is not None)
+
+    def indices(self, start: int, stop: int) -> Sequence[int]:
+        """The indices of the run's items `start` to `stop` - 1 in the input."""
+        if not self.look:
+            return range(start, stop)
+        found: list[int] = []
+        n_before = 0
+        for first, end in self.input["ranges"]:
+            found += range(first + max(start - n_before, 0), min(end, first + stop - n_before))
+            n_before += end - first
+        return found
+
+    def place(self, index: int) -> int | None:
+        """The place of an item among the run's, by its index in the input; None if the run does not have it."""
+        n_before = 0
+        for first, end in self.input["ranges"] if self.look else [(0, self.n_items)]:
+            if first <= index < end:
+                return n_before + index - first
+            n_before += end - first
+        return None
+
+    def shard_of(self, index: int) -> int:
+        """The shard of an item that the run has, by its index in the input."""
+        place = self.place(index)
+        return -1 if place is None else place // self.shard_items
+
     @cached_property
     def fingerprint(self) -> str:
         """A hash of what the rows depend on; every shard carries it."""
         parts = [self.input_digest, self.n_items, self.workload, self.settings, self.columns]
         parts += [self.batch_size, self.shard_items, self.seed]
         parts += [self.keep] if self.keep else []  # which plans of an older slurmgpu lack
+        parts += [self.input["ranges"]] if self.look else []
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+    @property
+    def fingerprints(self) -> tuple[str, ...]:
+        """The fingerprints that its shards may carry."""
+        return (self.fingerprint, *self.extends)
 
     def texts(self) -> Iterator[str]:
         """The texts among the settings, also those within tables and lists: they may name files, or modules."""
