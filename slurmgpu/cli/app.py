@@ -294,6 +294,35 @@ def merge(
     raise typer.Exit(0 if value["complete"] else 3)
 
 
+@app.command("show")
+def show_rows(
+    folder: options.RunArgument,
+    columns: options.ColumnsOption = None,
+    where: options.WhereOption = None,
+    items: Annotated[str | None, typer.Option("--items", metavar="10:20,35", help="Only these items.")] = None,
+    failed: Annotated[bool, typer.Option("--failed", help="Only failed items.")] = False,
+    n_rows: Annotated[int, typer.Option("-n", "--rows", min=1, help="At most N rows.", metavar="N")] = 10,
+    n_random: Annotated[
+        int | None, typer.Option("--random", min=1, metavar="N", help="N rows, drawn at random.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Another number draws other rows.")] = 0,
+    with_items: Annotated[bool, typer.Option("--with-items", help="Also the items of the input.")] = False,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Show rows of a run, also while it is at work.
+
+    \b
+      slurmgpu show runs/judge                                  the first ten rows
+      slurmgpu show runs/judge --random 5 --with-items          five, beside what they were made from
+      slurmgpu show runs/judge --where "score > 0.9" -n 50      those for which a condition is true
+      slurmgpu show runs/judge --failed --columns error         why items failed
+    """  # noqa: D301
+    from slurmgpu.cli.commands import rows
+
+    wanted = rows.Wanted(options.names(columns), where, items, failed, n_rows, n_random, seed, with_items)
+    rows.show(options.open_run(folder), wanted, as_json=as_json)
+
+
 @app.command()
 def export(
     folder: options.RunArgument,
