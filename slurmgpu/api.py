@@ -23,7 +23,9 @@ from slurmgpu.faults import check_faults, parse_faults
 from slurmgpu.faults.verdicts import Verdict, judge
 from slurmgpu.merge import merge
 from slurmgpu.plan.container_spec import contain_again
+from slurmgpu.plan.overrides import Overrides
 from slurmgpu.plan.planner import Draft, draft_run
+from slurmgpu.plan.site_file import GivenRunFile, RunFileSource, put_profile
 from slurmgpu.report.build import Report, is_complete, last_report
 from slurmgpu.report.forecast import FORECAST_FORMAT, FORECAST_VERSION, forecast, observe
 from slurmgpu.report.status import Status, StatusReader, read_status
@@ -94,11 +96,13 @@ class RunHandle:
 
 
 def submit(
-    run_file: str | Path = "slurmgpu.toml",
+    run_file: str | Path | Mapping[str, Any] = "slurmgpu.toml",
     *,
     run_dir: str | Path | None = None,
     settings: Mapping[str, Any] | None = None,
     image: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    profile: str | None = None,
     after: str | Path | None = None,
     on_tick: Callable[[Run], None] = lambda run: None,
     inject: Sequence[str] = (),
@@ -106,25 +110,31 @@ def submit(
 ) -> RunHandle:
     """Plan a run file, make its run directory, and submit it.
 
-    `resources` are keys of [resources]: gpus, array, gpus_per_task and so on. With the executors local and debug, the
-    run is computed and merged when this returns. `inject` are faults on demand, such as `crash@17`;
-    `RunHandle.rehearsed` returns their outcome. Notes on the run file, such as a misspelt member of the workload, are
-    logged as warnings.
+    `run_file` is the path of one, or a mapping with its keys and tables, whose relative paths start at the working
+    directory: `submit({"input": "items.jsonl", "workload": {"use": "embed"}}, gpus=4)`. `resources` are keys of
+    [resources]: gpus, array, gpus_per_task and so on. `overrides` are values of any keys of the run file, as in
+    `{"slurm.partition": "a100", "input": "other.jsonl"}`, and `profile` is one of the site file. With the executors
+    local and debug, the run is computed and merged when this returns. `inject` are faults on demand, such as
+    `crash@17`; `RunHandle.rehearsed` returns their outcome. Notes on the run file, such as a misspelt member of the
+    workload, are logged as warnings.
     """
     other = Run.open(Path(after)) if after is not None else None
-    with draft_run(Path(run_file), _overrides(settings, image, resources), _path(run_dir), after=other) as draft:
+    values = _overrides(settings, image, resources, overrides, profile)
+    with draft_run(_source(run_file), values, _path(run_dir), after=other) as draft:
         for note in draft.notes:
             log.warning("%s", note)
         return submit_draft(draft, other, on_tick, inject)
 
 
 def probe(
-    run_file: str | Path = "slurmgpu.toml",
+    run_file: str | Path | Mapping[str, Any] = "slurmgpu.toml",
     n_items: int = 1,
     *,
     run_dir: str | Path | None = None,
     settings: Mapping[str, Any] | None = None,
     image: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    profile: str | None = None,
     on_tick: Callable[[Run], None] = lambda run: None,
     **resources: Any,
 ) -> dict[str, Any]:
@@ -133,15 +143,28 @@ def probe(
     The arguments are those of `submit`. The keys are those of `slurmgpu submit --probe --json` without `submitted`;
     `failure` is None if the probe succeeded.
     """
-    with draft_run(Path(run_file), _overrides(settings, image, resources), _path(run_dir)) as draft:
+    values = _overrides(settings, image, resources, overrides, profile)
+    with draft_run(_source(run_file), values, _path(run_dir)) as draft:
         return probe_draft(draft, n_items, on_tick)
 
 
 def _overrides(
-    settings: Mapping[str, Any] | None, image: str | Path | None, resources: Mapping[str, Any]
-) -> dict[str, Mapping[str, Any]]:
+    settings: Mapping[str, Any] | None,
+    image: str | Path | None,
+    resources: Mapping[str, Any],
+    keys: Mapping[str, Any] | None,
+    profile: str | None,
+) -> Overrides:
+    found = Overrides()
+    put_profile(found, profile)
     container = {} if image is None else {"image": str(Path(image).expanduser().absolute())}
-    return {"settings": settings or {}, "resources": resources, "container": container}
+    found.put({"settings": settings or {}, "resources": resources, "container": container})
+    found.assign_keys(keys or {})
+    return found
+
+
+def _source(run_file: str | Path | Mapping[str, Any]) -> RunFileSource:
+    return GivenRunFile(run_file, Path.cwd()) if isinstance(run_file, Mapping) else Path(run_file)
 
 
 def _path(run_dir: str | Path | None) -> Path | None:
@@ -280,7 +303,9 @@ def resubmit(
                 raise SlurmGPUError(f"{run.folder} has every shard, and this code computed all rows.")
         submission, notes = resubmission.next_submission(run, resources, slurm, merging, n_again=len(again.shards))
         if container := submission.container or run.plan.container:
-            container, changes = contain_again(container, Path(run.plan.provenance["run_file"]))
+            container, changes = contain_again(
+                container, Path(run.plan.provenance["run_file"]), run.plan.provenance.get("container", {})
+            )
             check_image(container)
             submission = replace(submission, container=container)
             notes += changes

@@ -32,6 +32,18 @@ class Interrupted(Exception):  # noqa: N818 - not an error: a later task continu
     """An item is left for a later task: raised by a workload that keeps its progress once `task.stopping()` is true."""
 
 
+class Retry(Exception):  # noqa: N818 - not an error yet: the items may still get their rows
+    """What failed may pass. A workload returns it in place of a row, or raises it for a whole batch.
+
+    The items are computed again at the end of their shard, after `after` seconds if that is given, as often as
+    `retries` in the run file says; then `message` is their error. ConnectionError and TimeoutError count the same.
+    """
+
+    def __init__(self, message: str = "", *, after: float | None = None) -> None:
+        super().__init__(message)
+        self.after = 0.0 if after is None else float(after)
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """` Did you mean …?` with the closest known word, else all known words; to append to a sentence."""
     names = sorted(known)

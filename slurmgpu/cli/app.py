@@ -9,7 +9,7 @@ import typer
 
 from slurmgpu import __version__
 from slurmgpu.cli import completion, options
-from slurmgpu.cli.commands import run, show
+from slurmgpu.cli.commands import run, show, track
 from slurmgpu.cli.commands.image import image_app
 from slurmgpu.cli.lazy_commands import App, Commands
 from slurmgpu.errors import SlurmGPUError
@@ -94,33 +94,8 @@ def init(
 
 
 @app.command()
-def submit(
-    context: typer.Context,
-    run_file: options.RunFileArgument = options.DEFAULT_RUN_FILE,
-    gpus: options.GpusOption = None,
-    array: options.ArrayOption = None,
-    gpus_per_task: options.PerTaskOption = None,
-    nodes_per_task: options.NodesOption = None,
-    gpu_type: options.TypeOption = None,
-    processes: options.ProcessesOption = None,
-    tasks: options.TasksOption = None,
-    executor: options.ExecutorOption = None,
-    device: options.DeviceOption = None,
-    image: options.ImageOption = None,
-    run_dir: options.RunDirOption = None,
-    settings: options.SetOption = None,
-    slurm: options.SlurmOption = None,
-    mail_user: options.MailOption = None,
-    after: options.AfterOption = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the plan, the limits and the sbatch scripts; queue nothing.")
-    ] = False,
-    probe: options.ProbeOption = None,
-    yes: options.YesOption = False,
-    inject: options.InjectOption = None,
-    wait: options.WaitOption = False,
-    as_json: options.JsonOption = False,
-) -> None:
+@options.taking({**options.PLACES, **options.KEYS, **options.SUBMITTING})
+def submit(run_file: options.RunFileArgument = options.DEFAULT_RUN_FILE, **given: Any) -> None:
     """Plan a run and submit it.
 
     \b
@@ -133,33 +108,19 @@ def submit(
     """  # noqa: D301 - \b keeps the lines of a paragraph apart
     from slurmgpu.cli.commands import submit as submitting
 
-    overrides = options.overrides(context.params, settings, slurm, image)
-    asked: dict[str, Any] = {"dry_run": dry_run, "probe": probe, "yes": yes, "wait": wait, "as_json": as_json}
-    raise typer.Exit(submitting.submit(run_file, overrides, run_dir, after, inject=inject or (), **asked))
+    asked = {name: given[name] for name in options.SUBMITTING}
+    raise typer.Exit(submitting.submit(run_file, options.overrides(given), **asked))
 
 
 app.command(cls=run.WithProgram, options_metavar=run.USAGE)(run.run)
 
 
 @app.command()
-def plan(
-    context: typer.Context,
-    run_file: options.RunFileArgument = options.DEFAULT_RUN_FILE,
-    gpus: options.GpusOption = None,
-    array: options.ArrayOption = None,
-    gpus_per_task: options.PerTaskOption = None,
-    nodes_per_task: options.NodesOption = None,
-    gpu_type: options.TypeOption = None,
-    processes: options.ProcessesOption = None,
-    tasks: options.TasksOption = None,
-    device: options.DeviceOption = None,
-    image: options.ImageOption = None,
-    run_dir: options.RunDirOption = None,
-    settings: options.SetOption = None,
-    slurm: options.SlurmOption = None,
-    mail_user: options.MailOption = None,
-    as_json: options.JsonOption = False,
-) -> None:
+@options.taking(
+    {**options.PLACES, **options.KEYS, "run_dir": options.RunDirOption, "as_json": options.JsonOption},
+    but=("executor",),
+)
+def plan(run_file: options.RunFileArgument = options.DEFAULT_RUN_FILE, **given: Any) -> None:
     """Plan a run, and print how to submit it by hand.
 
     Makes the run directory as submit does, queues nothing, and prints the two sbatch commands:
@@ -167,24 +128,13 @@ def plan(
     """
     from slurmgpu.cli.commands import submit as submitting
 
-    overrides = options.overrides(context.params, settings, slurm, image)
-    submitting.plan(run_file, overrides, run_dir, as_json=as_json)
+    submitting.plan(run_file, options.overrides(given), given["run_dir"], as_json=given["as_json"])
 
 
 @app.command()
+@options.taking({**options.PLACES, **options.KEYS}, but=("processes", "profile", "image"))
 def resubmit(
-    context: typer.Context,
     folder: options.RunArgument,
-    gpus: options.GpusOption = None,
-    array: options.ArrayOption = None,
-    gpus_per_task: options.PerTaskOption = None,
-    nodes_per_task: options.NodesOption = None,
-    gpu_type: options.TypeOption = None,
-    tasks: options.TasksOption = None,
-    executor: options.ExecutorOption = None,
-    device: options.DeviceOption = None,
-    slurm: options.SlurmOption = None,
-    mail_user: options.MailOption = None,
     failed: Annotated[bool, typer.Option("--failed", help="Also recompute failed items.")] = False,
     force: options.ForceOption = False,
     trust: options.TrustOption = False,
@@ -197,6 +147,7 @@ def resubmit(
     ] = False,
     wait: options.WaitOption = False,
     as_json: options.JsonOption = False,
+    **given: Any,
 ) -> None:
     """Compute what a run lacks, on any number of GPUs.
 
@@ -206,9 +157,9 @@ def resubmit(
     from slurmgpu.cli.commands import submit as submitting
 
     run = options.open_run(folder, trust=trust)
-    tables = options.overrides(context.params, None, slurm, None)
+    tables = options.overrides_of_resubmission(given)
     ways = {"failed": failed, "force": force, "other_code": other_code, "wait": wait, "as_json": as_json}
-    raise typer.Exit(submitting.resubmit(run, tables["resources"], tables["slurm"], tables["merge"], code=code, **ways))
+    raise typer.Exit(submitting.resubmit(run, tables, code=code, **ways))
 
 
 @app.command()
@@ -236,6 +187,7 @@ app.command()(show.status)
 app.command("list")(show.list_runs)
 app.command()(show.report)
 app.command()(show.logs)
+app.command()(track.track)
 
 
 @app.command()
@@ -355,11 +307,13 @@ def export(
 
 
 @app.command()
+@options.taking({"settings": options.SetOption, "profile": options.ProfileOption})
 def check(
     run_file: options.RunFileArgument = options.DEFAULT_RUN_FILE,
     node: Annotated[bool, typer.Option("--node", help="Also check a node of the cluster, by a short job.")] = False,
     here: Annotated[bool, typer.Option("--here", help="Check only this machine, as a task would.")] = False,
     fetch: Annotated[bool, typer.Option("--fetch", help="Download the workload's model first.")] = False,
+    **given: Any,
 ) -> None:
     """Check what a run needs, one line each.
 
@@ -368,4 +322,7 @@ def check(
     """
     from slurmgpu.cli.commands.check import run_checks, run_checks_here
 
-    raise typer.Exit(run_checks_here(run_file) if here else run_checks(run_file, node=node, fetch=fetch))
+    overrides = options.overrides(given)
+    if here:
+        raise typer.Exit(run_checks_here(run_file, overrides))
+    raise typer.Exit(run_checks(run_file, overrides, options.as_typed(given), node=node, fetch=fetch))

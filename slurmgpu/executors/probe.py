@@ -82,6 +82,7 @@ def draft_probe(draft: Draft, n_items: int) -> Draft:
         summarizes=False,
         on_end=None,
         html=False,
+        track=(),
     )
     return replace(
         draft,

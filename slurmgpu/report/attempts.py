@@ -78,6 +78,8 @@ class _LaterRow(TypedDict, total=False):
     shards: list[list[Any]]
     bad_node: str | None
     takeovers: list[Takeover]
+    n_retried: int
+    waited_s: float
     slurm_state: str | None
 
 

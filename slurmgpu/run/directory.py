@@ -63,12 +63,16 @@ FOLDERS = ("claims", "shards", "tasks", "logs", "telemetry")
 _SHARD_NAME = re.compile(r"(\d{5}|[1-9]\d{5,})(?:\.r([1-9]\d{0,8}))?\.h5")
 
 
-class Provenance(TypedDict):
-    """What made a run."""
-
+class _Provenance(TypedDict):
     run_file: str
     versions: dict[str, str]
     git: Git | None
+
+
+class Provenance(_Provenance, total=False):
+    """What made a run. `container` are values over [container] of the run file; absent in older runs."""
+
+    container: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,7 @@ class Plan:
     """What a run computes, frozen: everything that its rows depend on, and what it was first asked to run on.
 
     `shard_items` consecutive items make a shard; the last may have fewer. `fingerprint` covers what the rows depend on.
+    `keep` are fields of the items that rows keep, by their columns; `key` is the field that names an item.
     """
 
     name: str
@@ -106,6 +111,10 @@ class Plan:
     exports: Sequence[str] = ()
     on_end: str | None = None
     html: bool = True
+    retries: int = 0
+    keep: Mapping[str, str] = field(default_factory=dict)
+    key: str | None = None
+    track: Sequence[str] = ()
 
     @property
     def n_shards(self) -> int:
@@ -122,6 +131,7 @@ class Plan:
         """A hash of what the rows depend on; every shard carries it."""
         parts = [self.input_digest, self.n_items, self.workload, self.settings, self.columns]
         parts += [self.batch_size, self.shard_items, self.seed]
+        parts += [self.keep] if self.keep else []  # which plans of an older slurmgpu lack
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
     def texts(self) -> Iterator[str]:
@@ -305,10 +315,6 @@ class Run:
     def attempt(self, name: str) -> Record | Unread:
         """The record of one attempt, or why it cannot be used."""
         return _read_record(self.tasks / f"{name}.json")
-
-    def damaged_records(self) -> list[str]:
-        """The attempts whose records are damaged, by a dying node or a full disk."""
-        return [name for name, why in self.read_attempts()[1].items() if why is Unread.DAMAGED]
 
     def read_attempts(self) -> tuple[list[Record], dict[str, Unread]]:
         """The records by start; and by attempt, in order, why a record is left out."""

@@ -54,7 +54,7 @@ def _call(*command: str) -> subprocess.CompletedProcess[str]:
     try:
         # replace: names and arguments of jobs may be any bytes.
         return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, env=environ)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError, PermissionError):  # of PATH, a part may not be searched
         raise SlurmUnavailableError(NOT_HERE.format(command[0])) from None
     except subprocess.TimeoutExpired as error:
         raise SlurmUnavailableError(f"{command[0]} did not answer within {TIMEOUT_S} s. Try again later.") from error

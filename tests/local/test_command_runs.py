@@ -241,7 +241,7 @@ def test_run_plans_what_the_run_file_that_it_prints_does(slurmgpu, tmp_path):
 
 def test_a_run_file_is_printed_with_whatever_its_texts_hold(tmp_path):
     odd = ["x", "\"'\n\t\\ ä \U0001f600 \x7f\x1b", "{a}"]
-    tables = whole_run_file(["a.jsonl", "b.jsonl"], ["n:int32", "a b:text"], odd, {"slurm": {"mem": "2G"}})
+    tables = whole_run_file(["a.jsonl", "b.jsonl"], ["n:int32", "a b:text"], odd, {"slurm": ["mem=2G"]})
     (tmp_path / "a.toml").write_text(as_toml(tables), encoding="utf-8")
     assert read_toml(tmp_path / "a.toml") == tables
 

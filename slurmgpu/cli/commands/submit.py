@@ -40,15 +40,15 @@ PROGRESS_S = 3.0
 def submit(
     run_file: Path,
     overrides: Mapping[str, Any],
+    *,
     run_dir: Path | None,
     after: Path | None,
-    *,
     dry_run: bool,
     wait: bool,
     as_json: bool,
-    inject: Sequence[str] = (),
-    probe: int | None = None,
-    yes: bool = False,
+    inject: Sequence[str] | None,
+    probe: int | None,
+    yes: bool,
 ) -> int:
     """Plan a run, and submit it unless it is a dry run or its probe fails or is declined; the exit code."""
     if yes and probe is None:
@@ -56,6 +56,7 @@ def submit(
     if probe is not None and dry_run:
         raise SlurmGPUError("--probe computes items and --dry-run computes nothing; leave one of them out.")
     foretold: Mapping[str, Any] | None = None
+    inject = inject or ()
     other = Run.open(after) if after is not None else None
     with _planning() as progress, draft_run(run_file, overrides, run_dir, progress, other) as draft:
         if dry_run:
@@ -106,9 +107,7 @@ def plan(run_file: Path, overrides: Mapping[str, Any], run_dir: Path | None, *, 
 
 def resubmit(
     run: Run,
-    resources: Mapping[str, Any],
-    slurm: Mapping[str, Any],
-    merging: Mapping[str, Any],
+    tables: Mapping[str, Any],
     *,
     failed: bool,
     force: bool,
@@ -120,7 +119,15 @@ def resubmit(
     """Submit the missing items; the exit code."""
     with _following(run.folder, run.plan.n_items) as follow:
         which: Any = {"failed": failed, "force": force, "code": code, "other_code": other_code}
-        outcome = api.resubmit(run, resources, slurm, follow.run, merging=merging, tell=say, **which)
+        outcome = api.resubmit(
+            run,
+            tables.get("resources"),
+            tables.get("slurm"),
+            follow.run,
+            merging=tables.get("merge"),
+            tell=say,
+            **which,
+        )
     return _conclude(run, outcome, wait=wait, as_json=as_json)
 
 
