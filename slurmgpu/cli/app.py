@@ -276,6 +276,44 @@ def show_rows(
 
 
 @app.command()
+def compare(
+    a: options.ComparedArgument,
+    b: options.ComparedArgument,
+    key: Annotated[
+        str | None, typer.Option("--key", metavar="NAME", help="Match rows by this column or field of the input.")
+    ] = None,
+    columns: options.ColumnsOption = None,
+    tolerance: Annotated[
+        float, typer.Option("--tolerance", help="Numbers x, y are the same within T * max(1, |x|, |y|).", metavar="T")
+    ] = 0.0,
+    n_rows: Annotated[
+        int, typer.Option("-n", "--rows", min=0, help="Show at most N rows that differ.", metavar="N")
+    ] = 10,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Compare the rows and the summaries of two runs.
+
+    A and B are run directories, also of runs at work, or merged files. Exits with 1 if anything differs.
+
+    \b
+      slurmgpu compare runs/before runs/after
+      slurmgpu compare runs/8b runs/70b --key id --columns answer
+      slurmgpu compare runs/a100 runs/h100 --tolerance 1e-5
+    """  # noqa: D301
+    from slurmgpu.cli.console import result_json
+    from slurmgpu.cli.views.comparison import show_comparison
+    from slurmgpu.merge.compare import compare as compare_runs
+
+    chosen = options.names(columns)
+    found = compare_runs(a, b, key=key, columns=chosen, tolerance=tolerance, n_examples=n_rows)
+    if as_json:
+        result_json(found.to_json())
+    else:
+        show_comparison(found)
+    raise typer.Exit(0 if found.equal else 1)
+
+
+@app.command()
 def export(
     folder: options.RunArgument,
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write, - for standard output.")],
