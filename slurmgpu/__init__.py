@@ -27,6 +27,7 @@ __all__ = [
     "Throughput",
     "Workload",
     "__version__",
+    "compare",
     "find_batch_size",
     "open",
     "probe",
@@ -38,6 +39,7 @@ __all__ = [
 _HOMES = {
     "slurmgpu.api": ("RunHandle", "probe", "submit"),
     "slurmgpu.errors": ("Interrupted", "ItemError", "Retry", "SlurmGPUError"),
+    "slurmgpu.merge.compare": ("compare",),
     "slurmgpu.results": ("Merged", "open"),
     "slurmgpu.shards.columns": ("Array", "Json", "Ragged", "Text"),
     "slurmgpu.training.fitting": ("find_batch_size",),
@@ -49,6 +51,7 @@ _HOMES = {
 if TYPE_CHECKING:
     from slurmgpu.api import RunHandle, probe, submit
     from slurmgpu.errors import Interrupted, ItemError, Retry, SlurmGPUError
+    from slurmgpu.merge.compare import compare
     from slurmgpu.results import Merged, open  # noqa: A004
     from slurmgpu.shards.columns import Array, Json, Ragged, Text
     from slurmgpu.training.fitting import find_batch_size

@@ -247,6 +247,73 @@ def merge(
     raise typer.Exit(0 if value["complete"] else 3)
 
 
+@app.command("show")
+def show_rows(
+    folder: options.RunArgument,
+    columns: options.ColumnsOption = None,
+    where: options.WhereOption = None,
+    items: Annotated[str | None, typer.Option("--items", metavar="10:20,35", help="Only these items.")] = None,
+    failed: Annotated[bool, typer.Option("--failed", help="Only failed items.")] = False,
+    n_rows: Annotated[int, typer.Option("-n", "--rows", min=1, help="At most N rows.", metavar="N")] = 10,
+    n_random: Annotated[
+        int | None, typer.Option("--random", min=1, metavar="N", help="N rows, drawn at random.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Another number draws other rows.")] = 0,
+    with_items: Annotated[bool, typer.Option("--with-items", help="Also the items of the input.")] = False,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Show rows of a run, also while it is at work.
+
+    \b
+      slurmgpu show runs/judge                                  the first ten rows
+      slurmgpu show runs/judge --random 5 --with-items          five, beside what they were made from
+      slurmgpu show runs/judge --where "score > 0.9" -n 50      those for which a condition is true
+      slurmgpu show runs/judge --failed --columns error         why items failed
+    """  # noqa: D301
+    from slurmgpu.cli.commands import rows
+
+    wanted = rows.Wanted(options.names(columns), where, items, failed, n_rows, n_random, seed, with_items)
+    rows.show(options.open_run(folder), wanted, as_json=as_json)
+
+
+@app.command()
+def compare(
+    a: options.ComparedArgument,
+    b: options.ComparedArgument,
+    key: Annotated[
+        str | None, typer.Option("--key", metavar="NAME", help="Match rows by this column or field of the input.")
+    ] = None,
+    columns: options.ColumnsOption = None,
+    tolerance: Annotated[
+        float, typer.Option("--tolerance", help="Numbers x, y are the same within T * max(1, |x|, |y|).", metavar="T")
+    ] = 0.0,
+    n_rows: Annotated[
+        int, typer.Option("-n", "--rows", min=0, help="Show at most N rows that differ.", metavar="N")
+    ] = 10,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Compare the rows and the summaries of two runs.
+
+    A and B are run directories, also of runs at work, or merged files. Exits with 1 if anything differs.
+
+    \b
+      slurmgpu compare runs/before runs/after
+      slurmgpu compare runs/8b runs/70b --key id --columns answer
+      slurmgpu compare runs/a100 runs/h100 --tolerance 1e-5
+    """  # noqa: D301
+    from slurmgpu.cli.console import result_json
+    from slurmgpu.cli.views.comparison import show_comparison
+    from slurmgpu.merge.compare import compare as compare_runs
+
+    chosen = options.names(columns)
+    found = compare_runs(a, b, key=key, columns=chosen, tolerance=tolerance, n_examples=n_rows)
+    if as_json:
+        result_json(found.to_json())
+    else:
+        show_comparison(found)
+    raise typer.Exit(0 if found.equal else 1)
+
+
 @app.command()
 def export(
     folder: options.RunArgument,

@@ -32,6 +32,13 @@ RunArgument = Annotated[
     ),
 ]
 
+ComparedArgument = Annotated[
+    Path,
+    typer.Argument(
+        help="A run directory or a merged file.", show_default=False, autocompletion=completion.complete_run
+    ),
+]
+
 
 def _executors() -> str:
     """The executors that are installed; they are looked up only where help is printed."""

@@ -175,7 +175,7 @@ def _written(
 
 def _write_jsonl(selection: Selection, file: IO[bytes]) -> int:
     n_rows = 0
-    for row in _plain_rows(selection):
+    for row in selection.plain_rows(_BLOCK_BYTES):
         line = json.dumps(dict(zip(selection.columns, row, strict=True)), ensure_ascii=False, allow_nan=False)
         file.write(f"{line}\n".encode())
         n_rows += 1
@@ -187,7 +187,7 @@ def _write_csv(selection: Selection, file: IO[bytes]) -> int:
     text, n_rows = io.TextIOWrapper(file, encoding="utf-8", newline=""), 0
     writer = csv.writer(text)
     writer.writerow(selection.columns)
-    for row in _plain_rows(selection, as_cells=True):
+    for row in selection.plain_rows(_BLOCK_BYTES, as_cells=True):
         writer.writerow(json.dumps(value) if isinstance(value, list | bool) else value for value in row)
         n_rows += 1
     text.detach()
@@ -300,20 +300,3 @@ FORMATS = (*ROW_FORMATS, *FOLDERS, "pt")
 
 STREAMS = ("jsonl", "csv")
 """The formats that can be written to a stream."""
-
-
-def _plain_rows(selection: Selection, *, as_cells: bool = False) -> Iterator[tuple[Any, ...]]:
-    """The chosen rows as JSON values."""
-    for chosen in selection.blocks(_BLOCK_BYTES):
-        block = chosen.block
-        failed, values = np.flatnonzero(block.failed), []
-        for name, column in selection.columns.items():
-            stored = block.file[name].stored(block.start, block.stop)
-            if name == "error":
-                of_rows: list[Any] = [message or None for message in column.read(stored)]
-            else:
-                of_rows = column.cells(stored) if as_cells else column.plain(stored)
-                for row in failed if name != "index" else ():
-                    of_rows[row] = None
-            values.append(chosen.of(of_rows))
-        yield from zip(*values, strict=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -116,6 +116,18 @@ class RunRows:
             n_rows += stop - first - plan.shard_items
         return n_rows
 
+    def present(self, start: int = 0, stop: int | None = None) -> list[tuple[int, int]]:
+        """The items from `start` to `stop` - 1 that have a row, as spans; a damaged shard is not known yet."""
+        first, last, _ = slice(start, stop).indices(self.run.plan.n_items)
+        size, found = self.run.plan.shard_items, []
+        for is_there, group in groupby(
+            range(first // size, -(-last // size)), key=lambda shard: self._kinds[shard] > 0
+        ):
+            shards = list(group)
+            if is_there:
+                found.append((max(first, shards[0] * size), min(last, (shards[-1] + 1) * size)))
+        return found
+
     def blocks(self, start: int = 0, stop: int | None = None, n_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
         """The rows of the items `start` to `stop` - 1, as blocks of about `n_bytes`.
 
@@ -173,14 +185,24 @@ class FileRows:
     def __init__(self, merged: Merged) -> None:
         self.merged, self.columns = merged, merged.columns
 
+    def present(self, start: int = 0, stop: int | None = None) -> list[tuple[int, int]]:
+        """The items from `start` to `stop` - 1 that have a row, as spans."""
+        first, last = self._places(start, stop)
+        index = self.merged["index"].values[first:last]
+        breaks = [0, *(np.flatnonzero(np.diff(index) != 1) + 1).tolist(), len(index)]
+        return [(int(index[one]), int(index[end - 1]) + 1) for one, end in pairwise(breaks) if one < end]
+
     def blocks(self, start: int = 0, stop: int | None = None, n_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
         """The rows of the items `start` to `stop` - 1, as blocks of about `n_bytes`."""
+        for block in _cut(self.merged, *self._places(start, stop), n_bytes):
+            self.merged.check_rows(block.start, block.stop)
+            yield block
+
+    def _places(self, start: int, stop: int | None) -> tuple[int, int]:
         index = self.merged["index"].values
         after = int(index[-1]) + 1 if len(index) else 0
         first, last = np.searchsorted(index, slice(start, stop).indices(after)[:2]).tolist()
-        for block in _cut(self.merged, first, last, n_bytes):
-            self.merged.check_rows(block.start, block.stop)
-            yield block
+        return first, last
 
 
 def open_shard(run: Run, shard: int, revision: int = 0, problems: list[str] | None = None) -> Merged | None:

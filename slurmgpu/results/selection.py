@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+import re
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import accumulate, compress
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -26,6 +29,10 @@ class Source(Protocol):
     @property
     def columns(self) -> Mapping[str, Column]:
         """The workload's columns."""
+        ...
+
+    def present(self, start: int = 0, stop: int | None = None) -> list[tuple[int, int]]:
+        """The items from `start` to `stop` - 1 that have a row, as spans."""
         ...
 
     def blocks(self, start: int = 0, stop: int | None = None, n_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
@@ -100,6 +107,45 @@ class Selection:
         for chosen in self.blocks():
             yield from chosen.of(chosen.block.rows(names))
 
+    def plain_rows(self, n_bytes: int = BLOCK_BYTES, *, as_cells: bool = False) -> Iterator[tuple[Any, ...]]:
+        """The chosen rows as JSON values, or as cells of CSV, in the order of `columns`."""
+        for chosen in self.blocks(n_bytes):
+            block = chosen.block
+            failed, values = np.flatnonzero(block.failed), []
+            for name, column in self.columns.items():
+                stored = block.file[name].stored(block.start, block.stop)
+                of_rows = column.cells(stored) if as_cells else column.plain(stored)
+                if name == "error":
+                    of_rows = [message or None for message in of_rows]
+                elif name != "index":
+                    for row in failed:
+                        of_rows[row] = None
+                values.append(chosen.of(of_rows))
+            yield from zip(*values, strict=True)
+
+    def draw(self, n: int, seed: int) -> list[int]:
+        """The items of `n` of the chosen rows, drawn at random by `seed`, ascending; all if there are fewer.
+
+        With a condition, or `failed`, all rows are read for that, in memory for a block and `n` numbers.
+        """
+        numbers, drawn, n_before = random.Random(seed), list[int](), 0
+        if self._condition is None and not self.failed:
+            spans = [range(*found) for span in self.spans for found in self.source.present(*span)]
+            ends = list(accumulate(map(len, spans)))
+            for place in sorted(numbers.sample(range(ends[-1]), min(n, ends[-1]))) if spans else ():
+                number = bisect_right(ends, place)
+                drawn.append(spans[number][place - ends[number]])
+            return drawn
+        for chosen in self.blocks():
+            block = chosen.block
+            for index in chosen.of(block.file["index"].python_values(block.start, block.stop)):
+                if n_before < n:  # algorithm R of Vitter, Random sampling with a reservoir, 1985
+                    drawn.append(index)
+                elif (place := numbers.randrange(n_before + 1)) < n:
+                    drawn[place] = index
+                n_before += 1
+        return sorted(drawn)
+
     def tables(self, n_bytes: int) -> Iterator[pa.Table]:
         """The chosen rows as Arrow tables of one schema, of at most about `n_bytes`."""
         for chosen in self.blocks(n_bytes):
@@ -136,6 +182,32 @@ class Selection:
         from slurmgpu.results.arrow import empty
 
         return empty(columns, self._types_of(columns))
+
+
+def parse_spans(text: str, n_items: int) -> list[tuple[int, int]]:
+    """The items in a text such as `10:20,35,90:`, ascending; SlurmGPUError for other texts and items there are not."""
+    spans = []
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(\d*)(:?)(\d*)\s*", part)
+        if not found or not any(found.groups()):
+            raise SlurmGPUError(
+                f"--items {text}: {part.strip()!r} is neither an item, such as 35, nor items, as 10:20."
+            )
+        first, colon, last = found.groups()
+        start = int(first or 0)
+        stop = (int(last) if last else n_items) if colon else start + 1
+        if start >= min(stop, n_items):
+            raise SlurmGPUError(
+                f"--items {text}: {part.strip()} names no item; the run has the items 0 to {n_items - 1}."
+            )
+        spans.append((start, min(stop, n_items)))
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
+        else:
+            merged.append((start, stop))
+    return merged
 
 
 def _condition(text: str, names: Mapping[str, Column]) -> Condition:
