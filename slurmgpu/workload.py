@@ -216,6 +216,11 @@ class Adapted:
         return self._read("fields", "a list of names", _is_collection_of(str)) or ()
 
     @cached_property
+    def kept_fields(self) -> Collection[str]:
+        """Names of item fields that its rows keep, as if `keep` in the run file named them."""
+        return self._read("kept_fields", "a list of names", _is_collection_of(str)) or ()
+
+    @cached_property
     def advice(self) -> Mapping[str, str]:
         """By field, a sentence to add to the error if the input lacks the field."""
         return self._read("advice", "a mapping of fields to sentences", _is_mapping_to(str)) or {}

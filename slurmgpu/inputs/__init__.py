@@ -3,7 +3,7 @@
 `find` expands the paths of a run file, `scan` reads the files once at planning, `Reader` reads items later, and
 `promise` describes the output of a run that has not finished. docs/reference/inputs.md has the formats.
 
-May import: results, util.
+May import: results, shards, util.
 """
 
 from slurmgpu.inputs.fields import check_fields

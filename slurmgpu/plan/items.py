@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from slurmgpu import inputs
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.inputs import sweeps
+from slurmgpu.inputs.keys import check_names
 from slurmgpu.plan.run_file import RunFile
 from slurmgpu.report.build import is_complete
 from slurmgpu.run.directory import Run
@@ -43,10 +44,11 @@ def items_of(
     folder: Path,
     after: Run | None = None,
     progress: Callable[[int, int], None] | None = None,
+    kept: Collection[str] = (),
 ) -> Items:
     """The items of the run file at `path`, checked for the workload; files about them are made in `folder`.
 
-    `after` is a run whose merged file may be the input before it exists.
+    `after` is a run whose merged file may be the input before it exists. `kept` are fields that rows keep.
     """
     index = folder / "input.idx"
     if config.input is not None:
@@ -54,7 +56,7 @@ def items_of(
             raise SlurmGPUError(f"{path}: input and [sweep] both say what the items are. Remove one of them.")
         spec = _promised(config.input, path.parent, after, index, stride)
         spec = spec or _scan(config.input, path.parent, index, stride, progress)
-        lines = _check(spec, index, workload, path)
+        lines = _check(spec, index, workload, path, config.key, kept)
         return Items(spec, [index], lines=lines)
     configurations = None if config.sweep is None else sweeps.expand(config.sweep, config.seed)
     own, made = configurations or workload.default_items, folder / sweeps.FILE
@@ -65,7 +67,8 @@ def items_of(
         )
     sweeps.write(own, made)
     spec = inputs.scan([made], index, stride=stride)
-    lines = _check(spec, index, workload, path, called="[sweep]" if configurations else None)
+    called = "[sweep]" if configurations else None
+    lines = _check(spec, index, workload, path, config.key, kept, called)
     # Relative to the run directory, which may be moved.
     spec = replace(spec, files=tuple(replace(file, path=made.name) for file in spec.files))
     count = f"{len(own)} item{'' if len(own) == 1 else 's'} of the workload's own"
@@ -78,14 +81,19 @@ def _check(
     index: Path,
     workload: Adapted,
     path: Path,
+    key: str | None,
+    kept: Collection[str],
     called: str | None = None,
 ) -> Sequence[str]:
-    """Refuse items that the workload does not accept; its notes on the others."""
+    """Refuse items that the workload does not accept; notes on the others."""
+    inputs.check_fields(spec, index, kept, "keep", called=called)
+    inputs.check_fields(spec, index, [key] if key else (), "key", called=called)
+    notes = [said] if key and (said := check_names(spec, index, key)) else []
     inputs.check_fields(spec, index, workload.fields, f"Workload {workload.name}", workload.advice, called)
     if workload.check_input is None:
-        return ()
+        return notes
     with working_folder(path.parent):
-        return workload.check_input([Path(file.path) for file in spec.files], spec.n_items) or ()
+        return [*notes, *(workload.check_input([Path(file.path) for file in spec.files], spec.n_items) or ())]
 
 
 def _scan(

@@ -22,6 +22,7 @@ from slurmgpu.code.locator import own_modules
 from slurmgpu.code.snapshots import Snapshot
 from slurmgpu.code.tracer import git_state, snapshot_of
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.inputs.kept import columns_kept, with_kept
 from slurmgpu.plan.container_spec import contain
 from slurmgpu.plan.executors import EXECUTORS
 from slurmgpu.plan.items import Items, items_of
@@ -107,11 +108,13 @@ def draft_run(
     if container is None and workload.check_here is not None:
         with working_folder(path.parent):
             workload.check_here()
-    columns = columns_to_json(check_columns(workload.columns, f"workload {full_name}"))
+    own = check_columns(workload.columns, f"workload {full_name}")
+    keep = columns_kept([*config.keep, *workload.kept_fields], config.rename, own)
+    columns = columns_to_json(check_columns(with_kept(own, keep), "keep"))
     batch_size = _batch_size(config, workload)
     shard_items = _shard_items(config, batch_size)
     with tempfile.TemporaryDirectory(prefix="slurmgpu-") as scratch:
-        items = items_of(config, path, workload, batch_size, Path(scratch), after, progress)
+        items = items_of(config, path, workload, batch_size, Path(scratch), after, progress, keep.values())
         spec = items.spec
         plan = Plan(
             name=target.name,
@@ -141,6 +144,8 @@ def draft_run(
             on_end=config.on_end or None,
             html=config.html,
             retries=config.workload.retries,
+            keep=keep,
+            key=config.key,
             summarizes=workload.summarize is not None,
             exports=sorted(workload.exports),
         )

@@ -172,6 +172,9 @@ class RunFile(Table):
     sample_s: float = Field(5.0, ge=0)
     on_end: str | None = None
     html: bool = True
+    keep: list[str] = Field(default_factory=list)
+    rename: dict[str, str] = Field(default_factory=dict)
+    key: str | None = Field(None, min_length=1)
     workload: WorkloadTable
     settings: dict[str, Any] = Field(default_factory=dict)
     sweep: dict[str, Any] | None = None

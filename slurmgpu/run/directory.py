@@ -76,6 +76,7 @@ class Plan:
     """What a run computes, frozen: everything that its rows depend on, and what it was first asked to run on.
 
     `shard_items` consecutive items make a shard; the last may have fewer. `fingerprint` covers what the rows depend on.
+    `keep` are fields of the items that rows keep, by their columns; `key` is the field that names an item.
     """
 
     name: str
@@ -107,6 +108,8 @@ class Plan:
     on_end: str | None = None
     html: bool = True
     retries: int = 0
+    keep: Mapping[str, str] = field(default_factory=dict)
+    key: str | None = None
 
     @property
     def n_shards(self) -> int:
@@ -123,6 +126,7 @@ class Plan:
         """A hash of what the rows depend on; every shard carries it."""
         parts = [self.input_digest, self.n_items, self.workload, self.settings, self.columns]
         parts += [self.batch_size, self.shard_items, self.seed]
+        parts += [self.keep] if self.keep else []  # which plans of an older slurmgpu lack
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
     def texts(self) -> Iterator[str]:

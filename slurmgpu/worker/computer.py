@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.errors import Interrupted, ItemError, Retry
+from slurmgpu.inputs.kept import check_kept, kept_values
+from slurmgpu.inputs.keys import name_by
 from slurmgpu.run.crash_history import History
 from slurmgpu.run.failures import FILES, ITEM, POLICIES, class_of
 from slurmgpu.shards.columns import Column, convert_row
@@ -124,6 +126,7 @@ class Computer:
 
     What may pass is computed again up to `retries` times, at the shard's end: rank 0 tells the others by
     `share(value)`, and `pause(seconds, n_items)` is False if the task has to end before these seconds have passed.
+    Rows get the fields `kept` of their items, by column; the log names an item by its field `key`.
     """
 
     workload: Adapted
@@ -138,7 +141,10 @@ class Computer:
     retries: int = 0
     pause: Callable[[float, int], bool] = lambda seconds, n_items: True
     share: Callable[[Any], Any] = lambda value: value
+    kept: Mapping[str, str] = field(default_factory=dict)
+    key: str | None = None
     _ways_logged: dict[tuple[str, ...], int] = field(default_factory=dict)
+    _names: dict[int, str] = field(default_factory=dict)
     _n_tries_left: int = 0
     _put_off: list[tuple[list[int], bool]] = field(default_factory=list)
 
@@ -152,14 +158,22 @@ class Computer:
         done = Computed()
         self.noted.clear()
         self._n_tries_left, self._put_off = self.retries, []
+        self._names.clear()
         good = []
         for item in items:
-            if isinstance(item, Item):
-                good.append(item)
-                done.rows[item.index] = _PENDING  # keeps the order of the shard
-            else:
+            if not isinstance(item, Item):
                 unread = done.rows[item[0]] = Failure("input_error", str(item[1]))
                 self._log(item[0], unread)
+                continue
+            done.rows[item.index] = _PENDING  # keeps the order of the shard
+            if self.key is not None and (name := name_by(self.key, item.data)) is not None:
+                self._names[item.index] = name
+            try:
+                check_kept(self.kept, item.data)
+                good.append(item)
+            except ItemError as error:
+                lacking = done.rows[item.index] = Failure("item_error", str(error))
+                self._log(item.index, lacking)
         if (key := self.workload.sort_key) is not None:
             good.sort(key=lambda item: (key(item), item.index))
         for cut in range(0, len(good), self.batch_size):
@@ -264,7 +278,7 @@ class Computer:
         if failure == INTERRUPTED:
             raise Interrupted
         if failure is not None and self._ends_task(failure.kind):
-            raise WorkerFailedError(failure.kind, f"item {items[0].index}: {failure.message}", failure.trace)
+            raise WorkerFailedError(failure.kind, f"{self._called(items[0].index)}: {failure.message}", failure.trace)
         if failure is None and self.keeps_rows:
             self._keep(items, returned, done)
         return failure
@@ -330,6 +344,8 @@ class Computer:
         try:
             if not isinstance(row, Mapping):
                 raise ValueError(f"a row is a mapping of column to value, not {type(row).__name__}")
+            if self.kept:
+                row = {**row, **kept_values(self.kept, item.data)}
             return convert_row(self.columns, row)
         except ValueError as error:
             failure = Failure("item_error", f"workload {self.name}, item {item.index}: {error}", ("row", str(error)))
@@ -342,9 +358,12 @@ class Computer:
             return
         first = self._ways_logged.setdefault(failure.way, index) if failure.trace and failure.way else None
         told = "" if first in (None, index) else f" [traceback: item {first}]"
-        log.warning("item %d: %s: %s%s", index, failure.kind, failure.message.partition("\n")[0], told)
+        log.warning("%s: %s: %s%s", self._called(index), failure.kind, failure.message.partition("\n")[0], told)
         if first == index:
             log.warning("%s", failure.trace)
+
+    def _called(self, index: int) -> str:
+        return f"item {index}" + (f" ({self._names[index]})" if index in self._names else "")
 
 
 def _may_be_rows(returned: Any) -> bool:

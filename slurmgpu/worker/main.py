@@ -145,6 +145,9 @@ class Worker:
                 retries=plan.retries,
                 pause=self._pause,
                 share=self.group.broadcast,
+                # Plans of an older slurmgpu have no `keep`, but settings of the workload that say so.
+                kept=plan.keep or {field: field for field in workload.kept_fields},
+                key=plan.key,
             )
             self._take_and_compute(computer, reader)
             self._log_outside(outside)

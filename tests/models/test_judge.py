@@ -114,7 +114,6 @@ def test_a_rubric_that_cannot_be_is_refused_with_what_was_expected(tmp_path, cha
         ({"retry_temperature": 0.0}, "repeats the same answer"),
         ({"against": "runs/other"}, "judges one text at a time"),
         ({"against": "runs/other", "rubric": "pairwise"}, "runs/other"),
-        ({"keep": ["verdict"]}, "keep has 'verdict'"),
         ({"final": "numerical"}, "Did you mean 'numeric'"),
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"retry_temperature": float("nan")}, "retry_temperature is nan"),

@@ -22,7 +22,7 @@ from slurmgpu.workloads.judge.opponents import Opponent
 from slurmgpu.workloads.judge.orders import Asked, shares_of, verdict_row
 from slurmgpu.workloads.judge.rubrics import Reader, read_rubric
 from slurmgpu.workloads.judge.verdicts import summarize
-from slurmgpu.workloads.language_model import LanguageModelWorkload, keep_columns, kept
+from slurmgpu.workloads.language_model import LanguageModelWorkload
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
@@ -79,7 +79,7 @@ class Judge(LanguageModelWorkload):
             )
         check_range("retry_temperature", retry_temperature, 0, None)
         self.retries, self.retry_temperature = retries, retry_temperature
-        self.renamed, self.truth, self.keep = dict(fields or {}), truth, tuple(keep)
+        self.renamed, self.truth, self.kept_fields = dict(fields or {}), truth, tuple(keep)
         self.prompts = Prompts(self.rubric.prompt, system=self.rubric.system or None)
         if against is not None and len(self.rubric.swap) != 2:
             raise SlurmGPUError(
@@ -100,7 +100,7 @@ class Judge(LanguageModelWorkload):
         self.whole = self.prompts.whole_fields & (TEXTS | set(self.rubric.swap))
         self.fields = self._taken()
         self._reader = Reader(self.rubric)
-        self.columns = keep_columns(self.keep, self._own_columns())
+        self.columns = self._own_columns()
         self.use_model(model, settings, max_tokens=self.sampling.max_tokens if self.rubric.method == "parse" else 0)
 
     def _taken(self) -> set[str]:
@@ -110,7 +110,7 @@ class Judge(LanguageModelWorkload):
         if self.opponent is not None:
             first, second = self.rubric.swap
             names = names - {first, second} | {self.renamed.get(first, "text")}
-        return {self.renamed.get(name, name) for name in names} | {*self.keep, *filter(None, (self.truth,))}
+        return {self.renamed.get(name, name) for name in names} | {*filter(None, (self.truth,))}
 
     @property
     def advice(self) -> dict[str, str]:
@@ -198,8 +198,7 @@ class Judge(LanguageModelWorkload):
     def _kept(self, item: Item) -> dict[str, Any]:
         if has_failed(item.data):
             raise ItemError(f"the judged item failed: {item.data['error']}")
-        row = kept(item, self.keep)
-        return row if self.truth is None else {**row, "truth": truth_of(take(item.data, self.truth), self.rubric)}
+        return {} if self.truth is None else {"truth": truth_of(take(item.data, self.truth), self.rubric)}
 
     def _ask(self, number: int, item: Item) -> list[Asked]:
         orders = self._orders(item)
