@@ -32,6 +32,11 @@ def row(item):
         time.sleep(0.02)
     if text == "bad":
         sys.exit("cannot read it")
+    if text == "deadly":
+        os.kill(os.getpid(), 11)
+    if text == "busy" and not os.path.exists("was-busy"):
+        open("was-busy", "w").close()
+        sys.exit(75)
     return {"n": len(text), "shout": text.upper()}
 """
 MODES = {
@@ -140,6 +145,18 @@ def has_ended(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
         return True
+
+
+@pytest.mark.parametrize("script", list(RUN))
+def test_an_item_that_kills_its_process_costs_itself_alone_and_a_busy_one_nothing(slurmgpu, tmp_path, script):
+    texts = ["busy", "a", "b", "deadly", "c", "d"]
+    project = make(tmp_path / "project", script, texts=texts, executor="local")
+    slurmgpu("submit", cwd=project, expect=0)
+    outcome = report(project)
+    assert [(error["index"], error["class"]) for error in outcome["errors"]] == [(3, "crash")]
+    assert "died by SIGSEGV" in outcome["errors"][0]["message"]
+    assert outcome["worker_deaths"] == {}
+    assert sum(attempt["n_retried"] for attempt in outcome["attempts"]) == (1 if script == "one.py" else 4)
 
 
 def test_a_program_that_always_fails_ends_the_task(slurmgpu, tmp_path):
