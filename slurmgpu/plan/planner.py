@@ -101,7 +101,7 @@ def draft_run(
     with working_folder(path.parent):
         placement = place(workload, config.resources, gpus_per_task)
         settings |= workload.frozen_settings
-        paths, environ = workload.paths, workload.environ
+        paths, environ, scripts = workload.paths, workload.environ, workload.scripts
         workload.check()
     notes = hidden_by_built_in(config.workload.use) + near_misses(workload)
     container = contain(config.container, full_name, path, overrides)
@@ -146,6 +146,7 @@ def draft_run(
             retries=config.workload.retries,
             keep=keep,
             key=config.key,
+            scripts=scripts,
             summarizes=workload.summarize is not None,
             exports=sorted(workload.exports),
         )

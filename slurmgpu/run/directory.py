@@ -77,6 +77,7 @@ class Plan:
 
     `shard_items` consecutive items make a shard; the last may have fewer. `fingerprint` covers what the rows depend on.
     `keep` are fields of the items that rows keep, by their columns; `key` is the field that names an item.
+    `scripts` are paths of the user's programs, which belong to the code.
     """
 
     name: str
@@ -110,6 +111,7 @@ class Plan:
     retries: int = 0
     keep: Mapping[str, str] = field(default_factory=dict)
     key: str | None = None
+    scripts: Sequence[str] = ()
 
     @property
     def n_shards(self) -> int:

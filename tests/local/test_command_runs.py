@@ -123,6 +123,27 @@ def test_a_killed_worker_takes_the_process_along_and_changes_no_byte(tmp_path, r
     assert datasets(project) == datasets(reference)
 
 
+@pytest.mark.parametrize("script", ["one.py", "stream.py"])
+def test_a_script_that_is_edited_runs_as_it_was_submitted(tmp_path, reference, script):
+    project = make(tmp_path / "project", script, executor="local")
+    (project / "shouting.py").write_text("def shout(text):\n    return text.upper()\n")
+    source = (project / script).read_text().replace("text.upper()", "shout(text)")
+    (project / script).write_text("from shouting import shout\n" + source)
+    (project / "held").touch()
+    run = start("submit", cwd=project)
+    wait_until((project / "pids").exists, "the item that waits")
+    [code] = (project / "run/code").glob("*.json")
+    assert sorted(file["name"] for file in json.loads(code.read_text())["files"]) == sorted([script, "shouting.py"])
+    (project / "shouting.py").write_text("not Python\n")
+    assert kill_workers(project)
+    (project / "held").unlink()
+    output, _ = run.communicate(timeout=200)
+    assert run.returncode == 0, output
+    assert datasets(project) == datasets(reference)
+    logs = "".join(path.read_text() for path in (project / "run/logs").glob("*.log"))
+    assert f"{script}, or what it imports, has changed since it was submitted" in logs
+
+
 def test_a_killed_task_leaves_no_process(tmp_path):
     project = make(tmp_path / "project", "stream.py", texts=["held", "b"], executor="local")
     (project / "held").touch()

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
+from slurmgpu.code import importer
 from slurmgpu.errors import ItemError, NodeError, Retry, SlurmGPUError, WorkerBrokenError
 from slurmgpu.util import cgroups, gpus
 from slurmgpu.util.logging import mark_of
@@ -43,6 +44,10 @@ log = logging.getLogger(__name__)
 Answer = Row | ItemError | Retry
 OF_GPUS = "CUDA", "NVML", "NVIDIA", "GPU"
 """Words in an error after which it is checked whether the GPUs still work."""
+SCRIPTS = {".py", ".sh", ".bash", ".zsh", ".pl", ".rb", ".R", ".r", ".jl", ".lua", ".js", ".mjs", ".awk"}
+"""Suffixes of files that are code."""
+LONGEST_SCRIPT = 1 << 20
+"""A longer file, in bytes, is no script of the user's own."""
 ENOUGH_DEATHS = 2.0
 """An item at whose processes' deaths this is reached has killed them; see `run.crash_history`."""
 SLICE, ONE, STREAM = "slice", "one", "stream"
@@ -113,6 +118,13 @@ class Command:
             )
         return SLICE
 
+    @property
+    def scripts(self) -> list[Path]:
+        """The scripts among the arguments that lie in the working folder, which is that of the run file."""
+        here = Path.cwd().resolve()
+        found = (Path(text) for text in self._line.texts.values())
+        return [path for path in found if path.resolve().is_relative_to(here) and _is_script(path)]
+
     def check_here(self) -> None:
         """Refuse a program that this machine does not have."""
         self._check_in({**os.environ, **self._env}.get("PATH"))
@@ -144,12 +156,14 @@ class Command:
             self._environ["PYTHONUNBUFFERED"] = "1"  # else Python keeps what it prints in a buffer
         self._environ |= self._env
         self._check_in(self._environ.get("PATH"))
+        self._scripts = {number: Path(text).resolve() for number, text in self._line.texts.items()}
+        self._told: set[int] = set()
         self._n_gpus = task.gpus
         self._n_oom_kills = cgroups.oom_kills()
         self._guard = Guard()
         weakref.finalize(self, self._guard.close)
         if self._mode == STREAM:
-            start = functools.partial(_start_stream, self._line.fill({}, {}), self._environ, self._guard)
+            start = functools.partial(_start_stream, self._arguments, self._environ, self._guard)
             self._stream = Stream(start, self._timeout_s)
             weakref.finalize(self, self._stream.close)
             try:
@@ -204,6 +218,18 @@ class Command:
                 raise (WorkerBrokenError if is_alone else MemoryError)(short) from error
         if not (is_alone and self._mode == ONE) and any(words in said for words in MEMORY_TEXTS):
             raise MemoryError(said) from error
+
+    def _arguments(self, values: Mapping[str, str], data: Mapping[str, object]) -> list[bytes]:
+        """The arguments of a call, where scripts are as they were submitted."""
+        arguments = self._line.fill(values, data)
+        for number, path in self._scripts.items():
+            kept = importer.as_submitted(path)
+            if kept != path:
+                arguments[number] = os.fsencode(kept)
+                if number not in self._told:
+                    self._told.add(number)
+                    log.warning("%s, or what it imports, has changed since it was submitted: %s runs", path, kept)
+        return arguments
 
     def _stream_of(self, requests: Mapping[int, bytes]) -> dict[int, Answer]:
         assert self._stream is not None
@@ -260,7 +286,7 @@ class Command:
         values = {IN: str(in_path), OUT: str(out_path), START: str(min(requests)), END: str(max(requests) + 1)}
         err = ToLog(mark, {str(in_path): "{in}", str(out_path): "{out}"} if folder else None)
         kept = Kept()
-        arguments, environ = line.fill(values, data or {}), {**self._environ, **(about or {})}
+        arguments, environ = self._arguments(values, data or {}), {**self._environ, **(about or {})}
         child = Child(arguments, environ, kept if line.out is None else ToLog(mark), err, self._guard)
         try:
             child.finish(self._timeout_s)
@@ -289,9 +315,24 @@ def _inherited() -> dict[str, str]:
 
 
 def _start_stream(
-    arguments: Sequence[bytes], environ: Mapping[str, str], guard: Guard, out: Lines, err: ToLog
+    arguments: Callable[[Mapping[str, str], Mapping[str, object]], list[bytes]],
+    environ: Mapping[str, str],
+    guard: Guard,
+    out: Lines,
+    err: ToLog,
 ) -> Child:
-    return Child(arguments, environ, out, err, guard, has_stdin=True)
+    return Child(arguments({}, {}), environ, out, err, guard, has_stdin=True)
+
+
+def _is_script(path: Path) -> bool:
+    """Whether a file is a program as text, by its suffix or its first line; data are left where they are."""
+    try:
+        if not path.is_file() or path.stat().st_size > LONGEST_SCRIPT:
+            return False
+        with open(path, "rb") as file:
+            return path.suffix in SCRIPTS or file.read(2) == b"#!"
+    except OSError:
+        return False
 
 
 def _request(item: Item) -> bytes:
