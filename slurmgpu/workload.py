@@ -240,6 +240,12 @@ class Adapted:
         return tuple(str(path.absolute()) for path in map(Path, found))
 
     @cached_property
+    def scripts(self) -> tuple[str, ...]:
+        """Absolute paths of the user's programs that it starts: they belong to the code that a submission keeps."""
+        found = self._read("scripts", "a list of paths", _is_collection_of(str, os.PathLike)) or ()
+        return tuple(str(path.resolve()) for path in map(Path, found))
+
+    @cached_property
     def environ(self) -> dict[str, str]:
         """Environment variables for workers."""
         is_good = _is_mapping_to(str, int, float, os.PathLike)

@@ -131,7 +131,8 @@ def _write_sources(target: Path, snapshot: Snapshot) -> None:
         for file in snapshot.files:
             path = partial / file.name
             path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644), "wb") as opened:
+            mode = 0o755 if file.source.startswith(b"#!") else 0o644  # a script may be called by its path
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode), "wb") as opened:
                 opened.write(file.source)
                 opened.flush()
                 os.fsync(opened.fileno())

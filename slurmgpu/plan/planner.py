@@ -130,7 +130,7 @@ def draft_run(
     with working_folder(path.parent):
         placement = place(workload, config.resources, gpus_per_task)
         settings |= workload.frozen_settings
-        paths, environ = workload.paths, workload.environ
+        paths, environ, scripts = workload.paths, workload.environ, workload.scripts
         workload.check()
     notes = hidden_by_built_in(config.workload.use) + near_misses(workload)
     container = contain(config.container, full_name, source, overrides)
@@ -183,6 +183,7 @@ def draft_run(
             track=config.track.to if config.track else (),
             look="look" if look else "",
             extends=() if extends is None else extends.plan.fingerprints,
+            scripts=scripts,
             summarizes=workload.summarize is not None,
             exports=sorted(workload.exports),
         )

@@ -84,6 +84,7 @@ class Plan:
     `look` is "look" or "probe" for a run of only some items of its input, whose indices are those in the input; here
     and in claims and shards' names, items count from 0 without gaps: `indices`, `place` and `shard_of` tell them apart.
     `extends` are the fingerprints of runs of fewer items, whose shards this one has taken.
+    `scripts` are paths of the user's programs, which belong to the code.
     """
 
     name: str
@@ -120,6 +121,7 @@ class Plan:
     track: Sequence[str] = ()
     look: str = ""
     extends: Sequence[str] = ()
+    scripts: Sequence[str] = ()
 
     @property
     def n_shards(self) -> int:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -18,6 +20,16 @@ MIN_FREE = 0.1
 """The share of a GPU's memory that must be free before a workload is loaded."""
 FREE_PATIENCE_S = 10.0
 """A process that has just died gives its memory back within seconds."""
+AGAIN_S = 60.0
+"""How long a new process may take to look at the GPUs."""
+LOOK = """
+import sys
+from slurmgpu.util import gpus
+try:
+    gpus.probe(int(sys.argv[1]))
+except gpus.GPUFaultError as error:
+    print(error)
+"""
 
 
 @dataclass(frozen=True)
@@ -86,6 +98,18 @@ def probe(n_expected: int, *, mine: int | None = None) -> list[GPU]:
             for ordinal in checked:
                 found[ordinal] = _wait_for_memory(nvml, ordinal, found[ordinal])
     return found
+
+
+def check_again(n_expected: int) -> None:
+    """Raise GPUFaultError if a new process cannot use so many GPUs any more; in this one CUDA remembers what it found.
+
+    A process that dies of this, or takes longer than AGAIN_S, is no answer.
+    """
+    command = [sys.executable, "-c", LOOK, str(n_expected)]
+    with contextlib.suppress(subprocess.TimeoutExpired, OSError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=AGAIN_S, check=False)
+        if done.returncode == 0 and done.stdout:
+            raise GPUFaultError(done.stdout.strip())
 
 
 def _describe(cuda: ctypes.CDLL, ordinal: int, supported: str) -> GPU:

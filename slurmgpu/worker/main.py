@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 from slurmgpu.code import importer
 from slurmgpu.containers import image_name
-from slurmgpu.errors import Interrupted, ItemError, SlurmGPUError
+from slurmgpu.errors import Interrupted, ItemError, SlurmGPUError, WorkerBrokenError
 from slurmgpu.inputs import InputSpec, Reader
 from slurmgpu.run.claims import Claim
 from slurmgpu.run.crash_history import History, read_history
@@ -55,7 +55,6 @@ from slurmgpu.worker.computer import (
     Computed,
     Computer,
     Failure,
-    WorkerBrokenError,
     check_debugger_left,
     settle,
 )
