@@ -16,12 +16,14 @@ from slurmgpu.containers.settings import whole_path
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.executors import DEFAULT
 from slurmgpu.plan.run_file import (
+    ALL,
     ContainerTable,
     ExecutorName,
     GpuMemory,
     RunFile,
     SlurmOptions,
     Table,
+    counted,
     merge_tables,
     parse_table,
     plain_names,
@@ -76,8 +78,10 @@ def read_site() -> dict[str, Any]:
 
 def read_run_file(path: Path, overrides: Mapping[str, Any] | None = None) -> RunFile:
     """The run file at `path`, which overrides the site file; `overrides`, by table and key, override both."""
-    below = merge_tables(read_site(), _read(path))
-    return parse_table(RunFile, merge_tables(below, overrides or {}), str(path))
+    tables = merge_tables(merge_tables(read_site(), _read(path)), overrides or {})
+    if "resources" in tables:
+        tables["resources"] = counted(tables["resources"])
+    return parse_table(RunFile, tables, str(path))
 
 
 def origins(path: Path, overrides: Mapping[str, Any]) -> Origins:
@@ -102,7 +106,10 @@ def _read(path: Path) -> dict[str, Any]:
         value = read_toml(path)
     except FileNotFoundError:
         raise SlurmGPUError(f"There is no run file {path}. `slurmgpu init` writes one.") from None
-    parse_table(RunFile, value, str(path))  # by itself, so that errors name this file
+    alone = value
+    if isinstance(resources := value.get("resources"), dict) and resources.get("gpus") == ALL:
+        alone = {**value, "resources": {**resources, "gpus": 0}}  # the executor may be the site file's, or an option's
+    parse_table(RunFile, alone, str(path))  # by itself, so that errors name this file
     return {**value, **{table: plain_names(value[table]) for table in ("slurm", "merge") if table in value}}
 
 

@@ -353,3 +353,13 @@ def test_spaces_and_quotes_in_a_path_do_what_they_say_on_this_machine(project, s
     name = 'it\'s a "run" of $HOME & ünïcode'
     slurmgpu("submit", "--executor", "local", "--device", "cpu", "--run-dir", name, cwd=folder, expect=0)
     assert (folder / name / "merged.h5").exists()
+
+
+def test_all_gpus_are_counted_once_at_planning_wherever_all_and_the_executor_are_given(project, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    folder = project(8, resources={"gpus": "all", "array": True})
+    assert 'gpus = "all" takes those of this machine, and slurm computes elsewhere' in refused(folder)
+    assert plan(folder, resources={"executor": "local"}).resources["gpus"] == 2
+    assert plan(folder, resources={"gpus": 1}).resources["gpus"] == 1
+    edit(folder, 'gpus = "all"', 'executor = "local"')
+    assert plan(folder, resources={"gpus": "all"}).resources["gpus"] == 2
