@@ -46,7 +46,25 @@ def _executors() -> str:
 
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
-GpusOption = Annotated[int | None, typer.Option("--gpus", help="GPUs that the run may use at once; 0 runs on CPUs.")]
+
+
+def _number_of_gpus(text: str) -> int | str:
+    if text == "all":
+        return text
+    if not text.isdecimal():
+        raise typer.BadParameter(f"{text!r} is neither a whole number nor all.")
+    return int(text)
+
+
+GpusOption = Annotated[
+    int | None,
+    typer.Option(
+        "--gpus",
+        metavar="N",
+        parser=_number_of_gpus,
+        help="GPUs that the run may use at once; 0 runs on CPUs; all: this machine's.",
+    ),
+]
 ArrayOption = Annotated[bool | None, typer.Option("--array/--no-array", help="Spread the GPUs over array tasks.")]
 PerTaskOption = Annotated[int | None, typer.Option("--gpus-per-task", help="GPUs of each array task (1).")]
 NodesOption = Annotated[int | None, typer.Option("--nodes-per-task", help="Nodes of each task (1).")]

@@ -51,6 +51,10 @@ class GPUFaultError(Exception):
     """A GPU was allocated but cannot be used; the text says why."""
 
 
+NO_DEVICE = 100
+"""CUDA_ERROR_NO_DEVICE: a driver without a GPU."""
+
+
 def number_of(n_gpus: int) -> str:
     """A number of GPUs in words: "1 GPU", "4 GPUs"."""
     return f"{n_gpus} GPU{'' if n_gpus == 1 else 's'}"
@@ -70,6 +74,19 @@ def check_visible(n_expected: int) -> None:
     if ids is not None and len(ids) < n_expected:
         shown = ",".join(ids) or "none"
         raise GPUFaultError(f"asked for {number_of(n_expected)}, CUDA_VISIBLE_DEVICES shows {len(ids)} ({shown})")
+
+
+def count() -> int:
+    """How many GPUs this machine shows; 0 without a driver. GPUFaultError if the driver fails."""
+    if (ids := visible_ids()) is not None:
+        return len(ids)
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    if cuda.cuInit(0) == NO_DEVICE:
+        return 0
+    return len(probe(0))
 
 
 def probe(n_expected: int, *, mine: int | None = None) -> list[GPU]:

@@ -22,7 +22,7 @@ from slurmgpu.errors import ItemError, NodeError, Retry, SlurmGPUError, WorkerBr
 from slurmgpu.util import cgroups, gpus
 from slurmgpu.util.logging import mark_of
 from slurmgpu.util.out_of_memory import MEMORY_TEXTS
-from slurmgpu.workload import Item, Placement, Row, Share, TaskContext
+from slurmgpu.workload import Item, Placement, Row, Share, TaskContext, Template
 from slurmgpu.workloads.command.column_types import columns_of
 from slurmgpu.workloads.command.outputs import Collected, Values, check_format, in_order, parse_object, read_output
 from slurmgpu.workloads.command.placeholders import END, IN, OUT, START, as_json, parse
@@ -64,7 +64,11 @@ class Command:
     stream, may take `timeout_s` seconds. `env` is put over the environment of the worker.
     """
 
-    template = Path(__file__).with_name("template.toml")
+    template = Template(
+        Path(__file__).with_name("template.toml"),
+        items=[{"text": text} for text in ("a cat sleeps", "a dog", "the bank lends money to farmers")],
+        files={"score.py": Path(__file__).with_name("example") / "score.py"},
+    )
 
     def __init__(
         self,
