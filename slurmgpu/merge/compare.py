@@ -341,7 +341,8 @@ def _table_of(
     order = np.argsort(hashes, kind="stable")
     hashes, items = hashes[order], items[order]
     if len(twice := np.flatnonzero(hashes[1:] == hashes[:-1])):
-        first, second = sorted(items[twice[0] : twice[0] + 2].tolist())
+        at = twice[items[twice].argmin()]  # hashes, and so their order, differ from process to process
+        first, second = items[at : at + 2].tolist()
         raise SlurmGPUError(
             f"{side.path} has several rows with one {key!r}, as items {first} and {second}. A key must differ from row "
             "to row; without --key rows are compared by index."
