@@ -315,7 +315,7 @@ def _of_input(source: Source, key: str, indices: Sequence[int]) -> list[Any]:
         working_folder(Path(run.plan.search_path)),
         inputs.Reader(inputs.InputSpec.from_json(run.input), run.index) as reader,
     ):
-        for first, stop in spans_of(indices):
+        for first, stop in spans_of(list(map(run.plan.n_before, indices))):
             found += [None if isinstance(data, ItemError) else data.get(key) for data in reader.read(first, stop)]
     return found
 
