@@ -87,4 +87,5 @@ def _text(value: Any) -> str | None:
     if value is None:
         return None
     plain = json_value(value)
-    return " ".join((plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)).split())
+    text = " ".join((plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)).split())
+    return text if text.isprintable() else "".join(letter if letter.isprintable() else "\ufffd" for letter in text)

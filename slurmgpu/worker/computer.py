@@ -393,8 +393,9 @@ def is_broken_cuda(error: BaseException) -> bool:
 
 
 def _of_item(error: ItemError) -> Failure:
-    """The failure that an ItemError stands for; a user's own may have something else under the name of the class."""
-    return Failure(error.failure if error.failure in POLICIES else "item_error", str(error), error.way)
+    """The failure that an ItemError stands for; a user's subclass may use the name `failure` for something else."""
+    is_class = isinstance(error.failure, str) and error.failure in POLICIES
+    return Failure(error.failure if is_class else "item_error", str(error), error.way)
 
 
 def _may_pass(error: BaseException) -> Failure:

@@ -420,6 +420,17 @@ def test_what_is_printed_goes_to_the_log_behind_the_item(one, capfd):
     assert capfd.readouterr().err == "item 17 | half\n"
 
 
+def test_a_call_that_prints_without_end_does_not_fill_the_log(one, capfd, monkeypatch):
+    monkeypatch.setattr(process, "LOG_BYTES", 1000)
+    code = "import sys\nfor n in range(500): print('line', n, file=sys.stderr)\nsys.exit('the end')"
+    [error] = one(code)(items("a"))
+    said = capfd.readouterr().err
+    assert said.count("item 0 | ") == len(said.splitlines()) < 200
+    left_out = sum(len(f"line {n}\n") for n in range(500)) + len("the end\n") - 1000
+    assert f"item 0 | [… {left_out:,} more bytes are not in the log: a call may print 1,000]" in said
+    assert str(error).endswith("line 499\nthe end")
+
+
 def test_a_process_that_takes_too_long_is_killed_with_what_it_started(one, tmp_path, monkeypatch):
     monkeypatch.setattr(process, "GRACE_S", 0.2)
     code = (
@@ -706,6 +717,15 @@ def test_an_output_that_may_not_be_read_fails_its_slice(score, monkeypatch):
 
 NPZ = "import sys, zipfile, numpy as np; path = sys.argv[2]; "
 COMPRESSED = "np.savez_compressed(path, index=[0], n=np.zeros(9999)); data = bytearray(open(path, 'rb').read()); "
+CLAIMING = (
+    "import io; head = io.BytesIO(); "
+    "np.lib.format.write_array_header_1_0(head, {'descr': '<f8', 'fortran_order': False, 'shape': (10**15,)}); "
+    "zipfile.ZipFile(path, 'w').writestr('n.npy', head.getvalue())"
+)
+LZMA = (
+    "file = zipfile.ZipFile(path, 'w', zipfile.ZIP_LZMA); file.writestr('n.npy', bytes(9999)); file.close(); "
+    "data = bytearray(open(path, 'rb').read()); data[45:60] = bytes(15); open(path, 'wb').write(data)"
+)
 
 
 @pytest.mark.parametrize(
@@ -723,6 +743,8 @@ COMPRESSED = "np.savez_compressed(path, index=[0], n=np.zeros(9999)); data = byt
         (COMPRESSED + "i = data.find(b'n.npy') + 25; data[i] ^= 255; open(path, 'wb').write(data)", "no npz file"),
         (COMPRESSED + "i = data.rfind(b'PK\\1\\2'); data[i + 8] |= 1; open(path, 'wb').write(data)", "no npz file"),
         (COMPRESSED + "i = data.rfind(b'PK\\1\\2'); data[i + 10] = 99; open(path, 'wb').write(data)", "no npz file"),
+        (CLAIMING, "no npz file of numbers and texts: Unable to allocate"),
+        (LZMA, "no npz file"),
     ],
 )
 def test_npz_that_is_none_fails_its_slice(tmp_path, monkeypatch, code, said):
