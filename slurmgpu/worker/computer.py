@@ -197,7 +197,8 @@ class Computer:
                 return
             self._n_tries_left -= 1
             indices = [index for batch, _ in again for index in batch]
-            goes_on = self.keeps_rows and self.pause(self._wanted_pause_s(indices, done) or pause_s, len(indices))
+            wanted_s = min(self._wanted_pause_s(indices, done) or pause_s, LONGEST_PAUSE_S)
+            goes_on = self.keeps_rows and self.pause(wanted_s, len(indices))
             if not self.share(goes_on):
                 raise Interrupted
             pause_s *= PAUSE_GROWTH
@@ -207,8 +208,7 @@ class Computer:
     def _wanted_pause_s(self, indices: Sequence[int], done: Computed) -> float:
         """The longest pause that was asked for; 0 if none was."""
         rows = (done.rows[index] for index in indices)
-        wanted = max((row.retry_after or 0.0 for row in rows if isinstance(row, Failure)), default=0.0)
-        return min(wanted, LONGEST_PAUSE_S)
+        return max((row.retry_after or 0.0 for row in rows if isinstance(row, Failure)), default=0.0)
 
     def _compute_alone(self, batch: Sequence[Item], history: History, done: Computed) -> None:
         for item in batch:

@@ -301,6 +301,12 @@ def test_the_last_try_of_an_item_says_why_it_failed_and_nothing_of_how_often():
     assert alike.common_failure().message == "no route"
 
 
+def test_no_pause_is_longer_than_the_longest():
+    pauses = Pauses()
+    compute(Recorder(Busy([1], 99, lambda item: Retry("HTTP 429"))), retries=10, pause=pauses)
+    assert [seconds for seconds, _ in pauses] == [2, 8, 32, 128, *[LONGEST_PAUSE_S] * 6]
+
+
 def test_a_shard_is_left_if_the_task_ends_before_the_next_try():
     with pytest.raises(Interrupted):
         compute(Recorder(Busy([1], 1, throw)), retries=1, pause=lambda seconds, n_items: False)
