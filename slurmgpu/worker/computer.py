@@ -145,6 +145,7 @@ class Computer:
     key: str | None = None
     _ways_logged: dict[tuple[str, ...], int] = field(default_factory=dict)
     _names: dict[int, str] = field(default_factory=dict)
+    _kept_of: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     _n_tries_left: int = 0
     _put_off: list[tuple[list[int], bool]] = field(default_factory=list)
 
@@ -159,6 +160,7 @@ class Computer:
         self.noted.clear()
         self._n_tries_left, self._put_off = self.retries, []
         self._names.clear()
+        self._kept_of.clear()
         good = []
         for item in items:
             if not isinstance(item, Item):
@@ -170,6 +172,8 @@ class Computer:
                 self._names[item.index] = name
             try:
                 check_kept(self.kept, item.data)
+                if self.kept and self.keeps_rows:  # before the workload may change the item
+                    self._kept_of[item.index] = kept_values(self.kept, item.data)
                 good.append(item)
             except ItemError as error:
                 lacking = done.rows[item.index] = Failure("item_error", str(error))
@@ -345,7 +349,7 @@ class Computer:
             if not isinstance(row, Mapping):
                 raise ValueError(f"a row is a mapping of column to value, not {type(row).__name__}")
             if self.kept:
-                row = {**row, **kept_values(self.kept, item.data)}
+                row = {**row, **self._kept_of[item.index]}
             return convert_row(self.columns, row)
         except ValueError as error:
             failure = Failure("item_error", f"workload {self.name}, item {item.index}: {error}", ("row", str(error)))
