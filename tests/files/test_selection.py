@@ -105,6 +105,8 @@ def test_failed_items_are_chosen_by_their_error_alone(run):
         ("index in score", "cannot be searched"),
         ("index in ['a']", "does not fit the columns"),
         ("matches(label, '[')", "does not fit the columns"),
+        (f"index > {1 << 70}", "more than 64 bits"),
+        (f"index in [{1 << 70}]", "more than 64 bits"),
         ("(" * 300 + "score" + ")" * 300, "cannot be used"),
         ("", "cannot be used"),
     ],
@@ -112,6 +114,11 @@ def test_failed_items_are_chosen_by_their_error_alone(run):
 def test_a_condition_that_cannot_be_used_is_refused_before_a_row_is_read(run, where, sentence):
     with pytest.raises(SlurmGPUError, match=sentence):
         chosen(run, where)
+
+
+def test_a_condition_that_is_nested_too_deeply_is_refused(run):
+    with pytest.raises(SlurmGPUError, match=r"nested too deeply|cannot be read"):
+        chosen(run, "not " * sys.getrecursionlimit() + "(score > 1)")
 
 
 def test_integers_that_overflow_are_refused_and_not_wrapped(run):
