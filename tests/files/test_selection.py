@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -262,6 +263,14 @@ def test_hugging_face_datasets_loads_the_folder(run, tmp_path):
     }
     with pytest.raises(SlurmGPUError, match="A data set is a folder of its own"):
         export(run, "hf", output)
+
+
+def test_a_data_set_is_not_written_over_the_working_folder(run, tmp_path, monkeypatch):
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    with pytest.raises(SlurmGPUError, match="name a new one with -o"):
+        export(run, "hf", Path("."))
 
 
 def test_a_large_data_set_has_several_files_and_every_row(run, tmp_path, monkeypatch):
