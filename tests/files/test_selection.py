@@ -270,7 +270,7 @@ def test_a_data_set_is_not_written_over_the_working_folder(run, tmp_path, monkey
     folder.mkdir()
     monkeypatch.chdir(folder)
     with pytest.raises(SlurmGPUError, match="name a new one with -o"):
-        export(run, "hf", Path("."))
+        export(run, "hf", Path())
 
 
 def test_a_large_data_set_has_several_files_and_every_row(run, tmp_path, monkeypatch):
