@@ -69,6 +69,8 @@ def test_an_item_goes_by_its_key_in_logs_and_reports(project, slurmgpu):
     assert slurmgpu("logs", "run", "--item", "id=17", cwd=folder, expect=0).stdout.startswith("Item 5 (17) has its row")
     refused = slurmgpu("logs", "run", "--item", "q99", cwd=folder, expect=2)
     assert "has no item whose id is 'q99'" in refused.stderr
+    refused = slurmgpu("logs", "run", "--item", "9" * 5000, cwd=folder, expect=2)
+    assert "has no item whose id is '999" in refused.stderr
 
 
 def test_items_that_share_a_key_are_told_at_planning(project, slurmgpu):
