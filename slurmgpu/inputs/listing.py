@@ -6,6 +6,7 @@ import glob
 import json
 import os
 import stat
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -56,6 +57,8 @@ class Listing:
                     folders[folder] = None
                     line = {"path": name, "key": key, "size_bytes": size, "mtime_ns": mtime}
                     file.write(json.dumps(line) + "\n")
+        now = int(time.time())
+        os.utime(path, (now, now))  # in whole seconds, which any copy keeps
         about = f"{count_of(len(self.members), 'file')} of {' and '.join(self.roots[:3])}, {size_of(total)}"
         if shared := {key: n for key, n in Counter(key for _, key in self.members).items() if n > 1}:
             about += f"; {sum(shared.values())} of them share their key with another, as {next(iter(shared))!r}"
