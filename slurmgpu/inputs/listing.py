@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
@@ -36,7 +36,7 @@ MEDIA = frozenset({*IMAGES, "tif", "tiff", "webp", *AUDIO, *VIDEO, "pdf"})
 """Suffixes of files that are items wherever they are named."""
 
 FIELDS = ("path", "key")
-_AT_ONCE = 4096
+_AT_ONCE, _OF_A_THREAD = 4096, 128
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,11 @@ class Listing:
         """Write the listing with each file's size and time; a line about it, and the folders that the files lie in."""
         total, folders = 0, dict.fromkeys(self.roots)
         with open(path, "w", encoding="ascii") as file, ThreadPoolExecutor(16) as beside:
-            rest = iter(self.members)
-            while some := list(islice(rest, _AT_ONCE)):  # a pool takes all that it is given at once
-                for (name, key), (size, mtime, folder) in zip(some, beside.map(_look_at, some), strict=True):
+            for start in range(0, len(self.members), _AT_ONCE):  # a pool takes all that it is given at once
+                some = self.members[start : start + _AT_ONCE]
+                parts = [some[at : at + _OF_A_THREAD] for at in range(0, len(some), _OF_A_THREAD)]
+                looks = chain.from_iterable(beside.map(_look_at_all, parts))
+                for (name, key), (size, mtime, folder) in zip(some, looks, strict=True):
                     total += max(size, 0)
                     folders[folder] = None
                     line = {"path": name, "key": key, "size_bytes": size, "mtime_ns": mtime}
@@ -82,8 +84,8 @@ def list_files(patterns: str | Sequence[str], base: Path) -> Listing | None:
             f"Plan two runs, or write {PREFIX + held[0]!r} if each of its files is an item."
         )
     members = [(path, key) for listed in found if listed for path, key in listed[1]]
-    twice = [path for path, n in Counter(path for path, _ in members).items() if n > 1]
-    if twice:
+    paths = Counter(path for path, _ in members) if len(patterns) > 1 else {}
+    if twice := [path for path, n in paths.items() if n > 1]:
         raise SlurmGPUError(f"The input names {twice[0]} twice. Leave one of them out.")
     return Listing(members, tuple(dict.fromkeys(listed[0] for listed in found if listed)))
 
@@ -148,6 +150,10 @@ def _checked(line: Mapping[str, Any]) -> Mapping[str, Any] | ItemError:
 def as_text(name: str) -> str:
     """A file's name as valid Unicode: bytes that are no UTF-8 are written in hexadecimal."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
+def _look_at_all(members: Sequence[tuple[str, str]]) -> list[tuple[int, int, str]]:
+    return [_look_at(member) for member in members]
 
 
 def _look_at(member: tuple[str, str]) -> tuple[int, int, str]:
@@ -246,8 +252,9 @@ def _key(path: str, root: str) -> str:
     return as_text(os.path.splitext(path[len(root.rstrip("/")) + 1 :])[0])  # noqa: PTH122
 
 
-def _parts(path: str) -> list[str]:
-    return path.split("/")
+def _parts(path: str) -> str:
+    """A key to sort paths part by part, as `Path` does: a folder before one whose name begins with its name."""
+    return path.replace("/", "\0")
 
 
 def _before_magic(path: str) -> str:
