@@ -178,7 +178,7 @@ def _listed(pattern: str, base: Path) -> tuple[str, list[tuple[str, str]]] | Non
     name = str(PurePosixPath(os.path.expanduser(pattern.removeprefix(PREFIX))))  # noqa: PTH111 - as in finding
     path = str(base / name)
     if not glob.has_magic(name) or os.path.lexists(path):
-        if Path(path).is_dir():
+        if os.path.isdir(path):  # noqa: PTH112 - as in finding
             if not is_explicit and is_data_set(Path(path)):
                 return None
             root, paths = path, sorted(_walked(path), key=_parts)
