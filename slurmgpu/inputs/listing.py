@@ -54,9 +54,9 @@ class Listing:
                 some = self.members[start : start + _AT_ONCE]
                 parts = [some[at : at + _OF_A_THREAD] for at in range(0, len(some), _OF_A_THREAD)]
                 looks = chain.from_iterable(beside.map(_look_at_all, parts))
-                for (name, key), (size, mtime, folder) in zip(some, looks, strict=True):
+                for (name, key), (size, mtime, others) in zip(some, looks, strict=True):
                     total += max(size, 0)
-                    folders[folder] = None
+                    folders |= dict.fromkeys(others)
                     line = {"path": name, "key": key, "size_bytes": size, "mtime_ns": mtime}
                     file.write(json.dumps(line) + "\n")
         now = int(time.time())
@@ -152,24 +152,25 @@ def as_text(name: str) -> str:
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
-def _look_at_all(members: Sequence[tuple[str, str]]) -> list[tuple[int, int, str]]:
-    return [_look_at(member) for member in members]
+def _look_at_all(members: Sequence[tuple[str, str]]) -> list[tuple[int, int, list[str]]]:
+    return [_look_at(path) for path, _ in members]
 
 
-def _look_at(member: tuple[str, str]) -> tuple[int, int, str]:
-    """The size and time of a file, and the folder it lies in; -1 for one that cannot be read, an item's error later."""
-    path, _ = member
-    folder = os.path.dirname(path)  # noqa: PTH120
+def _look_at(path: str) -> tuple[int, int, list[str]]:
+    """A file's size and time, and the folders on the way to it through links; -1 if it cannot be read."""
+    folders = [os.path.dirname(path)]  # noqa: PTH120
     try:
         status = os.lstat(path)
         if stat.S_ISLNK(status.st_mode):
-            folder = os.path.dirname(os.path.realpath(path))  # noqa: PTH120
-            status = os.stat(path)  # noqa: PTH116
+            status = os.stat(path)  # noqa: PTH116 - raises where links go round
+            while os.path.islink(path):  # noqa: PTH114
+                path = os.path.normpath(os.path.join(folders[-1], os.readlink(path)))  # noqa: PTH115, PTH118
+                folders.append(os.path.dirname(path))  # noqa: PTH120
     except OSError as error:
         if is_transient(error):
             raise
-        return -1, -1, folder
-    return (status.st_size, status.st_mtime_ns, folder) if stat.S_ISREG(status.st_mode) else (-1, -1, folder)
+        return -1, -1, folders
+    return (status.st_size, status.st_mtime_ns, folders) if stat.S_ISREG(status.st_mode) else (-1, -1, folders)
 
 
 def _listed(pattern: str, base: Path) -> tuple[str, list[tuple[str, str]]] | None:

@@ -92,12 +92,14 @@ def test_links_lead_where_they_lead_once_and_their_folders_are_known(tmp_path: P
     make(tmp_path / "store", "1.jpg", "2.jpg")
     make(tmp_path / "other", "3.jpg")
     make(tmp_path / "in", "0.jpg")
-    (tmp_path / "in/1.jpg").symlink_to("../store/1.jpg")
+    (tmp_path / "hop").mkdir()
+    (tmp_path / "hop/1.jpg").symlink_to(tmp_path / "store/1.jpg")
+    (tmp_path / "in/1.jpg").symlink_to("../hop/1.jpg")
     (tmp_path / "in/more").symlink_to("../other")
     (tmp_path / "in/round").symlink_to(".")
     spec, _, folders = planned("in", tmp_path)
     assert spec.n_items == 3
-    assert folders == tuple(str(tmp_path / name) for name in ("in", "other", "store"))
+    assert folders == tuple(str(tmp_path / name) for name in ("hop", "in", "other", "store"))
 
 
 @pytest.mark.parametrize(
