@@ -1,6 +1,7 @@
 """Planning over one JSONL file, beside `cat` of it and a plain loop over its lines; then reading it in batches.
 
-Then a tar file, read in order, beside a loop with `tarfile` alone; and a folder, listed and read, beside `os.walk`.
+Then the same for the file in gzip, beside what the module gzip reads; a tar file, read in order, beside a loop with
+`tarfile` alone; and a folder, listed and read, beside `os.walk`.
 
     python -m tests.benchmarks.bench_inputs [--size-mb 1000] [--folder DIR]
 
@@ -10,6 +11,7 @@ Every figure is the best of three in this run, with the file in the page cache u
 from __future__ import annotations
 
 import argparse
+import gzip
 import io
 import json
 import os
@@ -47,6 +49,20 @@ def main() -> None:
             print(f"{name:18} {speed}   {seconds / cat_s:5.2f} x cat   {seconds / loop_s:5.2f} x loop")
         n_read = min(N_BATCHES, spec.n_items // BATCH) * BATCH
         print(f"{'Reader.read':18} {read_s / n_read * 1e6:6.2f} us/item   random batches of {BATCH}")
+        packed = Path(folder) / "input.jsonl.gz"
+        subprocess.run(f"gzip -c {path} > {packed}", shell=True, check=True)
+        gzip_s = best(lambda: read_gzip(packed))
+        gzip_loop_s = best(lambda: parse_gzip(packed))
+        plan_s = best(lambda: scan([packed], index, stride=BATCH))
+        spec = scan([packed], index, stride=BATCH)
+        read_s = best(lambda: read_all(spec, index))
+        print(f"{packed.stat().st_size / 1e6:.0f} MB in gzip, {spec.files[0].size_bytes / 1e6:.0f} MB repacked")
+        figures = (("gzip", gzip_s), ("gzip and json", gzip_loop_s), ("scan", plan_s), ("Reader.read of all", read_s))
+        for name, seconds in figures:
+            speed = f"{size_mb / seconds:6.0f} MB/s"
+            print(
+                f"{name:18} {speed}   {gzip_s / seconds:5.2f} of gzip   {gzip_loop_s / seconds:5.2f} of gzip and json"
+            )
         path.unlink()
         compare_tar(Path(folder), arguments.size_mb / 5)
         compare_folder(Path(folder))
@@ -143,6 +159,18 @@ def read_batches(spec: InputSpec, index: Path) -> None:
     with Reader(spec, index) as reader:
         for batch in chosen:
             reader.read(batch * BATCH, (batch + 1) * BATCH)
+
+
+def read_gzip(path: Path) -> None:
+    with gzip.open(path) as file:
+        while file.read(1 << 20):
+            pass
+
+
+def parse_gzip(path: Path) -> None:
+    with gzip.open(path) as file:
+        for line in file:
+            json.loads(line)
 
 
 def best(action: Callable[[], object]) -> float:

@@ -55,6 +55,14 @@ class CommandLine:
         return tuple(dict.fromkeys(name.removesuffix(FILE) for name in names if name.endswith(FILE)))
 
     @property
+    def texts(self) -> dict[int, str]:
+        """The arguments without placeholders, by their place."""
+        pieces = {
+            number: each for number, each in enumerate(self.arguments) if not any(isinstance(p, Slot) for p in each)
+        }
+        return {number: "".join(map(str, each)) for number, each in pieces.items()}
+
+    @property
     def named(self) -> tuple[str, ...]:
         """The placeholders of a slice that it has."""
         return tuple(name for name in OF_A_SLICE if name in self)
