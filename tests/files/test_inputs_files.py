@@ -11,6 +11,7 @@ import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs import InputSpec, Reader, find, list_files, scan
+from slurmgpu.inputs.kept import kept_values
 from slurmgpu.inputs.listing import FILE, Files
 
 
@@ -55,6 +56,7 @@ def test_odd_names_are_read_and_their_keys_are_text(tmp_path: Path) -> None:
     found = items("in", tmp_path)
     assert [item["key"] for item in found] == ["-rf", "new\nline", "ü {x} [1]", "\\xff\\xfe"]
     assert all(Path(item["path"]).is_file() for item in found)
+    assert kept_values({"file": "path"}, found[3]) == {"file": f"{tmp_path}/in/\\udcff\\udcfe.jpg"}
 
 
 def test_a_file_that_changed_went_or_cannot_be_read_is_its_items_error_alone(tmp_path: Path) -> None:
