@@ -235,12 +235,29 @@ def test_what_is_no_text_is_json_or_bytes(one):
     assert row["n"] == 2
 
 
+def test_a_field_is_a_file_where_that_is_asked_for_and_the_file_is_removed(one, tmp_path, monkeypatch):
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    code = "import json, sys; print(json.dumps({'n': len(open(sys.argv[1], 'rb').read()), 'path': sys.argv[2]}))"
+    command = one(code, "{seg.jpg:file}", "--path={seg.jpg:file}", columns={"n": "int32", "path": "text"})
+    contents = [bytes(range(256)), "ä", {"bytes": b"\0\1", "path": "x.png"}, "x" * 200_000]
+    rows = command([Item(index, {"seg.jpg": content}) for index, content in enumerate(contents)])
+    assert [row["n"] for row in rows] == [256, 2, 2, 200_000]
+    assert all(row["path"].startswith("--path=/") and row["path"].endswith(".seg.jpg") for row in rows)
+    [missing] = command([Item(0, {"jpg": b""})])
+    assert str(missing).startswith("no field 'seg.jpg'")
+    assert command.fields == ("seg.jpg",)
+    [failed] = one("import sys; sys.exit(sys.argv[1])", "{jpg:file}")([Item(0, {"jpg": b""})])
+    assert str(failed).splitlines()[0].endswith("exited with code 1: {jpg:file}")  # the same at each attempt
+    assert not list((tmp_path / "temporary").iterdir())
+
+
 @pytest.mark.parametrize(
     ("data", "said"),
     [
         ({"text": None}, "field 'text' is null"),
         ({"txet": "a"}, "no field 'text'. Did you mean 'txet'?"),
-        ({"text": "a\0b"}, "NUL character"),
+        ({"text": "a\0b"}, "NUL character, which no argument can hold. Write {text:file} for a file"),
         ({"text": "\ud800"}, "cannot be an argument"),
         ({"text": object()}, "cannot be an argument"),
         ({"text": [float("nan")]}, "cannot be an argument: it has NaN or Infinity, which JSON does not have"),
@@ -566,9 +583,9 @@ def test_a_slice_gives_its_rows_in_any_order(score):
 
 def test_a_slice_has_what_an_item_has(score):
     body = "write({'index': i['index'], 'n': 1, 'all': i} for i in items)"
-    [item] = [Item(5, {"text": "ä", "x": [1, None, 0.5]}, run_seed=3)]
+    [item] = [Item(5, {"text": "ä", "x": [1, None, 0.5], "jpg": b"\0\xff"}, run_seed=3)]
     [row] = score(body, columns={"n": "int32", "all": "json"})([item])
-    assert row["all"] == {"index": 5, "seed": item.seed, "data": {"text": "ä", "x": [1, None, 0.5]}}
+    assert row["all"] == {"index": 5, "seed": item.seed, "data": {"text": "ä", "x": [1, None, 0.5], "jpg": "AP8="}}
 
 
 def test_items_that_json_cannot_hold_fail_alone(score):
