@@ -22,10 +22,19 @@ class ItemError(Exception):
     """One item cannot be computed. A workload returns it in place of a row, or raises it.
 
     Its message becomes the item's `error`. The other items of the batch are not affected.
-    `way`, if there is one, is equal for items that failed for the same reason.
+    `way`, if there is one, is equal for items that failed for the same reason. `failure` is the failure class.
     """
 
     way: tuple[str, ...] | None = None
+    failure = "item_error"
+
+
+class NodeError(Exception):
+    """The node can compute no item, whatever the item: the task ends, and other nodes compute what it leaves."""
+
+
+class WorkerBrokenError(Exception):
+    """The process can compute no more, as after it lost its CUDA context or its group; a new worker can go on."""
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error: a later task continues the item

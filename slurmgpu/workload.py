@@ -43,6 +43,9 @@ BUILT_IN = {
 }
 """Short names of the built-in workloads, which are known without any metadata of an installation."""
 
+FETCH = "slurmgpu check --fetch {run_file}"
+"""The `first` of a `Template` whose model is downloaded."""
+
 ENTRY_POINTS = "slurmgpu.workloads"
 """The group of entry points by which a package gives its workloads short names."""
 
@@ -123,13 +126,17 @@ class Placement:
 class Template:
     """The proposal of `init` for a workload: the lines under [settings], or a file with them, input and GPUs.
 
-    `input` is None for a workload that needs none.
+    `input` is None for a workload that needs none. `items` are examples, which are written to it; `files` maps names to
+    files that are copied beside the run file. `first` is a command that makes what else the run needs, of `{run_file}`.
     """
 
     settings: str | Path
     input: str | None = "items.jsonl"
     gpus: int = 4
     array: bool = True
+    items: Sequence[Mapping[str, Any]] = ()
+    files: Mapping[str, Path] = field(default_factory=dict)
+    first: str | None = None
 
 
 @dataclass
@@ -238,6 +245,12 @@ class Adapted:
         """Absolute paths that a task reads besides the input, to be bound into an image."""
         found = self._read("paths", "a list of paths", _is_collection_of(str, os.PathLike)) or ()
         return tuple(str(path.absolute()) for path in map(Path, found))
+
+    @cached_property
+    def scripts(self) -> tuple[str, ...]:
+        """Absolute paths of the user's programs that it starts: they belong to the code that a submission keeps."""
+        found = self._read("scripts", "a list of paths", _is_collection_of(str, os.PathLike)) or ()
+        return tuple(str(path.resolve()) for path in map(Path, found))
 
     @cached_property
     def environ(self) -> dict[str, str]:

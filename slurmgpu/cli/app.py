@@ -50,7 +50,9 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
 def init(
     workload: Annotated[
         str | None,
-        typer.Argument(help="A built-in workload, such as embed.", autocompletion=completion.complete_workload),
+        typer.Argument(
+            help="A built-in workload, such as embed, or a Python file.", autocompletion=completion.complete_workload
+        ),
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write it.")] = None,
     site: Annotated[bool, typer.Option("--site", help="Write the site file, from Slurm's answers.")] = False,
@@ -58,11 +60,12 @@ def init(
         str | None, typer.Option("--from-args", metavar="ARGS", help="tracin: the arguments of run_tracin.py.")
     ] = None,
 ) -> None:
-    """Write a commented run file.
+    """Write a commented run file that runs as it stands, with example items.
 
-    For a built-in workload, or without WORKLOAD for a class of your own. --site writes the site file instead, with
-    the values for all of your runs on this cluster. --from-args translates the arguments of a TracIn script into a run
-    file of tracin, and says for each argument what it became.
+    For a built-in workload; with my_workload.py for a class of your own, which it writes, too, unless the file is
+    there. It overwrites nothing. --site writes the site file instead, with the values for all of your runs on this
+    cluster. --from-args translates the arguments of a TracIn script into a run file of tracin, and says for each
+    argument what it became.
 
     The built-in workloads:
 
@@ -84,13 +87,11 @@ def init(
         return
     if site and workload is not None:
         raise SlurmGPUError("A site file is for all workloads: `slurmgpu init --site` alone.")
-    path = (
-        templates.write_site_file(output)
-        if site
-        else templates.write_run_file(workload, output or options.DEFAULT_RUN_FILE)
-    )
-    then = "Check and edit it." if site else f"Edit it, then: slurmgpu submit {path} --dry-run"
-    result(f"{path} is written. {then}")
+    if site:
+        result(f"{templates.write_site_file(output)} is written. Check and edit it.")
+        return
+    for line in templates.write_run_file(workload, output or options.DEFAULT_RUN_FILE):
+        result(line)
 
 
 @app.command()
@@ -117,8 +118,8 @@ app.command(cls=run.WithProgram, options_metavar=run.USAGE)(run.run)
 
 @app.command()
 @options.taking(
-    {**options.PLACES, **options.KEYS, "run_dir": options.RunDirOption, "as_json": options.JsonOption},
-    but=("executor",),
+    {**options.PLACES, **options.KEYS, **options.SUBMITTING},
+    but=("executor", "after", "dry_run", "probe", "yes", "inject", "wait"),
 )
 def plan(run_file: options.RunFileArgument = options.DEFAULT_RUN_FILE, **given: Any) -> None:
     """Plan a run, and print how to submit it by hand.
@@ -128,7 +129,8 @@ def plan(run_file: options.RunFileArgument = options.DEFAULT_RUN_FILE, **given: 
     """
     from slurmgpu.cli.commands import submit as submitting
 
-    submitting.plan(run_file, options.overrides(given), given["run_dir"], as_json=given["as_json"])
+    asked = {name: given[name] for name in ("run_dir", "limit", "items", "extend", "as_json")}
+    submitting.plan(run_file, options.overrides(given), **asked)
 
 
 @app.command()

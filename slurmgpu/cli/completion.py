@@ -139,9 +139,10 @@ def _is_probe(run: Path) -> bool:
     from slurmgpu.util.shared_files import read_bytes
 
     try:
-        return '"ranges": [' in read_bytes(run / RUN, patience_s=0.0).decode("utf-8", "replace")
+        text = read_bytes(run / RUN, patience_s=0.0).decode("utf-8", "replace")
     except OSError:
         return False
+    return '"ranges": [' in text and '"look": "look"' not in text
 
 
 def _words(incomplete: str, known: Iterable[str]) -> list[str]:

@@ -319,7 +319,7 @@ def _of_input(source: Source, key: str, indices: Sequence[int]) -> list[Any]:
         working_folder(Path(run.plan.search_path)),
         inputs.Reader(inputs.InputSpec.from_json(run.input), run.index) as reader,
     ):
-        for first, stop in spans_of(indices):
+        for first, stop in spans_of(list(map(run.plan.n_before, indices))):
             found += [None if isinstance(data, ItemError) else data.get(key) for data in reader.read(first, stop)]
     return found
 
@@ -345,8 +345,8 @@ def _table_of(
     order = np.argsort(hashes, kind="stable")
     hashes, items = hashes[order], items[order]
     if len(twice := np.flatnonzero(hashes[1:] == hashes[:-1])):
-        place = twice[items[twice].argmin()]  # the first one, whatever Python's hashes are
-        first, second = items[place : place + 2].tolist()
+        at = twice[items[twice].argmin()]  # hashes, and so their order, differ from process to process
+        first, second = items[at : at + 2].tolist()
         raise SlurmGPUError(
             f"{side.path} has several rows with one {key!r}, as items {first} and {second}. A key must differ from row "
             "to row; without --key rows are compared by index."

@@ -39,7 +39,9 @@ def name_items(run: Run, items: Sequence[FailedItem]) -> None:
                 for item in items[:MAX_NAMED]:
                     if time.monotonic() > until:
                         break
-                    [data] = reader.read(item["index"], item["index"] + 1)
+                    place = run.plan.place(item["index"])
+                    assert place is not None
+                    [data] = reader.read(place, place + 1)
                     if not isinstance(data, ItemError):
                         by_key = name_by(run.plan.key, data) if run.plan.key else None
                         item["name"] = by_key or name_of(data, None if is_sweep else N_FIELDS)

@@ -19,6 +19,7 @@ from slurmgpu.containers.registry import RUNTIMES
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.plan.executors import DEFAULT, EXECUTORS
 from slurmgpu.plan.trackers import parse_destination
+from slurmgpu.util import gpus
 from slurmgpu.util.plugins import Plugins
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, retried
 
@@ -73,6 +74,9 @@ def plain_names(options: Mapping[str, Any]) -> dict[str, Any]:
 
 SlurmOptions = Annotated[dict[str, SlurmValue], BeforeValidator(_slurm_names)]
 
+
+ALL = "all"
+"""In place of a number of GPUs: as many as this machine has."""
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?) *([GMT])(i?)B?\Z")
 
@@ -249,7 +253,23 @@ def parse_table(model: type[TableT], value: Mapping[str, Any], where: str) -> Ta
 
 def parse_resources(value: Mapping[str, Any]) -> Resources:
     """[resources] from a mapping, such as a run's with flags over it."""
-    return parse_table(Resources, value, "resources")
+    return parse_table(Resources, counted(value), "resources")
+
+
+def counted(resources: Mapping[str, Any]) -> Mapping[str, Any]:
+    """[resources] with this machine's number of GPUs in place of `gpus = "all"`."""
+    if resources.get("gpus") != ALL:
+        return resources
+    executor = EXECUTORS.make(resources.get("executor", DEFAULT))
+    if executor.queues:
+        raise SlurmGPUError(
+            f'gpus = "{ALL}" takes those of this machine, and {executor.name} computes elsewhere: say how many, as in '
+            f"--gpus 4, or compute here with --executor local."
+        )
+    try:
+        return {**resources, "gpus": gpus.count()}
+    except gpus.GPUFaultError as error:
+        raise SlurmGPUError(f'gpus = "{ALL}": {error}. To compute on CPUs: --gpus 0.') from error
 
 
 def parse_slurm_options(texts: Sequence[str]) -> dict[str, SlurmValue]:

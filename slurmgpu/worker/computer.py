@@ -12,12 +12,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from slurmgpu.errors import Interrupted, ItemError, Retry
+from slurmgpu.errors import Interrupted, ItemError, NodeError, Retry, WorkerBrokenError
 from slurmgpu.inputs.kept import check_kept, kept_values
 from slurmgpu.inputs.keys import name_by
 from slurmgpu.run.crash_history import History
 from slurmgpu.run.failures import FILES, ITEM, POLICIES, class_of
 from slurmgpu.shards.columns import Column, convert_row
+from slurmgpu.util.gpus import GPUFaultError
 from slurmgpu.util.plurals import count_of
 from slurmgpu.worker.assignment import WorkerFailedError
 from slurmgpu.workload import Adapted, Item
@@ -34,10 +35,6 @@ LONGEST_PAUSE_S = 300.0
 """The longest such wait, whatever the workload asks for: it may hold a GPU meanwhile."""
 MAY_PASS = (Retry, ConnectionError, TimeoutError)
 """Exceptions after which the same items are computed again."""
-
-
-class WorkerBrokenError(Exception):
-    """The process lost its CUDA context or its group; a new worker can go on."""
 
 
 @dataclass(frozen=True)
@@ -296,12 +293,16 @@ class Computer:
         except Interrupted:
             return [], INTERRUPTED
         except ItemError as error:
-            return [], Failure("item_error", str(error), error.way)
+            return [], _of_item(error)
         except Retry as error:
             return [], _may_pass(error)
+        except WorkerBrokenError:
+            raise
         except (Exception, SystemExit) as error:
             check_debugger_left(error)
             kind = class_of(error, ITEM)
+            if isinstance(error, NodeError | GPUFaultError):
+                return [], Failure(kind, str(error))
             if POLICIES[kind].node_at_fault:
                 return [], _failure(error, kind, self.folder)
             if logged := POLICIES[kind].logged:
@@ -336,7 +337,7 @@ class Computer:
 
     def _check(self, item: Item, row: Any) -> Mapping[str, Any] | Failure:
         if isinstance(row, ItemError):
-            failure = Failure("item_error", str(row), row.way)
+            failure = _of_item(row)
             self._log(item.index, failure)
             return failure
         if isinstance(row, MAY_PASS):
@@ -389,6 +390,11 @@ def is_broken_cuda(error: BaseException) -> bool:
     return type(error).__name__ == "AcceleratorError" or (
         isinstance(error, RuntimeError) and str(error).startswith("CUDA error:")
     )
+
+
+def _of_item(error: ItemError) -> Failure:
+    """The failure that an ItemError stands for; a user's own may have something else under the name of the class."""
+    return Failure(error.failure if error.failure in POLICIES else "item_error", str(error), error.way)
 
 
 def _may_pass(error: BaseException) -> Failure:

@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 from slurmgpu.code import importer
 from slurmgpu.containers import image_name
-from slurmgpu.errors import Interrupted, ItemError, SlurmGPUError
+from slurmgpu.errors import Interrupted, ItemError, SlurmGPUError, WorkerBrokenError
 from slurmgpu.inputs import InputSpec, Reader
 from slurmgpu.run.claims import Claim
 from slurmgpu.run.crash_history import History, read_history
@@ -55,7 +55,6 @@ from slurmgpu.worker.computer import (
     Computed,
     Computer,
     Failure,
-    WorkerBrokenError,
     check_debugger_left,
     settle,
 )
@@ -189,8 +188,8 @@ class Worker:
             if self.group.leads and (shard := self.next_shard()) is not None:
                 self._shard = shard
                 self.report({"event": "claim", "shard": shard})
-                start, stop = self.run.plan.bounds(shard)
-                log.info("shard %d: items %d..%d", shard, start, stop - 1)
+                indices = self.run.plan.indices(*self.run.plan.bounds(shard))
+                log.info("shard %d: items %d..%d", shard, indices[0], indices[-1])
                 # Read by rank 0 only: a network file system may show ranks different files.
                 found = shard, asdict(read_history(self.run.claims.folder, shard)), self._spans(shard)
             found = self.group.broadcast(found)
@@ -293,8 +292,8 @@ class Worker:
                 message = f"items {start}..{stop - 1} cannot be read: {error}"
                 raise WorkerFailedError(class_of(error, INPUT), message) from error
             items += [
-                (start + i, record) if isinstance(record, ItemError) else Item(start + i, record, seed)
-                for i, record in enumerate(records)
+                (index, record) if isinstance(record, ItemError) else Item(index, record, seed)
+                for index, record in zip(self.run.plan.indices(start, stop), records, strict=True)
             ]
         return items
 
@@ -370,6 +369,7 @@ class Worker:
             partial,
             self._columns,
             start=self.run.plan.bounds(one.shard)[0],
+            indices=self.run.plan.indices(*self.run.plan.bounds(one.shard)),
             rows=rows,
             fingerprint=self.run.plan.fingerprint,
             notes=notes,
@@ -381,12 +381,14 @@ class Worker:
             raise OSError(errno.ESTALE, "removed before it was published", str(partial)) from error
 
     def _contents(self, one: Waiting, seconds: float) -> tuple[list[Row], dict[str, Any], dict[str, Any]]:
-        rows = {index: row.to_error() if isinstance(row, Failure) else row for index, row in one.computed.rows.items()}
+        places = (place for span in self.run.items_of(one.shard) for place in range(*span))
+        computed = (row.to_error() if isinstance(row, Failure) else row for row in one.computed.rows.values())
         made_by: dict[str, Any] = {"attempt": self.assignment.attempt, "started": one.started, "seconds": seconds}
         made_by["code"] = self.assignment.code
         if (former := self._former.get(one.shard)) is None:
-            return list(rows.values()), one.computed.notes(), made_by
+            return list(computed), one.computed.notes(), made_by
         start, _ = self.run.plan.bounds(one.shard)
+        rows = dict(zip(places, computed, strict=True))
         combined = put_over(former.rows, rows, start)
         replaced = [index for index, row in rows.items() if combined[index - start] is row]
         notes = {**former.notes, **one.computed.notes()}

@@ -3,13 +3,14 @@ import re
 
 import pytest
 
-from slurmgpu.errors import Interrupted, ItemError, Retry
+from slurmgpu.errors import Interrupted, ItemError, NodeError, Retry, WorkerBrokenError
 from slurmgpu.run.crash_history import History
 from slurmgpu.run.failures import ITEM, POLICIES, Policy
 from slurmgpu.shards.columns import Array
 from slurmgpu.shards.shard_file import read_directory
+from slurmgpu.util.gpus import GPUFaultError
 from slurmgpu.worker.assignment import WorkerFailedError
-from slurmgpu.worker.computer import LONGEST_PAUSE_S, Computer, Failure, WorkerBrokenError
+from slurmgpu.worker.computer import LONGEST_PAUSE_S, Computer, Failure
 from slurmgpu.workload import Item, adapt
 
 COLUMNS = {"x": Array("float64")}
@@ -182,6 +183,13 @@ def test_a_failure_that_is_the_nodes_fault_ends_the_task_and_costs_no_item(monke
     with pytest.raises(WorkerFailedError, match=r"item 0: RuntimeError: CUDA error: uncorrectable ECC") as caught:
         compute(Recorder(failing))
     assert caught.value.kind == "gpu_ecc"
+
+
+@pytest.mark.parametrize(("error", "kind"), [(NodeError, "node_fail"), (GPUFaultError, "gpu_fault")])
+def test_what_a_workload_blames_its_node_for_costs_no_item(error, kind):
+    with pytest.raises(WorkerFailedError) as raised:
+        compute(Recorder(raise_at(5, error=error)))
+    assert (raised.value.kind, str(raised.value)) == (kind, "item 4: cannot do 5")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from slurmgpu.llm.prompts import Prompts, take, text_of
 from slurmgpu.llm.sampling import mix
 from slurmgpu.llm.settings import SamplingSettings, check_scored, sampling
 from slurmgpu.shards.columns import Array, Column, Text
-from slurmgpu.workload import Item, Row, TaskContext
+from slurmgpu.workload import FETCH, Item, Row, TaskContext, Template
 from slurmgpu.workloads.language_model import LanguageModelWorkload, blocks, ends_summary
 
 if TYPE_CHECKING:
@@ -43,7 +43,11 @@ class Classify(LanguageModelWorkload):
     each group. docs/reference/language-models.md has all settings.
     """
 
-    template = Path(__file__).with_name("template.toml")
+    template = Template(
+        Path(__file__).with_name("template.toml"),
+        items=[{"text": text} for text in ("We are glad to have you here.", "All of them are vermin.", "It may rain.")],
+        first=FETCH,
+    )
 
     def __init__(
         self,

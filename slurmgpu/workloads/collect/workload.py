@@ -20,7 +20,7 @@ from slurmgpu.llm.sampling import mix
 from slurmgpu.llm.settings import SamplingSettings, sampling
 from slurmgpu.llm.steps import ROOT, Path, Tree, prefix_key
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
-from slurmgpu.workload import Item, Row
+from slurmgpu.workload import FETCH, Item, Row, Template
 from slurmgpu.workloads.checkers import open_checker
 from slurmgpu.workloads.language_model import LanguageModelWorkload, blocks, cut_hint
 
@@ -65,7 +65,14 @@ class Collect(LanguageModelWorkload):
     """
 
     batch_size = 32
-    template = FilePath(__file__).with_name("template.toml")
+    template = Template(
+        FilePath(__file__).with_name("template.toml"),
+        items=[
+            {"question": "Ada has 3 apples and buys 4 more. How many has she?", "answer": "7"},
+            {"question": "A train goes 60 km in an hour. How many km does it go in 3 hours?", "answer": "180"},
+        ],
+        first=FETCH,
+    )
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from slurmgpu.llm.prompts import Prompts
 from slurmgpu.llm.sampling import mix
 from slurmgpu.llm.settings import SamplingSettings, sampling
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
-from slurmgpu.workload import Item, Row
+from slurmgpu.workload import FETCH, Item, Row, Template
 from slurmgpu.workloads.language_model import LanguageModelWorkload, blocks, ends_summary
 
 if TYPE_CHECKING:
@@ -32,7 +32,14 @@ class Generate(LanguageModelWorkload):
     `keep_reasoning` add columns. docs/reference/language-models.md has all settings.
     """
 
-    template = Path(__file__).with_name("template.toml")
+    template = Template(
+        Path(__file__).with_name("template.toml"),
+        items=[
+            {"text": "Slurm is a workload manager. It gives nodes to users, starts their jobs, and queues the rest."},
+            {"text": "The Nile flows north through eleven countries, and reaches the sea in a wide delta."},
+        ],
+        first=FETCH,
+    )
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from slurmgpu.llm.prompts import Prompts, take
 from slurmgpu.llm.sampling import mix
 from slurmgpu.llm.settings import SamplingSettings, check_range, check_scored, sampling
 from slurmgpu.shards.columns import Array, Column, Json, Text
-from slurmgpu.workload import Item, Row, TaskContext
+from slurmgpu.workload import FETCH, Item, Row, TaskContext, Template
 from slurmgpu.workloads.checkers import open_checker
 from slurmgpu.workloads.judge.judged import TEXTS, advice, check_renamed, check_texts, has_failed, text_in, truth_of
 from slurmgpu.workloads.judge.opponents import Opponent
@@ -44,7 +44,14 @@ class Judge(LanguageModelWorkload):
     field with a verdict to compare with. docs/reference/language-models.md has all settings.
     """
 
-    template = Path(__file__).with_name("template.toml")
+    template = Template(
+        Path(__file__).with_name("template.toml"),
+        items=[
+            {"question": "What is the capital of France?", "reference": "Paris", "text": "It is Paris."},
+            {"question": "What is 6 times 7?", "reference": "42", "text": "6 times 7 is 48."},
+        ],
+        first=FETCH,
+    )
 
     def __init__(
         self,
