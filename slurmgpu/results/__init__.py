@@ -64,6 +64,7 @@ class Merged:
         self.attributes: dict[str, str | int | bool] = directory["attributes"]
         self.columns: dict[str, Column] = columns_from_json(json.loads(directory["attributes"]["columns"]))
         self._columns = stored_columns(self.columns)
+        self.size_bytes: int = directory["file_size"]
         self._n_rows: int = directory["n_rows"]
         self._code = _code(directory)
 
@@ -170,7 +171,7 @@ class Merged:
     def ranges(self, n_bytes: int, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
         """The rows from `start` to `stop` - 1 as ranges (start, stop) of about `n_bytes`, for bounded memory."""
         start, stop, _ = slice(start, stop).indices(len(self))
-        step = max(1, len(self) * n_bytes // max(1, self.path.stat().st_size))
+        step = max(1, len(self) * n_bytes // max(1, self.size_bytes))
         return ((first, min(first + step, stop)) for first in range(start, stop, step))
 
     @cached_property

@@ -48,7 +48,7 @@ class Distribution:
 def sampled_rows(merged: Merged) -> npt.NDArray[np.int64]:
     """The places of the sampled rows: all of a small file, else stretches of neighbours at even distances."""
     n_rows = len(merged)
-    most = max(_N_STRETCHES, min(N_SAMPLED, n_rows * SAMPLE_BYTES // max(1, merged.path.stat().st_size)))
+    most = max(_N_STRETCHES, min(N_SAMPLED, n_rows * SAMPLE_BYTES // max(1, merged.size_bytes)))
     if n_rows <= most:
         return np.arange(n_rows)
     size = most // _N_STRETCHES

@@ -77,9 +77,7 @@ class Selection:
         known = stored_columns(dict(self.source.columns))
         for number, name in enumerate(self.names):
             if name not in known:
-                raise SlurmGPUError(
-                    f"There is no column {name!r}.{did_you_mean(name, known)} The columns are {', '.join(known)}."
-                )
+                raise SlurmGPUError(f"There is no column {name!r}.{did_you_mean(name, known)}")
             if name in self.names[:number]:
                 raise SlurmGPUError(f"The column {name!r} is asked for twice; name it once.")
         self.columns = {name: known[name] for name in self.names or known}
