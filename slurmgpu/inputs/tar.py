@@ -105,12 +105,12 @@ class TarRows:
 
     def read(self, start: int, stop: int) -> list[Mapping[str, Any] | ItemError]:
         """Items start..stop-1; an ItemError for an item whose members cannot be read."""
-        first, begin, _ = self._find(start, stop)
+        first, begin, end = self._find(start, stop)
         self._file.seek(begin)
         items: list[Mapping[str, Any] | ItemError] = []
         try:
             with tarfile.open(fileobj=self._file, mode="r:") as archive:
-                for number, members in enumerate(_samples(archive), first):
+                for number, members in enumerate(_samples(archive, end), first):
                     if number >= start:
                         items.append(_data(self._path, archive, members))
                     if number == stop - 1:
@@ -139,11 +139,10 @@ class _Stream:
         return found
 
 
-def _samples(archive: tarfile.TarFile) -> Iterator[list[tuple[tarfile.TarInfo, str, str]]]:
-    """The members of each item with their key and suffix; what is no file, or has no suffix, is passed over."""
+def _samples(archive: tarfile.TarFile, end: int | None = None) -> Iterator[list[tuple[tarfile.TarInfo, str, str]]]:
+    """The members of each item up to `end`, with key and suffix; what is no file, or has no suffix, is passed over."""
     found: list[tuple[tarfile.TarInfo, str, str]] = []
-    while (member := archive.next()) is not None:
-        archive.members.clear()  # type: ignore[attr-defined] # it keeps all that it has read
+    for member in _members(archive, end):
         match = _NAME.fullmatch(member.name) if member.isreg() else None
         if match is None:
             continue
@@ -153,6 +152,15 @@ def _samples(archive: tarfile.TarFile) -> Iterator[list[tuple[tarfile.TarInfo, s
         found.append((member, match[1], match[2].lower()))
     if found:
         yield found
+
+
+def _members(archive: tarfile.TarFile, end: int | None) -> Iterator[tarfile.TarInfo]:
+    """The members whose headers lie before `end`; the first one in any case, which the archive has read already."""
+    member = archive.next()
+    while member is not None:
+        yield member
+        archive.members.clear()  # type: ignore[attr-defined] # it keeps all that it has read
+        member = archive.next() if end is None or archive.offset < end else None
 
 
 def _data(

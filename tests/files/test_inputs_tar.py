@@ -76,6 +76,15 @@ def test_any_range_of_tars_is_their_items(tmp_path: Path, form: int, stride: int
                 assert reader.read(start, min(stop, len(expected))) == expected[start:stop]
 
 
+@pytest.mark.parametrize("stride", [1, 2])
+def test_items_of_one_member_are_read_one_by_one(tmp_path: Path, stride: int) -> None:
+    pack(tmp_path / "a.tar", [(f"{i}.jpg", b"x" * i) for i in range(5)])
+    spec = planned("a.tar", tmp_path, stride)
+    with Reader(spec, tmp_path / "index") as reader:
+        found = [item for i in range(5) for item in reader.read(i, i + 1)]
+    assert found == [{"__key__": str(i), "jpg": b"x" * i} for i in range(5)]
+
+
 def test_what_is_no_file_or_has_no_suffix_is_no_item(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "a.tar", "w") as archive:
         (tmp_path / "d.jpg").mkdir()
