@@ -7,6 +7,7 @@ not finished. docs/reference/inputs.md has the formats.
 May import: results, util.
 """
 
+from slurmgpu.inputs.databases import query_in, repack_query
 from slurmgpu.inputs.fields import check_fields
 from slurmgpu.inputs.finding import find
 from slurmgpu.inputs.reader import Reader
@@ -22,6 +23,8 @@ __all__ = [
     "check_fields",
     "find",
     "promise",
+    "query_in",
+    "repack_query",
     "repack_records",
     "scan",
 ]

@@ -14,10 +14,21 @@ PROMISED = -1
 
 
 @dataclass(frozen=True)
+class Source:
+    """Where the items of a file come from, as planning found it: a file, or `sqlite:PATH?QUERY` of a database."""
+
+    path: str
+    size_bytes: int
+    mtime_ns: int
+    sha256: str
+
+
+@dataclass(frozen=True)
 class InputFile:
     """One file of an input at planning; `path` is absolute, or relative to the run directory for a file in it.
 
-    `source` says where the items of a repacked file come from; `sha256` identifies them.
+    `source` is what was repacked into it; None for other files, and for items from Python. `sha256` identifies the
+    items.
     """
 
     path: str
@@ -25,7 +36,7 @@ class InputFile:
     mtime_ns: int
     sha256: str
     n_items: int
-    source: str = ""
+    source: Source | None = None
 
 
 @dataclass(frozen=True)
@@ -52,10 +63,9 @@ class InputSpec:
 
     @property
     def readable(self) -> list[Path]:
-        """Files whose items can be read by their suffixes: for repacked text their sources."""
-        return [
-            Path(file.source if self.repacked and Path(file.source).is_file() else file.path) for file in self.files
-        ]
+        """Files whose items can be read by their suffixes: for repacked text the sources."""
+        has_lines = self.repacked and self.format != "parquet"
+        return [Path(file.source.path if has_lines and file.source else file.path) for file in self.files]
 
     def taking(self, ranges: Sequence[tuple[int, int]]) -> InputSpec:
         """An input of only these ranges of items, numbered from 0 in their order."""
@@ -79,8 +89,13 @@ class InputSpec:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> InputSpec:
         """The spec from `to_json`."""
-        files = tuple(InputFile(**file) for file in value["files"])
+        files = tuple(_input_file(file) for file in value["files"])
         columns = None if value["columns"] is None else tuple(value["columns"])
         found = value.get("ranges")  # absent in older runs
         ranges = None if found is None else tuple((start, stop) for start, stop in found)
         return cls(**{**value, "files": files, "columns": columns, "ranges": ranges})
+
+
+def _input_file(value: Mapping[str, Any]) -> InputFile:
+    source = value.get("source")  # absent in older runs
+    return InputFile(**{**value, "source": Source(**source) if source else None})

@@ -43,6 +43,7 @@ FOREIGN = {
     "huggingface_hub": {"llm"},
     "vllm": {"llm"},
     "pyarrow": {"inputs", "results", "merge.export"},
+    "duckdb": {"inputs"},
     "pandas": {"results"},
     "pynvml": {"util.nvml"},
     "matplotlib": {"page"},
