@@ -9,7 +9,7 @@ May import: results, util.
 
 from slurmgpu.inputs.databases import query_in, repack_query
 from slurmgpu.inputs.fields import check_fields
-from slurmgpu.inputs.finding import find
+from slurmgpu.inputs.finding import fetch, find, is_of_hub
 from slurmgpu.inputs.reader import Reader
 from slurmgpu.inputs.repacking import FOLDER, repack_records
 from slurmgpu.inputs.scanning import promise, scan
@@ -21,7 +21,9 @@ __all__ = [
     "InputSpec",
     "Reader",
     "check_fields",
+    "fetch",
     "find",
+    "is_of_hub",
     "promise",
     "query_in",
     "repack_query",

@@ -15,7 +15,7 @@ PROMISED = -1
 
 @dataclass(frozen=True)
 class Source:
-    """Where the items of a file come from, as planning found it: a file, or `sqlite:PATH?QUERY` of a database."""
+    """Where items come from, as planning found it: a file, a query of a database file, or a file of the hub."""
 
     path: str
     size_bytes: int
@@ -27,7 +27,7 @@ class Source:
 class InputFile:
     """One file of an input at planning; `path` is absolute, or relative to the run directory for a file in it.
 
-    `source` is what was repacked into it; None for other files, and for items from Python. `sha256` identifies the
+    `source` is what was repacked into it, or what it is on the hub; None for others. `sha256` identifies the
     items.
     """
 

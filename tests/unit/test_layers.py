@@ -40,7 +40,7 @@ FOREIGN = {
     "pydantic": {"plan"},
     "torch": {"workloads", "llm", "influence", "training", "merge.export", "worker.groups"},
     "transformers": {"workloads", "llm"},
-    "huggingface_hub": {"llm"},
+    "huggingface_hub": {"llm", "inputs"},
     "vllm": {"llm"},
     "pyarrow": {"inputs", "results", "merge.export"},
     "duckdb": {"inputs"},
