@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from slurmgpu.code import former, snapshots
+from slurmgpu.code import former
 from slurmgpu.containers.registry import runtime_named
 from slurmgpu.containers.settings import ContainerError
 from slurmgpu.errors import NoAnswerError, SlurmGPUError
@@ -23,7 +23,10 @@ from slurmgpu.faults import check_faults, parse_faults
 from slurmgpu.faults.verdicts import Verdict, judge
 from slurmgpu.merge import merge
 from slurmgpu.plan.container_spec import contain_again
+from slurmgpu.plan.items import look_at
+from slurmgpu.plan.overrides import Overrides
 from slurmgpu.plan.planner import Draft, draft_run
+from slurmgpu.plan.site_file import GivenRunFile, RunFileSource, put_profile
 from slurmgpu.report.build import Report, is_complete, last_report
 from slurmgpu.report.forecast import FORECAST_FORMAT, FORECAST_VERSION, forecast, observe
 from slurmgpu.report.status import Status, StatusReader, read_status
@@ -94,11 +97,16 @@ class RunHandle:
 
 
 def submit(
-    run_file: str | Path = "slurmgpu.toml",
+    run_file: str | Path | Mapping[str, Any] = "slurmgpu.toml",
     *,
     run_dir: str | Path | None = None,
     settings: Mapping[str, Any] | None = None,
     image: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    profile: str | None = None,
+    limit: int | None = None,
+    items: str | None = None,
+    extend: str | Path | None = None,
     after: str | Path | None = None,
     on_tick: Callable[[Run], None] = lambda run: None,
     inject: Sequence[str] = (),
@@ -106,25 +114,33 @@ def submit(
 ) -> RunHandle:
     """Plan a run file, make its run directory, and submit it.
 
-    `resources` are keys of [resources]: gpus, array, gpus_per_task and so on. With the executors local and debug, the
-    run is computed and merged when this returns. `inject` are faults on demand, such as `crash@17`;
-    `RunHandle.rehearsed` returns their outcome. Notes on the run file, such as a misspelt member of the workload, are
-    logged as warnings.
+    `run_file` is the path of one, or a mapping with its keys and tables, whose relative paths start at the working
+    directory: `submit({"input": "items.jsonl", "workload": {"use": "embed"}}, gpus=4)`. `resources` are keys of
+    [resources]: gpus, array, gpus_per_task and so on. `overrides` are values of any keys of the run file, as in
+    `{"slurm.partition": "a100", "input": "other.jsonl"}`, and `profile` is one of the site file. With `limit` or
+    `items`, such as "10:20,35", it is a run of these items only, in RUN-look. `extend` is a run of an input that has
+    more items since, of which only these are computed. With the executors local and debug, the run is computed and
+    merged when this returns. `inject` are faults on demand, such as `crash@17`; `RunHandle.rehearsed` returns their
+    outcome. Notes on the run file, such as a misspelt member of the workload, are logged as warnings.
     """
     other = Run.open(Path(after)) if after is not None else None
-    with draft_run(Path(run_file), _overrides(settings, image, resources), _path(run_dir), after=other) as draft:
+    values = _overrides(settings, image, resources, overrides, profile)
+    old, look = None if extend is None else Run.open(Path(extend)), look_at(items, limit)
+    with draft_run(_source(run_file), values, _path(run_dir), after=other, look=look, extends=old) as draft:
         for note in draft.notes:
             log.warning("%s", note)
         return submit_draft(draft, other, on_tick, inject)
 
 
 def probe(
-    run_file: str | Path = "slurmgpu.toml",
+    run_file: str | Path | Mapping[str, Any] = "slurmgpu.toml",
     n_items: int = 1,
     *,
     run_dir: str | Path | None = None,
     settings: Mapping[str, Any] | None = None,
     image: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    profile: str | None = None,
     on_tick: Callable[[Run], None] = lambda run: None,
     **resources: Any,
 ) -> dict[str, Any]:
@@ -133,15 +149,28 @@ def probe(
     The arguments are those of `submit`. The keys are those of `slurmgpu submit --probe --json` without `submitted`;
     `failure` is None if the probe succeeded.
     """
-    with draft_run(Path(run_file), _overrides(settings, image, resources), _path(run_dir)) as draft:
+    values = _overrides(settings, image, resources, overrides, profile)
+    with draft_run(_source(run_file), values, _path(run_dir)) as draft:
         return probe_draft(draft, n_items, on_tick)
 
 
 def _overrides(
-    settings: Mapping[str, Any] | None, image: str | Path | None, resources: Mapping[str, Any]
-) -> dict[str, Mapping[str, Any]]:
+    settings: Mapping[str, Any] | None,
+    image: str | Path | None,
+    resources: Mapping[str, Any],
+    keys: Mapping[str, Any] | None,
+    profile: str | None,
+) -> Overrides:
+    found = Overrides()
+    put_profile(found, profile)
     container = {} if image is None else {"image": str(Path(image).expanduser().absolute())}
-    return {"settings": settings or {}, "resources": resources, "container": container}
+    found.put({"settings": settings or {}, "resources": resources, "container": container})
+    found.assign_keys(keys or {})
+    return found
+
+
+def _source(run_file: str | Path | Mapping[str, Any]) -> RunFileSource:
+    return GivenRunFile(run_file, Path.cwd()) if isinstance(run_file, Mapping) else Path(run_file)
 
 
 def _path(run_dir: str | Path | None) -> Path | None:
@@ -178,7 +207,7 @@ def probe_draft(
         failed = failed or probes.Failed("lost", "no record of a task has its batches", str(run.logs))
         return {"format": FORECAST_FORMAT, "version": FORECAST_VERSION, **head, "failure": failed.to_json()}
     found = forecast(draft.plan, submission, seen, resumes=draft.resumes, queues=executor.queues)
-    return {**found, **head, "failure": None, "errors": probes.failed_items(run, report)}
+    return {**found, **head, "failure": None, "errors": report["errors"][: probes.SHOWN_ERRORS]}
 
 
 def plan_draft(draft: Draft) -> tuple[Run, list[str], list[str]]:
@@ -188,7 +217,7 @@ def plan_draft(draft: Draft) -> tuple[Run, list[str], list[str]]:
     by_hand = Manual()
     submission, notes = by_hand.fit(submission_of(draft), draft.plan.container)
     run = create_run(draft.run_dir, draft.plan, draft.items.files)
-    snapshots.write(run.folder, draft.code)
+    draft.fill(run)
     return run, [*by_hand.start(run, submission).to_type], notes
 
 
@@ -203,8 +232,8 @@ def submit_draft(
     executor_named(submission.executor).check(submission, draft.plan.container)
     run = create_run(draft.run_dir, draft.plan, draft.items.files)
     try:
-        snapshots.write(run.folder, draft.code)
-        notes = [*draft.code.left_out, *resubmission.fewer_tasks(submission, draft.plan.n_shards)]
+        draft.fill(run)
+        notes = [*draft.code.left_out, *resubmission.fewer_tasks(submission, draft.n_missing)]
         return RunHandle(run, submitting.start(run, lambda _: (submission, notes), lambda: on_tick(run)))
     except BaseException:
         remove_unused(run)
@@ -213,7 +242,7 @@ def submit_draft(
 
 def submission_of(draft: Draft, after: Run | None = None, inject: Sequence[str] = ()) -> Submission:
     """The first submission of a draft."""
-    submission = resubmission.first_submission(draft.plan.resources, draft.plan.n_shards)
+    submission = resubmission.first_submission(draft.plan.resources, draft.n_missing)
     executor = executor_named(submission.executor)
     waits_for = () if after is None or is_complete(after) else executor.jobs_completing(after)
     faults = parse_faults(inject)
@@ -280,7 +309,9 @@ def resubmit(
                 raise SlurmGPUError(f"{run.folder} has every shard, and this code computed all rows.")
         submission, notes = resubmission.next_submission(run, resources, slurm, merging, n_again=len(again.shards))
         if container := submission.container or run.plan.container:
-            container, changes = contain_again(container, Path(run.plan.provenance["run_file"]))
+            container, changes = contain_again(
+                container, Path(run.plan.provenance["run_file"]), run.plan.provenance.get("container", {})
+            )
             check_image(container)
             submission = replace(submission, container=container)
             notes += changes

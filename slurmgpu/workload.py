@@ -43,6 +43,9 @@ BUILT_IN = {
 }
 """Short names of the built-in workloads, which are known without any metadata of an installation."""
 
+FETCH = "slurmgpu check --fetch {run_file}"
+"""The `first` of a `Template` whose model is downloaded."""
+
 ENTRY_POINTS = "slurmgpu.workloads"
 """The group of entry points by which a package gives its workloads short names."""
 
@@ -76,7 +79,8 @@ class TaskContext:
     `note(name, value)` writes a number into the notes of the current shard, such as a reduced batch size.
     `stopping()` is true on rank 0 once the task has to end: a workload that `resumes` then saves its progress and
     raises Interrupted. `progress(text)` reports saved progress of the current item, which `status` shows;
-    `tell(text)` reports progress that is not saved yet.
+    `tell(text)` reports progress that is not saved yet. `log(step, loss=0.3)` logs numbers, which `slurmgpu track`
+    shows to a tracker; rank 0's are kept.
     """
 
     device: str
@@ -90,6 +94,7 @@ class TaskContext:
     stopping: Callable[[], bool] = lambda: False
     progress: Callable[[str], None] = lambda text: None
     tell: Callable[[str], None] = lambda text: None
+    log: Callable[..., None] = lambda step, **values: None
 
 
 @dataclass(frozen=True)
@@ -121,13 +126,17 @@ class Placement:
 class Template:
     """The proposal of `init` for a workload: the lines under [settings], or a file with them, input and GPUs.
 
-    `input` is None for a workload that needs none.
+    `input` is None for a workload that needs none. `items` are examples, which are written to it; `files` maps names to
+    files that are copied beside the run file. `first` is a command that makes what else the run needs, of `{run_file}`.
     """
 
     settings: str | Path
     input: str | None = "items.jsonl"
     gpus: int = 4
     array: bool = True
+    items: Sequence[Mapping[str, Any]] = ()
+    files: Mapping[str, Path] = field(default_factory=dict)
+    first: str | None = None
 
 
 @dataclass
@@ -149,9 +158,6 @@ class Workload(Protocol):
 
     columns: Mapping[str, Column]
     batch_size: int
-
-    def load(self, task: TaskContext) -> None:
-        """Load the model on the GPU; called once for each worker."""
 
     def __call__(self, items: Sequence[Item]) -> Sequence[Row | ItemError]:
         """One row, or ItemError, for each item, in order."""
@@ -181,12 +187,21 @@ class Adapted:
         return found
 
     def load(self, task: TaskContext) -> None:
-        """Let the workload load its model; called once for each worker."""
-        self.user.load(task)
+        """Let the workload load its model, if it has a `load`; called once for each worker."""
+        if (load := self._read_method("load", "task")) is not None:
+            load(task)
 
     def check(self) -> None:
         """Raise SlurmGPUError for a bad member that planning does not use but jobs do."""
-        _ = self.sort_key, self.resumes, self.summarize, self.exports, self.fetch, self.default_items
+        _ = (
+            self._read_method("load", "task"),
+            self.sort_key,
+            self.resumes,
+            self.summarize,
+            self.exports,
+            self.fetch,
+            self.default_items,
+        )
 
     @cached_property
     def batch_size(self) -> int | None:
@@ -216,6 +231,11 @@ class Adapted:
         return self._read("fields", "a list of names", _is_collection_of(str)) or ()
 
     @cached_property
+    def kept_fields(self) -> Collection[str]:
+        """Names of item fields that its rows keep, as if `keep` in the run file named them."""
+        return self._read("kept_fields", "a list of names", _is_collection_of(str)) or ()
+
+    @cached_property
     def advice(self) -> Mapping[str, str]:
         """By field, a sentence to add to the error if the input lacks the field."""
         return self._read("advice", "a mapping of fields to sentences", _is_mapping_to(str)) or {}
@@ -225,6 +245,12 @@ class Adapted:
         """Absolute paths that a task reads besides the input, to be bound into an image."""
         found = self._read("paths", "a list of paths", _is_collection_of(str, os.PathLike)) or ()
         return tuple(str(path.absolute()) for path in map(Path, found))
+
+    @cached_property
+    def scripts(self) -> tuple[str, ...]:
+        """Absolute paths of the user's programs that it starts: they belong to the code that a submission keeps."""
+        found = self._read("scripts", "a list of paths", _is_collection_of(str, os.PathLike)) or ()
+        return tuple(str(path.resolve()) for path in map(Path, found))
 
     @cached_property
     def environ(self) -> dict[str, str]:
@@ -304,9 +330,9 @@ def near_misses(workload: Adapted) -> list[str]:
     cls = type(workload.user)
     classes = [each for each in cls.__mro__ if each.__module__ == cls.__module__]
     known = {name for name, value in vars(Adapted).items() if isinstance(value, cached_property)}
-    known |= {"texts", "template", "from_args", "columns"}
+    known |= {"texts", "template", "from_args", "columns", "load"}
     found = {name for each in classes for name in vars(each) if not name.startswith("_")}
-    found -= {*known, "load", *inspect.signature(cls).parameters}
+    found -= {*known, *inspect.signature(cls).parameters}
     close = {name: difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.7) for name in sorted(found)}
     if not any(close.values()):
         return []
@@ -458,11 +484,8 @@ def load_class(full_name: str, search_path: Path) -> type:
     if not isinstance(found, type):
         classes = [name for name, value in vars(module).items() if isinstance(value, type)]
         raise SlurmGPUError(f"{module_name} has no class {class_name!r}." + did_you_mean(class_name, classes))
-    for needed in ("load", "__call__"):
-        if not callable(getattr(found, needed, None)) or (needed == "__call__" and "__call__" not in _members(found)):
-            raise SlurmGPUError(
-                f"Workload {full_name}: the class has no method {needed!r}, which every workload needs."
-            )
+    if "__call__" not in _members(found):
+        raise SlurmGPUError(f"Workload {full_name}: the class has no method '__call__', which every workload needs.")
     return found
 
 
@@ -602,14 +625,21 @@ def settings_hints(cls: type) -> dict[str, Any]:
     return hints
 
 
-def _check_names(full_name: str, cls: type, settings: Mapping[str, Any]) -> None:
+def names_of_settings(cls: type) -> dict[str, inspect.Parameter] | None:
+    """The settings of a class as parameters, by name; None if it takes any."""
     parameters = {parameter.name: parameter for parameter in inspect.signature(cls).parameters.values()}
     known = {name: p for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
     if len(known) < len(parameters):
         unpacked = settings_hints(cls).keys() - known.keys() - {"return"}
         if not unpacked:
-            return
+            return None
         known |= {name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in unpacked}
+    return known
+
+
+def _check_names(full_name: str, cls: type, settings: Mapping[str, Any]) -> None:
+    if (known := names_of_settings(cls)) is None:
+        return
     for name in settings:
         if name not in known:
             hint = did_you_mean(name, known) or " It takes none."

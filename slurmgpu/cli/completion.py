@@ -18,7 +18,7 @@ PROBE = "-probe"
 """The suffix of a probe's run directory: `executors.probe.SUFFIX`, without importing pydantic."""
 FAULTS = ("kill@", "preempt@", "timeout", "oom@", "cuda_oom@", "error@", "crash@", "damage@")
 """The beginnings of the faults in `slurmgpu.faults`."""
-FORMATS = ("jsonl", "csv", "parquet", "pt")
+FORMATS = ("jsonl", "csv", "parquet", "hf", "pt")
 """The formats of `slurmgpu.merge.export`, without importing NumPy."""
 
 
@@ -105,6 +105,28 @@ def complete_fault(incomplete: str) -> list[str]:
     return [f"{before}{comma}{word}" for word in _words(begun, FAULTS)]
 
 
+def complete_key(incomplete: str) -> list[str]:
+    """Keys of the run file for -s."""
+    from slurmgpu.plan.run_file import RunFile, table_of
+
+    keys = []
+    for name in RunFile.model_fields:
+        table = table_of((name,))
+        keys += [f"{name}.{key}=" for key in table.model_fields] if table else [f"{name}="]
+    return _words(incomplete, keys)
+
+
+def complete_profile(incomplete: str) -> list[str]:
+    """The profiles of the site file."""
+    from slurmgpu.errors import SlurmGPUError
+    from slurmgpu.plan.site_file import profile_names
+
+    try:
+        return _words(incomplete, profile_names())
+    except SlurmGPUError:
+        return []
+
+
 def words(*known: str) -> Callable[[str], list[str]]:
     """A completion from fixed words."""
     return lambda incomplete: _words(incomplete, known)
@@ -117,9 +139,10 @@ def _is_probe(run: Path) -> bool:
     from slurmgpu.util.shared_files import read_bytes
 
     try:
-        return '"ranges": [' in read_bytes(run / RUN, patience_s=0.0).decode("utf-8", "replace")
+        text = read_bytes(run / RUN, patience_s=0.0).decode("utf-8", "replace")
     except OSError:
         return False
+    return '"ranges": [' in text and '"look": "look"' not in text
 
 
 def _words(incomplete: str, known: Iterable[str]) -> list[str]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -13,7 +14,10 @@ from slurmgpu.cli import completion
 from slurmgpu.errors import SlurmGPUError
 
 if TYPE_CHECKING:
+    from slurmgpu.plan.overrides import Overrides
     from slurmgpu.run.directory import Run
+
+Command = TypeVar("Command", bound=Callable[..., None])
 
 RunFileArgument = Annotated[
     Path,
@@ -28,6 +32,13 @@ RunArgument = Annotated[
     ),
 ]
 
+ComparedArgument = Annotated[
+    Path,
+    typer.Argument(
+        help="A run directory or a merged file.", show_default=False, autocompletion=completion.complete_run
+    ),
+]
+
 
 def _executors() -> str:
     """The executors that are installed; they are looked up only where help is printed."""
@@ -35,7 +46,25 @@ def _executors() -> str:
 
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
-GpusOption = Annotated[int | None, typer.Option("--gpus", help="GPUs that the run may use at once; 0 runs on CPUs.")]
+
+
+def _number_of_gpus(text: str) -> int | str:
+    if text == "all":
+        return text
+    if not text.isdecimal():
+        raise typer.BadParameter(f"{text!r} is neither a whole number nor all.")
+    return int(text)
+
+
+GpusOption = Annotated[
+    int | None,
+    typer.Option(
+        "--gpus",
+        metavar="N",
+        parser=_number_of_gpus,
+        help="GPUs that the run may use at once; 0 runs on CPUs; all: this machine's.",
+    ),
+]
 ArrayOption = Annotated[bool | None, typer.Option("--array/--no-array", help="Spread the GPUs over array tasks.")]
 PerTaskOption = Annotated[int | None, typer.Option("--gpus-per-task", help="GPUs of each array task (1).")]
 NodesOption = Annotated[int | None, typer.Option("--nodes-per-task", help="Nodes of each task (1).")]
@@ -71,7 +100,22 @@ ExecutorOption = Annotated[
 ]
 ImageOption = Annotated[Path | None, typer.Option("--image", help="The container image.", show_default=False)]
 RunDirOption = Annotated[Path | None, typer.Option("--run-dir", help="The run directory to make.")]
-SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of the workload.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        "-s",
+        metavar="KEY=VALUE",
+        help="A setting, or any key of the run file: resources.gpus=4.",
+        autocompletion=completion.complete_key,
+    ),
+]
+ProfileOption = Annotated[
+    str | None,
+    typer.Option(
+        "--profile", metavar="NAME", help="A profile of the site file.", autocompletion=completion.complete_profile
+    ),
+]
 ForceOption = Annotated[bool, typer.Option("--force", help="Even while tasks of the run may be alive.")]
 TrustOption = Annotated[
     bool, typer.Option("--trust", help="Run code that others can write in the run directory, as you.")
@@ -86,42 +130,133 @@ AfterOption = Annotated[
 ProbeOption = Annotated[
     int | None, typer.Option("--probe", metavar="N", help="First compute N items, and estimate time and cost.")
 ]
+ColumnsOption = Annotated[
+    str | None, typer.Option("--columns", metavar="A,B", help="Only these columns, in this order.")
+]
+WhereOption = Annotated[
+    str | None, typer.Option("--where", metavar="CONDITION", help="Only these rows, such as 'score > 0.5'.")
+]
+LimitOption = Annotated[int | None, typer.Option("--limit", metavar="N", help="Compute only the first N items.")]
+ItemsOption = Annotated[
+    str | None, typer.Option("--items", metavar="RANGES", help="Compute only these items: 10:20,35.")
+]
+ExtendOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--extend",
+        metavar="RUN",
+        help="Compute only what the input has more than that run.",
+        autocompletion=completion.complete_run,
+    ),
+]
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Show the plan, the limits and the sbatch scripts; queue nothing.")
+]
 YesOption = Annotated[bool, typer.Option("--yes", help="Queue the run after its probe without asking.")]
 DEFAULT_RUN_FILE = Path("slurmgpu.toml")
+DEFAULTS = dict.fromkeys(("dry_run", "yes", "wait", "as_json"), False)
 
 
-def resources(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of [resources] among a command's options; None for those that were not given."""
-    from slurmgpu.plan.run_file import Resources
+PLACES: dict[str, Any] = {
+    "gpus": GpusOption,
+    "array": ArrayOption,
+    "gpus_per_task": PerTaskOption,
+    "nodes_per_task": NodesOption,
+    "gpu_type": TypeOption,
+    "processes": ProcessesOption,
+    "tasks": TasksOption,
+    "executor": ExecutorOption,
+    "device": DeviceOption,
+}
+"""Options that are keys of [resources]."""
+KEYS = {
+    "settings": SetOption,
+    "profile": ProfileOption,
+    "image": ImageOption,
+    "slurm": SlurmOption,
+    "mail_user": MailOption,
+}
+"""Options that set other keys of the run file."""
+SUBMITTING = {
+    "limit": LimitOption,
+    "items": ItemsOption,
+    "extend": ExtendOption,
+    "run_dir": RunDirOption,
+    "after": AfterOption,
+    "dry_run": DryRunOption,
+    "probe": ProbeOption,
+    "yes": YesOption,
+    "inject": InjectOption,
+    "wait": WaitOption,
+    "as_json": JsonOption,
+}
+"""Options of the commands that plan a run and submit it."""
 
-    return {key: given.get(key) for key in Resources.model_fields}
+
+def taking(options: Mapping[str, Any], but: Collection[str] = ()) -> Callable[[Command], Command]:
+    """Give a command these options, `but` some, which it takes as `**given`."""
+
+    def decorate(command: Command) -> Command:
+        signature = inspect.signature(command, eval_str=True)
+        own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        given = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=option, default=DEFAULTS.get(name))
+            for name, option in options.items()
+            if name not in but
+        ]
+        command.__signature__ = signature.replace(parameters=[*own, *given])  # type: ignore[attr-defined]
+        command.__annotations__ = {each.name: each.annotation for each in (*own, *given)}
+        return command
+
+    return decorate
 
 
-def slurm_options(texts: list[str] | None) -> dict[str, Any]:
-    """The sbatch options in the KEY=VALUE texts of --slurm."""
+def overrides(given: Mapping[str, Any], below: Overrides | None = None) -> Overrides:
+    """The values that a command's options put over the run file, or `below`: a profile's, flags, and those of -s."""
+    from slurmgpu.plan.overrides import Overrides
     from slurmgpu.plan.run_file import parse_slurm_options
+    from slurmgpu.plan.site_file import put_profile
 
-    return dict(parse_slurm_options(texts or ()))
+    found = Overrides() if below is None else below
+    if "profile" in given:
+        put_profile(found, given["profile"])
+    image, mail_user = given.get("image"), given.get("mail_user")
+    if given.get("run_dir"):  # which is relative to the working directory, as the key is not
+        found.sources["", "run_dir"] = "--run-dir"
+    found.put({"resources": {key: given.get(key) for key in PLACES}})
+    found.put({"container": {"image": image and str(image.expanduser().absolute())}})
+    found.put({"slurm": parse_slurm_options(given.get("slurm") or ())}, "--slurm")
+    # The run ends with the merge job.
+    found.put({"merge": {"mail_user": mail_user, "mail_type": mail_user and "END,FAIL"}}, "--mail-user")
+    for text in given.get("settings") or ():
+        found.assign_text(text)
+    return found
 
 
-def merge_options(mail_user: str | None) -> dict[str, Any]:
-    """The merge job's options for --mail-user: the run ends with the merge job."""
-    return {} if mail_user is None else {"mail_user": mail_user, "mail_type": "END,FAIL"}
+def overrides_of_resubmission(given: Mapping[str, Any]) -> Overrides:
+    """The values of `overrides` for another submission of a run; SlurmGPUError for a key that is frozen in it."""
+    from slurmgpu.plan.overrides import OF_SBATCH
+
+    found = overrides(given)
+    for table, key in found.sources:
+        if table not in OF_SBATCH and not (table == "resources" and key in {*PLACES} - {"processes"}):
+            raise SlurmGPUError(
+                f"-s {'.'.join(filter(None, (table, key)))}: it is frozen in the run. `resubmit` changes [slurm], "
+                f"[merge], and of [resources] what its options do; for anything else plan another run, by "
+                f"`slurmgpu submit --run-dir`."
+            )
+    return found
 
 
-def overrides(
-    given: Mapping[str, Any], setting_texts: list[str] | None, slurm_texts: list[str] | None, image: Path | None
-) -> dict[str, Any]:
-    """The values that a command's options override in the run file, by table."""
-    from slurmgpu.plan.run_file import parse_setting
+def as_typed(given: Mapping[str, Any]) -> list[str]:
+    """The options -s and --profile as they were typed."""
+    typed = [word for text in given["settings"] or () for word in ("-s", text)]
+    return typed + (["--profile", given["profile"]] if given["profile"] else [])
 
-    return {
-        "settings": dict(map(parse_setting, setting_texts or ())),
-        "slurm": slurm_options(slurm_texts),
-        "merge": merge_options(given.get("mail_user")),
-        "resources": resources(given),
-        "container": {} if image is None else {"image": str(image.expanduser().absolute())},
-    }
+
+def names(text: str | None) -> list[str]:
+    """The names in the text of --columns; none if it was not given."""
+    return [] if text is None else [name.strip() for name in text.split(",")]
 
 
 def metrics_file(path: Path | None) -> Path | None:

@@ -1,15 +1,16 @@
 """The items of a run: the files that hold them, and random access to ranges of items.
 
-`find` expands the paths of a run file, `scan` reads the files once at planning, `Reader` reads items later,
-`repack_records` writes items of Python where they can be read so, and `promise` describes the output of a run that has
-not finished. docs/reference/inputs.md has the formats.
+`find` expands the paths of a run file, `list_files` lists files that are items themselves, `scan` reads the files
+once at planning, `Reader` reads items later, `repack_records` writes items of Python where they can be read so, and
+`promise` describes the output of a run that has not finished. docs/reference/inputs.md has the formats.
 
-May import: results, util.
+May import: results, shards, util.
 """
 
 from slurmgpu.inputs.databases import query_in, repack_query
 from slurmgpu.inputs.fields import check_fields
 from slurmgpu.inputs.finding import fetch, find, is_of_hub
+from slurmgpu.inputs.listing import list_files
 from slurmgpu.inputs.reader import Reader
 from slurmgpu.inputs.repacking import FOLDER, repack_records
 from slurmgpu.inputs.scanning import promise, scan
@@ -24,6 +25,7 @@ __all__ = [
     "fetch",
     "find",
     "is_of_hub",
+    "list_files",
     "promise",
     "query_in",
     "repack_query",

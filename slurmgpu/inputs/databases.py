@@ -17,7 +17,8 @@ from slurmgpu.inputs.repacking import FOLDER, RowGroups, check_pyarrow, even, ha
 from slurmgpu.inputs.spec import InputFile, InputSpec, Source
 from slurmgpu.inputs.tables import Parquet
 
-KINDS = ("sqlite", "duckdb")
+PREFIXES = ("sqlite:", "duckdb:")
+"""What the name of a query begins with."""
 
 _BATCH_ROWS = 64
 _NOT_SQL = re.compile(
@@ -42,7 +43,7 @@ class Query:
 def query_in(named: str | Sequence[str], base: Path) -> Query | None:
     """The query that an input names, if it is one; SlurmGPUError if its rows have no order, or it is one of several."""
     names = [named] if isinstance(named, str) else named
-    found = next((name for name in names if name.startswith(tuple(f"{kind}:" for kind in KINDS))), None)
+    found = next((name for name in names if name.startswith(PREFIXES)), None)
     if found is None:
         return None
     kind, _, rest = found.partition(":")

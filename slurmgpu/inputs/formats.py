@@ -23,6 +23,8 @@ FORMATS = Plugins(
         "jsonl": "slurmgpu.inputs.lines:Jsonl",
         "csv": "slurmgpu.inputs.lines:Csv",
         "txt": "slurmgpu.inputs.lines:Txt",
+        "files": "slurmgpu.inputs.listing:Files",
+        "tar": "slurmgpu.inputs.tar:Tar",
         "parquet": "slurmgpu.inputs.tables:Parquet",
         "h5": "slurmgpu.inputs.tables:Merged",
     },
@@ -92,6 +94,9 @@ class Format(ABC):
     may_be_compressed: ClassVar[bool] = False
     """Whether files of another suffix behind their own, such as `.gz`, are repacked at planning."""
 
+    grows: ClassVar[bool] = False
+    """Whether a file that got more lines at its end has the same items before them."""
+
     def __init_subclass__(cls, format: str | None = None) -> None:  # noqa: A002 - as `kind` is a column's
         if format is not None:
             cls.name = format
@@ -154,12 +159,13 @@ def format_of(paths: Sequence[Path]) -> Format:
     formats: dict[str, tuple[Path, Format]] = {}
     for path in paths:
         if (found := recognised(path)) is None:
-            names = _names()
+            names = [name for name in _names() if named(name).recognises(Path(f"x.{name}"))]
             *others, last = (f".{name}" for name in names)
             suffix = without_suffix(path).suffix
             raise SlurmGPUError(
                 f"Input {path} has the suffix {suffix!r}: expected {', '.join(others)} or {last}."
-                f"{did_you_mean(suffix.lower().removeprefix('.'), names)}"
+                f"{did_you_mean(suffix.lower().removeprefix('.'), names)} If each file is an item, write 'files:' "
+                f"before the path or the pattern."
             )
         if is_compressed(path, found) and not found.may_be_compressed:
             raise SlurmGPUError(

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs.compression import decompressing
-from slurmgpu.inputs.formats import CHUNK_BYTES, Find, Format, Preview
+from slurmgpu.inputs.formats import CHUNK_BYTES, Find, Format, Preview, Rows
 from slurmgpu.inputs.index import IndexWriter
 from slurmgpu.inputs.records import RecordFinder, split
 
@@ -31,7 +31,7 @@ _N_SAMPLED_RECORDS = 8  # of each of these chunks
 class Lines(Format):
     """A format whose items are lines, or records of several lines; the index has every `stride`-th offset."""
 
-    is_indexed = may_be_compressed = True
+    is_indexed = may_be_compressed = grows = True
     quoting: ClassVar[bool] = False
     """Whether quoted fields may contain newlines."""
     has_header: ClassVar[bool] = False
@@ -102,7 +102,7 @@ class Lines(Format):
         source.check(n_items - 1, split(last, quoting=self.quoting)[0])  # shows an interrupted copy
         return n_items
 
-    def open(self, path: str, columns: Sequence[str] | None, find: Find) -> LineRows:
+    def open(self, path: str, columns: Sequence[str] | None, find: Find) -> Rows:
         """The items of a file, found by the index."""
         return LineRows(LineParser(self, path, columns), find)
 
@@ -147,7 +147,7 @@ class Jsonl(Lines, format="jsonl"):
 
     def parse(self, record: bytes, columns: Sequence[str]) -> Mapping[str, Any]:
         """The object."""
-        return _json_object(record)
+        return json_object(record)
 
 
 class Csv(Lines, format="csv"):
@@ -257,7 +257,8 @@ def _decode(record: bytes) -> str:
         raise ItemError(f"expected UTF-8, found {found}") from error
 
 
-def _json_object(record: bytes) -> dict[str, Any]:
+def json_object(record: bytes) -> dict[str, Any]:
+    """The JSON object in a line; ItemError says what was found instead."""
     if not record:
         raise ItemError("expected a JSON object, found an empty line")
     text = _decode(record)

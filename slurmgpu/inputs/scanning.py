@@ -27,17 +27,18 @@ def scan(
     *,
     stride: int,
     progress: Callable[[int, int], None] | None = None,
+    of_format: Format | None = None,
     room: Callable[[], Path] | None = None,
 ) -> InputSpec:
     """The spec of an input; writes the offsets of every `stride`-th item to `index`.
 
     SlurmGPUError names the file and line of other formats. All first bytes are checked before any file is read whole,
     then a sample of the lines, and the last one. Files are read once, in bounded memory; `progress` is called with the
-    bytes read so far and in total.
+    bytes read so far and in total. `of_format` is the format, if not that of the files' names.
 
     If a file is compressed, all are repacked in the folder that `room` gives, by default that of the index.
     """
-    its_format = format_of(paths)
+    its_format = of_format or format_of(paths)
     compressed = [path for path in paths if is_compressed(path, its_format)]
     if compressed:
         check_pyarrow(f"{compressed[0]} is repacked, which needs")

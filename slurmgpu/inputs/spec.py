@@ -45,6 +45,7 @@ class InputSpec:
 
     `stride` is the distance of indexed items. `columns` are the names in every item of a csv, parquet or h5 input; None
     for jsonl and txt. `ranges` are the items of the files that the input uses, as (start, stop); None for all.
+    `folders` are those of items that are files themselves.
     `repacked` files are Parquet files in the run directory, whatever the format of their source.
     """
 
@@ -54,6 +55,7 @@ class InputSpec:
     stride: int
     columns: tuple[str, ...] | None
     ranges: tuple[tuple[int, int], ...] | None = None
+    folders: tuple[str, ...] = ()
     repacked: bool = False
 
     @property
@@ -68,9 +70,9 @@ class InputSpec:
         return [Path(file.source.path if has_lines and file.source else file.path) for file in self.files]
 
     def taking(self, ranges: Sequence[tuple[int, int]]) -> InputSpec:
-        """An input of only these ranges of items, numbered from 0 in their order."""
+        """An input of only these ranges of its items, numbered from 0 in their order."""
         n_items = sum(stop - start for start, stop in ranges)
-        return replace(self, n_items=n_items, ranges=tuple((start, stop) for start, stop in ranges))
+        return replace(self, n_items=n_items, ranges=tuple(span for each in ranges for span in self.spans(*each)))
 
     def spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """The ranges (start, stop) of items start..stop-1 among the items of all files."""
@@ -93,7 +95,8 @@ class InputSpec:
         columns = None if value["columns"] is None else tuple(value["columns"])
         found = value.get("ranges")  # absent in older runs
         ranges = None if found is None else tuple((start, stop) for start, stop in found)
-        return cls(**{**value, "files": files, "columns": columns, "ranges": ranges})
+        folders = tuple(value.get("folders", ()))  # absent in older runs
+        return cls(**{**value, "files": files, "columns": columns, "ranges": ranges, "folders": folders})
 
 
 def _input_file(value: Mapping[str, Any]) -> InputFile:

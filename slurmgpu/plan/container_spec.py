@@ -13,7 +13,7 @@ from slurmgpu.containers.registry import DEFAULT, runtime_named
 from slurmgpu.containers.settings import Bind, Container, ContainerRecord, Identity, check_env, home_folder, whole_path
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.run_file import ContainerTable
-from slurmgpu.plan.site_file import origins, read_run_file
+from slurmgpu.plan.site_file import RunFileSource, origins, path_of, read_run_file
 
 
 def image_path(table: ContainerTable, base: Path) -> Path | None:
@@ -23,7 +23,9 @@ def image_path(table: ContainerTable, base: Path) -> Path | None:
     return (base / Path(table.image).expanduser()).resolve()
 
 
-def identify_image(image: Path, runtime: str, run_file: Path, overrides: Mapping[str, Any] | None = None) -> Identity:
+def identify_image(
+    image: Path, runtime: str, run_file: RunFileSource, overrides: Mapping[str, Any] | None = None
+) -> Identity:
     """The identity of a run file's image; a SlurmGPUError also says where it is named."""
     try:
         return runtime_named(runtime).identify(image)
@@ -34,16 +36,16 @@ def identify_image(image: Path, runtime: str, run_file: Path, overrides: Mapping
 
 
 def contain(
-    table: ContainerTable, full_name: str, run_file: Path, overrides: Mapping[str, Any] | None
+    table: ContainerTable, full_name: str, run_file: RunFileSource, overrides: Mapping[str, Any] | None
 ) -> Container | None:
     """The container to freeze, checked without starting anything; None if tasks run without one."""
-    base = run_file.parent
+    base = path_of(run_file).parent
     image = image_path(table, base)
     if image is None and (overrides or {}).get("container", {}).get("image"):
-        source = origins(run_file, overrides or {})["container"]["runtime"]["from"]
+        found = origins(run_file, overrides or {})["container"]
         raise SlurmGPUError(
-            f'--image names an image, and [container] runtime = "none" in {source} runs without one. Remove one of '
-            f"the two."
+            f'{found["image"]["from"]} names an image, and [container] runtime = "none" in {found["runtime"]["from"]} '
+            f"runs without one. Remove one of the two."
         )
     if image is None:
         return None
@@ -103,14 +105,17 @@ def _refuse_home(table: ContainerTable, base: Path) -> None:
         )
 
 
-def contain_again(frozen: ContainerRecord, run_file: Path) -> tuple[ContainerRecord, list[str]]:
+def contain_again(
+    frozen: ContainerRecord, run_file: Path, overrides: Mapping[str, Any]
+) -> tuple[ContainerRecord, list[str]]:
     """A run's container with the current [container] of its run file, for another submission; and a note on changes.
 
-    The image must be the same, but may have another path. A run file that is gone, or cannot be read, changes nothing.
+    `overrides` are the values of [container] that the run was planned with over its run file. The image must be the
+    same, but may have another path. A run file that is gone, or cannot be read, changes nothing.
     """
     before = Container.from_json(frozen)
     try:
-        table, base = read_run_file(run_file).container, run_file.parent
+        table, base = read_run_file(run_file, {"container": overrides}).container, run_file.parent
     except SlurmGPUError as error:
         return frozen, [f"[container] stays as it was: {error}"] if run_file.exists() else []
     after = replace(before, **_settings(table, base), image=str(image_path(table, base) or before.image))

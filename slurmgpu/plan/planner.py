@@ -19,17 +19,20 @@ from typing import Any
 from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from slurmgpu import __version__
-from slurmgpu.code import importer
+from slurmgpu.code import importer, snapshots
 from slurmgpu.code.locator import own_modules
 from slurmgpu.code.snapshots import Snapshot
 from slurmgpu.code.tracer import git_state, snapshot_of
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.inputs.kept import columns_kept, with_kept
 from slurmgpu.plan.container_spec import contain
 from slurmgpu.plan.executors import EXECUTORS
-from slurmgpu.plan.items import Items, items_of
+from slurmgpu.plan.extension import Extension, extend
+from slurmgpu.plan.items import Items, Look, items_of, some_of
+from slurmgpu.plan.overrides import TABLES, Overrides
 from slurmgpu.plan.placement import place
-from slurmgpu.plan.run_file import Resources, RunFile
-from slurmgpu.plan.site_file import read_run_file
+from slurmgpu.plan.run_file import Resources, RunFile, table_of
+from slurmgpu.plan.site_file import RunFileSource, path_of, read_run_file
 from slurmgpu.run.directory import Plan, Provenance, Run, refuse_existing
 from slurmgpu.shards.columns import check_columns, columns_to_json
 from slurmgpu.util.atomic_files import working_folder
@@ -41,12 +44,15 @@ from slurmgpu.workload import (
     build,
     hidden_by_built_in,
     load_class,
+    names_of_settings,
     near_misses,
     resolve_use,
     settings_hints,
     texts_of_files,
 )
 
+LOOK = "-look"
+"""What follows the name of a run in that of a look at it."""
 TARGET_SHARDS = 2048
 """The most shards by default: enough for balance over hundreds of GPUs, few enough for one directory."""
 
@@ -65,6 +71,18 @@ class Draft:
     code: Snapshot
     resumes: bool = False
     notes: tuple[str, ...] = ()
+    extension: Extension | None = None
+
+    @property
+    def n_missing(self) -> int:
+        """How many shards are to be computed."""
+        return self.plan.n_shards - (len(self.extension.shards) if self.extension else 0)
+
+    def fill(self, run: Run) -> None:
+        """Put into its run directory what is there before anything is submitted: code, and shards of another run."""
+        snapshots.write(run.folder, self.code)
+        if self.extension is not None:
+            self.extension.put_into(run)
 
 
 @dataclass(frozen=True)
@@ -78,45 +96,59 @@ class Allocation:
 
 @contextlib.contextmanager
 def draft_run(
-    run_file: Path,
+    run_file: RunFileSource,
     overrides: Mapping[str, Any] | None = None,
     run_dir: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
     after: Run | None = None,
+    look: Look | None = None,
+    extends: Run | None = None,
     records: Any = None,
 ) -> Iterator[Draft]:
     """The plan of a run file, while the `with` block lasts; SlurmGPUError if anything in it cannot work.
 
-    `after` is a run that this one waits for: its merged file may be the input before it exists. `records` are items
-    from Python, mappings or a table with an Arrow form, in place of `input`.
+    `run_file` is its path, or a `GivenRunFile`.
+    `after` is a run that this one waits for: its merged file may be the input before it exists. A `look` is a run of
+    some of the items, beside the directory that the run of all would have. `extends` is a run of fewer items, whose
+    shards are taken. `records` are items from Python, mappings or a table with an Arrow form, in place of `input`.
     """
-    path = run_file.expanduser().resolve()
-    config = read_run_file(path, overrides)
+    source = run_file.expanduser().resolve() if isinstance(run_file, Path) else run_file
+    path, config = path_of(source), read_run_file(source, overrides)
     gpus_per_task = allocate(config.resources, n_shards=None).gpus_per_task
     named = Path(config.run_dir or f"runs/{path.stem}").expanduser()
+    if look is not None:
+        if extends is not None:
+            raise SlurmGPUError("--extend computes what an input has more than a run; leave out --items and --limit.")
+        named = named.with_name(f"{named.name}{LOOK}")
     target = (path.parent / named if run_dir is None else run_dir.expanduser()).absolute()
     refuse_odd_path(target, EXECUTORS.make(config.resources.executor).not_in_paths)
     refuse_existing(target)
     importer.forget_changed()
     before = set(sys.modules)
-    full_name, settings, workload = _build(config, path.parent)
+    full_name, settings, workload = _build(config, path.parent, overrides)
     imported = importer.note_imported(own_modules(sys.modules.keys() - before))
     with working_folder(path.parent):
         placement = place(workload, config.resources, gpus_per_task)
         settings |= workload.frozen_settings
-        paths, environ = workload.paths, workload.environ
+        paths, environ, scripts = workload.paths, workload.environ, workload.scripts
         workload.check()
     notes = hidden_by_built_in(config.workload.use) + near_misses(workload)
-    container = contain(config.container, full_name, path, overrides)
+    container = contain(config.container, full_name, source, overrides)
     if container is None and workload.check_here is not None:
         with working_folder(path.parent):
             workload.check_here()
-    columns = columns_to_json(check_columns(workload.columns, f"workload {full_name}"))
+    own = check_columns(workload.columns, f"workload {full_name}")
+    keep = columns_kept([*config.keep, *workload.kept_fields], config.rename, own)
+    columns = columns_to_json(check_columns(with_kept(own, keep), "keep"))
     batch_size = _batch_size(config, workload)
-    shard_items = _shard_items(config, batch_size)
+    shard_items = _shard_items(config, batch_size) or (None if extends is None else extends.plan.shard_items)
     with tempfile.TemporaryDirectory(prefix="slurmgpu-") as scratch, contextlib.ExitStack() as stack:
         room = functools.cache(lambda: _room_beside(target, stack))
-        items = items_of(config, path, workload, batch_size, Path(scratch), after, progress, room=room, records=records)
+        fields = keep.values()
+        items = items_of(
+            config, path, workload, batch_size, Path(scratch), after, progress, room=room, kept=fields, records=records
+        )
+        items = some_of(items, look)
         spec = items.spec
         plan = Plan(
             name=target.name,
@@ -136,7 +168,7 @@ def draft_run(
             resources=config.resources.model_dump(),
             slurm=config.slurm,
             merge=config.merge,
-            provenance=_provenance(path),
+            provenance=_provenance(path, overrides or {}),
             container=container.to_json() if container else None,
             processes=placement.processes,
             placement=(*placement.lines, *items.lines),
@@ -145,11 +177,20 @@ def draft_run(
             sample_s=config.sample_s,
             on_end=config.on_end or None,
             html=config.html,
+            retries=config.workload.retries,
+            keep=keep,
+            key=config.key,
+            track=config.track.to if config.track else (),
+            look="look" if look else "",
+            extends=() if extends is None else extends.plan.fingerprints,
+            scripts=scripts,
             summarizes=workload.summarize is not None,
             exports=sorted(workload.exports),
         )
+        extension = None if extends is None else extend(extends, plan, Path(scratch))
+        notes += [extension.describe(plan)] if extension else []
         code = snapshot_of(plan, plan.container, plan.provenance["git"], also=imported)
-        yield Draft(plan, target, items, config.resources, code, workload.resumes, tuple(notes))
+        yield Draft(plan, target, items, config.resources, code, workload.resumes, tuple(notes), extension)
 
 
 def _room_beside(run_dir: Path, stack: contextlib.ExitStack) -> Path:
@@ -161,17 +202,19 @@ def _room_beside(run_dir: Path, stack: contextlib.ExitStack) -> Path:
     return Path(stack.enter_context(room))
 
 
-def workload_of(run_file: Path) -> Adapted:
+def workload_of(run_file: Path, overrides: Mapping[str, Any] | None = None) -> Adapted:
     """The workload that a run file names, with its settings, checked."""
     path = run_file.expanduser().resolve()
-    return _build(read_run_file(path), path.parent)[2]
+    return _build(read_run_file(path, overrides), path.parent, overrides)[2]
 
 
-def _build(config: RunFile, base: Path) -> tuple[str, dict[str, Any], Adapted]:
+def _build(config: RunFile, base: Path, overrides: Mapping[str, Any] | None) -> tuple[str, dict[str, Any], Adapted]:
     """The workload's full name, its settings as they will be frozen, and the workload."""
     full_name = resolve_use(config.workload.use, base)
     with working_folder(base), at_planning(full_name):
         settings = _settings(full_name, config.settings, base)
+        if isinstance(overrides, Overrides):
+            overrides.refuse_ambiguous(full_name, names_of_settings(load_class(full_name, base)))
         try:
             return full_name, settings, build(full_name, settings, base)
         except UnknownSettingError as error:
@@ -183,9 +226,10 @@ def _where_it_belongs(name: str, settings: Mapping[str, Any]) -> str:
     if dot:
         return f" A table is set whole: {outer}={{{inner}={json.dumps(settings[name])}}}."
     if name in RunFile.model_fields:
-        return f" {name} is a key at the top of the run file, above its tables: set it there."
-    if name in Resources.model_fields:
-        return f" {name} is a key of [resources] in the run file: set it there."
+        return f" {name} is a key at the top of the run file, above its tables: set it there, or with -s .{name}=…."
+    for table in TABLES:
+        if (model := table_of((table,))) is not None and name in model.model_fields:
+            return f" {name} is a key of [{table}] in the run file: set it there, or with -s {table}.{name}=…."
     return ""
 
 
@@ -319,7 +363,12 @@ def _check_type(full_name: str, name: str, value: Any, hint: Any) -> None:
         raise SlurmGPUError(f"Workload {full_name}: {where} {problem}; found {found!r}.") from error
 
 
-def _provenance(run_file: Path) -> Provenance:
+def _provenance(run_file: Path, overrides: Mapping[str, Any]) -> Provenance:
     versions = {"python": platform.python_version(), "slurmgpu": __version__}
     versions |= {name: importlib.metadata.version(name) for name in ("numpy", "h5py", "submitit")}
-    return {"run_file": str(run_file), "versions": versions, "git": git_state(run_file.parent)}
+    return {
+        "run_file": str(run_file),
+        "versions": versions,
+        "git": git_state(run_file.parent),
+        "container": dict(overrides.get("container", {})),
+    }

@@ -18,6 +18,8 @@ from slurmgpu.containers import registry
 from slurmgpu.containers.registry import RUNTIMES
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.plan.executors import DEFAULT, EXECUTORS
+from slurmgpu.plan.trackers import parse_destination
+from slurmgpu.util import gpus
 from slurmgpu.util.plugins import Plugins
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, retried
 
@@ -73,6 +75,9 @@ def plain_names(options: Mapping[str, Any]) -> dict[str, Any]:
 SlurmOptions = Annotated[dict[str, SlurmValue], BeforeValidator(_slurm_names)]
 
 
+ALL = "all"
+"""In place of a number of GPUs: as many as this machine has."""
+
 SIZE = re.compile(r"(\d+(?:\.\d+)?) *([GMT])(i?)B?\Z")
 
 
@@ -119,6 +124,7 @@ class WorkloadTable(Table):
 
     use: str
     batch_size: int | None = Field(None, ge=1)
+    retries: int = Field(3, ge=0, le=10)
 
 
 class Resources(Table):
@@ -158,6 +164,24 @@ class ContainerTable(Table):
     strict: bool = False
 
 
+def _destinations(value: Any) -> Any:
+    """Texts such as "tensorboard:DIR", each checked."""
+    texts = [value] if isinstance(value, str) else value
+    if isinstance(texts, list):
+        for text in texts:
+            try:
+                parse_destination(str(text))
+            except SlurmGPUError as error:
+                raise ValueError(str(error).removesuffix(".")) from error
+    return texts
+
+
+class TrackTable(Table):
+    """[track]: the trackers to which the merge job sends what tasks logged."""
+
+    to: Annotated[list[str], BeforeValidator(_destinations)]
+
+
 class RunFile(Table):
     """A run file. Relative paths in it are relative to its folder."""
 
@@ -171,6 +195,9 @@ class RunFile(Table):
     sample_s: float = Field(5.0, ge=0)
     on_end: str | None = None
     html: bool = True
+    keep: list[str] = Field(default_factory=list)
+    rename: dict[str, str] = Field(default_factory=dict)
+    key: str | None = Field(None, min_length=1)
     workload: WorkloadTable
     settings: dict[str, Any] = Field(default_factory=dict)
     sweep: dict[str, Any] | None = None
@@ -178,6 +205,33 @@ class RunFile(Table):
     container: ContainerTable = ContainerTable.model_validate({})
     slurm: SlurmOptions = Field(default_factory=dict)
     merge: SlurmOptions = Field(default_factory=dict)
+    track: TrackTable | None = None
+
+
+def table_of(path: Sequence[str], model: type[BaseModel] = RunFile) -> type[BaseModel] | None:
+    """The model of a table, by default of the run file; None for tables of any keys, and for what is no table."""
+    for name in path:
+        field = model.model_fields.get(name)
+        inner = None if field is None else field.annotation
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            return None
+        model = inner
+    return model
+
+
+def fitting(path: Sequence[str], value: Any, text: str) -> Any:
+    """`value`, or the `text` that it was read from where a key of the run file takes text only."""
+    field = None if (table := table_of(path[:-1])) is None else table.model_fields.get(path[-1])
+    if field is None or field.annotation is None or isinstance(value, str):
+        return value
+    adapter: TypeAdapter[Any] = TypeAdapter(field.annotation, config=None if table_of(path) else Table.model_config)
+    for each in (value, text):
+        try:
+            adapter.validate_python(each)
+        except ValidationError:
+            continue
+        return each
+    return value
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -199,7 +253,23 @@ def parse_table(model: type[TableT], value: Mapping[str, Any], where: str) -> Ta
 
 def parse_resources(value: Mapping[str, Any]) -> Resources:
     """[resources] from a mapping, such as a run's with flags over it."""
-    return parse_table(Resources, value, "resources")
+    return parse_table(Resources, counted(value), "resources")
+
+
+def counted(resources: Mapping[str, Any]) -> Mapping[str, Any]:
+    """[resources] with this machine's number of GPUs in place of `gpus = "all"`."""
+    if resources.get("gpus") != ALL:
+        return resources
+    executor = EXECUTORS.make(resources.get("executor", DEFAULT))
+    if executor.queues:
+        raise SlurmGPUError(
+            f'gpus = "{ALL}" takes those of this machine, and {executor.name} computes elsewhere: say how many, as in '
+            f"--gpus 4, or compute here with --executor local."
+        )
+    try:
+        return {**resources, "gpus": gpus.count()}
+    except gpus.GPUFaultError as error:
+        raise SlurmGPUError(f'gpus = "{ALL}": {error}. To compute on CPUs: --gpus 0.') from error
 
 
 def parse_slurm_options(texts: Sequence[str]) -> dict[str, SlurmValue]:
@@ -216,30 +286,32 @@ def parse_slurm_options(texts: Sequence[str]) -> dict[str, SlurmValue]:
         raise SlurmGPUError(f"--slurm: {_first_problem(error)}") from error
 
 
+class Part(dict[str, Any]):
+    """A table of which only these keys are set: it is put over another one, and does not replace it."""
+
+
 def merge_tables(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """`below` updated by `above`, key by key, also within tables; a None in `above` changes nothing.
 
-    A mapping within a table, such as a setting, is replaced as a whole.
+    A mapping within a table, such as a setting, is replaced as a whole, unless it is a Part.
     """
     merged = dict(below)
     for key, value in above.items():
         if isinstance(value, Mapping):
-            given = {name: inner for name, inner in value.items() if inner is not None}
-            merged[key] = {**merged.get(key, {}), **given}
+            merged[key] = _put_over(merged.get(key), value)
         elif value is not None:
             merged[key] = value
     return merged
 
 
-def parse_setting(text: str) -> tuple[str, Any]:
-    """KEY=VALUE of --set: the value is TOML if it can be read so, else the text itself."""
-    key, equals, value = text.partition("=")
-    if not equals or not key.strip():
-        raise SlurmGPUError(f"--set {text!r} is not of the form KEY=VALUE.")
-    try:
-        return key.strip(), tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return key.strip(), value
+def _put_over(table: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """A Part put over a Part, or over nothing, is a Part still."""
+    merged = Part() if not isinstance(table, Mapping) or isinstance(table, Part) else dict(table)
+    merged.update(table if isinstance(table, Mapping) else {})
+    for name, value in given.items():
+        if value is not None:
+            merged[name] = _put_over(merged.get(name), value) if isinstance(value, Part) else value
+    return merged
 
 
 def _first_problem(error: ValidationError, model: type[BaseModel] | None = None) -> str:
@@ -249,16 +321,8 @@ def _first_problem(error: ValidationError, model: type[BaseModel] | None = None)
     table, key = path[:-1], path[-1] if path else ""
     place = f"[{'.'.join(table)}] {key}" if table else key
     if problem["type"] == "extra_forbidden" and model is not None:
-        return f"unknown key {place}.{did_you_mean(key, _keys(model, table))}"
+        return f"unknown key {place}.{did_you_mean(key, (table_of(table, model) or model).model_fields)}"
     if problem["type"] == "missing":
         return f"{place} is missing."
     text = str(problem["msg"]).removeprefix("Value error, ").removeprefix("Input ")
     return f"{place}: {text}; found {problem['input']!r}.".removeprefix(": ")
-
-
-def _keys(model: type[BaseModel], table: Sequence[str]) -> list[str]:
-    for name in table:
-        inner = model.model_fields[name].annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            model = inner
-    return list(model.model_fields)

@@ -1,4 +1,6 @@
-"""The site file: settings for all of a user's runs on a cluster. Run files override it, and flags override both.
+"""The site file: settings for all of a user's runs on a cluster, and profiles of them by name.
+
+Run files override the settings, a profile that was chosen overrides run files, and options override all.
 
 docs/how-to/site-file.md shows one; `slurmgpu init --site` writes one.
 """
@@ -7,21 +9,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
 from slurmgpu.containers.settings import whole_path
-from slurmgpu.errors import SlurmGPUError
+from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.plan.executors import DEFAULT
+from slurmgpu.plan.overrides import Overrides, source_of
 from slurmgpu.plan.run_file import (
+    ALL,
     ContainerTable,
     ExecutorName,
     GpuMemory,
+    Resources,
     RunFile,
     SlurmOptions,
     Table,
+    counted,
     merge_tables,
     parse_table,
     plain_names,
@@ -33,6 +40,23 @@ NO_RUN_FILE = "slurmgpu run"
 
 TABLES = ("resources", "container", "slurm", "merge")
 """The tables that a site file may have."""
+
+
+@dataclass(frozen=True)
+class GivenRunFile:
+    """A run file as a mapping instead of TOML. Relative paths in it start at `folder`, an absolute path."""
+
+    tables: Mapping[str, Any]
+    folder: Path
+
+    @property
+    def path(self) -> Path:
+        """The path, at which there is no file, that stands for it in messages and in the plan."""
+        return self.folder / "slurmgpu.submit"
+
+
+RunFileSource = Path | GivenRunFile
+"""The path of a run file, or its tables."""
 
 Origins = Mapping[str, Mapping[str, Mapping[str, Any]]]
 """By table and key: the `value`, and `from` where it was set, a flag or a file's name."""
@@ -47,6 +71,15 @@ class SiteResources(Table):
     device: Literal["auto", "cpu"] = "auto"
 
 
+class Profile(Table):
+    """[profiles.NAME] of a site file: values for the runs that name it. Relative paths are relative to the file."""
+
+    resources: Resources = Resources.model_validate({})
+    container: ContainerTable = ContainerTable.model_validate({})
+    slurm: SlurmOptions = Field(default_factory=dict)
+    merge: SlurmOptions = Field(default_factory=dict)
+
+
 class SiteFile(Table):
     """A site file. Relative paths in it are relative to its folder."""
 
@@ -54,6 +87,7 @@ class SiteFile(Table):
     container: ContainerTable = ContainerTable.model_validate({})
     slurm: SlurmOptions = Field(default_factory=dict)
     merge: SlurmOptions = Field(default_factory=dict)
+    profiles: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
 
 def site_path() -> Path:
@@ -63,47 +97,102 @@ def site_path() -> Path:
 
 def read_site() -> dict[str, Any]:
     """The tables of the site file, with only the keys that it sets; empty without a site file."""
-    path = site_path()
-    try:
-        value = read_toml(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    tables = parse_table(SiteFile, value, str(path)).model_dump(exclude_unset=True)
-    if "container" in tables:
-        tables["container"] = _absolute(tables["container"], path.parent)
+    tables = _tables(SiteFile, _read_site(), str(site_path()))
+    tables.pop("profiles", None)
     return tables
 
 
-def read_run_file(path: Path, overrides: Mapping[str, Any] | None = None) -> RunFile:
-    """The run file at `path`, which overrides the site file; `overrides`, by table and key, override both."""
-    below = merge_tables(read_site(), _read(path))
-    return parse_table(RunFile, merge_tables(below, overrides or {}), str(path))
+def profile_names() -> list[str]:
+    """The profiles of the site file."""
+    return list(parse_table(SiteFile, _read_site(), str(site_path())).profiles)
 
 
-def origins(path: Path, overrides: Mapping[str, Any]) -> Origins:
+def read_profile(name: str) -> dict[str, Any]:
+    """The tables of a profile, with only the keys that it sets; SlurmGPUError for an unknown name."""
+    known, path = _read_site().get("profiles", {}), site_path()
+    if name not in profile_names():
+        hint = did_you_mean(name, known) or " It has none: write one as [profiles.debug.slurm], for example."
+        raise SlurmGPUError(f"The site file {path} has no profile {name!r}.{hint}")
+    return _tables(Profile, known[name], f"{path}, profile {name}")
+
+
+def put_profile(overrides: Overrides, name: str | None) -> None:
+    """Put the values of a profile over others; without a name, of the one in SLURMGPU_PROFILE, if there is one."""
+    if name := name or os.environ.get("SLURMGPU_PROFILE"):
+        overrides.put(read_profile(name), f"{site_path().name}, profile {name}")
+
+
+def _read_site() -> dict[str, Any]:
+    try:
+        return read_toml(site_path())
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+
+
+def _tables(model: type[Table], value: Mapping[str, Any], where: str) -> dict[str, Any]:
+    tables = parse_table(model, value, where).model_dump(exclude_unset=True)
+    if "container" in tables:
+        tables["container"] = _absolute(tables["container"], site_path().parent)
+    return tables
+
+
+def path_of(source: RunFileSource) -> Path:
+    """The path of a run file; one at which there is no file for a mapping."""
+    return source.path if isinstance(source, GivenRunFile) else source
+
+
+def read_run_file(source: RunFileSource, overrides: Mapping[str, Any] | None = None) -> RunFile:
+    """A run file, which overrides the site file; `overrides`, by table and key, override both."""
+    below = merge_tables(read_site(), _read(source))
+    where = f"{_named(source)} with the options over it" if any((overrides or {}).values()) else _named(source)
+    tables = merge_tables(below, overrides or {})
+    if "resources" in tables:
+        tables["resources"] = counted(tables["resources"])
+    return parse_table(RunFile, tables, where)
+
+
+def origins(source: RunFileSource, overrides: Mapping[str, Any]) -> Origins:
     """Every value in TABLES that was set, and where."""
-    site, own = read_site(), _read(path)
-    values = read_run_file(path, overrides).model_dump()
+    site, own, path = read_site(), _read(source), path_of(source)
+    values = read_run_file(source, overrides).model_dump()
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    flags = {"slurm": "--slurm", "merge": "--mail-user"}
     for table in TABLES:
         sources = dict.fromkeys(site.get(table, {}), site_path().name)
         sources |= dict.fromkeys(own.get(table, {}), path.name)
         given = [key for key, value in overrides.get(table, {}).items() if value is not None]
-        sources |= {key: flags.get(table, f"--{key.replace('_', '-')}") for key in given}
+        sources |= {key: source_of(overrides, table, key) for key in given}
         found[table] = {key: {"value": values[table][key], "from": source} for key, source in sources.items()}
     return found
 
 
-def _read(path: Path) -> dict[str, Any]:
-    if path.name == NO_RUN_FILE:
+def _read(source: RunFileSource) -> dict[str, Any]:
+    if isinstance(source, GivenRunFile):
+        value: dict[str, Any] = _plain(source.tables)
+    elif source.name == NO_RUN_FILE:
         return {}
-    try:
-        value = read_toml(path)
-    except FileNotFoundError:
-        raise SlurmGPUError(f"There is no run file {path}. `slurmgpu init` writes one.") from None
-    parse_table(RunFile, value, str(path))  # by itself, so that errors name this file
+    else:
+        try:
+            value = read_toml(source)
+        except FileNotFoundError:
+            raise SlurmGPUError(f"There is no run file {source}. `slurmgpu init` writes one.") from None
+    alone = value
+    if isinstance(resources := value.get("resources"), dict) and resources.get("gpus") == ALL:
+        alone = {**value, "resources": {**resources, "gpus": 0}}  # the executor may be the site file's, or an option's
+    parse_table(RunFile, alone, _named(source))  # by itself, so that errors name this file
     return {**value, **{table: plain_names(value[table]) for table in ("slurm", "merge") if table in value}}
+
+
+def _named(source: RunFileSource) -> str:
+    return "the given run file" if isinstance(source, GivenRunFile) else str(source)
+
+
+def _plain(value: Any) -> Any:
+    """A value as TOML has it: paths are text, tuples are lists, and keys without a value are left out."""
+    if isinstance(value, Mapping):
+        return {name: _plain(inner) for name, inner in value.items() if inner is not None}
+    if isinstance(value, list | tuple):
+        return list(map(_plain, value))
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _absolute(container: Mapping[str, Any], folder: Path) -> dict[str, Any]:

@@ -63,12 +63,16 @@ FOLDERS = ("claims", "shards", "tasks", "logs", "telemetry")
 _SHARD_NAME = re.compile(r"(\d{5}|[1-9]\d{5,})(?:\.r([1-9]\d{0,8}))?\.h5")
 
 
-class Provenance(TypedDict):
-    """What made a run."""
-
+class _Provenance(TypedDict):
     run_file: str
     versions: dict[str, str]
     git: Git | None
+
+
+class Provenance(_Provenance, total=False):
+    """What made a run. `container` are values over [container] of the run file; absent in older runs."""
+
+    container: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,11 @@ class Plan:
     """What a run computes, frozen: everything that its rows depend on, and what it was first asked to run on.
 
     `shard_items` consecutive items make a shard; the last may have fewer. `fingerprint` covers what the rows depend on.
+    `keep` are fields of the items that rows keep, by their columns; `key` is the field that names an item.
+    `look` is "look" or "probe" for a run of only some items of its input, whose indices are those in the input; here
+    and in claims and shards' names, items count from 0 without gaps: `indices`, `place` and `shard_of` tell them apart.
+    `extends` are the fingerprints of runs of fewer items, whose shards this one has taken.
+    `scripts` are paths of the user's programs, which belong to the code.
     """
 
     name: str
@@ -106,6 +115,13 @@ class Plan:
     exports: Sequence[str] = ()
     on_end: str | None = None
     html: bool = True
+    retries: int = 0
+    keep: Mapping[str, str] = field(default_factory=dict)
+    key: str | None = None
+    track: Sequence[str] = ()
+    look: str = ""
+    extends: Sequence[str] = ()
+    scripts: Sequence[str] = ()
 
     @property
     def n_shards(self) -> int:
@@ -117,12 +133,49 @@ class Plan:
         start = shard * self.shard_items
         return start, min(start + self.shard_items, self.n_items)
 
+    @property
+    def is_probe(self) -> bool:
+        """Whether this is a probe; older ones have ranges of items, and do not say so."""
+        return self.look == "probe" or (not self.look and self.input.get("ranges") is not None)
+
+    def indices(self, start: int, stop: int) -> Sequence[int]:
+        """The indices of the run's items `start` to `stop` - 1 in the input."""
+        if not self.look:
+            return range(start, stop)
+        found: list[int] = []
+        n_before = 0
+        for first, end in self.input["ranges"]:
+            found += range(first + max(start - n_before, 0), min(end, first + stop - n_before))
+            n_before += end - first
+        return found
+
+    def place(self, index: int) -> int | None:
+        """The place of an item among the run's, by its index in the input; None if the run does not have it."""
+        n_before = 0
+        for first, end in self.input["ranges"] if self.look else [(0, self.n_items)]:
+            if first <= index < end:
+                return n_before + index - first
+            n_before += end - first
+        return None
+
+    def shard_of(self, index: int) -> int:
+        """The shard of an item that the run has, by its index in the input."""
+        place = self.place(index)
+        return -1 if place is None else place // self.shard_items
+
     @cached_property
     def fingerprint(self) -> str:
         """A hash of what the rows depend on; every shard carries it."""
         parts = [self.input_digest, self.n_items, self.workload, self.settings, self.columns]
         parts += [self.batch_size, self.shard_items, self.seed]
+        parts += [self.keep] if self.keep else []  # which plans of an older slurmgpu lack
+        parts += [self.input["ranges"]] if self.look else []
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+    @property
+    def fingerprints(self) -> tuple[str, ...]:
+        """The fingerprints that its shards may carry."""
+        return (self.fingerprint, *self.extends)
 
     def texts(self) -> Iterator[str]:
         """The texts among the settings, also those within tables and lists: they may name files, or modules."""
@@ -305,10 +358,6 @@ class Run:
     def attempt(self, name: str) -> Record | Unread:
         """The record of one attempt, or why it cannot be used."""
         return _read_record(self.tasks / f"{name}.json")
-
-    def damaged_records(self) -> list[str]:
-        """The attempts whose records are damaged, by a dying node or a full disk."""
-        return [name for name, why in self.read_attempts()[1].items() if why is Unread.DAMAGED]
 
     def read_attempts(self) -> tuple[list[Record], dict[str, Unread]]:
         """The records by start; and by attempt, in order, why a record is left out."""

@@ -293,6 +293,18 @@ def test_a_query_that_cannot_be_an_input_is_refused(tmp_path: Path, named: str, 
         plan_query(named, tmp_path)
 
 
+def test_a_run_file_may_name_a_query(tmp_path: Path) -> None:
+    make_sqlite(tmp_path / "a.db", SQL_ROWS)
+    (tmp_path / "texts.py").write_text(WORKLOAD)
+    (tmp_path / "run.toml").write_text(
+        'input = "sqlite:a.db?SELECT * FROM docs ORDER BY id"\n[workload]\nuse = "texts.py:Texts"\n'
+    )
+    with draft_run(tmp_path / "run.toml") as draft:
+        create_run(draft.run_dir, draft.plan, draft.items.files)
+    run = Run.open(tmp_path / "runs" / "run")
+    assert [item["id"] for item in all_items(InputSpec.from_json(run.input), run.index)] == list(range(5000))
+
+
 def test_a_query_stands_alone(tmp_path: Path) -> None:
     with pytest.raises(SlurmGPUError, match="is one of 2: expected a query alone"):
         query_in(["a.jsonl", "sqlite:a.db?SELECT 1 ORDER BY 1"], tmp_path)

@@ -85,7 +85,7 @@ def test_paths_of_a_site_file_are_relative_to_it(site):
         ("[slurm]\narray = 1\n", "'array' cannot be set here"),
         ("[container]\nimages = 'x'\n", "unknown key [container] images. Did you mean 'image'?"),
         ("[resources]\ngpus = 4\n", "unknown key [resources] gpus."),
-        ("input = 'x'\n", "unknown key input. Known: container, merge, resources, slurm."),
+        ("input = 'x'\n", "unknown key input. Known: container, merge, profiles, resources, slurm."),
         ("[slurm\n", "is not TOML"),
     ],
 )
@@ -166,8 +166,12 @@ def _last_of_each_key(text):
     return tables
 
 
-def test_init_site_without_slurm_says_so(slurmgpu, tmp_path):
-    done = slurmgpu("init", "--site", "-o", tmp_path / "site.toml", expect=2, PATH="/nowhere")
+@pytest.mark.parametrize("place", ["absent", "not executable"])
+def test_init_site_without_slurm_says_so(slurmgpu, tmp_path, place):
+    if place == "not executable":  # as is what lies in a folder of PATH that only others may search
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "sinfo").touch(0o644)
+    done = slurmgpu("init", "--site", "-o", tmp_path / "site.toml", expect=2, PATH=str(tmp_path / place))
     assert "There is no sinfo here" in done.stderr
     assert "--executor" not in done.stderr  # which init lacks
     assert not (tmp_path / "site.toml").exists()

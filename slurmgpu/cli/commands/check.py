@@ -6,8 +6,9 @@ import importlib.metadata
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -34,23 +35,26 @@ NOWHERE = ".slurmgpu-check"
 MARKS = ("✓", "✗")
 
 
-def run_checks(run_file: Path, *, node: bool, fetch: bool = False) -> int:
+def run_checks(
+    run_file: Path, overrides: Mapping[str, Any], typed: Sequence[str], *, node: bool, fetch: bool = False
+) -> int:
     """Print a line for each check; the exit code: 2 if one failed.
 
-    `fetch` first downloads what the workload needs; `node` also checks a node of the cluster by a short job.
+    `typed` are the options that gave `overrides`. `fetch` first downloads what the workload needs; `node` also checks a
+    node of the cluster by a short job.
     """
-    checks = _Checks(run_file)
+    checks = _Checks(run_file, overrides)
     checks.run(fetch=fetch)
     if node and checks.are_good:
         assert checks.config is not None
-        checks.are_good = _check_a_node(run_file, checks.config)
+        checks.are_good = _check_a_node([str(run_file.resolve()), *typed], checks.config)
     return 0 if checks.are_good else 2
 
 
-def run_checks_here(run_file: Path) -> int:
+def run_checks_here(run_file: Path, overrides: Mapping[str, Any]) -> int:
     """Print what a task would find on this machine: image, Python, GPUs; the exit code: 2 if a task could not run."""
     try:
-        with draft_run(run_file, run_dir=Path(NOWHERE)) as draft:
+        with draft_run(run_file, overrides, Path(NOWHERE)) as draft:
             allocation = allocate(draft.resources, None)
     except SlurmGPUError as error:
         print_line(False, "node", str(error))
@@ -63,10 +67,11 @@ def run_checks_here(run_file: Path) -> int:
 class _Checks:
     """The checks of a run file on this machine. An error that several of them meet is printed once."""
 
-    def __init__(self, run_file: Path) -> None:
+    def __init__(self, run_file: Path, overrides: Mapping[str, Any]) -> None:
         self.config: RunFile | None = None
         self.are_good = True
         self._run_file = run_file
+        self._overrides = overrides
         self._draft: Draft | None = None
         self._said: set[str] = set()
 
@@ -98,7 +103,7 @@ class _Checks:
             self._said.add(str(error))
 
     def _read(self) -> str:
-        self.config = read_run_file(self._run_file)
+        self.config = read_run_file(self._run_file, self._overrides)
         return str(self._run_file)
 
     def _image(self, config: RunFile) -> str:
@@ -106,15 +111,15 @@ class _Checks:
         path = image_path(config.container, run_file.parent)
         if path is None:
             return "none: the workers run in this Python"
-        return describe_image(path, identify_image(path, config.container.runtime, run_file))
+        return describe_image(path, identify_image(path, config.container.runtime, run_file, self._overrides))
 
     def _plan(self) -> str:
-        with draft_run(self._run_file, run_dir=Path(NOWHERE)) as draft:
+        with draft_run(self._run_file, self._overrides, Path(NOWHERE)) as draft:
             self._draft, plan = draft, draft.plan
         return f"{count_of(plan.n_items, 'item')}, {count_of(plan.n_shards, 'shard')}, workload {plan.workload}"
 
     def _fetch(self) -> str:
-        workload = workload_of(self._run_file)
+        workload = workload_of(self._run_file, self._overrides)
         if workload.fetch is None:
             return f"workload {workload.name.rpartition(':')[2]} has nothing to download"
         with working_folder(self._run_file.expanduser().resolve().parent):  # a setting may be a path
@@ -144,9 +149,9 @@ def _resources(config: RunFile) -> str:
     return f"{count_of(found.n_tasks, 'task')} {share}{nodes}, executor {wanted.executor}, device {wanted.device}"
 
 
-def _check_a_node(run_file: Path, config: RunFile) -> bool:
+def _check_a_node(arguments: Sequence[str], config: RunFile) -> bool:
     """Run `check --here` on a node with the run's resources, and print its lines as they arrive."""
-    here = [sys.executable, "-m", "slurmgpu", "check", str(run_file.resolve()), "--here"]
+    here = [sys.executable, "-m", "slurmgpu", "check", *arguments, "--here"]
     try:
         command = executor_named(config.resources.executor).command_on_node(config, here)
     except SlurmGPUError as error:

@@ -6,13 +6,16 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from slurmgpu.cli import options
 from slurmgpu.errors import SlurmGPUError
+
+if TYPE_CHECKING:
+    from slurmgpu.plan.overrides import Overrides
 
 USAGE = "--each FILE --col NAME:TYPE [OPTIONS] -- PROGRAM [ARGUMENTS]"
 PROGRAM = "slurmgpu.program"
@@ -33,38 +36,20 @@ class WithProgram(TyperCommand):
         return super().parse_args(ctx, args)
 
 
+@options.taking({**options.PLACES, **options.KEYS, **options.SUBMITTING})
 def run(
     context: typer.Context,
     each: Annotated[
-        list[str], typer.Option("--each", metavar="FILE", help="The input: a file, or a quoted glob; may be repeated.")
+        list[str],
+        typer.Option(
+            "--each", metavar="FILE", help="The input: a file, a folder of files, or a quoted glob; may be repeated."
+        ),
     ],
     col: Annotated[
         list[str], typer.Option("--col", metavar="NAME:TYPE", help="A column of the results, as in text:text.")
     ],
     batch_size: Annotated[int | None, typer.Option("--batch-size", help="Items of a slice, at most.")] = None,
-    gpus: options.GpusOption = None,
-    array: options.ArrayOption = None,
-    gpus_per_task: options.PerTaskOption = None,
-    nodes_per_task: options.NodesOption = None,
-    gpu_type: options.TypeOption = None,
-    processes: options.ProcessesOption = None,
-    tasks: options.TasksOption = None,
-    executor: options.ExecutorOption = None,
-    device: options.DeviceOption = None,
-    image: options.ImageOption = None,
-    run_dir: options.RunDirOption = None,
-    settings: options.SetOption = None,
-    slurm: options.SlurmOption = None,
-    mail_user: options.MailOption = None,
-    after: options.AfterOption = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the run file that this stands for, and its plan; queue nothing.")
-    ] = False,
-    probe: options.ProbeOption = None,
-    yes: options.YesOption = False,
-    inject: options.InjectOption = None,
-    wait: options.WaitOption = False,
-    as_json: options.JsonOption = False,
+    **given: Any,
 ) -> None:
     """Submit a command for the items of an input, without a run file.
 
@@ -76,35 +61,34 @@ def run(
     from slurmgpu.cli.console import result
     from slurmgpu.plan.site_file import NO_RUN_FILE
 
-    program = context.meta[PROGRAM]
-    overrides = options.overrides(context.params, settings, slurm, image)
-    overrides = whole_run_file(each, col, program, overrides)
-    if run_dir is not None:
-        overrides["run_dir"] = str(run_dir)
-    if batch_size is not None:
-        overrides["workload"]["batch_size"] = batch_size
-    if dry_run and not as_json:
+    overrides = whole_run_file(each, col, context.meta[PROGRAM], given, batch_size)
+    if given["dry_run"] and not given["as_json"]:
         result(as_toml(overrides))
-    asked: dict[str, Any] = {"dry_run": dry_run, "probe": probe, "yes": yes, "wait": wait, "as_json": as_json}
-    run_file = Path.cwd() / NO_RUN_FILE
-    raise typer.Exit(submitting.submit(run_file, overrides, run_dir, after, inject=inject or (), **asked))
+    asked = {name: given[name] for name in options.SUBMITTING}
+    raise typer.Exit(submitting.submit(Path.cwd() / NO_RUN_FILE, overrides, **asked))
 
 
 def whole_run_file(
-    each: Sequence[str], col: Sequence[str], program: Sequence[str], tables: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The tables of a run file that runs `program` for the items of `each`; `tables` go over them."""
+    each: Sequence[str],
+    col: Sequence[str],
+    program: Sequence[str],
+    given: Mapping[str, Any],
+    batch_size: int | None = None,
+) -> Overrides:
+    """The tables of a run file that runs `program` for the items of `each`; options that were `given` go over them."""
+    from slurmgpu.plan.overrides import Overrides
+
     if odd := [text for text in program if not _is_utf8(text)]:
         raise SlurmGPUError(f"The argument {odd[0]!r} is not UTF-8, and a plan is. Give it by a file.")
     # Of `python score.py`, the script names the run.
     name = next((Path(text).stem for text in program if _is_script(text)), Path(*program[:1]).stem)
-    return {
-        "input": each[0] if len(each) == 1 else list(each),
-        "run_dir": f"runs/{name or 'run'}",
-        **tables,
-        "workload": {"use": "command"},
-        "settings": {"run": list(program), "columns": _columns(col), **tables.get("settings", {})},
-    }
+    tables = Overrides()
+    tables.put({"input": each[0] if len(each) == 1 else list(each)}, "--each")
+    tables["run_dir"] = str(given.get("run_dir") or f"runs/{name or 'run'}")
+    tables.put({"workload": {"use": "command"}, "settings": {"run": list(program)}}, "-- PROGRAM")
+    tables.put({"workload": {"batch_size": batch_size}})
+    tables.put({"settings": {"columns": _columns(col)}}, "--col")
+    return options.overrides(given, tables)
 
 
 def _columns(texts: Sequence[str]) -> dict[str, str]:
@@ -123,7 +107,7 @@ def as_toml(tables: Mapping[str, Any]) -> str:
     """A run file; what is None, and tables with nothing in them, are left out."""
     top = [f"{key} = {_value(value)}" for key, value in tables.items() if not isinstance(value, Mapping)]
     blocks = ["\n".join(top)]
-    for key in ("workload", "settings", "resources", "container", "slurm", "merge"):
+    for key in ("workload", "settings", "sweep", "resources", "container", "slurm", "merge"):
         given = {name: value for name, value in tables.get(key, {}).items() if value is not None}
         if given:
             blocks.append("\n".join([f"[{key}]", *_lines(given)]))

@@ -26,6 +26,7 @@ from slurmgpu.executors import probe as probes
 from slurmgpu.executors.registry import executor_named
 from slurmgpu.executors.submission import Outcome
 from slurmgpu.faults.verdicts import judge
+from slurmgpu.plan.items import look_at
 from slurmgpu.plan.planner import Draft, draft_run
 from slurmgpu.plan.site_file import origins
 from slurmgpu.report.status import Status, StatusAttempt
@@ -40,15 +41,18 @@ PROGRESS_S = 3.0
 def submit(
     run_file: Path,
     overrides: Mapping[str, Any],
-    run_dir: Path | None,
-    after: Path | None,
     *,
+    run_dir: Path | None,
+    limit: int | None,
+    items: str | None,
+    extend: Path | None,
+    after: Path | None,
     dry_run: bool,
     wait: bool,
     as_json: bool,
-    inject: Sequence[str] = (),
-    probe: int | None = None,
-    yes: bool = False,
+    inject: Sequence[str] | None,
+    probe: int | None,
+    yes: bool,
 ) -> int:
     """Plan a run, and submit it unless it is a dry run or its probe fails or is declined; the exit code."""
     if yes and probe is None:
@@ -56,8 +60,10 @@ def submit(
     if probe is not None and dry_run:
         raise SlurmGPUError("--probe computes items and --dry-run computes nothing; leave one of them out.")
     foretold: Mapping[str, Any] | None = None
+    inject = inject or ()
     other = Run.open(after) if after is not None else None
-    with _planning() as progress, draft_run(run_file, overrides, run_dir, progress, other) as draft:
+    look, old = look_at(items, limit), None if extend is None else Run.open(extend)
+    with _planning() as progress, draft_run(run_file, overrides, run_dir, progress, other, look, old) as draft:
         if dry_run:
             return show_draft(draft, other, origins(run_file, overrides), as_json=as_json, inject=inject)
         for line in (*draft.notes, *draft.plan.placement):
@@ -90,9 +96,19 @@ def _probe(draft: Draft, n_items: int, *, as_json: bool) -> Mapping[str, Any]:
     return foretold
 
 
-def plan(run_file: Path, overrides: Mapping[str, Any], run_dir: Path | None, *, as_json: bool) -> None:
+def plan(
+    run_file: Path,
+    overrides: Mapping[str, Any],
+    *,
+    run_dir: Path | None,
+    limit: int | None,
+    items: str | None,
+    extend: Path | None,
+    as_json: bool,
+) -> None:
     """Create the run directory, and print how to submit it by hand."""
-    with _planning() as progress, draft_run(run_file, overrides, run_dir, progress) as draft:
+    look, old = look_at(items, limit), None if extend is None else Run.open(extend)
+    with _planning() as progress, draft_run(run_file, overrides, run_dir, progress, None, look, old) as draft:
         run, lines, notes = api.plan_draft(draft)
     for note in (*draft.notes, *run.plan.placement, *notes):
         say(note)
@@ -106,9 +122,7 @@ def plan(run_file: Path, overrides: Mapping[str, Any], run_dir: Path | None, *, 
 
 def resubmit(
     run: Run,
-    resources: Mapping[str, Any],
-    slurm: Mapping[str, Any],
-    merging: Mapping[str, Any],
+    tables: Mapping[str, Any],
     *,
     failed: bool,
     force: bool,
@@ -120,7 +134,15 @@ def resubmit(
     """Submit the missing items; the exit code."""
     with _following(run.folder, run.plan.n_items) as follow:
         which: Any = {"failed": failed, "force": force, "code": code, "other_code": other_code}
-        outcome = api.resubmit(run, resources, slurm, follow.run, merging=merging, tell=say, **which)
+        outcome = api.resubmit(
+            run,
+            tables.get("resources"),
+            tables.get("slurm"),
+            follow.run,
+            merging=tables.get("merge"),
+            tell=say,
+            **which,
+        )
     return _conclude(run, outcome, wait=wait, as_json=as_json)
 
 

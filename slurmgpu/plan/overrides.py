@@ -1,0 +1,123 @@
+"""Values over a run file: from options, from `-s KEY=VALUE` for any key, and from a profile of the site file."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.plan.run_file import Part, RunFile, fitting, merge_tables, plain_names, table_of
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+SET = "--set"
+TABLES = [name for name, field in RunFile.model_fields.items() if table_of((name,)) or "dict[" in str(field.annotation)]
+"""The tables of a run file."""
+OF_SBATCH = ("slurm", "merge")
+"""Those of options of sbatch."""
+
+
+class Overrides(dict[str, Any]):
+    """Values by key and table, as in a run file.
+
+    `sources` has, by table and key, the option or the profile that gave a value; a key at the top is in the table "".
+    `bare` are keys at the top that `-s` named without a dot, as it may name a setting.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sources: dict[tuple[str, str], str] = {}
+        self.bare: set[str] = set()
+
+    def put(self, tables: Mapping[str, Any], source: str = "") -> None:
+        """Put tables over the values; without `source` each is from an option of its own name."""
+        for table, key in _keys_of(tables):
+            self.sources[table, key] = source or f"--{key.replace('_', '-')}"
+        self.update({key: value for key, value in merge_tables(self, tables).items() if value != {}})
+
+    def assign(self, path: Sequence[str], value: Any) -> None:
+        """Put one value over the others, as `-s` does; SlurmGPUError if another option gives it as well."""
+        for name in reversed(path):
+            value = Part({name: value})
+        for place in _keys_of(value):
+            if (other := self.sources.get(place, SET)).startswith("--") and other != SET:
+                raise SlurmGPUError(f"{other} and -s {'.'.join(path)} set the same key. Leave one of them out.")
+        self.put(value, SET)
+
+    def assign_text(self, text: str) -> None:
+        """Assign KEY=VALUE; the value is TOML if it can be read so and its key takes it, else the text itself."""
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise SlurmGPUError(f"-s {text!r} is not of the form KEY=VALUE, as in -s resources.gpus=4.")
+        path = self._path(key.strip())
+        self.assign(path, fitting(path, _read_value(value), value))
+
+    def assign_keys(self, values: Mapping[str, Any]) -> None:
+        """Assign values by key, as `-s` names them."""
+        for key, value in values.items():
+            self.assign(self._path(key), value)
+
+    def _path(self, key: str) -> tuple[str, ...]:
+        """Where a key lies in a run file: `resources.gpus`, a key at the top, or the name of a setting."""
+        first, *rest = path = _parts(key.removeprefix("."))
+        is_key = first in TABLES if rest else first in RunFile.model_fields
+        if is_key or key.startswith("."):
+            if not (rest or key.startswith(".")):
+                self.bare.add(first)
+            return tuple([first, *plain_names(dict.fromkeys(rest))] if first in OF_SBATCH else path)
+        if rest and (hint := did_you_mean(first, TABLES)).startswith(" Did"):
+            raise SlurmGPUError(
+                f"-s {key}: there is no table {first!r} in a run file.{hint} If it is a setting: -s settings.{key}."
+            )
+        return "settings", *path
+
+    def refuse_ambiguous(self, full_name: str, names: Collection[str] | None) -> None:
+        """SlurmGPUError if a bare key may be a setting of the workload; `names` are its settings, None for any."""
+        for key in sorted(self.bare if names is None else self.bare & set(names)):
+            raise SlurmGPUError(
+                f"-s {key}=… may be the key of the run file or the setting of workload {full_name}. "
+                f"Write -s .{key}=… for the former, or -s settings.{key}=… for the latter."
+            )
+
+
+def source_of(overrides: Mapping[str, Any], table: str, key: str) -> str:
+    """The option or the profile that gave a value of `overrides`."""
+    if isinstance(overrides, Overrides):
+        return overrides.sources[table, key]
+    return {"slurm": "--slurm", "merge": "--mail-user"}.get(table, f"--{key.replace('_', '-')}")
+
+
+def _keys_of(tables: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for key, value in tables.items():
+        if not isinstance(value, Mapping):
+            yield from [("", key)] if value is not None else ()
+        else:
+            yield from ((key, name) for name, inner in value.items() if inner is not None)
+
+
+def _parts(key: str) -> list[str]:
+    """The names of a dotted key, which are quoted as in TOML if they have a dot."""
+    try:
+        value = tomllib.loads(f"{key} = 0")
+    except tomllib.TOMLDecodeError:
+        return key.split(".")
+    parts = []
+    while isinstance(value, dict):
+        [(name, value)] = value.items()
+        parts.append(name)
+    return parts
+
+
+def _read_value(text: str) -> Any:
+    try:
+        # In an inline table, nothing can follow the value: no comment, no other key.
+        value = tomllib.loads(f"table = {{ value = {text} }}")["table"]
+    except (tomllib.TOMLDecodeError, RecursionError):
+        return text
+    is_text = value.keys() != {"value"} or isinstance(value["value"], (datetime.date, datetime.time))
+    return text if is_text else value["value"]
