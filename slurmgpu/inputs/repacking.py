@@ -70,9 +70,10 @@ class RowGroups:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(Exception):  # after an error of its own
+        with contextlib.suppress(Exception):  # after an error, which says more; else `close` has written everything
             self._writer.close()
-        self._file.close()
+        with contextlib.suppress(OSError):
+            self._file.close()
 
     def add(self, table: Any) -> None:
         """Add the rows of an Arrow table."""

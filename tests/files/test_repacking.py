@@ -9,7 +9,9 @@ import gzip
 import hashlib
 import json
 import lzma
+import os
 import re
+import resource
 import sqlite3
 import subprocess
 import sys
@@ -192,6 +194,17 @@ def test_row_groups_are_bounded_in_rows_and_in_bytes(tmp_path: Path) -> None:
     wide = [{"x": "a" * 200_000} for _ in range(600)]
     about = pq.ParquetFile(repacked(wide, tmp_path / "wide").files[0].path).metadata
     assert [about.row_group(i).num_rows for i in range(about.num_row_groups)] == [256, 256, 88]
+
+
+def test_a_disk_without_room_is_named(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(OSError) as caught:
+            repacked([{"x": os.urandom(9000)} for _ in range(5000)], tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caught.value.filename == str(tmp_path / "input" / "00000.parquet")
 
 
 @pytest.mark.parametrize(
