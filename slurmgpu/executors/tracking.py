@@ -28,10 +28,9 @@ def track(run: Run, timeout_s: float = TIMEOUT_S) -> None:
     if why := owners.why_foreign(run):
         log.warning("nothing is sent to trackers: %s. To do it: %s", why, typed)
         return
-    folder = Path(run.plan.search_path)
     process = subprocess.Popen(
         [sys.executable, "-m", "slurmgpu", "track", str(run.folder)],
-        cwd=folder if folder.is_dir() else run.folder,
+        cwd=folder_of(run),
         stdin=subprocess.DEVNULL,
         stdout=2,  # the file descriptor, as sys.stderr may have been replaced
         stderr=2,
@@ -48,3 +47,9 @@ def track(run: Run, timeout_s: float = TIMEOUT_S) -> None:
     else:
         if code:
             log.warning("not everything was sent to trackers (exit code %d). To go on: %s", code, typed)
+
+
+def folder_of(run: Run) -> Path:
+    """The folder that relative paths of [track] start at: the run file's, or the run directory if that is gone."""
+    folder = Path(run.plan.search_path)
+    return folder if folder.is_dir() else run.folder

@@ -87,7 +87,8 @@ def globbed(pattern: str, base: Path) -> set[str]:
 
 def is_data_set(path: Path) -> bool:
     """Whether a path is a folder that `save_to_disk` of Hugging Face's datasets has written."""
-    return any((path / name).is_file() for name in (_STATE, _SPLITS))
+    # Not Path.is_file, which raises for a folder that may not be entered; listing it says so in a sentence.
+    return any(os.path.isfile(path / name) for name in (_STATE, _SPLITS))  # noqa: PTH113
 
 
 def data_set_files(folder: Path) -> list[Path]:

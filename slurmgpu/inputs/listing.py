@@ -6,11 +6,12 @@ import glob
 import json
 import os
 import stat
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
@@ -36,7 +37,7 @@ MEDIA = frozenset({*IMAGES, "tif", "tiff", "webp", *AUDIO, *VIDEO, "pdf"})
 """Suffixes of files that are items wherever they are named."""
 
 FIELDS = ("path", "key")
-_AT_ONCE = 4096
+_AT_ONCE, _OF_A_THREAD = 4096, 128
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,17 @@ class Listing:
         """Write the listing with each file's size and time; a line about it, and the folders that the files lie in."""
         total, folders = 0, dict.fromkeys(self.roots)
         with open(path, "w", encoding="ascii") as file, ThreadPoolExecutor(16) as beside:
-            rest = iter(self.members)
-            while some := list(islice(rest, _AT_ONCE)):  # a pool takes all that it is given at once
-                for (name, key), (size, mtime, folder) in zip(some, beside.map(_look_at, some), strict=True):
+            for start in range(0, len(self.members), _AT_ONCE):  # a pool takes all that it is given at once
+                some = self.members[start : start + _AT_ONCE]
+                parts = [some[at : at + _OF_A_THREAD] for at in range(0, len(some), _OF_A_THREAD)]
+                looks = chain.from_iterable(beside.map(_look_at_all, parts))
+                for (name, key), (size, mtime, others) in zip(some, looks, strict=True):
                     total += max(size, 0)
-                    folders[folder] = None
+                    folders |= dict.fromkeys(others)
                     line = {"path": name, "key": key, "size_bytes": size, "mtime_ns": mtime}
                     file.write(json.dumps(line) + "\n")
+        now = int(time.time())
+        os.utime(path, (now, now))  # in whole seconds, which any copy keeps
         about = f"{count_of(len(self.members), 'file')} of {' and '.join(self.roots[:3])}, {size_of(total)}"
         if shared := {key: n for key, n in Counter(key for _, key in self.members).items() if n > 1}:
             about += f"; {sum(shared.values())} of them share their key with another, as {next(iter(shared))!r}"
@@ -80,8 +85,8 @@ def list_files(patterns: str | Sequence[str], base: Path) -> Listing | None:
             f"Plan two runs, or write {PREFIX + held[0]!r} if each of its files is an item."
         )
     members = [(path, key) for listed in found if listed for path, key in listed[1]]
-    twice = [path for path, n in Counter(path for path, _ in members).items() if n > 1]
-    if twice:
+    paths = Counter(path for path, _ in members) if len(patterns) > 1 else {}
+    if twice := [path for path, n in paths.items() if n > 1]:
         raise SlurmGPUError(f"The input names {twice[0]} twice. Leave one of them out.")
     return Listing(members, tuple(dict.fromkeys(listed[0] for listed in found if listed)))
 
@@ -148,20 +153,25 @@ def as_text(name: str) -> str:
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
-def _look_at(member: tuple[str, str]) -> tuple[int, int, str]:
-    """The size and time of a file, and the folder it lies in; -1 for one that cannot be read, an item's error later."""
-    path, _ = member
-    folder = os.path.dirname(path)  # noqa: PTH120
+def _look_at_all(members: Sequence[tuple[str, str]]) -> list[tuple[int, int, list[str]]]:
+    return [_look_at(path) for path, _ in members]
+
+
+def _look_at(path: str) -> tuple[int, int, list[str]]:
+    """A file's size and time, and the folders on the way to it through links; -1 if it cannot be read."""
+    folders = [os.path.dirname(path)]  # noqa: PTH120
     try:
         status = os.lstat(path)
         if stat.S_ISLNK(status.st_mode):
-            folder = os.path.dirname(os.path.realpath(path))  # noqa: PTH120
-            status = os.stat(path)  # noqa: PTH116
+            status = os.stat(path)  # noqa: PTH116 - raises where links go round
+            while os.path.islink(path):  # noqa: PTH114
+                path = os.path.normpath(os.path.join(folders[-1], os.readlink(path)))  # noqa: PTH115, PTH118
+                folders.append(os.path.dirname(path))  # noqa: PTH120
     except OSError as error:
         if is_transient(error):
             raise
-        return -1, -1, folder
-    return (status.st_size, status.st_mtime_ns, folder) if stat.S_ISREG(status.st_mode) else (-1, -1, folder)
+        return -1, -1, folders
+    return (status.st_size, status.st_mtime_ns, folders) if stat.S_ISREG(status.st_mode) else (-1, -1, folders)
 
 
 def _listed(pattern: str, base: Path) -> tuple[str, list[tuple[str, str]]] | None:
@@ -172,7 +182,7 @@ def _listed(pattern: str, base: Path) -> tuple[str, list[tuple[str, str]]] | Non
     name = str(PurePosixPath(os.path.expanduser(pattern.removeprefix(PREFIX))))  # noqa: PTH111 - as in finding
     path = str(base / name)
     if not glob.has_magic(name) or os.path.lexists(path):
-        if Path(path).is_dir():
+        if os.path.isdir(path):  # noqa: PTH112 - as in finding
             if not is_explicit and is_data_set(Path(path)):
                 return None
             root, paths = path, sorted(_walked(path), key=_parts)
@@ -246,8 +256,9 @@ def _key(path: str, root: str) -> str:
     return as_text(os.path.splitext(path[len(root.rstrip("/")) + 1 :])[0])  # noqa: PTH122
 
 
-def _parts(path: str) -> list[str]:
-    return path.split("/")
+def _parts(path: str) -> str:
+    """A key to sort paths part by part, as `Path` does: a folder before one whose name begins with its name."""
+    return path.replace("/", "\0")
 
 
 def _before_magic(path: str) -> str:

@@ -100,9 +100,15 @@ def headline(table: Mapping[str, Any], n_configurations: int) -> str:
 
 def describe(data: Mapping[str, Any]) -> str:
     """A configuration in words: `lr = 0.1, width = 32`."""
-    texts = {key: json.dumps(value, ensure_ascii=False, default=str) for key, value in data.items()}
+    texts = {key: json.dumps(value, ensure_ascii=False, default=_in_words) for key, value in data.items()}
     shown = (f"{key} = {text if len(text) <= SHOWN else f'{text[:SHOWN]}…'}" for key, text in texts.items())
-    return ", ".join(shown) or "nothing of its own"
+    # The name of a file may have bytes that are no text.
+    return ", ".join(shown).encode("utf-8", "backslashreplace").decode() or "nothing of its own"
+
+
+def _in_words(value: Any) -> str:
+    """What is no JSON, in a few words."""
+    return f"{count_of(len(value), 'byte')}" if isinstance(value, bytes) else str(value)
 
 
 def place_of(file: Path, number: int, data: Mapping[str, Any]) -> str:

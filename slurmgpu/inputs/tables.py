@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, ClassVar, Protocol
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs.formats import Find, Format, Preview, Rows
@@ -21,56 +21,80 @@ AFTERWARDS = (
 """What to do after repairing a damaged input."""
 
 
-class ParquetRows:
-    """The rows of a .parquet file; the last row group stays in memory."""
+class Groups(ABC):
+    """The rows of a file of pyarrow's, which lie in groups; the last group stays in memory.
 
-    def __init__(self, path: str) -> None:
-        try:
-            import pyarrow as pa
-            import pyarrow.parquet as pq
-        except ImportError as error:
-            raise SlurmGPUError(f"Reading {path} needs pyarrow: pip install 'slurmgpu[parquet]'.") from error
-        self._damage = (pa.ArrowException, OSError)
-        try:
-            self._file = pq.ParquetFile(path, page_checksum_verification=True)
-        except self._damage as error:
-            _raise_if_disk_failed(error)
-            raise SlurmGPUError(f"{path} is not a Parquet file: {error}.") from error
+    `unit` and `kind` name a group and the format in messages; `sizes` are the numbers of rows of the groups.
+    """
+
+    unit: ClassVar[str]
+    kind: ClassVar[str]
+
+    def __init__(self, path: str, sizes: Iterable[int], columns: Iterable[str]) -> None:
+        self.columns = tuple(columns)
         self._path = path
-        about = self._file.metadata
-        groups = (about.row_group(i).num_rows for i in range(about.num_row_groups))
-        self._bounds: list[int] = [0, *accumulate(groups)]
+        self._bounds: list[int] = [0, *accumulate(sizes)]
         self._cached: tuple[int, Any] | None = None
-        self.columns: tuple[str, ...] = tuple(self._file.schema_arrow.names)
 
     def __len__(self) -> int:
         return self._bounds[-1]
 
+    @abstractmethod
+    def load(self, group: int) -> Any:
+        """A group, as a table or a batch of pyarrow's."""
+
     def close(self) -> None:
-        """Close the file and drop the row group."""
-        self._file.close()
+        """Drop the group in memory."""
         self._cached = None
 
     def read(self, start: int, stop: int) -> list[Mapping[str, Any] | ItemError]:
-        """Rows start..stop-1; an ItemError for each row of a damaged row group."""
+        """Rows start..stop-1; an ItemError for each row of a damaged group."""
         items: list[Mapping[str, Any] | ItemError] = []
         while start < stop:
             group = bisect_right(self._bounds, start) - 1
             end = min(stop, self._bounds[group + 1])
             try:
                 items += self._group(group).slice(start - self._bounds[group], end - start).to_pylist()
-            except self._damage as error:
-                _raise_if_disk_failed(error)
-                found = f"{self._path}, row group {group}: expected Parquet, found damage ({error})"
+            except damage() as error:
+                raise_if_disk_failed(error)
+                found = f"{self._path}, {self.unit} {group}: expected {self.kind}, found damage ({error})"
                 items += [ItemError(found)] * (end - start)
             start = end
         return items
 
     def _group(self, group: int) -> Any:
         if self._cached is None or self._cached[0] != group:
-            self._cached = None  # two row groups may exceed the memory
-            self._cached = (group, self._file.read_row_group(group))
+            self._cached = None  # two groups may exceed the memory
+            self._cached = (group, self.load(group))
         return self._cached[1]
+
+
+class ParquetRows(Groups):
+    """The rows of a .parquet file, by row groups."""
+
+    unit, kind = "row group", "Parquet"
+
+    def __init__(self, path: str) -> None:
+        check_pyarrow(path)
+        import pyarrow.parquet as pq
+
+        try:
+            self._file = pq.ParquetFile(path, page_checksum_verification=True)
+        except damage() as error:
+            raise_if_disk_failed(error)
+            raise SlurmGPUError(f"{path} is not a Parquet file: {error}.") from error
+        about = self._file.metadata
+        sizes = (about.row_group(i).num_rows for i in range(about.num_row_groups))
+        super().__init__(path, sizes, self._file.schema_arrow.names)
+
+    def close(self) -> None:
+        """Close the file and drop the row group."""
+        super().close()
+        self._file.close()
+
+    def load(self, group: int) -> Any:
+        """A row group."""
+        return self._file.read_row_group(group)
 
 
 class MergedRows:
@@ -158,7 +182,22 @@ class Merged(Tables, format="h5"):
         return MergedRows(path, verify=verify)
 
 
-def _raise_if_disk_failed(error: BaseException) -> None:
+def check_pyarrow(path: str) -> None:
+    """SlurmGPUError if pyarrow, which reads a file, is not installed."""
+    try:
+        import pyarrow  # noqa: F401
+    except ImportError as error:
+        raise SlurmGPUError(f"Reading {path} needs pyarrow: pip install 'slurmgpu[parquet]'.") from error
+
+
+def damage() -> tuple[type[Exception], ...]:
+    """What pyarrow raises for a damaged file."""
+    import pyarrow as pa
+
+    return (pa.ArrowException, OSError)
+
+
+def raise_if_disk_failed(error: BaseException) -> None:
     """Raise errors of the file system; pyarrow's OSError for damaged contents has no errno."""
     if getattr(error, "errno", None) is not None:
         raise error

@@ -15,6 +15,7 @@ import numpy as np
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs.formats import CHUNK_BYTES, Find, Format, Preview, Rows
 from slurmgpu.inputs.index import IndexWriter
+from slurmgpu.inputs.listing import as_text
 
 KEY = "__key__"
 """The field with what the names of an item's members have in common, as in WebDataset."""
@@ -53,11 +54,12 @@ class Tar(Format, format="tar"):
 
     def index(self, found: Preview, file: BinaryIO, chunks: Iterable[bytes], writer: IndexWriter) -> int:
         """Add the offsets of the items to the index; SlurmGPUError if the archive does not go to the file's end."""
-        n_before, offsets = writer.n_items, list[int]()
+        n_before, offsets, seen = writer.n_items, list[int](), set[int]()
         stream = cast(IO[bytes], _Stream(chunks))
         try:
             with tarfile.open(fileobj=stream, mode="r|") as archive:
                 for members in _samples(archive):
+                    _check_adjacent(found.path, members[0][1], seen)
                     if not offsets and writer.n_items == n_before:
                         writer.begin_file(members[0][0].offset)
                         continue
@@ -157,7 +159,7 @@ def _data(
     path: str, archive: tarfile.TarFile, members: Sequence[tuple[tarfile.TarInfo, str, str]]
 ) -> Mapping[str, Any] | ItemError:
     """The data of an item: its key, and the content of each member by its suffix."""
-    key = members[0][1].encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    key = as_text(members[0][1])
     if (size := sum(member.size for member, _, _ in members)) > MOST_BYTES:
         return ItemError(f"{path}, {key}: it has {size} bytes; expected at most {MOST_BYTES}, as they are in memory")
     data: dict[str, Any] = {KEY: key}
@@ -194,6 +196,16 @@ def _decoded(content: bytes, suffix: str) -> Any:
     except ValueError as error:
         what = {"json": "JSON", "cls": "a number"}.get(suffix, "text in UTF-8")
         raise ValueError(f"expected {what}, found other content ({error})") from error
+
+
+def _check_adjacent(path: str, key: str, seen: set[int]) -> None:
+    """SlurmGPUError if an item of this key came before; `seen` has the hashes of keys, which take less memory."""
+    if hash(key) in seen:
+        raise SlurmGPUError(
+            f"{path} has members of {as_text(key)!r} in two places: expected those of an item one after another. Pack "
+            f"the files in the order of their names, as by `tar --sort=name`."
+        )
+    seen.add(hash(key))
 
 
 def _check_end(found: Preview, file: BinaryIO, end: int) -> None:

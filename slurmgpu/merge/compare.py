@@ -30,6 +30,8 @@ COMPARISON_FORMAT = "slurmgpu comparison"
 COMPARISON_VERSION = 1
 N_EXAMPLES = 10
 
+_PLAIN = frozenset((int, float, str, bool, type(None)))
+
 Source = RunRows | FileRows
 
 
@@ -173,7 +175,9 @@ def _compare_rows(
     found.n_common += 1
     differing = {}
     for name in names:
-        one, other = (each.error if name == "error" else each[name] for each in (row, its))
+        one, other = (row.error, its.error) if name == "error" else (row.values[name], its.values[name])
+        if type(one) in _PLAIN and type(one) is type(other) and one == other:  # most values, at a third of the time
+            continue
         if not is_same(one, other, found.tolerance):
             differing[name] = one, other
             column = found.columns[name]
@@ -315,7 +319,7 @@ def _of_input(source: Source, key: str, indices: Sequence[int]) -> list[Any]:
         working_folder(Path(run.plan.search_path)),
         inputs.Reader(inputs.InputSpec.from_json(run.input), run.index) as reader,
     ):
-        for first, stop in spans_of(indices):
+        for first, stop in spans_of(list(map(run.plan.n_before, indices))):
             found += [None if isinstance(data, ItemError) else data.get(key) for data in reader.read(first, stop)]
     return found
 

@@ -81,9 +81,10 @@ def export(
 
 
 def _export(source: Path | Run, format: str, output: Path, columns: Sequence[str], where: str | None) -> Exported:  # noqa: A002
+    if format in FOLDERS:
+        _refuse_used(output)
     with _opened(source) as rows, beside(output) as partial:
         if format in FOLDERS:
-            _refuse_used(output)
             partial.mkdir()
             exported = _written(rows, lambda selection: FOLDERS[format](selection, partial), columns, where)
         else:
@@ -216,7 +217,8 @@ def _write_data_set(selection: Selection, folder: Path) -> int:
 
 
 def _refuse_used(output: Path) -> None:
-    if status_of(output) is not None and (not is_folder(output) or list_names(output)):
+    is_used = status_of(output) is not None and (not is_folder(output) or list_names(output))
+    if is_used or not output.name:  # "." or "/"
         raise SlurmGPUError(f"{output} exists. A data set is a folder of its own: name a new one with -o.")
 
 

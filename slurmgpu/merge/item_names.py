@@ -23,6 +23,8 @@ MAX_NAMED = 200
 MAX_S = 5.0
 """… and stops after this time: items of a large Parquet file may be far apart."""
 N_FIELDS = 3
+MOST_DIGITS = 18
+"""A text of more digits is no number of an item."""
 LENGTH = 160
 
 
@@ -52,7 +54,7 @@ def name_items(run: Run, items: Sequence[FailedItem]) -> None:
 def find_item(run: Run, asked: str) -> int:
     """The index of an item by its number or its name; `KEY=NAME` is always a name."""
     key = run.plan.key
-    if asked.isdecimal():
+    if asked.isdecimal() and len(asked) <= MOST_DIGITS:
         return int(asked)
     if key is None:
         raise SlurmGPUError(

@@ -1,6 +1,6 @@
 """The report as a page: a single HTML file for any browser.
 
-May import: report, search, logs, run, code, util. matplotlib and jinja2, too.
+May import: report, results, search, logs, run, code, util. matplotlib and jinja2, too.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from slurmgpu.page import facts, provenance
 from slurmgpu.page.clock import Clock, make_clock
 from slurmgpu.page.excerpts import add_excerpts
 from slurmgpu.page.pictures import ledger_bar, left_of, rates, throughput, timeline
+from slurmgpu.page.rows import rows_of as merged_rows_of
 from slurmgpu.page.spans import Life, begin_of, lives_of, rows_of
 from slurmgpu.page.svg import NARROW, WIDE, picture
 from slurmgpu.page.usage import chosen_tasks, draw_usage, read_usage
@@ -72,6 +73,7 @@ def render(run: Run, report: Report, task: str | None = None) -> str:
         "version": __version__,
         "figures": facts.figures_of(report, lives),
         "summary": summary_of(report.get("summary"), MAX_ROWS, MAX_COLUMNS),
+        "merged_rows": merged_rows_of(run, report),
         "no_logs": no_logs,
         "classes": facts.classes_of(report),
         "item_reasons": items[: facts.MAX_REASONS],

@@ -135,8 +135,13 @@ def draft_run(
     notes = hidden_by_built_in(config.workload.use) + near_misses(workload)
     container = contain(config.container, full_name, source, overrides)
     if container is None and workload.check_here is not None:
-        with working_folder(path.parent):
-            workload.check_here()
+        try:
+            with working_folder(path.parent):
+                workload.check_here()
+        except SlurmGPUError as error:
+            if not (config.slurm.get("setup") and EXECUTORS.make(config.resources.executor).queues):
+                raise
+            notes.append(f"{error} As [slurm] setup may bring it, this is left to the tasks, which look again.")
     own = check_columns(workload.columns, f"workload {full_name}")
     keep = columns_kept([*config.keep, *workload.kept_fields], config.rename, own)
     columns = columns_to_json(check_columns(with_kept(own, keep), "keep"))

@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -212,10 +212,11 @@ def table_of(path: Sequence[str], model: type[BaseModel] = RunFile) -> type[Base
     """The model of a table, by default of the run file; None for tables of any keys, and for what is no table."""
     for name in path:
         field = model.model_fields.get(name)
-        inner = None if field is None else field.annotation
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+        kinds = () if field is None else get_args(field.annotation) or (field.annotation,)
+        inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        if not inner:
             return None
-        model = inner
+        [model] = inner
     return model
 
 

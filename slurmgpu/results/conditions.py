@@ -65,6 +65,10 @@ class Condition:
             found = self._value(self._tree, table)
         except pa.ArrowException as error:
             raise self._wrong(f"it does not fit the columns: {str(error).splitlines()[0]}") from error
+        except OverflowError as error:
+            raise self._wrong("it has an integer of more than 64 bits.") from error
+        except RecursionError:
+            raise self._wrong("it is nested too deeply.") from None
         if not isinstance(found, pa.ChunkedArray | pa.Array) or found.type != pa.bool_():
             raise self._wrong("it is neither true nor false. Compare the value with another, as in score > 0.5.")
         mask: npt.NDArray[np.bool_] = pc.fill_null(found, False).to_numpy(zero_copy_only=False)

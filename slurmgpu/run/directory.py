@@ -138,25 +138,34 @@ class Plan:
         """Whether this is a probe; older ones have ranges of items, and do not say so."""
         return self.look == "probe" or (not self.look and self.input.get("ranges") is not None)
 
+    @property
+    def ranges(self) -> Sequence[tuple[int, int]]:
+        """The indices of the run's items in the input, as (start, stop)."""
+        return self.input["ranges"] if self.look else [(0, self.n_items)]
+
+    def spans(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """The indices in the input of the run's items `start` to `stop` - 1, as (start, stop)."""
+        found, n_before = [], 0
+        for first, end in self.ranges:
+            low, high = first + max(start - n_before, 0), min(end, first + stop - n_before)
+            found += [(low, high)] if low < high else []
+            n_before += end - first
+        return found
+
     def indices(self, start: int, stop: int) -> Sequence[int]:
         """The indices of the run's items `start` to `stop` - 1 in the input."""
         if not self.look:
             return range(start, stop)
-        found: list[int] = []
-        n_before = 0
-        for first, end in self.input["ranges"]:
-            found += range(first + max(start - n_before, 0), min(end, first + stop - n_before))
-            n_before += end - first
-        return found
+        return [index for span in self.spans(start, stop) for index in range(*span)]
+
+    def n_before(self, index: int) -> int:
+        """How many of the run's items have a smaller index in the input."""
+        return sum(min(max(index - first, 0), end - first) for first, end in self.ranges)
 
     def place(self, index: int) -> int | None:
         """The place of an item among the run's, by its index in the input; None if the run does not have it."""
-        n_before = 0
-        for first, end in self.input["ranges"] if self.look else [(0, self.n_items)]:
-            if first <= index < end:
-                return n_before + index - first
-            n_before += end - first
-        return None
+        place = self.n_before(index)
+        return place if self.n_before(index + 1) > place else None
 
     def shard_of(self, index: int) -> int:
         """The shard of an item that the run has, by its index in the input."""

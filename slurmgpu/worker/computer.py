@@ -142,6 +142,7 @@ class Computer:
     key: str | None = None
     _ways_logged: dict[tuple[str, ...], int] = field(default_factory=dict)
     _names: dict[int, str] = field(default_factory=dict)
+    _kept_of: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     _n_tries_left: int = 0
     _put_off: list[tuple[list[int], bool]] = field(default_factory=list)
 
@@ -156,6 +157,7 @@ class Computer:
         self.noted.clear()
         self._n_tries_left, self._put_off = self.retries, []
         self._names.clear()
+        self._kept_of.clear()
         good = []
         for item in items:
             if not isinstance(item, Item):
@@ -167,6 +169,8 @@ class Computer:
                 self._names[item.index] = name
             try:
                 check_kept(self.kept, item.data)
+                if self.kept and self.keeps_rows:  # before the workload may change the item
+                    self._kept_of[item.index] = kept_values(self.kept, item.data)
                 good.append(item)
             except ItemError as error:
                 lacking = done.rows[item.index] = Failure("item_error", str(error))
@@ -194,7 +198,8 @@ class Computer:
                 return
             self._n_tries_left -= 1
             indices = [index for batch, _ in again for index in batch]
-            goes_on = self.keeps_rows and self.pause(self._wanted_pause_s(indices, done) or pause_s, len(indices))
+            wanted_s = min(self._wanted_pause_s(indices, done) or pause_s, LONGEST_PAUSE_S)
+            goes_on = self.keeps_rows and self.pause(wanted_s, len(indices))
             if not self.share(goes_on):
                 raise Interrupted
             pause_s *= PAUSE_GROWTH
@@ -204,8 +209,7 @@ class Computer:
     def _wanted_pause_s(self, indices: Sequence[int], done: Computed) -> float:
         """The longest pause that was asked for; 0 if none was."""
         rows = (done.rows[index] for index in indices)
-        wanted = max((row.retry_after or 0.0 for row in rows if isinstance(row, Failure)), default=0.0)
-        return min(wanted, LONGEST_PAUSE_S)
+        return max((row.retry_after or 0.0 for row in rows if isinstance(row, Failure)), default=0.0)
 
     def _compute_alone(self, batch: Sequence[Item], history: History, done: Computed) -> None:
         for item in batch:
@@ -346,7 +350,7 @@ class Computer:
             if not isinstance(row, Mapping):
                 raise ValueError(f"a row is a mapping of column to value, not {type(row).__name__}")
             if self.kept:
-                row = {**row, **kept_values(self.kept, item.data)}
+                row = {**row, **self._kept_of[item.index]}
             return convert_row(self.columns, row)
         except ValueError as error:
             failure = Failure("item_error", f"workload {self.name}, item {item.index}: {error}", ("row", str(error)))
@@ -393,8 +397,9 @@ def is_broken_cuda(error: BaseException) -> bool:
 
 
 def _of_item(error: ItemError) -> Failure:
-    """The failure that an ItemError stands for; a user's own may have something else under the name of the class."""
-    return Failure(error.failure if error.failure in POLICIES else "item_error", str(error), error.way)
+    """The failure that an ItemError stands for; a user's subclass may use the name `failure` for something else."""
+    is_class = isinstance(error.failure, str) and error.failure in POLICIES
+    return Failure(error.failure if is_class else "item_error", str(error), error.way)
 
 
 def _may_pass(error: BaseException) -> Failure:

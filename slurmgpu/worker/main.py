@@ -52,6 +52,7 @@ from slurmgpu.worker import groups
 from slurmgpu.worker.assignment import Assignment, WorkerFailedError
 from slurmgpu.worker.computer import (
     INTERRUPTED,
+    LONGEST_PAUSE_S,
     Computed,
     Computer,
     Failure,
@@ -250,7 +251,8 @@ class Worker:
 
     def _pause(self, seconds: float, n_items: int) -> bool:
         """Wait until `n_items` can be tried again; False if the task has to end before that."""
-        seconds *= random.uniform(1.0, 1.25)  # a thousand tasks that a server refused must not all return at once
+        # A thousand tasks that a server refused must not all return at once.
+        seconds = min(seconds * random.uniform(1.0, 1.25), LONGEST_PAUSE_S)
         log.info("waiting %.0f s, then %s again", seconds, count_of(n_items, "item"))
         self.report({"event": "waiting", "seconds": seconds, "items": n_items})
         until = time.monotonic() + seconds

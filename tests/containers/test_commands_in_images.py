@@ -1,4 +1,4 @@
-"""`use = "command"` in a real Apptainer image, whose Python the programs run in."""
+"""Slices and streams of `use = "command"` in a real Apptainer image, whose Python the programs run in."""
 
 import json
 from pathlib import Path
@@ -17,9 +17,7 @@ def row(data):
     if data["text"] == "bad":
         sys.exit("cannot read it")
     return {"n": len(data["text"]), "where": os.environ.get("APPTAINER_NAME", "")}
-if sys.argv[1] == "one":
-    print(json.dumps(row({"text": sys.argv[2]})))
-elif sys.argv[1] == "slice":
+if sys.argv[1] == "slice":
     with open(sys.argv[3], "w") as out:
         for item in map(json.loads, open(sys.argv[2])):
             print(json.dumps({"index": item["index"], **row(item["data"])}), file=out)
@@ -28,7 +26,7 @@ else:
     for item in map(json.loads, sys.stdin):
         print(json.dumps({"index": item["index"], **row(item["data"])}), flush=True)
 """
-RUN = {"one": ["{text}"], "slice": ["{in}", "{out}"], "stream": []}
+RUN = {"slice": ["{in}", "{out}"], "stream": []}
 TEXTS = ["a", "held", "bad", "dddd", "eeeee"]
 
 

@@ -14,6 +14,7 @@ import pytest
 from slurmgpu import open as slurmgpu_open
 from tests.cluster import Cluster, missing
 from tests.cluster.fixture import leave_out
+from tests.local.test_command_runs import make as make_command
 from tests.support.nightly import by_night
 from tests.support.runs import (
     check_rows,
@@ -446,3 +447,24 @@ def test_modules_beside_the_run_file_do_not_hide_the_standard_librarys(project, 
         (folder / f"{name}.py").write_text("raise ImportError('the wrong one')\n")
     slurmgpu(*LOCAL, cwd=folder, expect=0, PYTHONSAFEPATH="1")
     check_rows(folder, 16)
+
+
+def test_a_command_in_an_image_has_the_same_rows_and_runs_what_was_submitted(tmp_path, slurmgpu, apptainer):
+    merged = []
+    for python, table in ((sys.executable, {}), (apptainer.python, apptainer.table())):
+        run = [python, "one.py", "{text}"]
+        texts = ["a", "held", *"bcd", "deadly", *"efgh"]
+        folder = make_command(tmp_path / f"project{len(merged)}", "one.py", texts=texts, executor="local", run=run)
+        with open(folder / "slurmgpu.toml", "a") as file:
+            file.write("".join(["[container]\n", *(f"{key} = {toml(value)}\n" for key, value in table.items())]))
+        (folder / "held").touch()
+        process = start("submit", cwd=folder)
+        wait_until((folder / "pids").exists, "the item that waits")
+        (folder / "one.py").write_text("not Python\n")
+        assert kill_workers(folder)
+        (folder / "held").unlink()
+        output, _ = process.communicate(timeout=250)
+        assert process.returncode == 0, output
+        assert report(folder)["errors_by_class"] == {"crash": 1}
+        merged.append({name: data for name, data in datasets(folder).items() if not name.startswith("error")})
+    assert merged[0] == merged[1]

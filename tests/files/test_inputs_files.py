@@ -11,6 +11,7 @@ import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs import InputSpec, Reader, find, list_files, scan
+from slurmgpu.inputs.kept import kept_values
 from slurmgpu.inputs.listing import FILE, Files
 
 
@@ -55,6 +56,7 @@ def test_odd_names_are_read_and_their_keys_are_text(tmp_path: Path) -> None:
     found = items("in", tmp_path)
     assert [item["key"] for item in found] == ["-rf", "new\nline", "ü {x} [1]", "\\xff\\xfe"]
     assert all(Path(item["path"]).is_file() for item in found)
+    assert kept_values({"file": "path"}, found[3]) == {"file": f"{tmp_path}/in/\\udcff\\udcfe.jpg"}
 
 
 def test_a_file_that_changed_went_or_cannot_be_read_is_its_items_error_alone(tmp_path: Path) -> None:
@@ -92,12 +94,14 @@ def test_links_lead_where_they_lead_once_and_their_folders_are_known(tmp_path: P
     make(tmp_path / "store", "1.jpg", "2.jpg")
     make(tmp_path / "other", "3.jpg")
     make(tmp_path / "in", "0.jpg")
-    (tmp_path / "in/1.jpg").symlink_to("../store/1.jpg")
+    (tmp_path / "hop").mkdir()
+    (tmp_path / "hop/1.jpg").symlink_to(tmp_path / "store/1.jpg")
+    (tmp_path / "in/1.jpg").symlink_to("../hop/1.jpg")
     (tmp_path / "in/more").symlink_to("../other")
     (tmp_path / "in/round").symlink_to(".")
     spec, _, folders = planned("in", tmp_path)
     assert spec.n_items == 3
-    assert folders == tuple(str(tmp_path / name) for name in ("in", "other", "store"))
+    assert folders == tuple(str(tmp_path / name) for name in ("hop", "in", "other", "store"))
 
 
 @pytest.mark.parametrize(

@@ -76,16 +76,22 @@ def test_any_range_of_tars_is_their_items(tmp_path: Path, form: int, stride: int
                 assert reader.read(start, min(stop, len(expected))) == expected[start:stop]
 
 
-def test_only_adjacent_members_are_one_item_and_what_is_no_file_is_none(tmp_path: Path) -> None:
+def test_what_is_no_file_or_has_no_suffix_is_no_item(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "a.tar", "w") as archive:
         (tmp_path / "d.jpg").mkdir()
         (tmp_path / "link.jpg").symlink_to("nowhere")
         for name in ("d.jpg", "link.jpg"):
             archive.add(tmp_path / name, name)
-        for name in ("a.jpg", "b.jpg", "a.txt", ".hidden.jpg", "noname"):
+        for name in ("a.jpg", "b.jpg", "README", "b.txt", ".hidden.jpg", "c/.hidden.jpg"):
             archive.addfile(tarfile.TarInfo(name))
     found = read(planned("a.tar", tmp_path), tmp_path)
-    assert found == [{"__key__": "a", "jpg": b""}, {"__key__": "b", "jpg": b""}, {"__key__": "a", "txt": ""}]
+    assert found == [{"__key__": "a", "jpg": b""}, {"__key__": "b", "jpg": b"", "txt": ""}]
+
+
+def test_an_item_whose_members_are_apart_is_refused(tmp_path: Path) -> None:
+    pack(tmp_path / "a.tar", [("a.jpg", b""), ("b.jpg", b""), ("a.txt", b""), ("b.txt", b"")])
+    with pytest.raises(SlurmGPUError, match=r"members of 'a' in two places: .* `tar --sort=name`"):
+        planned("a.tar", tmp_path)
 
 
 def test_a_member_that_is_not_what_its_name_says_is_its_items_error(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 import slurmgpu as library
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.inputs.kept import columns_kept
+from slurmgpu.merge.item_names import name_by_key
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.run.directory import Plan, Run
 from tests.support.runs import planned_run, report
@@ -68,13 +69,16 @@ def test_an_item_goes_by_its_key_in_logs_and_reports(project, slurmgpu):
     assert slurmgpu("logs", "run", "--item", "id=17", cwd=folder, expect=0).stdout.startswith("Item 5 (17) has its row")
     refused = slurmgpu("logs", "run", "--item", "q99", cwd=folder, expect=2)
     assert "has no item whose id is 'q99'" in refused.stderr
+    refused = slurmgpu("logs", "run", "--item", "9" * 5000, cwd=folder, expect=2)
+    assert "has no item whose id is '999" in refused.stderr
 
 
 def test_items_that_share_a_key_are_told_at_planning(project, slurmgpu):
-    folder = project(items=items(16, _7={"id": "q2"}, _8={"id": "q2"}), key="id")
+    folder = project(items=items(16, _7={"id": "q2"}, _8={"id": "q2"}, _9={"id": "a \x1b[1m\n b"}), key="id")
     with draft_run(folder / "slurmgpu.toml", {"resources": {"gpus": 0}}) as draft:
         assert draft.plan.placement[-1] == "key = 'id': 3 items share theirs, as items 2 and 7 do, 'q2'."
     slurmgpu("plan", cwd=folder, expect=0)
+    assert name_by_key(Run.open(folder / "run"), 9) == "a \ufffd[1m b"
     refused = slurmgpu("logs", "run", "--item", "q2", cwd=folder, expect=2)
     assert "several items whose id is 'q2', as 2 and 7: give a number" in refused.stderr
 

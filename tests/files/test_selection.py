@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -105,6 +106,8 @@ def test_failed_items_are_chosen_by_their_error_alone(run):
         ("index in score", "cannot be searched"),
         ("index in ['a']", "does not fit the columns"),
         ("matches(label, '[')", "does not fit the columns"),
+        (f"index > {1 << 70}", "more than 64 bits"),
+        (f"index in [{1 << 70}]", "more than 64 bits"),
         ("(" * 300 + "score" + ")" * 300, "cannot be used"),
         ("", "cannot be used"),
     ],
@@ -112,6 +115,11 @@ def test_failed_items_are_chosen_by_their_error_alone(run):
 def test_a_condition_that_cannot_be_used_is_refused_before_a_row_is_read(run, where, sentence):
     with pytest.raises(SlurmGPUError, match=sentence):
         chosen(run, where)
+
+
+def test_a_condition_that_is_nested_too_deeply_is_refused(run):
+    with pytest.raises(SlurmGPUError, match=r"nested too deeply|cannot be read"):
+        chosen(run, "not " * sys.getrecursionlimit() + "(score > 1)")
 
 
 def test_integers_that_overflow_are_refused_and_not_wrapped(run):
@@ -255,6 +263,14 @@ def test_hugging_face_datasets_loads_the_folder(run, tmp_path):
     }
     with pytest.raises(SlurmGPUError, match="A data set is a folder of its own"):
         export(run, "hf", output)
+
+
+def test_a_data_set_is_not_written_over_the_working_folder(run, tmp_path, monkeypatch):
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    with pytest.raises(SlurmGPUError, match="name a new one with -o"):
+        export(run, "hf", Path())
 
 
 def test_a_large_data_set_has_several_files_and_every_row(run, tmp_path, monkeypatch):

@@ -229,6 +229,18 @@ def test_what_cannot_work_is_refused_before_anything_is_written(slurmgpu, tmp_pa
     assert not (project / "run").exists()
 
 
+def test_a_program_that_setup_may_bring_is_left_to_the_tasks(tmp_path):
+    project = make(tmp_path / "project", "one.py", run=["whisper-of-a-module", "{text}"], executor="slurm")
+    with pytest.raises(SlurmGPUError, match="no program 'whisper-of-a-module'"), draft_run(project / "slurmgpu.toml"):
+        pass
+    with open(project / "slurmgpu.toml", "a") as file:
+        file.write('[slurm]\nsetup = ["module load whisper"]\n')
+    with draft_run(project / "slurmgpu.toml") as draft:
+        assert draft.notes[-1].endswith("As [slurm] setup may bring it, this is left to the tasks, which look again.")
+    with pytest.raises(SlurmGPUError), draft_run(project / "slurmgpu.toml", {"resources": {"executor": "local"}}):
+        pass
+
+
 def test_without_columns_a_sentence_says_so(slurmgpu, tmp_path):
     project = make(tmp_path / "project", "slice.py")
     path = project / "slurmgpu.toml"

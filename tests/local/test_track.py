@@ -33,3 +33,7 @@ def test_no_published_row_lacks_what_was_logged_with_it_whoever_was_killed(proje
     assert "pip install 'slurmgpu[wandb]'" in done.stderr
     again = slurmgpu("track", "run", "--to", "tensorboard:tb", "--json", cwd=folder, expect=0)
     assert json.loads(again.stdout) == [{"to": "tensorboard:tb", "n_runs": 1, "n_steps": 0}]
+    # A folder of [track] is relative to the run file wherever the command is typed.
+    again = slurmgpu("track", "../run", "--json", cwd=folder / "marks", expect=2)
+    assert [one["n_steps"] for one in json.loads(again.stdout)] == [0, 0]
+    assert not (folder / "marks" / "tb").exists()

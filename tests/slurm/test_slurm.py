@@ -13,6 +13,7 @@ import pytest
 from slurmgpu import open as open_merged
 from slurmgpu.executors import slurm_jobs
 from slurmgpu.slurm import commands
+from tests.local.test_command_runs import make as make_command
 from tests.support.nightly import by_night
 from tests.support.runs import (
     check_ledger,
@@ -595,3 +596,22 @@ def test_only_the_owner_reads_what_jobs_are_started_with(project, slurmgpu):
     assert (folder / "told").exists()
     scripts = (folder / "run" / "logs").glob("*_submission.sh")
     assert sum(token in script.read_text() for script in scripts) == 2  # the arrays, and not the merges
+
+
+def test_a_command_loses_nothing_by_kills(tmp_path, slurmgpu):
+    texts = [*(f"item {i}" for i in range(40)), "deadly"]
+    folder = make_command(tmp_path / "project", "one.py", texts=[*texts, "held"], executor="slurm")
+    (folder / "held").touch()
+    process = start(*WAIT, "--gpus", "2", cwd=folder)
+    wait_until((folder / "pids").exists, "the item that waits")
+    wait_until(lambda: len(published(folder)) == 5, "the other shards")
+    [victim] = holders(folder)
+    assert kill_workers(folder / "run")
+    os.kill(victim["pid"], signal.SIGKILL)
+    (folder / "held").unlink()
+    output, _ = process.communicate(timeout=250)
+    assert process.returncode == 0, output
+    assert report(folder)["errors_by_class"] == {"crash": 1}
+    with open_merged(folder / "run" / "merged.h5") as merged:
+        assert merged["shout"][:40] == [f"ITEM {i}" for i in range(40)]
+        assert (merged["shout"][41], list(merged.errors)) == ("HELD", [40])

@@ -235,12 +235,29 @@ def test_what_is_no_text_is_json_or_bytes(one):
     assert row["n"] == 2
 
 
+def test_a_field_is_a_file_where_that_is_asked_for_and_the_file_is_removed(one, tmp_path, monkeypatch):
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    code = "import json, sys; print(json.dumps({'n': len(open(sys.argv[1], 'rb').read()), 'path': sys.argv[2]}))"
+    command = one(code, "{seg.jpg:file}", "--path={seg.jpg:file}", columns={"n": "int32", "path": "text"})
+    contents = [bytes(range(256)), "ä", {"bytes": b"\0\1", "path": "x.png"}, "x" * 200_000]
+    rows = command([Item(index, {"seg.jpg": content}) for index, content in enumerate(contents)])
+    assert [row["n"] for row in rows] == [256, 2, 2, 200_000]
+    assert all(row["path"].startswith("--path=/") and row["path"].endswith(".seg.jpg") for row in rows)
+    [missing] = command([Item(0, {"jpg": b""})])
+    assert str(missing).startswith("no field 'seg.jpg'")
+    assert command.fields == ("seg.jpg",)
+    [failed] = one("import sys; sys.exit(sys.argv[1])", "{jpg:file}")([Item(0, {"jpg": b""})])
+    assert str(failed).splitlines()[0].endswith("exited with code 1: {jpg:file}")  # the same at each attempt
+    assert not list((tmp_path / "temporary").iterdir())
+
+
 @pytest.mark.parametrize(
     ("data", "said"),
     [
         ({"text": None}, "field 'text' is null"),
         ({"txet": "a"}, "no field 'text'. Did you mean 'txet'?"),
-        ({"text": "a\0b"}, "NUL character"),
+        ({"text": "a\0b"}, "NUL character, which no argument can hold. Write {text:file} for a file"),
         ({"text": "\ud800"}, "cannot be an argument"),
         ({"text": object()}, "cannot be an argument"),
         ({"text": [float("nan")]}, "cannot be an argument: it has NaN or Infinity, which JSON does not have"),
@@ -420,6 +437,17 @@ def test_what_is_printed_goes_to_the_log_behind_the_item(one, capfd):
     assert capfd.readouterr().err == "item 17 | half\n"
 
 
+def test_a_call_that_prints_without_end_does_not_fill_the_log(one, capfd, monkeypatch):
+    monkeypatch.setattr(process, "LOG_BYTES", 1000)
+    code = "import sys\nfor n in range(500): print('line', n, file=sys.stderr)\nsys.exit('the end')"
+    [error] = one(code)(items("a"))
+    said = capfd.readouterr().err
+    assert said.count("item 0 | ") == len(said.splitlines()) < 200
+    left_out = sum(len(f"line {n}\n") for n in range(500)) + len("the end\n") - 1000
+    assert f"item 0 | [… {left_out:,} more bytes are not in the log: a call may print 1,000]" in said
+    assert str(error).endswith("line 499\nthe end")
+
+
 def test_a_process_that_takes_too_long_is_killed_with_what_it_started(one, tmp_path, monkeypatch):
     monkeypatch.setattr(process, "GRACE_S", 0.2)
     code = (
@@ -555,9 +583,9 @@ def test_a_slice_gives_its_rows_in_any_order(score):
 
 def test_a_slice_has_what_an_item_has(score):
     body = "write({'index': i['index'], 'n': 1, 'all': i} for i in items)"
-    [item] = [Item(5, {"text": "ä", "x": [1, None, 0.5]}, run_seed=3)]
+    [item] = [Item(5, {"text": "ä", "x": [1, None, 0.5], "jpg": b"\0\xff"}, run_seed=3)]
     [row] = score(body, columns={"n": "int32", "all": "json"})([item])
-    assert row["all"] == {"index": 5, "seed": item.seed, "data": {"text": "ä", "x": [1, None, 0.5]}}
+    assert row["all"] == {"index": 5, "seed": item.seed, "data": {"text": "ä", "x": [1, None, 0.5], "jpg": "AP8="}}
 
 
 def test_items_that_json_cannot_hold_fail_alone(score):
@@ -706,6 +734,15 @@ def test_an_output_that_may_not_be_read_fails_its_slice(score, monkeypatch):
 
 NPZ = "import sys, zipfile, numpy as np; path = sys.argv[2]; "
 COMPRESSED = "np.savez_compressed(path, index=[0], n=np.zeros(9999)); data = bytearray(open(path, 'rb').read()); "
+CLAIMING = (
+    "import io; head = io.BytesIO(); "
+    "np.lib.format.write_array_header_1_0(head, {'descr': '<f8', 'fortran_order': False, 'shape': (10**15,)}); "
+    "zipfile.ZipFile(path, 'w').writestr('n.npy', head.getvalue())"
+)
+LZMA = (
+    "file = zipfile.ZipFile(path, 'w', zipfile.ZIP_LZMA); file.writestr('n.npy', bytes(9999)); file.close(); "
+    "data = bytearray(open(path, 'rb').read()); data[45:60] = bytes(15); open(path, 'wb').write(data)"
+)
 
 
 @pytest.mark.parametrize(
@@ -723,6 +760,8 @@ COMPRESSED = "np.savez_compressed(path, index=[0], n=np.zeros(9999)); data = byt
         (COMPRESSED + "i = data.find(b'n.npy') + 25; data[i] ^= 255; open(path, 'wb').write(data)", "no npz file"),
         (COMPRESSED + "i = data.rfind(b'PK\\1\\2'); data[i + 8] |= 1; open(path, 'wb').write(data)", "no npz file"),
         (COMPRESSED + "i = data.rfind(b'PK\\1\\2'); data[i + 10] = 99; open(path, 'wb').write(data)", "no npz file"),
+        (CLAIMING, "no npz file of numbers and texts: Unable to allocate"),
+        (LZMA, "no npz file"),
     ],
 )
 def test_npz_that_is_none_fails_its_slice(tmp_path, monkeypatch, code, said):

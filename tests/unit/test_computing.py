@@ -6,7 +6,7 @@ import pytest
 from slurmgpu.errors import Interrupted, ItemError, NodeError, Retry, WorkerBrokenError
 from slurmgpu.run.crash_history import History
 from slurmgpu.run.failures import ITEM, POLICIES, Policy
-from slurmgpu.shards.columns import Array
+from slurmgpu.shards.columns import Array, Json
 from slurmgpu.shards.shard_file import read_directory
 from slurmgpu.util.gpus import GPUFaultError
 from slurmgpu.worker.assignment import WorkerFailedError
@@ -35,7 +35,8 @@ class Recorder:
 
 def compute(workload, n=8, batch_size=4, history=None, on_batch=lambda indices, isolated: None, start=0, **given):
     items = [Item(start + i, {"x": float(i)}) for i in range(n)]
-    computer = Computer(adapt(workload, "Recorder"), "Recorder", COLUMNS, batch_size, on_batch, **given)
+    given = {"columns": COLUMNS, "batch_size": batch_size, "on_batch": on_batch, **given}
+    computer = Computer(adapt(workload, "Recorder"), "Recorder", **given)
     return computer.compute(items, history or History())
 
 
@@ -307,6 +308,18 @@ def test_the_last_try_of_an_item_says_why_it_failed_and_nothing_of_how_often():
     assert compute(Recorder(Busy(range(8), 99, fail)), retries=2, pause=pauses).common_failure() is None
     alike = compute(Recorder(Busy(range(8), 99, lambda item: Retry("no route"))), retries=1, pause=pauses)
     assert alike.common_failure().message == "no route"
+
+
+def test_a_kept_field_is_as_it_was_before_the_workload_changed_its_item():
+    workload = Recorder(lambda items: [{"x": item.data.pop("x")} for item in items])
+    computed = compute(workload, columns={**COLUMNS, "given": Json()}, kept={"given": "x"})
+    assert [row["given"] for row in computed.rows.values()] == [b"%d.0" % i for i in range(8)]
+
+
+def test_no_pause_is_longer_than_the_longest():
+    pauses = Pauses()
+    compute(Recorder(Busy([1], 99, lambda item: Retry("HTTP 429"))), retries=10, pause=pauses)
+    assert [seconds for seconds, _ in pauses] == [2, 8, 32, 128, *[LONGEST_PAUSE_S] * 6]
 
 
 def test_a_shard_is_left_if_the_task_ends_before_the_next_try():

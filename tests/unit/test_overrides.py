@@ -33,6 +33,7 @@ def given(*texts):
         ("opts.depth=2", {"settings": {"opts": {"depth": 2}}}),
         ('settings."a.b"=2', {"settings": {"a.b": 2}}),
         ("container.env.A=b", {"container": {"env": {"A": "b"}}}),
+        ("track.to=tensorboard:tb", {"track": {"to": "tensorboard:tb"}}),
         ("sweep.lr={uniform = [0.1, 1]}", {"sweep": {"lr": {"uniform": [0.1, 1]}}}),
         # The value is what follows the first "=", whole.
         ("model=a=b|c", {"settings": {"model": "a=b|c"}}),
@@ -69,6 +70,7 @@ def test_a_key_within_a_table_leaves_its_other_keys():
         ("resources.gpsu=3", "unknown key [resources] gpsu. Did you mean 'gpus'?"),
         ("resources.gpus=four", "with the options over it: [resources] gpus: should be a valid integer; found 'four'"),
         ("slurm.array=3", "'array' cannot be set here"),
+        ("track.too=tensorboard:tb", "unknown key [track] too. Did you mean 'to'?"),
         (".sed=3", "unknown key sed. Did you mean 'seed'?"),
         ("gpus=3", "set it there, or with -s resources.gpus=…."),
         ("image=a.sif", "image is a key of [container] in the run file: set it there, or with -s container.image=…."),

@@ -39,8 +39,8 @@ class Wanted:
 
 def show(run: Run, wanted: Wanted, *, as_json: bool) -> None:
     """Print rows of a run; what is missing goes to stderr."""
-    plan = run.plan
-    spans = parse_spans(wanted.items, plan.n_items) if wanted.items is not None else [(0, plan.n_items)]
+    plan, stop = run.plan, run.plan.ranges[-1][1]
+    spans = parse_spans(wanted.items, stop) if wanted.items is not None else [(0, stop)]
     asked = list(plan.columns) if not wanted.columns else wanted.columns
     names = [name for name in asked if name not in ("index", "error")]
     with RunRows(run) as rows:
@@ -53,7 +53,7 @@ def show(run: Run, wanted: Wanted, *, as_json: bool) -> None:
         indices = [row[0] for row in plain] or [row.index for row in found]
         data = items_of(run, indices) if wanted.with_items else {}
         n_there = sum(stop - start for span in spans for start, stop in rows.present(*span))
-        n_missing = sum(stop - start for start, stop in spans) - n_there
+        n_missing = sum(plan.n_before(stop) - plan.n_before(start) for start, stop in spans) - n_there
         if as_json:
             head = {"format": ROWS_FORMAT, "version": ROWS_VERSION, "run": run.name, "run_dir": str(run.folder)}
             shown = [_as_json(names, row, data) for row in plain]
@@ -80,6 +80,7 @@ def items_of(run: Run, indices: Sequence[int]) -> Mapping[int, Any]:
     # Paths of the input may be relative to the run file's folder.
     with working_folder(Path(run.plan.search_path)), Reader(InputSpec.from_json(run.input), run.index) as reader:
         for index in indices:
-            [data] = reader.read(index, index + 1)
+            place = run.plan.n_before(index)
+            [data] = reader.read(place, place + 1)
             found[index] = str(data) if isinstance(data, ItemError) else data
     return found

@@ -107,7 +107,7 @@ def as_toml(tables: Mapping[str, Any]) -> str:
     """A run file; what is None, and tables with nothing in them, are left out."""
     top = [f"{key} = {_value(value)}" for key, value in tables.items() if not isinstance(value, Mapping)]
     blocks = ["\n".join(top)]
-    for key in ("workload", "settings", "sweep", "resources", "container", "slurm", "merge"):
+    for key in ("workload", "settings", "sweep", "resources", "container", "slurm", "merge", "track"):
         given = {name: value for name, value in tables.get(key, {}).items() if value is not None}
         if given:
             blocks.append("\n".join([f"[{key}]", *_lines(given)]))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import shlex
 import time
 from typing import Annotated
 
@@ -38,6 +40,7 @@ def track(
     A tracker that has a part already gets the rest.
     """  # noqa: D301
     from slurmgpu.cli.console import result, result_json, say
+    from slurmgpu.executors import tracking
     from slurmgpu.plan.trackers import parse_destination
     from slurmgpu.run.submissions import is_over
     from slurmgpu.trackers.replay import Replay
@@ -49,6 +52,8 @@ def track(
     texts = to or run.plan.track
     if not texts:
         raise SlurmGPUError("Say where to: --to tensorboard:DIR, wandb:PROJECT, mlflow:URI or trackio:PROJECT.")
+    if not to:  # folders of [track] are relative to the run file, as those of its merge job
+        os.chdir(tracking.folder_of(run))
     replay = Replay(run, list(dict.fromkeys(map(parse_destination, texts))))
     over = is_over(run.submissions())
     try:
@@ -58,7 +63,8 @@ def track(
             over = is_over(run.submissions())  # before the look, which then reads all that was written
             replay.look(final=over)
     except KeyboardInterrupt:
-        say(f"Not followed any more; the run goes on. The rest: slurmgpu track {run.typed} --to {' --to '.join(texts)}")
+        given = "".join(f" --to {shlex.quote(text)}" for text in to or ())
+        say(f"Not followed any more; the run goes on. The rest: slurmgpu track {run.typed}{given}")
     finally:
         sent = replay.close(finished=over)
     if replay.is_empty:

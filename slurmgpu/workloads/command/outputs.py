@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import lzma
+import struct
+import tokenize
 import zipfile
 import zlib
 from collections import Counter
@@ -18,6 +21,12 @@ from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
 from slurmgpu.workloads.command.process import MAX_BYTES, OutputError
 
 Values = Mapping[str, Any]
+
+NPZ_ERRORS = (
+    *(ValueError, OSError, EOFError, KeyError, RuntimeError, TypeError, OverflowError, MemoryError, SyntaxError),
+    *(zlib.error, lzma.LZMAError, struct.error, zipfile.BadZipFile, tokenize.TokenError),
+)
+"""What NumPy and zipfile raise for a damaged file: one that claims petabytes is a MemoryError."""
 
 _BOOLEANS = {"true": True, "false": False, "1": True, "0": False}
 
@@ -171,8 +180,9 @@ def _read_npz(path: Path, columns: Mapping[str, Column]) -> Iterator[Values]:
             arrays = {name: np.asarray(file[name]) for name in file.files}
     except PermissionError:
         raise
-    except (ValueError, OSError, EOFError, KeyError, RuntimeError, zlib.error, zipfile.BadZipFile) as error:
-        raise OutputError(f"{{out}} is no npz file of numbers and texts: {error}") from error
+    except NPZ_ERRORS as error:
+        said = str(error) or type(error).__name__
+        raise OutputError(f"{{out}} is no npz file of numbers and texts: {said}") from error
     lengths = {len(array) if array.ndim else None for array in arrays.values()}
     if len(lengths) != 1 or None in lengths:
         raise OutputError("{out} has arrays of different lengths; expected one row for each index in all of them")

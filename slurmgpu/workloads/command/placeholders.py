@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -19,12 +20,14 @@ MAX_ARGUMENT_BYTES = 128 * 1024
 
 IN, OUT, START, END = "in", "out", "start", "end"
 OF_A_SLICE = (IN, START, END)
+FILE = ":file"
+"""Behind a field's name: the path of a file with its content, in place of the content."""
 _TOKEN = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A placeholder: `in`, `out`, `start`, `end`, or else the name of a field."""
+    """A placeholder: `in`, `out`, `start`, `end`, or else the name of a field, with `:file` if its file is meant."""
 
     name: str
 
@@ -43,7 +46,13 @@ class CommandLine:
     def fields(self) -> tuple[str, ...]:
         """The fields of an item that it takes, in order."""
         names = (slot.name for slot in self._slots())
-        return tuple(dict.fromkeys(name for name in names if name not in (*OF_A_SLICE, OUT)))
+        return tuple(dict.fromkeys(name.removesuffix(FILE) for name in names if name not in (*OF_A_SLICE, OUT)))
+
+    @property
+    def in_files(self) -> tuple[str, ...]:
+        """The fields that it takes as files."""
+        names = (slot.name for slot in self._slots())
+        return tuple(dict.fromkeys(name.removesuffix(FILE) for name in names if name.endswith(FILE)))
 
     @property
     def texts(self) -> dict[int, str]:
@@ -135,19 +144,29 @@ def _slot(name: str, formats: set[str]) -> Slot:
 
 
 def _argument(name: str, data: Mapping[str, Any]) -> bytes:
-    """A field as (a part of) an argument: text and bytes as they are, everything else as JSON."""
+    """A field as (a part of) an argument."""
+    found = content_of(name, data)
+    if b"\0" in found:
+        raise ItemError(
+            f"field {name!r} has a NUL character, which no argument can hold. Write {{{name}:file}} for a file with "
+            f"its content"
+        )
+    return found
+
+
+def content_of(name: str, data: Mapping[str, Any]) -> bytes:
+    """A field as bytes: text and bytes as they are, an image as data sets have it by its bytes, all else as JSON."""
     if name not in data:
         raise ItemError(f"no field {name!r}.{did_you_mean(name, data)}")
     value = data[name]
     if value is None:
         raise ItemError(f"field {name!r} is null; expected what can be an argument")
+    if isinstance(value, Mapping) and isinstance(value.get("bytes"), bytes):
+        value = value["bytes"]
     try:
-        found = value if isinstance(value, bytes) else _as_text(value).encode("utf-8", "surrogateescape")
+        return value if isinstance(value, bytes) else _as_text(value).encode("utf-8", "surrogateescape")
     except (TypeError, ValueError) as error:
         raise ItemError(f"field {name!r} cannot be an argument: {error}") from error
-    if b"\0" in found:
-        raise ItemError(f"field {name!r} has a NUL character, which no argument can hold")
-    return found
 
 
 def _as_text(value: Any) -> str:
@@ -169,7 +188,9 @@ def as_json(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has for a date, or for a number or an array of NumPy's, as Parquet and HDF5 give them."""
+    """What JSON has for bytes, a date, or a number or an array of NumPy's, as Parquet, tar and HDF5 give them."""
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
     for name in ("isoformat", "tolist"):
         if hasattr(value, name):
             return getattr(value, name)()

@@ -40,6 +40,8 @@ PAUSES_S = 0.1, 0.5, 2.0
 _OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"preexec_fn": os.setpgrp}
 LINE_BYTES = 1 << 16
 """A longer line is cut in the log."""
+LOG_BYTES = 16 << 20
+"""How much of what a call prints goes to the log, of stdout and of stderr each."""
 
 SELF_INFLICTED = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS}
 
@@ -89,6 +91,7 @@ class ToLog:
 
     def __init__(self, mark: str, names: Mapping[str, str] | None = None) -> None:
         self.mark = mark
+        self._n_bytes = 0
         self._names = names or {}
         self._tail = self._rest = b""
         self._is_cut = False
@@ -96,7 +99,7 @@ class ToLog:
     def set_mark(self, mark: str) -> None:
         """Begin with another mark; what was kept so far is forgotten."""
         self.end()
-        self.mark, self._tail, self._is_cut = mark, b"", False
+        self.mark, self._tail, self._is_cut, self._n_bytes = mark, b"", False, 0
 
     def take(self, chunk: bytes) -> None:
         """Take the next bytes."""
@@ -108,10 +111,14 @@ class ToLog:
         self._write(lines)
 
     def end(self) -> None:
-        """Write what is left of a line."""
+        """Write what is left of a line, and how much the log lacks."""
         if self._rest:
             self._write([self._rest])
             self._rest = b""
+        if self._n_bytes > LOG_BYTES:
+            said = f"[… {self._n_bytes - LOG_BYTES:,} more bytes are not in the log: a call may print {LOG_BYTES:,}]"
+            self._n_bytes = LOG_BYTES
+            self._put(self.mark.encode() + said.encode() + b"\n")
 
     def tail(self) -> str:
         """The end of what came, in whole lines; of a line that was written over, what a terminal shows."""
@@ -124,8 +131,14 @@ class ToLog:
         return "\n".join(lines).strip()
 
     def _write(self, lines: Sequence[bytes]) -> None:
-        mark = self.mark.encode()
-        data = b"".join(mark + line + b"\n" for line in lines)
+        mark, kept = self.mark.encode(), []
+        for line in lines:
+            if self._n_bytes < LOG_BYTES:
+                kept.append(mark + line[: LOG_BYTES - self._n_bytes] + b"\n")
+            self._n_bytes += len(line) + 1
+        self._put(b"".join(kept))
+
+    def _put(self, data: bytes) -> None:
         with contextlib.suppress(OSError):  # nobody reads the log any more, or its disk is full
             while data:
                 data = data[os.write(2, data) :]

@@ -9,6 +9,7 @@ import functools
 import logging
 import math
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -25,7 +26,7 @@ from slurmgpu.util.out_of_memory import MEMORY_TEXTS
 from slurmgpu.workload import Item, Placement, Row, Share, TaskContext, Template
 from slurmgpu.workloads.command.column_types import columns_of
 from slurmgpu.workloads.command.outputs import Collected, Values, check_format, in_order, parse_object, read_output
-from slurmgpu.workloads.command.placeholders import END, IN, OUT, START, as_json, parse
+from slurmgpu.workloads.command.placeholders import END, FILE, IN, OUT, START, as_json, content_of, parse
 from slurmgpu.workloads.command.process import (
     SELF_INFLICTED,
     CallFailedError,
@@ -267,7 +268,7 @@ class Command:
     ) -> dict[int, Values]:
         """What one call of the program writes, by index; at least one row."""
         line = self._line
-        if line.out is None and IN not in line:
+        if line.out is None and IN not in line and not line.in_files:
             return self._call(requests, "", data, about)
         with tempfile.TemporaryDirectory(prefix="slurmgpu-command-", ignore_cleanup_errors=True) as folder:
             self._guard.remove(folder)
@@ -288,7 +289,12 @@ class Command:
         if IN in line:
             in_path.write_bytes(b"".join(requests.values()))
         values = {IN: str(in_path), OUT: str(out_path), START: str(min(requests)), END: str(max(requests) + 1)}
-        err = ToLog(mark, {str(in_path): "{in}", str(out_path): "{out}"} if folder else None)
+        for number, name in enumerate(line.in_files):
+            path = Path(folder, f"{number}.{re.sub(r'[^a-zA-Z0-9._-]', '_', name)}")
+            path.write_bytes(content_of(name, data or {}))
+            values[name + FILE] = str(path)
+        temporary = {path: f"{{{name}}}" for name, path in values.items() if name not in (START, END)}
+        err = ToLog(mark, temporary if folder else None)
         kept = Kept()
         arguments, environ = self._arguments(values, data or {}), {**self._environ, **(about or {})}
         child = Child(arguments, environ, kept if line.out is None else ToLog(mark), err, self._guard)

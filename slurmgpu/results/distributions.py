@@ -1,0 +1,99 @@
+"""How the values of each column are distributed, of a bounded sample of a file's rows, the same at every call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from slurmgpu.results import Merged
+from slurmgpu.shards.columns import Column
+
+N_SAMPLED = 4096
+"""The most rows of a sample; a file with fewer is read whole."""
+SAMPLE_BYTES = 64 << 20
+"""About the most bytes of a sample: rows may be large."""
+_N_STRETCHES = 64
+_N_BINS = 24
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The least, median and largest of finite numbers, and how many lie in each of the bins between `edges`."""
+
+    least: float
+    median: float
+    largest: float
+    counts: Sequence[int]
+    edges: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """The numbers of a column, elements of arrays among them, and the lengths of its texts and lists.
+
+    None where a column has none of the kind. Failed items have no values, and JSON null is none.
+    """
+
+    name: str
+    type_name: str
+    n_values: int
+    numbers: Spread | None
+    lengths: Spread | None
+
+
+def sampled_rows(merged: Merged) -> npt.NDArray[np.int64]:
+    """The places of the sampled rows: all of a small file, else stretches of neighbours at even distances."""
+    n_rows = len(merged)
+    most = max(_N_STRETCHES, min(N_SAMPLED, n_rows * SAMPLE_BYTES // max(1, merged.path.stat().st_size)))
+    if n_rows <= most:
+        return np.arange(n_rows)
+    size = most // _N_STRETCHES
+    firsts = np.linspace(0, n_rows - size, _N_STRETCHES).astype(np.int64)
+    return np.unique((firsts[:, None] + np.arange(size)).ravel())
+
+
+def distribution_of(merged: Merged, name: str, rows: npt.NDArray[np.int64]) -> Distribution:
+    """The distribution of a column over the good ones among the rows."""
+    column, good = merged.columns[name], rows[~merged.failed[rows]]
+    values = list(merged[name][good])
+    numbers: npt.NDArray[Any] | None = None
+    lengths: list[int] | None = None
+    if column.is_tensor and column.dtype.kind in "biufc":
+        parts = [np.ravel(np.asarray(value)) for value in values]
+        numbers = np.concatenate(parts) if parts else np.empty(0)
+        lengths = None if column.shape is not None else [len(part) for part in parts]
+    else:
+        values = [value for value in values if value is not None]
+        if values and all(isinstance(value, int | float) for value in values):
+            numbers = np.array(values, np.float64)
+        else:
+            lengths = [len(value) for value in values if hasattr(value, "__len__")]
+    return Distribution(name, _type_name(column), len(values), _spread(numbers), _spread(np.array(lengths or ())))
+
+
+def _type_name(column: Column) -> str:
+    numbers = f" {column.dtype.name}" if column.is_tensor else ""
+    shape = f" {'×'.join(map(str, column.shape))}" if column.shape else ""
+    return f"{column.kind}{numbers}{shape}"
+
+
+def _spread(values: npt.NDArray[Any] | None) -> Spread | None:
+    if values is None:
+        return None
+    if values.dtype.kind == "c":
+        values = np.abs(values)
+    values = values.astype(np.float64)
+    values = values[np.isfinite(values)]
+    if not len(values):
+        return None
+    least, median, largest = np.quantile(values, (0, 0.5, 1), method="lower")
+    with np.errstate(all="ignore"):
+        scale = largest - least if np.isfinite(largest - least) and largest > least else 1.0
+        places = np.minimum((values - least) / scale * _N_BINS, _N_BINS - 1).astype(np.int64)
+    counts = np.bincount(places.clip(0, _N_BINS - 1), minlength=_N_BINS)
+    edges = least + np.arange(_N_BINS + 1) / _N_BINS * scale
+    return Spread(float(least), float(median), float(largest), counts.tolist(), edges.tolist())
