@@ -352,7 +352,9 @@ def check(
     run_file: options.RunFileArgument = options.DEFAULT_RUN_FILE,
     node: Annotated[bool, typer.Option("--node", help="Also check a node of the cluster, by a short job.")] = False,
     here: Annotated[bool, typer.Option("--here", help="Check only this machine, as a task would.")] = False,
-    fetch: Annotated[bool, typer.Option("--fetch", help="Download the workload's model first.")] = False,
+    fetch: Annotated[
+        bool, typer.Option("--fetch", help="Download the workload's model, and an input of the hub, first.")
+    ] = False,
     **given: Any,
 ) -> None:
     """Check what a run needs, one line each.

@@ -7,8 +7,9 @@ once at planning, `Reader` reads items later, `repack_records` writes items of P
 May import: results, shards, util.
 """
 
+from slurmgpu.inputs.databases import query_in, repack_query
 from slurmgpu.inputs.fields import check_fields
-from slurmgpu.inputs.finding import find
+from slurmgpu.inputs.finding import fetch, find, is_of_hub
 from slurmgpu.inputs.listing import list_files
 from slurmgpu.inputs.reader import Reader
 from slurmgpu.inputs.repacking import FOLDER, repack_records
@@ -21,9 +22,13 @@ __all__ = [
     "InputSpec",
     "Reader",
     "check_fields",
+    "fetch",
     "find",
+    "is_of_hub",
     "list_files",
     "promise",
+    "query_in",
+    "repack_query",
     "repack_records",
     "scan",
 ]

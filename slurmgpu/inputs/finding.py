@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.inputs import hub
 from slurmgpu.inputs.formats import format_of, recognised
+from slurmgpu.util.amounts import size_of
+from slurmgpu.util.plurals import count_of
 
 _MOST_LOOKS = 5
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
@@ -19,7 +22,8 @@ _STATE, _SPLITS = "state.json", "dataset_dict.json"
 def find(patterns: str | Sequence[str], base: Path) -> list[Path]:
     """The files of an input, absolute and in order: as listed, or sorted for a glob.
 
-    A pattern is a path or a glob (`**` for any depth), relative to `base`; `~` is the home directory. SlurmGPUError for
+    A pattern is a path or a glob (`**` for any depth), relative to `base`; `~` is the home directory; `hf://` names
+    files of the hub, which are downloaded into its cache if they are not there. SlurmGPUError for
     a missing file, a glob without a match, a directory, an unknown suffix, two formats, or a file that is named twice.
     """
     if isinstance(patterns, str):
@@ -32,8 +36,31 @@ def find(patterns: str | Sequence[str], base: Path) -> list[Path]:
     return paths
 
 
+def is_of_hub(patterns: str | Sequence[str]) -> bool:
+    """Whether an input names files of the hub."""
+    return bool(_of_hub(patterns))
+
+
+def fetch(patterns: str | Sequence[str]) -> list[str]:
+    """Download the newest of what an input names on the hub; says what it is, a line for each name."""
+    lines = []
+    for named in _of_hub(patterns):
+        paths = hub.download(named, newest=True)
+        size = sum(path.stat().st_size for path in paths)
+        where = str(hub.origin(paths[0])).partition("@")[2][:12]
+        lines.append(f"{named} at {where} is in the hub's cache: {count_of(len(paths), 'file')}, {size_of(size)}")
+    return lines
+
+
+def _of_hub(patterns: str | Sequence[str]) -> list[str]:
+    named = [patterns] if isinstance(patterns, str) else patterns
+    return [each for each in named if each.startswith(hub.PREFIX)]
+
+
 def _expand(pattern: str, base: Path) -> list[Path]:
     """The paths of a pattern; a file with exactly this name takes precedence over a glob."""
+    if pattern.startswith(hub.PREFIX):
+        return hub.download(pattern)
     pattern = os.path.expanduser(pattern)  # noqa: PTH111 - Path.expanduser raises where there is no home
     if not glob.has_magic(pattern) or os.path.lexists(base / pattern):
         path = base / pattern

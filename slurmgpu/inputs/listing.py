@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.inputs import databases, hub
 from slurmgpu.inputs.finding import globbed, is_data_set
 from slurmgpu.inputs.formats import Find, Preview, Rows, recognised
 from slurmgpu.inputs.lines import Lines, json_object
@@ -175,6 +176,8 @@ def _look_at(path: str) -> tuple[int, int, list[str]]:
 
 def _listed(pattern: str, base: Path) -> tuple[str, list[tuple[str, str]]] | None:
     """The folder that a pattern begins with, and its files with their keys; None if they hold items."""
+    if pattern.startswith((hub.PREFIX, *databases.PREFIXES)):
+        return None
     is_explicit = pattern.startswith(PREFIX)
     name = str(PurePosixPath(os.path.expanduser(pattern.removeprefix(PREFIX))))  # noqa: PTH111 - as in finding
     path = str(base / name)

@@ -27,7 +27,7 @@ from slurmgpu.inputs.formats import CHUNK_BYTES, Preview, refuse_changed
 from slurmgpu.inputs.index import IndexWriter
 from slurmgpu.inputs.lines import Jsonl, LineParser, Lines, sampling_distance
 from slurmgpu.inputs.records import MAX_RECORD_BYTES, RecordFinder, split
-from slurmgpu.inputs.spec import InputFile, InputSpec
+from slurmgpu.inputs.spec import InputFile, InputSpec, Source
 from slurmgpu.inputs.tables import Parquet, ParquetRows
 from slurmgpu.util.shared_files import naming
 
@@ -70,9 +70,10 @@ class RowGroups:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(Exception):  # after an error of its own
+        with contextlib.suppress(Exception):  # after an error, which says more; else `close` has written everything
             self._writer.close()
-        self._file.close()
+        with contextlib.suppress(OSError):
+            self._file.close()
 
     def add(self, table: Any) -> None:
         """Add the rows of an Arrow table."""
@@ -85,7 +86,7 @@ class RowGroups:
         elif self._n_pending >= GROUP_ITEMS:
             self._write(self._n_pending - self._n_pending % GROUP_ITEMS)
 
-    def close(self, sha256: str | None = None, source: str = "") -> InputFile:
+    def close(self, sha256: str | None = None, source: Source | None = None) -> InputFile:
         """Finish the file; `sha256` identifies its items, by default that of its bytes."""
         self._write(self._n_pending)
         with naming(self.path):
@@ -95,7 +96,7 @@ class RowGroups:
         now = int(time.time())
         os.utime(self.path, (now, now))
         status = self.path.stat()
-        digest = sha256 or _sha256(self.path)
+        digest = sha256 or hash_file(self.path)
         return InputFile(str(self.path), status.st_size, status.st_mtime_ns, digest, self.n_items, source)
 
     def _write(self, n_items: int) -> None:
@@ -116,7 +117,7 @@ class LineRows:
 
     def __init__(self, its_format: Lines, file: InputFile, columns: Sequence[str] | None) -> None:
         self._lines = ParquetRows(file.path)
-        self._parser = LineParser(its_format, file.source, columns)
+        self._parser = LineParser(its_format, file.source.path if file.source else "items", columns)
 
     def close(self) -> None:
         """Close the file."""
@@ -201,7 +202,8 @@ def pack_lines(its_format: Lines, found: Preview, path: Path, advance: Callable[
         last = b"".join(parts)
         parser.check(groups.n_items, split(last, quoting=its_format.quoting)[0])
         add(last, np.array([0, len(last)], np.int32))
-        return groups.close(hashed.checksum.hexdigest(), str(source))
+        sha256 = hashed.checksum.hexdigest()
+        return groups.close(sha256, Source(found.path, found.size_bytes, found.mtime_ns, sha256))
 
 
 class _Hashed(io.RawIOBase):
@@ -255,6 +257,18 @@ def publish(spec: InputSpec, index: Path) -> InputSpec:
     return spec
 
 
+def hash_file(path: Path, progress: Callable[[int], None] | None = None) -> str:
+    """The SHA-256 of a file; `progress` is called with the bytes read so far."""
+    checksum, done = hashlib.sha256(), 0
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            checksum.update(chunk)
+            done += len(chunk)
+            if progress:
+                progress(done)
+    return checksum.hexdigest()
+
+
 def check_pyarrow(what: str) -> None:
     """Raise SlurmGPUError if pyarrow is missing; `what` begins the sentence."""
     try:
@@ -296,7 +310,7 @@ def _repack_table(records: Any, path: Path, index: Path, stride: int) -> InputSp
 
     reader = pa.RecordBatchReader.from_stream(records)
     with RowGroups(path, reader.schema) as groups:
-        for table in _even(pa.Table.from_batches([batch]) for batch in reader):
+        for table in even(pa.Table.from_batches([batch]) for batch in reader):
             groups.add(table.replace_schema_metadata(None))
         if not groups.n_items:
             raise SlurmGPUError("The table has no rows: expected at least one item.")
@@ -308,8 +322,8 @@ def _repack_table(records: Any, path: Path, index: Path, stride: int) -> InputSp
     return publish(InputSpec(Parquet.name, (file,), file.n_items, stride, columns, repacked=True), index)
 
 
-def _even(tables: Iterable[Any]) -> Iterator[Any]:
-    """The rows of tables in pieces of equal numbers."""
+def even(tables: Iterable[Any]) -> Iterator[Any]:
+    """The rows of Arrow tables in pieces of equal numbers, however the tables are cut."""
     import pyarrow as pa
 
     pending: list[Any] = []
@@ -350,11 +364,3 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Any:
                 f"text, bytes, numbers, booleans, dates, NumPy arrays of one dimension, or lists and dicts of these."
             ) from error
     return pa.table(columns, names=keys)
-
-
-def _sha256(path: Path) -> str:
-    checksum = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 20):
-            checksum.update(chunk)
-    return checksum.hexdigest()

@@ -13,10 +13,11 @@ from typing import Any, BinaryIO
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.inputs.compression import decompressing
 from slurmgpu.inputs.formats import CHUNK_BYTES, Format, Preview, format_of, is_compressed, refuse_changed
+from slurmgpu.inputs.hub import origin
 from slurmgpu.inputs.index import IndexWriter
 from slurmgpu.inputs.lines import Lines
 from slurmgpu.inputs.repacking import FOLDER, check_pyarrow, pack_lines, publish
-from slurmgpu.inputs.spec import PROMISED, InputFile, InputSpec
+from slurmgpu.inputs.spec import PROMISED, InputFile, InputSpec, Source
 from slurmgpu.inputs.tables import Merged
 
 
@@ -94,7 +95,9 @@ def _scan_file(
         n_items = its_format.index(found, file, chunks, writer)
         status = os.fstat(file.fileno())
     refuse_changed(found, status)
-    return InputFile(path, found.size_bytes, found.mtime_ns, checksum.hexdigest(), n_items)
+    sha256, named = checksum.hexdigest(), origin(Path(path))
+    source = Source(named, found.size_bytes, found.mtime_ns, sha256) if named else None
+    return InputFile(path, found.size_bytes, found.mtime_ns, sha256, n_items, source)
 
 
 def _preview(path: Path, its_format: Format) -> Preview:

@@ -14,10 +14,21 @@ PROMISED = -1
 
 
 @dataclass(frozen=True)
+class Source:
+    """Where items come from, as planning found it: a file, a query of a database file, or a file of the hub."""
+
+    path: str
+    size_bytes: int
+    mtime_ns: int
+    sha256: str
+
+
+@dataclass(frozen=True)
 class InputFile:
     """One file of an input at planning; `path` is absolute, or relative to the run directory for a file in it.
 
-    `source` says where the items of a repacked file come from; `sha256` identifies them.
+    `source` is what was repacked into it, or what it is on the hub; None for others. `sha256` identifies the
+    items.
     """
 
     path: str
@@ -25,7 +36,7 @@ class InputFile:
     mtime_ns: int
     sha256: str
     n_items: int
-    source: str = ""
+    source: Source | None = None
 
 
 @dataclass(frozen=True)
@@ -54,10 +65,9 @@ class InputSpec:
 
     @property
     def readable(self) -> list[Path]:
-        """Files whose items can be read by their suffixes: for repacked text their sources."""
-        return [
-            Path(file.source if self.repacked and Path(file.source).is_file() else file.path) for file in self.files
-        ]
+        """Files whose items can be read by their suffixes: for repacked text the sources."""
+        has_lines = self.repacked and self.format != "parquet"
+        return [Path(file.source.path if has_lines and file.source else file.path) for file in self.files]
 
     def taking(self, ranges: Sequence[tuple[int, int]]) -> InputSpec:
         """An input of only these ranges of its items, numbered from 0 in their order."""
@@ -81,9 +91,14 @@ class InputSpec:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> InputSpec:
         """The spec from `to_json`."""
-        files = tuple(InputFile(**file) for file in value["files"])
+        files = tuple(_input_file(file) for file in value["files"])
         columns = None if value["columns"] is None else tuple(value["columns"])
         found = value.get("ranges")  # absent in older runs
         ranges = None if found is None else tuple((start, stop) for start, stop in found)
         folders = tuple(value.get("folders", ()))  # absent in older runs
         return cls(**{**value, "files": files, "columns": columns, "ranges": ranges, "folders": folders})
+
+
+def _input_file(value: Mapping[str, Any]) -> InputFile:
+    source = value.get("source")  # absent in older runs
+    return InputFile(**{**value, "source": Source(**source) if source else None})

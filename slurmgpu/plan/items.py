@@ -197,7 +197,11 @@ def _scan(
     progress: Callable[[int, int], None] | None,
     room: Callable[[], Path],
 ) -> inputs.InputSpec:
+    query = inputs.query_in(named, base)
+
     def scan() -> inputs.InputSpec:
+        if query is not None:
+            return inputs.repack_query(query, room(), index, stride=stride, progress=progress)
         return inputs.scan(inputs.find(named, base), index, stride=stride, progress=progress, room=room)
 
     return retried(lambda: cause_raised(scan), BRIEF_PATIENCE_S)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import bz2
+import contextlib
 import datetime
 import gzip
 import hashlib
 import json
 import lzma
+import os
 import re
+import resource
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -22,7 +27,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.inputs import InputSpec, Reader, find, repack_records, scan
+from slurmgpu.inputs import InputSpec, Reader, find, query_in, repack_query, repack_records, scan
 from slurmgpu.inputs.repacking import GROUP_ITEMS
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.run.directory import Run, create_run
@@ -142,7 +147,7 @@ def test_files_of_several_compressions_are_one_input(tmp_path: Path) -> None:
     spec = scan(paths, tmp_path / "index", stride=4)
     assert [item["id"] for item in all_items(spec, tmp_path / "index")] == list(range(3000))
     assert [file.sha256 for file in spec.files] == [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
-    assert [file.source for file in spec.files] == [*map(str, paths)]
+    assert [file.source and file.source.path for file in spec.files] == [*map(str, paths)]
 
 
 PLAN = """
@@ -191,6 +196,17 @@ def test_row_groups_are_bounded_in_rows_and_in_bytes(tmp_path: Path) -> None:
     assert [about.row_group(i).num_rows for i in range(about.num_row_groups)] == [256, 256, 88]
 
 
+def test_a_disk_without_room_is_named(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(OSError) as caught:
+            repacked([{"x": os.urandom(9000)} for _ in range(5000)], tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caught.value.filename == str(tmp_path / "input" / "00000.parquet")
+
+
 @pytest.mark.parametrize(
     ("records", "words"),
     [
@@ -218,3 +234,91 @@ def test_repacked_items_move_with_the_run_directory(tmp_path: Path) -> None:
     run = Run.open(tmp_path / "moved")
     assert all_items(InputSpec.from_json(run.input), run.index) == ROWS
     assert not list(tmp_path.glob(".*.partial")), "nothing else is left"
+
+
+def make_sqlite(path: Path, rows: list[tuple[Any, ...]]) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        database.execute("CREATE TABLE docs (id INTEGER, text, score, raw)")
+        database.executemany("INSERT INTO docs VALUES (?, ?, ?, ?)", rows)
+
+
+def plan_query(named: str, folder: Path) -> InputSpec:
+    query = query_in(named, folder)
+    assert query is not None
+    return repack_query(query, folder, folder / "index", stride=4)
+
+
+SQL_ROWS = [(i, None if i % 7 == 0 else f"täxt\0 {i}", [i, i / 3, None][i % 3], bytes([i % 256])) for i in range(5000)]
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "duckdb"])
+def test_the_rows_of_a_query_are_items_in_its_order(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "a b%20#.db"
+    if kind == "sqlite":
+        make_sqlite(path, SQL_ROWS)
+    else:
+        with contextlib.closing(duckdb.connect(str(path))) as database:
+            database.execute("CREATE TABLE docs (id INTEGER, text VARCHAR, score DOUBLE, raw BLOB)")
+            database.from_arrow(
+                pa.table([*zip(*SQL_ROWS, strict=True)], names=["id", "text", "score", "raw"])
+            ).insert_into("docs")
+    sql = "SELECT id, text, score, raw FROM docs WHERE id >= 10 -- not the first (\nORDER BY id DESC"
+    spec = plan_query(f"{kind}:{path.name}?{sql}", tmp_path)
+    expected = [
+        {"id": i, "text": text, "score": None if score is None else float(score), "raw": raw}
+        for i, text, score, raw in reversed(SQL_ROWS[10:])
+    ]
+    before = path.read_bytes()
+    assert spec.columns == ("id", "text", "score", "raw")
+    assert all_items(spec, tmp_path / "index") == expected
+    source = spec.files[0].source
+    assert source is not None
+    assert source.path == f"{kind}:{path}?{sql}"
+    assert source.sha256 == hashlib.sha256(before).hexdigest()
+    assert plan_query(f"{kind}:{path.name}?{sql}", tmp_path).digest == spec.digest
+    assert InputSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+
+
+@pytest.mark.parametrize(
+    ("named", "words"),
+    [
+        ("sqlite:a.db", "is no query: expected a path, a question mark"),
+        ("sqlite:a.db?SELECT id FROM docs", "has no ORDER BY"),
+        ("sqlite:a.db?SELECT id FROM (SELECT id FROM docs ORDER BY id)", "has no ORDER BY"),
+        ("sqlite:a.db?SELECT 'ORDER BY id' FROM docs -- ORDER BY id", "has no ORDER BY"),
+        ("sqlite:none.db?SELECT id FROM docs ORDER BY id", "none.db cannot be read: No such file"),
+        ("sqlite:a.db?SELECT absent FROM docs ORDER BY 1", "failed: no such column: absent"),
+        ("sqlite:a.db?SELECT id, raw AS id FROM docs ORDER BY 1", "two columns of the name 'id'"),
+        ("sqlite:a.db?SELECT id FROM docs WHERE id > 5 ORDER BY id", "gives no rows"),
+        ("sqlite:a.db?SELECT text FROM docs ORDER BY id", "values of several types, int and str"),
+        ("sqlite:a.db?DELETE FROM docs RETURNING id /* */ ORDER BY id", "failed"),
+        ("sqlite:a.db?SELECT score FROM docs ORDER BY id", "failed: Could not decode to UTF-8"),
+        ("sqlite:text.db?SELECT score FROM docs ORDER BY id", "failed: file is not a database"),
+        ("duckdb:text.db?SELECT score FROM docs ORDER BY id", "text.db failed: "),
+    ],
+)
+def test_a_query_that_cannot_be_an_input_is_refused(tmp_path: Path, named: str, words: str) -> None:
+    make_sqlite(tmp_path / "a.db", [(1, "a", 1, b""), (2, 5, None, b"")])
+    with contextlib.closing(sqlite3.connect(tmp_path / "a.db")) as database, database:
+        database.execute("UPDATE docs SET score = CAST(x'ff' AS TEXT)")
+    (tmp_path / "text.db").write_text("nothing but text, and long enough to be looked at" * 100)
+    with pytest.raises(SlurmGPUError, match=words):
+        plan_query(named, tmp_path)
+
+
+def test_a_run_file_may_name_a_query(tmp_path: Path) -> None:
+    make_sqlite(tmp_path / "a.db", SQL_ROWS)
+    (tmp_path / "texts.py").write_text(WORKLOAD)
+    (tmp_path / "run.toml").write_text(
+        'input = "sqlite:a.db?SELECT * FROM docs ORDER BY id"\n[workload]\nuse = "texts.py:Texts"\n'
+    )
+    with draft_run(tmp_path / "run.toml") as draft:
+        create_run(draft.run_dir, draft.plan, draft.items.files)
+    run = Run.open(tmp_path / "runs" / "run")
+    assert [item["id"] for item in all_items(InputSpec.from_json(run.input), run.index)] == list(range(5000))
+
+
+def test_a_query_stands_alone(tmp_path: Path) -> None:
+    with pytest.raises(SlurmGPUError, match="is one of 2: expected a query alone"):
+        query_in(["a.jsonl", "sqlite:a.db?SELECT 1 ORDER BY 1"], tmp_path)
+    assert query_in(["a.jsonl"], tmp_path) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,11 +15,15 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub(ThreadingHTTPServer):
-    """`repositories` are name → file → content; `refusals` name → the X-Error-Code that is answered."""
+    """`repositories` are name → file → content; `refusals` name → the X-Error-Code that is answered.
+
+    `datasets` are name → revision → file → content, and each such content has a commit of its own.
+    """
 
     def __init__(self, repositories: Mapping[str, Mapping[str, bytes]], refusals: Mapping[str, str]) -> None:
         super().__init__(("127.0.0.1", 0), _Answers)
         self.repositories, self.refusals = repositories, refusals
+        self.datasets: dict[str, dict[str, dict[str, bytes]]] = {}
         self.asked: list[str] = []
 
     @property
@@ -47,6 +52,8 @@ class _Answers(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path).lstrip("/")
         if self.command == "GET":
             self.server.asked.append(path)
+        if re.match(r"(api/)?datasets/", path):
+            return self._answer_dataset(path)
         is_api = path.startswith("api/models/")
         owner, name, what, *rest = [*path.removeprefix("api/models/").split("/"), "", ""]
         repository = f"{owner}/{name}"
@@ -70,6 +77,31 @@ class _Answers(BaseHTTPRequestHandler):
             return self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
         return self._send(200, content, {"ETag": f'"{_digest(content)}"', "X-Repo-Commit": COMMIT})
 
+    def _answer_dataset(self, path: str) -> None:
+        found = re.fullmatch(r"(?:api/)?datasets/([^/]+/[^/]+)(?:/(revision|tree|resolve)/(.+))?", path)
+        revisions = self.server.datasets.get(found[1], {}) if found else {}
+        if not found or not revisions:
+            code = self.server.refusals.get(found[1] if found else "", "RepoNotFound")
+            return self._send(403 if code == "GatedRepo" else 404, b"{}", {"X-Error-Code": code})
+        known = {commit_of(files): files for files in revisions.values()} | revisions
+        rest = (found[3] or "main").rstrip("/") + "/"
+        revision = next((each for each in known if rest.startswith(f"{each}/")), None)
+        if revision is None:
+            return self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+        files, commit = known[revision], commit_of(known[revision])
+        if found[2] == "tree":
+            tree = [
+                {"type": "file", "path": path, "size": len(content), "oid": _digest(content)}
+                for path, content in files.items()
+            ]
+            return self._send(200, json.dumps(tree).encode())
+        if found[2] != "resolve":
+            return self._send(200, json.dumps({"id": found[1], "sha": commit, "siblings": []}).encode())
+        content = files.get(rest.removeprefix(f"{revision}/").rstrip("/"))
+        if content is None:
+            return self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
+        return self._send(200, content, {"ETag": f'"{_digest(content)}"', "X-Repo-Commit": commit})
+
     def _send(self, status: int, body: bytes, headers: Mapping[str, str] = {}) -> None:
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(body))}.items():
@@ -77,6 +109,11 @@ class _Answers(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(body)
+
+
+def commit_of(files: Mapping[str, bytes]) -> str:
+    """The commit of a data set's files."""
+    return _digest(b"".join(name.encode() + content for name, content in sorted(files.items())))
 
 
 def _digest(content: bytes) -> str:

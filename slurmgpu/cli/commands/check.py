@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from slurmgpu import __version__
+from slurmgpu import __version__, inputs
 from slurmgpu.cli.console import result
 from slurmgpu.containers.settings import Identity
 from slurmgpu.errors import SlurmGPUError
@@ -81,6 +81,8 @@ class _Checks:
         self._line("run file", self._read)
         if (config := self.config) is not None:
             if fetch:
+                if inputs.is_of_hub(config.input or ()):
+                    self._line("fetch", lambda: "; ".join(inputs.fetch(config.input or ())))
                 self._line("fetch", self._fetch)
             self._line("image", lambda: self._image(config))
             self._line("plan", self._plan)

@@ -1,0 +1,186 @@
+"""Queries of SQLite and DuckDB databases as inputs: `sqlite:PATH?QUERY` and `duckdb:PATH?QUERY`."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.inputs.formats import Preview, refuse_changed
+from slurmgpu.inputs.repacking import FOLDER, RowGroups, check_pyarrow, even, hash_file, publish
+from slurmgpu.inputs.spec import InputFile, InputSpec, Source
+from slurmgpu.inputs.tables import Parquet
+
+PREFIXES = ("sqlite:", "duckdb:")
+"""What the name of a query begins with."""
+
+_BATCH_ROWS = 64
+_NOT_SQL = re.compile(
+    r"""'(?:[^']|'')*' | "(?:[^"]|"")*" | `[^`]*` | \$(\w*)\$.*?\$\1\$ | --[^\n]* | /\*.*?\*/""", re.DOTALL | re.VERBOSE
+)
+_ORDER = re.compile(r"[()\[\]]|\border\s+by\b", re.IGNORECASE)
+_NULL = type(None)
+
+
+@dataclass(frozen=True)
+class Query:
+    """A query of a database file."""
+
+    kind: str
+    path: Path
+    sql: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.path}?{self.sql}"
+
+
+def query_in(named: str | Sequence[str], base: Path) -> Query | None:
+    """The query that an input names, if it is one; SlurmGPUError if its rows have no order, or it is one of several."""
+    names = [named] if isinstance(named, str) else named
+    found = next((name for name in names if name.startswith(PREFIXES)), None)
+    if found is None:
+        return None
+    kind, _, rest = found.partition(":")
+    path, mark, sql = rest.partition("?")
+    if len(names) > 1:
+        raise SlurmGPUError(f"The input {found!r} is one of {len(names)}: expected a query alone. Use UNION ALL in it.")
+    if not mark or not path or not sql.strip():
+        raise SlurmGPUError(
+            f'The input {found!r} is no query: expected a path, a question mark and the query, as in "{kind}:data.db?'
+            f'SELECT id, text FROM documents ORDER BY id".'
+        )
+    if not _has_order(sql):
+        raise SlurmGPUError(
+            f"The query of the input has no ORDER BY: {' '.join(sql.split())!r}. Rows would come in any order, and an "
+            f"item's number would mean nothing; add ORDER BY and columns that no two rows share, at the query's end."
+        )
+    return Query(kind, base.absolute() / Path(path).expanduser(), sql.strip())
+
+
+def repack_query(
+    query: Query, folder: Path, index: Path, *, stride: int, progress: Callable[[int, int], None] | None = None
+) -> InputSpec:
+    """The spec of the rows of a query, which are written to `folder`; the index, to `index`.
+
+    The database is read only. SlurmGPUError for a query that fails, gives no rows, or a column of several types.
+    """
+    check_pyarrow(f"A query of {query.path} is repacked, which needs")
+    try:
+        status = query.path.stat()
+    except OSError as error:
+        raise SlurmGPUError(f"The input's database {query.path} cannot be read: {error.strerror}.") from error
+    found = Preview(str(query.path), status.st_size, status.st_mtime_ns)
+    sha256 = hash_file(query.path, lambda done: progress(done, status.st_size) if progress else None)
+    path = folder / FOLDER / "00000.parquet"
+    columns, file = _pack_sqlite(query, path) if query.kind == "sqlite" else _pack_duckdb(query, path)
+    refuse_changed(found, query.path.stat())
+    file = replace(file, source=Source(str(query), status.st_size, status.st_mtime_ns, sha256))
+    return publish(InputSpec(Parquet.name, (file,), file.n_items, stride, columns, repacked=True), index)
+
+
+def _has_order(sql: str) -> bool:
+    """Whether ORDER BY stands outside of all parentheses, texts and comments."""
+    depth = 0
+    for found in _ORDER.finditer(_NOT_SQL.sub(" ", sql)):
+        if found[0] in "([":
+            depth += 1
+        elif found[0] in ")]":
+            depth -= 1
+        elif depth == 0:
+            return True
+    return False
+
+
+def _pack_sqlite(query: Query, path: Path) -> tuple[tuple[str, ...], InputFile]:
+    """The columns, and the file of the rows, which are read twice: any value of a column may be of another type."""
+    import pyarrow as pa
+
+    try:
+        with closing(sqlite3.connect(f"file:{quote(str(query.path))}?mode=ro", uri=True)) as database:
+            database.isolation_level = None
+            database.execute("BEGIN")  # both readings see the database as it is now
+            cursor = database.execute(query.sql)
+            columns = _checked_columns(query, [each[0] for each in cursor.description or ()])
+            types: list[set[type]] = [set() for _ in columns]
+            for rows in iter(lambda: cursor.fetchmany(_BATCH_ROWS), []):
+                for kinds, values in zip(types, zip(*rows, strict=True), strict=True):
+                    kinds.update(map(type, values))
+            names = zip(columns, types, strict=True)
+            schema = pa.schema([(name, _arrow_type(query, name, kinds)) for name, kinds in names])
+            cursor = database.execute(query.sql)
+            with RowGroups(path, schema) as groups:
+                for rows in iter(lambda: cursor.fetchmany(_BATCH_ROWS), []):
+                    typed = zip(zip(*rows, strict=True), schema.types, strict=True)
+                    groups.add(pa.table([pa.array(values, its_type) for values, its_type in typed], schema=schema))
+                return columns, _finished(query, groups)
+    except (sqlite3.Error, sqlite3.Warning) as error:
+        raise _failed(query, error) from error
+
+
+def _pack_duckdb(query: Query, path: Path) -> tuple[tuple[str, ...], InputFile]:
+    import pyarrow as pa
+
+    try:
+        import duckdb
+    except ImportError as error:
+        raise SlurmGPUError(f"Reading {query.path} needs duckdb: pip install 'slurmgpu[duckdb]'.") from error
+    try:
+        with closing(duckdb.connect(str(query.path), read_only=True)) as database:
+            if len(database.extract_statements(query.sql)) != 1 or (rows := database.sql(query.sql)) is None:
+                raise SlurmGPUError(f"The input's query is no single SELECT: {' '.join(query.sql.split())!r}.")
+            reader = rows.to_arrow_reader(_BATCH_ROWS)
+            columns = _checked_columns(query, reader.schema.names)
+            with RowGroups(path, reader.schema) as groups:
+                for table in even(pa.Table.from_batches([batch]) for batch in reader):
+                    groups.add(table.replace_schema_metadata(None))
+                return columns, _finished(query, groups)
+    except (duckdb.Error, pa.ArrowException) as error:
+        raise _failed(query, error) from error
+
+
+def _checked_columns(query: Query, names: Sequence[str]) -> tuple[str, ...]:
+    if not names:
+        raise SlurmGPUError(f"The input's query gives no rows, it is no SELECT: {' '.join(query.sql.split())!r}.")
+    doubled = sorted({name for name in names if names.count(name) > 1})
+    if doubled:
+        raise SlurmGPUError(
+            f"The input's query has two columns of the name {doubled[0]!r}: expected a name of its own for each. "
+            f"Rename one with AS."
+        )
+    return tuple(names)
+
+
+def _arrow_type(query: Query, name: str, kinds: set[type]) -> Any:
+    """The type of a column in which SQLite found values of these kinds."""
+    import pyarrow as pa
+
+    kinds = kinds - {_NULL}
+    if kinds == {int, float}:
+        kinds = {float}
+    if len(kinds) > 1:
+        found = " and ".join(sorted(kind.__name__ for kind in kinds))
+        raise SlurmGPUError(
+            f"Column {name!r} of the query of {query.path} has values of several types, {found}: expected one. "
+            f"Choose one in the query, as in CAST({name} AS TEXT) AS {name}."
+        )
+    [kind] = kinds or {_NULL}
+    return {int: pa.int64(), float: pa.float64(), str: pa.large_string(), bytes: pa.large_binary(), _NULL: pa.null()}[
+        kind
+    ]
+
+
+def _finished(query: Query, groups: RowGroups) -> InputFile:
+    if not groups.n_items:
+        raise SlurmGPUError(f"The input's query gives no rows of {query.path}: {' '.join(query.sql.split())!r}.")
+    return groups.close()
+
+
+def _failed(query: Query, error: Exception) -> SlurmGPUError:
+    said = " ".join(str(error).split())
+    return SlurmGPUError(f"The query of {query.path} failed: {said}. It was {' '.join(query.sql.split())!r}.")
