@@ -10,7 +10,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from slurmgpu.plan.items import Items, items_of
 from slurmgpu.plan.overrides import TABLES, Overrides
 from slurmgpu.plan.placement import place
 from slurmgpu.plan.run_file import Resources, RunFile, table_of
-from slurmgpu.plan.site_file import RunFileSource, path_of, read_run_file
+from slurmgpu.plan.site_file import GivenRunFile, RunFileSource, path_of, read_run_file
 from slurmgpu.run.directory import Plan, Provenance, Run, refuse_existing
 from slurmgpu.shards.columns import check_columns, columns_to_json
 from slurmgpu.util.atomic_files import working_folder
@@ -91,6 +91,7 @@ def draft_run(
     """
     source = run_file.expanduser().resolve() if isinstance(run_file, Path) else run_file
     path, config = path_of(source), read_run_file(source, overrides)
+    given = source if isinstance(source, GivenRunFile) else GivenRunFile({}, path.parent)
     gpus_per_task = allocate(config.resources, n_shards=None).gpus_per_task
     named = Path(config.run_dir or f"runs/{path.stem}").expanduser()
     target = (path.parent / named if run_dir is None else run_dir.expanduser()).absolute()
@@ -114,7 +115,8 @@ def draft_run(
     batch_size = _batch_size(config, workload)
     shard_items = _shard_items(config, batch_size)
     with tempfile.TemporaryDirectory(prefix="slurmgpu-") as scratch:
-        items = items_of(config, path, workload, batch_size, Path(scratch), after, progress)
+        items = items_of(config, path, workload, batch_size, Path(scratch), after, progress, made=given.items)
+        items = replace(items, files=[*items.files, *given.files])
         spec = items.spec
         plan = Plan(
             name=target.name,
@@ -146,7 +148,7 @@ def draft_run(
             summarizes=workload.summarize is not None,
             exports=sorted(workload.exports),
         )
-        code = snapshot_of(plan, plan.container, plan.provenance["git"], also=imported)
+        code = snapshot_of(plan, plan.container, plan.provenance["git"], also=[*imported, *given.modules])
         yield Draft(plan, target, items, config.resources, code, workload.resumes, tuple(notes))
 
 
