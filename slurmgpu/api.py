@@ -14,9 +14,10 @@ from slurmgpu.code import former, snapshots
 from slurmgpu.containers.registry import runtime_named
 from slurmgpu.containers.settings import ContainerError
 from slurmgpu.errors import NoAnswerError, SlurmGPUError
-from slurmgpu.executors import detached, liveness, resubmission
+from slurmgpu.executors import liveness, resubmission
 from slurmgpu.executors import probe as probes
 from slurmgpu.executors import submission as submitting
+from slurmgpu.executors.detached import Background
 from slurmgpu.executors.registry import executor_named, queued_jobs
 from slurmgpu.executors.submission import Outcome
 from slurmgpu.faults import check_faults, parse_faults
@@ -280,11 +281,11 @@ def submit_draft(
     on_tick: Callable[[Run], None] = lambda run: None,
     inject: Sequence[str] = (),
     *,
-    detach: bool = False,
+    background: Background | None = None,
 ) -> RunHandle:
-    """Make the run directory of a draft and submit it; `inject` are faults on demand.
+    """Make the run directory of a draft and submit it, by the process `background` if there is one.
 
-    With `detach` an executor that computes on this machine does so in the background, if it can.
+    `inject` are faults on demand.
     """
     submission = submission_of(draft, after, inject)
     executor_named(submission.executor).check(submission, draft.plan.container)
@@ -292,8 +293,8 @@ def submit_draft(
     try:
         snapshots.write(run.folder, draft.code)
         notes = [*draft.code.left_out, *resubmission.fewer_tasks(submission, draft.plan.n_shards)]
-        if detach and executor_named(submission.executor).detaches:
-            return RunHandle(run, detached.start(run, submission, notes))
+        if background is not None:
+            return RunHandle(run, background.start(run, submission, notes))
         return RunHandle(run, submitting.start(run, lambda _: (submission, notes), lambda: on_tick(run)))
     except BaseException:
         remove_unused(run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import logging
@@ -17,10 +18,12 @@ from slurmgpu.api import RunHandle
 from slurmgpu.code import functions
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import probe
+from slurmgpu.executors.detached import Background
+from slurmgpu.executors.registry import executor_named
 from slurmgpu.inputs.python_items import is_table, write_table, write_values
 from slurmgpu.mapping.annotations import Type, annotated_types, described
 from slurmgpu.plan.planner import TARGET_SHARDS, Draft, allocate, draft_run
-from slurmgpu.plan.site_file import GivenRunFile
+from slurmgpu.plan.site_file import GivenRunFile, read_run_file
 from slurmgpu.results import open as open_merged
 from slurmgpu.shards.column_types import RESULT, columns_of_types, type_for_both
 from slurmgpu.shards.columns import Column, columns_to_json
@@ -31,8 +34,8 @@ from slurmgpu.util.shared_files import status_of
 log = logging.getLogger(__name__)
 
 WORKLOAD = "slurmgpu.workloads.function:Function"
-FEWEST_SHARDS, ITEMS_OF_SHORT_SHARD = 128, 64
-"""A run has so many shards, if it has as many items, and more only of so many items each."""
+FEWEST_SHARDS, SHARDS_OF_TASK, ITEMS_OF_SHARD = 64, 16, 256
+"""A run has at least so many shards, if it has as many items, also for each task, and more only of so many items."""
 
 Columns = Column | str | Mapping[str, Column | str]
 
@@ -72,20 +75,25 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
     declared = _declared(columns) or annotated_types(function, batched=is_batched)
     known = None if not declared or None in declared.values() else declared
     target = Path(run_dir).expanduser() if run_dir is not None else _target(base, name, function)
-    with tempfile.TemporaryDirectory(prefix="slurmgpu-map-") as scratch:
-        settings, files, modules = _function(function, load, Path(scratch), base)
-        made, settings["items"], named = _items(items, Path(scratch))
+    values = api.overrides_of(None, image, resources, overrides, profile)
+    table: dict[str, Any] = {"use": WORKLOAD, "batch_size": batch_size}
+    executor = read_run_file(GivenRunFile({"workload": table}, base), values).resources.executor
+    with contextlib.ExitStack() as open_ones:
+        # Its modules are imported while the run is planned.
+        background = open_ones.enter_context(Background()) if executor_named(executor).detaches else None
+        scratch = Path(open_ones.enter_context(tempfile.TemporaryDirectory(prefix="slurmgpu-map-")))
+        settings, files, modules = _function(function, load, scratch, base)
+        made, settings["items"], named = _items(items, scratch)
         settings |= {"batched": is_batched, **({"columns": known} if known else {"learn": True})}
-        tables = {"input": named, "workload": {"use": WORKLOAD, "batch_size": batch_size}, "settings": settings}
-        values = api.overrides_of(None, image, resources, overrides, profile)
-        with draft_run(GivenRunFile(tables, base, made, files, modules), values, target) as draft:
-            for note in draft.plan.placement:
-                log.warning("%s", note)
-            draft = _with_larger_shards(draft, values)
-            api.submission_of(draft, None, inject)  # finds errors before an item is computed
-            if known is None:
-                draft = _with_columns(draft, {**_learnt(draft), **{k: v for k, v in declared.items() if v is not None}})
-            handle = api.submit_draft(draft, None, inject=inject, detach=True)
+        given = GivenRunFile({"input": named, "workload": table, "settings": settings}, base, made, files, modules)
+        draft = open_ones.enter_context(draft_run(given, values, target))
+        for note in (*draft.notes, *draft.plan.placement):
+            log.warning("%s", note)
+        draft = _with_larger_shards(draft, values)
+        api.submission_of(draft, None, inject)  # finds errors before an item is computed
+        if known is None:
+            draft = _with_columns(draft, {**_learnt(draft), **{k: v for k, v in declared.items() if v is not None}})
+        handle = api.submit_draft(draft, None, inject=inject, background=background)
     for note in handle.outcome.notes if handle.outcome else ():
         log.warning("%s", note)
     if wait:
@@ -150,7 +158,7 @@ def _with_larger_shards(draft: Draft, values: Mapping[str, Any]) -> Draft:
     if values.get("shard_items") is not None:
         return draft
     n_tasks = allocate(draft.resources, n_shards=None).n_tasks
-    n_shards = min(TARGET_SHARDS, max(FEWEST_SHARDS, 4 * n_tasks, plan.n_items // ITEMS_OF_SHORT_SHARD))
+    n_shards = min(TARGET_SHARDS, max(FEWEST_SHARDS, SHARDS_OF_TASK * n_tasks, plan.n_items // ITEMS_OF_SHARD))
     n_batches = -(-plan.n_items // (plan.batch_size * n_shards))
     return replace(draft, plan=replace(plan, shard_items=plan.batch_size * n_batches))
 
