@@ -32,7 +32,7 @@ MOST = 2000
 
 
 class Background:
-    """A process that waits for a submission, and imports its modules meanwhile; a context manager that ends it if idle."""
+    """A process that waits for a submission while it imports its modules; leaving the `with` block ends an idle one."""
 
     def __enter__(self) -> Background:
         path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
