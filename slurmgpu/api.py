@@ -41,7 +41,7 @@ from slurmgpu.run.lock import Lock
 from slurmgpu.run.recompute import Recompute, recompute_path, write_recompute
 from slurmgpu.run.submissions import Submission, is_over
 from slurmgpu.util.plurals import count_of
-from slurmgpu.util.shared_files import remove
+from slurmgpu.util.shared_files import exists, remove
 
 log = logging.getLogger(__name__)
 
@@ -429,6 +429,8 @@ def follow_rows(run: Run) -> Iterator[RunRow]:
     """The rows of a run as `RunHandle.rows` gives them."""
     at = 0
     for _ in _while_alive(run):
+        if not exists(run.revision_path(at // run.plan.shard_items, 0)):
+            continue
         with RunRows(run) as present:
             for row in present.rows(at):
                 if row.index != at:

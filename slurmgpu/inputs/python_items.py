@@ -22,16 +22,18 @@ UNWRAP: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
 """An item as it was given, from the data in the file, by its kind."""
 GROUP_ROWS = 2048
 """Rows of a row group of Parquet, which is what a worker reads at once."""
+_OF_TABLES = ("__arrow_c_stream__", "to_arrow", "__dataframe__")
 EXPECTED = "expected text, numbers, booleans, None, and lists and mappings of these"
 
 
 def is_table(items: Any) -> bool:
     """Whether items are a table: of Arrow, or a data frame of pandas, polars or others that speak Arrow."""
-    return hasattr(items, "__arrow_c_stream__") or hasattr(items, "to_arrow") or hasattr(items, "__dataframe__")
+    names = ("columns", "column_names")
+    return any(hasattr(items, name) for name in names) and any(hasattr(items, name) for name in _OF_TABLES)
 
 
-def write_table(items: Any, folder: Path) -> Path:
-    """Write a table to a file of Parquet; each row is an item."""
+def write_table(items: Any, folder: Path) -> tuple[Path, str]:
+    """Write a table to a file of Parquet; each row is an item, of the kind `mapping`."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -55,7 +57,7 @@ def write_table(items: Any, folder: Path) -> Path:
         raise SlurmGPUError(f"The {type(items).__name__} cannot be written as Parquet: {error}.") from error
     if not table.num_rows:
         raise SlurmGPUError("There are no items: the table has no rows.")
-    return _dated(path)
+    return _dated(path), "mapping"
 
 
 def write_values(items: Iterable[Any], folder: Path) -> tuple[Path, str]:
@@ -64,6 +66,8 @@ def write_values(items: Iterable[Any], folder: Path) -> tuple[Path, str]:
     They are `mapping`, `path` (a pathlib.Path), `tuple`, or `value`. SlurmGPUError for an item of another kind, and for
     one that JSON changes.
     """
+    if hasattr(items, "to_pylist"):  # an array of Arrow, whose values are its own
+        items = items.to_pylist()
     path, kind, n_items = folder / "items.jsonl", "", 0
     with open(path, "w", encoding="utf-8") as file:
         for n_items, item in enumerate(items, 1):

@@ -7,6 +7,7 @@ import inspect
 import itertools
 import logging
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from typing import Any
 from slurmgpu import api
 from slurmgpu.api import RunHandle
 from slurmgpu.code import functions
+from slurmgpu.containers.registry import runtime_named
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import probe
 from slurmgpu.executors.detached import Background
@@ -27,7 +29,8 @@ from slurmgpu.plan.site_file import GivenRunFile, read_run_file
 from slurmgpu.results import open as open_merged
 from slurmgpu.shards.column_types import RESULT, columns_of_types, type_for_both
 from slurmgpu.shards.columns import Column, columns_to_json
-from slurmgpu.util.atomic_files import write_bytes
+from slurmgpu.task.preflight import check_here
+from slurmgpu.util.atomic_files import FULL, write_bytes
 from slurmgpu.util.plurals import count_of
 from slurmgpu.util.shared_files import status_of
 
@@ -89,6 +92,8 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
         draft = open_ones.enter_context(draft_run(given, values, target))
         for note in (*draft.notes, *draft.plan.placement):
             log.warning("%s", note)
+        if "pickled" in settings:
+            _refuse_other_python(draft)
         draft = _with_larger_shards(draft, values)
         api.submission_of(draft, None, inject)  # finds errors before an item is computed
         if known is None:
@@ -124,15 +129,37 @@ def _function(
     return {**shown, "pickled": pickled}, files, packed.modules
 
 
+def _refuse_other_python(draft: Draft) -> None:
+    """Refuse an image whose Python cannot read a pickle of this one, where the image can be started here."""
+    container = draft.plan.container
+    if container is None or shutil.which(runtime_named(container["runtime"]).program) is None:
+        return  # a worker compares the versions as well
+    seen = check_here(draft.plan, 0, "cpu")
+    found, here = seen.found.get("python"), functions.minor_version()
+    if found is None:
+        log.warning("which Python the image has is not known: %s", "; ".join(seen.problems))
+    elif not f"{found}.".startswith(f"{here}."):
+        raise SlurmGPUError(
+            f"The image has Python {found}, and this is Python {here}: a function cannot be sent there by value. "
+            f"Put it into a module, which is imported, or call map in Python {'.'.join(found.split('.')[:2])}."
+        )
+
+
 def _items(items: Any, scratch: Path) -> tuple[Path | None, str, str | None]:
     """The file of items that are in memory, how the function gets them back, and the input if they are in files."""
     if isinstance(items, str | os.PathLike):
         return None, "mapping", os.fspath(items)
-    if is_table(items):
-        return write_table(items, scratch), "mapping", None
-    if isinstance(items, Mapping) or not isinstance(items, Iterable):
+    if isinstance(items, Mapping) or not (is_table(items) or isinstance(items, Iterable)):
         raise SlurmGPUError(f"items is a {type(items).__name__}; expected a list, a table, or the path of an input.")
-    made, kind = write_values(items, scratch)
+    try:
+        made, kind = write_table(items, scratch) if is_table(items) else write_values(items, scratch)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise SlurmGPUError(
+            f"The items do not fit into {scratch.parent}: {error.strerror}. Make room there, or set TMPDIR to another "
+            f"folder before Python starts."
+        ) from error
     return made, kind, None
 
 

@@ -167,6 +167,7 @@ def test_what_is_refused_leaves_nothing_behind(tmp_path):
             {"function": len, "items": ["a"], "columns": {"n": "int7"}},
             "has the type 'int7', which is none",
         ),
+        ({"function": len, "items": ["a"], "columns": "int64", "processes": "per-gpu"}, "For a call on each GPU"),
         ({"function": len, "items": ["a"], "columns": {}}, "columns is empty"),
         ({"function": len, "items": ["a"], "columns": "int64", "gpu": 1}, r"unknown key \[resources\] gpu"),
     ]

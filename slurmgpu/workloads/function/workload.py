@@ -12,7 +12,7 @@ from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs.python_items import UNWRAP
 from slurmgpu.shards.column_types import RESULT, columns_of_types, type_for_both, type_of_column, types_of_rows
 from slurmgpu.shards.columns import Column, Json
-from slurmgpu.workload import Item, Row, TaskContext
+from slurmgpu.workload import Item, Placement, Row, Share, TaskContext
 
 
 class Function:
@@ -41,6 +41,14 @@ class Function:
         self.takes_one = not batched
         self._names, self._pickled, self._learns = (function, load), pickled, learn
         self._batched, self._unwrap = batched, UNWRAP[items]
+
+    def place(self, share: Share) -> Placement:
+        """One process, which has all GPUs of its task."""
+        if share.processes == "per-gpu":
+            raise SlurmGPUError(
+                'processes = "per-gpu" is for one group of processes. For a call on each GPU set array=True.'
+            )
+        return Placement()
 
     def load(self, task: TaskContext) -> None:
         """Import or unpickle the function, and call `load`."""

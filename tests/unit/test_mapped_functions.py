@@ -13,7 +13,7 @@ import pytest
 from slurmgpu import Array, Json, Ragged, SlurmGPUError, Text
 from slurmgpu.code import functions
 from slurmgpu.inputs.lines import Jsonl
-from slurmgpu.inputs.python_items import UNWRAP, write_table, write_values
+from slurmgpu.inputs.python_items import UNWRAP, is_table, write_table, write_values
 from slurmgpu.inputs.tables import Parquet
 from slurmgpu.mapping.annotations import annotated_types
 from slurmgpu.shards.column_types import columns_of, type_for_both, type_of, type_of_column
@@ -151,7 +151,11 @@ def test_tables_become_items_of_their_rows(tmp_path):
     frame = pd.DataFrame({"n": [1, 2], "text": ["a", None]}, index=[5, 6])
     rows = [{"n": 1, "text": "a"}, {"n": 2, "text": None}]
     for table in (frame, pa.table({"n": [1, 2], "text": ["a", None]})):
-        assert items_back(write_table(table, tmp_path), "mapping") == rows
+        assert is_table(table)
+        assert items_back(*write_table(table, tmp_path)) == rows
+    for column in (frame["n"], pa.chunked_array([[1], [2]]), pa.array([1, 2]), np.array([1, 2])):
+        assert not is_table(column)
+        assert items_back(*write_values(column, tmp_path)) == [1, 2]
 
 
 @pytest.mark.parametrize(
