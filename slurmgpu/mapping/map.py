@@ -115,6 +115,15 @@ def _function(
             raise SlurmGPUError(f"{each!r} is no function; expected one that takes an item.")
     if inspect.iscoroutinefunction(function):
         raise SlurmGPUError(f"{functions.shown_name(function)} is a coroutine: expected a plain function.")
+    arguments = ("item",) if load is None else ("item", "loaded")
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        raise SlurmGPUError(
+            f"{functions.shown_name(function)} cannot be called as function({', '.join(arguments)}): {error}."
+        ) from error
+    except ValueError:
+        pass  # some of C have no signature
     names = functions.name_of(function), None if load is None else functions.name_of(load)
     if names[0] is not None and (load is None or names[1] is not None):
         return {"function": names[0], "load": names[1]}, [], ()

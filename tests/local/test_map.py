@@ -161,6 +161,7 @@ def test_what_is_refused_leaves_nothing_behind(tmp_path):
     held = [
         ({"function": "text", "items": [1]}, "is no function"),
         ({"function": coroutine, "items": [1]}, "is a coroutine"),
+        ({"function": len, "items": [1], "load": dict}, r"len cannot be called as function\(item, loaded\): too many"),
         ({"function": len, "items": {"a": 1}}, "items is a dict; expected a list"),
         ({"function": len, "items": "none.jsonl"}, "none.jsonl does not exist"),
         (

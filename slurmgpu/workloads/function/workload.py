@@ -90,7 +90,12 @@ class Function:
         if isinstance(value, Exception):
             return value  # ItemError, or one that the worker knows as well
         row = as_row(value)
-        return {"types": types_of_rows([row])} if self._learns else row
+        if not self._learns:
+            return row
+        try:
+            return {"types": types_of_rows([row])}
+        except SlurmGPUError as error:
+            return ItemError(str(error))
 
 
 def as_row(value: Any) -> Row:
