@@ -19,6 +19,7 @@ __all__ = [
     "Merged",
     "Ragged",
     "Rates",
+    "Retry",
     "RunHandle",
     "SlurmGPUError",
     "TaskContext",
@@ -26,6 +27,7 @@ __all__ = [
     "Throughput",
     "Workload",
     "__version__",
+    "compare",
     "find_batch_size",
     "map",
     "open",
@@ -38,8 +40,9 @@ __all__ = [
 
 _HOMES = {
     "slurmgpu.api": ("RunHandle", "open_run", "probe", "submit"),
-    "slurmgpu.errors": ("Interrupted", "ItemError", "SlurmGPUError"),
+    "slurmgpu.errors": ("Interrupted", "ItemError", "Retry", "SlurmGPUError"),
     "slurmgpu.mapping.map": ("map",),
+    "slurmgpu.merge.compare": ("compare",),
     "slurmgpu.results": ("Merged", "open"),
     "slurmgpu.shards.columns": ("Array", "Json", "Ragged", "Text"),
     "slurmgpu.training.fitting": ("find_batch_size",),
@@ -50,8 +53,9 @@ _HOMES = {
 
 if TYPE_CHECKING:
     from slurmgpu.api import RunHandle, open_run, probe, submit
-    from slurmgpu.errors import Interrupted, ItemError, SlurmGPUError
+    from slurmgpu.errors import Interrupted, ItemError, Retry, SlurmGPUError
     from slurmgpu.mapping.map import map  # noqa: A004
+    from slurmgpu.merge.compare import compare
     from slurmgpu.results import Merged, open  # noqa: A004
     from slurmgpu.shards.columns import Array, Json, Ragged, Text
     from slurmgpu.training.fitting import find_batch_size

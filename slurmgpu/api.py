@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from slurmgpu.code import former, snapshots
+from slurmgpu.code import former
 from slurmgpu.containers.registry import runtime_named
 from slurmgpu.containers.settings import ContainerError
 from slurmgpu.errors import NoAnswerError, SlurmGPUError
@@ -24,6 +24,7 @@ from slurmgpu.faults import check_faults, parse_faults
 from slurmgpu.faults.verdicts import Verdict, judge
 from slurmgpu.merge import merge
 from slurmgpu.plan.container_spec import contain_again
+from slurmgpu.plan.items import look_at
 from slurmgpu.plan.overrides import Overrides
 from slurmgpu.plan.planner import Draft, draft_run
 from slurmgpu.plan.site_file import GivenRunFile, RunFileSource, put_profile
@@ -145,6 +146,9 @@ def submit(
     image: str | Path | None = None,
     overrides: Mapping[str, Any] | None = None,
     profile: str | None = None,
+    limit: int | None = None,
+    items: str | None = None,
+    extend: str | Path | None = None,
     after: str | Path | None = None,
     on_tick: Callable[[Run], None] = lambda run: None,
     inject: Sequence[str] = (),
@@ -155,14 +159,16 @@ def submit(
     `run_file` is the path of one, or a mapping with its keys and tables, whose relative paths start at the working
     directory: `submit({"input": "items.jsonl", "workload": {"use": "embed"}}, gpus=4)`. `resources` are keys of
     [resources]: gpus, array, gpus_per_task and so on. `overrides` are values of any keys of the run file, as in
-    `{"slurm.partition": "a100", "input": "other.jsonl"}`, and `profile` is one of the site file. With the executors
-    local and debug, the run is computed and merged when this returns. `inject` are faults on demand, such as
-    `crash@17`; `RunHandle.rehearsed` returns their outcome. Notes on the run file, such as a misspelt member of the
-    workload, are logged as warnings.
+    `{"slurm.partition": "a100", "input": "other.jsonl"}`, and `profile` is one of the site file. With `limit` or
+    `items`, such as "10:20,35", it is a run of these items only, in RUN-look. `extend` is a run of an input that has
+    more items since, of which only these are computed. With the executors local and debug, the run is computed and
+    merged when this returns. `inject` are faults on demand, such as `crash@17`; `RunHandle.rehearsed` returns their
+    outcome. Notes on the run file, such as a misspelt member of the workload, are logged as warnings.
     """
     other = Run.open(Path(after)) if after is not None else None
     values = overrides_of(settings, image, resources, overrides, profile)
-    with draft_run(_source(run_file), values, _path(run_dir), after=other) as draft:
+    old, look = None if extend is None else Run.open(Path(extend)), look_at(items, limit)
+    with draft_run(_source(run_file), values, _path(run_dir), after=other, look=look, extends=old) as draft:
         for note in draft.notes:
             log.warning("%s", note)
         return submit_draft(draft, other, on_tick, inject)
@@ -232,7 +238,7 @@ def probe_draft(
     found = forecast(
         draft.plan, submission, seen, resumes=draft.resumes, queues=executor_named(submission.executor).queues
     )
-    return {**found, **head, "failure": None, "errors": probes.failed_items(run, report)}
+    return {**found, **head, "failure": None, "errors": report["errors"][: probes.SHOWN_ERRORS]}
 
 
 def compute_probe(
@@ -271,7 +277,7 @@ def plan_draft(draft: Draft) -> tuple[Run, list[str], list[str]]:
     by_hand = Manual()
     submission, notes = by_hand.fit(submission_of(draft), draft.plan.container)
     run = create_run(draft.run_dir, draft.plan, draft.items.files)
-    snapshots.write(run.folder, draft.code)
+    draft.fill(run)
     return run, [*by_hand.start(run, submission).to_type], notes
 
 
@@ -291,8 +297,8 @@ def submit_draft(
     executor_named(submission.executor).check(submission, draft.plan.container)
     run = create_run(draft.run_dir, draft.plan, draft.items.files)
     try:
-        snapshots.write(run.folder, draft.code)
-        notes = [*draft.code.left_out, *resubmission.fewer_tasks(submission, draft.plan.n_shards)]
+        draft.fill(run)
+        notes = [*draft.code.left_out, *resubmission.fewer_tasks(submission, draft.n_missing)]
         if background is not None:
             return RunHandle(run, background.start(run, submission, notes))
         return RunHandle(run, submitting.start(run, lambda _: (submission, notes), lambda: on_tick(run)))
@@ -303,7 +309,7 @@ def submit_draft(
 
 def submission_of(draft: Draft, after: Run | None = None, inject: Sequence[str] = ()) -> Submission:
     """The first submission of a draft."""
-    submission = resubmission.first_submission(draft.plan.resources, draft.plan.n_shards)
+    submission = resubmission.first_submission(draft.plan.resources, draft.n_missing)
     executor = executor_named(submission.executor)
     waits_for = () if after is None or is_complete(after) else executor.jobs_completing(after)
     faults = parse_faults(inject)

@@ -22,14 +22,35 @@ class ItemError(Exception):
     """One item cannot be computed. A workload returns it in place of a row, or raises it.
 
     Its message becomes the item's `error`. The other items of the batch are not affected.
-    `way`, if there is one, is equal for items that failed for the same reason.
+    `way`, if there is one, is equal for items that failed for the same reason. `failure` is the failure class.
     """
 
     way: tuple[str, ...] | None = None
+    failure = "item_error"
+
+
+class NodeError(Exception):
+    """The node can compute no item, whatever the item: the task ends, and other nodes compute what it leaves."""
+
+
+class WorkerBrokenError(Exception):
+    """The process can compute no more, as after it lost its CUDA context or its group; a new worker can go on."""
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error: a later task continues the item
     """An item is left for a later task: raised by a workload that keeps its progress once `task.stopping()` is true."""
+
+
+class Retry(Exception):  # noqa: N818 - not an error yet: the items may still get their rows
+    """What failed may pass. A workload returns it in place of a row, or raises it for a whole batch.
+
+    The items are computed again at the end of their shard, after `after` seconds if that is given, as often as
+    `retries` in the run file says; then `message` is their error. ConnectionError and TimeoutError count the same.
+    """
+
+    def __init__(self, message: str = "", *, after: float | None = None) -> None:
+        super().__init__(message)
+        self.after = 0.0 if after is None else float(after)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

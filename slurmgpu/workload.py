@@ -43,6 +43,9 @@ BUILT_IN = {
 }
 """Short names of the built-in workloads, which are known without any metadata of an installation."""
 
+FETCH = "slurmgpu check --fetch {run_file}"
+"""The `first` of a `Template` whose model is downloaded."""
+
 ENTRY_POINTS = "slurmgpu.workloads"
 """The group of entry points by which a package gives its workloads short names."""
 
@@ -76,7 +79,8 @@ class TaskContext:
     `note(name, value)` writes a number into the notes of the current shard, such as a reduced batch size.
     `stopping()` is true on rank 0 once the task has to end: a workload that `resumes` then saves its progress and
     raises Interrupted. `progress(text)` reports saved progress of the current item, which `status` shows;
-    `tell(text)` reports progress that is not saved yet.
+    `tell(text)` reports progress that is not saved yet. `log(step, loss=0.3)` logs numbers, which `slurmgpu track`
+    shows to a tracker; rank 0's are kept.
     """
 
     device: str
@@ -90,6 +94,7 @@ class TaskContext:
     stopping: Callable[[], bool] = lambda: False
     progress: Callable[[str], None] = lambda text: None
     tell: Callable[[str], None] = lambda text: None
+    log: Callable[..., None] = lambda step, **values: None
 
 
 @dataclass(frozen=True)
@@ -121,13 +126,17 @@ class Placement:
 class Template:
     """The proposal of `init` for a workload: the lines under [settings], or a file with them, input and GPUs.
 
-    `input` is None for a workload that needs none.
+    `input` is None for a workload that needs none. `items` are examples, which are written to it; `files` maps names to
+    files that are copied beside the run file. `first` is a command that makes what else the run needs, of `{run_file}`.
     """
 
     settings: str | Path
     input: str | None = "items.jsonl"
     gpus: int = 4
     array: bool = True
+    items: Sequence[Mapping[str, Any]] = ()
+    files: Mapping[str, Path] = field(default_factory=dict)
+    first: str | None = None
 
 
 @dataclass
@@ -222,6 +231,11 @@ class Adapted:
         return self._read("fields", "a list of names", _is_collection_of(str)) or ()
 
     @cached_property
+    def kept_fields(self) -> Collection[str]:
+        """Names of item fields that its rows keep, as if `keep` in the run file named them."""
+        return self._read("kept_fields", "a list of names", _is_collection_of(str)) or ()
+
+    @cached_property
     def advice(self) -> Mapping[str, str]:
         """By field, a sentence to add to the error if the input lacks the field."""
         return self._read("advice", "a mapping of fields to sentences", _is_mapping_to(str)) or {}
@@ -231,6 +245,12 @@ class Adapted:
         """Absolute paths that a task reads besides the input, to be bound into an image."""
         found = self._read("paths", "a list of paths", _is_collection_of(str, os.PathLike)) or ()
         return tuple(str(path.absolute()) for path in map(Path, found))
+
+    @cached_property
+    def scripts(self) -> tuple[str, ...]:
+        """Absolute paths of the user's programs that it starts: they belong to the code that a submission keeps."""
+        found = self._read("scripts", "a list of paths", _is_collection_of(str, os.PathLike)) or ()
+        return tuple(str(path.resolve()) for path in map(Path, found))
 
     @cached_property
     def environ(self) -> dict[str, str]:

@@ -25,7 +25,7 @@ TO_DO = {
 """What the user can do about an OSError, by errno; any other one is a bug."""
 AGAIN = "Its file system fails at the moment, also when asked again. Try again later, or on another machine."
 
-SHOWING = {"status", "logs", "export"}
+SHOWING = {"status", "logs", "export", "show"}
 """Commands that only print, much or without end."""
 WATCHING = {"--watch", "-w"}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +9,7 @@ import typer
 
 from slurmgpu import __version__
 from slurmgpu.cli import completion, options
-from slurmgpu.cli.commands import run, show
+from slurmgpu.cli.commands import run, show, track
 from slurmgpu.cli.commands.image import image_app
 from slurmgpu.cli.lazy_commands import App, Commands
 from slurmgpu.errors import SlurmGPUError
@@ -51,7 +50,9 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
 def init(
     workload: Annotated[
         str | None,
-        typer.Argument(help="A built-in workload, such as embed.", autocompletion=completion.complete_workload),
+        typer.Argument(
+            help="A built-in workload, such as embed, or a Python file.", autocompletion=completion.complete_workload
+        ),
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write it.")] = None,
     site: Annotated[bool, typer.Option("--site", help="Write the site file, from Slurm's answers.")] = False,
@@ -59,11 +60,12 @@ def init(
         str | None, typer.Option("--from-args", metavar="ARGS", help="tracin: the arguments of run_tracin.py.")
     ] = None,
 ) -> None:
-    """Write a commented run file.
+    """Write a commented run file that runs as it stands, with example items.
 
-    For a built-in workload, or without WORKLOAD for a class of your own. --site writes the site file instead, with
-    the values for all of your runs on this cluster. --from-args translates the arguments of a TracIn script into a run
-    file of tracin, and says for each argument what it became.
+    For a built-in workload; with my_workload.py for a class of your own, which it writes, too, unless the file is
+    there. It overwrites nothing. --site writes the site file instead, with the values for all of your runs on this
+    cluster. --from-args translates the arguments of a TracIn script into a run file of tracin, and says for each
+    argument what it became.
 
     The built-in workloads:
 
@@ -85,13 +87,11 @@ def init(
         return
     if site and workload is not None:
         raise SlurmGPUError("A site file is for all workloads: `slurmgpu init --site` alone.")
-    path = (
-        templates.write_site_file(output)
-        if site
-        else templates.write_run_file(workload, output or options.DEFAULT_RUN_FILE)
-    )
-    then = "Check and edit it." if site else f"Edit it, then: slurmgpu submit {path} --dry-run"
-    result(f"{path} is written. {then}")
+    if site:
+        result(f"{templates.write_site_file(output)} is written. Check and edit it.")
+        return
+    for line in templates.write_run_file(workload, output or options.DEFAULT_RUN_FILE):
+        result(line)
 
 
 @app.command()
@@ -118,8 +118,8 @@ app.command(cls=run.WithProgram, options_metavar=run.USAGE)(run.run)
 
 @app.command()
 @options.taking(
-    {**options.PLACES, **options.KEYS, "run_dir": options.RunDirOption, "as_json": options.JsonOption},
-    but=("executor",),
+    {**options.PLACES, **options.KEYS, **options.SUBMITTING},
+    but=("executor", "after", "dry_run", "probe", "yes", "inject", "wait"),
 )
 def plan(run_file: options.RunFileArgument = options.DEFAULT_RUN_FILE, **given: Any) -> None:
     """Plan a run, and print how to submit it by hand.
@@ -129,7 +129,8 @@ def plan(run_file: options.RunFileArgument = options.DEFAULT_RUN_FILE, **given: 
     """
     from slurmgpu.cli.commands import submit as submitting
 
-    submitting.plan(run_file, options.overrides(given), given["run_dir"], as_json=given["as_json"])
+    asked = {name: given[name] for name in ("run_dir", "limit", "items", "extend", "as_json")}
+    submitting.plan(run_file, options.overrides(given), **asked)
 
 
 @app.command()
@@ -188,6 +189,7 @@ app.command()(show.status)
 app.command("list")(show.list_runs)
 app.command()(show.report)
 app.command()(show.logs)
+app.command()(track.track)
 
 
 @app.command()
@@ -246,6 +248,73 @@ def merge(
     raise typer.Exit(0 if value["complete"] else 3)
 
 
+@app.command("show")
+def show_rows(
+    folder: options.RunArgument,
+    columns: options.ColumnsOption = None,
+    where: options.WhereOption = None,
+    items: Annotated[str | None, typer.Option("--items", metavar="10:20,35", help="Only these items.")] = None,
+    failed: Annotated[bool, typer.Option("--failed", help="Only failed items.")] = False,
+    n_rows: Annotated[int, typer.Option("-n", "--rows", min=1, help="At most N rows.", metavar="N")] = 10,
+    n_random: Annotated[
+        int | None, typer.Option("--random", min=1, metavar="N", help="N rows, drawn at random.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Another number draws other rows.")] = 0,
+    with_items: Annotated[bool, typer.Option("--with-items", help="Also the items of the input.")] = False,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Show rows of a run, also while it is at work.
+
+    \b
+      slurmgpu show runs/judge                                  the first ten rows
+      slurmgpu show runs/judge --random 5 --with-items          five, beside what they were made from
+      slurmgpu show runs/judge --where "score > 0.9" -n 50      those for which a condition is true
+      slurmgpu show runs/judge --failed --columns error         why items failed
+    """  # noqa: D301
+    from slurmgpu.cli.commands import rows
+
+    wanted = rows.Wanted(options.names(columns), where, items, failed, n_rows, n_random, seed, with_items)
+    rows.show(options.open_run(folder), wanted, as_json=as_json)
+
+
+@app.command()
+def compare(
+    a: options.ComparedArgument,
+    b: options.ComparedArgument,
+    key: Annotated[
+        str | None, typer.Option("--key", metavar="NAME", help="Match rows by this column or field of the input.")
+    ] = None,
+    columns: options.ColumnsOption = None,
+    tolerance: Annotated[
+        float, typer.Option("--tolerance", help="Numbers x, y are the same within T * max(1, |x|, |y|).", metavar="T")
+    ] = 0.0,
+    n_rows: Annotated[
+        int, typer.Option("-n", "--rows", min=0, help="Show at most N rows that differ.", metavar="N")
+    ] = 10,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Compare the rows and the summaries of two runs.
+
+    A and B are run directories, also of runs at work, or merged files. Exits with 1 if anything differs.
+
+    \b
+      slurmgpu compare runs/before runs/after
+      slurmgpu compare runs/8b runs/70b --key id --columns answer
+      slurmgpu compare runs/a100 runs/h100 --tolerance 1e-5
+    """  # noqa: D301
+    from slurmgpu.cli.console import result_json
+    from slurmgpu.cli.views.comparison import show_comparison
+    from slurmgpu.merge.compare import compare as compare_runs
+
+    chosen = options.names(columns)
+    found = compare_runs(a, b, key=key, columns=chosen, tolerance=tolerance, n_examples=n_rows)
+    if as_json:
+        result_json(found.to_json())
+    else:
+        show_comparison(found)
+    raise typer.Exit(0 if found.equal else 1)
+
+
 @app.command()
 def export(
     folder: options.RunArgument,
@@ -254,37 +323,27 @@ def export(
         str | None,
         typer.Option(
             "--format",
-            help="jsonl, csv, parquet, pt, or one of the workload's own; default from the file's suffix.",
+            help="jsonl, csv, parquet, hf, pt, or one of the workload's own; default from the file's suffix.",
             autocompletion=completion.words(*completion.FORMATS),
         ),
     ] = None,
+    columns: options.ColumnsOption = None,
+    where: options.WhereOption = None,
     trust: options.TrustOption = False,
 ) -> None:
-    """Write the merged rows as JSONL, CSV, Parquet or tensors."""
-    from slurmgpu.cli.console import result, say
-    from slurmgpu.merge.export import FORMATS, export_to
-    from slurmgpu.merge.export import export as write
-    from slurmgpu.util.plurals import count_of
-    from slurmgpu.util.shared_files import exists, is_file, status_of
+    """Write the rows as JSONL, CSV, Parquet, a Hugging Face data set or tensors.
+
+    Of a run at work, the rows that are published. Says how many items have none.
+
+    \b
+      slurmgpu export runs/judge -o scores.parquet
+      slurmgpu export runs/judge -o good.csv --columns index,score --where "score > 0.5"
+      slurmgpu export runs/judge -o scores --format hf        for datasets.load_dataset("scores")
+    """  # noqa: D301
+    from slurmgpu.cli.commands.export import export_rows
 
     run = options.open_run(folder, trust=trust)
-    if not exists(run.merged):
-        raise SlurmGPUError(
-            f"There is no {run.merged} yet. `slurmgpu merge {run.typed}` makes it once no task is alive."
-        )
-    chosen = file_format or output.suffix.removeprefix(".")
-    if chosen not in (known := [*FORMATS, *run.plan.exports]):
-        raise SlurmGPUError(f"Format {chosen!r} is unknown; --format takes {', '.join(known)}.")
-    if status_of(output) is not None and not is_file(output):
-        raise SlurmGPUError(f"{output} is not a regular file; name the file to write with -o.")
-    if str(output) == "-":
-        n_rows = export_to(run.merged, chosen, sys.stdout.buffer)
-    else:
-        exported = write(run.merged, chosen, output)
-        n_rows = exported.n_rows
-        result(f"{output}: {exported.said or count_of(n_rows, 'row')}")
-    if n_missing := run.plan.n_items - n_rows:
-        say(f"The run is incomplete: {count_of(n_missing, 'item')} without a row. slurmgpu report {run.typed}")
+    export_rows(run, output, file_format, options.names(columns), where)
 
 
 @app.command()

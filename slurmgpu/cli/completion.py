@@ -18,7 +18,7 @@ PROBE = "-probe"
 """The suffix of a probe's run directory: `executors.probe.SUFFIX`, without importing pydantic."""
 FAULTS = ("kill@", "preempt@", "timeout", "oom@", "cuda_oom@", "error@", "crash@", "damage@")
 """The beginnings of the faults in `slurmgpu.faults`."""
-FORMATS = ("jsonl", "csv", "parquet", "pt")
+FORMATS = ("jsonl", "csv", "parquet", "hf", "pt")
 """The formats of `slurmgpu.merge.export`, without importing NumPy."""
 
 
@@ -139,9 +139,10 @@ def _is_probe(run: Path) -> bool:
     from slurmgpu.util.shared_files import read_bytes
 
     try:
-        return '"ranges": [' in read_bytes(run / RUN, patience_s=0.0).decode("utf-8", "replace")
+        text = read_bytes(run / RUN, patience_s=0.0).decode("utf-8", "replace")
     except OSError:
         return False
+    return '"ranges": [' in text and '"look": "look"' not in text
 
 
 def _words(incomplete: str, known: Iterable[str]) -> list[str]:

@@ -32,6 +32,13 @@ RunArgument = Annotated[
     ),
 ]
 
+ComparedArgument = Annotated[
+    Path,
+    typer.Argument(
+        help="A run directory or a merged file.", show_default=False, autocompletion=completion.complete_run
+    ),
+]
+
 
 def _executors() -> str:
     """The executors that are installed; they are looked up only where help is printed."""
@@ -39,7 +46,25 @@ def _executors() -> str:
 
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
-GpusOption = Annotated[int | None, typer.Option("--gpus", help="GPUs that the run may use at once; 0 runs on CPUs.")]
+
+
+def _number_of_gpus(text: str) -> int | str:
+    if text == "all":
+        return text
+    if not text.isdecimal():
+        raise typer.BadParameter(f"{text!r} is neither a whole number nor all.")
+    return int(text)
+
+
+GpusOption = Annotated[
+    int | None,
+    typer.Option(
+        "--gpus",
+        metavar="N",
+        parser=_number_of_gpus,
+        help="GPUs that the run may use at once; 0 runs on CPUs; all: this machine's.",
+    ),
+]
 ArrayOption = Annotated[bool | None, typer.Option("--array/--no-array", help="Spread the GPUs over array tasks.")]
 PerTaskOption = Annotated[int | None, typer.Option("--gpus-per-task", help="GPUs of each array task (1).")]
 NodesOption = Annotated[int | None, typer.Option("--nodes-per-task", help="Nodes of each task (1).")]
@@ -105,6 +130,25 @@ AfterOption = Annotated[
 ProbeOption = Annotated[
     int | None, typer.Option("--probe", metavar="N", help="First compute N items, and estimate time and cost.")
 ]
+ColumnsOption = Annotated[
+    str | None, typer.Option("--columns", metavar="A,B", help="Only these columns, in this order.")
+]
+WhereOption = Annotated[
+    str | None, typer.Option("--where", metavar="CONDITION", help="Only these rows, such as 'score > 0.5'.")
+]
+LimitOption = Annotated[int | None, typer.Option("--limit", metavar="N", help="Compute only the first N items.")]
+ItemsOption = Annotated[
+    str | None, typer.Option("--items", metavar="RANGES", help="Compute only these items: 10:20,35.")
+]
+ExtendOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--extend",
+        metavar="RUN",
+        help="Compute only what the input has more than that run.",
+        autocompletion=completion.complete_run,
+    ),
+]
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Show the plan, the limits and the sbatch scripts; queue nothing.")
 ]
@@ -134,6 +178,9 @@ KEYS = {
 }
 """Options that set other keys of the run file."""
 SUBMITTING = {
+    "limit": LimitOption,
+    "items": ItemsOption,
+    "extend": ExtendOption,
     "run_dir": RunDirOption,
     "after": AfterOption,
     "dry_run": DryRunOption,
@@ -188,9 +235,11 @@ def overrides(given: Mapping[str, Any], below: Overrides | None = None) -> Overr
 
 def overrides_of_resubmission(given: Mapping[str, Any]) -> Overrides:
     """The values of `overrides` for another submission of a run; SlurmGPUError for a key that is frozen in it."""
+    from slurmgpu.plan.overrides import OF_SBATCH
+
     found = overrides(given)
     for table, key in found.sources:
-        if table not in ("slurm", "merge") and not (table == "resources" and key in {*PLACES} - {"processes"}):
+        if table not in OF_SBATCH and not (table == "resources" and key in {*PLACES} - {"processes"}):
             raise SlurmGPUError(
                 f"-s {'.'.join(filter(None, (table, key)))}: it is frozen in the run. `resubmit` changes [slurm], "
                 f"[merge], and of [resources] what its options do; for anything else plan another run, by "
@@ -203,6 +252,11 @@ def as_typed(given: Mapping[str, Any]) -> list[str]:
     """The options -s and --profile as they were typed."""
     typed = [word for text in given["settings"] or () for word in ("-s", text)]
     return typed + (["--profile", given["profile"]] if given["profile"] else [])
+
+
+def names(text: str | None) -> list[str]:
+    """The names in the text of --columns; none if it was not given."""
+    return [] if text is None else [name.strip() for name in text.split(",")]
 
 
 def metrics_file(path: Path | None) -> Path | None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import json
-from collections.abc import Sequence
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from slurmgpu.cli.console import result
 from slurmgpu.containers.registry import DEFAULT, runtime_named
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.plan.site_file import site_path
+from slurmgpu.plan.site_file import read_site, site_path
+from slurmgpu.slurm import commands
 from slurmgpu.slurm.survey import Survey, survey
 from slurmgpu.workload import Template, template_of, translator_of
 
@@ -28,7 +34,8 @@ use = "{use}"
 [settings]                         # what the workload's __init__ takes
 {settings}
 [resources]
-gpus = {gpus}                           # held at once
+{executor:<33}  # "slurm"; "local": this machine; "debug": this process, for breakpoint()
+{gpus:<33}  # held at once; 0: on CPUs; "all": those of this machine
 {array:<33}  # spread over tasks of one GPU; without it one task holds all of them
 # gpus_per_task = 4                # with array: GPUs of each task
 # gpu_type = "a100"                # as Slurm calls it
@@ -48,8 +55,41 @@ gpus = {gpus}                           # held at once
 
 [merge]                            # the same for the merge job, which needs no GPU
 # partition = "cpu"
+
+# [track]                          # where the merge job sends what task.log was given
+# to = "tensorboard:tb"            # or "wandb:PROJECT", "mlflow:URI", "trackio:PROJECT"
 """
 
+
+WORKLOAD = '''\
+"""A workload of slurmgpu: a row for each item."""
+
+from slurmgpu import Array, ItemError, Text
+
+
+class {name}:
+    """Counts the words of each text; put your own model in place of this."""
+
+    columns = {{"n_words": Array("int32"), "shout": Text()}}  # what a row has; also Json() and Ragged("float32")
+    batch_size = 32  # items in a call, at most
+
+    def __init__(self, *, field: str = "text") -> None:  # [settings] of the run file
+        self.field = field
+
+    def load(self, task) -> None:
+        """Load the model on task.device; called once in each process."""
+
+    def __call__(self, items):
+        """A row for each item, in order."""
+        return [self.row(item.data) for item in items]
+
+    def row(self, data):
+        """The row of one item, or ItemError, which costs this item alone."""
+        if self.field not in data:
+            return ItemError(f"no field {{self.field!r}}")
+        return {{"n_words": len(data[self.field].split()), "shout": data[self.field].upper()}}
+'''
+EXAMPLES = [{"text": "a cat sleeps"}, {"text": "the bank lends money to farmers"}, {"text": "hello"}]
 
 SITE_TEMPLATE = """\
 # The site file: defaults for all of your runs on this cluster.
@@ -69,11 +109,74 @@ SITE_TEMPLATE = """\
 """
 
 
-def write_run_file(workload: str | None, path: Path) -> Path:
-    """Write a commented run file. SlurmGPUError if the file exists."""
+def write_run_file(workload: str | None, path: Path) -> list[str]:
+    """Write a run file, and the examples with which it runs; the lines that say so. SlurmGPUError if it exists.
+
+    `workload` is the name of one, or a Python file, which gets a class if it does not exist. Other files that exist are
+    left as they are.
+    """
     _refuse_to_overwrite(path)
-    path.write_text(run_file_template(workload, path.stem), "utf-8")
-    return path
+    own = workload is None or workload.endswith(".py")
+    use, proposed, files = _own(Path(workload or "my_workload.py"), path) if own else _built_in(str(workload), path)
+    written, left = [], []
+    for file, content in {**files, path: _filled(use, proposed, path.stem)}.items():
+        try:
+            with file.open("x", encoding="utf-8") as opened:
+                opened.write(content)
+            written.append(str(file))
+        except FileExistsError:
+            left.append(str(file))
+    lines = [f"written: {', '.join(written)}"]
+    lines += (
+        [f"left as it was: {', '.join(left)}. The run file expects of it what is under [settings]."] if left else []
+    )
+    named = shlex.quote(str(path))
+    firsts = [proposed.first.format(run_file=named)] if proposed.first else []
+    return [*lines, "Look at the run file, then:", *(f"  {each}" for each in (*firsts, f"slurmgpu submit {named}"))]
+
+
+def _built_in(use: str, path: Path) -> tuple[str, Template, dict[Path, str]]:
+    proposed = template_of(use, Path.cwd())
+    files = {path.with_name(name): source.read_text("utf-8") for name, source in proposed.files.items()}
+    if proposed.input and proposed.items:
+        files[path.with_name(proposed.input)] = _as_lines(proposed.items)
+    return use, proposed, files
+
+
+def _own(source: Path, path: Path) -> tuple[str, Template, dict[Path, str]]:
+    """The same for a class of the user's own: the one in `source`, or a new one."""
+    if source.exists():
+        name = _class_in(source)
+    else:
+        name = "".join(word.capitalize() for word in re.split(r"\W|_", source.stem)) or "MyWorkload"
+        if not name.isidentifier():
+            raise SlurmGPUError(f"{source.name}: a class cannot be named {name}; begin the file's name with a letter.")
+    proposed = Template('# field = "text"\n')
+    files = {source: WORKLOAD.format(name=name), path.with_name("items.jsonl"): _as_lines(EXAMPLES)}
+    return f"{os.path.relpath(source, path.parent)}:{name}", proposed, files
+
+
+def _class_in(source: Path) -> str:
+    """The first class of a Python file that has columns."""
+    try:
+        tree = ast.parse(source.read_bytes())
+    except (SyntaxError, ValueError) as error:
+        raise SlurmGPUError(
+            f"{source} is not Python: {error}. Correct it, or name a file that does not exist."
+        ) from error
+    for cls in tree.body:
+        if isinstance(cls, ast.ClassDef) and "columns" in {
+            target.id
+            for line in cls.body
+            for target in (line.targets if isinstance(line, ast.Assign) else [getattr(line, "target", None)])
+            if isinstance(target, ast.Name)
+        }:
+            return cls.name
+    raise SlurmGPUError(f"{source} has no class with `columns`. Name a file that does not exist, and init writes one.")
+
+
+def _as_lines(items: Sequence[Mapping[str, Any]]) -> str:
+    return "".join(f"{json.dumps(item, ensure_ascii=False)}\n" for item in items)
 
 
 def write_translated(use: str | None, arguments: str, path: Path) -> None:
@@ -86,9 +189,11 @@ def write_translated(use: str | None, arguments: str, path: Path) -> None:
     written = [path] if found.items is None else [path, items]
     _refuse_to_overwrite(*written)
     if found.items is not None:
-        items.write_text("".join(f"{json.dumps(item, ensure_ascii=False)}\n" for item in found.items), "utf-8")
+        items.write_text(_as_lines(found.items), "utf-8")
     settings = "".join(f"{key} = {json.dumps(value)}\n" for key, value in found.settings.items())
-    path.write_text(_filled(use, Template(settings, found.input, **found.resources), path.stem), "utf-8")
+    path.write_text(
+        _filled(use, Template(settings, found.input, **found.resources), path.stem, takes_all=False), "utf-8"
+    )
     width = max(len(flag) for flag, _ in found.lines)
     for flag, said in found.lines:
         result(f"{flag:<{width}}  {said}")
@@ -140,15 +245,9 @@ def _choices(key: str, values: Sequence[tuple[str, str]], n_taken: int = 1) -> s
     return "".join(lines)
 
 
-def run_file_template(workload: str | None, stem: str = "slurmgpu") -> str:
-    """A commented run file for a workload, or without one for a class of the user's own."""
-    if workload is None:
-        return _filled("my_workload.py:MyWorkload", Template('# field = "text"\n'), stem)
-    return _filled(workload, template_of(workload, Path.cwd()), stem)
-
-
-def _filled(use: str, proposed: Template, stem: str) -> str:
+def _filled(use: str, proposed: Template, stem: str, *, takes_all: bool = True) -> str:
     settings = proposed.settings
+    is_here, is_settled = not _finds_slurm(), "executor" in read_site().get("resources", {})
     return TEMPLATE.format(
         title=runtime_named(DEFAULT).title,
         run_dir=f'# run_dir = "runs/{stem}"',
@@ -156,6 +255,16 @@ def _filled(use: str, proposed: Template, stem: str) -> str:
         settings=settings if isinstance(settings, str) else settings.read_text("utf-8"),
         input=f"input = {json.dumps(proposed.input)}" if proposed.input else '# input = "items.jsonl"',
         batch="# batch_size = 64                  # overrides the workload's own\n" if proposed.input else "",
-        gpus=proposed.gpus,
+        executor=f'{"# " if is_settled else ""}executor = "{"local" if is_here else "slurm"}"',
+        gpus=f"gpus = {json.dumps('all' if takes_all and is_here and not is_settled else proposed.gpus)}",
         array="array = true" if proposed.array else "# array = true",
     )
+
+
+def _finds_slurm() -> bool:
+    """Whether this machine is one of a cluster's."""
+    try:
+        commands.run("sbatch", "--version")
+    except commands.SlurmUnavailableError:
+        return False
+    return True

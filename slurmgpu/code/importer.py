@@ -21,8 +21,7 @@ from types import ModuleType
 
 import slurmgpu
 from slurmgpu.code import snapshots
-from slurmgpu.code.ast_digest import tree_digest
-from slurmgpu.code.snapshots import Snapshot, SourceFile
+from slurmgpu.code.snapshots import Snapshot, SourceFile, tree_digest
 from slurmgpu.containers import INSIDE, image_name
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, retried
 
@@ -32,6 +31,8 @@ INSTALLED = frozenset({"site-packages", "dist-packages"})
 """Names of folders with installed distributions."""
 ENVIRON = "SLURMGPU_CODE"
 """The environment variable that passes the snapshot to processes that a worker spawns."""
+
+Signature = tuple[int, int, int]
 
 _imported: dict[str, str] = {}
 """Digests of the imported files of the user, from planning or from a snapshot."""
@@ -61,7 +62,9 @@ class _PatientLoader(SourceFileLoader):
 class Finder(MetaPathFinder):
     """Finds the modules of a snapshot under their original names."""
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot: Snapshot, folder: Path) -> None:
+        self._folder = folder
+        self._same: dict[str, Signature] = {}
         files = [_as_seen_here(file) for file in snapshot.files]
         self.by_path = {file.path: file for file in files}
         self._by_name = {name: file for file in files for name in file.modules}
@@ -76,6 +79,25 @@ class Finder(MetaPathFinder):
         if file is None:
             return None
         return importlib.util.spec_from_file_location(fullname, file.path, loader=_Loader(fullname, file))
+
+    def as_submitted(self, path: Path) -> Path:
+        """A script as it was submitted: the file itself or, once a file of the snapshot has changed, its copy there."""
+        file = self.by_path.get(str(path))
+        if file is None or all(self._is_same(each) for each in self.by_path.values()):
+            return path
+        return self._folder / file.name
+
+    def _is_same(self, file: SourceFile) -> bool:
+        """Whether a file on disk has the content of the snapshot; it is read once, unless it changes."""
+        try:
+            with open(file.path, "rb") as opened:  # a network file system looks again as it opens
+                status = os.fstat(opened.fileno())
+                signature = status.st_ino, status.st_size, status.st_mtime_ns
+                if self._same.get(file.path) != signature and opened.read() == file.source:
+                    self._same[file.path] = signature
+        except OSError:
+            return False
+        return self._same.get(file.path) == signature
 
 
 def _as_seen_here(file: SourceFile) -> SourceFile:
@@ -106,10 +128,20 @@ class _Loader(SourceFileLoader):
         super().exec_module(module)
 
 
+def _finder(run: Path, digest: str) -> Finder:
+    return Finder(snapshots.read(run, digest), run / snapshots.FOLDER / digest)
+
+
 def use(run: Path, digest: str) -> None:
     """Import the user's modules from a run's snapshot from now on, also in spawned processes."""
-    _install(Finder(snapshots.read(run, digest)))
+    _install(_finder(run, digest))
     os.environ[ENVIRON] = str(run / snapshots.FOLDER / digest)
+
+
+def as_submitted(script: Path) -> Path:
+    """Where a script of the user's is as it was submitted; `script` itself without a snapshot that has it."""
+    finder = _in_use()
+    return script if finder is None else finder.as_submitted(script)
 
 
 def use_as_parent() -> None:
@@ -128,7 +160,7 @@ def using(run: Path, digest: str | None) -> Iterator[None]:
     if digest is None:  # a run of an older slurmgpu
         yield
         return
-    finder = Finder(snapshots.read(run, digest))
+    finder = _finder(run, digest)
     stale = [
         name
         for name, path in _files_of_modules().items()

@@ -6,6 +6,7 @@ this: standard library only.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import os
@@ -28,6 +29,8 @@ from slurmgpu.util.shared_files import OTHERS_WRITE, exists, list_entries, make_
 SNAPSHOT_FORMAT = "slurmgpu code"
 SNAPSHOT_VERSION = 1
 FOLDER = "code"
+_LEFT_OUT = frozenset({"ctx", "kind", "type_comment", "type_ignores"})
+"""Redundant fields of syntax trees, and type comments."""
 _OF_THE_FILE = frozenset({"format", "version", "digest", "files", "left_out"})
 SHOWN_DIGITS = 4
 """The least number of digits of a shortened digest."""
@@ -128,7 +131,8 @@ def _write_sources(target: Path, snapshot: Snapshot) -> None:
         for file in snapshot.files:
             path = partial / file.name
             path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644), "wb") as opened:
+            mode = 0o755 if file.source.startswith(b"#!") else 0o644  # a script may be called by its path
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode), "wb") as opened:
                 opened.write(file.source)
                 opened.flush()
                 os.fsync(opened.fileno())
@@ -232,3 +236,34 @@ def changed_versions(before: CodeAbout, now: CodeAbout) -> list[str]:
     if before.get("image") != now.get("image"):
         found.append("the image differs" if before.get("image") and now.get("image") else "it is with another image")
     return found
+
+
+def tree_digest(source: bytes, path: str) -> str:
+    """The digest of a file's syntax tree with docstrings, the same in each version of Python; or SyntaxError.
+
+    Comments and layout are ignored.
+    """
+    words: list[str] = []
+    try:
+        _spell(ast.parse(source, path), words)
+    except RecursionError:  # an expression of a thousand operators
+        return hashlib.sha256(source).hexdigest()[:DIGITS]
+    return hashlib.sha256("\0".join(words).encode("utf-8", "backslashreplace")).hexdigest()[:DIGITS]
+
+
+def _spell(node: object, words: list[str]) -> None:
+    """Append a syntax tree as words; the output of ast.dump depends on the version of Python."""
+    if isinstance(node, ast.AST):
+        words.append(f"({type(node).__name__}")
+        for name, value in ast.iter_fields(node):
+            if name not in _LEFT_OUT and (isinstance(node, ast.Constant) or (value is not None and value != [])):
+                words.append(name)
+                _spell(value, words)
+        words.append(")")
+    elif isinstance(node, list):
+        words.append("[")
+        for each in node:
+            _spell(each, words)
+        words.append("]")
+    else:  # hex: Python refuses to print very long decimal numbers
+        words.append(f"{type(node).__name__} {hex(node) if type(node) is int else repr(node)}")

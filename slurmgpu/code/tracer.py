@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmgpu import __version__
-from slurmgpu.code.ast_digest import tree_digest
 from slurmgpu.code.locator import Locator
-from slurmgpu.code.snapshots import Snapshot, SourceFile
+from slurmgpu.code.snapshots import Snapshot, SourceFile, tree_digest
 from slurmgpu.containers.settings import ContainerRecord
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.run.directory import Plan
@@ -68,6 +67,8 @@ def snapshot_of(
     for text in plan.texts():
         if len(text) < LONG_TEXT and (found := NAMED.fullmatch(text)):
             tracer.add_named(found[1], needed=False)
+    for script in plan.scripts:
+        tracer.add_script(Path(script))
     for name in sorted({*also, *(name for file in former for name in file.modules)}):
         tracer.add_module(name, needed=False)
     files = tracer.follow()
@@ -128,6 +129,12 @@ class _Tracer:
                 f"The file {path} of the run's workload no longer exists. Put it back, or compute with the "
                 f"snapshot of the last submission: --code former."
             )
+
+    def add_script(self, path: Path) -> None:
+        """Add a file that runs as a program, of whatever language, and what it imports if that is Python."""
+        if str(path.parent) not in self.where.folders:
+            self.where.folders.insert(0, str(path.parent))
+        self._take(str(path), None, needed=False, is_script=True)
 
     def add_module(self, name: str, *, needed: bool) -> None:
         """Add a module and its parent packages, if they are the user's own."""
@@ -225,8 +232,8 @@ class _Tracer:
         for name in sorted(name for each in below for name in self._modules_below(each)):
             self.add_module(name, needed=False)
 
-    def _take(self, path: str, module: str | None, *, needed: bool) -> None:
-        if not path.endswith(".py"):
+    def _take(self, path: str, module: str | None, *, needed: bool, is_script: bool = False) -> None:
+        if not (path.endswith(".py") or is_script):
             self._compiled.add(path)
             return
         found = self._files.get(path)

@@ -68,10 +68,10 @@ def run_on_end(run: Run, report: Report, timeout_s: float = TIMEOUT_S) -> None:
     try:
         code = started.wait(timeout_s)
     except subprocess.TimeoutExpired:
-        _kill(started)
+        end_session(started)
         log.warning("on_end took longer than %.0f s, and was killed. The run is not affected.", timeout_s)
     except BaseException:
-        _kill(started)
+        end_session(started)
         raise
     else:
         if code:
@@ -85,7 +85,7 @@ def _how(code: int) -> str:
     return f"died of {names.get(-code, f'signal {-code}')}"
 
 
-def _kill(started: subprocess.Popen[bytes]) -> None:
+def end_session(started: subprocess.Popen[bytes]) -> None:
     """End a command and the processes of its session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(started.pid, signal.SIGKILL)

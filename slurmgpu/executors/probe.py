@@ -11,11 +11,10 @@ from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors.liveness import refuse_alive
-from slurmgpu.inputs import InputSpec
 from slurmgpu.inputs.spec import PROMISED
 from slurmgpu.plan.planner import Draft, allocate
 from slurmgpu.plan.run_file import parse_resources
-from slurmgpu.report.build import FailedItem, Report
+from slurmgpu.report.build import Report
 from slurmgpu.run.directory import Run
 from slurmgpu.run.lock import run_lock
 from slurmgpu.run.owners import name_of
@@ -49,6 +48,10 @@ def draft_probe(draft: Draft, n_items: int) -> Draft:
     plan, spec = draft.plan, draft.items.spec
     if n_items < 1:
         raise SlurmGPUError(f"--probe {n_items}: expected how many items to compute first, 1 at least.")
+    if draft.extension is not None:
+        raise SlurmGPUError(
+            "--probe foretells a whole run, and --extend computes the rest of one. Leave one of them out."
+        )
     if n_items >= plan.n_items:
         n_batches = (plan.n_items - 1) // plan.batch_size  # whole batches that are fewer than all items
         fewer = f"Probe fewer of them, such as --probe {max(1, n_batches // 2) * plan.batch_size}, or submit"
@@ -71,7 +74,7 @@ def draft_part(draft: Draft, ranges: Sequence[tuple[int, int]]) -> Draft:
     copies = draft.items.files[0].parent / "probe"
     copies.mkdir(exist_ok=True)
     # copy2: keeps the time of modification, by which tasks recognise an input that slurmgpu made.
-    files = [Path(shutil.copy2(file, copies)) for file in draft.items.files]
+    files = [_copied(file, copies / file.name) for file in draft.items.files]
     n_gpus = allocate(draft.resources, n_shards=None).gpus_per_task
     resources = {**plan.resources, "gpus": n_gpus, "array": False, "gpus_per_task": None, "tasks": 1}
     small = replace(
@@ -87,6 +90,8 @@ def draft_part(draft: Draft, ranges: Sequence[tuple[int, int]]) -> Draft:
         summarizes=False,
         on_end=None,
         html=False,
+        track=(),
+        look="probe",
     )
     return replace(
         draft,
@@ -95,6 +100,11 @@ def draft_part(draft: Draft, ranges: Sequence[tuple[int, int]]) -> Draft:
         items=replace(draft.items, spec=taken, files=files),
         resources=parse_resources(resources),
     )
+
+
+def _copied(source: Path, target: Path) -> Path:
+    """A copy of a file, or of the folder of a repacked input."""
+    return Path(shutil.copytree(source, target) if source.is_dir() else shutil.copy2(source, target))
 
 
 def spread(n_items: int, batch_size: int, n_wanted: int) -> list[tuple[int, int]]:
@@ -117,7 +127,7 @@ def make_room(folder: Path) -> None:
     if (owner := retried(folder.stat).st_uid) != os.geteuid() != 0:
         raise SlurmGPUError(f"{folder}, where the probe would go, is {name_of(owner)}'s. Name another --run-dir.")
     run = Run.open(folder) if exists(folder / "run.json") else None
-    if run is None or run.plan.input.get("ranges") is None:
+    if run is None or not run.plan.is_probe:
         raise SlurmGPUError(
             f"{folder}, where the probe would go, exists and is no probe. Move it away, or name another --run-dir."
         )
@@ -139,21 +149,9 @@ def why_failed(run: Run, report: Report) -> Failed | None:
     log, errors = str(logs[0] if logs else run.logs), report["errors"]
     if not errors:
         return Failed("lost", "it lacks items, and no task says why", log)
-    index = original(run, errors[0]["index"])
-    message = f"every item of it failed, the first, item {index} of the input, with: {errors[0]['message']}"
+    first = errors[0]
+    message = f"every item of it failed, the first, item {first['index']} of the input, with: {first['message']}"
     return Failed(errors[0]["class"], message, log)
-
-
-def failed_items(run: Run, report: Report) -> list[FailedItem]:
-    """The first items of the probe that failed, with their indices in the whole input."""
-    first = report["errors"][:SHOWN_ERRORS]
-    return [{**error, "index": original(run, error["index"])} for error in first]
-
-
-def original(run: Run, index: int) -> int:
-    """The index in the whole input of an item of a probe."""
-    [(start, _)] = InputSpec.from_json(run.plan.input).spans(index, index + 1)
-    return start
 
 
 def _without_mail(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from slurmgpu.errors import NoAnswerError, SlurmGPUError
-from slurmgpu.executors import manual_jobs, on_end
+from slurmgpu.executors import manual_jobs, on_end, tracking
 from slurmgpu.executors.interface import Executor, Started
 from slurmgpu.executors.liveness import alive, forget_dead_tasks, others_alive, refuse_alive
 from slurmgpu.executors.registry import executor_named, lives_of
@@ -90,7 +90,7 @@ def start(run: Run, prepare: Prepare, on_tick: Callable[[], None] = lambda: None
     finally:
         # After the next submission is recorded: a second shell would take the run for ended.
         run.record_submission({"submission": submission.submission, "state": "ended"})
-    on_end.run_on_end(run, report)
+    _tell_end(run, report)
     return Outcome(submission, {}, (*notes, *fitted), report)
 
 
@@ -122,7 +122,7 @@ def merge_by_hand(run: Run, *, force: bool = False) -> Report:
         refuse_alive(run, "merge", force=force)
         report, has_ended = _merge_and_end(run, lives_of(run), lock)
     if has_ended:
-        on_end.run_on_end(run, report)
+        _tell_end(run, report)
     return report
 
 
@@ -139,7 +139,7 @@ def merge_when_over(run: Run) -> Report:
         with _locked_when_over(run, lambda: _alive_as_far_as_known(run, own_job)) as lock:
             report, has_ended = _merge_and_end(run, lives_of(run, settled=True), lock)
         if has_ended:
-            on_end.run_on_end(run, report)
+            _tell_end(run, report)
         if own_job:
             log.info("%s", _in_words(report))
         return report
@@ -220,8 +220,13 @@ def merge_behind(run: Run, submission: int | None = None) -> int:
             if line["submission"] == last["submission"] or (report["complete"] and line["state"] == "queued"):
                 run.record_submission({"submission": line["submission"], "state": "ended"})
         if over:  # also if Slurm has refused the next one
-            on_end.run_on_end(run, report)
+            _tell_end(run, report)
     return 0 if report["complete"] else 3
+
+
+def _tell_end(run: Run, report: Report) -> None:
+    tracking.track(run)
+    on_end.run_on_end(run, report)
 
 
 def _submission_of(run: Run, number: int | None) -> SubmissionLine:

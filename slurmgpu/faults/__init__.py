@@ -102,12 +102,14 @@ def check_faults(faults: Sequence[Fault], plan: Plan) -> None:
 def _check(fault: Fault, plan: Plan) -> None:
     kind = KINDS[fault.kind]
     n = {"item": plan.n_items, "shard": plan.n_shards, None: 0}[kind.takes]
-    if fault.at is not None and fault.at >= n:
+    if kind.takes == "item" and plan.look and plan.place(fault.at or 0) is None:
+        raise SlurmGPUError(f"--inject {fault}: item {fault.at} is not among those of this look.")
+    if fault.at is not None and fault.at >= n and not (kind.takes == "item" and plan.look):
         raise SlurmGPUError(
             f"--inject {fault}: this run has no {kind.takes} {fault.at}. Its {kind.takes}s are 0 to {n - 1:,}."
         )
     if fault.kind == "oom" and fault.at is not None:
-        start, stop = plan.bounds(fault.at // plan.shard_items)
+        start, stop = plan.bounds(plan.shard_of(fault.at))
         if min(plan.batch_size, stop - start) == 1:
             raise SlurmGPUError(
                 f"--inject {fault} is for a batch that is too large, and item {fault.at} is alone in its batch. "

@@ -85,7 +85,7 @@ class _Found:
     def shard(self, fault: Fault) -> int:
         """The shard of the fault."""
         assert fault.at is not None
-        return fault.at if KINDS[fault.kind].takes == "shard" else fault.at // self.run.plan.shard_items
+        return fault.at if KINDS[fault.kind].takes == "shard" else self.run.plan.shard_of(fault.at)
 
     def directory(self, shard: int) -> Directory:
         """The header of a published shard."""
@@ -231,7 +231,7 @@ def _of_the_others(found: _Found) -> Verdict:
     failed = [item for item in report["errors"] if item["index"] not in {fault.at for fault in failing}]
     struck = {(found.shard(fault), KINDS[fault.kind].row) for fault in failing}
     for item in failed:
-        shard, policy = item["index"] // found.run.plan.shard_items, POLICIES.get(item["class"])
+        shard, policy = found.run.plan.shard_of(item["index"]), POLICIES.get(item["class"])
         is_own = policy is not None and policy.rest == ITEM  # workloads raise such errors themselves
         if not is_own and (shard, item["class"]) in struck:
             return Verdict(f"not as promised: item {item['index']} has failed as well ({item['class']})", kept=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import json
 import os
 import stat
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.inputs.formats import format_of, recognised
 
 _MOST_LOOKS = 5
+_STATE, _SPLITS = "state.json", "dataset_dict.json"
 
 
 def find(patterns: str | Sequence[str], base: Path) -> list[Path]:
@@ -34,8 +36,9 @@ def _expand(pattern: str, base: Path) -> list[Path]:
     """The paths of a pattern; a file with exactly this name takes precedence over a glob."""
     pattern = os.path.expanduser(pattern)  # noqa: PTH111 - Path.expanduser raises where there is no home
     if not glob.has_magic(pattern) or os.path.lexists(base / pattern):
-        return [base / pattern]
-    matches = _globbed(pattern, base)
+        path = base / pattern
+        return data_set_files(path) if is_data_set(path) else [path]
+    matches = globbed(pattern, base)
     # Directories matched by `**` are skipped; one named like data (`parts.csv/`) is refused later.
     found = sorted(base / match for match in matches)
     paths = [path for path in found if not path.is_dir() or recognised(path)]
@@ -44,7 +47,7 @@ def _expand(pattern: str, base: Path) -> list[Path]:
     return paths
 
 
-def _globbed(pattern: str, base: Path) -> set[str]:
+def globbed(pattern: str, base: Path) -> set[str]:
     """The matches of a glob, confirmed by a second look: glob skips folders that cannot be listed at the moment."""
     # Not Path.glob, which takes no absolute pattern. A set, since `**` may find a file twice.
     found = set(glob.glob(pattern, root_dir=base, recursive=True))  # noqa: PTH207
@@ -53,6 +56,34 @@ def _globbed(pattern: str, base: Path) -> set[str]:
         if found == before:
             break
     return found
+
+
+def is_data_set(path: Path) -> bool:
+    """Whether a path is a folder that `save_to_disk` of Hugging Face's datasets has written."""
+    return any((path / name).is_file() for name in (_STATE, _SPLITS))
+
+
+def data_set_files(folder: Path) -> list[Path]:
+    """The Arrow files of a saved data set, in the order of its rows; SlurmGPUError for one of several splits."""
+    about = folder / (_STATE if (folder / _STATE).is_file() else _SPLITS)
+    try:
+        state = json.loads(about.read_bytes())
+        if about.name == _SPLITS:
+            splits = [str(folder / name) for name in state["splits"]]
+            raise SlurmGPUError(f"Input {folder} is a data set of several splits: name one, as in {splits[0]!r}.")
+        names = [file["filename"] for file in state["_data_files"]]
+        indirect = state.get("_indices_data_files")
+    except OSError as error:
+        raise SlurmGPUError(f"Input {about} cannot be read: {error.strerror}.") from error
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise SlurmGPUError(
+            f"Input {folder} has a {about.name} that save_to_disk has not written, or not to its end "
+            f"({type(error).__name__}: {error}). Save the data set again."
+        ) from error
+    if indirect or not names:
+        found = "takes its rows through a table of indices" if indirect else "has no files"
+        raise SlurmGPUError(f"Input {folder} {found}. Save it again with a present version of datasets.")
+    return [folder / name for name in names]
 
 
 def _check_files(paths: Sequence[Path], base: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Protocol
 
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
+from slurmgpu.inputs.compression import suffix_of, without_suffix
 from slurmgpu.inputs.index import IndexWriter
 from slurmgpu.util.plugins import Plugins
 
@@ -21,6 +23,8 @@ FORMATS = Plugins(
         "jsonl": "slurmgpu.inputs.lines:Jsonl",
         "csv": "slurmgpu.inputs.lines:Csv",
         "txt": "slurmgpu.inputs.lines:Txt",
+        "files": "slurmgpu.inputs.listing:Files",
+        "tar": "slurmgpu.inputs.tar:Tar",
         "parquet": "slurmgpu.inputs.tables:Parquet",
         "h5": "slurmgpu.inputs.tables:Merged",
     },
@@ -70,6 +74,14 @@ class Preview:
         return self.begin >= self.end
 
 
+def refuse_changed(found: Preview, status: os.stat_result) -> None:
+    """Raise SlurmGPUError if a file has another size or time than when it was looked at."""
+    if (status.st_size, status.st_mtime_ns) != (found.size_bytes, found.mtime_ns):
+        raise SlurmGPUError(
+            f"Input {found.path} changed while it was read. Let what writes it finish, then plan again."
+        )
+
+
 class Format(ABC):
     """A format of input files: how they are recognised, checked, indexed at planning, and read later.
 
@@ -79,6 +91,11 @@ class Format(ABC):
     name: ClassVar[str]
     is_indexed: ClassVar[bool] = False
     """Whether `index` records the offsets of items for `open`."""
+    may_be_compressed: ClassVar[bool] = False
+    """Whether files of another suffix behind their own, such as `.gz`, are repacked at planning."""
+
+    grows: ClassVar[bool] = False
+    """Whether a file that got more lines at its end has the same items before them."""
 
     def __init_subclass__(cls, format: str | None = None) -> None:  # noqa: A002 - as `kind` is a column's
         if format is not None:
@@ -116,6 +133,10 @@ def named(name: str) -> Format:
 
 def recognised(path: Path) -> Format | None:
     """The format that a file name stands for; formats of installed packages are searched last."""
+    return _recognised(path) or (_recognised(without_suffix(path)) if suffix_of(path) else None)
+
+
+def _recognised(path: Path) -> Format | None:
     for names in (FORMATS.known, _names):
         for name in names():
             if (found := named(name)).recognises(path):
@@ -128,16 +149,28 @@ def _names() -> list[str]:
     return FORMATS.names()  # takes 15 ms, and is asked for each folder that a glob matches
 
 
+def is_compressed(path: Path, its_format: Format) -> bool:
+    """Whether a file name is one of the format behind which stands a compression that the format does not read."""
+    return suffix_of(path) is not None and not its_format.recognises(path)
+
+
 def format_of(paths: Sequence[Path]) -> Format:
     """The one format that all file names stand for."""
     formats: dict[str, tuple[Path, Format]] = {}
     for path in paths:
         if (found := recognised(path)) is None:
-            names = _names()
+            names = [name for name in _names() if named(name).recognises(Path(f"x.{name}"))]
             *others, last = (f".{name}" for name in names)
+            suffix = without_suffix(path).suffix
             raise SlurmGPUError(
-                f"Input {path} has the suffix {path.suffix!r}: expected {', '.join(others)} or {last}, "
-                f"not compressed.{did_you_mean(path.suffix.lower().removeprefix('.'), names)}"
+                f"Input {path} has the suffix {suffix!r}: expected {', '.join(others)} or {last}."
+                f"{did_you_mean(suffix.lower().removeprefix('.'), names)} If each file is an item, write 'files:' "
+                f"before the path or the pattern."
+            )
+        if is_compressed(path, found) and not found.may_be_compressed:
+            raise SlurmGPUError(
+                f"Input {path} is a .{found.name} file that was compressed as a whole ({suffix_of(path)}): only files "
+                f"of lines may be. Decompress it."
             )
         formats.setdefault(found.name, (path, found))
     if len(formats) > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.inputs.formats import CHUNK_BYTES, Find, Format, Preview
+from slurmgpu.inputs.compression import decompressing
+from slurmgpu.inputs.formats import CHUNK_BYTES, Find, Format, Preview, Rows
 from slurmgpu.inputs.index import IndexWriter
 from slurmgpu.inputs.records import RecordFinder, split
 
@@ -29,7 +31,7 @@ _N_SAMPLED_RECORDS = 8  # of each of these chunks
 class Lines(Format):
     """A format whose items are lines, or records of several lines; the index has every `stride`-th offset."""
 
-    is_indexed = True
+    is_indexed = may_be_compressed = grows = True
     quoting: ClassVar[bool] = False
     """Whether quoted fields may contain newlines."""
     has_header: ClassVar[bool] = False
@@ -50,25 +52,39 @@ class Lines(Format):
         file.seek(0)
         begin = len(_BOM) if file.read(len(_BOM)) == _BOM else 0
         found = replace(found, begin=begin, end=end)
-        if found.is_empty:
-            return found
-        records = self._first_records(file, found)
+        return found if found.is_empty else self._preview_records(self._first_records(file, found), found)
+
+    def preview_stream(self, stream: BinaryIO, found: Preview) -> Preview:
+        """As `preview`, of a file that can only be read from its beginning; `end` is beyond the first items."""
+        head, size = b"", len(_BOM) + _HEAD_BYTES
+        while True:
+            head += stream.read(size + 1 - len(head))
+            if len(head) <= size:
+                return self.preview(io.BytesIO(head), replace(found, size_bytes=len(head)))
+            begin = len(_BOM) if head.startswith(_BOM) else 0
+            found = replace(found, begin=begin, end=size + 1)
+            records = self._first_records(io.BytesIO(head[:size]), found)
+            if len(records) > 1:
+                return self._preview_records(records, found)
+            size *= 2
+
+    def _preview_records(self, records: list[bytes], found: Preview) -> Preview:
         if self.has_header:
             header = records.pop(0)
             line = found.line + header.count(b"\n") + 1
             columns = self.header(header, found.path)
-            found = replace(found, begin=begin + len(header) + 1, line=line, columns=columns)
-        source = _File(self, found.path, found.columns)
+            found = replace(found, begin=found.begin + len(header) + 1, line=line, columns=columns)
+        source = LineParser(self, found.path, found.columns)
         items = [source.check(item, record) for item, record in enumerate(records[:_N_RECORDS])]
         return replace(found, keys=frozenset[str]().union(*items))
 
     def index(self, found: Preview, file: BinaryIO, chunks: Iterable[bytes], writer: IndexWriter) -> int:
         """Add the offsets of a file's records to the index while its chunks pass by; their number."""
-        source = _File(self, found.path, found.columns)
+        source = LineParser(self, found.path, found.columns)
         finder = RecordFinder(found.path, found.begin, found.end, line=found.line, quoting=self.quoting)
         n_before = writer.n_items
         writer.begin_file(found.begin)
-        sampled = 1 + found.size_bytes // (CHUNK_BYTES * _N_SAMPLED_CHUNKS)
+        sampled = sampling_distance(found.size_bytes)
         position = 0
         for n_chunks, chunk in enumerate(chunks):
             low, high = max(found.begin - position, 0), found.end - position
@@ -86,17 +102,17 @@ class Lines(Format):
         source.check(n_items - 1, split(last, quoting=self.quoting)[0])  # shows an interrupted copy
         return n_items
 
-    def open(self, path: str, columns: Sequence[str] | None, find: Find) -> LineRows:
+    def open(self, path: str, columns: Sequence[str] | None, find: Find) -> Rows:
         """The items of a file, found by the index."""
-        return LineRows(_File(self, path, columns), find)
+        return LineRows(LineParser(self, path, columns), find)
 
     def items(self, path: Path) -> Iterator[Mapping[str, Any] | ItemError]:
         """All items of a file."""
-        with open(path, "rb") as file:
-            content = file.read()
-            found = self.preview(file, Preview(str(path), len(content), 0))
+        with open(path, "rb") as file, decompressing(file, path) as stream:
+            content = stream.read()
+        found = self.preview(io.BytesIO(content), Preview(str(path), len(content), 0))
         if not found.is_empty:
-            source = _File(self, found.path, found.columns)
+            source = LineParser(self, found.path, found.columns)
             for number, record in enumerate(split(content[found.begin : found.end], quoting=self.quoting)):
                 yield source.parse(number, record)
 
@@ -131,7 +147,7 @@ class Jsonl(Lines, format="jsonl"):
 
     def parse(self, record: bytes, columns: Sequence[str]) -> Mapping[str, Any]:
         """The object."""
-        return _json_object(record)
+        return json_object(record)
 
 
 class Csv(Lines, format="csv"):
@@ -174,8 +190,13 @@ class Txt(Lines, format="txt"):
         return {"text": _decode(record)}
 
 
+def sampling_distance(size_bytes: int) -> int:
+    """Of how many chunks of a file one is sampled."""
+    return 1 + size_bytes // (CHUNK_BYTES * _N_SAMPLED_CHUNKS)
+
+
 @dataclass(frozen=True)
-class _File:
+class LineParser:
     """Parses the records of one file; `columns` are those of its header."""
 
     format: Lines
@@ -210,7 +231,7 @@ class _File:
 class LineRows:
     """The items of one file of lines."""
 
-    def __init__(self, source: _File, find: Find) -> None:
+    def __init__(self, source: LineParser, find: Find) -> None:
         self._source = source
         self._find = find
         self._file: BinaryIO = open(source.path, "rb")  # noqa: SIM115 - closed by close
@@ -236,7 +257,8 @@ def _decode(record: bytes) -> str:
         raise ItemError(f"expected UTF-8, found {found}") from error
 
 
-def _json_object(record: bytes) -> dict[str, Any]:
+def json_object(record: bytes) -> dict[str, Any]:
+    """The JSON object in a line; ItemError says what was found instead."""
     if not record:
         raise ItemError("expected a JSON object, found an empty line")
     text = _decode(record)

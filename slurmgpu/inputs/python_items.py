@@ -20,8 +20,6 @@ UNWRAP: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "path": lambda data: Path(data[VALUE]),
 }
 """An item as it was given, from the data in the file, by its kind."""
-GROUP_ROWS = 2048
-"""Rows of a row group of Parquet, which is what a worker reads at once."""
 _OF_TABLES = ("__arrow_c_stream__", "to_arrow", "__dataframe__")
 EXPECTED = "expected text, numbers, booleans, None, and lists and mappings of these"
 
@@ -32,32 +30,9 @@ def is_table(items: Any) -> bool:
     return any(hasattr(items, name) for name in names) and any(hasattr(items, name) for name in _OF_TABLES)
 
 
-def write_table(items: Any, folder: Path) -> tuple[Path, str]:
-    """Write a table to a file of Parquet; each row is an item, of the kind `mapping`."""
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise SlurmGPUError(
-            f"A {type(items).__name__} as items needs pyarrow: pip install 'slurmgpu[parquet]'. "
-            f"A list of mappings does not."
-        ) from error
-    try:
-        if isinstance(items, pa.Table):
-            table = items
-        elif hasattr(items, "to_arrow"):
-            table = items.to_arrow()
-        elif hasattr(items, "iloc"):  # pandas: without the index, which stands for the order of rows
-            table = pa.Table.from_pandas(items, preserve_index=False)
-        else:
-            table = pa.table(items)
-        path = folder / "items.parquet"
-        pq.write_table(table, path, row_group_size=GROUP_ROWS)
-    except (pa.ArrowException, TypeError, ValueError) as error:
-        raise SlurmGPUError(f"The {type(items).__name__} cannot be written as Parquet: {error}.") from error
-    if not table.num_rows:
-        raise SlurmGPUError("There are no items: the table has no rows.")
-    return _dated(path), "mapping"
+def without_index(table: Any) -> Any:
+    """The table; of pandas without its index, which stands for the order of rows."""
+    return table.reset_index(drop=True) if hasattr(table, "iloc") else table
 
 
 def write_values(items: Iterable[Any], folder: Path) -> tuple[Path, str]:

@@ -13,6 +13,8 @@ from typing import Any
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs.formats import Rows, named
 from slurmgpu.inputs.index import Index
+from slurmgpu.inputs.lines import Lines
+from slurmgpu.inputs.repacking import LineRows
 from slurmgpu.inputs.spec import PROMISED, InputFile, InputSpec
 from slurmgpu.inputs.tables import MergedRows
 from slurmgpu.util.shared_files import retried
@@ -78,7 +80,11 @@ class Reader:
             first, begin, end = self._index.span(number, items, items.start + start, items.start + stop)
             return first - items.start, begin, end
 
-        rows = self._format.open(path, self._spec.columns, find)
+        rows: Rows
+        if self._spec.repacked and isinstance(self._format, Lines):
+            rows = LineRows(self._format, self._spec.files[number], self._spec.columns)
+        else:
+            rows = self._format.open(path, self._spec.columns, find)
         if self._spec.files[number].size_bytes == PROMISED:
             _check_promise(self._spec.files[number], rows)
         self._open = (number, rows)

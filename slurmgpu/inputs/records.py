@@ -39,7 +39,8 @@ def _outside_quotes(newlines: NDArray[np.intp], quotes: NDArray[np.intp], n_befo
 class RecordFinder:
     """Finds the starts of records in a file that is passed block by block, from the first record on.
 
-    `last_start` and `last_line` are the offset and the 1-based line of the last record.
+    `last_start` and `last_line` are the offset and the 1-based line of the last record. `end` may be set before the
+    last block, if it is not known earlier.
     """
 
     def __init__(self, path: str, begin: int, end: int, *, line: int, quoting: bool) -> None:
@@ -47,7 +48,7 @@ class RecordFinder:
         self.last_start = begin
         self.last_line = line
         self._position = begin  # of the next block
-        self._end = end
+        self.end = end
         self._quoting = quoting
         self._n_newlines = line - 1  # before the next block
         self._n_quotes = 0
@@ -58,7 +59,7 @@ class RecordFinder:
         newlines = np.flatnonzero(block == NEWLINE)
         ends = self._find_ends(block, newlines) if self._quoting else newlines
         starts = ends + (self._position + 1)
-        starts = starts[: np.searchsorted(starts, self._end)]  # nothing starts after the last newline
+        starts = starts[: np.searchsorted(starts, self.end)]  # nothing starts after the last newline
         self._check_length(int(starts[0]) - 1 if len(starts) else self._position + len(block))
         if len(starts):
             self.last_start = int(starts[-1])

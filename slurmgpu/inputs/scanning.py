@@ -6,26 +6,41 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.inputs.formats import CHUNK_BYTES, Format, Preview, format_of
+from slurmgpu.inputs.compression import decompressing
+from slurmgpu.inputs.formats import CHUNK_BYTES, Format, Preview, format_of, is_compressed, refuse_changed
 from slurmgpu.inputs.index import IndexWriter
+from slurmgpu.inputs.lines import Lines
+from slurmgpu.inputs.repacking import FOLDER, check_pyarrow, pack_lines, publish
 from slurmgpu.inputs.spec import PROMISED, InputFile, InputSpec
 from slurmgpu.inputs.tables import Merged
 
 
 def scan(
-    paths: Sequence[Path], index: Path, *, stride: int, progress: Callable[[int, int], None] | None = None
+    paths: Sequence[Path],
+    index: Path,
+    *,
+    stride: int,
+    progress: Callable[[int, int], None] | None = None,
+    of_format: Format | None = None,
+    room: Callable[[], Path] | None = None,
 ) -> InputSpec:
     """The spec of an input; writes the offsets of every `stride`-th item to `index`.
 
     SlurmGPUError names the file and line of other formats. All first bytes are checked before any file is read whole,
     then a sample of the lines, and the last one. Files are read once, in bounded memory; `progress` is called with the
-    bytes read so far and in total.
+    bytes read so far and in total. `of_format` is the format, if not that of the files' names.
+
+    If a file is compressed, all are repacked in the folder that `room` gives, by default that of the index.
     """
-    its_format = format_of(paths)
+    its_format = of_format or format_of(paths)
+    compressed = [path for path in paths if is_compressed(path, its_format)]
+    if compressed:
+        check_pyarrow(f"{compressed[0]} is repacked, which needs")
     previews = [_preview(path, its_format) for path in paths]
     _refuse_mixed(previews)
     total, done = sum(found.size_bytes for found in previews), 0
@@ -36,6 +51,15 @@ def scan(
         if progress:
             progress(done, total)
 
+    if compressed:
+        assert isinstance(its_format, Lines)
+        folder = (room() if room else index.parent) / FOLDER
+        packed = tuple(
+            pack_lines(its_format, found, folder / f"{number:05}.parquet", advance)
+            for number, found in enumerate(previews)
+        )
+        n_items = sum(file.n_items for file in packed)
+        return publish(InputSpec(its_format.name, packed, n_items, stride, previews[0].columns, repacked=True), index)
     n_indexed = len(paths) if its_format.is_indexed else 0
     with IndexWriter(index, stride=stride, n_files=n_indexed) as writer, ThreadPoolExecutor(1) as beside:
         files = tuple(_scan_file(its_format, found, writer, beside, advance) for found in previews)
@@ -69,8 +93,7 @@ def _scan_file(
         chunks = _hashed(_chunks(file, found.size_bytes, advance), checksum, beside)
         n_items = its_format.index(found, file, chunks, writer)
         status = os.fstat(file.fileno())
-    if (status.st_size, status.st_mtime_ns) != (found.size_bytes, found.mtime_ns):
-        raise SlurmGPUError(f"Input {path} changed while it was read. Let what writes it finish, then plan again.")
+    refuse_changed(found, status)
     return InputFile(path, found.size_bytes, found.mtime_ns, checksum.hexdigest(), n_items)
 
 
@@ -78,7 +101,13 @@ def _preview(path: Path, its_format: Format) -> Preview:
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
-            found = its_format.preview(file, Preview(str(path), status.st_size, status.st_mtime_ns))
+            found = Preview(str(path), status.st_size, status.st_mtime_ns)
+            if isinstance(its_format, Lines) and is_compressed(path, its_format) and status.st_size:
+                with decompressing(file, path) as stream:
+                    seen = its_format.preview_stream(stream, found)
+                found = replace(seen, size_bytes=found.size_bytes)
+            else:
+                found = its_format.preview(file, found)
     except OSError as error:
         raise SlurmGPUError(f"Input {path} cannot be read: {error.strerror or error}.") from error
     if found.is_empty:

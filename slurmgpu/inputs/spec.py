@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 PROMISED = -1
@@ -14,13 +15,17 @@ PROMISED = -1
 
 @dataclass(frozen=True)
 class InputFile:
-    """One file of an input at planning; `path` is absolute."""
+    """One file of an input at planning; `path` is absolute, or relative to the run directory for a file in it.
+
+    `source` says where the items of a repacked file come from; `sha256` identifies them.
+    """
 
     path: str
     size_bytes: int
     mtime_ns: int
     sha256: str
     n_items: int
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,8 @@ class InputSpec:
 
     `stride` is the distance of indexed items. `columns` are the names in every item of a csv, parquet or h5 input; None
     for jsonl and txt. `ranges` are the items of the files that the input uses, as (start, stop); None for all.
+    `folders` are those of items that are files themselves.
+    `repacked` files are Parquet files in the run directory, whatever the format of their source.
     """
 
     format: str
@@ -37,16 +44,25 @@ class InputSpec:
     stride: int
     columns: tuple[str, ...] | None
     ranges: tuple[tuple[int, int], ...] | None = None
+    folders: tuple[str, ...] = ()
+    repacked: bool = False
 
     @property
     def digest(self) -> str:
         """The output of `sha256sum FILES | cut -c-64 | sha256sum`; it identifies every byte of the input."""
         return hashlib.sha256("".join(f"{file.sha256}\n" for file in self.files).encode()).hexdigest()
 
+    @property
+    def readable(self) -> list[Path]:
+        """Files whose items can be read by their suffixes: for repacked text their sources."""
+        return [
+            Path(file.source if self.repacked and Path(file.source).is_file() else file.path) for file in self.files
+        ]
+
     def taking(self, ranges: Sequence[tuple[int, int]]) -> InputSpec:
-        """An input of only these ranges of items, numbered from 0 in their order."""
+        """An input of only these ranges of its items, numbered from 0 in their order."""
         n_items = sum(stop - start for start, stop in ranges)
-        return replace(self, n_items=n_items, ranges=tuple((start, stop) for start, stop in ranges))
+        return replace(self, n_items=n_items, ranges=tuple(span for each in ranges for span in self.spans(*each)))
 
     def spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """The ranges (start, stop) of items start..stop-1 among the items of all files."""
@@ -69,4 +85,5 @@ class InputSpec:
         columns = None if value["columns"] is None else tuple(value["columns"])
         found = value.get("ranges")  # absent in older runs
         ranges = None if found is None else tuple((start, stop) for start, stop in found)
-        return cls(**{**value, "files": files, "columns": columns, "ranges": ranges})
+        folders = tuple(value.get("folders", ()))  # absent in older runs
+        return cls(**{**value, "files": files, "columns": columns, "ranges": ranges, "folders": folders})

@@ -22,7 +22,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import probe
 from slurmgpu.executors.detached import Background
 from slurmgpu.executors.registry import executor_named
-from slurmgpu.inputs.python_items import is_table, write_table, write_values
+from slurmgpu.inputs.python_items import is_table, without_index, write_values
 from slurmgpu.mapping.annotations import Type, annotated_types, described
 from slurmgpu.plan.planner import TARGET_SHARDS, Draft, allocate, draft_run
 from slurmgpu.plan.site_file import GivenRunFile, read_run_file
@@ -86,10 +86,13 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
         background = open_ones.enter_context(Background()) if executor_named(executor).detaches else None
         scratch = Path(open_ones.enter_context(tempfile.TemporaryDirectory(prefix="slurmgpu-map-")))
         settings, files, modules = _function(function, load, scratch, base)
-        made, settings["items"], named = _items(items, scratch)
+        made, settings["items"] = _written(items, scratch)
+        named = os.fspath(items) if isinstance(items, str | os.PathLike) else None
         settings |= {"batched": is_batched, **({"columns": known} if known else {"learn": True})}
         given = GivenRunFile({"input": named, "workload": table, "settings": settings}, base, made, files, modules)
-        draft = open_ones.enter_context(draft_run(given, values, target))
+        draft = open_ones.enter_context(
+            draft_run(given, values, target, records=without_index(items) if is_table(items) else None)
+        )
         for note in (*draft.notes, *draft.plan.placement):
             log.warning("%s", note)
         if "pickled" in settings:
@@ -154,14 +157,14 @@ def _refuse_other_python(draft: Draft) -> None:
         )
 
 
-def _items(items: Any, scratch: Path) -> tuple[Path | None, str, str | None]:
-    """The file of items that are in memory, how the function gets them back, and the input if they are in files."""
-    if isinstance(items, str | os.PathLike):
-        return None, "mapping", os.fspath(items)
-    if isinstance(items, Mapping) or not (is_table(items) or isinstance(items, Iterable)):
+def _written(items: Any, scratch: Path) -> tuple[Path | None, str]:
+    """The file of items that are in memory and no table, and their kind."""
+    if isinstance(items, str | os.PathLike) or is_table(items):
+        return None, "mapping"
+    if isinstance(items, Mapping) or not isinstance(items, Iterable):
         raise SlurmGPUError(f"items is a {type(items).__name__}; expected a list, a table, or the path of an input.")
     try:
-        made, kind = write_table(items, scratch) if is_table(items) else write_values(items, scratch)
+        return write_values(items, scratch)
     except OSError as error:
         if error.errno not in FULL:
             raise
@@ -169,7 +172,6 @@ def _items(items: Any, scratch: Path) -> tuple[Path | None, str, str | None]:
             f"The items do not fit into {scratch.parent}: {error.strerror}. Make room there, or set TMPDIR to another "
             f"folder before Python starts."
         ) from error
-    return made, kind, None
 
 
 def _target(base: Path, name: str | None, function: Callable[..., Any]) -> Path:

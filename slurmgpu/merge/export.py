@@ -1,20 +1,20 @@
-"""Export the rows of a merged file as JSONL, CSV, Parquet or tensors, all or nothing.
+"""Export the rows of a run as JSONL, CSV, Parquet, a data set of Hugging Face or tensors, all or nothing.
 
-Every row has `index`, the columns and `error`. A failed item has null columns, a good one a null `error`. NaN and
-infinities are null in JSONL and CSV, since JSON lacks them. In CSV null is empty. Memory is bounded, except for
-tensors, which torch.save needs all at once. A workload may add formats of its own. Every byte of the merged file is
-verified first.
+Every row has `index`, the columns and `error`, or the columns that were asked for. A failed item has null columns, a
+good one a null `error`. NaN and infinities are null in JSONL and CSV, since JSON lacks them. In CSV null is empty.
+Memory is bounded, except for tensors, which torch.save needs all at once. A workload may add formats of its own. Every
+byte of the merged file is verified first, and those of other shards before their rows are written.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
-import functools
 import io
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -27,18 +27,26 @@ from slurmgpu.code import importer
 from slurmgpu.code.snapshots import code_digest
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.results import Merged
+from slurmgpu.results.published import FileRows, RunRows
+from slurmgpu.results.selection import Selection
 from slurmgpu.results.views import ArrayData
 from slurmgpu.run import owners
 from slurmgpu.run.directory import Run
 from slurmgpu.shards.numbers import as_lists
 from slurmgpu.util.atomic_files import beside, fsync_dir, working_folder, write_json
-from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, cause_raised, read_bytes, replace, retried
+from slurmgpu.util.shared_files import (
+    BRIEF_PATIENCE_S,
+    cause_raised,
+    is_folder,
+    list_names,
+    read_bytes,
+    replace,
+    retried,
+    status_of,
+)
 from slurmgpu.workload import build
 
 log = logging.getLogger(__name__)
-
-Writer = Callable[[Merged, IO[bytes]], str | None]
-"""Writes the rows; returns a description if it writes anything other than rows."""
 
 _BLOCK_BYTES = 4 << 20  # about ten times as much in Python objects
 _ROW_GROUP_BYTES = 32 << 20
@@ -46,67 +54,170 @@ _ROW_GROUP_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class Exported:
-    """The number of exported rows, and the description that a workload gave of its own format."""
+    """The number of exported rows and of items without a row, and what a workload said of its own format.
+
+    `problems` names damaged shards, whose items count among those without a row.
+    """
 
     n_rows: int
     said: str | None = None
+    n_missing: int = 0
+    problems: Sequence[str] = ()
 
 
-def export(path: Path, format: str, output: Path) -> Exported:  # noqa: A002 - the word of the command line
-    """Write the rows to `output`; SlurmGPUError if a byte differs. Starts again after a transient failure."""
-    return retried(lambda: cause_raised(lambda: _export(path, format, output)), BRIEF_PATIENCE_S)
+def export(
+    source: Path | Run,
+    format: str,  # noqa: A002 - the word of the command line
+    output: Path,
+    columns: Sequence[str] = (),
+    where: str | None = None,
+) -> Exported:
+    """Write the rows of a merged file, or those that a run has now, to `output`; SlurmGPUError if a byte differs.
+
+    With `columns` only these, with `where` only rows for which the condition is true. Starts again after a transient
+    failure.
+    """
+    return retried(lambda: cause_raised(lambda: _export(source, format, output, columns, where)), BRIEF_PATIENCE_S)
 
 
-def _export(path: Path, format: str, output: Path) -> Exported:  # noqa: A002
-    with results.open(path, verify=True) as merged, beside(output) as partial:
-        write = _writer(merged, format)
-        with open(partial, "wb") as file:
-            said = write(merged, file)
-            file.flush()
-            os.fsync(file.fileno())
-        if write is _write_pt:
-            write_json(output.with_name(f"{output.name}.json"), _about(merged))
+def _export(source: Path | Run, format: str, output: Path, columns: Sequence[str], where: str | None) -> Exported:  # noqa: A002
+    with _opened(source) as rows, beside(output) as partial:
+        if format in FOLDERS:
+            _refuse_used(output)
+            partial.mkdir()
+            exported = _written(rows, lambda selection: FOLDERS[format](selection, partial), columns, where)
+        else:
+            write = _writer(rows, format, columns, where)
+            with open(partial, "wb") as file:
+                exported = write(file)
+                file.flush()
+                os.fsync(file.fileno())
+            if format == "pt" and rows.merged is not None:
+                write_json(output.with_name(f"{output.name}.json"), _about(rows.merged))
         replace(partial, output)
     fsync_dir(output.parent)
-    return Exported(len(merged), said)
+    return exported
 
 
-def export_to(path: Path, format: str, file: IO[bytes]) -> int:  # noqa: A002 - the word of the command line
-    """Write the rows of a merged file to an open file; the number of rows."""
-    with results.open(path, verify=True) as merged:
-        write = _writer(merged, format)
-        if FORMATS.get(format) is write and format not in STREAMS:
+def export_to(
+    source: Path | Run,
+    format: str,  # noqa: A002 - the word of the command line
+    file: IO[bytes],
+    columns: Sequence[str] = (),
+    where: str | None = None,
+) -> Exported:
+    """Write the rows to an open file, as `export` does."""
+    with _opened(source) as rows:
+        if format in FORMATS and format not in (*STREAMS, *_own_formats(rows)):
             raise SlurmGPUError(f"Format {format!r} needs a file of its own; a stream gets {' or '.join(STREAMS)}.")
-        write(merged, file)
+        exported = _writer(rows, format, columns, where)(file)
         file.flush()
-        return len(merged)
+        return exported
 
 
-def _write_jsonl(merged: Merged, file: IO[bytes]) -> None:
-    names = ("index", *merged.columns, "error")
-    for row in _plain_rows(merged):
-        line = json.dumps(dict(zip(names, row, strict=True)), ensure_ascii=False, allow_nan=False)
+@contextlib.contextmanager
+def _opened(source: Path | Run) -> Iterator[RunRows | FileRows]:
+    if isinstance(source, Run):
+        with RunRows(source, verify=True) as rows:
+            if not len(rows):
+                raise SlurmGPUError(
+                    f"{source.folder} has no row yet. `slurmgpu status {source.typed}` shows its progress."
+                )
+            yield rows
+    else:
+        with results.open(source, verify=True) as merged:
+            yield FileRows(merged)
+
+
+def _writer(
+    rows: RunRows | FileRows,
+    format: str,  # noqa: A002 - the word of the command line
+    columns: Sequence[str],
+    where: str | None,
+) -> Callable[[IO[bytes]], Exported]:
+    """The writer of a format: the workload's own if it has one of this name."""
+    is_own = format in _own_formats(rows)
+    if not is_own and format not in FORMATS:
+        raise SlurmGPUError(f"There is no export to {format!r}.{did_you_mean(format, FORMATS)}")
+    if not is_own and (write := ROW_FORMATS.get(format)):
+        return lambda file: _written(rows, lambda selection: write(selection, file), columns, where)
+    if columns or where is not None:
+        raise SlurmGPUError(f"Format {format!r} has all columns and rows; --columns and --where are for other formats.")
+    if rows.merged is None:
+        raise SlurmGPUError(
+            f"Format {format!r} is made from merged.h5, and there is none yet. Other formats need none."
+        )
+    merged, run = rows.merged, None
+    if is_own:
+        run = Run.open(merged.path.parent)
+        owners.refuse_foreign(run, f"export it as {format}, which its workload writes,")
+
+    def write_all(file: IO[bytes]) -> Exported:
+        said = None
+        if run is None:
+            _write_pt(merged, file)
+        else:
+            said = _write_by_workload(run, format, merged, file)
+        return Exported(len(merged), said, int(merged.attributes.get("n_items", len(merged))) - len(merged))
+
+    return write_all
+
+
+def _written(
+    rows: RunRows | FileRows, write: Callable[[Selection], int], columns: Sequence[str], where: str | None
+) -> Exported:
+    selection = Selection(rows, columns, where)
+    n_rows = write(selection)
+    if isinstance(rows, RunRows):
+        return Exported(n_rows, None, rows.run.plan.n_items - selection.n_seen, tuple(dict.fromkeys(rows.problems)))
+    return Exported(n_rows)
+
+
+def _write_jsonl(selection: Selection, file: IO[bytes]) -> int:
+    n_rows = 0
+    for row in selection.plain_rows(_BLOCK_BYTES):
+        line = json.dumps(dict(zip(selection.columns, row, strict=True)), ensure_ascii=False, allow_nan=False)
         file.write(f"{line}\n".encode())
+        n_rows += 1
+    return n_rows
 
 
-def _write_csv(merged: Merged, file: IO[bytes]) -> None:
+def _write_csv(selection: Selection, file: IO[bytes]) -> int:
     """RFC 4180. Numbers and text are written plainly, other values as JSON, null as empty."""
-    text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+    text, n_rows = io.TextIOWrapper(file, encoding="utf-8", newline=""), 0
     writer = csv.writer(text)
-    writer.writerow(("index", *merged.columns, "error"))
-    for row in _plain_rows(merged, as_cells=True):
+    writer.writerow(selection.columns)
+    for row in selection.plain_rows(_BLOCK_BYTES, as_cells=True):
         writer.writerow(json.dumps(value) if isinstance(value, list | bool) else value for value in row)
+        n_rows += 1
     text.detach()
+    return n_rows
 
 
-def _write_parquet(merged: Merged, file: IO[bytes]) -> None:
+def _write_parquet(selection: Selection, file: IO[bytes]) -> int:
     try:
         from pyarrow.parquet import ParquetWriter
     except ImportError as error:
         raise SlurmGPUError("Parquet needs pyarrow: pip install 'slurmgpu[parquet]'") from error
-    with ParquetWriter(file, merged.to_arrow(0, 0).schema) as writer:
-        for start, stop in _blocks(merged, _ROW_GROUP_BYTES):
-            writer.write_table(merged.to_arrow(start, stop))
+    n_rows = 0
+    with ParquetWriter(file, selection.schema) as writer:
+        for table in selection.tables(_ROW_GROUP_BYTES):
+            writer.write_table(table)
+            n_rows += len(table)
+    return n_rows
+
+
+def _write_data_set(selection: Selection, folder: Path) -> int:
+    try:
+        from slurmgpu.results.data_set import write_data_set
+    except ImportError as error:
+        raise SlurmGPUError("A data set of Parquet files needs pyarrow: pip install 'slurmgpu[parquet]'") from error
+    return write_data_set(selection, folder)
+
+
+def _refuse_used(output: Path) -> None:
+    if status_of(output) is not None and (not is_folder(output) or list_names(output)):
+        raise SlurmGPUError(f"{output} exists. A data set is a folder of its own: name a new one with -o.")
 
 
 def _write_pt(merged: Merged, file: IO[bytes]) -> None:
@@ -131,15 +242,12 @@ def _write_pt(merged: Merged, file: IO[bytes]) -> None:
     torch.save(content, file)
 
 
-def _writer(merged: Merged, format: str) -> Writer:  # noqa: A002 - the word of the command line
-    """The writer of a format: the workload's own if it has one of this name."""
-    if format in _beside(merged, "run.json").get("exports", ()):
-        run = Run.open(merged.path.parent)
-        owners.refuse_foreign(run, f"export it as {format}, which its workload writes,")
-        return functools.partial(_write_by_workload, run, format)
-    if format not in FORMATS:
-        raise SlurmGPUError(f"There is no export to {format!r}.{did_you_mean(format, FORMATS)}")
-    return FORMATS[format]
+def _own_formats(rows: RunRows | FileRows) -> Sequence[str]:
+    """The formats that the workload writes itself."""
+    if isinstance(rows, RunRows):
+        return rows.run.plan.exports
+    found: Sequence[str] = _beside(rows.merged, "run.json").get("exports", ())
+    return found
 
 
 def _write_by_workload(run: Run, format: str, merged: Merged, file: IO[bytes]) -> str | None:  # noqa: A002
@@ -178,31 +286,17 @@ def _beside(merged: Merged, name: str) -> dict[str, Any]:
     return found if is_same else {}
 
 
-FORMATS: dict[str, Writer] = {
+ROW_FORMATS: Mapping[str, Callable[[Selection, IO[bytes]], int]] = {
     "jsonl": _write_jsonl,
     "csv": _write_csv,
     "parquet": _write_parquet,
-    "pt": _write_pt,
 }
+"""Writers of chosen columns and rows; each returns the number of rows."""
+
+FOLDERS: Mapping[str, Callable[[Selection, Path], int]] = {"hf": _write_data_set}
+"""As ROW_FORMATS, into a new folder."""
+
+FORMATS = (*ROW_FORMATS, *FOLDERS, "pt")
 
 STREAMS = ("jsonl", "csv")
 """The formats that can be written to a stream."""
-
-
-def _blocks(merged: Merged, n_bytes: int) -> Iterator[tuple[int, int]]:
-    n_rows = max(1, len(merged) * n_bytes // merged.path.stat().st_size)
-    for start in range(0, len(merged), n_rows):
-        yield start, min(start + n_rows, len(merged))
-
-
-def _plain_rows(merged: Merged, *, as_cells: bool = False) -> Iterator[tuple[Any, ...]]:
-    """The rows as JSON values: index, columns, error."""
-    columns = [merged[name] for name in merged.columns]
-    for start, stop in _blocks(merged, _BLOCK_BYTES):
-        stored = [(each.column, each.stored(start, stop)) for each in columns]
-        values = [column.cells(rows) if as_cells else column.plain(rows) for column, rows in stored]
-        for row in np.flatnonzero(merged.failed[start:stop]):
-            for column in values:
-                column[row] = None
-        errors = [message or None for message in merged["error"][start:stop]]
-        yield from zip(merged.index[start:stop].tolist(), *values, errors, strict=True)

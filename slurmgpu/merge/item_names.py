@@ -1,4 +1,4 @@
-"""Names of failed items for the report: their settings or first fields."""
+"""Names of items: by the run's key, and in the report else by their settings or first fields."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 from slurmgpu import inputs
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs import sweeps
+from slurmgpu.inputs.keys import items_named, name_by
 from slurmgpu.report.build import FailedItem
 from slurmgpu.run.directory import Run
 from slurmgpu.util.atomic_files import working_folder
@@ -38,12 +39,52 @@ def name_items(run: Run, items: Sequence[FailedItem]) -> None:
                 for item in items[:MAX_NAMED]:
                     if time.monotonic() > until:
                         break
-                    [data] = reader.read(item["index"], item["index"] + 1)
-                    item["name"] = (
-                        None if isinstance(data, ItemError) else name_of(data, None if is_sweep else N_FIELDS)
-                    )
+                    place = run.plan.place(item["index"])
+                    assert place is not None
+                    [data] = reader.read(place, place + 1)
+                    if not isinstance(data, ItemError):
+                        by_key = name_by(run.plan.key, data) if run.plan.key else None
+                        item["name"] = by_key or name_of(data, None if is_sweep else N_FIELDS)
     except (OSError, SlurmGPUError, ValueError) as error:
         log.info("failed items are listed without names: %s", error)
+
+
+def find_item(run: Run, asked: str) -> int:
+    """The index of an item by its number or its name; `KEY=NAME` is always a name."""
+    key = run.plan.key
+    if asked.isdecimal():
+        return int(asked)
+    if key is None:
+        raise SlurmGPUError(
+            f"{asked!r} is no number of an item, and {run.folder} has no names of items: give a number from 0 to "
+            f'{run.plan.n_items - 1}. For names set key in the run file, as in key = "id".'
+        )
+    name = " ".join(asked.removeprefix(f"{key}=").split())
+    with working_folder(Path(run.plan.search_path)):
+        found = items_named(inputs.InputSpec.from_json(run.input), run.index, key, name)
+    if not found:
+        raise SlurmGPUError(f"{run.folder} has no item whose {key} is {name!r}.")
+    if len(found) > 1:
+        raise SlurmGPUError(
+            f"{run.folder} has several items whose {key} is {name!r}, as {found[0]} and {found[1]}: give a number."
+        )
+    return found[0]
+
+
+def name_by_key(run: Run, index: int) -> str | None:
+    """The name of an item by the run's key; None without one, or if its input cannot be read."""
+    if run.plan.key is None or not 0 <= index < run.plan.n_items:
+        return None
+    try:
+        with (
+            working_folder(Path(run.plan.search_path)),
+            inputs.Reader(inputs.InputSpec.from_json(run.input), run.index) as reader,
+        ):
+            [data] = reader.read(index, index + 1)
+    except (OSError, SlurmGPUError, ValueError) as error:
+        log.info("item %d goes by its index: %s", index, error)
+        return None
+    return None if isinstance(data, ItemError) else name_by(run.plan.key, data)
 
 
 def name_of(data: Mapping[str, Any], n_fields: int | None = None) -> str | None:

@@ -114,6 +114,7 @@ def join(
     columns: Mapping[str, Column],
     *,
     fingerprint: str,
+    extends: Sequence[str] = (),
     n_items: int,
     target: Path,
     attributes: Attributes,
@@ -123,15 +124,16 @@ def join(
 ) -> Joined:
     """Write the rows of `parts` (shard, path, start, stop; in input order) to `target`, which is replaced atomically.
 
-    A shard that is damaged in two readings, or of another plan, is left out and named; a missing one is left out. A
-    failed read is retried for `patience_s`. Then, and on any other error such as a full disk, the OSError is raised and
-    an older `target` stays. An output file that is removed meanwhile is written again.
+    Shards carry `fingerprint`, or one of those in `extends`. A shard that is damaged in two readings, or of another
+    plan, is left out and named; a missing one is left out. A failed read is retried for `patience_s`. Then, and on any
+    other error such as a full disk, the OSError is raised and an older `target` stays. An output file that is removed
+    meanwhile is written again.
     `review` may add new shards; `check` is called right before the file replaces the target.
     """
     _remove_stale(target, patience_s, check)
     # A unique name: removing the files of dead joins removes no file of a live one.
     beside = target.with_name(f".{target.name}.{secrets.token_hex(16)}.partial")
-    source, bad = _Columns(columns, fingerprint, patience_s), _Bad()
+    source, bad = _Columns(columns, (fingerprint, *extends), patience_s), _Bad()
     n_rounds = n_vanished = 0
     try:
         with ThreadPoolExecutor(_N_THREADS) as pool:
@@ -221,9 +223,9 @@ def _summed(counts: Sequence[Mapping[str, Sequence[int]] | None]) -> dict[str, d
 class _Columns:
     """What all shards of a join share."""
 
-    def __init__(self, columns: Mapping[str, Column], fingerprint: str, patience_s: float) -> None:
+    def __init__(self, columns: Mapping[str, Column], fingerprints: Sequence[str], patience_s: float) -> None:
         self.columns = columns
-        self.fingerprint = fingerprint
+        self.fingerprints = fingerprints
         self.patience_s = patience_s
         self.regions = unplaced_regions(columns, 0, {})
         self.paths = [region.path for region in self.regions]
@@ -263,7 +265,7 @@ class _Columns:
 
     def examine(self, reader: Reader, source: Source) -> Directory:
         """The directory of a shard; ForeignShardError if it is not the planned one."""
-        found = examine(reader, fingerprint=self.fingerprint, start=source.start, stop=source.stop)
+        found = examine(reader, fingerprint=self.fingerprints, start=source.start, stop=source.stop)
         self._shapes.check(found)
         return found
 

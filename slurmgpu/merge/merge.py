@@ -69,6 +69,7 @@ def merge(run: Run, lives: Lives | None = None, check: Check = lambda: None) -> 
             parts,
             joining.columns,
             fingerprint=plan.fingerprint,
+            extends=plan.extends,
             n_items=plan.n_items,
             target=run.merged,
             attributes={"run": plan.name, "seed": plan.seed, "workload": plan.workload},
@@ -239,7 +240,7 @@ def _take_back(run: Run, check: Check) -> None:
             continue
         start, stop = run.plan.bounds(revision[0])
         try:
-            verify_shard(run.shards / name, fingerprint=run.plan.fingerprint, start=start, stop=stop)
+            verify_shard(run.shards / name, fingerprint=run.plan.fingerprints, start=start, stop=stop)
         except (DamagedShardError, FileNotFoundError):
             continue
         check()  # reading may have taken long

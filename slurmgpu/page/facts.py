@@ -164,7 +164,7 @@ def _ranked(reasons: Mapping[Any, Reason]) -> list[Reason]:
 
 
 def failed_items(
-    report: Report, lives: Sequence[Life], shard_items: int, of_item: Mapping[int, Reason]
+    report: Report, lives: Sequence[Life], shard_of: Callable[[int], int], of_item: Mapping[int, Reason]
 ) -> list[dict[str, Any]]:
     """The first failed items, each with its attempt and its reason."""
     makers = makers_of(lives)
@@ -174,7 +174,7 @@ def failed_items(
             "name": cut(item.get("name") or "", MESSAGE_CHARACTERS),
             "class": item["class"],
             "message": cut(item["message"].partition("\n")[0], MESSAGE_CHARACTERS),
-            "attempt": makers.get(item["index"] // shard_items, ""),
+            "attempt": makers.get(shard_of(item["index"]), ""),
             "reason": of_item[item["index"]],
         }
         for item in report["errors"][:MAX_ITEMS]

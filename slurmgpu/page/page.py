@@ -78,7 +78,7 @@ def render(run: Run, report: Report, task: str | None = None) -> str:
         "attempt_reasons": attempts[: facts.MAX_REASONS],
         "n_more_reasons": [max(0, len(reasons) - facts.MAX_REASONS) for reasons in (items, attempts)],
         "max_reasons": facts.MAX_REASONS,
-        "failed_items": facts.failed_items(report, lives, run.plan.shard_items, of_item),
+        "failed_items": facts.failed_items(report, lives, run.plan.shard_of, of_item),
         "holes": facts.stretches_of(holes),
         "n_holes": len(holes),
         "n_damaged": sum(bool(hole["damaged"]) for hole in report["missing"]),

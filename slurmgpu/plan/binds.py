@@ -50,6 +50,14 @@ def container_binds(run: Run) -> list[Bind]:
             folder = name.rpartition("/")[0] or "/"
             if brought.isdisjoint(upwards(name)):
                 (files if folder in apart else folders).add(name if folder in apart else folder)
+    for folder in run.input.get("folders", ()):  # absent in older runs
+        for name in names(folder, known):
+            if name in apart:
+                raise ContainerError(
+                    f"the input has files in {folder}, which is not bound as a whole, because it holds more than the "
+                    f"run's; move them into a folder of their own"
+                )
+            folders |= {name} if brought.isdisjoint(upwards(name)) else set()
     if sum(len(os.fsencode(path)) + 1 for path in files) > MOST_BYTES:
         raise ContainerError(
             f"{len(files)} files that the run reads are directly in {os.path.dirname(min(files))} or another folder "  # noqa: PTH120

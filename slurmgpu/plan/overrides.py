@@ -18,6 +18,8 @@ else:
 SET = "--set"
 TABLES = [name for name, field in RunFile.model_fields.items() if table_of((name,)) or "dict[" in str(field.annotation)]
 """The tables of a run file."""
+OF_SBATCH = ("slurm", "merge")
+"""Those of options of sbatch."""
 
 
 class Overrides(dict[str, Any]):
@@ -67,7 +69,7 @@ class Overrides(dict[str, Any]):
         if is_key or key.startswith("."):
             if not (rest or key.startswith(".")):
                 self.bare.add(first)
-            return tuple([first, *plain_names(dict.fromkeys(rest))] if first in ("slurm", "merge") else path)
+            return tuple([first, *plain_names(dict.fromkeys(rest))] if first in OF_SBATCH else path)
         if rest and (hint := did_you_mean(first, TABLES)).startswith(" Did"):
             raise SlurmGPUError(
                 f"-s {key}: there is no table {first!r} in a run file.{hint} If it is a setting: -s settings.{key}."

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import json
+import os
 import platform
 import re
 import sys
@@ -17,14 +19,16 @@ from typing import Any
 from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from slurmgpu import __version__
-from slurmgpu.code import importer
+from slurmgpu.code import importer, snapshots
 from slurmgpu.code.locator import own_modules
 from slurmgpu.code.snapshots import Snapshot
 from slurmgpu.code.tracer import git_state, snapshot_of
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.inputs.kept import columns_kept, with_kept
 from slurmgpu.plan.container_spec import contain
 from slurmgpu.plan.executors import EXECUTORS
-from slurmgpu.plan.items import Items, items_of
+from slurmgpu.plan.extension import Extension, extend
+from slurmgpu.plan.items import Items, Look, items_of, some_of
 from slurmgpu.plan.overrides import TABLES, Overrides
 from slurmgpu.plan.placement import place
 from slurmgpu.plan.run_file import Resources, RunFile, table_of
@@ -47,6 +51,8 @@ from slurmgpu.workload import (
     texts_of_files,
 )
 
+LOOK = "-look"
+"""What follows the name of a run in that of a look at it."""
 TARGET_SHARDS = 2048
 """The most shards by default: enough for balance over hundreds of GPUs, few enough for one directory."""
 
@@ -65,6 +71,18 @@ class Draft:
     code: Snapshot
     resumes: bool = False
     notes: tuple[str, ...] = ()
+    extension: Extension | None = None
+
+    @property
+    def n_missing(self) -> int:
+        """How many shards are to be computed."""
+        return self.plan.n_shards - (len(self.extension.shards) if self.extension else 0)
+
+    def fill(self, run: Run) -> None:
+        """Put into its run directory what is there before anything is submitted: code, and shards of another run."""
+        snapshots.write(run.folder, self.code)
+        if self.extension is not None:
+            self.extension.put_into(run)
 
 
 @dataclass(frozen=True)
@@ -83,17 +101,26 @@ def draft_run(
     run_dir: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
     after: Run | None = None,
+    look: Look | None = None,
+    extends: Run | None = None,
+    records: Any = None,
 ) -> Iterator[Draft]:
     """The plan of a run file, while the `with` block lasts; SlurmGPUError if anything in it cannot work.
 
     `run_file` is its path, or a `GivenRunFile`.
-    `after` is a run that this one waits for: its merged file may be the input before it exists.
+    `after` is a run that this one waits for: its merged file may be the input before it exists. A `look` is a run of
+    some of the items, beside the directory that the run of all would have. `extends` is a run of fewer items, whose
+    shards are taken. `records` are items from Python, mappings or a table with an Arrow form, in place of `input`.
     """
     source = run_file.expanduser().resolve() if isinstance(run_file, Path) else run_file
     path, config = path_of(source), read_run_file(source, overrides)
     given = source if isinstance(source, GivenRunFile) else GivenRunFile({}, path.parent)
     gpus_per_task = allocate(config.resources, n_shards=None).gpus_per_task
     named = Path(config.run_dir or f"runs/{path.stem}").expanduser()
+    if look is not None:
+        if extends is not None:
+            raise SlurmGPUError("--extend computes what an input has more than a run; leave out --items and --limit.")
+        named = named.with_name(f"{named.name}{LOOK}")
     target = (path.parent / named if run_dir is None else run_dir.expanduser()).absolute()
     refuse_odd_path(target, EXECUTORS.make(config.resources.executor).not_in_paths)
     refuse_existing(target)
@@ -104,19 +131,35 @@ def draft_run(
     with working_folder(path.parent):
         placement = place(workload, config.resources, gpus_per_task)
         settings |= workload.frozen_settings
-        paths, environ = workload.paths, workload.environ
+        paths, environ, scripts = workload.paths, workload.environ, workload.scripts
         workload.check()
     notes = hidden_by_built_in(config.workload.use) + near_misses(workload)
     container = contain(config.container, full_name, source, overrides)
     if container is None and workload.check_here is not None:
         with working_folder(path.parent):
             workload.check_here()
-    columns = columns_to_json(check_columns(workload.columns, f"workload {full_name}"))
+    own = check_columns(workload.columns, f"workload {full_name}")
+    keep = columns_kept([*config.keep, *workload.kept_fields], config.rename, own)
+    columns = columns_to_json(check_columns(with_kept(own, keep), "keep"))
     batch_size = _batch_size(config, workload)
-    shard_items = _shard_items(config, batch_size)
-    with tempfile.TemporaryDirectory(prefix="slurmgpu-") as scratch:
-        items = items_of(config, path, workload, batch_size, Path(scratch), after, progress, made=given.items)
-        items = replace(items, files=[*items.files, *given.files])
+    shard_items = _shard_items(config, batch_size) or (None if extends is None else extends.plan.shard_items)
+    with tempfile.TemporaryDirectory(prefix="slurmgpu-") as scratch, contextlib.ExitStack() as stack:
+        room = functools.cache(lambda: _room_beside(target, stack))
+        fields = keep.values()
+        items = items_of(
+            config,
+            path,
+            workload,
+            batch_size,
+            Path(scratch),
+            after,
+            progress,
+            room=room,
+            kept=fields,
+            records=records,
+            made=given.items,
+        )
+        items = some_of(replace(items, files=[*items.files, *given.files]), look)
         spec = items.spec
         plan = Plan(
             name=target.name,
@@ -145,11 +188,29 @@ def draft_run(
             sample_s=config.sample_s,
             on_end=config.on_end or None,
             html=config.html,
+            retries=config.workload.retries,
+            keep=keep,
+            key=config.key,
+            track=config.track.to if config.track else (),
+            look="look" if look else "",
+            extends=() if extends is None else extends.plan.fingerprints,
+            scripts=scripts,
             summarizes=workload.summarize is not None,
             exports=sorted(workload.exports),
         )
+        extension = None if extends is None else extend(extends, plan, Path(scratch))
+        notes += [extension.describe(plan)] if extension else []
         code = snapshot_of(plan, plan.container, plan.provenance["git"], also=[*imported, *given.modules])
-        yield Draft(plan, target, items, config.resources, code, workload.resumes, tuple(notes))
+        yield Draft(plan, target, items, config.resources, code, workload.resumes, tuple(notes), extension)
+
+
+def _room_beside(run_dir: Path, stack: contextlib.ExitStack) -> Path:
+    """A temporary folder on the disk of the run directory, where what is made needs no copy and /tmp may be small."""
+    there = next(folder for folder in run_dir.parents if folder.is_dir())
+    room = tempfile.TemporaryDirectory(
+        prefix=f".{run_dir.name}.", suffix=".partial", dir=there if os.access(there, os.W_OK) else None
+    )
+    return Path(stack.enter_context(room))
 
 
 def workload_of(run_file: Path, overrides: Mapping[str, Any] | None = None) -> Adapted:

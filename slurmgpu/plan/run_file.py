@@ -18,6 +18,8 @@ from slurmgpu.containers import registry
 from slurmgpu.containers.registry import RUNTIMES
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.plan.executors import DEFAULT, EXECUTORS
+from slurmgpu.plan.trackers import parse_destination
+from slurmgpu.util import gpus
 from slurmgpu.util.plugins import Plugins
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, retried
 
@@ -73,6 +75,9 @@ def plain_names(options: Mapping[str, Any]) -> dict[str, Any]:
 SlurmOptions = Annotated[dict[str, SlurmValue], BeforeValidator(_slurm_names)]
 
 
+ALL = "all"
+"""In place of a number of GPUs: as many as this machine has."""
+
 SIZE = re.compile(r"(\d+(?:\.\d+)?) *([GMT])(i?)B?\Z")
 
 
@@ -119,6 +124,7 @@ class WorkloadTable(Table):
 
     use: str
     batch_size: int | None = Field(None, ge=1)
+    retries: int = Field(3, ge=0, le=10)
 
 
 class Resources(Table):
@@ -158,6 +164,24 @@ class ContainerTable(Table):
     strict: bool = False
 
 
+def _destinations(value: Any) -> Any:
+    """Texts such as "tensorboard:DIR", each checked."""
+    texts = [value] if isinstance(value, str) else value
+    if isinstance(texts, list):
+        for text in texts:
+            try:
+                parse_destination(str(text))
+            except SlurmGPUError as error:
+                raise ValueError(str(error).removesuffix(".")) from error
+    return texts
+
+
+class TrackTable(Table):
+    """[track]: the trackers to which the merge job sends what tasks logged."""
+
+    to: Annotated[list[str], BeforeValidator(_destinations)]
+
+
 class RunFile(Table):
     """A run file. Relative paths in it are relative to its folder."""
 
@@ -171,6 +195,9 @@ class RunFile(Table):
     sample_s: float = Field(5.0, ge=0)
     on_end: str | None = None
     html: bool = True
+    keep: list[str] = Field(default_factory=list)
+    rename: dict[str, str] = Field(default_factory=dict)
+    key: str | None = Field(None, min_length=1)
     workload: WorkloadTable
     settings: dict[str, Any] = Field(default_factory=dict)
     sweep: dict[str, Any] | None = None
@@ -178,6 +205,7 @@ class RunFile(Table):
     container: ContainerTable = ContainerTable.model_validate({})
     slurm: SlurmOptions = Field(default_factory=dict)
     merge: SlurmOptions = Field(default_factory=dict)
+    track: TrackTable | None = None
 
 
 def table_of(path: Sequence[str], model: type[BaseModel] = RunFile) -> type[BaseModel] | None:
@@ -225,7 +253,23 @@ def parse_table(model: type[TableT], value: Mapping[str, Any], where: str) -> Ta
 
 def parse_resources(value: Mapping[str, Any]) -> Resources:
     """[resources] from a mapping, such as a run's with flags over it."""
-    return parse_table(Resources, value, "resources")
+    return parse_table(Resources, counted(value), "resources")
+
+
+def counted(resources: Mapping[str, Any]) -> Mapping[str, Any]:
+    """[resources] with this machine's number of GPUs in place of `gpus = "all"`."""
+    if resources.get("gpus") != ALL:
+        return resources
+    executor = EXECUTORS.make(resources.get("executor", DEFAULT))
+    if executor.queues:
+        raise SlurmGPUError(
+            f'gpus = "{ALL}" takes those of this machine, and {executor.name} computes elsewhere: say how many, as in '
+            f"--gpus 4, or compute here with --executor local."
+        )
+    try:
+        return {**resources, "gpus": gpus.count()}
+    except gpus.GPUFaultError as error:
+        raise SlurmGPUError(f'gpus = "{ALL}": {error}. To compute on CPUs: --gpus 0.') from error
 
 
 def parse_slurm_options(texts: Sequence[str]) -> dict[str, SlurmValue]:

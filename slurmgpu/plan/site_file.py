@@ -20,6 +20,7 @@ from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.plan.executors import DEFAULT
 from slurmgpu.plan.overrides import Overrides, source_of
 from slurmgpu.plan.run_file import (
+    ALL,
     ContainerTable,
     ExecutorName,
     GpuMemory,
@@ -27,6 +28,7 @@ from slurmgpu.plan.run_file import (
     RunFile,
     SlurmOptions,
     Table,
+    counted,
     merge_tables,
     parse_table,
     plain_names,
@@ -150,7 +152,10 @@ def read_run_file(source: RunFileSource, overrides: Mapping[str, Any] | None = N
     """A run file, which overrides the site file; `overrides`, by table and key, override both."""
     below = merge_tables(read_site(), _read(source))
     where = f"{_named(source)} with the options over it" if any((overrides or {}).values()) else _named(source)
-    return parse_table(RunFile, merge_tables(below, overrides or {}), where)
+    tables = merge_tables(below, overrides or {})
+    if "resources" in tables:
+        tables["resources"] = counted(tables["resources"])
+    return parse_table(RunFile, tables, where)
 
 
 def origins(source: RunFileSource, overrides: Mapping[str, Any]) -> Origins:
@@ -177,7 +182,10 @@ def _read(source: RunFileSource) -> dict[str, Any]:
             value = read_toml(source)
         except FileNotFoundError:
             raise SlurmGPUError(f"There is no run file {source}. `slurmgpu init` writes one.") from None
-    parse_table(RunFile, value, _named(source))  # by itself, so that errors name this file
+    alone = value
+    if isinstance(resources := value.get("resources"), dict) and resources.get("gpus") == ALL:
+        alone = {**value, "resources": {**resources, "gpus": 0}}  # the executor may be the site file's, or an option's
+    parse_table(RunFile, alone, _named(source))  # by itself, so that errors name this file
     return {**value, **{table: plain_names(value[table]) for table in ("slurm", "merge") if table in value}}
 
 

@@ -78,6 +78,8 @@ class _LaterRow(TypedDict, total=False):
     shards: list[list[Any]]
     bad_node: str | None
     takeovers: list[Takeover]
+    n_retried: int
+    waited_s: float
     slurm_state: str | None
 
 
@@ -182,6 +184,8 @@ def makings_of(run: Run, shards: Iterable[int], item: int | None = None) -> list
         try:
             revision = files[shard][-1] if shard in files and item is not None else 0
             directory = read_directory(run.revision_path(shard, revision))
+            if directory.fingerprint in run.plan.extends:
+                continue  # made by an attempt of another run, which may have the name of one of this
             by, n_items = directory.made_by, directory.stop - directory.start
             for later in by.get("revisions", ()):
                 by = later if any(start <= (item or 0) < stop for start, stop in later["items"]) else by

@@ -161,7 +161,8 @@ def build_report(
     missing = _holes(run, joined)
     n_rows = 0 if joined is None else joined.n_rows
     complete = n_rows == plan.n_items
-    items = [_failed_item(index, message) for index, message in ([] if joined is None else joined.errors)]
+    errors = [] if joined is None else joined.errors
+    items = [_failed_item(plan.indices(place, place + 1)[0], message) for place, message in errors]
     return {
         "format": REPORT_FORMAT,
         "version": REPORT_VERSION,

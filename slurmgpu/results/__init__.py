@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 
 _MOST_PROBLEMS = 3
+_BLOCK_BYTES = 4 << 20  # about ten times as much in Python objects
 
 
 def open(  # noqa: A001 - slurmgpu.open, as h5py and gzip do it
@@ -154,13 +155,31 @@ class Merged:
         return data_frame
 
     def to_arrow(self, start: int = 0, stop: int | None = None) -> pa.Table:
-        """The rows as a table that shares the file's bytes; failed items have null columns."""
+        """The rows as a table that shares the file's bytes; failed items have null columns.
+
+        A JSON column has the type that all of its values in the file have in common, else it is JSON text.
+        """
         try:
             from slurmgpu.results.arrow import to_arrow
         except ImportError as error:
             raise SlurmGPUError("to_arrow() needs pyarrow: pip install 'slurmgpu[parquet]'") from error
+        start, stop, _ = slice(start, stop).indices(len(self))
         columns = {name: self[name] for name in ("index", *self.columns, "error")}
-        return to_arrow(columns, self.failed, start, stop)
+        return to_arrow(columns, self.failed[start : max(start, stop)], start, max(start, stop), self._value_types)
+
+    def ranges(self, n_bytes: int, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
+        """The rows from `start` to `stop` - 1 as ranges (start, stop) of about `n_bytes`, for bounded memory."""
+        start, stop, _ = slice(start, stop).indices(len(self))
+        step = max(1, len(self) * n_bytes // max(1, self.path.stat().st_size))
+        return ((first, min(first + step, stop)) for first in range(start, stop, step))
+
+    @cached_property
+    def _value_types(self) -> Mapping[str, pa.DataType | None]:
+        from slurmgpu.results.arrow import value_types
+
+        return value_types(
+            self.columns, lambda name: (self[name].python_values(*rows) for rows in self.ranges(_BLOCK_BYTES))
+        )
 
     def _dataset(self, path: str) -> npt.NDArray[Any]:
         if not self._data:

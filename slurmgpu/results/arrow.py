@@ -2,32 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from slurmgpu.results.views import ArrayData, ColumnData
+from slurmgpu.results.json_types import common_type
+from slurmgpu.results.views import ArrayData, ColumnData, ListData
+from slurmgpu.shards.columns import Column
 from slurmgpu.shards.numbers import OFFSET_DTYPE
+
+Types = Mapping[str, pa.DataType | None]
+"""The type that the values of a JSON column have in common, by name; None if they have none."""
 
 
 def to_arrow(
-    columns: Mapping[str, ColumnData], failed: npt.NDArray[np.bool_], start: int = 0, stop: int | None = None
+    columns: Mapping[str, ColumnData], failed: npt.NDArray[np.bool_], start: int, stop: int, types: Types
 ) -> pa.Table:
-    """The rows from `start` to `stop` - 1 as a table: `index`, the columns, and `error`.
+    """The rows from `start` to `stop` - 1 of `columns` as a table; `failed` is a mask of these rows.
 
     Numbers, text and ragged values share the file's bytes. The columns of a failed item are null, and the `error` of a
     good one. Complex numbers become structs of `real` and `imag`.
     """
-    rows = slice(*slice(start, stop).indices(len(failed))[:2])
-    failed = failed[rows]
-    nulls = {"index": np.zeros_like(failed), "error": ~failed}
-    return pa.table({name: _column(column, rows, nulls.get(name, failed)) for name, column in columns.items()})
+    rows, nulls = slice(start, stop), {"index": np.zeros_like(failed), "error": ~failed}
+    return pa.table(
+        {name: _column(column, rows, nulls.get(name, failed), types.get(name)) for name, column in columns.items()}
+    )
 
 
-def _column(data: ColumnData, rows: slice, null: npt.NDArray[np.bool_]) -> pa.Array:
+def value_types(
+    columns: Mapping[str, Column], parts: Callable[[str], Iterable[Sequence[Any]]]
+) -> dict[str, pa.DataType | None]:
+    """The types that the values of columns have in common, of those that declare none; `parts` reads one by parts."""
+    return {name: common_type(parts(name)) for name, column in columns.items() if column.typed_by_values}
+
+
+def empty(columns: Mapping[str, Column], types: Types) -> pa.Table:
+    """A table of these columns without rows."""
+    none: dict[str, ColumnData] = {
+        name: ListData(column, np.empty(0, column.dtype), np.zeros(1, OFFSET_DTYPE))
+        if column.shape is None
+        else ArrayData(column, np.empty((0, *column.shape), column.dtype))
+        for name, column in columns.items()
+    }
+    return to_arrow(none, np.empty(0, bool), 0, 0, types)
+
+
+def _column(
+    data: ColumnData, rows: slice, null: npt.NDArray[np.bool_], of_values: pa.DataType | None = None
+) -> pa.Array:
+    if of_values is not None:
+        return pa.array(data.python_values(rows.start, rows.stop), of_values, mask=null)
     kind = data.column.arrow and pa.type_for_alias(data.column.arrow)
     if isinstance(data, ArrayData):
         found = _array(data.content[rows], null)

@@ -11,9 +11,9 @@ another task replaces it, and is named in `problems`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.results import Merged
-from slurmgpu.run.directory import Run
+from slurmgpu.run.directory import Plan, Run
 from slurmgpu.shards.columns import Column, columns_from_json
 from slurmgpu.shards.shard_file import Shapes, examine
 from slurmgpu.shards.userblock import DamagedShardError, Reader
@@ -57,10 +57,10 @@ class Block(NamedTuple):
         """A mask of the rows of failed items."""
         return np.diff(self.file["error"].offsets[self.start : self.stop + 1]) > 0  # type: ignore[union-attr]
 
-    def rows(self) -> list[Row]:
-        """The rows, with values as Python numbers, strings and arrays."""
+    def rows(self, names: Sequence[str] | None = None) -> list[Row]:
+        """The rows, with the values of all columns or of `names` as Python numbers, strings and arrays."""
         file, start, stop = self
-        columns = {name: file[name].python_values(start, stop) for name in file.columns}
+        columns = {name: file[name].python_values(start, stop) for name in (file.columns if names is None else names)}
         indices, errors = file["index"].python_values(start, stop), file["error"].python_values(start, stop)
         blank = dict.fromkeys(columns)
         return [
@@ -90,10 +90,11 @@ class RunRows:
         self._kinds = np.zeros(plan.n_shards, np.int8)
         self._kinds[list(self._files)] = _FILE
         if self.merged is not None:
-            index, starts = self._index, np.arange(plan.n_shards, dtype=np.int64) * plan.shard_items
-            places = np.searchsorted(index, starts)
-            is_there = places < len(index)
-            is_there[is_there] = index[places[is_there]] == starts[is_there]
+            self._items = _items_in(self.merged["index"].values, plan)
+            starts = np.arange(plan.n_shards, dtype=np.int64) * plan.shard_items
+            places = np.searchsorted(self._items, starts)
+            is_there = places < len(self._items)
+            is_there[is_there] = self._items[places[is_there]] == starts[is_there]
             is_there[[shard for shard, revisions in self._files.items() if revisions[-1]]] = False
             self._kinds[is_there] = _MERGED
 
@@ -116,13 +117,25 @@ class RunRows:
             n_rows += stop - first - plan.shard_items
         return n_rows
 
+    def present(self, start: int = 0, stop: int | None = None) -> list[tuple[int, int]]:
+        """The items from `start` to `stop` - 1 that have a row, as spans; a damaged shard is not known yet."""
+        first, last = self._among_runs(start, stop)
+        size, found = self.run.plan.shard_items, list[tuple[int, int]]()
+        for is_there, group in groupby(
+            range(first // size, -(-last // size)), key=lambda shard: self._kinds[shard] > 0
+        ):
+            shards = list(group)
+            if is_there:
+                found += self.run.plan.spans(max(first, shards[0] * size), min(last, (shards[-1] + 1) * size))
+        return found
+
     def blocks(self, start: int = 0, stop: int | None = None, n_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
         """The rows of the items `start` to `stop` - 1, as blocks of about `n_bytes`.
 
         A block's file is open until the next block is asked for.
         """
         plan = self.run.plan
-        start, stop, _ = slice(start, stop).indices(plan.n_items)
+        start, stop = self._among_runs(start, stop)
         shards = range(start // plan.shard_items, -(-stop // plan.shard_items) if start < stop else 0)
         for kind, group in groupby(shards, key=lambda shard: int(self._kinds[shard])):
             if kind == _MERGED and self.merged is not None:
@@ -139,14 +152,15 @@ class RunRows:
         for block in self.blocks(start, stop):
             yield from block.rows()
 
-    @property
-    def _index(self) -> npt.NDArray[np.int64]:
-        assert self.merged is not None
-        return self.merged["index"].values
+    def _among_runs(self, start: int, stop: int | None) -> tuple[int, int]:
+        """Items by their indices in the input, as items counted from 0 among the run's."""
+        plan = self.run.plan
+        first, last, _ = slice(start, stop).indices(plan.ranges[-1][1])
+        return plan.n_before(first), plan.n_before(last)
 
     def _merged_blocks(self, start: int, stop: int, end: int, n_bytes: int) -> Iterator[Block]:
         assert self.merged is not None
-        first, last = np.searchsorted(self._index, (start, min(stop, end))).tolist()
+        first, last = np.searchsorted(self._items, (start, min(stop, end))).tolist()
         for block in _cut(self.merged, first, last, n_bytes):
             self.merged.check_rows(block.start, block.stop)
             yield block
@@ -156,7 +170,7 @@ class RunRows:
         newest, *older = self._files[shard][::-1]
         file = open_shard(self.run, shard, newest, self.problems)
         if file is None and self.merged is not None:
-            places = np.searchsorted(self._index, (first, last))
+            places = np.searchsorted(self._items, (first, last))
             if places[0] < places[1]:
                 yield from self._merged_blocks(max(start, first), last, stop, n_bytes)
                 return
@@ -165,6 +179,32 @@ class RunRows:
         if file is not None:
             with file:
                 yield from _cut(file, max(start, first) - first, min(stop, last) - first, n_bytes)
+
+
+class FileRows:
+    """The rows of a merged file or shard, as those of a run; what was compared of it when it was opened is enough."""
+
+    def __init__(self, merged: Merged) -> None:
+        self.merged, self.columns = merged, merged.columns
+
+    def present(self, start: int = 0, stop: int | None = None) -> list[tuple[int, int]]:
+        """The items from `start` to `stop` - 1 that have a row, as spans."""
+        first, last = self._places(start, stop)
+        index = self.merged["index"].values[first:last]
+        breaks = [0, *(np.flatnonzero(np.diff(index) != 1) + 1).tolist(), len(index)]
+        return [(int(index[one]), int(index[end - 1]) + 1) for one, end in pairwise(breaks) if one < end]
+
+    def blocks(self, start: int = 0, stop: int | None = None, n_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+        """The rows of the items `start` to `stop` - 1, as blocks of about `n_bytes`."""
+        for block in _cut(self.merged, *self._places(start, stop), n_bytes):
+            self.merged.check_rows(block.start, block.stop)
+            yield block
+
+    def _places(self, start: int, stop: int | None) -> tuple[int, int]:
+        index = self.merged["index"].values
+        after = int(index[-1]) + 1 if len(index) else 0
+        first, last = np.searchsorted(index, slice(start, stop).indices(after)[:2]).tolist()
+        return first, last
 
 
 def open_shard(run: Run, shard: int, revision: int = 0, problems: list[str] | None = None) -> Merged | None:
@@ -189,7 +229,7 @@ def _verify(path: Path, run: Run, shard: int) -> None:
     with Reader(path) as reader:
 
         def read() -> None:
-            directory = examine(reader, fingerprint=run.plan.fingerprint, start=start, stop=stop)
+            directory = examine(reader, fingerprint=run.plan.fingerprints, start=start, stop=stop)
             Shapes(columns_from_json(run.plan.columns)).check(directory)
             directory.verify(reader)
 
@@ -212,6 +252,15 @@ def _open_merged(run: Run, verify: bool) -> Merged | None:
     return merged
 
 
+def _items_in(indices: npt.NDArray[np.int64], plan: Plan) -> npt.NDArray[np.int64]:
+    """The items of these indices in the input, counted from 0 among the run's."""
+    if not plan.look:
+        return indices
+    starts, stops = np.array(plan.ranges).T
+    number = np.searchsorted(starts, indices, side="right") - 1
+    items: npt.NDArray[np.int64] = indices - starts[number] + (np.cumsum(stops - starts) - (stops - starts))[number]
+    return items
+
+
 def _cut(file: Merged, start: int, stop: int, n_bytes: int) -> Iterator[Block]:
-    step = max(1, len(file) * n_bytes // max(1, file.path.stat().st_size))
-    return (Block(file, first, min(first + step, stop)) for first in range(start, stop, step))
+    return (Block(file, *rows) for rows in file.ranges(n_bytes, start, stop))

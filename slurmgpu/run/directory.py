@@ -80,6 +80,11 @@ class Plan:
     """What a run computes, frozen: everything that its rows depend on, and what it was first asked to run on.
 
     `shard_items` consecutive items make a shard; the last may have fewer. `fingerprint` covers what the rows depend on.
+    `keep` are fields of the items that rows keep, by their columns; `key` is the field that names an item.
+    `look` is "look" or "probe" for a run of only some items of its input, whose indices are those in the input; here
+    and in claims and shards' names, items count from 0 without gaps: `indices`, `place` and `shard_of` tell them apart.
+    `extends` are the fingerprints of runs of fewer items, whose shards this one has taken.
+    `scripts` are paths of the user's programs, which belong to the code.
     """
 
     name: str
@@ -110,6 +115,13 @@ class Plan:
     exports: Sequence[str] = ()
     on_end: str | None = None
     html: bool = True
+    retries: int = 0
+    keep: Mapping[str, str] = field(default_factory=dict)
+    key: str | None = None
+    track: Sequence[str] = ()
+    look: str = ""
+    extends: Sequence[str] = ()
+    scripts: Sequence[str] = ()
 
     @property
     def n_shards(self) -> int:
@@ -121,12 +133,58 @@ class Plan:
         start = shard * self.shard_items
         return start, min(start + self.shard_items, self.n_items)
 
+    @property
+    def is_probe(self) -> bool:
+        """Whether this is a probe; older ones have ranges of items, and do not say so."""
+        return self.look == "probe" or (not self.look and self.input.get("ranges") is not None)
+
+    @property
+    def ranges(self) -> Sequence[tuple[int, int]]:
+        """The indices of the run's items in the input, as (start, stop)."""
+        return self.input["ranges"] if self.look else [(0, self.n_items)]
+
+    def spans(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """The indices in the input of the run's items `start` to `stop` - 1, as (start, stop)."""
+        found, n_before = [], 0
+        for first, end in self.ranges:
+            low, high = first + max(start - n_before, 0), min(end, first + stop - n_before)
+            found += [(low, high)] if low < high else []
+            n_before += end - first
+        return found
+
+    def indices(self, start: int, stop: int) -> Sequence[int]:
+        """The indices of the run's items `start` to `stop` - 1 in the input."""
+        if not self.look:
+            return range(start, stop)
+        return [index for span in self.spans(start, stop) for index in range(*span)]
+
+    def n_before(self, index: int) -> int:
+        """How many of the run's items have a smaller index in the input."""
+        return sum(min(max(index - first, 0), end - first) for first, end in self.ranges)
+
+    def place(self, index: int) -> int | None:
+        """The place of an item among the run's, by its index in the input; None if the run does not have it."""
+        place = self.n_before(index)
+        return place if self.n_before(index + 1) > place else None
+
+    def shard_of(self, index: int) -> int:
+        """The shard of an item that the run has, by its index in the input."""
+        place = self.place(index)
+        return -1 if place is None else place // self.shard_items
+
     @cached_property
     def fingerprint(self) -> str:
         """A hash of what the rows depend on; every shard carries it."""
         parts = [self.input_digest, self.n_items, self.workload, self.settings, self.columns]
         parts += [self.batch_size, self.shard_items, self.seed]
+        parts += [self.keep] if self.keep else []  # which plans of an older slurmgpu lack
+        parts += [self.input["ranges"]] if self.look else []
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+    @property
+    def fingerprints(self) -> tuple[str, ...]:
+        """The fingerprints that its shards may carry."""
+        return (self.fingerprint, *self.extends)
 
     def texts(self) -> Iterator[str]:
         """The texts among the settings, also those within tables and lists: they may name files, or modules."""
@@ -383,7 +441,7 @@ class Run:
 def create_run(folder: Path, plan: Plan, files: Sequence[Path]) -> Run:
     """Make the run directory in one step; refuse an existing one.
 
-    `files` are moved into it. If two processes make the same run at once, one succeeds.
+    `files`, and folders of files, are moved into it. If two processes make the same run at once, one succeeds.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with beside(folder) as partial:
@@ -391,7 +449,12 @@ def create_run(folder: Path, plan: Plan, files: Sequence[Path]) -> Run:
         for name in FOLDERS:
             make_folder(partial / name)
         for file in files:
-            move(file, partial / file.name)
+            if file.is_dir():
+                make_folder(partial / file.name)
+                for inner in sorted(file.iterdir()):
+                    move(inner, partial / file.name / inner.name)
+            else:
+                move(file, partial / file.name)
         text = json.dumps(private.keep(partial, private.PLAN, plan.to_json()), indent=2, ensure_ascii=False) + "\n"
         mode = stat.S_IMODE(retried((partial / "logs").stat).st_mode) & 0o644
         write_bytes(partial / "run.json", text.encode("utf-8", "backslashreplace"), mode=mode)

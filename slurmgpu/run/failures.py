@@ -9,7 +9,9 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from slurmgpu.errors import NodeError
 from slurmgpu.util.atomic_files import FULL
+from slurmgpu.util.gpus import GPUFaultError
 from slurmgpu.util.out_of_memory import is_out_of_memory
 from slurmgpu.util.shared_files import is_transient
 
@@ -105,10 +107,17 @@ POLICIES: dict[str, Policy] = {
         states=("PREEMPTED", "REQUEUED"),
     ),
     "node_fail": Policy(
-        "the node died or stopped answering", True, node_at_fault=True, states=("NODE_FAIL", "BOOT_FAIL")
+        "the node died or stopped answering, or can compute no item",
+        True,
+        node_at_fault=True,
+        seen={ITEM: lambda error: isinstance(error, NodeError)},
+        states=("NODE_FAIL", "BOOT_FAIL"),
     ),
     "gpu_fault": Policy(
-        "a GPU was allocated but cannot be used", True, node_at_fault=True, seen={LOADING: _is_gpu_fault}
+        "a GPU was allocated but cannot be used",
+        True,
+        node_at_fault=True,
+        seen={LOADING: _is_gpu_fault, ITEM: lambda error: isinstance(error, GPUFaultError)},
     ),
     "file_system": Policy(
         "the node lost a file system that the run uses",

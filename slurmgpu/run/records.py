@@ -143,6 +143,8 @@ class BriefRecord(Computed, _Heard):
     progress: str | None
     kept_s: float
     lost_s: float
+    n_retried: int
+    waited_s: float
     deaths: list[Death]
     takeovers: list[Takeover]
     version: int
@@ -347,6 +349,8 @@ FIELDS: Mapping[str, Field] = {
     "published": Field(_list_of(_is_published), []),
     "kept_s": Field(_is_number, 0.0, True),
     "lost_s": Field(_is_number, 0.0, True),
+    "n_retried": Field(_is_count, 0, True),
+    "waited_s": Field(_is_number, 0.0, True),
     "deaths": Field(_list_of(_IS_DEATH), []),
     "takeovers": Field(_list_of(_object_of({"shard": _is_count, "from": _is_text, "host": _is_text})), []),
     "version": Field(lambda value: value == 1, 1),

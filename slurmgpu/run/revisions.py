@@ -42,7 +42,9 @@ def former_rows(run: Run, shard: int, before: int, columns: Mapping[str, Column]
     for revision in reversed(range(before)):
         path = run.revision_path(shard, revision)
         try:
-            read = functools.partial(read_rows, path, columns, fingerprint=run.plan.fingerprint, start=start, stop=stop)
+            read = functools.partial(
+                read_rows, path, columns, fingerprint=run.plan.fingerprints, start=start, stop=stop
+            )
             try:
                 rows, found = read()
             except DamagedShardError:
@@ -85,11 +87,10 @@ def publish_rows(
     """Publish rows as a revision of a shard; its path, also if another attempt published it first."""
     target = run.revision_path(shard, revision)
     partial = own_name(target)
-    start, _ = run.plan.bounds(shard)
+    start, stop = run.plan.bounds(shard)
+    about: dict[str, Any] = {"fingerprint": run.plan.fingerprint, "notes": notes, "made_by": made_by}
     try:
-        write_shard(
-            partial, columns, start=start, rows=rows, fingerprint=run.plan.fingerprint, notes=notes, made_by=made_by
-        )
+        write_shard(partial, columns, start=start, rows=rows, indices=run.plan.indices(start, stop), **about)
         publish(partial, target)
     finally:
         remove(partial)

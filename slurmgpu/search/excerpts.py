@@ -207,7 +207,7 @@ def _trace_of(file: LogFile, item: int, stop: int) -> list[Line]:
 
 def failure_of(item: int | str) -> re.Pattern[str]:
     """A worker's log line on a failed item: its class and its message."""
-    return re.compile(rf"\bitem {item}: ({'|'.join(POLICIES)}): (.*)")
+    return re.compile(rf"\bitem {item}(?: \(.*?\))?: ({'|'.join(POLICIES)}): (.*)")
 
 
 def pick(lines: Sequence[Line], mark: int, first: Iterable[int], n_lines: int) -> tuple[tuple[Line, ...], int]:

@@ -34,6 +34,8 @@ from slurmgpu.search.excerpts import (
 )
 from slurmgpu.util.shared_files import exists
 
+N_RANGES = 8
+"""The most ranges of a look's items that are named."""
 N_NAMED = 10
 """The most lines that are shown for an item with a row."""
 
@@ -67,8 +69,10 @@ def excerpt_of_item(run: Run, index: int, max_lines: int = N_LINES) -> Excerpt |
 def story_of_item(run: Run, index: int, max_lines: int = N_LINES) -> Story:
     """The outcome of an item and its place in the logs, during the run and after."""
     plan = run.plan
-    if not 0 <= index < plan.n_items:
-        raise SlurmGPUError(f"There is no item {index}: {run.folder} has the items 0 to {plan.n_items - 1}.")
+    if plan.place(index) is None:
+        there = plan.input["ranges"] if plan.look else [(0, plan.n_items)]
+        has = ", ".join(f"{start} to {stop - 1}" for start, stop in there[:N_RANGES]) + ", …" * (len(there) > N_RANGES)
+        raise SlurmGPUError(f"There is no item {index}: {run.folder} has the items {has}.")
     return _Search(run, index, max_lines).story()
 
 
@@ -77,9 +81,9 @@ class _Search:
 
     def __init__(self, run: Run, index: int, max_lines: int) -> None:
         self.run, self.index, self.max_lines = cached(run), index, max_lines
-        self.shard = index // run.plan.shard_items
-        start, stop = run.plan.bounds(self.shard)
-        self.which = f"shard {self.shard} (items {start} to {stop - 1})"
+        self.shard = run.plan.shard_of(index)
+        indices = run.plan.indices(*run.plan.bounds(self.shard))
+        self.which = f"shard {self.shard} (items {indices[0]} to {indices[-1]})"
         self.records = self.run.attempts()
         self.maker: str | None = None
         self.begun = 0
@@ -129,7 +133,7 @@ class _Search:
 
     def _winner(self) -> tuple[Record | None, list[Any]]:
         """The attempt whose copy of the shard counts, and its entry in the record."""
-        for making in makings_of(self.run, [self.shard], self.index):
+        for making in makings_of(self.run, [self.shard], self.run.plan.place(self.index)):
             if (record := self.run.logged.get(making.attempt)) is not None:
                 self.maker = making.attempt
                 return record, [self.shard, making.started, making.seconds, True]

@@ -45,6 +45,8 @@ class Column(ABC):
     """Whether PyTorch gets the stored values, not the read ones."""
     arrow: ClassVar[str | None] = None
     """Arrow's name for the type of a row, such as "timestamp[us]"; None for plain numbers."""
+    typed_by_values: ClassVar[bool] = False
+    """Whether a table takes a row's type from the read values, if they have one type in common."""
     dtype: np.dtype[Any]
     shape: tuple[int, ...] | None = None
 
@@ -171,6 +173,8 @@ class Json(Text, kind="json"):
 
     Values are stored as JSON text. Reading returns what `json.loads` returns: lists for tuples, and string keys.
     """
+
+    typed_by_values = True
 
     def convert(self, value: Any) -> bytes:
         """The value as compact JSON in UTF-8; ValueError for what JSON cannot hold, such as NaN."""

@@ -43,6 +43,8 @@ FINISHING_PATIENCE_S = 5.0
 """How long to retry removing the partial file of a published shard; the merge removes what stays."""
 _BLOCK_BYTES = 4 << 20
 HEAD_BYTES = 16 << 10  # holds the user block of a shard with up to about a hundred columns
+Fingerprint = str | Sequence[str]
+"""The fingerprint that a shard has to carry, or those that it may carry."""
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
@@ -87,14 +89,15 @@ def write_shard(
     fingerprint: str,
     notes: Mapping[str, Any],
     made_by: Mapping[str, Any],
+    indices: Sequence[int] | None = None,
 ) -> None:
-    """Write the rows of the items from `start` on to `path`, closed and fsynced.
+    """Write the rows of the items from `start` on to `path`, closed and fsynced; their index is that in `indices`.
 
     `rows` are as `convert_row` returns them. An ItemError is stored as the text `error` with blank columns. `notes` and
     `made_by` go into the user block and change no dataset. The note `not_finite` is added: the number of rows with NaN,
     and with infinities, by column. On any failure, such as a full disk, the file is removed and the OSError raised.
     """
-    contents = _contents(columns, start, rows)
+    contents = _contents(columns, range(start, start + len(rows)) if indices is None else indices, rows)
     identity: Attributes = {"fingerprint": fingerprint, "start": start, "stop": start + len(rows)}
     attributes = file_attributes(SHARD, columns, identity)
     regions = unplaced_regions(columns, len(rows), _n_values(contents))
@@ -162,7 +165,7 @@ def read_directory(path: Path) -> Directory:
 
 
 def verify_shard(
-    path: Path, *, fingerprint: str | None = None, start: int | None = None, stop: int | None = None
+    path: Path, *, fingerprint: Fingerprint | None = None, start: int | None = None, stop: int | None = None
 ) -> Directory:
     """The directory of a fully verified shard; DamagedShardError or ForeignShardError otherwise."""
     with Reader(path) as reader:
@@ -172,7 +175,7 @@ def verify_shard(
 
 
 def examine(
-    reader: Reader, *, fingerprint: str | None = None, start: int | None = None, stop: int | None = None
+    reader: Reader, *, fingerprint: Fingerprint | None = None, start: int | None = None, stop: int | None = None
 ) -> Directory:
     """The directory of the open shard; ForeignShardError if it is another shard than the requested one."""
     found, _, size = read_userblock(reader)
@@ -183,9 +186,10 @@ def examine(
         regions = found.pop("datasets")
         datasets = tuple(Region(path, dtype, tuple(shape), *place) for path, dtype, shape, *place in regions)
         identity = {key: attributes[key] for key in ("fingerprint", "start", "stop")}
-        for key, expected in {"fingerprint": fingerprint, "start": start, "stop": stop}.items():
-            if expected is not None and identity[key] != expected:
-                there = f"{key} is {identity[key]!r}, expected {expected!r}"
+        fingerprints = (fingerprint,) if isinstance(fingerprint, str) or fingerprint is None else fingerprint
+        for key, expected in {"fingerprint": fingerprints, "start": (start,), "stop": (stop,)}.items():
+            if expected != (None,) and identity[key] not in expected:
+                there = f"{key} is {identity[key]!r}, expected {' or '.join(map(repr, expected))}"
                 raise ForeignShardError(f"it belongs to another plan: {there}")
         return Directory(**identity, **found, datasets=datasets, userblock_size=size)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -213,7 +217,7 @@ def errors_in(contents: Mapping[str, bytes | memoryview], directory: Directory) 
 
 
 def read_rows(
-    path: Path, columns: Mapping[str, Column], *, fingerprint: str, start: int, stop: int, again: bool = False
+    path: Path, columns: Mapping[str, Column], *, fingerprint: Fingerprint, start: int, stop: int, again: bool = False
 ) -> tuple[list[dict[str, Any] | ItemError], Directory]:
     """The rows of a shard as `write_shard` takes them, and its directory; every byte is verified.
 
@@ -281,12 +285,12 @@ def _n_values(contents: Mapping[str, list[Any]]) -> dict[str, int]:
 
 
 def _contents(
-    columns: Mapping[str, Column], start: int, rows: Sequence[Mapping[str, Any] | ItemError]
+    columns: Mapping[str, Column], indices: Sequence[int], rows: Sequence[Mapping[str, Any] | ItemError]
 ) -> dict[str, list[Any]]:
     blank = {name: column.blank() for name, column in columns.items()}
     filled = [blank if isinstance(row, ItemError) else row for row in rows]
     values = {name: [row[name] for row in filled] for name in columns}
-    values["index"] = [np.arange(start, start + len(rows), dtype="<i8")]
+    values["index"] = [np.array(indices, dtype="<i8")]
     values["error"] = [_error_text(row) if isinstance(row, ItemError) else b"" for row in rows]
     contents: dict[str, list[Any]] = {}
     for name, column in stored_columns(columns).items():

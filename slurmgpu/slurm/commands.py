@@ -23,6 +23,13 @@ ARRAY_JOB = "ARRAY_JOB"
 """The placeholder of the array's id in the script of a merge that is only shown."""
 NOT_HERE = "There is no {} here. Submit from a node of the cluster, or use this machine: --executor local."
 
+NOT_SET_UP = (
+    "{} is installed here and finds no cluster: neither SLURM_CONF, nor /etc/slurm/slurm.conf, nor DNS names one. "
+    "Submit from a node of the cluster, or use this machine: --executor local."
+)
+NO_CONFIGURATION = "Could not establish a configuration source"
+"""The end of Slurm's message for it."""
+
 INHERITED = ("SLURM_", "SBATCH_", "SRUN_", "PMI_", "PMIX_", "SUBMITIT_")
 KEPT = {"SLURM_CONF"}
 
@@ -44,6 +51,8 @@ def has_ended(state: str) -> bool:
 def run(*command: str) -> str:
     """Standard output of a Slurm command; SlurmUnavailableError with its message if it fails."""
     done = _call(*command)
+    if done.returncode and NO_CONFIGURATION in done.stderr:
+        raise SlurmUnavailableError(NOT_SET_UP.format(command[0]), is_absent=True)
     if done.returncode:
         raise SlurmUnavailableError(f"{' '.join(command[:2])} failed: {done.stderr.strip()}")
     return done.stdout
@@ -54,7 +63,7 @@ def _call(*command: str) -> subprocess.CompletedProcess[str]:
     try:
         # replace: names and arguments of jobs may be any bytes.
         return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, env=environ)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError, PermissionError):  # of PATH, a part may not be searched
         raise SlurmUnavailableError(NOT_HERE.format(command[0])) from None
     except subprocess.TimeoutExpired as error:
         raise SlurmUnavailableError(f"{command[0]} did not answer within {TIMEOUT_S} s. Try again later.") from error

@@ -17,6 +17,7 @@ from slurmgpu.run.records import Attempt, Death, Record, Usage, new_record, node
 from slurmgpu.util import gpus
 from slurmgpu.util.atomic_files import write_json_text
 from slurmgpu.util.env_info import Surroundings
+from slurmgpu.util.plurals import count_of
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class Recording:
         self._since = now  # the time before is accounted for
         self._kept_here = 0.0
         self._call: frozenset[int] = frozenset()
+        self._has_waited = False
 
     def enter(self, state: str) -> None:
         """Note a change of the state, if it is one."""
@@ -87,11 +89,19 @@ class Recording:
                 self._begin(event["shard"])
             case "batch":
                 self._count(event["items"])
+                if self._has_waited:
+                    self._has_waited, record["progress"] = False, None
             case "tell":
                 self._note_progress(str(event["text"]))
             case "progress":
                 self._note_progress(str(event["text"]))
                 self._keep()
+            case "waiting":
+                record["n_retried"] += event["items"]
+                record["waited_s"] = round(record["waited_s"] + event["seconds"], 3)
+                said = count_of(event["items"], "item")
+                self._has_waited = True
+                self._note_progress(f"waits {event['seconds']:.0f} s to compute {said} again")
             case "published":
                 self._publish(event)
             case "takeover":

@@ -71,7 +71,7 @@ class Deaths:
             limit = MAX_DEATHS
             shard, items, _ = self._in_flight
             death["shard"], death["items"] = shard, [items[0], items[-1]][: len(items)]
-            weight = 1.0 if self._broken or (is_self_inflicted(returncode) and not was_oom) else 0.5
+            weight = 0.5 if was_oom or not (self._broken or is_self_inflicted(returncode)) else 1.0
             self._remember(weight, kind, message, held)
         log.error("%s: %s%s", kind, message, _what_was_in_flight(death))
         self._n_in_a_row += 1

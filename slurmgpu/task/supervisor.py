@@ -24,9 +24,10 @@ from slurmgpu.report.attempts import TOO_LARGE
 from slurmgpu.run.claims import RENEWALS_PER_LEASE, UNREADABLE, Claim
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import FILES, POLICIES, class_of, signal_of
+from slurmgpu.run.metric_log import MetricWriter
 from slurmgpu.run.records import Attempt, Unread
 from slurmgpu.shards.names import partials_of
-from slurmgpu.task.attempt_writer import Recording
+from slurmgpu.task.attempt_writer import END_PATIENCE_S, Recording
 from slurmgpu.task.crash_tracking import Deaths
 from slurmgpu.task.launcher import Launcher
 from slurmgpu.task.nodes import NodeFaultError, OtherNodes
@@ -61,6 +62,7 @@ class Task:
         self._sampler = sampler_of(run, attempt, lambda: self._worker_pid)
         self.recording = Recording(run, attempt, self._sampler.usage)
         self.record = self.recording.record
+        self._metrics = MetricWriter(run.folder, attempt)
         if attempt.end_time is not None:
             self._end_at(attempt.end_time)
         self._held: dict[int, Claim] = {}  # leases to renew
@@ -148,6 +150,7 @@ class Task:
         for shard in sorted(self._claimed):
             self.run.claims.release(shard, self._claim())
         self._remove_partials()
+        self._metrics.close(END_PATIENCE_S)
         self.recording.end()
         self._launcher.close()
         failure = self.record["failure"]
@@ -270,12 +273,16 @@ class Task:
             case "batch":
                 if self.record["shard"] is not None:
                     self._deaths.take_up(self.record["shard"], event["items"], event["isolated"])
+            case "waiting":
+                self._deaths.put_down()
             case "progress":
                 self._deaths.forgive_in_flight()
             case "published":
                 self._let_go(event["shard"])
                 self._deaths.put_down()
                 self._deaths.forgive()
+            case "log":
+                self._metrics.write(event["points"])
             case "left":
                 self._note_left(event["shard"])
             case "done":
@@ -314,7 +321,9 @@ class Task:
     def _of_what_was_left(self) -> str | None:
         if self._left is None:
             return None
-        return f"shard {self._left} was given back, and goes on from what is kept of it"
+        return f"shard {self._left} was given back" + (
+            ", and goes on from what is kept of it" if self._keeps_progress else ""
+        )
 
     def _note_left(self, shard: int) -> None:
         self._left = shard

@@ -190,6 +190,7 @@ class Training:
         stop, checkpoint = self._pace.meet(
             lambda extras: self._curve.read(standing.step, extras), epoch_ends=epoch_ends
         )
+        self._reporter.read()
         if evaluates:
             self._judge(found)
         self._reporter.stepped()
@@ -270,6 +271,7 @@ class Training:
         tested = self._evaluate(self._test)
         self._save_last()
         best = self._finish_best(tested) if self._settings.keep_best else {}
+        self._reporter.tested(tested)
         return Outcome(
             steps=standing.step,
             epochs=standing.epoch + standing.sample / self._cutting.epoch_size,

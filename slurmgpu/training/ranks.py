@@ -23,7 +23,7 @@ class Place:
 
     On rank 0, `stopping()` is true when the training shall save a checkpoint and end. `progress(text)` reports saved
     progress beyond all earlier attempts: a process that dies later has died of something new. `tell(text)` reports the
-    present state every few seconds, saved or not.
+    present state every few seconds, saved or not. `log(step, **values)` logs numbers of a step.
     """
 
     device: str = "cpu"
@@ -33,6 +33,7 @@ class Place:
     stopping: Callable[[], bool] = lambda: False
     progress: Callable[[str], None] = lambda text: None
     tell: Callable[[str], None] = lambda text: None
+    log: Callable[..., None] = lambda step, **values: None
 
     @property
     def leads(self) -> bool:

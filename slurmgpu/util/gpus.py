@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -18,6 +20,16 @@ MIN_FREE = 0.1
 """The share of a GPU's memory that must be free before a workload is loaded."""
 FREE_PATIENCE_S = 10.0
 """A process that has just died gives its memory back within seconds."""
+AGAIN_S = 60.0
+"""How long a new process may take to look at the GPUs."""
+LOOK = """
+import sys
+from slurmgpu.util import gpus
+try:
+    gpus.probe(int(sys.argv[1]))
+except gpus.GPUFaultError as error:
+    print(error)
+"""
 
 
 @dataclass(frozen=True)
@@ -39,6 +51,10 @@ class GPUFaultError(Exception):
     """A GPU was allocated but cannot be used; the text says why."""
 
 
+NO_DEVICE = 100
+"""CUDA_ERROR_NO_DEVICE: a driver without a GPU."""
+
+
 def number_of(n_gpus: int) -> str:
     """A number of GPUs in words: "1 GPU", "4 GPUs"."""
     return f"{n_gpus} GPU{'' if n_gpus == 1 else 's'}"
@@ -58,6 +74,19 @@ def check_visible(n_expected: int) -> None:
     if ids is not None and len(ids) < n_expected:
         shown = ",".join(ids) or "none"
         raise GPUFaultError(f"asked for {number_of(n_expected)}, CUDA_VISIBLE_DEVICES shows {len(ids)} ({shown})")
+
+
+def count() -> int:
+    """How many GPUs this machine shows; 0 without a driver. GPUFaultError if the driver fails."""
+    if (ids := visible_ids()) is not None:
+        return len(ids)
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    if cuda.cuInit(0) == NO_DEVICE:
+        return 0
+    return len(probe(0))
 
 
 def probe(n_expected: int, *, mine: int | None = None) -> list[GPU]:
@@ -86,6 +115,18 @@ def probe(n_expected: int, *, mine: int | None = None) -> list[GPU]:
             for ordinal in checked:
                 found[ordinal] = _wait_for_memory(nvml, ordinal, found[ordinal])
     return found
+
+
+def check_again(n_expected: int) -> None:
+    """Raise GPUFaultError if a new process cannot use so many GPUs any more; in this one CUDA remembers what it found.
+
+    A process that dies of this, or takes longer than AGAIN_S, is no answer.
+    """
+    command = [sys.executable, "-c", LOOK, str(n_expected)]
+    with contextlib.suppress(subprocess.TimeoutExpired, OSError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=AGAIN_S, check=False)
+        if done.returncode == 0 and done.stdout:
+            raise GPUFaultError(done.stdout.strip())
 
 
 def _describe(cuda: ctypes.CDLL, ordinal: int, supported: str) -> GPU:

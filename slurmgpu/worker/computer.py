@@ -8,14 +8,17 @@ import logging
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from slurmgpu.errors import Interrupted, ItemError
+from slurmgpu.errors import Interrupted, ItemError, NodeError, Retry, WorkerBrokenError
+from slurmgpu.inputs.kept import check_kept, kept_values
+from slurmgpu.inputs.keys import name_by
 from slurmgpu.run.crash_history import History
 from slurmgpu.run.failures import FILES, ITEM, POLICIES, class_of
 from slurmgpu.shards.columns import Column, convert_row
+from slurmgpu.util.gpus import GPUFaultError
 from slurmgpu.util.plurals import count_of
 from slurmgpu.worker.assignment import WorkerFailedError
 from slurmgpu.workload import Adapted, Item
@@ -26,20 +29,26 @@ ERROR_LENGTH = 4000
 """Longest `error` of an item, in characters."""
 LINE_LENGTH = 500
 """Longest first line of an underlying error, in characters."""
-
-
-class WorkerBrokenError(Exception):
-    """The process lost its CUDA context or its group; a new worker can go on."""
+PAUSE_S, PAUSE_GROWTH = 2.0, 4.0
+"""How long to wait before items are computed again, and by which factor longer the next time."""
+LONGEST_PAUSE_S = 300.0
+"""The longest such wait, whatever the workload asks for: it may hold a GPU meanwhile."""
+MAY_PASS = (Retry, ConnectionError, TimeoutError)
+"""Exceptions after which the same items are computed again."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an item has no row. `way` is equal for items that failed in the same way; None if that is not known."""
+    """Why an item has no row. `way` is equal for items that failed in the same way; None if that is not known.
+
+    `retry_after` is how long to wait before the item is computed again, in seconds; None if that would not help.
+    """
 
     kind: str
     message: str
     way: tuple[str, ...] | None = None
     trace: str = ""
+    retry_after: float | None = None
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Failure:
@@ -111,6 +120,10 @@ class Computer:
     dies. Ranks of a group `agree(failure)` on how each call ended, so that all go on alike; ranks without `keeps_rows`
     only take part in the calls. The workload writes its notes on a shard into `noted`. Errors name the line in the
     user's code, which lies in `folder`.
+
+    What may pass is computed again up to `retries` times, at the shard's end: rank 0 tells the others by
+    `share(value)`, and `pause(seconds, n_items)` is False if the task has to end before these seconds have passed.
+    Rows get the fields `kept` of their items, by column; the log names an item by its field `key`.
     """
 
     workload: Adapted
@@ -122,24 +135,42 @@ class Computer:
     keeps_rows: bool = True
     noted: dict[str, int] = field(default_factory=dict)
     folder: str = ""
+    retries: int = 0
+    pause: Callable[[float, int], bool] = lambda seconds, n_items: True
+    share: Callable[[Any], Any] = lambda value: value
+    kept: Mapping[str, str] = field(default_factory=dict)
+    key: str | None = None
     _ways_logged: dict[tuple[str, ...], int] = field(default_factory=dict)
+    _names: dict[int, str] = field(default_factory=dict)
+    _n_tries_left: int = 0
+    _put_off: list[tuple[list[int], bool]] = field(default_factory=list)
 
     def compute(self, items: Sequence[Item | tuple[int, ItemError]], history: History) -> Computed:
         """Rows for `items`, the whole shard; an unreadable item comes as (index, ItemError).
 
-        Raises Interrupted if the workload left an item for later, and WorkerFailedError if a resumable one could not
-        keep what it has of an item: then the shard has no rows yet.
+        Raises Interrupted if the workload left an item for later, or the task ends before what failed can be tried
+        again, and WorkerFailedError if a resumable one could not keep what it has of an item: then the shard has no
+        rows yet.
         """
         done = Computed()
         self.noted.clear()
+        self._n_tries_left, self._put_off = self.retries, []
+        self._names.clear()
         good = []
         for item in items:
-            if isinstance(item, Item):
-                good.append(item)
-                done.rows[item.index] = _PENDING  # keeps the order of the shard
-            else:
+            if not isinstance(item, Item):
                 unread = done.rows[item[0]] = Failure("input_error", str(item[1]))
                 self._log(item[0], unread)
+                continue
+            done.rows[item.index] = _PENDING  # keeps the order of the shard
+            if self.key is not None and (name := name_by(self.key, item.data)) is not None:
+                self._names[item.index] = name
+            try:
+                check_kept(self.kept, item.data)
+                good.append(item)
+            except ItemError as error:
+                lacking = done.rows[item.index] = Failure("item_error", str(error))
+                self._log(item.index, lacking)
         if (key := self.workload.sort_key) is not None:
             good.sort(key=lambda item: (key(item), item.index))
         for cut in range(0, len(good), self.batch_size):
@@ -149,8 +180,32 @@ class Computer:
                 self._compute_alone(batch, history, done)
             else:
                 self._compute_batch(batch, done)
+        self._try_again({item.index: item for item in good}, done)
         done.noted = dict(self.noted)
         return done
+
+    def _try_again(self, items: Mapping[int, Item], done: Computed) -> None:
+        """Call the workload again for what was put off, until nothing is, or no try is left."""
+        pause_s = PAUSE_S
+        while self._n_tries_left:
+            again = self.share(self._put_off)
+            self._put_off = []
+            if not again:
+                return
+            self._n_tries_left -= 1
+            indices = [index for batch, _ in again for index in batch]
+            goes_on = self.keeps_rows and self.pause(self._wanted_pause_s(indices, done) or pause_s, len(indices))
+            if not self.share(goes_on):
+                raise Interrupted
+            pause_s *= PAUSE_GROWTH
+            for batch, isolated in again:
+                self._call_narrowing([items[index] for index in batch], done, isolated=isolated)
+
+    def _wanted_pause_s(self, indices: Sequence[int], done: Computed) -> float:
+        """The longest pause that was asked for; 0 if none was."""
+        rows = (done.rows[index] for index in indices)
+        wanted = max((row.retry_after or 0.0 for row in rows if isinstance(row, Failure)), default=0.0)
+        return min(wanted, LONGEST_PAUSE_S)
 
     def _compute_alone(self, batch: Sequence[Item], history: History, done: Computed) -> None:
         for item in batch:
@@ -174,6 +229,11 @@ class Computer:
         self.on_batch([item.index for item in items], isolated)
         failure = self._call(items, done)
         if failure is None:
+            self._put_rows_off(items, done, isolated=isolated)
+            return
+        if failure.retry_after is not None and self._n_tries_left:
+            done.rows.update({item.index: failure for item in items})
+            self._put_items_off(items, failure, isolated=isolated)
             return
         if len(items) == 1:
             self._log(items[0].index, failure)
@@ -190,6 +250,24 @@ class Computer:
         self._call_narrowing(items[:half], done, isolated=isolated)
         self._call_narrowing(items[half:], done, isolated=isolated)
 
+    def _put_items_off(self, items: Sequence[Item], failure: Failure, *, isolated: bool) -> None:
+        """Note that these items are to be computed again, in one call as they failed."""
+        indices = [item.index for item in items]
+        self._put_off.append((indices, isolated))
+        if self.keeps_rows:
+            said = failure.message.partition("\n")[0]
+            log.warning("items %d..%d are put off to the end of the shard: %s", min(indices), max(indices), said)
+
+    def _put_rows_off(self, items: Sequence[Item], done: Computed, *, isolated: bool) -> None:
+        """Put off those items of a call for which the workload returned an error that may pass."""
+        rows = ((item, done.rows[item.index]) for item in items if self.keeps_rows)
+        failed = [(item, row) for item, row in rows if isinstance(row, Failure) and row.retry_after is not None]
+        if failed and self._n_tries_left:
+            self._put_items_off([item for item, _ in failed], failed[0][1], isolated=isolated)
+        elif failed:
+            for item, row in failed:
+                self._log(item.index, row)
+
     def _call(self, items: Sequence[Item], done: Computed) -> Failure | None:
         """Call the workload and keep its rows; the failure of the whole call, if any."""
         returned, own_failure = self._try(items)
@@ -197,7 +275,7 @@ class Computer:
         if failure == INTERRUPTED:
             raise Interrupted
         if failure is not None and self._ends_task(failure.kind):
-            raise WorkerFailedError(failure.kind, f"item {items[0].index}: {failure.message}", failure.trace)
+            raise WorkerFailedError(failure.kind, f"{self._called(items[0].index)}: {failure.message}", failure.trace)
         if failure is None and self.keeps_rows:
             self._keep(items, returned, done)
         return failure
@@ -215,10 +293,16 @@ class Computer:
         except Interrupted:
             return [], INTERRUPTED
         except ItemError as error:
-            return [], Failure("item_error", str(error), error.way)
+            return [], _of_item(error)
+        except Retry as error:
+            return [], _may_pass(error)
+        except WorkerBrokenError:
+            raise
         except (Exception, SystemExit) as error:
             check_debugger_left(error)
             kind = class_of(error, ITEM)
+            if isinstance(error, NodeError | GPUFaultError):
+                return [], Failure(kind, str(error))
             if POLICIES[kind].node_at_fault:
                 return [], _failure(error, kind, self.folder)
             if logged := POLICIES[kind].logged:
@@ -228,7 +312,8 @@ class Computer:
             of_files = class_of(error, FILES)
             if self.workload.resumes and POLICIES[of_files].ends_task:
                 kind = of_files
-            return [], _failure(error, kind, self.folder)
+            failure = _failure(error, kind, self.folder)
+            return [], replace(failure, retry_after=0.0) if isinstance(error, MAY_PASS) else failure
 
     def _ends_task(self, kind: str) -> bool:
         """Whether an item's failure is no item's fault, so that the shard is left to another task."""
@@ -252,12 +337,16 @@ class Computer:
 
     def _check(self, item: Item, row: Any) -> Mapping[str, Any] | Failure:
         if isinstance(row, ItemError):
-            failure = Failure("item_error", str(row), row.way)
+            failure = _of_item(row)
             self._log(item.index, failure)
             return failure
+        if isinstance(row, MAY_PASS):
+            return _may_pass(row)
         try:
             if not isinstance(row, Mapping):
                 raise ValueError(f"a row is a mapping of column to value, not {type(row).__name__}")
+            if self.kept:
+                row = {**row, **kept_values(self.kept, item.data)}
             return convert_row(self.columns, row)
         except ValueError as error:
             message = f"workload {self.name}, item {item.index}: {error}"
@@ -273,9 +362,12 @@ class Computer:
             return
         first = self._ways_logged.setdefault(failure.way, index) if failure.trace and failure.way else None
         told = "" if first in (None, index) else f" [traceback: item {first}]"
-        log.warning("item %d: %s: %s%s", index, failure.kind, failure.message.partition("\n")[0], told)
+        log.warning("%s: %s: %s%s", self._called(index), failure.kind, failure.message.partition("\n")[0], told)
         if first == index:
             log.warning("%s", failure.trace)
+
+    def _called(self, index: int) -> str:
+        return f"item {index}" + (f" ({self._names[index]})" if index in self._names else "")
 
 
 def _may_be_rows(returned: Any) -> bool:
@@ -301,6 +393,18 @@ def is_broken_cuda(error: BaseException) -> bool:
     return type(error).__name__ == "AcceleratorError" or (
         isinstance(error, RuntimeError) and str(error).startswith("CUDA error:")
     )
+
+
+def _of_item(error: ItemError) -> Failure:
+    """The failure that an ItemError stands for; a user's own may have something else under the name of the class."""
+    return Failure(error.failure if error.failure in POLICIES else "item_error", str(error), error.way)
+
+
+def _may_pass(error: BaseException) -> Failure:
+    """The failure of an item that is computed again; `way` is that of the message."""
+    after = error.after if isinstance(error, Retry) else 0.0
+    message = str(error) or type(error).__name__
+    return Failure("item_error", message, ("retry", message), retry_after=max(0.0, after))
 
 
 def _too_large(error: BaseException, kind: str, message: str, *, is_alone: bool) -> Failure:

@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import platform
+import random
 import signal
 import sys
 import threading
@@ -29,7 +30,7 @@ from typing import Any, TypeVar
 
 from slurmgpu.code import importer
 from slurmgpu.containers import image_name
-from slurmgpu.errors import Interrupted, ItemError, SlurmGPUError
+from slurmgpu.errors import Interrupted, ItemError, SlurmGPUError, WorkerBrokenError
 from slurmgpu.inputs import InputSpec, Reader
 from slurmgpu.run.claims import Claim
 from slurmgpu.run.crash_history import History, read_history
@@ -45,6 +46,7 @@ from slurmgpu.util.atomic_files import FULL, working_folder
 from slurmgpu.util.env_info import describe, used
 from slurmgpu.util.logging import log_to_stderr
 from slurmgpu.util.pipes import Report, close_stdin, listen_on_stdin, outlive_signals, report_on_stdout, watch_stdin
+from slurmgpu.util.plurals import count_of
 from slurmgpu.util.shared_files import cause_raised, retried
 from slurmgpu.worker import groups
 from slurmgpu.worker.assignment import Assignment, WorkerFailedError
@@ -53,11 +55,11 @@ from slurmgpu.worker.computer import (
     Computed,
     Computer,
     Failure,
-    WorkerBrokenError,
     check_debugger_left,
     settle,
 )
 from slurmgpu.worker.groups import Group, PeersMissingError
+from slurmgpu.worker.logged_values import LoggedValues
 from slurmgpu.worker.shard_claimer import Claimer, Deadline
 from slurmgpu.workload import Adapted, Item, TaskContext, build
 
@@ -97,6 +99,7 @@ class Worker:
     _shard: int | None = None
     _former: dict[int, Former] = field(default_factory=dict)
     _resumes: bool = False
+    _takes_one: bool = False
     _used: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -104,6 +107,8 @@ class Worker:
         self._deadline = Deadline(self.assignment.end_time, self.run.plan.margin_s, self.stopping, self.end_times)
         given = self.assignment
         claim = Claim(given.task, given.attempt, platform.node(), os.getpid(), cluster=given.cluster)
+        self._logged = LoggedValues(self.report)
+        self.report = self._logged.before(self.report)
         self._claimer = Claimer(self.run, claim, self._report_takeover, held=set(self._resume))
 
     def work(self) -> None:
@@ -123,7 +128,7 @@ class Worker:
             if self.assignment.inject:
                 workload = self._inject(workload)
             outside = self._log_outside()
-            self._resumes = workload.resumes
+            self._resumes, self._takes_one = workload.resumes, workload.takes_one
             self._columns = columns_from_json(plan.columns)  # after loading, which may register kinds
             if self._resumes:
                 self.on_resumable()
@@ -140,6 +145,12 @@ class Worker:
                 keeps_rows=self.group.leads,
                 noted=self._noted,
                 folder=plan.search_path,
+                retries=plan.retries,
+                pause=self._pause,
+                share=self.group.broadcast,
+                # Plans of an older slurmgpu have no `keep`, but settings of the workload that say so.
+                kept=plan.keep or {field: field for field in workload.kept_fields},
+                key=plan.key,
             )
             self._take_and_compute(computer, reader)
             self._log_outside(outside)
@@ -161,7 +172,7 @@ class Worker:
                 computed = computer.compute(self._read(reader, spans), history)
             except Interrupted:
                 self.report({"event": "left", "shard": shard})
-                log.info("shard %d: left, with what is kept of it", shard)
+                log.info("shard %d: left%s", shard, ", with what is kept of it" if self._resumes else "")
                 continue  # usually to the end; after a takeover to the next shard
             if self.group.leads:
                 waiting.append(Waiting(shard, computed, started, began))
@@ -177,8 +188,8 @@ class Worker:
             if self.group.leads and (shard := self.next_shard()) is not None:
                 self._shard = shard
                 self.report({"event": "claim", "shard": shard})
-                start, stop = self.run.plan.bounds(shard)
-                log.info("shard %d: items %d..%d", shard, start, stop - 1)
+                indices = self.run.plan.indices(*self.run.plan.bounds(shard))
+                log.info("shard %d: items %d..%d", shard, indices[0], indices[-1])
                 # Read by rank 0 only: a network file system may show ranks different files.
                 found = shard, asdict(read_history(self.run.claims.folder, shard)), self._spans(shard)
             found = self.group.broadcast(found)
@@ -237,6 +248,16 @@ class Worker:
         self.report({"event": "done", "reason": found})
         return None
 
+    def _pause(self, seconds: float, n_items: int) -> bool:
+        """Wait until `n_items` can be tried again; False if the task has to end before that."""
+        seconds *= random.uniform(1.0, 1.25)  # a thousand tasks that a server refused must not all return at once
+        log.info("waiting %.0f s, then %s again", seconds, count_of(n_items, "item"))
+        self.report({"event": "waiting", "seconds": seconds, "items": n_items})
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0 and not self._deadline.over(left):
+            self.stopping.wait(min(left, 1.0))
+        return not self._deadline.over()
+
     def _shall_leave(self) -> bool:
         """Whether a resumable workload shall leave the present item, since others do or will compute it."""
         return self._deadline.over() is not None or (self._shard is not None and self._claimer.has_lost(self._shard))
@@ -250,6 +271,8 @@ class Worker:
             self.report({"event": "used", "packages": now})
 
     def _report_batch(self, indices: Sequence[int], isolated: bool) -> None:
+        if self._takes_one:
+            self._logged.item = indices[0]
         self.report({"event": "batch", "items": list(indices), "isolated": isolated})
 
     def _open_input(self) -> Reader:
@@ -269,8 +292,8 @@ class Worker:
                 message = f"items {start}..{stop - 1} cannot be read: {error}"
                 raise WorkerFailedError(class_of(error, INPUT), message) from error
             items += [
-                (start + i, record) if isinstance(record, ItemError) else Item(start + i, record, seed)
-                for i, record in enumerate(records)
+                (index, record) if isinstance(record, ItemError) else Item(index, record, seed)
+                for index, record in zip(self.run.plan.indices(start, stop), records, strict=True)
             ]
         return items
 
@@ -306,6 +329,7 @@ class Worker:
             stopping=self._shall_leave if group.leads else lambda: False,
             progress=lambda text: self.report({"event": "progress", "text": str(text)}),
             tell=lambda text: self.report({"event": "tell", "text": str(text)}),
+            log=self._logged.log if group.leads else lambda step, **values: None,
         )
         try:
             workload = build(plan.workload, plan.settings, Path(plan.search_path))
@@ -345,6 +369,7 @@ class Worker:
             partial,
             self._columns,
             start=self.run.plan.bounds(one.shard)[0],
+            indices=self.run.plan.indices(*self.run.plan.bounds(one.shard)),
             rows=rows,
             fingerprint=self.run.plan.fingerprint,
             notes=notes,
@@ -356,12 +381,14 @@ class Worker:
             raise OSError(errno.ESTALE, "removed before it was published", str(partial)) from error
 
     def _contents(self, one: Waiting, seconds: float) -> tuple[list[Row], dict[str, Any], dict[str, Any]]:
-        rows = {index: row.to_error() if isinstance(row, Failure) else row for index, row in one.computed.rows.items()}
+        places = (place for span in self.run.items_of(one.shard) for place in range(*span))
+        computed = (row.to_error() if isinstance(row, Failure) else row for row in one.computed.rows.values())
         made_by: dict[str, Any] = {"attempt": self.assignment.attempt, "started": one.started, "seconds": seconds}
         made_by["code"] = self.assignment.code
         if (former := self._former.get(one.shard)) is None:
-            return list(rows.values()), one.computed.notes(), made_by
+            return list(computed), one.computed.notes(), made_by
         start, _ = self.run.plan.bounds(one.shard)
+        rows = dict(zip(places, computed, strict=True))
         combined = put_over(former.rows, rows, start)
         replaced = [index for index, row in rows.items() if combined[index - start] is row]
         notes = {**former.notes, **one.computed.notes()}

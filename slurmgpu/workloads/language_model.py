@@ -13,11 +13,9 @@ from slurmgpu.llm.decoders import check_decoder, check_tokenizer
 from slurmgpu.llm.engine import Engine, EngineOptions, Output, Place, Question, Request, Scores
 from slurmgpu.llm.engines import open_engine
 from slurmgpu.llm.metrics import ratio
-from slurmgpu.llm.prompts import Prompts, take
+from slurmgpu.llm.prompts import Prompts
 from slurmgpu.llm.settings import check_engine, check_max_tokens, engine_options
-from slurmgpu.shards.columns import Column, Json
 from slurmgpu.workload import Item, Placement, Share, TaskContext
-from slurmgpu.workloads.json_values import json_value
 from slurmgpu.workloads.progress import Telling
 
 BLOCK_ROWS = 1 << 16
@@ -117,20 +115,6 @@ def _or_error(found: Any) -> Any:
     if found is None:
         return ItemError("the engine gave no answer")
     return found if found.error is None else ItemError(found.error)
-
-
-def keep_columns(keep: Sequence[str], columns: Mapping[str, Column]) -> dict[str, Column]:
-    """The columns, and one for each kept field of the input; SlurmGPUError for a name that exists twice."""
-    for number, name in enumerate(keep):
-        if name in columns or name in keep[:number]:
-            whose = "a column of the workload" if name in columns else "named twice"
-            raise SlurmGPUError(f"keep has {name!r}, which is {whose}; remove it, or rename the field in the input.")
-    return {**columns, **dict.fromkeys(keep, Json())}
-
-
-def kept(item: Item, keep: Sequence[str]) -> dict[str, Any]:
-    """The values of an item's kept fields; ItemError if it lacks one."""
-    return {name: json_value(take(item.data, name)) for name in keep}
 
 
 def blocks(n_rows: int) -> Iterator[tuple[int, int]]:

@@ -1,5 +1,8 @@
 """Planning over one JSONL file, beside `cat` of it and a plain loop over its lines; then reading it in batches.
 
+Then the same for the file in gzip, beside what the module gzip reads; a tar file, read in order, beside a loop with
+`tarfile` alone; and a folder, listed and read, beside `os.walk`.
+
     python -m tests.benchmarks.bench_inputs [--size-mb 1000] [--folder DIR]
 
 Every figure is the best of three in this run, with the file in the page cache unless it is larger than the memory.
@@ -8,15 +11,20 @@ Every figure is the best of three in this run, with the file in the page cache u
 from __future__ import annotations
 
 import argparse
+import gzip
+import io
 import json
+import os
 import random
 import subprocess
+import tarfile
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from slurmgpu.inputs import InputSpec, Reader, scan
+from slurmgpu.inputs import InputSpec, Reader, list_files, scan
+from slurmgpu.inputs.listing import FILE, Files
 
 BATCH = 16
 N_BATCHES = 2000
@@ -41,6 +49,62 @@ def main() -> None:
             print(f"{name:18} {speed}   {seconds / cat_s:5.2f} x cat   {seconds / loop_s:5.2f} x loop")
         n_read = min(N_BATCHES, spec.n_items // BATCH) * BATCH
         print(f"{'Reader.read':18} {read_s / n_read * 1e6:6.2f} us/item   random batches of {BATCH}")
+        packed = Path(folder) / "input.jsonl.gz"
+        subprocess.run(f"gzip -c {path} > {packed}", shell=True, check=True)
+        gzip_s = best(lambda: read_gzip(packed))
+        gzip_loop_s = best(lambda: parse_gzip(packed))
+        plan_s = best(lambda: scan([packed], index, stride=BATCH))
+        spec = scan([packed], index, stride=BATCH)
+        read_s = best(lambda: read_all(spec, index))
+        print(f"{packed.stat().st_size / 1e6:.0f} MB in gzip, {spec.files[0].size_bytes / 1e6:.0f} MB repacked")
+        figures = (("gzip", gzip_s), ("gzip and json", gzip_loop_s), ("scan", plan_s), ("Reader.read of all", read_s))
+        for name, seconds in figures:
+            speed = f"{size_mb / seconds:6.0f} MB/s"
+            print(
+                f"{name:18} {speed}   {gzip_s / seconds:5.2f} of gzip   {gzip_loop_s / seconds:5.2f} of gzip and json"
+            )
+        path.unlink()
+        compare_tar(Path(folder), arguments.size_mb / 5)
+        compare_folder(Path(folder))
+
+
+def compare_tar(folder: Path, size_mb: float) -> None:
+    """Print how fast a tar file is read, in MB/s and beside `tarfile`."""
+    path, index = folder / "input.tar", folder / "index"
+    n_items = round(size_mb * 1e6 / 21_000)
+    write_tar(path, n_items)
+    size_mb = path.stat().st_size / 1e6
+    spec = scan([path], index, stride=BATCH)
+    assert spec.n_items == n_items
+    loop_s, plan_s, read_s = best_of(
+        lambda: read_tar(path), lambda: scan([path], index, stride=BATCH), lambda: read_all(spec, index)
+    )
+    print(f"tar: {size_mb:.0f} MB, {n_items} items of a picture and its JSON")
+    for name, seconds in (("tarfile", loop_s), ("scan", plan_s), ("Reader.read", read_s)):
+        print(f"{name:18} {size_mb / seconds:6.0f} MB/s   {loop_s / seconds:5.2f} x the speed of tarfile")
+
+
+def compare_folder(folder: Path, n_files: int = 20_000) -> None:
+    """Print how long a folder's files take to be listed, planned and read as items, for each."""
+    for number in range(n_files):
+        path = folder / "images" / f"{number % 100:02}" / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    index, listing = folder / "index", folder / FILE
+
+    def plan() -> InputSpec:
+        found = list_files("images", folder)
+        assert found is not None
+        found.write(listing)
+        return scan([listing], index, stride=BATCH, of_format=Files())
+
+    walk_s = best(lambda: sum(len(files) for _, _, files in os.walk(folder / "images")))
+    plan_s = best(plan)
+    spec = plan()
+    read_s = best(lambda: read_all(spec, index))
+    print(f"folder: {n_files} files")
+    for name, seconds in (("os.walk", walk_s), ("list and scan", plan_s), ("Reader.read", read_s)):
+        print(f"{name:18} {seconds / n_files * 1e6:6.2f} us/file")
 
 
 def write_jsonl(path: Path, size_mb: int) -> float:
@@ -52,6 +116,33 @@ def write_jsonl(path: Path, size_mb: int) -> float:
         for _ in range(-(-size_mb * 1_000_000 // len(block))):
             file.write(block)
     return path.stat().st_size / 1e6
+
+
+def write_tar(path: Path, n_items: int) -> None:
+    """Write items of 20 kB and a little JSON."""
+    content = random.Random(7).randbytes(20_000)
+    with tarfile.open(path, "w") as archive:
+        for number in range(n_items):
+            for suffix, part in (("jpg", content), ("json", b'{"label": 3}')):
+                member = tarfile.TarInfo(f"{number:08}.{suffix}")
+                member.size = len(part)
+                archive.addfile(member, io.BytesIO(part))
+
+
+def read_tar(path: Path) -> int:
+    n_bytes = 0
+    with tarfile.open(path) as archive:
+        for member in archive:
+            file = archive.extractfile(member)
+            assert file is not None
+            n_bytes += len(file.read())
+    return n_bytes
+
+
+def read_all(spec: InputSpec, index: Path) -> None:
+    with Reader(spec, index) as reader:
+        for start in range(0, spec.n_items, BATCH):
+            reader.read(start, min(start + BATCH, spec.n_items))
 
 
 def count_lines(path: Path) -> int:
@@ -70,14 +161,33 @@ def read_batches(spec: InputSpec, index: Path) -> None:
             reader.read(batch * BATCH, (batch + 1) * BATCH)
 
 
+def read_gzip(path: Path) -> None:
+    with gzip.open(path) as file:
+        while file.read(1 << 20):
+            pass
+
+
+def parse_gzip(path: Path) -> None:
+    with gzip.open(path) as file:
+        for line in file:
+            json.loads(line)
+
+
 def best(action: Callable[[], object]) -> float:
     """Seconds of the fastest of three calls."""
-    times = []
+    [seconds] = best_of(action)
+    return seconds
+
+
+def best_of(*actions: Callable[[], object]) -> list[float]:
+    """Seconds of the fastest of three calls of each, in turns, so that other work on the machine meets all alike."""
+    times: list[list[float]] = [[] for _ in actions]
     for _ in range(3):
-        start = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - start)
-    return min(times)
+        for action, taken in zip(actions, times, strict=True):
+            start = time.perf_counter()
+            action()
+            taken.append(time.perf_counter() - start)
+    return [min(taken) for taken in times]
 
 
 if __name__ == "__main__":

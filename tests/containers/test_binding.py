@@ -242,11 +242,12 @@ def test_a_package_is_found_inside_by_the_name_by_which_it_is_imported(reading, 
     assert found(folder) == expected
 
 
-def make_run(base, files=(), settings=None, workload="slurmgpu.workloads.embed:Embed", paths=()):
+def make_run(base, files=(), settings=None, workload="slurmgpu.workloads.embed:Embed", paths=(), folders=()):
     """A run as far as binds depend on it."""
     base.mkdir(exist_ok=True)
     values = dict.fromkeys(Plan.__dataclass_fields__) | {"search_path": str(base), "settings": settings or {}}
     values |= {"workload": workload, "input": {"files": [{"path": str(path)} for path in files]}}
+    values["input"] |= {"folders": [str(folder) for folder in folders]} if folders else {}
     values["paths"] = [str(path) for path in paths]
     return Run(base / "run", Plan(**values))
 
@@ -294,6 +295,15 @@ def test_input_below_a_folder_that_is_bound_anyway_needs_no_bind(tmp_path, big):
     files = [tmp_path / "project" / f"{part}" / "i.txt" for part in range(300)]
     run = make_run(tmp_path / "project", [*files, tmp_path / "project" / "data" / "i.txt"])
     assert own(run) == [Bind(str(big), str(big), read_only=True)]
+
+
+def test_folders_of_files_that_are_items_are_bound_and_home_is_not(tmp_path, monkeypatch, big):
+    (tmp_path / "link").symlink_to(big)
+    run = make_run(tmp_path / "project", folders=[tmp_path / "link", tmp_path / "project" / "photos"])
+    assert set(own(run)) == {Bind(str(path), str(path), read_only=True) for path in (tmp_path / "link", big)}
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    with pytest.raises(ContainerError, match=r"has files in .*/home, which is not bound as a whole"):
+        container_binds(make_run(tmp_path / "project", folders=[tmp_path / "home"]))
 
 
 def test_of_thousands_of_input_folders_those_above_them_are_bound(tmp_path):

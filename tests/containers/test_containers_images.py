@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from slurmgpu.containers import digests as digests_module
+from slurmgpu.containers import images as images_module
 from slurmgpu.containers.images import identify, same_image
 from slurmgpu.containers.settings import ContainerError
 from slurmgpu.containers.sif import DESCRIPTOR, HEADER, read_sif
@@ -190,8 +190,8 @@ def test_another_image_in_the_place_of_the_planned_one_is_refused(apptainer, ima
 
 def test_hashing_is_done_once_and_again_when_the_file_changes(image, cache, monkeypatch):
     computed = []
-    compute = digests_module._compute
-    monkeypatch.setattr(digests_module, "_compute", lambda *args: computed.append(args) or compute(*args))
+    compute = images_module._compute
+    monkeypatch.setattr(images_module, "_compute", lambda *args: computed.append(args) or compute(*args))
     first = identify(image)
     assert identify(image) == first
     same_image(image, first)

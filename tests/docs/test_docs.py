@@ -19,11 +19,12 @@ from slurmgpu import api, workload
 from slurmgpu.cli.app import app
 from slurmgpu.llm import settings
 from slurmgpu.llm.engine import Sampling
-from slurmgpu.plan.run_file import ContainerTable, Resources, RunFile, WorkloadTable
+from slurmgpu.plan.run_file import ContainerTable, Resources, RunFile, TrackTable, WorkloadTable
 from slurmgpu.run.claims import Claim
 from slurmgpu.run.crash_history import History
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import POLICIES
+from slurmgpu.run.metric_log import PointLine
 from slurmgpu.run.records import Attempt
 from slurmgpu.slurm.queue import QueuedJob
 from slurmgpu.task.supervisor import Task
@@ -134,7 +135,7 @@ def test_the_reference_lists_every_exit_code():
     assert {int(code) for code in listed("cli.md", "Exit codes")} == codes
 
 
-TABLES = {"workload", "settings", "sweep", "resources", "container", "slurm", "merge"}
+TABLES = {"workload", "settings", "sweep", "resources", "container", "slurm", "merge", "track"}
 
 
 @pytest.mark.parametrize(
@@ -144,6 +145,7 @@ TABLES = {"workload", "settings", "sweep", "resources", "container", "slurm", "m
         ("[workload]", WorkloadTable),
         ("[resources]", Resources),
         ("[container]", ContainerTable),
+        ("[track]", TrackTable),
     ],
 )
 def test_the_reference_lists_every_key_of_the_run_file_with_its_default(heading, model):
@@ -285,6 +287,8 @@ def written(tmp_path_factory):
         "takeover": task.record["takeovers"][0],
         "report": report,
         "list": json.loads(call("list", "--json")),
+        "show": json.loads(call("show", "run", "--json")),
+        "comparison": json.loads(call("compare", "run", "run", "--json")),
         "status": json.loads(call("status", "run", "--json")),
         "dry_run": json.loads(call("submit", "--dry-run", "--json", "--run-dir", "other")),
         "forecast": json.loads(call("submit", "--probe", "8", "--json", "--run-dir", "third")),
@@ -305,6 +309,7 @@ KEYS = {
     "files.md: surroundings": lambda written: env_info.describe(),
     "files.md: GPU values": lambda written: GPU_VALUES,
     "files.md: Host values": lambda written: HOST_VALUES,
+    "files.md: What workloads log": lambda written: PointLine.__annotations__,
     "files.md: takeovers": lambda written: written["takeover"],
     "report.md: report.json": lambda written: written["report"],
     "report.md: missing": lambda written: written["report"]["missing"][0],
@@ -316,6 +321,9 @@ KEYS = {
     "report.md: provenance": lambda written: written["report"]["provenance"],
     "report.md: slurmgpu list --json": lambda written: written["list"],
     "report.md: runs of a list": lambda written: written["list"]["runs"][0],
+    "report.md: slurmgpu compare --json": lambda written: written["comparison"],
+    "report.md: sides of a comparison": lambda written: written["comparison"]["a"],
+    "report.md: slurmgpu show --json": lambda written: written["show"],
     "report.md: slurmgpu status --json": lambda written: written["status"],
     "report.md: pace": lambda written: written["status"]["pace"],
     "report.md: queue": lambda written: QueuedJob("7", "PENDING", "", "", "", "").to_json(False),

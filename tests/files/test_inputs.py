@@ -84,7 +84,7 @@ def test_paths_are_absolute_even_if_the_base_is_not(folder: Path, monkeypatch: p
         ("*.csv", "parts.csv is a directory"),
         ("de*", "matches no file"),
         ("a.json", r"a.json has the suffix '.json': expected .jsonl, .* Did you mean 'jsonl'\?"),
-        ("a.jsonl.gz", "suffix '.gz'.*not compressed"),
+        ("a.parquet.gz", "compressed as a whole"),
         (["a.txt", "b.jsonl"], r"mixes formats, txt \(.*a.txt\) and jsonl \(.*b.jsonl\)"),
         (["a.txt", "a.txt"], "one file twice"),
         (["a.txt", "*.txt"], "one file twice"),
@@ -97,7 +97,7 @@ def test_paths_are_absolute_even_if_the_base_is_not(folder: Path, monkeypatch: p
 )
 def test_what_cannot_be_an_input_is_refused(folder: Path, patterns: str | list[str], words: str) -> None:
     put(folder, a_txt="1", b_jsonl="{}", a_json="{}")
-    (folder / "a.jsonl.gz").write_bytes(b"")
+    (folder / "a.parquet.gz").write_bytes(b"")
     (folder / "parts.csv").mkdir()
     (folder / "deep").mkdir()
     (folder / "link.txt").symlink_to("a.txt")
@@ -163,7 +163,7 @@ def test_progress_counts_every_byte(folder: Path) -> None:
         ("a.jsonl", '{\n "a": 1\n}\n', r"line 1: expected a JSON object, found text that is not JSON \(.* column 2\)"),
         ("a.jsonl", b'{"a": "\xe4"}\n', "line 1: expected UTF-8, found 0xe4 at byte 8"),
         ("a.jsonl", '{"a": 1}\n' * 5000 + '{"a": ', "line 5001: expected a JSON object"),
-        ("a.jsonl", "[" * 100_000, r"line 1: expected a JSON object, found text that is not JSON \(.*recursion"),
+        ("a.jsonl", "[" * 100_000, r"line 1: .* found text that is not JSON \(.*(recursion|overflow)"),
         ("a.jsonl", '{"a": ' + "1" * 5000 + "}", r"line 1: expected a JSON object, found text that is not JSON \(Exc"),
         ("a.txt", b"x\n\xff\xfe\n", "a.txt, line 2: expected UTF-8, found 0xff at byte 1"),
         ("a.csv", "a,b\n1,2\n3\n", "a.csv, record 2: expected 2 fields as in the header, found 1"),

@@ -43,6 +43,7 @@ EXCEPTIONS = {
             "util/atomic_files.py",
             "run/directory.py",
             "merge/export.py",
+            "results/data_set.py",
         ),
         WITHIN,
     ),

@@ -14,7 +14,7 @@ import pytest
 
 from slurmgpu import open as slurmgpu_open
 from slurmgpu.code import importer, snapshots
-from slurmgpu.code.ast_digest import tree_digest
+from slurmgpu.code.snapshots import tree_digest
 from slurmgpu.code.tracer import snapshot_of
 from slurmgpu.code.versions import in_words, makers_of, rows_by_code, stretches_of, within
 from slurmgpu.errors import SlurmGPUError

@@ -32,6 +32,11 @@ def row(item):
         time.sleep(0.02)
     if text == "bad":
         sys.exit("cannot read it")
+    if text == "deadly":
+        os.kill(os.getpid(), 11)
+    if text == "busy" and not os.path.exists("was-busy"):
+        open("was-busy", "w").close()
+        sys.exit(75)
     return {"n": len(text), "shout": text.upper()}
 """
 MODES = {
@@ -118,6 +123,27 @@ def test_a_killed_worker_takes_the_process_along_and_changes_no_byte(tmp_path, r
     assert datasets(project) == datasets(reference)
 
 
+@pytest.mark.parametrize("script", ["one.py", "stream.py"])
+def test_a_script_that_is_edited_runs_as_it_was_submitted(tmp_path, reference, script):
+    project = make(tmp_path / "project", script, executor="local")
+    (project / "shouting.py").write_text("def shout(text):\n    return text.upper()\n")
+    source = (project / script).read_text().replace("text.upper()", "shout(text)")
+    (project / script).write_text("from shouting import shout\n" + source)
+    (project / "held").touch()
+    run = start("submit", cwd=project)
+    wait_until((project / "pids").exists, "the item that waits")
+    [code] = (project / "run/code").glob("*.json")
+    assert sorted(file["name"] for file in json.loads(code.read_text())["files"]) == sorted([script, "shouting.py"])
+    (project / "shouting.py").write_text("not Python\n")
+    assert kill_workers(project)
+    (project / "held").unlink()
+    output, _ = run.communicate(timeout=200)
+    assert run.returncode == 0, output
+    assert datasets(project) == datasets(reference)
+    logs = "".join(path.read_text() for path in (project / "run/logs").glob("*.log"))
+    assert f"{script}, or what it imports, has changed since it was submitted" in logs
+
+
 def test_a_killed_task_leaves_no_process(tmp_path):
     project = make(tmp_path / "project", "stream.py", texts=["held", "b"], executor="local")
     (project / "held").touch()
@@ -140,6 +166,18 @@ def has_ended(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
         return True
+
+
+@pytest.mark.parametrize("script", list(RUN))
+def test_an_item_that_kills_its_process_costs_itself_alone_and_a_busy_one_nothing(slurmgpu, tmp_path, script):
+    texts = ["busy", "a", "b", "deadly", "c", "d"]
+    project = make(tmp_path / "project", script, texts=texts, executor="local")
+    slurmgpu("submit", cwd=project, expect=0)
+    outcome = report(project)
+    assert [(error["index"], error["class"]) for error in outcome["errors"]] == [(3, "crash")]
+    assert "died by SIGSEGV" in outcome["errors"][0]["message"]
+    assert outcome["worker_deaths"] == {}
+    assert sum(attempt["n_retried"] for attempt in outcome["attempts"]) == (1 if script == "one.py" else 4)
 
 
 def test_a_program_that_always_fails_ends_the_task(slurmgpu, tmp_path):

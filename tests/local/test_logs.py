@@ -389,7 +389,8 @@ def test_what_a_record_does_not_tell_of_an_item_the_logs_do(run, tmp_path, damag
 
 def show(run, task=None, *, item=None, failure=None, merge=False, follow=False, n_lines=None):
     """What the command prints, in this process."""
-    show_logs(run, task, item, failure, merge=merge, follow=follow, n_lines=n_lines, as_json=False)
+    asked = None if item is None else str(item)
+    show_logs(run, task, asked, failure, merge=merge, follow=follow, n_lines=n_lines, as_json=False)
 
 
 @pytest.mark.parametrize(
@@ -477,7 +478,7 @@ def test_where_the_log_of_a_merge_by_hand_is_is_said(run, tmp_path):
     [
         (["--json", "-n", "2"], "--lines and --json exclude each other"),
         (["--item", "40"], "There is no item 40: "),
-        (["--item", "-1"], "has the items 0 to 39"),
+        (["--item", "-1"], "give a number from 0 to 39"),
         (["--class", "cras"], "Did you mean 'crash'?"),
         (["local1_7"], "has no task 'local1_7'. Did you mean"),
         (["--merge"], "has no log of a merge"),

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import h5py
+import pandas as pd
 import pytest
 
 import slurmgpu
@@ -153,6 +154,13 @@ def test_an_importable_function_is_imported_from_the_snapshot_of_its_module(tmp_
     assert not (run.folder / "function.pkl").exists()
     [kept] = (run.folder / "code").rglob("mapped_module.py")
     assert "FACTOR = 2" in kept.read_text()
+
+
+def test_a_row_of_a_table_is_an_item():
+    frame = pd.DataFrame({"n": [1, 2, 3], "text": ["a", None, "c"]}, index=[5, 6, 7])
+    run = slurmgpu.map(lambda row: {"n": row["n"] + 1, "all": row}, frame, name="frame", **HERE)
+    assert run["all"][:] == [{"n": 1, "text": "a"}, {"n": 2, "text": None}, {"n": 3, "text": "c"}]
+    assert run["n"][:].tolist() == [2, 3, 4]
 
 
 def test_what_is_refused_leaves_nothing_behind(tmp_path):

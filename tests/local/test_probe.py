@@ -210,7 +210,7 @@ def test_the_first_batch_is_set_apart_and_what_lies_between_shards_is_counted():
 
 
 def test_a_probe_on_this_machine_foretells_and_queues_only_when_told_to(project, slurmgpu):
-    folder = project(100, settings={"faults": {"1": "exception"}})
+    folder = project(100, settings={"faults": {"13": "exception"}})
     done = slurmgpu(*LOCAL, "--tasks", "2", "--probe", "16", cwd=folder, expect=0)
     assert "Nothing is queued. To queue it: slurmgpu submit --executor local --gpus 0 --tasks 2\n" in done.stderr
     assert "16 items in 4 batches" in done.stdout
@@ -229,7 +229,7 @@ def test_a_probe_on_this_machine_foretells_and_queues_only_when_told_to(project,
 
 
 def test_items_of_a_probe_bear_the_numbers_of_the_whole_input(project):
-    folder = project(100, settings={"faults": {"5": "exception"}})
+    folder = project(100, settings={"faults": {"73": "exception"}})
     found = package.probe(folder / "slurmgpu.toml", 8, executor="local", gpus=0)
     assert [(error["index"], error["class"]) for error in found["errors"]] == [(73, "item_error")]
     assert not (folder / "run").exists()

@@ -166,8 +166,12 @@ def _last_of_each_key(text):
     return tables
 
 
-def test_init_site_without_slurm_says_so(slurmgpu, tmp_path):
-    done = slurmgpu("init", "--site", "-o", tmp_path / "site.toml", expect=2, PATH="/nowhere")
+@pytest.mark.parametrize("place", ["absent", "not executable"])
+def test_init_site_without_slurm_says_so(slurmgpu, tmp_path, place):
+    if place == "not executable":  # as is what lies in a folder of PATH that only others may search
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "sinfo").touch(0o644)
+    done = slurmgpu("init", "--site", "-o", tmp_path / "site.toml", expect=2, PATH=str(tmp_path / place))
     assert "There is no sinfo here" in done.stderr
     assert "--executor" not in done.stderr  # which init lacks
     assert not (tmp_path / "site.toml").exists()

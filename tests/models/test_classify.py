@@ -43,7 +43,6 @@ def nothing(tmp_path_factory):
         ({"method": "parse", "pattern": "(a)(b)"}, "pattern is '(a)(b)', which has 2 groups"),
         ({"method": "parse", "pattern": "(.*)", "json": "label"}, "two ways to find the label"),
         ({"prompt": None, "messages": "chat", "calibrate": True}, "set prompt, a template"),
-        ({"truth": "label", "keep": ["truth"]}, "keep has 'truth', which is a column of the workload;"),
     ],
 )
 def test_a_wrong_setting_is_named_with_what_was_expected(nothing, settings, said):
@@ -54,7 +53,7 @@ def test_a_wrong_setting_is_named_with_what_was_expected(nothing, settings, said
 
 def test_planning_knows_which_fields_are_taken(nothing):
     workload = Classify(model=nothing, labels=LABELS, prompt="{labels}: {text}", truth="gold", group="who", keep=["id"])
-    assert workload.fields == {"text", "gold", "who", "id"}
+    assert (workload.fields, workload.kept_fields) == ({"text", "gold", "who"}, ("id",))
 
 
 def test_an_item_without_a_field_is_told_of_its_own_fields_alone(nothing):
@@ -155,11 +154,11 @@ def test_a_pattern_that_never_ends_is_the_error_of_its_item_alone(nothing, monke
 
 
 def test_truth_and_group_come_from_the_item(nothing):
-    workload = Classify(model=nothing, labels=["0", "1"], prompt="{x}", truth="y", group="g", keep=["id"])
+    workload = Classify(model=nothing, labels=["0", "1"], prompt="{x}", truth="y", group="g")
     workload.engine = Table({"x": {"0": -1.0, "1": -2.0}})
     items = [{"y": 1, "g": True}, {"y": None, "g": None}, {"g": "g"}]
-    rows = workload([Item(i, {"x": "x", "id": [i], **item}) for i, item in enumerate(items)])
-    assert [(row["truth"], row["group"], row["id"]) for row in rows[:2]] == [("1", "true", [0]), ("", "", [1])]
+    rows = workload([Item(i, {"x": "x", **item}) for i, item in enumerate(items)])
+    assert [(row["truth"], row["group"]) for row in rows[:2]] == [("1", "true"), ("", "")]
     assert str(rows[2]).startswith("no field 'y'.")
 
 

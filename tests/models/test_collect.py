@@ -63,7 +63,6 @@ def loaded(adder, **settings):
         ({"step_delimiter": ""}, "step_delimiter is empty"),
         ({"max_steps": 0}, "max_steps is 0"),
         ({"checker": "numerical"}, "Did you mean 'numeric'"),
-        ({"keep": ["paths"]}, "keep has 'paths'"),
     ],
 )
 def test_a_wrong_setting_is_named_with_what_was_expected(nothing, settings, problem):

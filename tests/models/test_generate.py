@@ -61,8 +61,6 @@ def sums(n, seed=0):
         ({"stop": [""]}, "stop holds an empty text"),
         ({"precision": "int8"}, "precision is 'int8'; expected one of 'bf16', 'fp16', 'fp32'."),
         ({"engine": "llama.cpp"}, "engine is 'llama.cpp'; expected one of 'transformers', 'vllm'."),
-        ({"keep": ["id", "text"]}, "keep has 'text', which is a column of the workload;"),
-        ({"keep": ["id", "id"]}, "keep has 'id', which is named twice"),
         ({"model": "./nowhere"}, "there is no folder './nowhere'"),
     ],
 )
@@ -169,11 +167,11 @@ class Parrot:
 
 
 def test_rows_have_exactly_the_columns_whatever_was_asked_for(nothing):
-    everything = {"tokens": True, "logprobs": True, "keep_reasoning": True, "keep": ["id"], "temperature": 1.0}
+    everything = {"tokens": True, "logprobs": True, "keep_reasoning": True, "temperature": 1.0}
     for n in (1, 3):
         workload = Generate(model=nothing, prompt="{a}", n=n, **everything)
         workload.engine = Parrot(failing=[n], missing=[2 * n])
-        items = [Item(i, {"a": i, "id": {"x": i}}) for i in (5, 6, 7, 8)]
+        items = [Item(i, {"a": i}) for i in (5, 6, 7, 8)]
         rows = workload([*items, Item(9, {"b": 1})])
         assert [isinstance(row, ItemError) for row in rows] == [False, True, True, False, True]
         assert [str(rows[i]) for i in (1, 2)] == ["too long", "the engine gave no answer"]
@@ -182,7 +180,6 @@ def test_rows_have_exactly_the_columns_whatever_was_asked_for(nothing):
         last = [f"8.{3 * n + sample}" for sample in range(n)]
         assert rows[3]["text"] == (last[0] if n == 1 else last)
         assert len(stored["tokens"]) == len(stored["logprobs"]) == stored["n_tokens"].sum() == sum(map(len, last))
-        assert stored["id"] == b'{"x":8}'
         assert stored["n_prompt_tokens"] == 7
 
 

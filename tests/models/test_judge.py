@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import slurmgpu as library
-from slurmgpu.cli.templates import run_file_template
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.engine import Output, Scores
 from slurmgpu.llm.metrics import wilson_interval
@@ -114,7 +113,6 @@ def test_a_rubric_that_cannot_be_is_refused_with_what_was_expected(tmp_path, cha
         ({"retry_temperature": 0.0}, "repeats the same answer"),
         ({"against": "runs/other"}, "judges one text at a time"),
         ({"against": "runs/other", "rubric": "pairwise"}, "runs/other"),
-        ({"keep": ["verdict"]}, "keep has 'verdict'"),
         ({"final": "numerical"}, "Did you mean 'numeric'"),
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"retry_temperature": float("nan")}, "retry_temperature is nan"),
@@ -154,9 +152,9 @@ def test_a_plan_has_the_rubrics_text_and_misses_no_field(nothing, project, slurm
     assert workload.frozen_settings["rubric"] == before["settings"]["rubric"]
 
 
-@pytest.mark.parametrize(("name", "workload"), [("judge", Judge), ("collect", Collect)])
-def test_init_proposes_settings_that_the_workload_takes(nothing, name, workload):
-    lines = run_file_template(name).partition("[settings]")[2].partition("[resources]")[0].splitlines()[1:]
+@pytest.mark.parametrize("workload", [Judge, Collect])
+def test_init_proposes_settings_that_the_workload_takes(nothing, workload):
+    lines = workload.template.settings.read_text().splitlines()
     table = tomllib.loads("\n".join(lines))
     workload(**{**table, "model": nothing})
     proposed = tomllib.loads("\n".join(line.removeprefix("# ") for line in lines))

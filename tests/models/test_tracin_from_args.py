@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from slurmgpu.cli.templates import run_file_template
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.run_file import read_toml
 from slurmgpu.workloads.tracin.from_args import FLAGS, translate
@@ -190,6 +189,4 @@ def test_init_proposes_settings_that_tracin_takes(files):
     lines = Tracin.template.settings.read_text().splitlines()
     (files / "settings.toml").write_text("\n".join(line.removeprefix("# ") for line in lines))
     Tracin(**read_toml(files / "settings.toml"))
-    (files / "run.toml").write_text(run_file_template("tracin"))
-    found = read_toml(files / "run.toml")
-    assert (found["input"], found["resources"]) == ("test.txt", {"gpus": 1})
+    assert (Tracin.template.input, Tracin.template.gpus, Tracin.template.array) == ("test.txt", 1, False)

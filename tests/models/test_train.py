@@ -17,6 +17,7 @@ from slurmgpu.workloads.train import settings as train_settings
 from slurmgpu.workloads.train import summary as train_summary
 from slurmgpu.workloads.train.items import Configuration, check_items
 from slurmgpu.workloads.train.workload import Train
+from tests.files.test_tracking import scalars
 from tests.support.runs import report
 
 CLASS = """
@@ -496,3 +497,18 @@ def test_exports_have_a_column_for_each_setting_and_a_line_for_each_point(ran, s
     assert {(line["index"], line["what"]) for line in curves} == {
         (index, what) for index in "014" for what in ("train_loss", "val_loss")
     }
+
+
+def test_tensorboard_has_a_run_for_each_configuration_with_its_curve_and_its_evaluations(ran, slurmgpu):
+    folder, _ = ran
+    slurmgpu("track", "run", "--to", "tensorboard:tb", cwd=folder, expect=0)
+    found = {name[4:9]: points for name, points in scalars(folder / "tb").items()}
+    with results.open(folder / "run" / "merged.h5") as merged:
+        for index in (0, 1, 4):
+            points = found[f"{index:05d}"]
+            of = {tag: {step: value for step, each, value in points if each == tag} for _, tag, _ in points}
+            curve = zip(merged["curve_steps"][index].tolist(), merged["curve"][index].tolist(), strict=True)
+            assert of["loss"] == pytest.approx(dict(curve))
+            evaluations = zip(merged["eval_steps"][index].tolist(), merged["eval_curve"][index].tolist(), strict=True)
+            assert of["val_loss"] == pytest.approx(dict(evaluations))
+            assert {"train_loss", "val_given_lr"} <= of.keys()

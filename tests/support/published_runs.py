@@ -1,16 +1,24 @@
 """Run directories with published shards and nothing at work, for the tests of what is read from them."""
 
 from slurmgpu.errors import ItemError
+from slurmgpu.inputs import scan
 from slurmgpu.run.revisions import publish_rows
 from slurmgpu.shards.columns import columns_from_json, columns_to_json, convert_row
 from tests.support.runs import planned_run
 
 
-def published_run(folder, columns, rows, shards=None, shard_items=5, **values):
+def published_run(folder, columns, rows, shards=None, shard_items=5, input_file=None, **values):
     """A run of these rows, of which only `shards` are published; a text in place of a row is the item's error."""
     empty = {"format": "jsonl", "files": [], "columns": None, "n_items": len(rows), "stride": 1}
+    index = folder.parent / f"{folder.name}.idx"
+    if input_file is not None:
+        empty = scan([input_file], index, stride=shard_items).to_json()
     plan = {"n_items": len(rows), "shard_items": shard_items, "columns": columns_to_json(columns), "input": empty}
-    run = planned_run(folder, **{**plan, "html": False, "name": folder.name, **values})
+    run = planned_run(
+        folder, **{**plan, "html": False, "name": folder.name, "search_path": str(folder.parent), **values}
+    )
+    if input_file is not None:
+        index.rename(run.index)
     for shard in range(run.plan.n_shards) if shards is None else shards:
         publish(run, shard, rows[slice(*run.plan.bounds(shard))])
     return run

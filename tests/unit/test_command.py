@@ -2,6 +2,7 @@
 
 import datetime
 import errno
+import itertools
 import json
 import os
 import signal
@@ -13,10 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slurmgpu import Array, Item, ItemError, Json, Ragged, SlurmGPUError, TaskContext, Text
+from slurmgpu import Array, Item, ItemError, Json, Ragged, Retry, SlurmGPUError, TaskContext, Text
+from slurmgpu.errors import NodeError, WorkerBrokenError
+from slurmgpu.util import gpus
 from slurmgpu.workload import Share
 from slurmgpu.workloads.command import Command, outputs, process, workload
-from slurmgpu.workloads.command.process import CallFailedError, CannotGoOnError
+from slurmgpu.workloads.command.process import CallFailedError
 from tests.support.runs import wait_until
 
 SLICE = "--in", "{in}", "--out", "{out}"
@@ -297,7 +300,7 @@ def test_a_child_has_the_gpus_of_its_worker(tmp_path, monkeypatch):
     [
         ("raise SystemExit(3)", "exited with code 3"),
         ("import sys; sys.exit('no such voice')", "exited with code 1: no such voice"),
-        ("raise SystemExit(75)", "exited with code 75"),
+        ("raise SystemExit(76)", "exited with code 76"),
         ("raise SystemExit(139)", "exited with code 139 (SIGSEGV)"),
         ("import os; os.kill(os.getpid(), 11)", "died by SIGSEGV"),
         ("import os; os.kill(os.getpid(), 6)", "died by SIGABRT"),
@@ -324,6 +327,70 @@ def test_a_signal_from_outside_is_told_after_a_moment_in_which_it_may_come_here(
     for number in (9, 15):
         [error] = one(f"import os; os.kill(os.getpid(), {number})")(items("a"))
         assert f"died by {signal.Signals(number).name}" in str(error)
+        assert error.failure == "crash"
+
+
+DIES = "import os, sys\nwith open('calls', 'a') as file: file.write('x')\n"
+DIES += "if os.path.getsize('calls') <= {n}: os.kill(os.getpid(), {number})\nprint('{{\"n\": 1}}')"
+
+
+@pytest.mark.parametrize(("number", "n_calls"), [(11, 2), (9, 4)])
+def test_an_item_that_kills_its_process_is_tried_until_that_is_no_chance(one, tmp_path, monkeypatch, number, n_calls):
+    monkeypatch.setattr(process, "SETTLE_S", 0.0)
+    assert one(DIES.format(n=n_calls - 1, number=number))(items("a")) == [{"n": 1}]
+    assert len((tmp_path / "calls").read_text()) == n_calls
+    (tmp_path / "calls").unlink()
+    [error] = one(DIES.format(n=99, number=number))(items("a"))
+    assert (error.failure, len((tmp_path / "calls").read_text())) == ("crash", n_calls)
+
+
+def test_a_slice_that_dies_is_halved_and_its_last_item_tried_again(score, tmp_path, monkeypatch):
+    command = score("os.kill(os.getpid(), 11) if any(i['data']['text'] == 'bad' for i in items) else None")
+    with pytest.raises(CallFailedError) as raised:
+        command(items("a", "bad"))
+    assert raised.value.failure == "crash"
+    with pytest.raises(CallFailedError, match="died by SIGSEGV"):
+        command(items("bad"))
+
+
+def test_exit_code_75_is_tried_again_later(one, score):
+    [error] = one("import sys; print('busy', file=sys.stderr); raise SystemExit(75)")(items("a"))
+    assert isinstance(error, Retry)
+    assert str(error).endswith("exited with code 75: busy")
+    with pytest.raises(Retry, match="exited with code 75"):
+        score("sys.exit(75)")(items("a", "b"))
+
+
+def test_a_row_says_that_its_error_may_pass(one):
+    [error] = one('print(\'{"error": "HTTP 429", "retry": 30}\')')(items("a"))
+    assert (type(error), str(error), error.after) == (Retry, "HTTP 429", 30)
+
+
+def test_a_kill_for_lack_of_host_memory_is_the_workers_if_an_item_is_alone(one, score, monkeypatch):
+    kills = itertools.count()
+    monkeypatch.setattr("slurmgpu.util.cgroups.oom_kills", lambda: next(kills))
+    monkeypatch.setattr(process, "SETTLE_S", 0.0)
+    with pytest.raises(WorkerBrokenError, match=r"out of host memory: .* died by SIGKILL"):
+        one("import os; os.kill(os.getpid(), 9)")(items("a"))
+    with pytest.raises(MemoryError, match="out of host memory"):
+        score("os.kill(os.getpid(), 9)")(items("a", "b"))
+
+
+def test_a_gpu_that_is_lost_is_no_items_error(one, monkeypatch):
+    asked = []
+
+    def check(n_gpus):
+        asked.append(n_gpus)
+        raise gpus.GPUFaultError("cuInit failed with code 999: unknown error")
+
+    monkeypatch.setattr(gpus, "check_again", check)
+    command = one("import sys; sys.exit('RuntimeError: CUDA error: GPU is lost')")
+    [error] = command(items("a"))
+    assert (error.failure, asked) == ("item_error", [])  # a task without GPUs
+    command._n_gpus = 2
+    with pytest.raises(gpus.GPUFaultError, match="unknown error"):
+        command(items("a"))
+    assert asked == [2]
 
 
 def test_equal_failures_are_of_one_way_and_others_are_not(one):
@@ -422,7 +489,7 @@ def test_a_program_that_is_gone_is_no_items_error(tmp_path, monkeypatch):
     (tmp_path / "gone").chmod(0o755)
     command = loaded(tmp_path, monkeypatch, run=["./gone", "{text}"])
     (tmp_path / "gone").unlink()
-    with pytest.raises(CannotGoOnError, match="gone cannot be started: No such file or directory"):
+    with pytest.raises(NodeError, match="gone cannot be started: No such file or directory"):
         command(items("a"))
 
 
@@ -474,7 +541,7 @@ def test_a_process_that_does_not_end_by_sigkill_is_no_items_error(one, monkeypat
             raise subprocess.TimeoutExpired("stuck", timeout)
 
     monkeypatch.setattr(subprocess, "Popen", Stuck)
-    with pytest.raises(CannotGoOnError, match="does not end"):
+    with pytest.raises(NodeError, match="does not end"):
         command(items("a"))
 
 
@@ -754,7 +821,7 @@ def test_a_stream_that_does_not_get_ready_again_is_no_items_error(served, tmp_pa
     command = served("sys.exit('no more')", head=head)
     (tmp_path / "gone").touch()
     assert "no more" in failing(command, items("a"))
-    with pytest.raises(CannotGoOnError, match="no model"):
+    with pytest.raises(NodeError, match="no model"):
         command(items("a"))
 
 

@@ -1,14 +1,16 @@
+import json
 import re
 
 import pytest
 
-from slurmgpu.errors import ItemError
+from slurmgpu.errors import Interrupted, ItemError, NodeError, Retry, WorkerBrokenError
 from slurmgpu.run.crash_history import History
 from slurmgpu.run.failures import ITEM, POLICIES, Policy
 from slurmgpu.shards.columns import Array
 from slurmgpu.shards.shard_file import read_directory
+from slurmgpu.util.gpus import GPUFaultError
 from slurmgpu.worker.assignment import WorkerFailedError
-from slurmgpu.worker.computer import Computer, Failure, WorkerBrokenError
+from slurmgpu.worker.computer import LONGEST_PAUSE_S, Computer, Failure
 from slurmgpu.workload import Item, adapt
 
 COLUMNS = {"x": Array("float64")}
@@ -183,6 +185,13 @@ def test_a_failure_that_is_the_nodes_fault_ends_the_task_and_costs_no_item(monke
     assert caught.value.kind == "gpu_ecc"
 
 
+@pytest.mark.parametrize(("error", "kind"), [(NodeError, "node_fail"), (GPUFaultError, "gpu_fault")])
+def test_what_a_workload_blames_its_node_for_costs_no_item(error, kind):
+    with pytest.raises(WorkerFailedError) as raised:
+        compute(Recorder(raise_at(5, error=error)))
+    assert (raised.value.kind, str(raised.value)) == (kind, "item 4: cannot do 5")
+
+
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
@@ -234,6 +243,90 @@ def test_items_that_cannot_be_read_are_input_errors_in_their_place():
     assert list(computed.rows) == [0, 1, 2]
     assert str(computed.rows[1].to_error()) == "input_error: line 2: not JSON"
     assert computed.rows[2]["x"] == 3.0
+
+
+class Busy:
+    """A function of items that fails the first `n_times` for each of the `bad` items, as `fail(item)` does."""
+
+    def __init__(self, bad, n_times, fail):
+        self.left = dict.fromkeys(bad, n_times)
+        self.fail = fail
+        self.seeds = {}
+
+    def __call__(self, items):
+        return [self._row(item) for item in items]
+
+    def _row(self, item):
+        assert self.seeds.setdefault(item.index, item.seed) == item.seed
+        if self.left.get(item.index, 0):
+            self.left[item.index] -= 1
+            return self.fail(item)
+        return {"x": item.data["x"]}
+
+
+def throw(item):
+    raise ConnectionError("refused")
+
+
+class Pauses(list):
+    """Keeps each pause in place of waiting."""
+
+    def __call__(self, seconds, n_items):
+        self.append((seconds, n_items))
+        return True
+
+
+def test_what_may_pass_is_tried_again_at_the_end_of_the_shard_and_leaves_no_trace():
+    afters = iter((None, 5, None, 0.5))
+    workload, pauses = Recorder(Busy([1, 2], 2, lambda item: Retry("HTTP 429", after=next(afters)))), Pauses()
+    computed = compute(workload, retries=3, pause=pauses)
+    assert workload.batches == [[0, 1, 2, 3], [4, 5, 6, 7], [1, 2], [1, 2]]
+    assert pauses == [(5.0, 2), (0.5, 2)]
+    assert computed == compute(Recorder())
+
+
+def test_a_batch_that_raises_what_may_pass_is_tried_again_as_it_is_and_halved_in_the_last_try_only():
+    workload, pauses = Recorder(Busy([5], 99, throw)), Pauses()
+    computed = compute(workload, retries=2, pause=pauses)
+    whole = [4, 5, 6, 7]
+    assert workload.batches == [[0, 1, 2, 3], whole, whole, whole, [4, 5], [4], [5], [6, 7]]
+    assert pauses == [(2.0, 4), (8.0, 4)]
+    assert list(failures(computed)) == [5]
+    assert failures(computed)[5].message.startswith("ConnectionError: refused (test_computing.py, line ")
+
+
+def test_the_last_try_of_an_item_says_why_it_failed_and_nothing_of_how_often():
+    def fail(item):
+        return Retry(f"HTTP {500 + item.index}", after=86_400)
+
+    pauses = Pauses()
+    computed = compute(Recorder(Busy([1], 99, fail)), retries=1, pause=pauses)
+    assert pauses == [(LONGEST_PAUSE_S, 1)]
+    never = compute(Recorder(Busy([1], 99, fail)))
+    assert str(failures(computed)[1].to_error()) == str(failures(never)[1].to_error()) == "item_error: HTTP 501"
+    assert compute(Recorder(Busy(range(8), 99, fail)), retries=2, pause=pauses).common_failure() is None
+    alike = compute(Recorder(Busy(range(8), 99, lambda item: Retry("no route"))), retries=1, pause=pauses)
+    assert alike.common_failure().message == "no route"
+
+
+def test_a_shard_is_left_if_the_task_ends_before_the_next_try():
+    with pytest.raises(Interrupted):
+        compute(Recorder(Busy([1], 1, throw)), retries=1, pause=lambda seconds, n_items: False)
+
+
+def test_processes_try_the_same_items_again():
+    told = []
+
+    def keep(value):
+        told.append(json.loads(json.dumps(value)))
+        return told[-1]
+
+    leader = Recorder(Busy([1, 2], 1, lambda item: Retry("busy")))
+    compute(leader, retries=3, pause=Pauses(), share=keep)
+    peer = Recorder(lambda items: None)
+    compute(peer, retries=3, share=lambda value: told.pop(0), keeps_rows=False)
+    assert peer.batches == leader.batches == [[0, 1, 2, 3], [4, 5, 6, 7], [1, 2]]
+    assert told == []
 
 
 def test_a_sort_key_orders_the_batches_and_not_the_rows():

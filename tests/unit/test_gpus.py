@@ -6,6 +6,8 @@ import uuid
 
 import pytest
 
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.plan.run_file import parse_resources
 from slurmgpu.util import gpus
 from slurmgpu.util.gpus import GPUFaultError, probe
 
@@ -154,3 +156,20 @@ def test_a_node_without_a_driver_is_a_fault(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", missing)
     with pytest.raises(GPUFaultError, match=r"libcuda\.so\.1 cannot be loaded here"):
         probe(1)
+
+
+def test_all_gpus_are_those_that_the_machine_shows(driver, monkeypatch):
+    driver()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    here = {"executor": "local", "gpus": "all"}
+    assert parse_resources(here).gpus == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert parse_resources(here).gpus == 1
+    with pytest.raises(SlurmGPUError, match=r"slurm computes elsewhere: say how many, as in --gpus 4, or .*local"):
+        parse_resources({"gpus": "all"})
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    driver(code=100)
+    assert parse_resources(here).gpus == 0
+    driver(code=3)
+    with pytest.raises(SlurmGPUError, match=r"not yet initialized\. To compute on CPUs: --gpus 0"):
+        parse_resources(here)

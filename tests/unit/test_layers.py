@@ -22,7 +22,7 @@ FLOORS = {
     5: ["report", "results", "workload", "llm"],
     6: ["slurm", "search", "inputs", "faults", "progress"],
     7: ["plan", "worker", "page", "workloads"],
-    8: ["task", "merge"],
+    8: ["task", "merge", "trackers"],
     9: ["executors"],
     10: ["api"],
     11: ["cli", "mapping"],
@@ -49,6 +49,10 @@ FOREIGN = {
     "pynvml": {"util.nvml"},
     "matplotlib": {"page"},
     "jinja2": {"page"},
+    "tensorboard": {"trackers"},
+    "wandb": {"trackers"},
+    "mlflow": {"trackers"},
+    "trackio": {"trackers"},
     "h5py": {"shards", "results", "merge.join"},
 }
 """Each outside library, and the folders or modules that may import it."""

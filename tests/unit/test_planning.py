@@ -382,3 +382,13 @@ def test_a_mapping_is_refused_as_a_run_file_is(project, tables, sentence):
         draft_run(GivenRunFile({**read_toml(folder / "slurmgpu.toml"), **tables}, folder)),
     ):
         pass
+
+
+def test_all_gpus_are_counted_once_at_planning_wherever_all_and_the_executor_are_given(project, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    folder = project(8, resources={"gpus": "all", "array": True})
+    assert 'gpus = "all" takes those of this machine, and slurm computes elsewhere' in refused(folder)
+    assert plan(folder, resources={"executor": "local"}).resources["gpus"] == 2
+    assert plan(folder, resources={"gpus": 1}).resources["gpus"] == 1
+    edit(folder, 'gpus = "all"', 'executor = "local"')
+    assert plan(folder, resources={"gpus": "all"}).resources["gpus"] == 2

@@ -10,6 +10,7 @@ from pathlib import Path
 from slurmgpu.cli.console import result, result_json, say
 from slurmgpu.cli.views.follow import Following, follow_run
 from slurmgpu.cli.views.log_lines import Printer, labels_of, print_files, print_run, records_of
+from slurmgpu.cli.views.state_words import plain
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.logs.files import attempts_with_logs, merge_files
 from slurmgpu.report.attempts import in_task_order
@@ -63,10 +64,15 @@ def print_merge(run: Run, n_lines: int | None, *, follow: bool) -> None:
         Following(run, printer, stops, None).go_on()
 
 
-def print_item(run: Run, index: int, n_lines: int | None) -> None:
-    """Print what happened to an item, and the lines of the logs that say so."""
+def print_item(run: Run, asked: str, n_lines: int | None) -> None:
+    """Print what happened to an item, given by its number or name, and the lines of the logs that say so."""
+    from slurmgpu.merge.item_names import find_item, name_by_key  # reads inputs
+
+    index = find_item(run, asked)
     story = story_of_item(run, index, n_lines or N_LINES)
-    result(story.sentence)
+    name = name_by_key(run, index)
+    numbered = f"Item {index}"
+    result(story.sentence.replace(numbered, f"{numbered} ({plain(name)})", 1) if name else story.sentence)
     if story.excerpt is not None:
         result(f"{story.excerpt.where}\n")
         show_excerpt(story.excerpt)
@@ -196,7 +202,7 @@ def is_at_rest(run: Run) -> bool:
 def show_logs(
     run: Run,
     task: str | None,
-    item: int | None,
+    item: str | None,
     failure: str | None,
     *,
     merge: bool,

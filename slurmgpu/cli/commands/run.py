@@ -40,7 +40,10 @@ class WithProgram(TyperCommand):
 def run(
     context: typer.Context,
     each: Annotated[
-        list[str], typer.Option("--each", metavar="FILE", help="The input: a file, or a quoted glob; may be repeated.")
+        list[str],
+        typer.Option(
+            "--each", metavar="FILE", help="The input: a file, a folder of files, or a quoted glob; may be repeated."
+        ),
     ],
     col: Annotated[
         list[str], typer.Option("--col", metavar="NAME:TYPE", help="A column of the results, as in text:text.")

@@ -138,7 +138,10 @@ def logs(
             metavar="TASK", help="An attempt or task, such as 1234_7.", autocompletion=completion.complete_task
         ),
     ] = None,
-    item: Annotated[int | None, typer.Option("--item", metavar="N", help="What happened to item N, and where.")] = None,
+    item: Annotated[
+        str | None,
+        typer.Option("--item", metavar="ITEM", help="What happened to an item, by its number or its key, and where."),
+    ] = None,
     failure: Annotated[
         str | None,
         typer.Option(

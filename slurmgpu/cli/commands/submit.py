@@ -26,6 +26,7 @@ from slurmgpu.executors import probe as probes
 from slurmgpu.executors.registry import executor_named
 from slurmgpu.executors.submission import Outcome
 from slurmgpu.faults.verdicts import judge
+from slurmgpu.plan.items import look_at
 from slurmgpu.plan.planner import Draft, draft_run
 from slurmgpu.plan.site_file import origins
 from slurmgpu.report.status import Status, StatusAttempt
@@ -42,6 +43,9 @@ def submit(
     overrides: Mapping[str, Any],
     *,
     run_dir: Path | None,
+    limit: int | None,
+    items: str | None,
+    extend: Path | None,
     after: Path | None,
     dry_run: bool,
     wait: bool,
@@ -58,7 +62,8 @@ def submit(
     foretold: Mapping[str, Any] | None = None
     inject = inject or ()
     other = Run.open(after) if after is not None else None
-    with _planning() as progress, draft_run(run_file, overrides, run_dir, progress, other) as draft:
+    look, old = look_at(items, limit), None if extend is None else Run.open(extend)
+    with _planning() as progress, draft_run(run_file, overrides, run_dir, progress, other, look, old) as draft:
         if dry_run:
             return show_draft(draft, other, origins(run_file, overrides), as_json=as_json, inject=inject)
         for line in (*draft.notes, *draft.plan.placement):
@@ -91,9 +96,19 @@ def _probe(draft: Draft, n_items: int, *, as_json: bool) -> Mapping[str, Any]:
     return foretold
 
 
-def plan(run_file: Path, overrides: Mapping[str, Any], run_dir: Path | None, *, as_json: bool) -> None:
+def plan(
+    run_file: Path,
+    overrides: Mapping[str, Any],
+    *,
+    run_dir: Path | None,
+    limit: int | None,
+    items: str | None,
+    extend: Path | None,
+    as_json: bool,
+) -> None:
     """Create the run directory, and print how to submit it by hand."""
-    with _planning() as progress, draft_run(run_file, overrides, run_dir, progress) as draft:
+    look, old = look_at(items, limit), None if extend is None else Run.open(extend)
+    with _planning() as progress, draft_run(run_file, overrides, run_dir, progress, None, look, old) as draft:
         run, lines, notes = api.plan_draft(draft)
     for note in (*draft.notes, *run.plan.placement, *notes):
         say(note)

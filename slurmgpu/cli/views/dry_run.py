@@ -35,7 +35,7 @@ def show_draft(draft: Draft, after: Run | None, values: Origins, *, as_json: boo
     """Print the submission and the origin of each value; the exit code: 2 if Slurm refuses it."""
     submission = api.submission_of(draft, after, inject)
     seen = executor_named(submission.executor).preview(submission, draft.run_dir, draft.plan.container)
-    seen.notes[:0] = [*draft.notes, *resubmission.fewer_tasks(submission, draft.plan.n_shards)]
+    seen.notes[:0] = [*draft.notes, *resubmission.fewer_tasks(submission, draft.n_missing)]
     plan, asked = draft.plan.to_json(), asdict(seen.submission)
     code = api.EXIT_COMPLETE if all(trial.taken for trial in seen.trials.values()) else api.EXIT_BAD_USAGE
     if as_json:

@@ -205,8 +205,8 @@ def _row(folder: Path, run: Run | str, jobs: Mapping[str, Sequence[Any]], now: f
 
 def _probed(run: Run) -> str | None:
     """The directory of the run that this one is a probe of; None if it is no probe."""
-    is_probe = run.plan.input.get("ranges") is not None and run.folder.name.endswith(PROBE)
-    return str(run.folder.with_name(run.folder.name.removesuffix(PROBE))) if is_probe else None
+    is_one = run.folder.name.endswith(PROBE) and run.plan.is_probe
+    return str(run.folder.with_name(run.folder.name.removesuffix(PROBE))) if is_one else None
 
 
 def _enter_standing(row: Row, run: Run, queued: Queue | None) -> None:

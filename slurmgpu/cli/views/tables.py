@@ -132,6 +132,9 @@ def show_report(report: Report) -> None:
         result(f"not finite: {_not_finite(odd)}")
     if len(code := report.get("code") or ()) > 1:
         result(f"code: {in_words_of(code)}")
+    if n_retried := sum(a.get("n_retried", 0) for a in report["attempts"]):
+        waited_s = sum(a.get("waited_s", 0.0) for a in report["attempts"])
+        result(f"tried again: {count_of(n_retried, 'item')}, after waiting {waited_s:,.0f} s")
     _show_ledger(report.get("ledger"))
     show_summary(console, report.get("summary"))
     _show_holes(console, report)

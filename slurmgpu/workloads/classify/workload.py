@@ -20,8 +20,8 @@ from slurmgpu.llm.prompts import Prompts, take, text_of
 from slurmgpu.llm.sampling import mix
 from slurmgpu.llm.settings import SamplingSettings, check_scored, sampling
 from slurmgpu.shards.columns import Array, Column, Text
-from slurmgpu.workload import Item, Row, TaskContext
-from slurmgpu.workloads.language_model import LanguageModelWorkload, blocks, ends_summary, keep_columns, kept
+from slurmgpu.workload import FETCH, Item, Row, TaskContext, Template
+from slurmgpu.workloads.language_model import LanguageModelWorkload, blocks, ends_summary
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
@@ -43,7 +43,11 @@ class Classify(LanguageModelWorkload):
     each group. docs/reference/language-models.md has all settings.
     """
 
-    template = Path(__file__).with_name("template.toml")
+    template = Template(
+        Path(__file__).with_name("template.toml"),
+        items=[{"text": text} for text in ("We are glad to have you here.", "All of them are vermin.", "It may rain.")],
+        first=FETCH,
+    )
 
     def __init__(
         self,
@@ -68,7 +72,7 @@ class Classify(LanguageModelWorkload):
         if method not in ("score", "parse"):
             raise SlurmGPUError(f"method is {method!r}; expected 'score' or 'parse'.")
         self.method, self.length_normalize, self.calibrate = method, length_normalize, calibrate
-        self.truth, self.group, self.keep = truth, group, tuple(keep)
+        self.truth, self.group, self.kept_fields = truth, group, tuple(keep)
         given = {"choices": choices, "length_normalize": length_normalize, "calibrate": calibrate}
         given |= {"pattern": pattern, "json": json}
         _check_method(method, [name for name, value in given.items() if value], settings)
@@ -83,8 +87,8 @@ class Classify(LanguageModelWorkload):
         self._pattern = None if pattern is None else compile_pattern(pattern)
         self._json, self._finder = json, Labels(self.labels)
         self._offsets = np.zeros(len(self.labels))
-        self.columns = keep_columns(self.keep, self._own_columns())
-        self.fields = {*self.prompts.fields, *self.keep, *filter(None, (truth, group))} - self.given.keys()
+        self.columns = self._own_columns()
+        self.fields = {*self.prompts.fields, *filter(None, (truth, group))} - self.given.keys()
         self.use_model(model, settings, max_tokens=self.sampling.max_tokens if method == "parse" else 0)
 
     def _own_columns(self) -> dict[str, Column]:
@@ -118,7 +122,7 @@ class Classify(LanguageModelWorkload):
 
     def _ask(self, item: Item) -> tuple[Prompt, Mapping[str, Any]] | ItemError:
         try:
-            values = kept(item, self.keep)
+            values = {}
             for name, field in (("truth", self.truth), ("group", self.group)):
                 if field is not None:
                     value = take(item.data, field)

@@ -20,9 +20,9 @@ from slurmgpu.llm.sampling import mix
 from slurmgpu.llm.settings import SamplingSettings, sampling
 from slurmgpu.llm.steps import ROOT, Path, Tree, prefix_key
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
-from slurmgpu.workload import Item, Row
+from slurmgpu.workload import FETCH, Item, Row, Template
 from slurmgpu.workloads.checkers import open_checker
-from slurmgpu.workloads.language_model import LanguageModelWorkload, blocks, cut_hint, keep_columns, kept
+from slurmgpu.workloads.language_model import LanguageModelWorkload, blocks, cut_hint
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
@@ -42,7 +42,6 @@ class Search:
     item: Item
     prompt: Prompt
     tree: Tree
-    kept: Mapping[str, Any]
     n_tokens: int = 0
     n_rollouts: int = 0
     error: ItemError | None = None
@@ -66,7 +65,14 @@ class Collect(LanguageModelWorkload):
     """
 
     batch_size = 32
-    template = FilePath(__file__).with_name("template.toml")
+    template = Template(
+        FilePath(__file__).with_name("template.toml"),
+        items=[
+            {"question": "Ada has 3 apples and buys 4 more. How many has she?", "answer": "7"},
+            {"question": "A train goes 60 km in an hour. How many km does it go in 3 hours?", "answer": "180"},
+        ],
+        first=FETCH,
+    )
 
     def __init__(
         self,
@@ -103,9 +109,9 @@ class Collect(LanguageModelWorkload):
         _check_stops(self.sampling.stop, step_delimiter)
         if self.sampling.temperature == 0:
             raise SlurmGPUError("temperature is 0, which makes all paths the same; expected more than 0.")
-        self.keep = tuple(keep)
-        self.fields = {*self.prompts.fields, *self.keep, *([] if ":" in checker else [reference])}
-        self.columns = keep_columns(self.keep, COLUMNS)
+        self.kept_fields = tuple(keep)
+        self.fields = {*self.prompts.fields, *([] if ":" in checker else [reference])}
+        self.columns = COLUMNS
         self.use_model(model, settings, max_tokens=self.sampling.max_tokens)
 
     @property
@@ -130,7 +136,7 @@ class Collect(LanguageModelWorkload):
         try:
             prompt = self.prompts.of(item.data)
             self.checker.check_item(item.data)
-            return Search(item, prompt, Tree(self.delimiter, self.max_steps), kept(item, self.keep))
+            return Search(item, prompt, Tree(self.delimiter, self.max_steps))
         except ItemError as error:
             return error
 
@@ -229,7 +235,6 @@ class Collect(LanguageModelWorkload):
             "depths": [node.depth for node in nodes],
             "values": [value for value, _ in values],
             "visits": [n_visits for _, n_visits in values],
-            **search.kept,
         }
 
     def _vote(self, paths: Sequence[Path]) -> Path | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.errors import ItemError, Retry, SlurmGPUError
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
 from slurmgpu.workloads.command.process import MAX_BYTES, OutputError
 
@@ -48,9 +48,12 @@ class Collected:
         self.rows[index] = {name: value for name, value in row.items() if name != "index"}
 
 
-def row_of(values: Values) -> Values | ItemError:
-    """A row, or the error that stands in its place."""
+def row_of(values: Values) -> Values | ItemError | Retry:
+    """A row, or the error that stands in its place; with `retry`, true or seconds, one that may pass."""
     if values.get("error"):
+        retry = values.get("retry")
+        if retry is True or (isinstance(retry, int | float) and retry > 0):
+            return Retry(values["error"], after=None if retry is True else retry)
         return ItemError(values["error"])
     return {name: value for name, value in values.items() if name != "error"}
 
@@ -189,7 +192,7 @@ _READERS: Mapping[str, Callable[[Path, Mapping[str, Column]], Iterator[Values]]]
 _UNITS = {"jsonl": "line", "csv": "record", "npz": "row"}
 
 
-def in_order(indices: Sequence[int], rows: Mapping[int, Values]) -> list[Values | ItemError]:
+def in_order(indices: Sequence[int], rows: Mapping[int, Values]) -> list[Values | ItemError | Retry]:
     """The rows of these items; of one that has none, an error."""
     missing = "the command wrote no row for this item"
     return [row_of(rows[index]) if index in rows else ItemError(missing) for index in indices]

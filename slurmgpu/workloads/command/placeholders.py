@@ -46,6 +46,14 @@ class CommandLine:
         return tuple(dict.fromkeys(name for name in names if name not in (*OF_A_SLICE, OUT)))
 
     @property
+    def texts(self) -> dict[int, str]:
+        """The arguments without placeholders, by their place."""
+        pieces = {
+            number: each for number, each in enumerate(self.arguments) if not any(isinstance(p, Slot) for p in each)
+        }
+        return {number: "".join(map(str, each)) for number, each in pieces.items()}
+
+    @property
     def named(self) -> tuple[str, ...]:
         """The placeholders of a slice that it has."""
         return tuple(name for name in OF_A_SLICE if name in self)
@@ -134,7 +142,7 @@ def _argument(name: str, data: Mapping[str, Any]) -> bytes:
     if value is None:
         raise ItemError(f"field {name!r} is null; expected what can be an argument")
     try:
-        found = value if isinstance(value, bytes) else _as_text(value).encode()
+        found = value if isinstance(value, bytes) else _as_text(value).encode("utf-8", "surrogateescape")
     except (TypeError, ValueError) as error:
         raise ItemError(f"field {name!r} cannot be an argument: {error}") from error
     if b"\0" in found:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from slurmgpu.errors import ItemError
+from slurmgpu.errors import ItemError, NodeError
 
 TAIL_BYTES = 2048
 """How much of the end of stderr an error keeps."""
@@ -41,7 +41,12 @@ _OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11)
 LINE_BYTES = 1 << 16
 """A longer line is cut in the log."""
 
-_SELF_INFLICTED = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS}
+SELF_INFLICTED = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS}
+
+
+def signal_of(code: int) -> int:
+    """The signal that a process died of by its exit code, 0 for none; shells report one as 128 + its number."""
+    return -code if code < 0 else code - 128 if 128 < code < 192 else 0
 
 
 class CallFailedError(ItemError):
@@ -53,14 +58,13 @@ class CallFailedError(ItemError):
 
 
 class DiedError(CallFailedError):
-    """The process of a call has ended by an exit code or a signal."""
+    """The process of a call has ended by an exit code, or by a signal; `signal` is its number, 0 for none."""
 
-
-class CannotGoOnError(BaseException):
-    """No process can be started or ended here, which is no item's fault: it ends the worker.
-
-    The worker takes an Exception for an item's error.
-    """
+    def __init__(self, message: str, way: str, code: int) -> None:
+        super().__init__(message, way)
+        self.code = code
+        self.signal = signal_of(code)
+        self.failure = "crash" if self.signal else "item_error"
 
 
 class OutputError(Exception):
@@ -265,7 +269,7 @@ class Child:
             os.set_blocking(self._process.stdin.fileno(), False)
 
     def _started(self, arguments: Sequence[bytes], env: Mapping[str, str], stdin: int) -> subprocess.Popen[bytes]:
-        """The process; CallFailedError if its arguments are too long, CannotGoOnError if it cannot be started."""
+        """The process; CallFailedError if its arguments are too long, NodeError if it cannot be started."""
         pauses = iter(PAUSES_S)
         while True:
             try:
@@ -284,7 +288,7 @@ class Child:
                     raise CallFailedError(said, f"errno {error.errno}") from error
                 pause_s = next(pauses, None) if error.errno in PASSING else None
                 if pause_s is None:
-                    raise CannotGoOnError(said) from error
+                    raise NodeError(said) from error
             time.sleep(pause_s)
 
     def send(self, data: bytes) -> None:
@@ -373,15 +377,15 @@ class Child:
 
     def failure(self, code: int) -> DiedError:
         """Why it failed, from its exit code and the end of its stderr."""
-        number = -code if code < 0 else code - 128 if 128 < code < 192 else 0
+        number = signal_of(code)
         try:
             name = signal.Signals(number).name if number else ""
         except ValueError:
             name = f"signal {number}"
-        if number and number not in _SELF_INFLICTED:
+        if number and number not in SELF_INFLICTED:
             time.sleep(SETTLE_S)
         said = f"died by {name}" if code < 0 else f"exited with code {code}" + (f" ({name})" if name else "")
-        return DiedError(self.explained(said), said)
+        return DiedError(self.explained(said), said, code)
 
     def explained(self, said: str) -> str:
         """A sentence on the process, with the end of its stderr."""
@@ -418,7 +422,7 @@ class Child:
         try:
             code = self._process.wait(KILL_S)
         except subprocess.TimeoutExpired:
-            raise CannotGoOnError(f"{self.name} does not end {KILL_S:g} s after SIGKILL") from None
+            raise NodeError(f"{self.name} does not end {KILL_S:g} s after SIGKILL") from None
         self._guard.watch(0)
         self._pipes.close()
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):

@@ -10,6 +10,8 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import IO, Any
 
+from slurmgpu.errors import Retry
+
 BROKEN = "CUDA error:"
 """What PyTorch says when the GPU is lost to this process; in a new one it works."""
 
@@ -18,8 +20,9 @@ def serve(function: Callable[..., Mapping[str, Any]]) -> None:
     """Answer the items that `use = "command"` with `stream = true` sends, until there are no more.
 
     `function` is given the data of an item, and `seed` if it has a parameter of that name. It returns the columns of
-    the item's row; what it raises is the error of its item. Load models before you call `serve`. What is printed goes
-    to standard error, since standard output is the pipe for answers; standard input is empty for it.
+    the item's row; what it raises is the error of its item, which is tried again after `Retry`, ConnectionError and
+    TimeoutError. Load models before you call `serve`. What is printed goes to standard error, since standard output is
+    the pipe for answers; standard input is empty for it.
     """
     pipe, requests = os.dup(1), os.dup(0)
     empty = os.open(os.devnull, os.O_RDONLY)
@@ -39,8 +42,15 @@ def serve(function: Callable[..., Mapping[str, Any]]) -> None:
                 if type(error).__name__ == "AcceleratorError" or str(error).startswith(BROKEN):
                     raise
                 traceback.print_exc()
-                answer = json.dumps({"index": item["index"], "error": f"{type(error).__name__}: {error}"})
+                said = str(error) if isinstance(error, Retry) else f"{type(error).__name__}: {error}"
+                answer = json.dumps({"index": item["index"], "error": said or type(error).__name__, **_retry(error)})
             _write(answers, answer)
+
+
+def _retry(error: Exception) -> dict[str, Any]:
+    if isinstance(error, Retry) and error.after > 0:
+        return {"retry": error.after}
+    return {"retry": True} if isinstance(error, Retry | ConnectionError | TimeoutError) else {}
 
 
 def _write(answers: IO[str], answer: str) -> None:

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from slurmgpu.errors import NodeError
 from slurmgpu.workloads.command.outputs import Collected, parse_object
 from slurmgpu.workloads.command.process import (
     GRACE_S,
     CallFailedError,
-    CannotGoOnError,
     Child,
     DiedError,
     Lines,
@@ -78,7 +78,7 @@ class Stream:
         try:
             child = self.start()
         except CallFailedError as error:
-            raise CannotGoOnError(str(error)) from error
+            raise NodeError(str(error)) from error
         rows = self._ask(child, requests, mark, ())
         assert rows is not None
         return rows

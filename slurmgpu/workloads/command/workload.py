@@ -6,26 +6,31 @@ The placeholders in `run` say how it is called: for one item, for a slice of the
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import os
 import shutil
+import signal
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.code import importer
+from slurmgpu.errors import ItemError, NodeError, Retry, SlurmGPUError, WorkerBrokenError
 from slurmgpu.shards.column_types import columns_of
+from slurmgpu.util import cgroups, gpus
 from slurmgpu.util.logging import mark_of
 from slurmgpu.util.out_of_memory import MEMORY_TEXTS
-from slurmgpu.workload import Item, Placement, Row, Share, TaskContext
+from slurmgpu.workload import Item, Placement, Row, Share, TaskContext, Template
 from slurmgpu.workloads.command.outputs import Collected, Values, check_format, in_order, parse_object, read_output
 from slurmgpu.workloads.command.placeholders import END, IN, OUT, START, as_json, parse
 from slurmgpu.workloads.command.process import (
+    SELF_INFLICTED,
     CallFailedError,
-    CannotGoOnError,
     Child,
+    DiedError,
     Guard,
     Kept,
     Lines,
@@ -34,6 +39,17 @@ from slurmgpu.workloads.command.process import (
 )
 from slurmgpu.workloads.command.stream import Stream
 
+log = logging.getLogger(__name__)
+
+Answer = Row | ItemError | Retry
+OF_GPUS = "CUDA", "NVML", "NVIDIA", "GPU"
+"""Words in an error after which it is checked whether the GPUs still work."""
+SCRIPTS = {".py", ".sh", ".bash", ".zsh", ".pl", ".rb", ".R", ".r", ".jl", ".lua", ".js", ".mjs", ".awk"}
+"""Suffixes of files that are code."""
+LONGEST_SCRIPT = 1 << 20
+"""A longer file, in bytes, is no script of the user's own."""
+ENOUGH_DEATHS = 2.0
+"""An item at whose processes' deaths this is reached has killed them; see `run.crash_history`."""
 SLICE, ONE, STREAM = "slice", "one", "stream"
 BATCH_SIZES = {SLICE: 256, ONE: 1, STREAM: 32}
 """Items of a batch by mode: of a slice, or requests that a stream has not answered, at most."""
@@ -48,7 +64,11 @@ class Command:
     stream, may take `timeout_s` seconds. `env` is put over the environment of the worker.
     """
 
-    template = Path(__file__).with_name("template.toml")
+    template = Template(
+        Path(__file__).with_name("template.toml"),
+        items=[{"text": text} for text in ("a cat sleeps", "a dog", "the bank lends money to farmers")],
+        files={"score.py": Path(__file__).with_name("example") / "score.py"},
+    )
 
     def __init__(
         self,
@@ -102,6 +122,13 @@ class Command:
             )
         return SLICE
 
+    @property
+    def scripts(self) -> list[Path]:
+        """The scripts among the arguments that lie in the working folder, which is that of the run file."""
+        here = Path.cwd().resolve()
+        found = (Path(text) for text in self._line.texts.values())
+        return [path for path in found if path.resolve().is_relative_to(here) and _is_script(path)]
+
     def check_here(self) -> None:
         """Refuse a program that this machine does not have."""
         self._check_in({**os.environ, **self._env}.get("PATH"))
@@ -133,58 +160,103 @@ class Command:
             self._environ["PYTHONUNBUFFERED"] = "1"  # else Python keeps what it prints in a buffer
         self._environ |= self._env
         self._check_in(self._environ.get("PATH"))
+        self._scripts = {number: Path(text).resolve() for number, text in self._line.texts.items()}
+        self._told: set[int] = set()
+        self._n_gpus = task.gpus
+        self._n_oom_kills = cgroups.oom_kills()
         self._guard = Guard()
         weakref.finalize(self, self._guard.close)
         if self._mode == STREAM:
-            start = functools.partial(_start_stream, self._line.fill({}, {}), self._environ, self._guard)
+            start = functools.partial(_start_stream, self._arguments, self._environ, self._guard)
             self._stream = Stream(start, self._timeout_s)
             weakref.finalize(self, self._stream.close)
             try:
                 self._stream.start()
-            except (CallFailedError, CannotGoOnError) as error:
+            except (CallFailedError, NodeError) as error:
                 raise SlurmGPUError(str(error)) from error
 
-    def __call__(self, items: Sequence[Item]) -> list[Row | ItemError]:
+    def __call__(self, items: Sequence[Item]) -> list[Answer]:
         """The rows that the program writes for these items; CallFailedError where a slice or a stream fails."""
         if self._mode == ONE:
             return [self._one(item) for item in items]
         requests: dict[int, bytes] = {}
-        rows: dict[int, Row | ItemError] = {}
+        rows: dict[int, Answer] = {}
         for item in items:
             try:
                 requests[item.index] = _request(item)
             except ItemError as error:
                 rows[item.index] = error
         if requests:
-            try:
-                rows |= self._stream_of(requests) if self._mode == STREAM else self._slices(requests)
-            except CallFailedError as error:
-                if any(words in str(error) for words in MEMORY_TEXTS):
-                    raise MemoryError(str(error)) from error
-                raise
+            call = self._stream_of if self._mode == STREAM else self._slices
+            rows |= self._tried(functools.partial(call, requests), is_alone=len(items) == 1)
         return [rows[item.index] for item in items]
 
-    def _stream_of(self, requests: Mapping[int, bytes]) -> dict[int, Row | ItemError]:
+    def _tried(self, call: Callable[[], dict[int, Answer]], *, is_alone: bool) -> dict[int, Answer]:
+        """What `call` returns. An item that is alone, and kills its process, is tried again.
+
+        As with workers, a kill from outside weighs 1/2, so that one by chance costs no row.
+        """
+        weight = 0.0
+        while True:
+            try:
+                return call()
+            except CallFailedError as error:
+                self._blame(error, is_alone=is_alone)
+                number = error.signal if isinstance(error, DiedError) else 0
+                weight += 1.0 if number in SELF_INFLICTED else 0.5
+                if not number or not is_alone or weight >= ENOUGH_DEATHS:
+                    raise
+                log.warning("%s; trying it again", str(error).partition("\n")[0])
+
+    def _blame(self, error: CallFailedError, *, is_alone: bool) -> None:
+        """Raise what a failed call is, where that is not an error of its items."""
+        said = str(error)
+        if isinstance(error, DiedError) and error.code == os.EX_TEMPFAIL:
+            raise Retry(said) from error
+        if self._n_gpus and any(word in said for word in OF_GPUS):
+            gpus.check_again(self._n_gpus)
+        if isinstance(error, DiedError) and error.signal == signal.SIGKILL:
+            before, self._n_oom_kills = self._n_oom_kills, cgroups.oom_kills()
+            if self._n_oom_kills > before:
+                short = f"out of host memory: {said}"
+                raise (WorkerBrokenError if is_alone else MemoryError)(short) from error
+        if not (is_alone and self._mode == ONE) and any(words in said for words in MEMORY_TEXTS):
+            raise MemoryError(said) from error
+
+    def _arguments(self, values: Mapping[str, str], data: Mapping[str, object]) -> list[bytes]:
+        """The arguments of a call, where scripts are as they were submitted."""
+        arguments = self._line.fill(values, data)
+        for number, path in self._scripts.items():
+            kept = importer.as_submitted(path)
+            if kept != path:
+                arguments[number] = os.fsencode(kept)
+                if number not in self._told:
+                    self._told.add(number)
+                    log.warning("%s, or what it imports, has changed since it was submitted: %s runs", path, kept)
+        return arguments
+
+    def _stream_of(self, requests: Mapping[int, bytes]) -> dict[int, Answer]:
         assert self._stream is not None
         return _by_index(requests, self._stream.ask(requests, mark_of(min(requests), max(requests))))
 
-    def _slices(self, requests: Mapping[int, bytes]) -> dict[int, Row | ItemError]:
+    def _slices(self, requests: Mapping[int, bytes]) -> dict[int, Answer]:
         """The rows of a call; of one for each stretch without a gap where `{start}` and `{end}` name it."""
         if START not in self._line:
             return _by_index(requests, self._slice(requests))
-        rows: dict[int, Row | ItemError] = {}
+        rows: dict[int, Answer] = {}
         for _, group in groupby(enumerate(sorted(requests)), lambda pair: pair[1] - pair[0]):
             stretch = {index: requests[index] for _, index in group}
             rows |= _by_index(stretch, self._slice(stretch))
         return rows
 
-    def _one(self, item: Item) -> Row | ItemError:
+    def _one(self, item: Item) -> Answer:
         """The row of one item; an exit code that is not 0 is its error."""
         about = {"SLURMGPU_INDEX": str(item.index), "SLURMGPU_SEED": str(item.seed)}
         try:
             requests = {item.index: _request(item) if IN in self._line else b""}
-            return _by_index(requests, self._slice(requests, item.data, about))[item.index]
-        except ItemError as error:
+            call = functools.partial(self._slice, requests, item.data, about)
+            return self._tried(lambda: _by_index(requests, call()), is_alone=True)[item.index]
+        except (ItemError, Retry) as error:
             return error
 
     def _slice(
@@ -218,7 +290,7 @@ class Command:
         values = {IN: str(in_path), OUT: str(out_path), START: str(min(requests)), END: str(max(requests) + 1)}
         err = ToLog(mark, {str(in_path): "{in}", str(out_path): "{out}"} if folder else None)
         kept = Kept()
-        arguments, environ = line.fill(values, data or {}), {**self._environ, **(about or {})}
+        arguments, environ = self._arguments(values, data or {}), {**self._environ, **(about or {})}
         child = Child(arguments, environ, kept if line.out is None else ToLog(mark), err, self._guard)
         try:
             child.finish(self._timeout_s)
@@ -247,9 +319,24 @@ def _inherited() -> dict[str, str]:
 
 
 def _start_stream(
-    arguments: Sequence[bytes], environ: Mapping[str, str], guard: Guard, out: Lines, err: ToLog
+    arguments: Callable[[Mapping[str, str], Mapping[str, object]], list[bytes]],
+    environ: Mapping[str, str],
+    guard: Guard,
+    out: Lines,
+    err: ToLog,
 ) -> Child:
-    return Child(arguments, environ, out, err, guard, has_stdin=True)
+    return Child(arguments({}, {}), environ, out, err, guard, has_stdin=True)
+
+
+def _is_script(path: Path) -> bool:
+    """Whether a file is a program as text, by its suffix or its first line; data are left where they are."""
+    try:
+        if not path.is_file() or path.stat().st_size > LONGEST_SCRIPT:
+            return False
+        with open(path, "rb") as file:
+            return path.suffix in SCRIPTS or file.read(2) == b"#!"
+    except OSError:
+        return False
 
 
 def _request(item: Item) -> bytes:
@@ -266,5 +353,5 @@ def _only_row(stdout: bytes, requests: Mapping[int, bytes]) -> dict[int, Values]
     return collected.rows
 
 
-def _by_index(requests: Mapping[int, bytes], rows: Mapping[int, Values]) -> dict[int, Row | ItemError]:
+def _by_index(requests: Mapping[int, bytes], rows: Mapping[int, Values]) -> dict[int, Answer]:
     return dict(zip(requests, in_order(list(requests), rows), strict=True))

@@ -18,7 +18,7 @@ from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.llm.engine import TORCH_NAMES
 from slurmgpu.llm.models import fetch_files, locate, read_json
 from slurmgpu.shards.columns import Array
-from slurmgpu.workload import Item, Row, TaskContext
+from slurmgpu.workload import FETCH, Item, Row, TaskContext, Template
 from slurmgpu.workloads.progress import Telling
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,11 @@ class Embed:
     """
 
     batch_size = 64
-    template = Path(__file__).with_name("template.toml")
+    template = Template(
+        Path(__file__).with_name("template.toml"),
+        items=[{"text": text} for text in ("a cat sleeps", "a kitten naps", "the bank lends money")],
+        first=FETCH,
+    )
 
     def __init__(
         self,

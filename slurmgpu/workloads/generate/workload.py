@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain, compress, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,8 @@ from slurmgpu.llm.prompts import Prompts
 from slurmgpu.llm.sampling import mix
 from slurmgpu.llm.settings import SamplingSettings, sampling
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
-from slurmgpu.workload import Item, Row
-from slurmgpu.workloads.language_model import LanguageModelWorkload, blocks, ends_summary, keep_columns, kept
+from slurmgpu.workload import FETCH, Item, Row, Template
+from slurmgpu.workloads.language_model import LanguageModelWorkload, blocks, ends_summary
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
@@ -32,7 +32,14 @@ class Generate(LanguageModelWorkload):
     `keep_reasoning` add columns. docs/reference/language-models.md has all settings.
     """
 
-    template = Path(__file__).with_name("template.toml")
+    template = Template(
+        Path(__file__).with_name("template.toml"),
+        items=[
+            {"text": "Slurm is a workload manager. It gives nodes to users, starts their jobs, and queues the rest."},
+            {"text": "The Nile flows north through eleven countries, and reaches the sea in a wide delta."},
+        ],
+        first=FETCH,
+    )
 
     def __init__(
         self,
@@ -58,9 +65,9 @@ class Generate(LanguageModelWorkload):
             )
         self.n = n
         self.tokens, self.logprobs, self.keep_reasoning = tokens, logprobs, keep_reasoning
-        self.keep = tuple(keep)
-        self.columns = keep_columns(self.keep, self._own_columns())
-        self.fields = {*self.prompts.fields, *self.keep}
+        self.kept_fields = tuple(keep)
+        self.columns = self._own_columns()
+        self.fields = self.prompts.fields
         self.use_model(model, settings, max_tokens=self.sampling.max_tokens)
 
     def _own_columns(self) -> dict[str, Column]:
@@ -81,24 +88,21 @@ class Generate(LanguageModelWorkload):
         """The answers to each item, or an ItemError for one without a prompt or an answer."""
         asked = [self._ask(item) for item in items]
         requests = [
-            Request(number * self.n + sample, prompt[0], self.sampling, mix(item.seed, sample))
+            Request(number * self.n + sample, prompt, self.sampling, mix(item.seed, sample))
             for number, (item, prompt) in enumerate(zip(items, asked, strict=True))
             if not isinstance(prompt, ItemError)
             for sample in range(self.n)
         ]
         answers = iter(self._answers(requests))
-        return [
-            prompt if isinstance(prompt, ItemError) else self._row([*islice(answers, self.n)], prompt[1])
-            for prompt in asked
-        ]
+        return [prompt if isinstance(prompt, ItemError) else self._row([*islice(answers, self.n)]) for prompt in asked]
 
-    def _ask(self, item: Item) -> tuple[Prompt, Mapping[str, Any]] | ItemError:
+    def _ask(self, item: Item) -> Prompt | ItemError:
         try:
-            return self.prompts.of(item.data), kept(item, self.keep)
+            return self.prompts.of(item.data)
         except ItemError as error:
             return error
 
-    def _row(self, outputs: Sequence[Any], kept_values: Mapping[str, Any]) -> Row | ItemError:
+    def _row(self, outputs: Sequence[Any]) -> Row | ItemError:
         for output in outputs:
             if isinstance(output, ItemError):
                 return output
@@ -115,7 +119,7 @@ class Generate(LanguageModelWorkload):
             row["tokens"] = np.concatenate([output.tokens for output in outputs])
         if self.logprobs:
             row["logprobs"] = np.concatenate([output.logprobs for output in outputs if output.logprobs is not None])
-        return row | dict(kept_values)
+        return row
 
     def summarize(self, merged: Merged) -> dict[str, Any]:
         """Count tokens of prompts and answers, and why answers ended."""

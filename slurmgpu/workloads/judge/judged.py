@@ -12,7 +12,7 @@ from slurmgpu import results
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
 from slurmgpu.llm.prompts import take, text_of
 from slurmgpu.shards.columns import Json, columns_from_json
-from slurmgpu.workloads.judge.opponents import plan_beside
+from slurmgpu.workloads.judge.opponents import kept_columns, plan_beside
 from slurmgpu.workloads.judge.rubrics import Rubric
 
 TEXTS = frozenset(("text", "text_a", "text_b"))
@@ -46,7 +46,7 @@ def check_texts(path: Path, fields: Collection[str]) -> None:
 def _has_lists(path: Path, field: str) -> bool:
     if not path.exists():  # an unfinished run: its plan has the columns
         plan = plan_beside(path)
-        is_kept = field in plan.get("settings", {}).get("keep", ())
+        is_kept = field in kept_columns(plan)
         return not is_kept and isinstance(columns_from_json(plan.get("columns", {})).get(field), Json)
     try:
         merged = results.open(path)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.util.json_values import json_value
 from slurmgpu.workload import Item
-from slurmgpu.workloads.language_model import kept
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
@@ -34,7 +34,7 @@ class Opponent:
         opponent = cls(path / "merged.h5" if path.is_dir() else path, "", ())
         with opponent._read(verify=True) as merged:
             opponent.fingerprint = str(merged.attributes["fingerprint"])
-            found = plan_beside(opponent.path).get("settings", {}).get("keep", ())
+            found = kept_columns(plan_beside(opponent.path))
             opponent.keep = tuple(name for name in found if name in merged.columns)
         return opponent
 
@@ -81,8 +81,8 @@ class Opponent:
         if index in self._merged.errors:
             raise ItemError(f"the item failed in {self.path}: {self._merged.errors[index]}")
         names = [name for name in self.keep if name in item.data and name not in compared]
-        for name, ours in kept(item, names).items():
-            if ours != row[name]:
+        for name in names:
+            if (ours := json_value(item.data[name])) != row[name]:
                 raise ItemError(
                     f"field {name!r} is {ours!r:.80}, and in {self.path} it is {row[name]!r:.80}: the items differ"
                 )
@@ -96,6 +96,11 @@ class Opponent:
             merged.close()
             raise SlurmGPUError(f"{self.path} lacks rows: its run is incomplete. `slurmgpu resubmit` completes it.")
         return merged
+
+
+def kept_columns(plan: Mapping[str, Any]) -> list[str]:
+    """The columns of a run that have fields of its items; plans of an older slurmgpu have them in the settings."""
+    return list(dict.fromkeys([*plan.get("keep", {}), *plan.get("settings", {}).get("keep", ())]))
 
 
 def plan_beside(path: Path) -> Mapping[str, Any]:

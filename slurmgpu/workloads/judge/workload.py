@@ -15,14 +15,14 @@ from slurmgpu.llm.prompts import Prompts, take
 from slurmgpu.llm.sampling import mix
 from slurmgpu.llm.settings import SamplingSettings, check_range, check_scored, sampling
 from slurmgpu.shards.columns import Array, Column, Json, Text
-from slurmgpu.workload import Item, Row, TaskContext
+from slurmgpu.workload import FETCH, Item, Row, TaskContext, Template
 from slurmgpu.workloads.checkers import open_checker
 from slurmgpu.workloads.judge.judged import TEXTS, advice, check_renamed, check_texts, has_failed, text_in, truth_of
 from slurmgpu.workloads.judge.opponents import Opponent
 from slurmgpu.workloads.judge.orders import Asked, shares_of, verdict_row
 from slurmgpu.workloads.judge.rubrics import Reader, read_rubric
 from slurmgpu.workloads.judge.verdicts import summarize
-from slurmgpu.workloads.language_model import LanguageModelWorkload, keep_columns, kept
+from slurmgpu.workloads.language_model import LanguageModelWorkload
 
 if TYPE_CHECKING:
     from slurmgpu.results import Merged
@@ -44,7 +44,14 @@ class Judge(LanguageModelWorkload):
     field with a verdict to compare with. docs/reference/language-models.md has all settings.
     """
 
-    template = Path(__file__).with_name("template.toml")
+    template = Template(
+        Path(__file__).with_name("template.toml"),
+        items=[
+            {"question": "What is the capital of France?", "reference": "Paris", "text": "It is Paris."},
+            {"question": "What is 6 times 7?", "reference": "42", "text": "6 times 7 is 48."},
+        ],
+        first=FETCH,
+    )
 
     def __init__(
         self,
@@ -79,7 +86,7 @@ class Judge(LanguageModelWorkload):
             )
         check_range("retry_temperature", retry_temperature, 0, None)
         self.retries, self.retry_temperature = retries, retry_temperature
-        self.renamed, self.truth, self.keep = dict(fields or {}), truth, tuple(keep)
+        self.renamed, self.truth, self.kept_fields = dict(fields or {}), truth, tuple(keep)
         self.prompts = Prompts(self.rubric.prompt, system=self.rubric.system or None)
         if against is not None and len(self.rubric.swap) != 2:
             raise SlurmGPUError(
@@ -100,7 +107,7 @@ class Judge(LanguageModelWorkload):
         self.whole = self.prompts.whole_fields & (TEXTS | set(self.rubric.swap))
         self.fields = self._taken()
         self._reader = Reader(self.rubric)
-        self.columns = keep_columns(self.keep, self._own_columns())
+        self.columns = self._own_columns()
         self.use_model(model, settings, max_tokens=self.sampling.max_tokens if self.rubric.method == "parse" else 0)
 
     def _taken(self) -> set[str]:
@@ -110,7 +117,7 @@ class Judge(LanguageModelWorkload):
         if self.opponent is not None:
             first, second = self.rubric.swap
             names = names - {first, second} | {self.renamed.get(first, "text")}
-        return {self.renamed.get(name, name) for name in names} | {*self.keep, *filter(None, (self.truth,))}
+        return {self.renamed.get(name, name) for name in names} | {*filter(None, (self.truth,))}
 
     @property
     def advice(self) -> dict[str, str]:
@@ -198,8 +205,7 @@ class Judge(LanguageModelWorkload):
     def _kept(self, item: Item) -> dict[str, Any]:
         if has_failed(item.data):
             raise ItemError(f"the judged item failed: {item.data['error']}")
-        row = kept(item, self.keep)
-        return row if self.truth is None else {**row, "truth": truth_of(take(item.data, self.truth), self.rubric)}
+        return {} if self.truth is None else {"truth": truth_of(take(item.data, self.truth), self.rubric)}
 
     def _ask(self, number: int, item: Item) -> list[Asked]:
         orders = self._orders(item)

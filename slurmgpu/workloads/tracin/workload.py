@@ -63,7 +63,14 @@ class Tracin(TracinSettings):
 
     batch_size = 256
     # One GPU computes hundreds of test triples.
-    template = Template(Path(__file__).with_name("template.toml"), "test.txt", gpus=1, array=False)
+    template = Template(
+        Path(__file__).with_name("template.toml"),
+        "test.txt",
+        gpus=1,
+        array=False,
+        files={name: Path(__file__).with_name("example") / name for name in ("train.txt", "test.txt")},
+        first="python3 -m slurmgpu.workloads.tracin.kge.train train.txt --dim 16 --epochs 100 -o model",
+    )
 
     @functools.cached_property
     def facts(self) -> Planned:

@@ -34,7 +34,8 @@ def row(
     Leaves `result.json` and weights in the folder, and removes checkpoints. Raises Interrupted after writing a
     checkpoint, and any error of the user's class.
     """
-    place = Place(task.device, task.rank, task.world_size, task.local_rank, task.stopping, task.progress, task.tell)
+    ways = task.stopping, task.progress, task.tell, task.log
+    place = Place(task.device, task.rank, task.world_size, task.local_rank, *ways)
     join(place)
     kept = led(place, lambda: read_result(folder))
     if kept is None:

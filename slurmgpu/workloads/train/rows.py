@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text
 from slurmgpu.util.atomic_files import write_json
-from slurmgpu.workloads.json_values import json_value
+from slurmgpu.util.json_values import json_value
 
 if TYPE_CHECKING:
     from slurmgpu.training.outcome import Outcome

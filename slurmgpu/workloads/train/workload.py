@@ -39,8 +39,11 @@ class Train:
     takes_one = True
     resumes = True
     template = Template(
-        Path(__file__).with_name("template.toml"), input=None, array=False
-    )  # one training uses all GPUs
+        Path(__file__).with_name("template.toml"),
+        input=None,
+        array=False,  # one training uses all GPUs
+        files={"my_training.py": Path(__file__).with_name("example") / "my_training.py"},
+    )
     default_items: Sequence[Mapping[str, Any]] = ({},)
 
     def __init__(

@@ -1,0 +1,37 @@
+"""The command export."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from slurmgpu.cli.console import result, say
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.merge.export import FOLDERS, FORMATS, export, export_to
+from slurmgpu.run.directory import Run
+from slurmgpu.util.plurals import count_of
+from slurmgpu.util.shared_files import is_file, status_of
+
+
+def export_rows(run: Run, output: Path, file_format: str | None, columns: Sequence[str], where: str | None) -> None:
+    """Write the rows that a run has to a file, or to standard output for `-`, and say what is missing."""
+    chosen = file_format or output.suffix.removeprefix(".")
+    if chosen not in (known := [*FORMATS, *run.plan.exports]):
+        raise SlurmGPUError(f"Format {chosen!r} is unknown; --format takes {', '.join(known)}.")
+    if chosen not in FOLDERS and status_of(output) is not None and not is_file(output):
+        raise SlurmGPUError(f"{output} is not a regular file; name the file to write with -o.")
+    if str(output) == "-":
+        exported = export_to(run, chosen, sys.stdout.buffer, columns, where)
+    else:
+        exported = export(run, chosen, output, columns, where)
+        result(f"{output}: {exported.said or count_of(exported.n_rows, 'row')}")
+    tell_missing(run, exported.n_missing, exported.problems)
+
+
+def tell_missing(run: Run, n_missing: int, problems: Sequence[str] = ()) -> None:
+    """Say on stderr how many items have no row, and which shards are damaged."""
+    for problem in problems:
+        say(problem)
+    if n_missing:
+        say(f"The run is incomplete: {count_of(n_missing, 'item')} without a row. slurmgpu status {run.typed}")

@@ -1,0 +1,86 @@
+"""The command show: rows of a run, with filters, also while it is at work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.cli.commands.export import tell_missing
+from slurmgpu.cli.console import result_json, say
+from slurmgpu.cli.views.rows import show_rows
+from slurmgpu.errors import ItemError
+from slurmgpu.inputs import InputSpec, Reader
+from slurmgpu.results.published import RunRows
+from slurmgpu.results.selection import Selection, parse_spans
+from slurmgpu.run.directory import Run
+from slurmgpu.util.atomic_files import working_folder
+from slurmgpu.util.plurals import count_of
+
+ROWS_FORMAT = "slurmgpu rows"
+ROWS_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The rows and columns that a user asks for."""
+
+    columns: Sequence[str]
+    where: str | None
+    items: str | None
+    failed: bool
+    n: int
+    n_random: int | None
+    seed: int
+    with_items: bool
+
+
+def show(run: Run, wanted: Wanted, *, as_json: bool) -> None:
+    """Print rows of a run; what is missing goes to stderr."""
+    plan, stop = run.plan, run.plan.ranges[-1][1]
+    spans = parse_spans(wanted.items, stop) if wanted.items is not None else [(0, stop)]
+    asked = list(plan.columns) if not wanted.columns else wanted.columns
+    names = [name for name in asked if name not in ("index", "error")]
+    with RunRows(run) as rows:
+        selection, limit = Selection(rows, ("index", "error", *names), wanted.where, spans, wanted.failed), wanted.n
+        if wanted.n_random is not None:
+            drawn = selection.draw(wanted.n_random, wanted.seed)
+            selection.spans, limit = [(index, index + 1) for index in drawn], len(drawn)
+        plain = list(islice(selection.plain_rows(), limit)) if as_json else []
+        found = [] if as_json else list(islice(selection.rows(), limit))
+        indices = [row[0] for row in plain] or [row.index for row in found]
+        data = items_of(run, indices) if wanted.with_items else {}
+        n_there = sum(stop - start for span in spans for start, stop in rows.present(*span))
+        n_missing = sum(plan.n_before(stop) - plan.n_before(start) for start, stop in spans) - n_there
+        if as_json:
+            head = {"format": ROWS_FORMAT, "version": ROWS_VERSION, "run": run.name, "run_dir": str(run.folder)}
+            shown = [_as_json(names, row, data) for row in plain]
+            result_json({**head, "n_missing": n_missing, "damaged": rows.problems, "rows": shown})
+            return
+        show_rows(found, {name: rows.columns[name] for name in names}, data)
+        if not found:
+            say("No row was chosen." if n_there else "No row is published yet.")
+        elif wanted.n_random is None and len(found) == limit < n_there:
+            is_filtered = wanted.failed or wanted.where is not None
+            say(f"{len(found):,} of {'up to ' if is_filtered else ''}{count_of(n_there, 'row')}; -n shows more.")
+        tell_missing(run, n_missing, rows.problems)
+
+
+def _as_json(names: Sequence[str], row: Sequence[Any], data: Mapping[int, Any]) -> dict[str, Any]:
+    index, error, *values = row
+    item = {"item": data[index]} if index in data else {}
+    return {"index": index, "error": error, **item, "values": dict(zip(names, values, strict=True))}
+
+
+def items_of(run: Run, indices: Sequence[int]) -> Mapping[int, Any]:
+    """The input's data of items; an error's text for an item that could not be read."""
+    found: dict[int, Any] = {}
+    # Paths of the input may be relative to the run file's folder.
+    with working_folder(Path(run.plan.search_path)), Reader(InputSpec.from_json(run.input), run.index) as reader:
+        for index in indices:
+            place = run.plan.n_before(index)
+            [data] = reader.read(place, place + 1)
+            found[index] = str(data) if isinstance(data, ItemError) else data
+    return found

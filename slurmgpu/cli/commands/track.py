@@ -1,0 +1,72 @@
+"""`slurmgpu track`: replay what tasks logged to trackers."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Annotated
+
+import typer
+
+from slurmgpu.cli import completion, options
+from slurmgpu.errors import SlurmGPUError
+
+LOOK_S = 5.0
+
+
+def track(
+    folder: options.RunArgument,
+    to: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--to",
+            metavar="TRACKER:WHERE",
+            help="tensorboard:DIR, wandb:PROJECT, mlflow:URI or trackio:PROJECT; default: [track] of the run file.",
+            autocompletion=completion.words("tensorboard:", "wandb:", "mlflow:", "trackio:"),
+        ),
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Replay what tasks logged to a tracker.
+
+    \b
+      slurmgpu track runs/digits --to tensorboard:tb
+      slurmgpu track runs/digits --to wandb:digits --follow
+
+    Tasks write what task.log gets into the run directory, and never speak to a tracker.
+    A tracker that has a part already gets the rest.
+    """  # noqa: D301
+    from slurmgpu.cli.console import result, result_json, say
+    from slurmgpu.plan.trackers import parse_destination
+    from slurmgpu.run.submissions import is_over
+    from slurmgpu.trackers.replay import Replay
+    from slurmgpu.util.plurals import count_of
+
+    # MLflow logs each of its database's migrations.
+    logging.getLogger().setLevel(logging.WARNING)
+    run = options.open_run(folder)
+    texts = to or run.plan.track
+    if not texts:
+        raise SlurmGPUError("Say where to: --to tensorboard:DIR, wandb:PROJECT, mlflow:URI or trackio:PROJECT.")
+    replay = Replay(run, list(dict.fromkeys(map(parse_destination, texts))))
+    over = is_over(run.submissions())
+    try:
+        replay.look(final=over or not follow)
+        while follow and not over:
+            time.sleep(LOOK_S)
+            over = is_over(run.submissions())  # before the look, which then reads all that was written
+            replay.look(final=over)
+    except KeyboardInterrupt:
+        say(f"Not followed any more; the run goes on. The rest: slurmgpu track {run.typed} --to {' --to '.join(texts)}")
+    finally:
+        sent = replay.close(finished=over)
+    if replay.is_empty:
+        say(f"Nothing was logged in {run.folder} yet. A workload logs by task.log(step, loss=…).")
+    if as_json:
+        result_json([{"to": str(one.destination), "n_runs": one.n_runs, "n_steps": one.n_steps} for one in sent])
+    else:
+        for one in sent:
+            result(f"{one.destination}: {count_of(one.n_runs, 'run')}, {count_of(one.n_steps, 'new step')}")
+    if replay.failed:
+        raise SlurmGPUError("\n".join(replay.failed.values()))

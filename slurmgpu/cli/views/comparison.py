@@ -1,0 +1,98 @@
+"""What differs between two runs, in lines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from slurmgpu.cli.console import result, say, wide_console
+from slurmgpu.cli.views.rows import text_of
+from slurmgpu.cli.views.state_words import plain
+from slurmgpu.merge.compare import Comparison
+from slurmgpu.report.summaries import summary_of
+from slurmgpu.util.plurals import count_of
+
+MAX_VALUES = 40
+"""The most values of summaries; `--json` has all."""
+MAX_ROWS, MAX_COLUMNS = 20, 8
+"""The most of a table in a summary."""
+VALUE_CHARACTERS = 300
+
+
+def show_comparison(found: Comparison) -> None:
+    """Print both sides beside each other, what differs by column, and the first rows that differ."""
+    _show_sides(found)
+    of_rows = f"{found.n_different:,} of {count_of(found.n_common, 'row')} in both"
+    result(
+        f"\n{of_rows} {'differs' if found.n_different == 1 else 'differ'}."
+        if found.n_different
+        else f"\nNo row of {found.n_common:,} in both differs."
+    )
+    if differing := {name: each for name, each in found.columns.items() if each.n_rows}:
+        table = _table("column", "rows that differ", "largest difference")
+        for name, each in differing.items():
+            table.add_row(
+                escape(plain(name)), f"{each.n_rows:,}", "" if each.largest is None else f"{each.largest:.6g}"
+            )
+        wide_console().print(table)
+    for row in found.differences:
+        where = f"item {row.a_index}" if row.a_index == row.b_index else f"items {row.a_index} and {row.b_index}"
+        result(f"\n{where}{'' if row.key is None else f', {found.key} {plain(row.key)}'}")
+        width = max(len(plain(name)) for name in row.columns)
+        for name, values in row.columns.items():
+            for letter, value in zip("AB", values, strict=True):
+                text = f"{value:.9g}" if isinstance(value, float) else " ".join(text_of(value).split())
+                text = text if len(text) <= VALUE_CHARACTERS else f"{text[:VALUE_CHARACTERS]}…"
+                result(f"  {plain(name) if letter == 'A' else '':<{width}}  {letter}  {text}")
+    for name, side, other in (("A", found.a, "B"), ("B", found.b, "A")):
+        if side.n_only:
+            some = ", ".join(map(str, side.only)) + (", …" if side.n_only > len(side.only) else "")
+            result(f"\n{count_of(side.n_only, 'row')} of {name} alone, without a partner in {other}: items {some}")
+        for problem in side.damaged:
+            say(f"{name}: {problem}")
+
+
+def _show_sides(found: Comparison) -> None:
+    sides = found.a, found.b
+    table = _table("", "A", "B")
+    table.add_row("", *(escape(plain(side.path)) for side in sides))
+    for name, values in {
+        "rows": [side.n_rows for side in sides],
+        "failed": [side.n_failed for side in sides],
+        "items without a row": [side.n_missing for side in sides],
+        f"rows without a {found.key}": [side.n_without_key for side in sides],
+    }.items():
+        if any(values) or name == "rows":
+            table.add_row(escape(plain(name)), *(f"{value:,}" for value in values))
+    if any(side.only_columns for side in sides):
+        table.add_row("columns of its own", *(escape(plain(", ".join(side.only_columns)) or "–") for side in sides))
+    summaries = [_values_of(side.summary) for side in sides]
+    names = list(dict.fromkeys([*summaries[0], *summaries[1]]))
+    for name in names[:MAX_VALUES]:
+        table.add_row(escape(plain(name)), *(escape(plain(values.get(name, "–"))) for values in summaries))
+    wide_console().print(table)
+    if len(names) > MAX_VALUES:
+        result(f"… and {len(names) - MAX_VALUES:,} more values of the summaries; --json has them.")
+
+
+def _values_of(summary: Mapping[str, Any] | None) -> dict[str, str]:
+    """The values of a summary by their names, those of tables by row and column."""
+    shown = summary_of(summary, MAX_ROWS, MAX_COLUMNS)
+    if shown is None:
+        return {}
+    found = {value.name: value.text for value in shown.values}
+    for table in shown.tables:
+        for key, *cells in table.rows:
+            names = [f" {column}" for column in table.columns] or [""]
+            found |= {f"{table.title} {key}{name}": cell for name, cell in zip(names, cells, strict=False)}
+    return found
+
+
+def _table(*names: str) -> Table:
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
+    for number, name in enumerate(names):
+        table.add_column(name, justify="right" if number else "left", overflow="fold")
+    return table

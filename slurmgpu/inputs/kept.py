@@ -1,0 +1,54 @@
+"""Fields of items that their rows keep as columns."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
+from slurmgpu.shards.columns import RESERVED_NAMES, Column, Json
+from slurmgpu.util.json_values import json_value
+
+
+def columns_kept(keep: Sequence[str], rename: Mapping[str, str], columns: Collection[str]) -> dict[str, str]:
+    """The kept fields by the names of their columns; SlurmGPUError for a name that exists twice.
+
+    `columns` are those of the workload.
+    """
+    if unknown := [field for field in rename if field not in keep]:
+        raise SlurmGPUError(
+            f"rename has {unknown[0]!r}, which keep does not have; expected a field of keep = the name of its column."
+            f"{did_you_mean(unknown[0], keep)}"
+        )
+    found: dict[str, str] = {}
+    for field in keep:
+        name = rename.get(field, field)
+        if name in columns or name in RESERVED_NAMES:
+            whose = "a column of the workload" if name in columns else "a column that slurmgpu adds"
+            said = f"keep has {name!r}" if name == field else f"rename has {name!r}"
+            raise SlurmGPUError(
+                f'{said}, which is {whose}; give its column another name, rename = {{{field} = "input_{field}"}}, '
+                f"or remove it."
+            )
+        if name in found:
+            said = "named twice" if found[name] == field else f"also the column of {found[name]!r}"
+            raise SlurmGPUError(f"keep has {name!r}, which is {said}; remove one of them, or rename it.")
+        found[name] = field
+    return found
+
+
+def with_kept(columns: Mapping[str, Column], kept: Mapping[str, str]) -> dict[str, Column]:
+    """The columns of a workload and those of kept fields."""
+    return {**columns, **dict.fromkeys(kept, Json())}
+
+
+def check_kept(kept: Mapping[str, str], data: Mapping[str, Any]) -> None:
+    """ItemError if an item lacks a field that its row keeps."""
+    for field in kept.values():
+        if field not in data:
+            raise ItemError(f"no field {field!r}, which the row keeps.{did_you_mean(field, data)}")
+
+
+def kept_values(kept: Mapping[str, str], data: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of the kept fields, by column."""
+    return {name: json_value(data[field]) for name, field in kept.items()}

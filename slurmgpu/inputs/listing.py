@@ -1,0 +1,263 @@
+"""Files that are items themselves, as in a folder of images: list them at planning, check each when it is read."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import stat
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+
+from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.inputs.finding import globbed, is_data_set
+from slurmgpu.inputs.formats import Find, Preview, Rows, recognised
+from slurmgpu.inputs.lines import Lines, json_object
+from slurmgpu.util.amounts import size_of
+from slurmgpu.util.plurals import count_of
+from slurmgpu.util.shared_files import is_transient
+
+FILE = "input.files"
+"""The listing in the run directory, a JSON object in a line for each item: `path`, `key`, `size_bytes`, `mtime_ns`."""
+
+PREFIX = "files:"
+"""Before a path, a glob or a folder: every file is an item, whatever its suffix."""
+
+IMAGES = ("avif", "bmp", "dcm", "gif", "heic", "jp2", "jpeg", "jpg", "jxl", "nii", "pgm", "png", "ppm", "svg")
+AUDIO = ("aac", "aif", "aiff", "flac", "m4a", "mp3", "oga", "ogg", "opus", "wav", "wma")
+VIDEO = ("avi", "m4v", "mkv", "mov", "mp4", "mpeg", "mpg", "webm", "wmv")
+MEDIA = frozenset({*IMAGES, "tif", "tiff", "webp", *AUDIO, *VIDEO, "pdf"})
+"""Suffixes of files that are items wherever they are named."""
+
+FIELDS = ("path", "key")
+_AT_ONCE = 4096
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files of an input in order, each one's path and key, and the folders that the input names."""
+
+    members: Sequence[tuple[str, str]]
+    roots: tuple[str, ...]
+
+    def write(self, path: Path) -> tuple[str, tuple[str, ...]]:
+        """Write the listing with each file's size and time; a line about it, and the folders that the files lie in."""
+        total, folders = 0, dict.fromkeys(self.roots)
+        with open(path, "w", encoding="ascii") as file, ThreadPoolExecutor(16) as beside:
+            rest = iter(self.members)
+            while some := list(islice(rest, _AT_ONCE)):  # a pool takes all that it is given at once
+                for (name, key), (size, mtime, folder) in zip(some, beside.map(_look_at, some), strict=True):
+                    total += max(size, 0)
+                    folders[folder] = None
+                    line = {"path": name, "key": key, "size_bytes": size, "mtime_ns": mtime}
+                    file.write(json.dumps(line) + "\n")
+        about = f"{count_of(len(self.members), 'file')} of {' and '.join(self.roots[:3])}, {size_of(total)}"
+        if shared := {key: n for key, n in Counter(key for _, key in self.members).items() if n > 1}:
+            about += f"; {sum(shared.values())} of them share their key with another, as {next(iter(shared))!r}"
+        return as_text(about), _outermost(folders)
+
+
+def list_files(patterns: str | Sequence[str], base: Path) -> Listing | None:
+    """The files that are items themselves; None for an input whose files hold the items.
+
+    SlurmGPUError where one is named with the other, or where a folder leaves open which is meant.
+    """
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    found = [_listed(pattern, base.absolute()) for pattern in patterns]
+    held = [pattern for pattern, listed in zip(patterns, found, strict=True) if listed is None]
+    if len(held) == len(patterns):
+        return None
+    if held:
+        other = next(pattern for pattern, listed in zip(patterns, found, strict=True) if listed is not None)
+        raise SlurmGPUError(
+            f"The input names {other!r}, whose files are items themselves, and {held[0]!r}, whose files hold items. "
+            f"Plan two runs, or write {PREFIX + held[0]!r} if each of its files is an item."
+        )
+    members = [(path, key) for listed in found if listed for path, key in listed[1]]
+    twice = [path for path, n in Counter(path for path, _ in members).items() if n > 1]
+    if twice:
+        raise SlurmGPUError(f"The input names {twice[0]} twice. Leave one of them out.")
+    return Listing(members, tuple(dict.fromkeys(listed[0] for listed in found if listed)))
+
+
+class Files(Lines, format="files"):
+    """The files of a listing; an item's data is its `path` and its `key`."""
+
+    def recognises(self, path: Path) -> bool:
+        """No file of a user's: planning writes listings."""
+        return False
+
+    def preview(self, file: BinaryIO, found: Preview) -> Preview:
+        """The range of the lines, and the fields of all items."""
+        return replace(super().preview(file, found), columns=FIELDS)
+
+    def parse(self, record: bytes, columns: Sequence[str]) -> Mapping[str, Any]:
+        """A line of the listing."""
+        return json_object(record)
+
+    def open(self, path: str, columns: Sequence[str] | None, find: Find) -> Rows:
+        """The files of a listing, which are looked at when they are read."""
+        return FileRows(super().open(path, columns, find))
+
+
+class FileRows:
+    """The files of a listing, as items; one that has changed since planning is an ItemError."""
+
+    def __init__(self, lines: Rows) -> None:
+        self._lines = lines
+
+    def close(self) -> None:
+        """Close the listing."""
+        self._lines.close()
+
+    def read(self, start: int, stop: int) -> list[Mapping[str, Any] | ItemError]:
+        """Items start..stop-1."""
+        lines = self._lines.read(start, stop)
+        return [line if isinstance(line, ItemError) else _checked(line) for line in lines]
+
+
+def _checked(line: Mapping[str, Any]) -> Mapping[str, Any] | ItemError:
+    """The data of a file; an error if it is not the one that was planned."""
+    path, shown = line["path"], as_text(line["path"])
+    try:
+        status = os.stat(path)  # noqa: PTH116 - a Path is slower, and there may be a million
+    except OSError as error:
+        if is_transient(error):
+            raise
+        return ItemError(f"{shown} cannot be read: {error.strerror}")
+    if not stat.S_ISREG(status.st_mode):
+        return ItemError(f"{shown} is not a regular file")
+    if (line["size_bytes"], line["mtime_ns"]) != (status.st_size, status.st_mtime_ns):
+        if line["size_bytes"] < 0:
+            return ItemError(f"{shown} could not be read when the run was planned. Plan a new run with it")
+        return ItemError(
+            f"{shown} changed since the run was planned: it had {line['size_bytes']} bytes, and has {status.st_size}, "
+            f"or was written again. Put it back as it was, or plan a new run"
+        )
+    return {name: line[name] for name in FIELDS}
+
+
+def as_text(name: str) -> str:
+    """A file's name as valid Unicode: bytes that are no UTF-8 are written in hexadecimal."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
+def _look_at(member: tuple[str, str]) -> tuple[int, int, str]:
+    """The size and time of a file, and the folder it lies in; -1 for one that cannot be read, an item's error later."""
+    path, _ = member
+    folder = os.path.dirname(path)  # noqa: PTH120
+    try:
+        status = os.lstat(path)
+        if stat.S_ISLNK(status.st_mode):
+            folder = os.path.dirname(os.path.realpath(path))  # noqa: PTH120
+            status = os.stat(path)  # noqa: PTH116
+    except OSError as error:
+        if is_transient(error):
+            raise
+        return -1, -1, folder
+    return (status.st_size, status.st_mtime_ns, folder) if stat.S_ISREG(status.st_mode) else (-1, -1, folder)
+
+
+def _listed(pattern: str, base: Path) -> tuple[str, list[tuple[str, str]]] | None:
+    """The folder that a pattern begins with, and its files with their keys; None if they hold items."""
+    is_explicit = pattern.startswith(PREFIX)
+    name = str(PurePosixPath(os.path.expanduser(pattern.removeprefix(PREFIX))))  # noqa: PTH111 - as in finding
+    path = str(base / name)
+    if not glob.has_magic(name) or os.path.lexists(path):
+        if Path(path).is_dir():
+            if not is_explicit and is_data_set(Path(path)):
+                return None
+            root, paths = path, sorted(_walked(path), key=_parts)
+        else:
+            if not (is_explicit or _suffix(path) in MEDIA):
+                return None
+            if not os.path.lexists(path):
+                raise SlurmGPUError(f"Input {path} does not exist. Relative paths start at {base}.")
+            root, paths, is_explicit = os.path.dirname(path), [path], True  # noqa: PTH120
+    else:
+        if not is_explicit and recognised(Path(name)):
+            return None
+        root = _before_magic(path)
+        matches = (str(base / match) for match in globbed(name, base))
+        paths = sorted((match for match in matches if not os.path.isdir(match)), key=_parts)  # noqa: PTH112
+        if paths and not is_explicit and MEDIA.isdisjoint(map(_suffix, paths)):
+            return None
+    if not paths:
+        raise SlurmGPUError(f"Input {pattern!r} matches no file that is not hidden. Relative patterns start at {base}.")
+    if not is_explicit:
+        _refuse_unclear(pattern, root, paths)
+    return root, [(each, _key(each, root)) for each in paths]
+
+
+def _walked(folder: str) -> Iterator[str]:
+    """The files of a folder at any depth, without hidden ones; a folder that is reached twice, once."""
+    seen: set[tuple[int, int]] = set()
+    for where, folders, files in os.walk(folder, onerror=_raise, followlinks=True):
+        status = os.stat(where)  # noqa: PTH116
+        if (status.st_dev, status.st_ino) in seen:
+            folders.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (os.path.join(where, name) for name in files if not name.startswith("."))  # noqa: PTH118
+
+
+def _raise(error: OSError) -> None:
+    """Refuse a folder that cannot be listed: its files would be missing without a word."""
+    name = as_text(str(error.filename))
+    raise SlurmGPUError(f"Input {name} cannot be listed: {error.strerror}. Let it be read, or leave it out.") from error
+
+
+def _refuse_unclear(pattern: str, root: str, paths: Sequence[str]) -> None:
+    """SlurmGPUError for files that hold items, and for media among others."""
+    suffixes, examples = Counter(map(_suffix, paths)), {_suffix(path): path for path in paths}
+    holding = {suffix for suffix, path in examples.items() if suffix not in MEDIA and recognised(Path(path))}
+    if not holding and (suffixes.keys() <= MEDIA or suffixes.keys().isdisjoint(MEDIA)):
+        return
+    shown = as_text(root)
+    choices = [
+        f"'{shown}/**/*.{suffix}' for {'the items in' if suffix in holding else 'each of'} its .{suffix} files"
+        for suffix, _ in suffixes.most_common(3)
+        if suffix in holding or suffix in MEDIA
+    ]
+    counted = [
+        count_of(n, f".{suffix} file" if suffix else "file without a suffix") for suffix, n in suffixes.most_common(4)
+    ]
+    raise SlurmGPUError(
+        f"Input {pattern!r} has {' and '.join(counted)}: it does not say whether each file is an item, or holds "
+        f"items. Write {', '.join(choices)}, or {PREFIX + shown!r} for each of its files, whatever they are."
+    )
+
+
+def _suffix(path: str) -> str:
+    return os.path.splitext(path)[1][1:].lower()  # noqa: PTH122 - as above
+
+
+def _key(path: str, root: str) -> str:
+    """The path within the folder without its suffix, as valid Unicode."""
+    return as_text(os.path.splitext(path[len(root.rstrip("/")) + 1 :])[0])  # noqa: PTH122
+
+
+def _parts(path: str) -> list[str]:
+    return path.split("/")
+
+
+def _before_magic(path: str) -> str:
+    """The folder of a pattern up to its first wildcard."""
+    parts = path.split("/")
+    return "/".join(parts[: next(i for i, part in enumerate(parts) if glob.has_magic(part))]) or "/"
+
+
+def _outermost(folders: Iterable[str]) -> tuple[str, ...]:
+    """The folders, and where links among them lead, without those that lie within another one."""
+    found = sorted({name for folder in folders for name in (folder, os.path.realpath(folder))}, key=_parts)
+    kept: list[str] = []
+    for folder in found:
+        if not kept or not Path(folder).is_relative_to(kept[-1]):
+            kept.append(folder)
+    return tuple(kept)

@@ -1,0 +1,360 @@
+"""Inputs without random access, written once at planning as Parquet files that lie in the run directory.
+
+Each file is of row groups of 2,048 items, or fewer if they are large. Lines of text are stored as they are, in one
+binary column `line`; rows of tables by their columns. docs/reference/inputs.md says which inputs are repacked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.inputs.compression import decompressing
+from slurmgpu.inputs.formats import CHUNK_BYTES, Preview, refuse_changed
+from slurmgpu.inputs.index import IndexWriter
+from slurmgpu.inputs.lines import Jsonl, LineParser, Lines, sampling_distance
+from slurmgpu.inputs.records import MAX_RECORD_BYTES, RecordFinder, split
+from slurmgpu.inputs.spec import InputFile, InputSpec
+from slurmgpu.inputs.tables import Parquet, ParquetRows
+from slurmgpu.util.shared_files import naming
+
+FOLDER = "input"
+"""The folder of repacked files in the run directory."""
+
+GROUP_ITEMS = 2048
+GROUP_BYTES = 32 << 20
+"""A row group ends at so many items, or at about so many bytes: a reader has one in memory."""
+
+_STEP = 256  # rows of a table that are looked at together, so that groups do not depend on how it is chunked
+
+
+class RowGroups:
+    """Writes a Parquet file in row groups; the same rows, passed in the same pieces, give the same bytes.
+
+    `close` fsyncs the file. Its time of modification is whole seconds, which any copy keeps.
+    """
+
+    def __init__(self, path: Path, schema: Any) -> None:
+        import pyarrow.parquet as pq
+
+        self.n_items = 0
+        self.path = path
+        self._pending: list[Any] = []
+        self._n_pending = self._n_bytes = 0
+        path.parent.mkdir(exist_ok=True)
+        self._file = open(path, "wb")  # noqa: SIM115 - closed by close
+        self._writer = pq.ParquetWriter(
+            self._file,
+            schema.remove_metadata(),  # pandas writes its version there
+            compression="zstd",
+            compression_level=1,
+            use_dictionary=False,
+            write_statistics=False,
+            write_page_checksum=True,
+        )
+
+    def __enter__(self) -> RowGroups:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(Exception):  # after an error of its own
+            self._writer.close()
+        self._file.close()
+
+    def add(self, table: Any) -> None:
+        """Add the rows of an Arrow table."""
+        self._pending.append(table)
+        self._n_pending += table.num_rows
+        self._n_bytes += table.nbytes
+        self.n_items += table.num_rows
+        if self._n_bytes >= GROUP_BYTES:
+            self._write(self._n_pending)
+        elif self._n_pending >= GROUP_ITEMS:
+            self._write(self._n_pending - self._n_pending % GROUP_ITEMS)
+
+    def close(self, sha256: str | None = None, source: str = "") -> InputFile:
+        """Finish the file; `sha256` identifies its items, by default that of its bytes."""
+        self._write(self._n_pending)
+        with naming(self.path):
+            self._writer.close()
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        now = int(time.time())
+        os.utime(self.path, (now, now))
+        status = self.path.stat()
+        digest = sha256 or _sha256(self.path)
+        return InputFile(str(self.path), status.st_size, status.st_mtime_ns, digest, self.n_items, source)
+
+    def _write(self, n_items: int) -> None:
+        if not n_items:
+            return
+        import pyarrow as pa
+
+        table = pa.concat_tables(self._pending).unify_dictionaries().combine_chunks()
+        with naming(self.path):
+            self._writer.write_table(table.slice(0, n_items), row_group_size=GROUP_ITEMS)
+        rest = table.slice(n_items)
+        self._pending = [rest] if rest.num_rows else []
+        self._n_pending, self._n_bytes = rest.num_rows, rest.nbytes
+
+
+class LineRows:
+    """The items of repacked lines; a malformed line is an ItemError that names the place in its source."""
+
+    def __init__(self, its_format: Lines, file: InputFile, columns: Sequence[str] | None) -> None:
+        self._lines = ParquetRows(file.path)
+        self._parser = LineParser(its_format, file.source, columns)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._lines.close()
+
+    def read(self, start: int, stop: int) -> list[Mapping[str, Any] | ItemError]:
+        """Items start..stop-1 of the file."""
+        return [
+            row if isinstance(row, ItemError) else self._parser.parse(item, row["line"].removesuffix(b"\n"))
+            for item, row in enumerate(self._lines.read(start, stop), start)
+        ]
+
+
+def repack_records(records: Any, folder: Path, index: Path, *, stride: int) -> InputSpec:
+    """The spec of items that lie in memory, which are written to `folder`; their index, to `index`.
+
+    `records` are mappings, or a table with an Arrow form: of pyarrow, pandas, polars and others. Mappings of JSON's
+    types are kept as JSON, exactly; other mappings become a table, and must have the same keys. SlurmGPUError names the
+    first record that cannot be stored.
+    """
+    check_pyarrow("Items from Python need")
+    path = folder / FOLDER / "00000.parquet"
+    if hasattr(records, "__arrow_c_stream__"):
+        return _repack_table(records, path, index, stride)
+    rows = list(records)
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise SlurmGPUError(
+                f"Item {number} is of type {type(row).__name__}: expected a mapping, such as {{'text': 'hello'}}."
+            )
+    if not rows:
+        raise SlurmGPUError("There are no items: expected at least one.")
+    if all(map(_is_json, rows)):
+        file = _repack_json(rows, path)
+        return publish(InputSpec(Jsonl.name, (file,), file.n_items, stride, None, repacked=True), index)
+    return _repack_table(_table(rows), path, index, stride)
+
+
+def pack_lines(its_format: Lines, found: Preview, path: Path, advance: Callable[[int], None]) -> InputFile:
+    """Repack a file of lines, which may be compressed; its items, and what is refused, are those of the plain file.
+
+    `advance` is called with the bytes read of the file.
+    """
+    import pyarrow as pa
+
+    schema, source = line_schema(), Path(found.path)
+    parser = LineParser(its_format, found.path, found.columns)
+    finder = RecordFinder(found.path, found.begin, sys.maxsize, line=found.line, quoting=its_format.quoting)
+    # Only the file's end says which chunks the sample of the plain file has.
+    refused: dict[int, SlurmGPUError] = {}
+    first, parts, position, n_chunks = found.begin, list[bytes](), 0, 0
+
+    def add(data: bytes, bounds: NDArray[np.int32]) -> None:
+        lines = pa.Array.from_buffers(pa.binary(), len(bounds) - 1, [None, pa.py_buffer(bounds), pa.py_buffer(data)])
+        groups.add(pa.table([lines], schema=schema))
+
+    with open(source, "rb", buffering=0) as file, RowGroups(path, schema) as groups, ThreadPoolExecutor(1) as beside:
+        hashed = _Hashed(file, found.size_bytes, advance)
+        with decompressing(cast(BinaryIO, io.BufferedReader(hashed, CHUNK_BYTES)), source) as stream:
+            for chunk, is_last in _until_end(_ahead(stream, beside), found.path, trims=its_format.trims):
+                if is_last:
+                    finder.end = position + len(chunk)
+                if block := chunk[max(found.begin - position, 0) :]:
+                    starts = finder.starts(np.frombuffer(block, np.uint8))
+                    try:
+                        parser.check_sample(groups.n_items + 1, chunk, starts - position)
+                    except SlurmGPUError as error:
+                        refused[n_chunks] = error
+                    parts.append(block)
+                    if len(starts):
+                        data = b"".join(parts)
+                        add(data, np.concatenate([[0], starts - first]).astype(np.int32))
+                        first, parts = int(starts[-1]), [data[starts[-1] - first :]]
+                position += len(chunk)
+                n_chunks += 1
+        refuse_changed(found, os.fstat(file.fileno()))
+        distance = sampling_distance(position)
+        for number, refusal in refused.items():
+            if number % distance == 0:
+                raise refusal
+        finder.finish()
+        last = b"".join(parts)
+        parser.check(groups.n_items, split(last, quoting=its_format.quoting)[0])
+        add(last, np.array([0, len(last)], np.int32))
+        return groups.close(hashed.checksum.hexdigest(), str(source))
+
+
+class _Hashed(io.RawIOBase):
+    """The first `n_bytes` of a file, hashed as they are read."""
+
+    def __init__(self, file: io.FileIO, n_bytes: int, advance: Callable[[int], None]) -> None:
+        self.checksum = hashlib.sha256()
+        self._file, self._n_bytes, self._advance = file, n_bytes, advance
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        chunk = self._file.read(min(len(buffer), self._n_bytes))
+        self.checksum.update(chunk)
+        buffer[: len(chunk)] = chunk
+        self._n_bytes -= len(chunk)
+        self._advance(len(chunk))
+        return len(chunk)
+
+
+def _ahead(stream: BinaryIO, beside: ThreadPoolExecutor) -> Iterator[bytes]:
+    """Chunks of equal sizes, the next of which another thread reads; two are in memory."""
+    reading = beside.submit(stream.read, CHUNK_BYTES)
+    while chunk := reading.result():
+        reading = beside.submit(stream.read, CHUNK_BYTES)
+        yield chunk
+
+
+def _until_end(chunks: Iterable[bytes], path: str, *, trims: bool) -> Iterator[tuple[bytes, bool]]:
+    """The chunks, and whether each is the last; with `trims`, without newlines at the very end."""
+    waiting: list[bytes] = []
+    for chunk in chunks:
+        if not trims or chunk.strip(b"\r\n"):
+            yield from ((each, False) for each in waiting)
+            waiting = []
+        elif len(waiting) * CHUNK_BYTES > MAX_RECORD_BYTES:
+            raise SlurmGPUError(
+                f"{path} has more than {MAX_RECORD_BYTES >> 20} MiB of newlines in a row: expected items. Correct it "
+                f"and plan again."
+            )
+        waiting.append(chunk)
+    if waiting:
+        yield waiting[0].rstrip(b"\r\n") if trims else waiting[0], True
+
+
+def publish(spec: InputSpec, index: Path) -> InputSpec:
+    """The spec of repacked files, whose index is written: its header is all there is."""
+    with IndexWriter(index, stride=spec.stride, n_files=0) as writer:
+        writer.publish(spec.digest)
+    return spec
+
+
+def check_pyarrow(what: str) -> None:
+    """Raise SlurmGPUError if pyarrow is missing; `what` begins the sentence."""
+    try:
+        import pyarrow.parquet  # noqa: F401
+    except ImportError as error:
+        raise SlurmGPUError(f"{what} pyarrow, here and where tasks run: pip install 'slurmgpu[parquet]'.") from error
+
+
+def line_schema() -> Any:
+    """The Arrow schema of repacked lines."""
+    import pyarrow as pa
+
+    return pa.schema([pa.field("line", pa.binary(), nullable=False)])
+
+
+def _repack_json(rows: Sequence[Mapping[str, Any]], path: Path) -> InputFile:
+    import pyarrow as pa
+
+    schema, checksum = line_schema(), hashlib.sha256()
+    with RowGroups(path, schema) as groups:
+        for start in range(0, len(rows), _STEP):
+            lines = [json.dumps(row).encode() + b"\n" for row in rows[start : start + _STEP]]
+            checksum.update(b"".join(lines))
+            groups.add(pa.table([pa.array(lines, pa.binary())], schema=schema))
+        return groups.close(checksum.hexdigest())
+
+
+def _is_json(value: Any) -> bool:
+    """Whether a value is read from JSON as it was, but for tuples, which become lists."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_json, value))
+    if isinstance(value, Mapping):
+        return isinstance(value, dict) and all(type(key) is str for key in value) and all(map(_is_json, value.values()))
+    return value is None or type(value) in (str, int, float, bool)
+
+
+def _repack_table(records: Any, path: Path, index: Path, stride: int) -> InputSpec:
+    import pyarrow as pa
+
+    reader = pa.RecordBatchReader.from_stream(records)
+    with RowGroups(path, reader.schema) as groups:
+        for table in _even(pa.Table.from_batches([batch]) for batch in reader):
+            groups.add(table.replace_schema_metadata(None))
+        if not groups.n_items:
+            raise SlurmGPUError("The table has no rows: expected at least one item.")
+        file = groups.close()
+    columns = tuple(reader.schema.names)
+    doubled = sorted({name for name in columns if columns.count(name) > 1})
+    if doubled:
+        raise SlurmGPUError(f"{doubled[0]!r} names two columns of the table: expected a name of its own for each.")
+    return publish(InputSpec(Parquet.name, (file,), file.n_items, stride, columns, repacked=True), index)
+
+
+def _even(tables: Iterable[Any]) -> Iterator[Any]:
+    """The rows of tables in pieces of equal numbers."""
+    import pyarrow as pa
+
+    pending: list[Any] = []
+    missing = _STEP
+    for table in tables:
+        while table.num_rows:
+            head = table.slice(0, missing)
+            pending.append(head)
+            missing -= head.num_rows
+            table = table.slice(head.num_rows)
+            if not missing:
+                yield pa.concat_tables(pending)
+                pending, missing = [], _STEP
+    if pending:
+        yield pa.concat_tables(pending)
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """An Arrow table of mappings with the same keys; SlurmGPUError names what cannot be stored."""
+    import pyarrow as pa
+
+    keys = list(rows[0])
+    for number, row in enumerate(rows):
+        if row.keys() != rows[0].keys():
+            raise SlurmGPUError(
+                f"Item {number} has the keys {', '.join(map(repr, row))}, and item 0 {', '.join(map(repr, keys))}: "
+                f"expected the same keys in all, as some values are not of JSON's types and are stored as columns."
+            )
+    columns = []
+    for key in keys:
+        if type(key) is not str:
+            raise SlurmGPUError(f"{key!r} is a key of item 0: expected text, as it names a column.")
+        try:
+            columns.append(pa.array([row[key] for row in rows]))
+        except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+            raise SlurmGPUError(
+                f"The values of {key!r} cannot be stored in one column: {error}. Give all items values of one type: "
+                f"text, bytes, numbers, booleans, dates, NumPy arrays of one dimension, or lists and dicts of these."
+            ) from error
+    return pa.table(columns, names=keys)
+
+
+def _sha256(path: Path) -> str:
+    checksum = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            checksum.update(chunk)
+    return checksum.hexdigest()

@@ -1,0 +1,366 @@
+"""Compare the rows of two runs, or of two merged files, by index or by a key."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from slurmgpu import inputs, results
+from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
+from slurmgpu.report.build import read_report
+from slurmgpu.results.published import Block, FileRows, Row, RunRows
+from slurmgpu.run.directory import Run
+from slurmgpu.run.recompute import spans_of
+from slurmgpu.util.atomic_files import working_folder
+from slurmgpu.util.json_values import json_value
+from slurmgpu.util.shared_files import is_folder
+
+log = logging.getLogger(__name__)
+
+COMPARISON_FORMAT = "slurmgpu comparison"
+COMPARISON_VERSION = 1
+N_EXAMPLES = 10
+
+Source = RunRows | FileRows
+
+
+@dataclass
+class Side:
+    """One of the two: its path, its rows, the failed ones among them, and what the other lacks.
+
+    `n_missing` are items of a run without a row. `only` are the first rows that the other side lacks, by index, and
+    `only_columns` columns. `n_without_key` are rows that have no key, and so no partner. `damaged` names shards whose
+    rows could not be read. `summary` is that of the report.
+    """
+
+    path: str
+    n_rows: int = 0
+    n_failed: int = 0
+    n_missing: int = 0
+    n_only: int = 0
+    only: list[int] = field(default_factory=list)
+    only_columns: list[str] = field(default_factory=list)
+    n_without_key: int = 0
+    damaged: list[str] = field(default_factory=list)
+    summary: Mapping[str, Any] | None = None
+
+
+@dataclass
+class ColumnDifference:
+    """How many rows differ in a column, and for numbers by how much at most; None if no number differs."""
+
+    n_rows: int = 0
+    largest: float | None = None
+
+
+class Difference(NamedTuple):
+    """A row that differs: its indices on both sides, its key, and both values of each column that differs."""
+
+    a_index: int
+    b_index: int
+    key: str | None
+    columns: Mapping[str, tuple[Any, Any]]
+
+
+@dataclass
+class Comparison:
+    """What differs between two runs: `equal` if nothing does; `differences` are the first rows that do."""
+
+    a: Side
+    b: Side
+    key: str | None
+    tolerance: float
+    n_common: int = 0
+    n_different: int = 0
+    columns: dict[str, ColumnDifference] = field(default_factory=dict)
+    differences: list[Difference] = field(default_factory=list)
+
+    @property
+    def equal(self) -> bool:
+        """Whether both have the same columns, the same rows, and the same values in them."""
+        sides = self.a, self.b
+        return not (self.n_different or any(side.n_only or side.only_columns for side in sides))
+
+    def to_json(self) -> dict[str, Any]:
+        """The keys of `slurmgpu compare --json`."""
+        found = {"format": COMPARISON_FORMAT, "version": COMPARISON_VERSION, "equal": self.equal, **asdict(self)}
+        found["differences"] = [
+            {**each._asdict(), "columns": {name: json_value(pair) for name, pair in each.columns.items()}}
+            for each in self.differences
+        ]
+        return found
+
+
+def compare(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    key: str | None = None,
+    columns: Sequence[str] = (),
+    tolerance: float = 0.0,
+    n_examples: int = N_EXAMPLES,
+) -> Comparison:
+    """What differs between the rows of two run directories, which may be at work, or merged files.
+
+    Rows belong together by their index, or by `key`: a column, or a field of the input, with another value in each
+    row. `columns` are those to compare, by default all that both have, and `error`. Numbers x and y are the same if
+    |x - y| <= tolerance * max(1, |x|, |y|); NaN is the same as NaN.
+
+    By index, memory is bounded by a block of rows; a key takes 40 bytes for each row as well.
+    """
+    if not 0 <= tolerance < math.inf:
+        raise SlurmGPUError(f"The tolerance is {tolerance}; expected 0 or a positive number.")
+    with _opened(Path(a)) as one, _opened(Path(b)) as other:
+        found = Comparison(Side(str(a)), Side(str(b)), key, tolerance)
+        names = _common(found, one, other, columns)
+        found.columns = {name: ColumnDifference() for name in names}
+        pairs = _by_index(one, other) if key is None else _by_key(found, one, other, key)
+        for name_of_pair, row, its in pairs:
+            for side, each, partner in ((found.a, row, its), (found.b, its, row)):
+                if each is not None:
+                    side.n_rows += 1
+                    side.n_failed += each.error is not None
+                    side.n_only += partner is None
+                    if partner is None and len(side.only) < n_examples:
+                        side.only.append(each.index)
+            if row is not None and its is not None:
+                _compare_rows(found, names, name_of_pair, row, its, n_examples)
+        for side, source in ((found.a, one), (found.b, other)):
+            if isinstance(source, RunRows):
+                side.n_missing = source.run.plan.n_items - side.n_rows
+                side.damaged = list(dict.fromkeys(source.problems))
+                report = read_report(source.run)
+                side.summary = report["summary"] if report else None
+    return found
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Source]:
+    if is_folder(path):
+        with RunRows(Run.open(path)) as rows:
+            yield rows
+    else:
+        with results.open(path) as merged:
+            yield FileRows(merged)
+
+
+def _common(found: Comparison, one: Source, other: Source, columns: Sequence[str]) -> list[str]:
+    """The columns to compare, `error` among them unless others were asked for."""
+    both = [name for name in one.columns if name in other.columns]
+    for name in columns:
+        if name not in (*both, "error"):
+            raise SlurmGPUError(
+                f"{found.a.path} and {found.b.path} have no common column {name!r}.{did_you_mean(name, both)}"
+            )
+    if not columns:
+        found.a.only_columns = [name for name in one.columns if name not in other.columns]
+        found.b.only_columns = [name for name in other.columns if name not in one.columns]
+    return [*dict.fromkeys(columns)] or [*both, "error"]
+
+
+def _compare_rows(
+    found: Comparison, names: Sequence[str], key: str | None, row: Row, its: Row, n_examples: int
+) -> None:
+    found.n_common += 1
+    differing = {}
+    for name in names:
+        one, other = (each.error if name == "error" else each[name] for each in (row, its))
+        if not is_same(one, other, found.tolerance):
+            differing[name] = one, other
+            column = found.columns[name]
+            column.n_rows += 1
+            if (distance := _distance(one, other)) is not None:
+                column.largest = max(distance, column.largest or 0.0)
+    if differing:
+        found.n_different += 1
+        if len(found.differences) < n_examples:
+            found.differences.append(Difference(row.index, its.index, key, differing))
+
+
+def is_same(one: Any, other: Any, tolerance: float) -> bool:
+    """Whether two values are the same, numbers in them within the tolerance; see `compare`."""
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return one.shape == other.shape and bool(_are_close(one, other, tolerance).all())
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(is_same(x, y, tolerance) for x, y in zip(one, other, strict=True))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(is_same(one[name], other[name], tolerance) for name in one)
+    if isinstance(one, bool) or isinstance(other, bool) or not (_is_number(one) and _is_number(other)):
+        return type(one) is type(other) and bool(one == other)
+    if one == other or (one != one and other != other):
+        return True
+    return tolerance > 0 and bool(abs(one - other) <= tolerance * max(1.0, abs(one), abs(other)) < math.inf)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | complex)
+
+
+def _are_close(one: npt.NDArray[Any], other: npt.NDArray[Any], tolerance: float) -> npt.NDArray[np.bool_]:
+    same: npt.NDArray[np.bool_] = np.asarray(one == other)
+    if one.dtype.kind not in "iufc" or other.dtype.kind not in "iufc":
+        return same
+    with np.errstate(all="ignore"):
+        wide, its = (each.astype(np.complex128 if each.dtype.kind == "c" else np.float64) for each in (one, other))
+        bound = tolerance * np.maximum(1.0, np.maximum(abs(wide), abs(its)))
+        near = (abs(wide - its) <= bound) & np.isfinite(bound) if tolerance else np.zeros_like(same)
+    close: npt.NDArray[np.bool_] = same | near | (np.isnan(wide) & np.isnan(its))
+    return close
+
+
+def _distance(one: Any, other: Any) -> float | None:
+    """The largest difference of numbers or arrays of one shape; None for other values, and without a finite one."""
+    if isinstance(one, bool) or not (_is_number(one) or isinstance(one, np.ndarray)):
+        return None
+    if isinstance(other, bool) or np.shape(one) != np.shape(other) or np.asarray(other).dtype.kind not in "biufc":
+        return None
+    if (values := np.asarray(one)).dtype.kind not in "biufc":
+        return None
+    with np.errstate(all="ignore"):
+        distances = np.abs(values.astype(np.complex128) - np.asarray(other).astype(np.complex128))
+    finite = distances[np.isfinite(distances)]
+    return float(finite.max()) if finite.size else None
+
+
+Pair = tuple[str | None, Row | None, Row | None]
+
+
+def _by_index(one: Source, other: Source) -> Iterator[Pair]:
+    """The rows of both sides by index; None for a row that a side lacks."""
+    rows, others = _rows(one), _rows(other)
+    row, its = next(rows, None), next(others, None)
+    while row is not None or its is not None:
+        if its is None or (row is not None and row.index < its.index):
+            yield None, row, None
+            row = next(rows, None)
+        elif row is None or its.index < row.index:
+            yield None, None, its
+            its = next(others, None)
+        else:
+            yield None, row, its
+            row, its = next(rows, None), next(others, None)
+
+
+def _rows(source: Source) -> Iterator[Row]:
+    for block in source.blocks():
+        yield from block.rows()
+
+
+def _by_key(found: Comparison, one: Source, other: Source, key: str) -> Iterator[Pair]:
+    """The rows of both sides by key, in the order of the first side, then those that only the second has."""
+    keys_of, keys_of_other = _key_reader(found.a.path, one, key), _key_reader(found.b.path, other, key)
+    _table_of(one, keys_of, key, found.a)
+    hashes, items = _table_of(other, keys_of_other, key, found.b)
+    is_matched = np.zeros(len(items), bool)
+    for block in one.blocks():
+        keys, rows = keys_of(block), block.rows()
+        places = [_place(hashes, each) for each in keys]
+        partners = _rows_at(other, keys_of_other, [int(items[place]) for place in places if place is not None])
+        for name, row, place in zip(keys, rows, places, strict=True):
+            its = None
+            if place is not None:
+                is_matched[place] = True
+                its_name, its = partners[int(items[place])]
+                if its_name != name:
+                    raise SlurmGPUError(f"The keys {name!r} and {its_name!r} cannot be told apart; compare by index.")
+            yield name, row, its
+    matched = set(items[is_matched].tolist())
+    for row in _rows(other):
+        if row.index not in matched:
+            yield None, None, row
+
+
+KeyReader = Callable[[Block], list[str | None]]
+
+
+def _key_reader(path: str, source: Source, key: str) -> KeyReader:
+    """A function that returns the key of each row of a block, from the column, else from the input."""
+    is_column, has_input = key in source.columns, isinstance(source, RunRows) and source.run.plan.input.get("files")
+    if not is_column and not has_input:
+        raise SlurmGPUError(f"{path} has no column {key!r}.{did_you_mean(key, source.columns)}")
+
+    def read(block: Block) -> list[str | None]:
+        file, start, stop = block
+        indices = file["index"].python_values(start, stop)
+        if not is_column:
+            return list(map(_text, _of_input(source, key, indices)))
+        found = list(map(_text, file[key].python_values(start, stop)))
+        failed = np.flatnonzero(block.failed).tolist()  # their columns are blank
+        try:
+            values = _of_input(source, key, [indices[place] for place in failed]) if has_input else []
+        except SlurmGPUError as error:
+            log.info("failed items have no %s: %s", key, error)
+            values = []
+        for number, place in enumerate(failed):
+            found[place] = _text(values[number]) if values else None
+        return found
+
+    return read
+
+
+def _of_input(source: Source, key: str, indices: Sequence[int]) -> list[Any]:
+    """The field of the input for items, ascending; None where there is none."""
+    assert isinstance(source, RunRows)
+    run, found = source.run, list[Any]()
+    with (
+        working_folder(Path(run.plan.search_path)),
+        inputs.Reader(inputs.InputSpec.from_json(run.input), run.index) as reader,
+    ):
+        for first, stop in spans_of(list(map(run.plan.n_before, indices))):
+            found += [None if isinstance(data, ItemError) else data.get(key) for data in reader.read(first, stop)]
+    return found
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else value if isinstance(value, str) else str(json_value(value))
+
+
+def _table_of(
+    source: Source, keys_of: KeyReader, key: str, side: Side
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Sorted hashes of the keys, and their items; SlurmGPUError if two rows share a key."""
+    parts: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = [(np.empty(0, np.int64), np.empty(0, np.int64))]
+    for block in source.blocks():
+        keys = keys_of(block)
+        indices = np.array(block.file["index"].values[block.start : block.stop])
+        is_named = np.array([each is not None for each in keys], bool)
+        side.n_without_key += len(keys) - int(is_named.sum())
+        parts.append((np.array([hash(each) for each in keys if each is not None], np.int64), indices[is_named]))
+    hashes, items = (np.concatenate(each) for each in zip(*parts, strict=True))
+    if not len(hashes) and side.n_without_key:
+        raise SlurmGPUError(f"No row of {side.path} has a {key!r}; it is neither a column nor a field of the input.")
+    order = np.argsort(hashes, kind="stable")
+    hashes, items = hashes[order], items[order]
+    if len(twice := np.flatnonzero(hashes[1:] == hashes[:-1])):
+        at = twice[items[twice].argmin()]  # hashes, and so their order, differ from process to process
+        first, second = items[at : at + 2].tolist()
+        raise SlurmGPUError(
+            f"{side.path} has several rows with one {key!r}, as items {first} and {second}. A key must differ from row "
+            "to row; without --key rows are compared by index."
+        )
+    return hashes, items
+
+
+def _place(hashes: npt.NDArray[np.int64], key: str | None) -> int | None:
+    if key is None:
+        return None
+    place = int(np.searchsorted(hashes, hash(key)))
+    return place if place < len(hashes) and hashes[place] == hash(key) else None
+
+
+def _rows_at(source: Source, keys_of: KeyReader, items: Sequence[int]) -> dict[int, tuple[str | None, Row]]:
+    """The rows of items with their keys."""
+    found: dict[int, tuple[str | None, Row]] = {}
+    for span in spans_of(sorted(items)):
+        for block in source.blocks(*span):
+            found |= {row.index: (name, row) for name, row in zip(keys_of(block), block.rows(), strict=True)}
+    return found

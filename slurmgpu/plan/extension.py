@@ -1,0 +1,161 @@
+"""A run that extends another one: of an input that has more items at its end, only these are computed."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.inputs.formats import CHUNK_BYTES, named
+from slurmgpu.inputs.spec import PROMISED, InputFile, InputSpec
+from slurmgpu.run.directory import Plan, Run
+from slurmgpu.util.atomic_files import beside, fsync_dir
+from slurmgpu.util.plurals import count_of
+from slurmgpu.util.shared_files import replace, retried
+
+SAME = ("workload", "settings", "columns", "batch_size", "shard_items", "seed")
+"""What both plans must have in common, as rows depend on it; the input is compared file by file."""
+CANNOT_LINK = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What says that a file can only be copied: another file system, another user's file, too many links."""
+
+
+@dataclass(frozen=True)
+class Extension:
+    """The run that is extended, and its published shards that have the same items in both runs, by revisions."""
+
+    run: Run
+    shards: Mapping[int, list[int]]
+
+    @property
+    def fingerprints(self) -> tuple[str, ...]:
+        """The fingerprints that the shards may carry."""
+        return self.run.plan.fingerprints
+
+    def describe(self, plan: Plan) -> str:
+        """What is taken, and what is computed, as a note."""
+        n_taken = sum(stop - start for start, stop in map(plan.bounds, self.shards))
+        shards = count_of(len(self.shards), "shard")
+        return (
+            f"{shards} with {count_of(n_taken, 'item')} are those of {self.run.folder}; "
+            f"{count_of(plan.n_items - n_taken, 'item')} {'is' if plan.n_items - n_taken == 1 else 'are'} computed."
+        )
+
+    def put_into(self, run: Run) -> None:
+        """Link the shards into the run directory of the extending run, or copy them where they cannot be linked."""
+        for shard, revisions in self.shards.items():
+            for revision in revisions:
+                _link_or_copy(self.run.revision_path(shard, revision), run.revision_path(shard, revision))
+        fsync_dir(run.shards)
+
+
+def extend(old: Run, plan: Plan, folder: Path) -> Extension:
+    """The extension of `old` by a plan; SlurmGPUError says why the plan does not extend it.
+
+    `folder` has the input's files that lie in run directories.
+    """
+    before, spec = InputSpec.from_json(old.plan.input), InputSpec.from_json(plan.input)
+    if before.ranges is not None:
+        raise _refusal(old, "it is a run of some items of its input. Extend one of a whole input")
+    for what in SAME:
+        mine, others = getattr(plan, what), getattr(old.plan, what)
+        if mine != others:
+            raise _refusal(old, _difference(what, mine, others))
+    if (before.format, before.columns) != (spec.format, spec.columns):
+        raise _refusal(old, f"its input is {_kind(before)}, and this one {_kind(spec)}")
+    if any(file.size_bytes == PROMISED for file in (*before.files, *spec.files)):
+        raise _refusal(old, "the merged file that is the input did not exist yet when one of the two was planned")
+    _check_prefix(old, before.files, spec.files, folder, grows=named(spec.format).grows)
+    if spec.n_items <= before.n_items:
+        raise _refusal(
+            old, f"the input has its {count_of(before.n_items, 'item')} and no more. Nothing is to be computed"
+        )
+    n_whole = before.n_items // plan.shard_items
+    there = old.shard_files(fresh=True)
+    return Extension(old, {shard: there[shard] for shard in sorted(there) if shard < n_whole})
+
+
+def _check_prefix(
+    old: Run, before: tuple[InputFile, ...], files: tuple[InputFile, ...], folder: Path, *, grows: bool
+) -> None:
+    """SlurmGPUError unless the files are those of before, of which the last may have grown, and others after them."""
+    for number, former in enumerate(before):
+        if number == len(files):
+            raise _refusal(old, f"its input has {former.path} as well, and this one ends before it")
+        if (file := files[number]).sha256 == former.sha256:
+            continue
+        if any(later.sha256 == former.sha256 for later in files[number + 1 :]):
+            raise _refusal(
+                old,
+                f"{file.path} comes before {former.path}, which was file {number + 1} of its input. New files go "
+                f'behind the former ones: list them in that order, as in input = ["former/*.jsonl", "new.jsonl"]',
+            )
+        has_grown = grows and _begins_with(folder / file.path, former)
+        if not has_grown:
+            raise _refusal(old, f"{file.path} is not {former.path} as it was, nor that with more lines at its end")
+        if number < len(before) - 1:
+            raise _refusal(
+                old,
+                f"{file.path} has more lines than it had, and other files of its input follow it. "
+                f"Put the new lines into a file of their own, behind the others",
+            )
+
+
+def _begins_with(path: Path, former: InputFile) -> bool:
+    """Whether a file begins with the bytes of a former one, which end where a line does."""
+    checksum, left = hashlib.sha256(), former.size_bytes
+    with open(path, "rb") as file:
+        last = b""
+        while left and (chunk := file.read(min(CHUNK_BYTES, left))):
+            checksum.update(chunk)
+            left -= len(chunk)
+            last = chunk[-1:]
+        is_end_of_line = b"\n" in (last, file.read(1))
+    return not left and is_end_of_line and checksum.hexdigest() == former.sha256
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    def link() -> None:
+        try:
+            os.link(source, target)
+        except FileExistsError:
+            if not source.samefile(target):  # else the reply to a first request was lost
+                raise
+
+    def copy() -> None:
+        with beside(target) as partial:
+            with open(source, "rb") as content, open(partial, "wb") as file:
+                shutil.copyfileobj(content, file, CHUNK_BYTES)
+                file.flush()
+                os.fsync(file.fileno())
+            replace(partial, target)
+
+    try:
+        retried(link)
+    except OSError as error:
+        if error.errno not in CANNOT_LINK:
+            raise
+        retried(copy)
+
+
+def _difference(what: str, mine: Any, others: Any) -> str:
+    if isinstance(mine, Mapping):
+        names = [name for name in sorted({*mine, *others}) if mine.get(name) != others.get(name)]
+        found = [f"{table[names[0]]!r:.200}" if names[0] in table else "not set" for table in (mine, others)]
+        what = f"{what}.{names[0]}"
+    else:
+        found = [f"{each!r:.200}" for each in (mine, others)]
+    return f"{what} is {found[0]}, and it was {found[1]} there. Plan a run of its own, or set it as it was"
+
+
+def _kind(spec: InputSpec) -> str:
+    return f"{spec.format} with the columns {', '.join(spec.columns)}" if spec.columns else spec.format
+
+
+def _refusal(old: Run, why: str) -> SlurmGPUError:
+    return SlurmGPUError(f"{old.folder} cannot be extended: {why}.")

@@ -1,0 +1,53 @@
+"""The trackers that a run file and `track --to` may name: built-in ones, and those of packages.
+
+Their classes are in `trackers`; the group of entry points is `slurmgpu.trackers`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.util.plugins import Plugins
+
+TRACKERS = Plugins(
+    "slurmgpu.trackers",
+    "tracker",
+    "slurmgpu.trackers.interface.Tracker",
+    {
+        "tensorboard": "slurmgpu.trackers.tensorboard:TensorBoard",
+        "wandb": "slurmgpu.trackers.wandb:WeightsAndBiases",
+        "mlflow": "slurmgpu.trackers.mlflow:MLflow",
+        "trackio": "slurmgpu.trackers.trackio:Trackio",
+    },
+)
+WHERE = {"tensorboard": "DIR", "wandb": "PROJECT", "mlflow": "URI", "trackio": "PROJECT"}
+WITH_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")
+
+
+@dataclass(frozen=True)
+class Destination:
+    """A tracker's name, and the folder, project or address that it takes: `tensorboard:DIR`."""
+
+    tracker: str
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.tracker}:{self.where}"
+
+
+def parse_destination(text: str) -> Destination:
+    """The destination in TRACKER:WHERE; SlurmGPUError for anything else, and for one that holds a password."""
+    tracker, _, where = text.partition(":")
+    if tracker not in TRACKERS.built_in and tracker not in (names := TRACKERS.names()):
+        known = ", ".join(f"{name}:{WHERE.get(name, 'WHERE')}" for name in names)
+        raise SlurmGPUError(f"There is no tracker {tracker!r}; expected one of {known}.{did_you_mean(tracker, names)}")
+    if not where:
+        raise SlurmGPUError(f"{text!r} does not say where to: write {tracker}:{WHERE.get(tracker, 'WHERE')}.")
+    if WITH_PASSWORD.search(where):
+        raise SlurmGPUError(
+            f"The address for {tracker} holds a password, which files and process lists would show. Leave it out, and "
+            f"set the tracker's own variable in the environment, such as MLFLOW_TRACKING_PASSWORD."
+        )
+    return Destination(tracker, where)

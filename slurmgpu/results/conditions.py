@@ -1,0 +1,163 @@
+"""Conditions on rows, such as `score > 0.5 and label != "no"`. Imported on demand, since it needs pyarrow.
+
+The grammar is a part of Python's expressions, read by Python's parser; each operation is one of Arrow's, and nothing is
+evaluated as Python. docs/reference/cli.md lists what may be written. As in SQL, a comparison with null is null, and a
+row is chosen only if the condition is true; a comparison with NaN is false, except `!=`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from slurmgpu.errors import SlurmGPUError, did_you_mean
+
+_COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: pc.equal, ast.NotEq: pc.not_equal, ast.Lt: pc.less, ast.LtE: pc.less_equal,
+    ast.Gt: pc.greater, ast.GtE: pc.greater_equal,
+}  # fmt: skip
+_ARITHMETIC: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: pc.add_checked,
+    ast.Sub: pc.subtract_checked,
+    ast.Mult: pc.multiply_checked,
+    ast.Div: lambda one, other: pc.divide(pc.cast(one, pa.float64()), other),
+}
+_FUNCTIONS = ("abs", "col", "isnan", "len", "lower", "matches")
+
+_ALLOWED = (
+    " A condition is made of columns, numbers, texts, + - * /, comparisons, in, is None, and, or, not,"
+    ' abs(x), isnan(x), len(x), lower(text), matches(text, "regex") and col("odd name").'
+)
+
+
+class Condition:
+    """A condition on rows with columns `names`; SlurmGPUError says what in `text` is wrong. `columns` are in it."""
+
+    def __init__(self, text: str, names: Collection[str]) -> None:
+        self.text, self._names = text, names
+        self.columns: list[str] = []
+        try:
+            self._tree = ast.parse(text.strip(), mode="eval").body
+        except SyntaxError as error:
+            raise self._wrong(_about(text, error)) from None
+        except (ValueError, RecursionError, MemoryError) as error:
+            raise self._wrong(f"it cannot be read: {error}") from error
+        for node in ast.walk(self._tree):
+            if (name := _column_of(node)) is not None:
+                if name not in names:
+                    raise self._wrong(f"there is no column {name!r}.{did_you_mean(name, names)}")
+                self.columns.append(name)
+        if not self.columns:
+            raise self._wrong(f"it names no column. The columns are {', '.join(names)}.")
+
+    def chosen(self, table: pa.Table) -> npt.NDArray[np.bool_]:
+        """A mask of the rows for which the condition is true; SlurmGPUError if values have other types than it needs.
+
+        The types of an empty table are checked as well.
+        """
+        try:
+            found = self._value(self._tree, table)
+        except pa.ArrowException as error:
+            raise self._wrong(f"it does not fit the columns: {str(error).splitlines()[0]}") from error
+        if not isinstance(found, pa.ChunkedArray | pa.Array) or found.type != pa.bool_():
+            raise self._wrong("it is neither true nor false. Compare the value with another, as in score > 0.5.")
+        mask: npt.NDArray[np.bool_] = pc.fill_null(found, False).to_numpy(zero_copy_only=False)
+        return mask.astype(bool, copy=False)
+
+    def _value(self, node: ast.expr, table: pa.Table) -> Any:
+        """An Arrow array or scalar."""
+        if (name := _column_of(node)) is not None:
+            return table[name]
+        match node:
+            case ast.Constant(bool() | int() | float() | str() as value):
+                return pa.scalar(value)
+            case ast.BoolOp(op, values):
+                combine = pc.and_kleene if isinstance(op, ast.And) else pc.or_kleene
+                found = self._value(values[0], table)
+                for each in values[1:]:
+                    found = combine(found, self._value(each, table))
+                return found
+            case ast.UnaryOp(ast.Not(), operand):
+                return pc.invert(self._value(operand, table))
+            case ast.UnaryOp(ast.USub(), operand):
+                return pc.negate_checked(self._value(operand, table))
+            case ast.BinOp(left, op, right) if type(op) in _ARITHMETIC:
+                return _ARITHMETIC[type(op)](self._value(left, table), self._value(right, table))
+            case ast.Compare(left, ops, comparators):
+                return self._comparison([left, *comparators], ops, table)
+            case ast.Subscript(value, ast.Constant(str() as key)):
+                return pc.struct_field(self._value(value, table), [key])
+            case ast.Call(ast.Name(name), arguments, []) if name in _FUNCTIONS:
+                return self._call(name, arguments, table)
+        raise self._wrong(f"{ast.unparse(node)!r} cannot be used here.{_ALLOWED}")
+
+    def _comparison(self, operands: list[ast.expr], ops: list[ast.cmpop], table: pa.Table) -> Any:
+        found = None
+        for left, op, right in zip(operands, ops, operands[1:], strict=False):
+            each = self._compared(left, op, right, table)
+            found = each if found is None else pc.and_kleene(found, each)
+        return found
+
+    def _compared(self, left: ast.expr, op: ast.cmpop, right: ast.expr, table: pa.Table) -> Any:
+        if compare := _COMPARISONS.get(type(op)):
+            return compare(self._value(left, table), self._value(right, table))
+        if isinstance(op, ast.Is | ast.IsNot):
+            if not (isinstance(right, ast.Constant) and right.value is None):
+                raise self._wrong(f"'is' takes None alone, as in error is None; found {ast.unparse(right)}.")
+            value = self._value(left, table)
+            return pc.is_null(value) if isinstance(op, ast.Is) else pc.is_valid(value)
+        match left, right:
+            case _, ast.List(elements) | ast.Tuple(elements):
+                found = self._is_any(self._value(left, table), elements)
+            case ast.Constant(str() as text), _:
+                found = pc.match_substring(self._value(right, table), text)
+            case _:
+                raise self._wrong(
+                    f"{ast.unparse(right)!r} cannot be searched; write column in [1, 2], or 'text' in column."
+                )
+        return found if isinstance(op, ast.In) else pc.invert(found)
+
+    def _is_any(self, value: Any, elements: list[ast.expr]) -> Any:
+        try:
+            choices = [ast.literal_eval(element) for element in elements]
+        except ValueError:
+            raise self._wrong("a list may hold numbers and texts alone.") from None
+        found = pc.is_in(value, value_set=pc.cast(pa.array(choices), value.type))
+        return pc.if_else(pc.is_valid(value), found, pa.scalar(None, pa.bool_()))
+
+    def _call(self, name: str, arguments: list[ast.expr], table: pa.Table) -> Any:
+        match name, arguments:
+            case "matches", [text, ast.Constant(str() as pattern)]:
+                return pc.match_substring_regex(self._value(text, table), pattern)
+            case "len", [value]:
+                found = self._value(value, table)
+                return pc.list_value_length(found) if pa.types.is_nested(found.type) else pc.utf8_length(found)
+            case "abs" | "isnan" | "lower", [value]:
+                function = {"abs": pc.abs_checked, "isnan": pc.is_nan, "lower": pc.utf8_lower}[name]
+                return function(self._value(value, table))
+        raise self._wrong(f"{name}(…) does not take {', '.join(map(ast.unparse, arguments)) or 'nothing'}.{_ALLOWED}")
+
+    def _wrong(self, what: str) -> SlurmGPUError:
+        return SlurmGPUError(f"The condition {self.text!r} cannot be used: {what}")
+
+
+def _column_of(node: ast.AST) -> str | None:
+    """The column that a node names; None if it names none."""
+    match node:
+        case ast.Call(ast.Name("col"), [ast.Constant(str() as name)], []):
+            return name
+        case ast.Name(name, ast.Load()) if name not in _FUNCTIONS:
+            return name
+    return None
+
+
+def _about(text: str, error: SyntaxError) -> str:
+    if "=" in text and not any(sign in text for sign in ("==", "!=", "<=", ">=")):
+        return 'one = compares nothing; write ==, as in label == "yes".'
+    return f"{error.msg} at character {error.offset}.{_ALLOWED}"

@@ -1,0 +1,100 @@
+"""The one type that all values of a JSON column have, for tables whose columns have types. Needs pyarrow.
+
+Numbers are integers, or floats where any has a fraction and none would be rounded. Lists have elements of one type,
+mappings fields of one type each; what a value lacks is null. Any other column has no type, and stays JSON text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import pyarrow as pa
+
+_MOST_FIELDS = 256
+"""A mapping with more keys is a dictionary rather than a record."""
+_MOST_LEVELS = 16
+_EXACT, _LONG = 1 << 53, 1 << 63
+
+Kind: TypeAlias = str | tuple["Kind"] | dict[str, "Kind"] | None
+"""A name of `_TYPES`, (the elements' kind,), or the fields' kinds by name; None if all values are null."""
+
+_TYPES = {"text": "large_string", "bool": "bool", "exact": "int64", "long": "int64", "float": "double"}
+
+
+class MixedError(ValueError):
+    """Values have no common type."""
+
+
+def common_kind(found: Kind, values: Sequence[Any]) -> Kind:
+    """The kind of values whose first part is of kind `found`; MixedError if they have none."""
+    if {str} >= set(map(type, values)) and found in (None, "text"):  # most columns, without a look at each value
+        return "text" if values else found
+    for value in values:
+        found = _merged(found, _kind_of(value, 0))
+    return found
+
+
+def type_of(kind: Kind) -> pa.DataType | None:
+    """The Arrow type of a kind; None if it has none, since all values are null or a mapping has no key."""
+    if isinstance(kind, str):
+        return pa.type_for_alias(_TYPES[kind])
+    if isinstance(kind, tuple):
+        element = type_of(kind[0]) if kind[0] is not None else pa.null()
+        return None if element is None else pa.large_list(element)
+    fields = {name: type_of(each) if each is not None else pa.null() for name, each in (kind or {}).items()}
+    return pa.struct(list(fields.items())) if fields and None not in fields.values() else None
+
+
+def common_type(parts: Iterable[Sequence[Any]]) -> pa.DataType | None:
+    """The Arrow type of all values of a column, read part by part; None if they have none in common."""
+    kind: Kind = None
+    try:
+        for values in parts:
+            kind = common_kind(kind, values)
+    except MixedError:
+        return None
+    return type_of(kind)
+
+
+def _kind_of(value: Any, level: int) -> Kind:
+    match value:
+        case None:
+            return None
+        case bool():
+            return "bool"
+        case str():
+            return "text"
+        case float():
+            return "float"
+        case int() if -_LONG <= value < _LONG:
+            return "exact" if abs(value) <= _EXACT else "long"
+    if level == _MOST_LEVELS or not isinstance(value, (list, dict)):
+        raise MixedError
+    if isinstance(value, list):
+        found: Kind = None
+        for each in value:
+            found = _merged(found, _kind_of(each, level + 1))
+        return (found,)
+    if len(value) > _MOST_FIELDS:
+        raise MixedError
+    return {name: _kind_of(each, level + 1) for name, each in value.items()}
+
+
+def _merged(one: Kind, other: Kind) -> Kind:
+    if one is None or one == other:
+        return other
+    if other is None:
+        return one
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return (_merged(one[0], other[0]),)
+    if isinstance(one, dict) and isinstance(other, dict):
+        fields = {name: _merged(one.get(name), other.get(name)) for name in {**one, **other}}
+        if len(fields) <= _MOST_FIELDS:
+            return fields
+    elif isinstance(one, str) and isinstance(other, str):
+        if {one, other} == {"exact", "long"}:
+            return "long"
+        if {one, other} == {"exact", "float"}:
+            return "float"
+    raise MixedError

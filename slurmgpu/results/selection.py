@@ -1,0 +1,218 @@
+"""A choice of columns and rows, block by block: what `show`, `export` and `compare` read."""
+
+from __future__ import annotations
+
+import random
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, compress
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.results.published import BLOCK_BYTES, Block, Row
+from slurmgpu.shards.columns import Column, stored_columns
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from slurmgpu.results.conditions import Condition
+
+
+class Source(Protocol):
+    """Rows in input order: those of a run, or of a file."""
+
+    @property
+    def columns(self) -> Mapping[str, Column]:
+        """The workload's columns."""
+        ...
+
+    def present(self, start: int = 0, stop: int | None = None) -> list[tuple[int, int]]:
+        """The items from `start` to `stop` - 1 that have a row, as spans."""
+        ...
+
+    def blocks(self, start: int = 0, stop: int | None = None, n_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+        """The rows of the items `start` to `stop` - 1, as blocks of about `n_bytes`."""
+        ...
+
+
+class Chosen(NamedTuple):
+    """The rows of a block that were chosen: all, or those of a mask."""
+
+    block: Block
+    mask: npt.NDArray[np.bool_] | None
+
+    @property
+    def n_rows(self) -> int:
+        """The number of chosen rows."""
+        return self.block.stop - self.block.start if self.mask is None else int(self.mask.sum())
+
+    def of(self, values: Sequence[Any]) -> list[Any]:
+        """The chosen ones of a value for each row of the block."""
+        return list(values if self.mask is None else compress(values, self.mask))
+
+
+@dataclass
+class Selection:
+    """The rows of a source that a user asks for; SlurmGPUError if the request does not fit its columns.
+
+    `names` are columns in the order of the result, `index` and `error` among them; by default all. `where` is a
+    condition. `spans` are the items, as (start, stop); by default all. `failed` chooses failed items alone. `n_seen`
+    counts the rows that were read, chosen or not.
+    """
+
+    source: Source
+    names: Sequence[str] = ()
+    where: str | None = None
+    spans: Sequence[tuple[int, int | None]] = ((0, None),)
+    failed: bool = False
+    n_seen: int = field(default=0, init=False)
+    _types: dict[str, pa.DataType | None] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        known = stored_columns(dict(self.source.columns))
+        for number, name in enumerate(self.names):
+            if name not in known:
+                raise SlurmGPUError(
+                    f"There is no column {name!r}.{did_you_mean(name, known)} The columns are {', '.join(known)}."
+                )
+            if name in self.names[:number]:
+                raise SlurmGPUError(f"The column {name!r} is asked for twice; name it once.")
+        self.columns = {name: known[name] for name in self.names or known}
+        self._condition: Condition | None = None
+        if self.where is not None:
+            self._condition = _condition(self.where, known)
+            self._tested = {name: known[name] for name in self._condition.columns}
+            self._condition.chosen(self._empty(self._tested))
+
+    def blocks(self, n_bytes: int = BLOCK_BYTES) -> Iterator[Chosen]:
+        """The chosen rows, block by block; blocks without any are left out."""
+        self.n_seen = 0
+        for block in self._all_blocks(n_bytes):
+            self.n_seen += block.stop - block.start
+            mask = block.failed if self.failed else None
+            if self._condition is not None:
+                found = self._condition.chosen(self._table_of(block, self._tested))
+                mask = found if mask is None else mask & found
+            if mask is None or mask.any():
+                yield Chosen(block, mask)
+
+    def rows(self) -> Iterator[Row]:
+        """The chosen rows."""
+        names = [name for name in self.columns if name not in ("index", "error")]
+        for chosen in self.blocks():
+            yield from chosen.of(chosen.block.rows(names))
+
+    def plain_rows(self, n_bytes: int = BLOCK_BYTES, *, as_cells: bool = False) -> Iterator[tuple[Any, ...]]:
+        """The chosen rows as JSON values, or as cells of CSV, in the order of `columns`."""
+        for chosen in self.blocks(n_bytes):
+            block = chosen.block
+            failed, values = np.flatnonzero(block.failed), []
+            for name, column in self.columns.items():
+                stored = block.file[name].stored(block.start, block.stop)
+                of_rows = column.cells(stored) if as_cells else column.plain(stored)
+                if name == "error":
+                    of_rows = [message or None for message in of_rows]
+                elif name != "index":
+                    for row in failed:
+                        of_rows[row] = None
+                values.append(chosen.of(of_rows))
+            yield from zip(*values, strict=True)
+
+    def draw(self, n: int, seed: int) -> list[int]:
+        """The items of `n` of the chosen rows, drawn at random by `seed`, ascending; all if there are fewer.
+
+        With a condition, or `failed`, all rows are read for that, in memory for a block and `n` numbers.
+        """
+        numbers, drawn, n_before = random.Random(seed), list[int](), 0
+        if self._condition is None and not self.failed:
+            spans = [range(*found) for span in self.spans for found in self.source.present(*span)]
+            ends = list(accumulate(map(len, spans)))
+            for place in sorted(numbers.sample(range(ends[-1]), min(n, ends[-1]))) if spans else ():
+                number = bisect_right(ends, place)
+                drawn.append(spans[number][place - ends[number]])
+            return drawn
+        for chosen in self.blocks():
+            block = chosen.block
+            for index in chosen.of(block.file["index"].python_values(block.start, block.stop)):
+                if n_before < n:  # algorithm R of Vitter, Random sampling with a reservoir, 1985
+                    drawn.append(index)
+                elif (place := numbers.randrange(n_before + 1)) < n:
+                    drawn[place] = index
+                n_before += 1
+        return sorted(drawn)
+
+    def tables(self, n_bytes: int) -> Iterator[pa.Table]:
+        """The chosen rows as Arrow tables of one schema, of at most about `n_bytes`."""
+        for chosen in self.blocks(n_bytes):
+            table = self._table_of(chosen.block, self.columns)
+            yield table if chosen.mask is None else table.filter(chosen.mask)
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The schema of the tables."""
+        return self._empty(self.columns).schema
+
+    def _all_blocks(self, n_bytes: int) -> Iterator[Block]:
+        for start, stop in self.spans:
+            yield from self.source.blocks(start, stop, n_bytes)
+
+    def _types_of(self, columns: Mapping[str, Column]) -> Mapping[str, pa.DataType | None]:
+        """The types that the values of JSON columns have in common, over all rows of the spans."""
+        from slurmgpu.results.arrow import value_types
+
+        def parts(name: str) -> Iterator[Sequence[Any]]:
+            return (each.file[name].python_values(each.start, each.stop) for each in self._all_blocks(BLOCK_BYTES))
+
+        new = {name: column for name, column in columns.items() if name not in self._types}
+        self._types |= value_types(new, parts)
+        return self._types
+
+    def _table_of(self, block: Block, columns: Mapping[str, Column]) -> pa.Table:
+        from slurmgpu.results.arrow import to_arrow
+
+        found = {name: block.file[name] for name in columns}
+        return to_arrow(found, block.failed, block.start, block.stop, self._types_of(columns))
+
+    def _empty(self, columns: Mapping[str, Column]) -> pa.Table:
+        from slurmgpu.results.arrow import empty
+
+        return empty(columns, self._types_of(columns))
+
+
+def parse_spans(text: str, n_items: int) -> list[tuple[int, int]]:
+    """The items in a text such as `10:20,35,90:`, ascending; SlurmGPUError for other texts and items there are not."""
+    spans = []
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(\d*)(:?)(\d*)\s*", part)
+        if not found or not any(found.groups()):
+            raise SlurmGPUError(
+                f"--items {text}: {part.strip()!r} is neither an item, such as 35, nor items, as 10:20."
+            )
+        first, colon, last = found.groups()
+        start = int(first or 0)
+        stop = (int(last) if last else n_items) if colon else start + 1
+        if start >= min(stop, n_items):
+            raise SlurmGPUError(
+                f"--items {text}: {part.strip()} names no item; the run has the items 0 to {n_items - 1}."
+            )
+        spans.append((start, min(stop, n_items)))
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def _condition(text: str, names: Mapping[str, Column]) -> Condition:
+    try:
+        from slurmgpu.results.conditions import Condition
+    except ImportError as error:
+        raise SlurmGPUError("A condition needs pyarrow: pip install 'slurmgpu[parquet]'") from error
+    return Condition(text, names)

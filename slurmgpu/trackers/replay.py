@@ -1,0 +1,242 @@
+"""Replay what the tasks of a run logged to trackers, in the order of steps.
+
+A run has one tracker run, or one for each item where the workload takes one item at a time, as `train` does. Points are
+sorted in a temporary SQLite database, whose size is the disk's and not the memory's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import logging
+import math
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.inputs import InputSpec, Reader
+from slurmgpu.plan.trackers import TRACKERS, Destination
+from slurmgpu.report.build import read_report
+from slurmgpu.run.directory import Run
+from slurmgpu.run.metric_log import Logged, MetricReader
+from slurmgpu.run.records import Unread
+from slurmgpu.trackers.interface import TrackedRun, Tracker
+from slurmgpu.util.redact import hidden
+
+log = logging.getLogger(__name__)
+
+WHOLE = -1
+"""Stands for the whole run in place of an item."""
+MOST_OPEN = 32
+"""Of one destination at a time, as a tracker may have a process for each."""
+BATCH = 10_000
+SCHEMA = """
+create table points (
+    item integer, step integer, name text, value real, time real, submission integer,
+    primary key (item, step, name)
+) without rowid
+"""
+INSERT = """
+insert into points values (?, ?, ?, ?, ?, ?)
+on conflict do update set value = excluded.value, time = excluded.time, submission = excluded.submission
+where (excluded.submission, excluded.time) >= (submission, time)
+"""
+SELECT = """
+select step, name, value, time from points where item = ? and step > ? and (? is null or step < ?) order by step, name
+"""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a destination got: how many tracker runs, and steps of them."""
+
+    destination: Destination
+    n_runs: int
+    n_steps: int
+
+
+class Points:
+    """What was logged, by item, step and name; the last attempt wins."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._reader = MetricReader(run.folder)
+        self._database = sqlite3.connect("")  # on disk, and gone with this process
+        self._database.execute(SCHEMA)
+        # For each item and attempt: when it was heard last, and of which step.
+        self._heard: dict[int, dict[str, tuple[tuple[int, float], int]]] = {}
+        self._ended: set[str] = set()
+
+    def look(self) -> None:
+        """Read what is new."""
+        news = self._reader.news()
+        while points := list(itertools.islice(news, BATCH)):
+            with self._database:
+                self._database.executemany(INSERT, (row for point in points for row in self._rows(point)))
+
+    def items(self) -> list[int]:
+        """The items that something was logged of; WHOLE for what was logged of none."""
+        return sorted(self._heard)
+
+    def steps(self, item: int, after: int, *, final: bool) -> Iterator[tuple[int, dict[str, float], float]]:
+        """Each step after `after` with its values and time; without `final` those that nobody will add to."""
+        below = None if final else self._open_step(item)
+        rows = self._database.execute(SELECT, (item, after, below, below))
+        for step, group in itertools.groupby(rows, key=lambda row: int(row[0])):
+            found = list(group)
+            # SQLite keeps NaN as null.
+            values = {name: math.nan if value is None else value for _, name, value, _ in found}
+            yield step, values, max(time for *_, time in found)
+
+    def _rows(self, point: Logged) -> Iterator[tuple[Any, ...]]:
+        item = WHOLE if point.item is None else point.item
+        self._heard.setdefault(item, {})[point.attempt] = (point.submission, point.time), point.step
+        for name, value in point.values.items():
+            yield item, point.step, name, value, point.time, point.submission
+
+    def _open_step(self, item: int) -> int | None:
+        """The first step that may still change: an item is one attempt's at a time, a run that of all attempts."""
+        heard = self._heard[item]
+        names = [max(heard, key=lambda name: heard[name])] if item != WHOLE else list(heard)
+        return min((heard[name][1] for name in names if not self._has_ended(name)), default=None)
+
+    def _has_ended(self, attempt: str) -> bool:
+        if attempt not in self._ended:
+            record = self._run.attempt(attempt)
+            if not isinstance(record, Unread) and record["ended"] is not None:
+                self._ended.add(attempt)
+        return attempt in self._ended
+
+
+@dataclass
+class _Open:
+    tracker: Tracker
+    last: int
+
+
+@dataclass
+class Replay:
+    """Sends what is logged to destinations; `look` as often as wanted, then `close`.
+
+    A tracker that has a part of a run already gets what comes after its last step. One that fails is left alone from
+    then on, and `failed` has a sentence about it.
+    """
+
+    run: Run
+    destinations: Sequence[Destination]
+    failed: dict[Destination, str] = field(default_factory=dict)
+    _points: Points = field(init=False)
+    _open: dict[tuple[Destination, int], _Open] = field(default_factory=dict)
+    _sent: dict[tuple[Destination, int], tuple[int, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._points = Points(self.run)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was logged so far."""
+        return not self._points.items()
+
+    def look(self, *, final: bool) -> None:
+        """Send what is new; with `final` the last steps, too."""
+        self._points.look()
+        for destination in self.destinations:
+            with self._guarded(destination):
+                for item in self._points.items() if destination not in self.failed else ():
+                    self._send(destination, item, final=final)
+
+    def close(self, *, finished: bool) -> list[Sent]:
+        """Close all trackers; what each destination got."""
+        for destination, item in list(self._open):
+            with self._guarded(destination):
+                self._close(destination, item, finished=finished)
+        return [self._what_got(destination) for destination in self.destinations]
+
+    @contextlib.contextmanager
+    def _guarded(self, destination: Destination) -> Iterator[None]:
+        """Note an error of a tracker: its package has classes of its own for them."""
+        try:
+            yield
+        except SlurmGPUError as error:
+            self.failed.setdefault(destination, str(error))
+        except Exception as error:
+            log.debug("%s", destination, exc_info=True)
+            self.failed.setdefault(
+                destination,
+                f"{destination} failed with {type(error).__name__}: {error}. The run keeps what was logged, and the "
+                f"same command goes on where the tracker is.",
+            )
+
+    def _what_got(self, destination: Destination) -> Sent:
+        counts = [n_steps for (which, _), (_, n_steps) in self._sent.items() if which == destination]
+        return Sent(destination, len(counts), sum(counts))
+
+    def _send(self, destination: Destination, item: int, *, final: bool) -> None:
+        key = destination, item
+        last, n_sent = self._sent.get(key, (None, 0))
+        if last is not None and next(self._points.steps(item, last, final=final), None) is None:
+            return
+        opened = self._opened(destination, item)
+        for step, values, time in self._points.steps(item, opened.last, final=final):
+            opened.tracker.log(step, values, time)
+            opened.last = step
+            n_sent += 1
+        self._sent[key] = opened.last, n_sent
+        if final:
+            self._close(destination, item, finished=True)
+
+    def _opened(self, destination: Destination, item: int) -> _Open:
+        if (found := self._open.get((destination, item))) is not None:
+            return found
+        of_this = [key for key in self._open if key[0] == destination]
+        if len(of_this) >= MOST_OPEN:
+            self._close(*of_this[0], finished=False)
+        tracker: Tracker = TRACKERS.make(destination.tracker)
+        last = tracker.open(destination.where, self._tracked(item))
+        former, _ = self._sent.get((destination, item), (-1, 0))
+        self._open[destination, item] = found = _Open(tracker, max(last, former))
+        return found
+
+    def _close(self, destination: Destination, item: int, *, finished: bool) -> None:
+        opened = self._open.pop((destination, item))
+        opened.tracker.close(self._summary() if item == WHOLE else {}, finished=finished)
+
+    def _tracked(self, item: int) -> TrackedRun:
+        plan, name = self.run.plan, self.run.name
+        # The time tells a run from one that was removed and made again; a moved one keeps its ids.
+        began = next((line.get("time") for line in self.run.submissions()), None)
+        identity = hashlib.blake2b(f"{plan.fingerprint}:{began}:{item}".encode(), digest_size=6).hexdigest()
+        config: dict[str, Any] = {"workload": plan.workload, "seed": plan.seed, **plan.settings}
+        if item != WHOLE:
+            name = f"{name}/{item:05d}"
+            config |= self._item(item)
+        return TrackedRun(identity, name, self.run.name, hidden(json.loads(json.dumps(config, default=str))))
+
+    def _item(self, item: int) -> Mapping[str, Any]:
+        try:
+            with Reader(InputSpec.from_json(self.run.input), self.run.index) as reader:
+                [data] = reader.read(item, item + 1)
+        except (OSError, SlurmGPUError) as error:  # the input may have been moved since
+            log.warning("item %d cannot be read, so its tracker run lacks it: %s", item, error)
+            return {}
+        return {} if isinstance(data, ItemError) else data
+
+    def _summary(self) -> dict[str, float]:
+        """The numbers of the report's summary."""
+        report = read_report(self.run)
+        if report is None:
+            return {}
+        counts = {"n_rows": report["n_rows"], "n_errors": report["n_errors"]}
+        return {**counts, **dict(_numbers(report.get("summary") or {}))}
+
+
+def _numbers(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    for name, each in value.items():
+        if isinstance(each, Mapping):
+            yield from _numbers(each, f"{prefix}{name}/")
+        elif isinstance(each, int | float) and not isinstance(each, bool):
+            yield f"{prefix}{name}", each

@@ -1,0 +1,125 @@
+"""The values that a workload logs, checked and thinned, on their way to the task."""
+
+from __future__ import annotations
+
+import logging
+import math
+import operator
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from slurmgpu.run.metric_log import Point
+from slurmgpu.util.pipes import Report
+
+log = logging.getLogger("slurmgpu.worker")
+
+FLUSH_S = 1.0
+"""Points are sent at most this often, or with the worker's next event."""
+BURST = 2000
+RATE = 100.0
+"""After a burst, so many points a second are kept; of others only the last one before the next event."""
+LARGEST_STEP = 2**63 - 1
+
+
+class LoggedValues:
+    """Collects what `task.log` gets; `before` sends it ahead of another event, so that no published shard lacks any.
+
+    `item` is the item in hand, for a workload that takes one at a time, else None.
+    """
+
+    def __init__(self, report: Report, clock: Callable[[], float] = time.monotonic) -> None:
+        self.item: int | None = None
+        self._report, self._clock = report, clock
+        self._lock = threading.Lock()
+        self._points: list[Point] = []
+        self._last: Point | None = None  # beyond the rate, and not sent yet
+        self._n_left_out = 0
+        self._room, self._counted = float(BURST), clock()
+        self._flushed = -math.inf
+
+    def log(self, step: int, **values: Any) -> None:
+        """Log numbers of a step; raises TypeError or ValueError, with a sentence, for anything else."""
+        point = (round(time.time(), 3), self.item, _checked(step), _numbers(values))
+        with self._lock:
+            now = self._clock()
+            self._room = min(BURST, self._room + RATE * (now - self._counted))
+            self._counted = now
+            if self._last is not None:
+                self._n_left_out += 1
+                if self._n_left_out == 1:
+                    log.warning("task.log is called more than %.0f times a second: some steps are left out", RATE)
+            if self._room < 1:
+                self._last = point
+                return
+            self._room -= 1
+            self._last = None
+            self._points.append(point)
+            points = self._take() if now - self._flushed >= FLUSH_S else []
+        self._send(points)
+
+    def flush(self) -> None:
+        """Send what was logged so far."""
+        with self._lock:
+            if self._last is not None:
+                self._points.append(self._last)
+                self._last = None
+            points = self._take()
+        self._send(points)
+
+    def before(self, report: Report) -> Report:
+        """`report`, which first sends what was logged."""
+
+        def send(event: Mapping[str, Any]) -> None:
+            self.flush()
+            report(event)
+
+        return send
+
+    def _take(self) -> list[Point]:
+        points, self._points = self._points, []
+        self._flushed = self._clock()
+        return points
+
+    def _send(self, points: list[Point]) -> None:
+        if points:
+            self._report({"event": "log", "points": points})
+
+
+def _checked(step: Any) -> int:
+    try:
+        number = operator.index(step)
+    except TypeError:
+        raise TypeError(f"task.log: the step is {_shown(step)}; expected a whole number, such as 100.") from None
+    if isinstance(step, bool) or not 0 <= number <= LARGEST_STEP:
+        raise ValueError(f"task.log: the step is {step!r}; expected a whole number of at least 0.")
+    return number
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float | str]:
+    if not values:
+        raise TypeError("task.log: there is no value; name at least one, as in task.log(step, loss=0.3).")
+    return {name: _number(name, value) for name, value in values.items()}
+
+
+def _number(name: str, value: Any) -> float | str:
+    """A number; as text if JSON has none for it, "nan" or "inf"."""
+    given = value
+    if not isinstance(value, int | float) and getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        value = value.item()  # NumPy's scalars, and arrays and tensors without dimensions
+    try:
+        number = float(value) if isinstance(value, int | float) else None
+    except OverflowError:
+        number = None
+    if number is None:
+        raise TypeError(
+            f"task.log: {name} is {_shown(given)}; expected one number. Reduce it first, for instance to its mean."
+        )
+    return number if math.isfinite(number) else str(number)
+
+
+def _shown(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    kind = f"a {type(value).__name__}" + (f" of shape {tuple(shape)}" if shape else "")
+    return kind if shape or len(repr(value)) > 60 else f"{kind}, {value!r}"

@@ -1,0 +1,171 @@
+"""`slurmgpu compare`: which rows of two runs differ, by index or by a key, also while they are at work."""
+
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+
+import slurmgpu as package
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.merge.compare import is_same
+from slurmgpu.merge.merge import merge
+from slurmgpu.shards.columns import Array, Json, Ragged, Text
+from tests.support.published_runs import publish, published_run
+
+COLUMNS = {"id": Text(), "score": Array("float64"), "parts": Ragged("float32"), "told": Json()}
+N_ITEMS = 23
+
+
+def row(number, **changes):
+    if number % 10 == 7:
+        return changes.get("error", f"item {number} is too dark")
+    plain = {"id": f"q{number}", "score": number / 4 if number % 5 else math.nan, "parts": [0.5] * (number % 3)}
+    return {**plain, "told": {"n": [number, None]}, **changes}
+
+
+def made(folder, rows, shards=None, order=None, **values):
+    """A run of these rows in this order, with an input that has their keys; shard 0 is merged."""
+    order = range(len(rows)) if order is None else order
+    folder.mkdir()
+    path = folder / "items.jsonl"
+    path.write_text("".join(json.dumps({"id": f"q{number}"}) + "\n" for number in order))
+    run = published_run(folder / "run", COLUMNS, [rows[number] for number in order], [0], input_file=path, **values)
+    merge(run)
+    for shard in range(1, run.plan.n_shards) if shards is None else shards:
+        publish(run, shard, [rows[number] for number in order][slice(*run.plan.bounds(shard))])
+    return run.folder
+
+
+@pytest.fixture
+def one(tmp_path):
+    return made(tmp_path / "one", [row(number) for number in range(N_ITEMS)])
+
+
+def test_equal_runs_are_equal_however_their_shards_lie(slurmgpu, tmp_path, one):
+    other = made(tmp_path / "other", [row(number) for number in range(N_ITEMS)], shard_items=4)
+    done = slurmgpu("compare", one, other, expect=0)
+    assert "No row of 23 in both differs." in done.stdout
+    assert package.compare(one, other).equal
+
+
+def test_rows_that_differ_are_named_with_both_values(slurmgpu, tmp_path, one):
+    changed = {
+        3: row(3, score=0.75 + 1e-7),
+        4: row(4, score=1.5, parts=[0.5]),
+        7: row(7, error="item 7 fell over"),
+        8: row(8, told={"n": [8.0, None]}),
+        11: row(11, parts=[0.5, 0.25]),
+        12: "it failed here",
+    }
+    other = made(tmp_path / "other", [changed.get(number) or row(number) for number in range(N_ITEMS)])
+    found = json.loads(slurmgpu("compare", one, other, "--json", expect=1).stdout)
+    assert (found["n_common"], found["n_different"], found["equal"]) == (23, 5, False)
+    assert [each["a_index"] for each in found["differences"]] == [3, 4, 7, 11, 12]
+    assert found["columns"]["score"] == {"n_rows": 3, "largest": 0.5}
+    assert found["columns"]["parts"] == {"n_rows": 2, "largest": 0.25}
+    assert found["differences"][2]["columns"] == {"error": ["item 7 is too dark", "item 7 fell over"]}
+    assert found["differences"][4]["columns"]["id"] == ["q12", None]
+    assert (found["a"]["n_failed"], found["b"]["n_failed"]) == (2, 3)
+    near = package.compare(one, other, tolerance=1e-6, columns=["score"])
+    assert [each.a_index for each in near.differences] == [4, 12]
+    text = slurmgpu("compare", one, other, "-n", "1", expect=1).stdout
+    assert "5 of 23 rows in both differ." in text
+    assert "item 3\n  score  A  0.75\n         B  0.7500001\n" in text
+
+
+def test_a_key_finds_the_partner_wherever_it_stands(tmp_path, one):
+    order = random.Random(0).sample(range(N_ITEMS), N_ITEMS)
+    rows = [row(number, score=9.0) if number == 6 else row(number) for number in range(N_ITEMS)]
+    other = made(tmp_path / "other", rows, order=order, shard_items=4)
+    found = package.compare(one, other, key="id")
+    assert (found.n_common, found.n_different, found.a.n_only, found.b.n_only) == (N_ITEMS, 1, 0, 0)
+    assert found.a.n_without_key == 0  # failed items have theirs from the input
+    [different] = found.differences
+    assert (different.a_index, different.b_index, different.key) == (6, order.index(6), "q6")
+    assert different.columns == {"score": (1.5, 9.0)}
+    # A copied file has no input, and so no keys of failed items.
+    (tmp_path / "two.h5").write_bytes((other / "merged.h5").read_bytes())
+    alone = package.compare(one, tmp_path / "two.h5", key="id")
+    failed = [number for number in order[:4] if number % 10 == 7]
+    assert (alone.n_common, alone.b.n_without_key) == (4 - len(failed), len(failed))
+
+
+def test_rows_that_one_side_lacks_are_counted_and_named(slurmgpu, tmp_path, one):
+    other = made(tmp_path / "other", [row(number) for number in range(N_ITEMS)], shards=[3])
+    for key in (None, "id"):
+        found = package.compare(one, other, key=key)
+        assert (found.a.n_only, found.b.n_only, found.b.n_missing, found.n_common) == (13, 0, 13, 10)
+        assert found.a.only == list(range(5, 15))
+        assert package.compare(other, one, key=key).b.only == list(range(5, 15))
+    done = slurmgpu("compare", one, other, expect=1)
+    assert "13 rows of A alone, without a partner in B: items 5, 6," in done.stdout
+
+
+def test_summaries_stand_beside_each_other(slurmgpu, tmp_path, one):
+    other = made(tmp_path / "other", [row(number) for number in range(N_ITEMS)])
+    for folder, accuracy in ((one, 0.25), (other, 0.5)):
+        report = json.loads((folder / "report.json").read_text())
+        report["summary"] = {"accuracy": accuracy, "by_group": {"hard": {"n": 3, "accuracy": accuracy / 2}}}
+        (folder / "report.json").write_text(json.dumps(report))
+    lines = slurmgpu("compare", one, other, expect=0).stdout.splitlines()
+    assert ["accuracy", "25.0%", "50.0%"] in [line.split() for line in lines]
+    assert any("hard accuracy" in line and line.split()[-2:] == ["12.5%", "25.0%"] for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--key", "told2"], "No row of"),
+        (["--key", "half"], "has several rows with one 'half', as items 0 and 1."),
+        (["--columns", "scoer"], "have no common column 'scoer'. Did you mean 'score'?"),
+        (["--tolerance", "-1"], "The tolerance is -1.0; expected 0 or a positive number."),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_in_a_sentence(slurmgpu, tmp_path, argv, sentence):
+    columns = {"half": Array("int64"), "score": Array("float64")}
+    path = tmp_path / "items.jsonl"
+    path.write_text('{"text": "a"}\n' * 4)
+    rows = [{"half": number // 2, "score": number} for number in range(4)]
+    folder = published_run(tmp_path / "run", columns, rows, input_file=path).folder
+    assert sentence in slurmgpu("compare", folder, folder, *argv, expect=2).stderr
+
+
+def test_a_damaged_file_is_refused_and_a_missing_one_too(tmp_path, one):
+    (tmp_path / "a.h5").write_bytes(b"no file of slurmgpu")
+    with pytest.raises(SlurmGPUError, match="not an intact file"):
+        package.compare(one, tmp_path / "a.h5")
+    with pytest.raises(SlurmGPUError, match="cannot be read"):
+        package.compare(one, tmp_path / "b.h5")
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "tolerance", "same"),
+    [
+        (1, 1.0, 0, True),
+        (True, 1, 0, False),
+        (math.nan, math.nan, 0, True),
+        (math.inf, -math.inf, 1, False),
+        (math.inf, 1e300, 1, False),
+        (1000.0, 1000.5, 1e-3, True),
+        (0.0, 5e-4, 1e-3, True),
+        (1e-9, 2e-9, 0, False),
+        ("a", "a", 0, True),
+        ("1", 1, 1, False),
+        (None, None, 0, True),
+        (None, 0, 1, False),
+        ([1, [2.0]], [1, [2.1]], 0.1, True),
+        ({"a": 1}, {"a": 1, "b": None}, 0, False),
+        (1 + 1j, 1 + 1.05j, 0.1, True),
+        (np.array([1.0, math.nan]), np.array([1.0, math.nan], "f4"), 0, True),
+        (np.array([1.0, 2.0]), np.array([1.0, 2.1]), 0.1, True),
+        (np.array([1.0]), np.array([[1.0]]), 0, False),
+        (np.array([math.inf]), np.array([1.0]), 1, False),
+        (np.array([b"a"]), np.array([b"b"]), 1, False),
+        (np.array([True]), np.array([False]), 1, False),
+    ],
+)
+def test_values_are_the_same_within_the_tolerance(x, y, tolerance, same):
+    assert is_same(x, y, tolerance) is same
+    assert is_same(y, x, tolerance) is same

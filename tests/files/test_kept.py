@@ -1,0 +1,97 @@
+"""Rows keep fields of their items, and a field names the items."""
+
+import json
+
+import pytest
+
+import slurmgpu as library
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.inputs.kept import columns_kept
+from slurmgpu.plan.planner import draft_run
+from slurmgpu.run.directory import Plan, Run
+from tests.support.runs import planned_run, report
+
+LOCAL = ("submit", "--executor", "local", "--gpus", "0")
+DEBUG = ("submit", "--executor", "debug", "--gpus", "0")
+
+
+def items(n, **changed):
+    found = [{"text": f"item {i} of many", "x": i, "id": f"q{i}", "double": [i, None]} for i in range(n)]
+    for index, change in changed.items():
+        found[int(index[1:])] |= change
+    return found
+
+
+@pytest.mark.parametrize(
+    ("keep", "rename", "said"),
+    [
+        (["id", "id"], {}, "keep has 'id', which is named twice"),
+        (["text"], {}, "keep has 'text', which is a column of the workload; give its column another name, rename = {t"),
+        (["index"], {}, "keep has 'index', which is a column that slurmgpu adds"),
+        (["id"], {"id": "text"}, "rename has 'text', which is a column of the workload"),
+        (["id", "x"], {"x": "id"}, "keep has 'id', which is also the column of 'id'"),
+        (
+            ["id"],
+            {"idd": "y"},
+            "rename has 'idd', which keep does not have; expected a field of keep = the name of its",
+        ),
+    ],
+)
+def test_a_kept_field_has_a_column_of_its_own(keep, rename, said):
+    with pytest.raises(SlurmGPUError) as raised:
+        columns_kept(keep, rename, {"text"})
+    assert str(raised.value).startswith(said)
+
+
+def test_rows_of_any_workload_keep_fields_of_their_items(project, slurmgpu):
+    folder = project(items=items(16), keep=["id", "double"], rename={"double": "given"}, key="id")
+    slurmgpu(*DEBUG, cwd=folder, expect=0)
+    with library.open(folder / "run/merged.h5") as merged:
+        assert [merged["id"][i] for i in (0, 15)] == ["q0", "q15"]
+        assert merged["given"][3] == [3, None]
+        assert merged["double"][3] == 6.0
+
+
+def test_an_item_goes_by_its_key_in_logs_and_reports(project, slurmgpu):
+    lines = items(16, _3={"text": None}, _5={"id": 17})
+    del lines[9]["text"], lines[12]["id"]
+    folder = project(items=lines, keep=["id"], key="id")
+    told = slurmgpu(*LOCAL, cwd=folder, expect=0)
+    assert "key = 'id': 1 item without it, named by index alone" in told.stdout + told.stderr
+    found = {item["index"]: item["name"] for item in report(folder)["errors"]}
+    assert found.keys() == {3, 9, 12}
+    assert (found[3], found[9]) == ("q3", "q9")
+    for asked in ("3", "q3", "id=q3"):
+        done = slurmgpu("logs", "run", "--item", asked, cwd=folder, expect=0)
+        assert done.stdout.startswith("Item 3 (q3) failed in attempt ")
+        assert "item 3 (q3): item_error: " in done.stdout
+    assert slurmgpu("logs", "run", "--item", "id=17", cwd=folder, expect=0).stdout.startswith("Item 5 (17) has its row")
+    refused = slurmgpu("logs", "run", "--item", "q99", cwd=folder, expect=2)
+    assert "has no item whose id is 'q99'" in refused.stderr
+
+
+def test_items_that_share_a_key_are_told_at_planning(project, slurmgpu):
+    folder = project(items=items(16, _7={"id": "q2"}, _8={"id": "q2"}), key="id")
+    with draft_run(folder / "slurmgpu.toml", {"resources": {"gpus": 0}}) as draft:
+        assert draft.plan.placement[-1] == "key = 'id': 3 items share theirs, as items 2 and 7 do, 'q2'."
+    slurmgpu("plan", cwd=folder, expect=0)
+    refused = slurmgpu("logs", "run", "--item", "q2", cwd=folder, expect=2)
+    assert "several items whose id is 'q2', as 2 and 7: give a number" in refused.stderr
+
+
+def test_a_field_that_no_item_has_is_refused(project, slurmgpu):
+    for key, value in {"keep": ["idd"], "key": "idd"}.items():
+        folder = project(items=items(4), **{key: value})
+        refused = slurmgpu(*DEBUG, cwd=folder, expect=2)
+        assert f"{key} takes the field 'idd', and the input " in refused.stderr
+        assert "Did you mean 'id'?" in refused.stderr
+
+
+def test_a_plan_of_an_older_slurmgpu_keeps_its_fingerprint(tmp_path):
+    run = planned_run(tmp_path / "run")
+    value = json.loads((run.folder / "run.json").read_text())
+    for name in ("keep", "key", "retries"):
+        del value[name]
+    older = Plan.from_json(value)
+    assert (older.keep, older.key, older.retries) == ({}, None, 0)
+    assert older.fingerprint == Run.open(run.folder).plan.fingerprint == value["fingerprint"]

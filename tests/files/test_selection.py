@@ -1,0 +1,267 @@
+"""Chosen columns and rows, and their types: of a merged file, and of a run at work."""
+
+import csv
+import io
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.merge.export import export, export_to
+from slurmgpu.merge.merge import merge
+from slurmgpu.results.published import RunRows
+from slurmgpu.results.selection import Selection
+from slurmgpu.shards.columns import Array, Json, Ragged, Text
+from tests.support.published_runs import publish, published_run
+
+pa = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+COLUMNS = {"id": Json(), "score": Array("float32"), "label": Text(), "parts": Ragged("int16"), "odd name": Json()}
+
+
+def row(index):
+    if index % 10 == 4:
+        return f"item {index} is too dark"
+    score = math.nan if index % 10 == 5 else index / 8
+    label = "yes" if index % 3 else "no, never"
+    return {"id": f"q{index}", "score": score, "label": label, "parts": range(index % 4), "odd name": {"n": index}}
+
+
+ROWS = [row(index) for index in range(23)]
+GOOD = {index: each for index, each in enumerate(ROWS) if not isinstance(each, str)}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """At work: shards 0 and 2 are merged, 3 is published, 1 and 4 are missing."""
+    made = published_run(tmp_path / "run", COLUMNS, ROWS, shards=[0, 2])
+    merge(made)
+    publish(made, 3, ROWS[15:20])
+    return made
+
+
+THERE = [*range(5), *range(10, 20)]
+
+
+def chosen(run, where, names=("index",)):
+    with RunRows(run) as rows:
+        return [each.index for each in Selection(rows, names, where).rows()]
+
+
+@pytest.mark.parametrize(
+    ("where", "truth"),
+    [
+        ("score > 0.5", lambda row: row["score"] > 0.5),
+        ("not score > 0.5", lambda row: not row["score"] > 0.5),
+        ("0.25 <= score < 2 and label == 'yes'", lambda row: 0.25 <= row["score"] < 2 and row["label"] == "yes"),
+        ("isnan(score) or score == 0", lambda row: math.isnan(row["score"]) or row["score"] == 0),
+        ("index in [3, 11, 12, 99]", lambda row: row["index"] in [3, 11, 12]),
+        ("id not in ('q0', 'q12')", lambda row: row["id"] not in ("q0", "q12")),
+        ("'never' in label", lambda row: "never" in row["label"]),
+        ("'never' not in label", lambda row: "never" not in row["label"]),
+        ('matches(id, "^q1[0-3]$")', lambda row: row["id"] in ("q10", "q11", "q12", "q13")),
+        ("len(label) == 3 and len(parts) > 1", lambda row: len(row["label"]) == 3 and len(row["parts"]) > 1),
+        ('col("odd name")["n"] * 2 - 1 >= 2 + 20 / 1', lambda row: row["odd name"]["n"] * 2 - 1 >= 22),
+        ("len(parts) / 2 > 0.9", lambda row: len(row["parts"]) > 1),
+        ("lower(id) != id", lambda row: False),
+        ("abs(-score) > 1.9", lambda row: row["score"] > 1.9),
+    ],
+)
+def test_a_condition_chooses_the_rows_for_which_it_is_true(run, where, truth):
+    expected = [index for index in THERE if index in GOOD and truth({"index": index, **GOOD[index]})]
+    assert chosen(run, where) == expected
+
+
+def test_failed_items_are_chosen_by_their_error_alone(run):
+    assert chosen(run, "error is not None") == [4, 14]
+    assert chosen(run, "error is None and index < 4") == [0, 1, 2, 3]
+    assert chosen(run, "'dark' in error or score > 2.3") == [4, 14, 19]
+    with RunRows(run) as rows:
+        assert [each.error for each in Selection(rows, failed=True).rows()] == [ROWS[4], ROWS[14]]
+
+
+@pytest.mark.parametrize(
+    ("where", "sentence"),
+    [
+        ("scoer > 1", r"there is no column 'scoer'\. Did you mean 'score'"),
+        ("score = 1", r"one = compares nothing; write =="),
+        ("score > 'a'", "does not fit the columns"),
+        ("score", "neither true nor false"),
+        ("score >", "invalid syntax at character"),
+        ("__import__('os').system('true')", r"cannot be used here\. A condition is made of columns|no column"),
+        ("open('x') == index", r"there is no column 'open'|cannot be used here"),
+        ("index.real == 1", "cannot be used here"),
+        ("1 < 2", "it names no column"),
+        ("[x for x in label] == label", "there is no column 'x'|cannot be used here"),
+        ("label == None", "cannot be used here"),
+        ("score is 1", "takes None alone"),
+        ("index in score", "cannot be searched"),
+        ("index in ['a']", "does not fit the columns"),
+        ("matches(label, '[')", "does not fit the columns"),
+        ("(" * 300 + "score" + ")" * 300, "cannot be used"),
+        ("", "cannot be used"),
+    ],
+)
+def test_a_condition_that_cannot_be_used_is_refused_before_a_row_is_read(run, where, sentence):
+    with pytest.raises(SlurmGPUError, match=sentence):
+        chosen(run, where)
+
+
+def test_integers_that_overflow_are_refused_and_not_wrapped(run):
+    with pytest.raises(SlurmGPUError, match="overflow"):
+        chosen(run, "index * 9223372036854775807 > 0")
+
+
+def test_an_export_of_a_run_at_work_has_what_is_published_and_counts_the_rest(run, tmp_path):
+    done = export(run, "jsonl", tmp_path / "a.jsonl", ["label", "index", "error"], "label == 'yes'")
+    lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    expected = [index for index in THERE if index in GOOD and GOOD[index]["label"] == "yes"]
+    assert [list(line.items()) for line in lines] == [
+        [("label", "yes"), ("index", index), ("error", None)] for index in expected
+    ]
+    assert (done.n_rows, done.n_missing) == (len(expected), 8)
+    stream = io.BytesIO()
+    assert export_to(run, "csv", stream).n_rows == len(THERE)
+    records = list(csv.DictReader(io.StringIO(stream.getvalue().decode())))
+    assert [int(record["index"]) for record in records] == THERE
+    assert [record["id"] for record in records] == [f"q{index}" if index in GOOD else "" for index in THERE]
+
+
+def test_a_shard_that_is_damaged_is_named_and_counted_as_missing(run, tmp_path):
+    path = run.shards / "00003.h5"
+    path.write_bytes(path.read_bytes()[:-10])
+    done = export(run, "parquet", tmp_path / "a.parquet")
+    assert (done.n_rows, done.n_missing, len(done.problems)) == (10, 13, 1)
+    assert "00003.h5 is damaged" in done.problems[0]
+
+
+def test_columns_that_there_are_not_and_formats_of_whole_runs_are_refused(run, tmp_path):
+    with pytest.raises(SlurmGPUError, match=r"no column 'scores'\. Did you mean 'score'"):
+        export(run, "csv", tmp_path / "a.csv", ["scores"])
+    with pytest.raises(SlurmGPUError, match="asked for twice"):
+        export(run, "csv", tmp_path / "a.csv", ["score", "score"])
+    with pytest.raises(SlurmGPUError, match="has all columns and rows"):
+        export(run, "pt", tmp_path / "a.pt", ["score"])
+    run.merged.unlink()
+    with pytest.raises(SlurmGPUError, match=r"made from merged\.h5, and there is none"):
+        export(run, "pt", tmp_path / "a.pt")
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+JSON_VALUES = {
+    "text": (["q0", "ü", None], pa.large_string()),
+    "whole": ([1, None, -(2**63)], pa.int64()),
+    "number": ([1, 2.5, None], pa.float64()),
+    "flag": ([True, None, False], pa.bool_()),
+    "list": ([["a"], [], [None, "b"]], pa.large_list(pa.large_string())),
+    "lists": ([[[1]], [[], [2.5]], None], pa.large_list(pa.large_list(pa.float64()))),
+    "record": (
+        [{"n": 1}, {"n": 2.5, "t": ["x"]}, {"t": None}],
+        pa.struct([("n", pa.float64()), ("t", pa.large_list(pa.large_string()))]),
+    ),
+    "empty lists": ([[], None, []], pa.large_list(pa.null())),
+    "mixed": ([1, "1", None], None),
+    "flag and number": ([True, 1, 0], None),
+    "rounded": ([2**53 + 1, 0.5, None], None),
+    "huge": ([2**63, 1, 1], None),
+    "nothing": ([None, None, None], None),
+    "empty record": ([{}, {}, {}], None),
+    "dictionary": ([{f"k{n}": 1} for n in range(3)] + [{f"k{n}": n for n in range(300)}], None),
+    "late": (["a"] * 20 + [1], None),
+}
+
+
+@pytest.mark.parametrize("name", JSON_VALUES)
+def test_a_json_column_has_the_type_that_all_of_its_values_have(tmp_path, name):
+    values, kind = JSON_VALUES[name]
+    run = published_run(tmp_path / "run", {"kept": Json()}, [*({"kept": value} for value in values), "failed"])
+    for merged in (False, True):
+        if merged:
+            merge(run)
+        output = tmp_path / f"{merged}.parquet"
+        export(run, "parquet", output)
+        table = parquet.read_table(output)
+        assert table.schema.field("kept").type == (pa.large_string() if kind is None else kind)
+        found = table["kept"].to_pylist()
+        assert found[-1] is None
+        if kind is None:
+            assert [json.loads(text) for text in found[:-1]] == values
+        elif name == "record":
+            assert found[:-1] == [{"n": 1, "t": None}, {"n": 2.5, "t": ["x"]}, {"n": None, "t": None}]
+        else:
+            assert found[:-1] == values
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 3)
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text("ab", max_size=2),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("xy"), inner, min_size=1, max_size=2),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=200)
+@given(st.lists(json_values, min_size=1, max_size=6), st.integers(1, 6))
+def test_a_type_loses_no_value_and_does_not_depend_on_the_blocks(values, size):
+    from slurmgpu.results.json_types import common_type
+
+    kind = common_type([values])
+    assert common_type(values[at : at + size] for at in range(0, len(values), size)) == kind
+    if kind is not None:
+        for found, value in zip(pa.array(values, kind).to_pylist(), values, strict=True):
+            assert without_nulls(found) == without_nulls(value)
+
+
+def without_nulls(value):
+    if isinstance(value, dict):
+        return {name: without_nulls(each) for name, each in value.items() if without_nulls(each) not in (None, {})}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def test_hugging_face_datasets_loads_the_folder(run, tmp_path):
+    pytest.importorskip("datasets")
+    output = tmp_path / "my scores"
+    assert export(run, "hf", output, ["index", "id", "score"], "score >= 0").n_rows == 12
+    code = (
+        "import datasets, json, sys\n"
+        "found = datasets.load_dataset(sys.argv[1])\n"
+        "print(json.dumps([list(found), found['train'][:], str(found['train'].features['id'].dtype)]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, output],
+        env={**os.environ, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    splits, columns, kind = json.loads(done.stdout.splitlines()[-1])
+    there = [index for index in THERE if index in GOOD and GOOD[index]["score"] >= 0]
+    assert (splits, kind) == (["train"], "large_string")
+    assert columns == {
+        "index": there,
+        "id": [f"q{index}" for index in there],
+        "score": [GOOD[index]["score"] for index in there],
+    }
+    with pytest.raises(SlurmGPUError, match="A data set is a folder of its own"):
+        export(run, "hf", output)
+
+
+def test_a_large_data_set_has_several_files_and_every_row(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("slurmgpu.results.data_set._FILE_BYTES", 100)
+    monkeypatch.setattr("slurmgpu.results.data_set._ROW_GROUP_BYTES", 100)
+    export(run, "hf", tmp_path / "set")
+    names = sorted(path.name for path in (tmp_path / "set" / "data").iterdir())
+    assert len(names) > 3
+    assert names[1] == "train-00001.parquet"
+    assert parquet.read_table(tmp_path / "set" / "data")["index"].to_pylist() == THERE

@@ -1,0 +1,135 @@
+"""`slurmgpu show`: rows of a run, also while it is at work, on a terminal and as JSON."""
+
+import json
+
+import pytest
+
+from slurmgpu.merge.merge import merge
+from slurmgpu.shards.columns import Array, Json, Text
+from tests.support.published_runs import publish, published_run
+from tests.support.terminals import Terminal
+
+COLUMNS = {"score": Array("float32"), "told": Text(), "meta": Json(), "vector": Array("float32", (3, 40))}
+N_ITEMS = 30
+
+
+def row(index, told="short"):
+    if index % 10 == 4:
+        return f"item {index} is \x1b[31mtoo dark"
+    return {"score": index / 8, "told": told, "meta": {"n": index}, "vector": [[index] * 40] * 3}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """At work: of six shards 0 is merged, 1 to 3 are published."""
+    items = [{"id": f"q{index}", "text": "Why?"} for index in range(N_ITEMS)]
+    path = tmp_path / "items.jsonl"
+    path.write_text("".join(json.dumps(item) + "\n" for item in items))
+    rows = [row(index) for index in range(N_ITEMS)]
+    made = published_run(tmp_path / "run", COLUMNS, rows, shards=[0], input_file=path)
+    merge(made)
+    for shard in (1, 2, 3):
+        publish(made, shard, rows[5 * shard : 5 * shard + 5])
+    return made.folder
+
+
+def shown(slurmgpu, *argv):
+    return json.loads(slurmgpu("show", *argv, "--json", expect=0).stdout)
+
+
+def indices(found):
+    return [each["index"] for each in found["rows"]]
+
+
+def test_rows_are_chosen_by_items_conditions_and_failures(slurmgpu, run):
+    found = shown(slurmgpu, run, "--items", "18:25,3:6,4", "--columns", "score")
+    assert found["rows"] == [
+        {"index": 3, "error": None, "values": {"score": 0.375}},
+        {"index": 4, "error": "item 4 is \x1b[31mtoo dark", "values": {"score": None}},
+        {"index": 5, "error": None, "values": {"score": 0.625}},
+        {"index": 18, "error": None, "values": {"score": 2.25}},
+        {"index": 19, "error": None, "values": {"score": 2.375}},
+    ]
+    assert (found["format"], found["version"], found["n_missing"], found["damaged"]) == ("slurmgpu rows", 1, 5, [])
+    assert indices(shown(slurmgpu, run)) == list(range(10))
+    assert indices(shown(slurmgpu, run, "--failed")) == [4, 14]
+    assert indices(shown(slurmgpu, run, "--where", "score > 1 and meta['n'] < 16", "-n", "4")) == [9, 10, 11, 12]
+    assert shown(slurmgpu, run, "--where", "score > 99")["rows"] == []
+
+
+def test_random_rows_are_the_same_for_the_same_seed_and_are_chosen_ones(slurmgpu, run):
+    first, again, other = (shown(slurmgpu, run, "--random", "6", "--seed", seed) for seed in (0, 0, 1))
+    assert first == again
+    assert len(set(indices(first))) == 6
+    assert indices(first) != indices(other)
+    assert indices(shown(slurmgpu, run, "--random", "99")) == list(range(20))
+    found = indices(shown(slurmgpu, run, "--random", "3", "--where", "score >= 1"))
+    assert len(set(found)) == 3
+    assert min(found) >= 8
+    assert indices(shown(slurmgpu, run, "--random", "9", "--failed")) == [4, 14]
+
+
+def test_the_item_of_each_row_stands_beside_it(slurmgpu, run):
+    found = shown(slurmgpu, run, "--items", "17", "--with-items", "--columns", "meta")
+    assert found["rows"] == [
+        {"index": 17, "error": None, "item": {"id": "q17", "text": "Why?"}, "values": {"meta": {"n": 17}}}
+    ]
+    text = slurmgpu("show", run, "--items", "17", "--with-items", "--columns", "meta", expect=0).stdout
+    assert text.splitlines() == ["item 17", "  item id    q17", "  item text  Why?", '  meta       {"n": 17}']
+    (run.parent / "items.jsonl").write_text("{}\n")
+    done = slurmgpu("show", run, "--with-items", expect=2)
+    assert "The input changed since the run was planned" in done.stderr
+
+
+def test_what_is_missing_and_what_is_damaged_is_said_on_stderr(slurmgpu, run):
+    path = run / "shards" / "00003.h5"
+    path.write_bytes(path.read_bytes()[:-10])
+    done = slurmgpu("show", run, "--items", "14:", "--columns", "score", expect=0)
+    assert done.stdout.splitlines() == [
+        "index  error",
+        "   14  item 14 is too dark",
+    ]
+    assert "10 items without a row" in done.stderr
+    assert "00003.h5 is damaged, and its rows count as missing" in done.stderr
+
+
+def test_a_run_without_rows_says_so(slurmgpu, tmp_path):
+    run = published_run(tmp_path / "run", COLUMNS, [row(0), row(1)], shards=[])
+    done = slurmgpu("show", run.folder, expect=0)
+    assert (done.stdout, "No row is published yet." in done.stderr) == ("", True)
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--columns", "scoer"], "There is no column 'scoer'. Did you mean 'score'?"),
+        (["--where", "scoer > 1"], "there is no column 'scoer'. Did you mean 'score'?"),
+        (["--items", "5:x"], "'5:x' is neither an item, such as 35, nor items, as 10:20."),
+        (["--items", "30"], "30 names no item; the run has the items 0 to 29."),
+        (["--items", "7:7"], "7:7 names no item"),
+        (["--items", ""], "'' is neither an item"),
+    ],
+)
+def test_what_cannot_be_chosen_is_refused_in_a_sentence(slurmgpu, run, argv, sentence):
+    assert sentence in slurmgpu("show", run, *argv, expect=2).stderr
+
+
+def test_short_rows_are_a_table_and_long_ones_stand_below_each_other(slurmgpu, tmp_path):
+    told = "first line\nsecond \x1b]0;title\x07line\x00 " + "word " * 30
+    rows = [{**row(0), "told": "kurz ü"}, {**row(1), "told": told}, {**row(2), "told": "x" * 5000}]
+    run = published_run(tmp_path / "run", COLUMNS, rows)
+    done = slurmgpu("show", run.folder, "--columns", "score,told,meta", "-n", "1", expect=0)
+    assert done.stdout.splitlines() == ["index  score  told    meta", '    0    0.0  kurz ü  {"n": 0}']
+    with Terminal("show", run.folder, "--columns", "told,vector", "-n", "1", cwd=tmp_path) as terminal:
+        assert terminal.end() == 0
+        display = [line for line in terminal.display if line]
+    assert display == [
+        "item 0",
+        "  told    kurz ü",
+        "  vector  [[0. 0. 0. ... 0. 0. 0.] [0. 0. 0. ... 0. 0. 0.] [0. 0. 0. ... 0. 0.",
+        "          0.]] float32 (3, 40)",
+        "1 of 3 rows; -n shows more.",
+    ]
+    long = slurmgpu("show", run.folder, "--columns", "told", "--items", "1:3", expect=0).stdout
+    assert "  told  first line\n        second line\ufffd word word" in long
+    assert "… (5,000 characters)" in long

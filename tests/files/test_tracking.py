@@ -1,0 +1,241 @@
+"""What `task.log` writes, and how it is replayed to trackers."""
+
+import math
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.plan.trackers import TRACKERS, Destination, parse_destination
+from slurmgpu.run.metric_log import MetricReader, MetricWriter
+from slurmgpu.run.records import Attempt
+from slurmgpu.trackers.interface import Tracker
+from slurmgpu.trackers.replay import Replay
+from slurmgpu.worker.logged_values import BURST, RATE, LoggedValues
+from tests.support.pretend_runs import pretend_run
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def collected():
+    """A worker's `LoggedValues`, the events that the task gets, and a clock."""
+    events, clock = [], Clock()
+    return LoggedValues(events.append, clock), events, clock
+
+
+def steps(events):
+    return [step for event in events if event["event"] == "log" for _, _, step, _ in event["points"]]
+
+
+def test_numbers_of_all_kinds_are_logged_and_nothing_else(collected):
+    logged, events, _ = collected
+    logged.log(np.int64(3), a=1, b=np.float32(0.5), c=np.array(2.0), d=True, e=math.nan, f=-math.inf)
+    [[_, item, step, values]] = events[0]["points"]
+    assert (item, step, values) == (None, 3, {"a": 1.0, "b": 0.5, "c": 2.0, "d": 1.0, "e": "nan", "f": "-inf"})
+    for value, said in ((np.ones(3), "a ndarray of shape (3,)"), ("0.5", "a str, '0.5'"), (None, "a NoneType, None")):
+        with pytest.raises(TypeError, match=r"task.log: loss is .*; expected one number.*mean") as caught:
+            logged.log(4, loss=value)
+        assert said in str(caught.value)
+    for step in (0.5, "3", None):
+        with pytest.raises(TypeError, match="expected a whole number"):
+            logged.log(step, loss=1)
+    for step in (-1, True, 2**63):
+        with pytest.raises(ValueError, match="at least 0"):
+            logged.log(step, loss=1)
+    with pytest.raises(TypeError, match="name at least one"):
+        logged.log(4)
+
+
+def test_what_is_logged_comes_before_the_next_event_and_otherwise_at_most_once_a_second(collected):
+    logged, events, clock = collected
+    report = logged.before(events.append)
+    for step in range(5):
+        logged.log(step, loss=step)
+    assert steps(events) == [0]
+    report({"event": "published", "shard": 7})
+    assert [event["event"] for event in events] == ["log", "log", "published"]
+    assert steps(events) == [0, 1, 2, 3, 4]
+    logged.log(5, loss=5)
+    clock.now += 1.5
+    logged.log(6, loss=6)
+    assert steps(events[3:]) == [5, 6]
+
+
+def test_a_loop_that_logs_too_fast_is_thinned_and_keeps_its_last_step(collected, caplog):
+    logged, events, clock = collected
+    n_steps = 3 * BURST
+    for step in range(n_steps):
+        clock.now += 0.1 / RATE
+        logged.log(step, loss=step)
+    logged.before(events.append)({"event": "published"})
+    found = steps(events)
+    assert found == sorted(set(found))
+    assert found[: BURST // 2] == list(range(BURST // 2))
+    assert found[-1] == n_steps - 1
+    assert len(found) <= BURST + 0.1 * n_steps + 2
+    assert caplog.text.count("some steps are left out") == 1
+
+
+def test_a_write_that_fails_in_the_middle_of_a_line_costs_nothing(tmp_path, monkeypatch):
+    (tmp_path / "telemetry").mkdir()
+    writer, reader = MetricWriter(tmp_path, Attempt("7", 0, submission=2)), MetricReader(tmp_path)
+    path = tmp_path / "telemetry" / "7_0.0.metrics.jsonl"
+    writer.close()
+    assert not path.exists()  # nothing was logged
+    writer.write([(1.0, None, 1, {"loss": 0.5})])
+    [first] = reader.news()
+    assert (first.submission, first.attempt, first.step, first.values) == (2, "7_0.0", 1, {"loss": 0.5})
+
+    def half(self, patience_s):
+        path.write_bytes(path.read_bytes() + self._unwritten[:9])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("slurmgpu.run.metric_log.retried", lambda append, patience_s: half(writer, patience_s))
+        writer.write([(2.0, None, 2, {"loss": 0.25})])
+    assert list(reader.news()) == []
+    writer.write([(3.0, 4, 3, {"loss": "nan"})])
+    found = list(reader.news())
+    assert [(each.step, each.item) for each in found] == [(2, None), (3, 4)]
+    assert math.isnan(found[1].values["loss"])
+
+
+@pytest.fixture
+def tracker(monkeypatch):
+    """What a tracker that keeps all in this process has: by the name of its run, (step, values)."""
+    kept, closed, about = {}, [], {}
+
+    class Kept(Tracker):
+        name = "kept"
+        fails = False
+
+        def open(self, where, run):
+            if Kept.fails:
+                raise ConnectionError("no route")
+            self.run = run
+            about[run.name] = run
+            return max((step for step, _ in kept.setdefault(run.name, [])), default=-1)
+
+        def log(self, step, values, time):
+            kept[self.run.name].append((step, dict(values)))
+
+        def close(self, summary, *, finished):
+            closed.append((self.run.name, finished))
+
+    monkeypatch.setitem(TRACKERS.imported, "kept", Kept)
+    Kept.kept, Kept.closed, Kept.about = kept, closed, about
+    return Kept
+
+
+KEPT = Destination("kept", "here")
+
+
+def attempt(run, name, submission=1):
+    return MetricWriter(run.folder, Attempt(name, 0, submission=submission))
+
+
+def test_the_last_attempt_wins_a_step_and_a_tracker_goes_on_at_its_last_one(tmp_path, tracker):
+    run = pretend_run(tmp_path / "run", 0)
+    attempt(run, "b").write([(50.0, 3, step, {"loss": 1.0}) for step in (1, 2, 3)])
+    attempt(run, "a").write([(60.0, 3, step, {"loss": 2.0}) for step in (2, 3, 4)])  # resumed after step 1
+    attempt(run, "c", submission=2).write([(10.0, 3, 4, {"loss": 3.0})])  # its node's clock is slow
+    attempt(run, "a").write([(61.0, 3, 4, {"accuracy": 0.5})])
+    replay = Replay(run, [KEPT])
+    replay.look(final=True)
+    [sent] = replay.close(finished=True)
+    expected = [(1, {"loss": 1.0}), (2, {"loss": 2.0}), (3, {"loss": 2.0}), (4, {"accuracy": 0.5, "loss": 3.0})]
+    assert tracker.kept == {"run/00003": expected}
+    assert (sent.n_runs, sent.n_steps) == (1, 4)
+    first = tracker.about["run/00003"]
+    attempt(run, "d", submission=3).write([(70.0, 3, step, {"loss": 4.0}) for step in (4, 5)])
+    replay = Replay(run, [KEPT])
+    replay.look(final=True)
+    assert tracker.kept == {"run/00003": [*expected, (5, {"loss": 4.0})]}
+    assert tracker.about["run/00003"].id == first.id
+    assert replay.close(finished=True)[0].n_steps == 1
+
+
+def test_a_step_to_which_a_living_task_may_add_is_held_back_while_it_is_followed(tmp_path, tracker):
+    run = pretend_run(tmp_path / "run", 0)
+    replay, writers = Replay(run, [KEPT]), [attempt(run, "a"), attempt(run, "b")]
+    assert replay.is_empty
+    writers[0].write([(1.0, None, step, {"loss": step}) for step in (0, 1, 2)])
+    writers[1].write([(1.0, None, step, {"loss": step}) for step in (10, 11)])
+    replay.look(final=False)
+    assert [step for step, _ in tracker.kept["run"]] == [0, 1]  # a may add to 2, and log 3
+    writers[0].write([(2.0, None, step, {"loss": step}) for step in (2, 3)])
+    writers[0].write([(2.0, None, 2, {"accuracy": 1.0})])
+    replay.look(final=False)
+    assert [step for step, _ in tracker.kept["run"]] == [0, 1]
+    replay.look(final=True)
+    assert [step for step, _ in tracker.kept["run"]] == [0, 1, 2, 3, 10, 11]
+    assert tracker.kept["run"][2] == (2, {"accuracy": 1.0, "loss": 2.0})
+    assert tracker.closed == [("run", True)]
+
+
+def test_a_tracker_that_fails_keeps_nothing_from_another_one(tmp_path, tracker):
+    run = pretend_run(tmp_path / "run", 0)
+    attempt(run, "a").write([(1.0, None, 1, {"loss": 0.5})])
+    tracker.fails = True
+    other = Destination("tensorboard", str(tmp_path / "tb"))
+    replay = Replay(run, [KEPT, other])
+    replay.look(final=True)
+    assert [sent.n_steps for sent in replay.close(finished=True)] == [0, 1]
+    assert replay.failed.keys() == {KEPT}
+    assert "kept:here failed with ConnectionError: no route. The run keeps what was logged" in replay.failed[KEPT]
+
+
+def scalars(folder):
+    """By the folder of a run of TensorBoard, (step, tag, value) in the order of its event files."""
+    found = {}
+    for path in sorted(folder.rglob("events.out.tfevents.*")):
+        for event in EventFileLoader(str(path)).Load():
+            for value in event.summary.value:
+                [number] = value.tensor.float_val
+                found.setdefault(path.parent.relative_to(folder).as_posix(), []).append((event.step, value.tag, number))
+    return found
+
+
+def test_tensorboard_reads_what_was_logged_and_gets_the_rest_later(tmp_path):
+    run = pretend_run(tmp_path / "run", 0)
+    to = [Destination("tensorboard", str(tmp_path / "tb"))]
+    attempt(run, "a").write([(1.0, None, 1, {"loss": 0.5, "val/acc": 0.25}), (2.0, 7, 5, {"loss": math.inf})])
+    for points in ([], [(3.0, None, 2, {"loss": 0.125})]):
+        attempt(run, "a").write(points)
+        replay = Replay(run, to)
+        replay.look(final=True)
+        replay.close(finished=True)
+        assert not replay.failed
+    found = scalars(tmp_path / "tb")
+    [whole, item] = sorted(found)
+    assert whole.startswith("run-")
+    assert item.startswith("run/00007-")
+    assert found[whole] == [(1, "loss", 0.5), (1, "val/acc", 0.25), (2, "loss", 0.125)]
+    assert found[item] == [(5, "loss", math.inf)]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("tensorbord:tb", "Did you mean 'tensorboard'"),
+        ("tensorboard", "write tensorboard:DIR"),
+        ("mlflow:https://ada:pw@host/x", "holds a password"),
+    ],
+)
+def test_a_destination_that_cannot_be_used_is_a_sentence(text, sentence):
+    with pytest.raises(SlurmGPUError, match=sentence):
+        parse_destination(text)
+    assert str(parse_destination("mlflow:sqlite:///a.db")) == "mlflow:sqlite:///a.db"
+
+
+def test_a_package_that_is_missing_is_a_sentence_that_names_the_extra(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    with pytest.raises(SlurmGPUError, match=r"pip install 'slurmgpu\[wandb\]'"):
+        TRACKERS.make("wandb").open("project", None)

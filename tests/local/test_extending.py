@@ -1,0 +1,160 @@
+"""submit --extend: a run takes the shards of a run of fewer items, and computes the others."""
+
+import errno
+import json
+import os
+
+import pytest
+
+import slurmgpu as package
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.plan.items import Look
+from slurmgpu.plan.planner import draft_run
+from slurmgpu.run.directory import Run, create_run
+from tests.support.runs import make_project
+
+
+def lines(start, stop):
+    return "".join(json.dumps({"text": f"item {i} of many", "x": i}) + "\n" for i in range(start, stop))
+
+
+@pytest.fixture
+def old(tmp_path):
+    """A folder with a run of 36 items in two files, of which item 3 failed; shards have 8."""
+    (tmp_path / "marks").mkdir()
+    settings = {"faults": {"3": "item_error"}, "marks": str(tmp_path / "marks")}
+    folder = make_project(tmp_path / "project", settings=settings, input="data/*.jsonl", run_dir="old/run")
+    (folder / "data").mkdir()
+    (folder / "data" / "a.jsonl").write_text(lines(0, 20))
+    (folder / "data" / "b.jsonl").write_text(lines(20, 36))
+    package.submit(folder / "slurmgpu.toml", executor="debug", gpus=0)
+    return folder
+
+
+def submit(folder, name, **options):
+    return package.submit(folder / "slurmgpu.toml", run_dir=folder / name, executor="debug", gpus=0, **options)
+
+
+def times_computed(folder):
+    return {int(path.name): len(path.read_text().splitlines()) for path in (folder.parent / "marks").iterdir()}
+
+
+def test_an_extended_run_has_the_bytes_of_a_full_one_and_computes_what_is_new(old):
+    with open(old / "data" / "b.jsonl", "a") as file:
+        file.write(lines(36, 45))
+    before = times_computed(old)
+    handle = submit(old, "more/run", extend=old / "old" / "run")
+    computed = times_computed(old)
+    assert {item for item, n in computed.items() if n != before.get(item)} == {*range(32, 45)}
+    assert handle.report()["complete"] is True
+    assert [item["index"] for item in handle.report()["errors"]] == [3]
+    assert (old / "old" / "run" / "shards" / "00003.h5").samefile(handle.folder / "shards" / "00003.h5")
+    (old / "data" / "c.jsonl").write_text(lines(45, 60))
+    # An extended run is extended, and the former one is not needed any more.
+    (old / "old").rename(old / "gone")
+    again = submit(old, "most/run", extend=handle.folder)
+    full = submit(old, "full/run")
+    assert (again.folder / "merged.h5").read_bytes() == (full.folder / "merged.h5").read_bytes()
+    # An item that failed in the first run is computed again in the last one.
+    source = old / "workloads.py"
+    source.write_text(source.read_text().replace("if fault := self.faults.get(item.index):", "if fault := None:"))
+    again.resubmit(failed=True)
+    with package.open(again.folder / "merged.h5") as merged:
+        assert (merged.index.tolist(), merged.errors) == ([*range(60)], {})
+        assert merged["double"][:].tolist() == [2.0 * index for index in range(60)]
+
+
+def test_shards_are_copied_where_they_cannot_be_linked(old, monkeypatch):
+    (old / "data" / "c.jsonl").write_text(lines(36, 45))
+
+    def refuse(*_):
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    with draft_run(old / "slurmgpu.toml", None, old / "new", extends=Run.open(old / "old" / "run")) as draft:
+        assert draft.n_missing == 2
+        run = create_run(draft.run_dir, draft.plan, draft.items.files)
+        monkeypatch.setattr(os, "link", refuse)
+        draft.fill(run)
+    assert sorted(path.name for path in run.shards.iterdir()) == [f"{shard:05d}.h5" for shard in range(4)]
+    for path in run.shards.iterdir():
+        assert path.read_bytes() == (old / "old" / "run" / "shards" / path.name).read_bytes()
+        assert path.stat().st_nlink == 1
+
+
+def test_a_damaged_shard_of_the_former_run_is_computed_again(old):
+    shard = old / "old" / "run" / "shards" / "00001.h5"
+    content = bytearray(shard.read_bytes())
+    content[-8] ^= 1
+    shard.write_bytes(content)
+    (old / "data" / "c.jsonl").write_text(lines(36, 45))
+    handle = submit(old, "new", extend=old / "old" / "run")
+    assert [hole["shard"] for hole in handle.report()["missing"]] == [1]
+    assert shard.read_bytes() == content  # the former run is left as it was
+    assert handle.resubmit().report()["complete"] is True
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda data: None, "the input has its 36 items and no more"),
+        (
+            lambda data: (data / "aa.jsonl").write_text(lines(36, 40)),
+            "aa.jsonl comes before .*b.jsonl, which was file 2",
+        ),
+        (
+            lambda data: (data / "b.jsonl").write_text(lines(19, 35) + lines(36, 40)),
+            "nor that with more lines at its end",
+        ),
+        (lambda data: (data / "b.jsonl").write_text(lines(20, 30)), "nor that with more lines at its end"),
+        (
+            lambda data: (data / "a.jsonl").write_text(lines(0, 20) + lines(36, 40)),
+            "other files of its input follow it",
+        ),
+        (lambda data: (data / "b.jsonl").unlink(), "and this one ends before it"),
+    ],
+)
+def test_an_input_that_does_not_begin_with_the_former_one_is_refused(old, change, said):
+    change(old / "data")
+    with pytest.raises(SlurmGPUError, match=said), extending(old):
+        pass
+    assert not (old / "new").exists()
+
+
+def test_a_line_that_was_not_ended_and_goes_on_is_another_item(old):
+    path = old / "data" / "b.jsonl"
+    path.write_text(lines(20, 36).rstrip("\n"))
+    submit(old, "second")
+    path.write_text(lines(20, 36).rstrip("\n") + " \n" + lines(36, 40))
+    with pytest.raises(SlurmGPUError, match="nor that with more lines"), extending(old, "second"):
+        pass
+    path.write_text(lines(20, 40))
+    with extending(old, "second") as draft:
+        assert draft.n_missing == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"settings": {"item_s": 0.1}}, "settings.item_s is 0.1, and it was not set there"),
+        ({"seed": 7}, "seed is 7, and it was 0 there"),
+        ({"workload": {"batch_size": 2}}, "batch_size is 2, and it was 4 there"),
+        ({"shard_items": 4}, "shard_items is 4, and it was 8 there"),
+    ],
+)
+def test_what_else_the_rows_depend_on_is_the_same_or_named(old, overrides, said):
+    (old / "data" / "c.jsonl").write_text(lines(36, 45))
+    with pytest.raises(SlurmGPUError, match=said), extending(old, overrides=overrides):
+        pass
+
+
+def test_a_look_extends_nothing_and_is_not_extended(old):
+    (old / "data" / "c.jsonl").write_text(lines(36, 45))
+    submit(old, "look", limit=8)
+    with pytest.raises(SlurmGPUError, match="it is a run of some items of its input"), extending(old, "look"):
+        pass
+    with pytest.raises(SlurmGPUError, match="leave out --items and --limit"), extending(old, look=Look("1:2")):
+        pass
+
+
+def extending(folder, run="old/run", overrides=None, **options):
+    return draft_run(folder / "slurmgpu.toml", overrides, folder / "new", extends=Run.open(folder / run), **options)

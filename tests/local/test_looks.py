@@ -1,0 +1,99 @@
+"""Looks: runs of some items of an input, by --limit and --items."""
+
+import json
+
+import pytest
+
+import slurmgpu as package
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.plan.items import Look
+from slurmgpu.plan.planner import draft_run
+
+LOCAL = ("submit", "--executor", "local", "--gpus", "0")
+
+
+def test_a_look_has_the_rows_of_the_full_run_under_their_numbers(project, slurmgpu):
+    folder = project(100, settings={"faults": {"35": "exception", "60": "segfault"}})
+    slurmgpu(*LOCAL, "--items", "60,8:20,35,16:22,98:", cwd=folder, expect=0)
+    slurmgpu(*LOCAL, cwd=folder, expect=0)
+    indices = [*range(8, 22), 35, 60, 98, 99]
+    with package.open(folder / "run-look" / "merged.h5") as look, package.open(folder / "run" / "merged.h5") as full:
+        assert look.index.tolist() == indices
+        assert look.errors == full.errors
+        assert [str(look.row(place)) for place in range(18)] == [str(full.row(index)) for index in indices]
+    report = json.loads((folder / "run-look" / "report.json").read_text())
+    assert [(item["index"], json.loads(item["name"].partition("x = ")[2])) for item in report["errors"]] == [
+        (35, 35),
+        (60, 60),
+    ]
+    said = slurmgpu("logs", "run-look", "--item", "35", cwd=folder, expect=0).stdout
+    assert "Item 35 failed in attempt local1_0.0" in said
+    assert "cannot do item 35" in said
+    said = slurmgpu("logs", "run-look", "--item", "1", cwd=folder, expect=2).stderr
+    assert "has the items 8 to 21, 35 to 35, 60 to 60, 98 to 99." in said
+    # Failed items are computed again under their numbers, too.
+    source = folder / "workloads.py"
+    source.write_text(source.read_text().replace("if fault := self.faults.get(item.index):", "if fault := None:"))
+    slurmgpu("resubmit", "run-look", "--failed", cwd=folder, expect=0)
+    with package.open(folder / "run-look" / "merged.h5") as look:
+        assert (look.index.tolist(), look.errors) == (indices, {})
+        assert look["double"][:].tolist() == [2.0 * index for index in indices]
+
+
+def test_a_look_at_a_sweep_has_its_configurations(project):
+    folder = project(batch_size=1, shard_items=1, sweep={"text": ["a", "b", "c"], "x": [1, 2]})
+    path = folder / "slurmgpu.toml"
+    path.write_text(path.read_text().replace('input = "items.jsonl"\n', ""))
+    with draft_run(path, look=Look("1:3,5")) as draft:
+        assert draft.items.configurations == [{"text": "a", "x": 2}, {"text": "b", "x": 1}, {"text": "c", "x": 2}]
+        assert (draft.plan.n_items, draft.run_dir.name) == (3, "run-look")
+
+
+@pytest.mark.parametrize(
+    ("items", "limit", "ranges"),
+    [
+        (None, 3, [(0, 3)]),
+        (None, 1000, [(0, 100)]),
+        ("10:20,35", None, [(10, 20), (35, 36)]),
+        ("35,10:20", 4, [(10, 14)]),
+        ("35,10:20", 11, [(10, 20), (35, 36)]),
+        ("10:20,15:30,30:31, 5", None, [(5, 6), (10, 31)]),
+        (":5,90:", None, [(0, 5), (90, 100)]),
+        (":", None, [(0, 100)]),
+        ("7,7,7:8", None, [(7, 8)]),
+    ],
+)
+def test_items_are_counted_from_0_and_ranges_joined(items, limit, ranges):
+    assert Look(items, limit).ranges(100) == ranges
+
+
+@pytest.mark.parametrize(
+    ("items", "limit", "said"),
+    [
+        (None, 0, "--limit 0: expected how many items"),
+        ("100", None, "--items 100 is not within the input, whose items are 0 to 99."),
+        ("90:101", None, "--items 90:101 is not within the input"),
+        ("5:5", None, "--items 5:5 is empty."),
+        ("-3:", None, "such as 10:20,35"),
+        ("1,,2", None, "such as 10:20,35"),
+        ("1:9:2", None, "such as 10:20,35"),
+    ],
+)
+def test_items_that_there_are_not_are_refused(items, limit, said):
+    with pytest.raises(SlurmGPUError, match=said):
+        Look(items, limit).ranges(100)
+
+
+def test_looks_at_other_items_are_other_plans_and_none_takes_the_place_of_another_run(project):
+    path = project(100) / "slurmgpu.toml"
+    prints = []
+    for items in ("0:8", "8:16"):
+        with draft_run(path, look=Look(items)) as draft:
+            prints.append(draft.plan.fingerprint)
+    assert prints[0] != prints[1]
+    package.submit(path, limit=8, executor="debug", gpus=0)
+    with pytest.raises(SlurmGPUError, match="run-look holds a run already"):
+        package.submit(path, limit=8, executor="debug", gpus=0)
+    (path.parent / "run-look").rename(path.parent / "run-probe")
+    with pytest.raises(SlurmGPUError, match="is no probe"):
+        package.probe(path, 8, executor="debug", gpus=0)

@@ -1,0 +1,56 @@
+"""The rows of a run of some items, whose indices are those in the input: shown, exported and compared."""
+
+import json
+
+import pytest
+
+import slurmgpu
+from slurmgpu.results.published import RunRows
+from slurmgpu.run.directory import Run
+
+INDICES = [0, 1, 2, 10, 11, 12, 20]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    from tests.support.runs import make_project
+
+    folder = make_project(tmp_path_factory.mktemp("looks") / "project", 24, shard_items=4)
+    options = {"executor": "debug", "gpus": 0}
+    slurmgpu.submit(folder / "slurmgpu.toml", items="10:13,0:3,20", **options)
+    slurmgpu.submit(folder / "slurmgpu.toml", **options)
+    return folder
+
+
+@pytest.mark.parametrize("is_merged", [True, False])
+def test_they_are_found_by_their_indices(folder, is_merged):
+    run = Run.open(folder / "run-look")
+    hidden = run.merged.with_suffix(".away")
+    if not is_merged:
+        run.merged.rename(hidden)
+    try:
+        with RunRows(run) as rows:
+            assert [row.index for row in rows.rows()] == INDICES
+            assert [row.index for row in rows.rows(2, 12)] == [2, 10, 11]
+            assert rows.present() == [(0, 3), (10, 13), (20, 21)]
+            assert rows.present(1, 11) == [(1, 3), (10, 11)]
+            assert len(rows) == len(INDICES)
+    finally:
+        if not is_merged:
+            hidden.rename(run.merged)
+
+
+def test_they_are_shown_with_their_items_and_exported(slurmgpu, folder):
+    shown = slurmgpu("show", "run-look", "--with-items", "--items", "2:21", "--json", cwd=folder, expect=0).stdout
+    found = json.loads(shown)
+    assert [(row["index"], row["item"]["x"]) for row in found["rows"]] == [(i, i) for i in INDICES[2:]]
+    assert found["n_missing"] == 0
+    slurmgpu("export", "run-look", "-o", "rows.jsonl", cwd=folder, expect=0)
+    lines = (folder / "rows.jsonl").read_text().splitlines()
+    assert [json.loads(line)["index"] for line in lines] == INDICES
+
+
+@pytest.mark.parametrize("key", [None, "x"])
+def test_they_equal_those_of_the_run_of_all_items(folder, key):
+    found = slurmgpu.compare(folder / "run-look", folder / "run", key=key)
+    assert (found.n_common, found.n_different, found.a.n_only, found.b.n_only) == (7, 0, 0, 17)

@@ -1,0 +1,35 @@
+"""`task.log` in runs that are killed, and `[track]` at the end of them."""
+
+import json
+
+from slurmgpu.run.directory import Run
+from slurmgpu.run.metric_log import MetricReader
+from tests.files.test_tracking import scalars
+
+LOGS = """
+
+class Logs(Rows):
+    def __call__(self, items):
+        rows = super().__call__(items)
+        for item in items:
+            self.task.log(item.index, square=item.index**2)
+        return rows
+"""
+
+
+def test_no_published_row_lacks_what_was_logged_with_it_whoever_was_killed(project, slurmgpu):
+    settings = {"faults": {"17": "kill_once", "30": "item_error"}, "marks": "marks"}
+    resources = {"gpus": 0, "tasks": 2, "executor": "local"}
+    folder = project(60, "Logs", settings=settings, resources=resources, track={"to": ["tensorboard:tb", "wandb:none"]})
+    (folder / "marks").mkdir()
+    with (folder / "workloads.py").open("a") as file:
+        file.write(LOGS)
+    done = slurmgpu("submit", cwd=folder, expect=0)  # a tracker that fails costs a warning
+    logged = {each.step: each.values for each in MetricReader(Run.open(folder / "run").folder).news()}
+    assert logged == {step: {"square": step**2} for step in range(60) if step != 30}
+    [found] = scalars(folder / "tb").values()
+    assert found == [(step, "square", step**2) for step in range(60) if step != 30]
+    assert "not everything was sent to trackers (exit code 2)" in done.stderr
+    assert "pip install 'slurmgpu[wandb]'" in done.stderr
+    again = slurmgpu("track", "run", "--to", "tensorboard:tb", "--json", cwd=folder, expect=0)
+    assert json.loads(again.stdout) == [{"to": "tensorboard:tb", "n_runs": 1, "n_steps": 0}]
