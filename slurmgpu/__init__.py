@@ -29,7 +29,9 @@ __all__ = [
     "__version__",
     "compare",
     "find_batch_size",
+    "map",
     "open",
+    "open_run",
     "probe",
     "serve",
     "submit",
@@ -37,8 +39,9 @@ __all__ = [
 ]
 
 _HOMES = {
-    "slurmgpu.api": ("RunHandle", "probe", "submit"),
+    "slurmgpu.api": ("RunHandle", "open_run", "probe", "submit"),
     "slurmgpu.errors": ("Interrupted", "ItemError", "Retry", "SlurmGPUError"),
+    "slurmgpu.mapping.map": ("map",),
     "slurmgpu.merge.compare": ("compare",),
     "slurmgpu.results": ("Merged", "open"),
     "slurmgpu.shards.columns": ("Array", "Json", "Ragged", "Text"),
@@ -49,8 +52,9 @@ _HOMES = {
 }
 
 if TYPE_CHECKING:
-    from slurmgpu.api import RunHandle, probe, submit
+    from slurmgpu.api import RunHandle, open_run, probe, submit
     from slurmgpu.errors import Interrupted, ItemError, Retry, SlurmGPUError
+    from slurmgpu.mapping.map import map  # noqa: A004
     from slurmgpu.merge.compare import compare
     from slurmgpu.results import Merged, open  # noqa: A004
     from slurmgpu.shards.columns import Array, Json, Ragged, Text

@@ -301,6 +301,11 @@ class Adapted:
         return self._read_method("summarize", "merged")
 
     @cached_property
+    def explain_misfit(self) -> Callable[[Any], str] | None:
+        """A sentence to add to the error of an item whose row does not fit the columns."""
+        return self._read_method("explain_misfit", "row")
+
+    @cached_property
     def fetch(self) -> Callable[[], object] | None:
         """Downloads what tasks need and says what it downloaded; `check --fetch` calls it."""
         return self._read_method("fetch")

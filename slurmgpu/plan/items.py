@@ -100,14 +100,19 @@ def items_of(
     room: Callable[[], Path],
     kept: Collection[str] = (),
     records: Any = None,
+    made: Path | None = None,
 ) -> Items:
     """The items of the run file at `path`, checked for the workload; files about them are made in `folder`.
 
     `after` is a run whose merged file may be the input before it exists. `kept` are fields that rows keep. `records`
-    are items from Python, in place of `input`. What is repacked, and may be large, is made in the folder that `room`
-    gives.
+    are items from Python, in place of `input`; `made` is a file of items that is to move into the run directory. What
+    is repacked, and may be large, is made in the folder that `room` gives.
     """
     index = folder / "input.idx"
+    if made is not None:
+        found = inputs.scan([made], index, stride=stride)
+        lines = _check(found, index, workload, path, config.key, kept, "items")
+        return Items(_in_run(found), [index, made], lines=lines)
     if records is not None:
         packed = inputs.repack_records(records, room(), index, stride=stride)
         return _repacked(packed, index, workload, path, config.key, kept)
@@ -124,12 +129,13 @@ def items_of(
         lines = _check(spec, index, workload, path, config.key, kept)
         return Items(spec, [index], lines=lines)
     configurations = None if config.sweep is None else sweeps.expand(config.sweep, config.seed)
-    own, made = configurations or workload.default_items, folder / sweeps.FILE
+    own = configurations or workload.default_items
     if not own:
         raise SlurmGPUError(
             f'{path}: input is missing. Name the files with the items, as in input = "items.jsonl", '
             f"or give configurations under [sweep]."
         )
+    made = folder / sweeps.FILE
     sweeps.write(own, made)
     spec = inputs.scan([made], index, stride=stride)
     called = "[sweep]" if configurations else None

@@ -12,7 +12,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from slurmgpu.plan.items import Items, Look, items_of, some_of
 from slurmgpu.plan.overrides import TABLES, Overrides
 from slurmgpu.plan.placement import place
 from slurmgpu.plan.run_file import Resources, RunFile, table_of
-from slurmgpu.plan.site_file import RunFileSource, path_of, read_run_file
+from slurmgpu.plan.site_file import GivenRunFile, RunFileSource, path_of, read_run_file
 from slurmgpu.run.directory import Plan, Provenance, Run, refuse_existing
 from slurmgpu.shards.columns import check_columns, columns_to_json
 from slurmgpu.util.atomic_files import working_folder
@@ -114,6 +114,7 @@ def draft_run(
     """
     source = run_file.expanduser().resolve() if isinstance(run_file, Path) else run_file
     path, config = path_of(source), read_run_file(source, overrides)
+    given = source if isinstance(source, GivenRunFile) else GivenRunFile({}, path.parent)
     gpus_per_task = allocate(config.resources, n_shards=None).gpus_per_task
     named = Path(config.run_dir or f"runs/{path.stem}").expanduser()
     if look is not None:
@@ -151,9 +152,19 @@ def draft_run(
         room = functools.cache(lambda: _room_beside(target, stack))
         fields = keep.values()
         items = items_of(
-            config, path, workload, batch_size, Path(scratch), after, progress, room=room, kept=fields, records=records
+            config,
+            path,
+            workload,
+            batch_size,
+            Path(scratch),
+            after,
+            progress,
+            room=room,
+            kept=fields,
+            records=records,
+            made=given.items,
         )
-        items = some_of(items, look)
+        items = some_of(replace(items, files=[*items.files, *given.files]), look)
         spec = items.spec
         plan = Plan(
             name=target.name,
@@ -194,7 +205,7 @@ def draft_run(
         )
         extension = None if extends is None else extend(extends, plan, Path(scratch))
         notes += [extension.describe(plan)] if extension else []
-        code = snapshot_of(plan, plan.container, plan.provenance["git"], also=imported)
+        code = snapshot_of(plan, plan.container, plan.provenance["git"], also=[*imported, *given.modules])
         yield Draft(plan, target, items, config.resources, code, workload.resumes, tuple(notes), extension)
 
 

@@ -8,7 +8,7 @@ docs/how-to/site-file.md shows one; `slurmgpu init --site` writes one.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -44,10 +44,17 @@ TABLES = ("resources", "container", "slurm", "merge")
 
 @dataclass(frozen=True)
 class GivenRunFile:
-    """A run file as a mapping instead of TOML. Relative paths in it start at `folder`, an absolute path."""
+    """A run file as a mapping instead of TOML. Relative paths in it start at `folder`, an absolute path.
+
+    `items` is a file that is the input and moves into the run directory, as do `files`. `modules` are modules of the
+    user's that tasks import although no setting names them.
+    """
 
     tables: Mapping[str, Any]
     folder: Path
+    items: Path | None = None
+    files: Sequence[Path] = ()
+    modules: Sequence[str] = ()
 
     @property
     def path(self) -> Path:

@@ -19,6 +19,7 @@ QUICK = {
     "elasticity": ["--quick"],
     "embed": [],
     "front": ["--quick"],
+    "map": ["--quick"],
     "inputs": ["--size-mb", "100"],
     "llm": ["--quick"],
     "merge": ["--quick"],

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import slurmgpu
 from slurmgpu.containers.folders import leave_task_folders
 from slurmgpu.containers.node import prepare
 from slurmgpu.containers.registry import RUNTIMES, runtime_named
@@ -129,6 +130,26 @@ def test_a_node_that_lacks_the_runtimes_package_ends_a_task_by_a_sentence(tmp_pa
             prepare(container, [], os.environ)
     finally:
         leave_task_folders()
+
+
+def test_a_function_by_value_is_mapped_in_an_image_of_the_same_python_and_refused_in_another(bare, tmp_path):
+    (tmp_path / "other-python").write_text(
+        f"""#!/bin/sh
+{sys.executable} "$@" | sed 's/"python": "[^"]*"/"python": "3.8.1"/'
+"""
+    )
+    (tmp_path / "other-python").chmod(0o755)
+    tables = {"container.runtime": "bare", "container.image": str(bare), "html": False}
+
+    def mapped(name, python):
+        overrides = {**tables, "container.python": python}
+        place = {"run_dir": tmp_path / name, "executor": "local", "gpus": 0}
+        return slurmgpu.map(lambda item: os.environ["HOME"] and item + 1, [1, 2], overrides=overrides, **place)
+
+    assert mapped("same", sys.executable)["result"][:].tolist() == [2, 3]
+    with pytest.raises(SlurmGPUError, match=r"The image has Python 3\.8\.1, and this is Python 3"):
+        mapped("other", str(tmp_path / "other-python"))
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize("name", RUNTIMES.built_in)

@@ -1,0 +1,111 @@
+"""A submission in a process of its own, which goes on when the process that submits ends or is interrupted.
+
+`python -m slurmgpu.executors.detached` is that process. It does what `submission.start` does, to the end of the merge.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.executors import submission as submitting
+from slurmgpu.executors.job_entry import safe_path
+from slurmgpu.executors.submission import Outcome
+from slurmgpu.run.directory import Run
+from slurmgpu.run.submissions import Submission
+from slurmgpu.util.logging import log_to_stderr
+
+LOG = "submit.log"
+"""The log of that process, in the run's logs/."""
+MOST = 2000
+"""The most characters of what it printed before."""
+
+
+class Background:
+    """A process that waits for a submission while it imports its modules; leaving the `with` block ends an idle one."""
+
+    def __enter__(self) -> Background:
+        path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+        answers, given = os.pipe()
+        self._answers, self._errors = open(answers, encoding="utf-8"), tempfile.TemporaryFile()
+        try:
+            with safe_path():
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", __name__, str(given)],
+                    stdin=subprocess.PIPE,
+                    stdout=self._errors,
+                    stderr=self._errors,
+                    env={**os.environ, "PYTHONPATH": path},
+                    pass_fds=[given],
+                    start_new_session=True,
+                )
+        finally:
+            os.close(given)
+        threading.Thread(target=self._process.wait, daemon=True).start()  # else it becomes a zombie, which looks alive
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._answers.close()
+        self._errors.close()
+
+    def start(self, run: Run, submission: Submission, notes: Sequence[str] = ()) -> Outcome:
+        """Start a submission; SlurmGPUError if it does not begin."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
+            pipe.write(pickle.dumps((run.folder, submission)))
+        answer = json.loads(self._answers.readline() or "{}")
+        if "error" in answer:
+            raise SlurmGPUError(answer["error"])
+        if not answer:
+            code = self._process.wait()
+            self._errors.seek(0)
+            said = self._errors.read().decode(errors="replace").strip() or f"{run.logs / LOG} may say why"
+            raise SlurmGPUError(
+                f"The process that was to compute the run ended with exit code {code} before it began: {said[-MOST:]}"
+            )
+        return Outcome(submission, {}, tuple(notes))
+
+
+def main() -> int:
+    """Run the submission that standard input describes; say on the given pipe once it has begun, or why not."""
+    answers = open(int(sys.argv[1]), "w", encoding="utf-8")  # noqa: SIM115 - closed once it has answered
+    os.set_inheritable(answers.fileno(), False)
+    if not (given := sys.stdin.buffer.read()):
+        return 0  # nothing is submitted
+
+    def tell(**answer: object) -> None:
+        if not answers.closed:
+            with answers:
+                answers.write(json.dumps(answer) + "\n")
+
+    folder, submission = pickle.loads(given)
+    with open(folder / "logs" / LOG, "ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    log_to_stderr()
+    try:
+        submitting.start(Run.open(folder), lambda _: (submission, []), lambda: tell(begun=True))
+    except SlurmGPUError as error:
+        if answers.closed:
+            logging.getLogger(__name__).error("%s", error)
+        else:
+            tell(error=str(error))
+        return 1
+    tell(begun=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,237 @@
+"""`slurmgpu.map`: hand over a function and items, and get a run."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from slurmgpu import api
+from slurmgpu.api import RunHandle
+from slurmgpu.code import functions
+from slurmgpu.containers.registry import runtime_named
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.executors import probe
+from slurmgpu.executors.detached import Background
+from slurmgpu.executors.registry import executor_named
+from slurmgpu.inputs.python_items import is_table, without_index, write_values
+from slurmgpu.mapping.annotations import Type, annotated_types, described
+from slurmgpu.plan.planner import TARGET_SHARDS, Draft, allocate, draft_run
+from slurmgpu.plan.site_file import GivenRunFile, read_run_file
+from slurmgpu.results import open as open_merged
+from slurmgpu.shards.column_types import RESULT, columns_of_types, type_for_both
+from slurmgpu.shards.columns import Column, columns_to_json
+from slurmgpu.task.preflight import check_here
+from slurmgpu.util.atomic_files import FULL, write_bytes
+from slurmgpu.util.plurals import count_of
+from slurmgpu.util.shared_files import status_of
+
+log = logging.getLogger(__name__)
+
+WORKLOAD = "slurmgpu.workloads.function:Function"
+FEWEST_SHARDS, SHARDS_OF_TASK, ITEMS_OF_SHARD = 64, 16, 256
+"""A run has at least so many shards, if it has as many items, also for each task, and more only of so many items."""
+
+Columns = Column | str | Mapping[str, Column | str]
+
+
+def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
+    function: Callable[..., Any],
+    items: str | os.PathLike[str] | Iterable[Any],
+    *,
+    load: Callable[..., Any] | None = None,
+    columns: Columns | None = None,
+    batch_size: int | None = None,
+    name: str | None = None,
+    run_dir: str | Path | None = None,
+    image: str | Path | None = None,
+    inject: Sequence[str] = (),
+    overrides: Mapping[str, Any] | None = None,
+    profile: str | None = None,
+    wait: bool = False,
+    **resources: Any,
+) -> RunHandle:
+    """Call a function for each item, in the tasks of a run; its rows are the columns of the results.
+
+    `items` are the path or the glob of an input, or the items themselves: mappings, text, numbers, a data frame, an
+    Arrow table. `function(item)` returns a mapping of columns to values, a dataclass, or one value, the column
+    `result`. It is called as `function(item, load())` if there is `load`, which each worker calls once, on its node;
+    with `batch_size` it gets a list of items, and returns a list. What it raises is the error of its item.
+
+    A function of a module is imported by tasks; one of a notebook, a script or another function is kept in the run
+    directory by value. `columns` are types, as in `{"score": "float32", "label": Text()}`; else the annotation of
+    the returned value says them, else the first item, which is computed before anything else.
+
+    The run directory is `run_dir`, or runs/`name`, or by the function's name. `resources` are keys of [resources],
+    `overrides` and `profile` as in `submit`. The run works in the background: on Slurm, or with executor="local" in
+    processes that outlive this one; with `wait` it has ended, and is merged, when this returns.
+    """
+    base, is_batched = Path.cwd(), batch_size is not None
+    declared = _declared(columns) or annotated_types(function, batched=is_batched)
+    known = None if not declared or None in declared.values() else declared
+    target = Path(run_dir).expanduser() if run_dir is not None else _target(base, name, function)
+    values = api.overrides_of(None, image, resources, overrides, profile)
+    table: dict[str, Any] = {"use": WORKLOAD, "batch_size": batch_size}
+    executor = read_run_file(GivenRunFile({"workload": table}, base), values).resources.executor
+    with contextlib.ExitStack() as open_ones:
+        # Its modules are imported while the run is planned.
+        background = open_ones.enter_context(Background()) if executor_named(executor).detaches else None
+        scratch = Path(open_ones.enter_context(tempfile.TemporaryDirectory(prefix="slurmgpu-map-")))
+        settings, files, modules = _function(function, load, scratch, base)
+        made, settings["items"] = _written(items, scratch)
+        named = os.fspath(items) if isinstance(items, str | os.PathLike) else None
+        settings |= {"batched": is_batched, **({"columns": known} if known else {"learn": True})}
+        given = GivenRunFile({"input": named, "workload": table, "settings": settings}, base, made, files, modules)
+        draft = open_ones.enter_context(
+            draft_run(given, values, target, records=without_index(items) if is_table(items) else None)
+        )
+        for note in (*draft.notes, *draft.plan.placement):
+            log.warning("%s", note)
+        if "pickled" in settings:
+            _refuse_other_python(draft)
+        draft = _with_larger_shards(draft, values)
+        api.submission_of(draft, None, inject)  # finds errors before an item is computed
+        if known is None:
+            draft = _with_columns(draft, {**_learnt(draft), **{k: v for k, v in declared.items() if v is not None}})
+        handle = api.submit_draft(draft, None, inject=inject, background=background)
+    for note in handle.outcome.notes if handle.outcome else ():
+        log.warning("%s", note)
+    if wait:
+        handle.wait()
+    return handle
+
+
+def _function(
+    function: Callable[..., Any], load: Callable[..., Any] | None, scratch: Path, base: Path
+) -> tuple[dict[str, Any], list[Path], Sequence[str]]:
+    """The settings that name the functions, files with them for the run directory, and modules that they need."""
+    for each in (function, load):
+        if each is not None and not callable(each):
+            raise SlurmGPUError(f"{each!r} is no function; expected one that takes an item.")
+    if inspect.iscoroutinefunction(function):
+        raise SlurmGPUError(f"{functions.shown_name(function)} is a coroutine: expected a plain function.")
+    arguments = ("item",) if load is None else ("item", "loaded")
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        raise SlurmGPUError(
+            f"{functions.shown_name(function)} cannot be called as function({', '.join(arguments)}): {error}."
+        ) from error
+    except ValueError:
+        pass  # some of C have no signature
+    names = functions.name_of(function), None if load is None else functions.name_of(load)
+    if names[0] is not None and (load is None or names[1] is not None):
+        return {"function": names[0], "load": names[1]}, [], ()
+    packed = functions.pack({"function": function, "load": load}, base)
+    files = [scratch / functions.PICKLE]
+    write_bytes(files[0], packed.content, mode=0o600)
+    if packed.source is not None:
+        files.append(scratch / functions.SOURCE)
+        files[1].write_text(packed.source, "utf-8")
+    pickled = {"sha256": packed.sha256, "python": functions.minor_version()}
+    shown = {"function": functions.shown_name(function), "load": None if load is None else functions.shown_name(load)}
+    return {**shown, "pickled": pickled}, files, packed.modules
+
+
+def _refuse_other_python(draft: Draft) -> None:
+    """Refuse an image whose Python cannot read a pickle of this one, where the image can be started here."""
+    container = draft.plan.container
+    if container is None or shutil.which(runtime_named(container["runtime"]).program) is None:
+        return  # a worker compares the versions as well
+    seen = check_here(draft.plan, 0, "cpu")
+    found, here = seen.found.get("python"), functions.minor_version()
+    if found is None:
+        log.warning("which Python the image has is not known: %s", "; ".join(seen.problems))
+    elif not f"{found}.".startswith(f"{here}."):
+        raise SlurmGPUError(
+            f"The image has Python {found}, and this is Python {here}: a function cannot be sent there by value. "
+            f"Put it into a module, which is imported, or call map in Python {'.'.join(found.split('.')[:2])}."
+        )
+
+
+def _written(items: Any, scratch: Path) -> tuple[Path | None, str]:
+    """The file of items that are in memory and no table, and their kind."""
+    if isinstance(items, str | os.PathLike) or is_table(items):
+        return None, "mapping"
+    if isinstance(items, Mapping) or not isinstance(items, Iterable):
+        raise SlurmGPUError(f"items is a {type(items).__name__}; expected a list, a table, or the path of an input.")
+    try:
+        return write_values(items, scratch)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise SlurmGPUError(
+            f"The items do not fit into {scratch.parent}: {error.strerror}. Make room there, or set TMPDIR to another "
+            f"folder before Python starts."
+        ) from error
+
+
+def _target(base: Path, name: str | None, function: Callable[..., Any]) -> Path:
+    """The run directory: of that name, or the next that is free of those by the function's name."""
+    if name is not None:
+        return base / "runs" / name
+    stem = functions.shown_name(function)
+    names = (stem if number == 1 else f"{stem}-{number}" for number in itertools.count(1))
+    return next(path for each in names if status_of(path := base / "runs" / each) is None)
+
+
+def _declared(columns: Columns | None) -> dict[str, Type]:
+    given = columns if isinstance(columns, Mapping) else {} if columns is None else {RESULT: columns}
+    if columns is not None and not given:
+        raise SlurmGPUError('columns is empty; expected a type for each column, as in {"score": "float32"}.')
+    return {name: described(column) if isinstance(column, Column) else column for name, column in given.items()}
+
+
+def _with_larger_shards(draft: Draft, values: Mapping[str, Any]) -> Draft:
+    """The draft with fewer shards than by default: calls of a function may take a millisecond each."""
+    plan = draft.plan
+    if values.get("shard_items") is not None:
+        return draft
+    n_tasks = allocate(draft.resources, n_shards=None).n_tasks
+    n_shards = min(TARGET_SHARDS, max(FEWEST_SHARDS, SHARDS_OF_TASK * n_tasks, plan.n_items // ITEMS_OF_SHARD))
+    n_batches = -(-plan.n_items // (plan.batch_size * n_shards))
+    return replace(draft, plan=replace(plan, shard_items=plan.batch_size * n_batches))
+
+
+def _learnt(draft: Draft) -> dict[str, Type]:
+    """The types of the columns by the rows of the first batch, which a run of its own computes."""
+    log.info("computing the first %s, to learn the columns", count_of(draft.plan.batch_size, "item"))
+    small = probe.draft_part(draft, [(0, min(draft.plan.batch_size, draft.plan.n_items))])
+    run, report = api.compute_probe(small, on_status=None)
+    said = "so that the columns are not known, and nothing was submitted"
+    if report["complete"] and (errors := report["errors"]):
+        raise SlurmGPUError(
+            f"Item {errors[0]['index']} failed, {said}: {errors[0]['message']} Its log is in {run.logs}."
+        )
+    if (failed := probe.why_failed(run, report)) is not None:
+        raise SlurmGPUError(f"The first item failed, {said}: {failed.failure}: {failed.message} Its log: {failed.log}")
+    with open_merged(run.merged) as merged:
+        rows: list[dict[str, str | None]] = merged["types"][:]
+    types: dict[str, Type] = {}
+    for row in rows:
+        for name, kind in row.items():
+            known = types.get(name)
+            types[name] = type_for_both(known if isinstance(known, str) else None, kind)
+    return types
+
+
+def _with_columns(draft: Draft, types: Mapping[str, Type]) -> Draft:
+    """The draft of the run itself, with its columns."""
+    if unknown := [name for name, kind in types.items() if kind is None]:
+        line = ", ".join(f"{name!r}: {kind or 'text'!r}" for name, kind in types.items())
+        raise SlurmGPUError(
+            f"The first item has nothing in the column {unknown[0]!r} that would tell its type. "
+            f"Say it, as in columns={{{line}}}."
+        )
+    columns = columns_of_types(types, "The function's result")
+    settings = {name: value for name, value in draft.plan.settings.items() if name != "learn"}
+    plan = replace(draft.plan, columns=columns_to_json(columns), settings={**settings, "columns": dict(types)})
+    return replace(draft, plan=plan)
