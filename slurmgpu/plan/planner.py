@@ -184,7 +184,7 @@ def draft_run(
             resources=config.resources.model_dump(),
             slurm=config.slurm,
             merge=config.merge,
-            provenance=_provenance(path, overrides or {}),
+            provenance=_provenance(path, (overrides or {}).get("container", {}) if container else {}),
             container=container.to_json() if container else None,
             processes=placement.processes,
             placement=(*placement.lines, *items.lines),
@@ -379,12 +379,12 @@ def _check_type(full_name: str, name: str, value: Any, hint: Any) -> None:
         raise SlurmGPUError(f"Workload {full_name}: {where} {problem}; found {found!r}.") from error
 
 
-def _provenance(run_file: Path, overrides: Mapping[str, Any]) -> Provenance:
+def _provenance(run_file: Path, container: Mapping[str, Any]) -> Provenance:
     versions = {"python": platform.python_version(), "slurmgpu": __version__}
     versions |= {name: importlib.metadata.version(name) for name in ("numpy", "h5py", "submitit")}
     return {
         "run_file": str(run_file),
         "versions": versions,
         "git": git_state(run_file.parent),
-        "container": dict(overrides.get("container", {})),
+        "container": dict(container),
     }

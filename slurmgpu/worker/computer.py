@@ -290,7 +290,8 @@ class Computer:
         The exception must not leave this function: its traceback would keep the tensors of the failed call alive.
         """
         try:
-            returned = self.workload.call(items)
+            # Each call has mappings of its own: one that fails may have changed them, and its items are called again.
+            returned = self.workload.call([replace(item, data={**item.data}) for item in items])
             # A generator computes while it is read.
             are_rows = self.keeps_rows and _may_be_rows(returned)
             return list(returned) if are_rows or isinstance(returned, Iterator) else returned, None

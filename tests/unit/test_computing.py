@@ -316,6 +316,21 @@ def test_a_kept_field_is_as_it_was_before_the_workload_changed_its_item():
     assert [row["given"] for row in computed.rows.values()] == [b"%d.0" % i for i in range(8)]
 
 
+@pytest.mark.parametrize("error", [TimeoutError("busy"), OutOfMemoryError("CUDA out of memory")])
+def test_items_are_called_again_as_they_were_before_the_workload_changed_them(error):
+    fails = [True]
+
+    def function(items):
+        for item in items:
+            item.data["x"] += 100
+        if fails and fails.pop():
+            raise error
+        return [{"x": item.data["x"]} for item in items]
+
+    computed = compute(Recorder(function), retries=1, pause=Pauses())
+    assert [float(row["x"]) for row in computed.rows.values()] == [100.0 + i for i in range(8)]
+
+
 def test_no_pause_is_longer_than_the_longest():
     pauses = Pauses()
     compute(Recorder(Busy([1], 99, lambda item: Retry("HTTP 429"))), retries=10, pause=pauses)

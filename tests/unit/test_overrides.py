@@ -1,5 +1,7 @@
 """Values over a run file: `-s KEY=VALUE` for any key, options of their own, and profiles of the site file."""
 
+import json
+
 import pytest
 
 from slurmgpu.errors import SlurmGPUError
@@ -127,3 +129,8 @@ def test_a_profile_goes_over_the_run_file_and_options_over_the_profile(project, 
         put_profile(Overrides(), "debgu")
     with pytest.raises(SlurmGPUError, match=r"profile odd: slurm: 'array' cannot be set here"):
         put_profile(Overrides(), "odd")
+
+
+def test_values_of_a_container_that_is_not_used_are_not_kept(project):
+    with draft_run(project() / "slurmgpu.toml", given("container.env.HF_TOKEN=abc")) as draft:
+        assert "abc" not in json.dumps(draft.plan.provenance)
