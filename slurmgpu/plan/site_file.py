@@ -31,6 +31,7 @@ from slurmgpu.plan.run_file import (
     plain_names,
     read_toml,
 )
+from slurmgpu.plan.variables import substitute
 
 NO_RUN_FILE = "slurmgpu run"
 """The file name of a run file that is not read: the command line gave all of it."""
@@ -77,9 +78,7 @@ def site_path() -> Path:
 
 def read_site() -> dict[str, Any]:
     """The tables of the site file, with only the keys that it sets; empty without a site file."""
-    tables = _tables(SiteFile, _read_site(), str(site_path()))
-    tables.pop("profiles", None)
-    return tables
+    return _tables(SiteFile, _read_site(), str(site_path()))
 
 
 def profile_names() -> list[str]:
@@ -110,7 +109,8 @@ def _read_site() -> dict[str, Any]:
 
 
 def _tables(model: type[Table], value: Mapping[str, Any], where: str) -> dict[str, Any]:
-    tables = parse_table(model, value, where).model_dump(exclude_unset=True)
+    own = {key: table for key, table in value.items() if key != "profiles"}
+    tables = parse_table(model, substitute(own, where)[0], where).model_dump(exclude_unset=True)
     if "container" in tables:
         tables["container"] = _absolute(tables["container"], site_path().parent)
     return tables
@@ -121,6 +121,13 @@ def read_run_file(path: Path, overrides: Mapping[str, Any] | None = None) -> Run
     below = merge_tables(read_site(), _read(path))
     where = f"{path} with the options over it" if any((overrides or {}).values()) else str(path)
     return parse_table(RunFile, merge_tables(below, overrides or {}), where)
+
+
+def substitutions(path: Path) -> list[str]:
+    """A line for each text of a run file, and of the site file, that has variables of the environment."""
+    site = {table: keys for table, keys in _read_site().items() if table in TABLES}
+    own = {} if path.name == NO_RUN_FILE else read_toml(path)
+    return [line for file, tables in ((site_path(), site), (path, own)) for line in substitute(tables, file.name)[1]]
 
 
 def origins(path: Path, overrides: Mapping[str, Any]) -> Origins:
@@ -144,6 +151,7 @@ def _read(path: Path) -> dict[str, Any]:
         value = read_toml(path)
     except FileNotFoundError:
         raise SlurmGPUError(f"There is no run file {path}. `slurmgpu init` writes one.") from None
+    value, _ = substitute(value, str(path))
     parse_table(RunFile, value, str(path))  # by itself, so that errors name this file
     return {**value, **{table: plain_names(value[table]) for table in ("slurm", "merge") if table in value}}
 
