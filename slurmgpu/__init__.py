@@ -27,7 +27,9 @@ __all__ = [
     "Workload",
     "__version__",
     "find_batch_size",
+    "map",
     "open",
+    "open_run",
     "probe",
     "serve",
     "submit",
@@ -35,8 +37,9 @@ __all__ = [
 ]
 
 _HOMES = {
-    "slurmgpu.api": ("RunHandle", "probe", "submit"),
+    "slurmgpu.api": ("RunHandle", "open_run", "probe", "submit"),
     "slurmgpu.errors": ("Interrupted", "ItemError", "SlurmGPUError"),
+    "slurmgpu.mapping.map": ("map",),
     "slurmgpu.results": ("Merged", "open"),
     "slurmgpu.shards.columns": ("Array", "Json", "Ragged", "Text"),
     "slurmgpu.training.fitting": ("find_batch_size",),
@@ -46,8 +49,9 @@ _HOMES = {
 }
 
 if TYPE_CHECKING:
-    from slurmgpu.api import RunHandle, probe, submit
+    from slurmgpu.api import RunHandle, open_run, probe, submit
     from slurmgpu.errors import Interrupted, ItemError, SlurmGPUError
+    from slurmgpu.mapping.map import map  # noqa: A004
     from slurmgpu.results import Merged, open  # noqa: A004
     from slurmgpu.shards.columns import Array, Json, Ragged, Text
     from slurmgpu.training.fitting import find_batch_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +14,7 @@ from slurmgpu.code import former
 from slurmgpu.containers.registry import runtime_named
 from slurmgpu.containers.settings import ContainerError
 from slurmgpu.errors import NoAnswerError, SlurmGPUError
-from slurmgpu.executors import liveness, resubmission
+from slurmgpu.executors import detached, liveness, resubmission
 from slurmgpu.executors import probe as probes
 from slurmgpu.executors import submission as submitting
 from slurmgpu.executors.registry import executor_named, queued_jobs
@@ -26,10 +26,16 @@ from slurmgpu.plan.container_spec import contain_again
 from slurmgpu.plan.items import look_at
 from slurmgpu.plan.overrides import Overrides
 from slurmgpu.plan.planner import Draft, draft_run
-from slurmgpu.plan.site_file import put_profile
+from slurmgpu.plan.site_file import GivenRunFile, RunFileSource, put_profile
+from slurmgpu.progress import following
 from slurmgpu.report.build import Report, is_complete, last_report
 from slurmgpu.report.forecast import FORECAST_FORMAT, FORECAST_VERSION, forecast, observe
 from slurmgpu.report.status import Status, StatusReader, read_status
+from slurmgpu.results import Merged
+from slurmgpu.results import open as open_merged
+from slurmgpu.results.published import Row as RunRow
+from slurmgpu.results.published import RunRows
+from slurmgpu.results.views import ColumnData
 from slurmgpu.run.directory import Run, create_run
 from slurmgpu.run.lock import Lock
 from slurmgpu.run.recompute import Recompute, recompute_path, write_recompute
@@ -47,10 +53,19 @@ ENDING_S = 15.0
 
 @dataclass(frozen=True)
 class RunHandle:
-    """A submitted run. It holds no resources; any number of handles may refer to the same run."""
+    """A submitted run. It holds no resources; any number of handles may refer to the same run.
+
+    `run["text"][:]` waits for the merge, and reads a column.
+    """
 
     run: Run
     outcome: Outcome | None = None
+
+    def __repr__(self) -> str:
+        return f"<run {self.folder}: {count_of(self.run.plan.n_items, 'item')}>"
+
+    def __getitem__(self, name: str) -> ColumnData:
+        return self.results()[name]
 
     @property
     def folder(self) -> Path:
@@ -69,9 +84,30 @@ class RunHandle:
         """The outcome of each injected fault up to the last merge; empty if no fault was injected."""
         return judge(self.run, last_report(self.run))
 
-    def wait(self, on_tick: Callable[[dict[str, Any]], None] = lambda status: None) -> dict[str, Any]:
-        """Wait until no task of the run is queued or alive, and return the report."""
-        return cast(dict[str, Any], wait_for(self.run, cast(Callable[[Status], None], on_tick)))
+    def wait(self, on_tick: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
+        """Wait until no task of the run is queued or alive, and return the report.
+
+        Without `on_tick`, which gets each status, a terminal and a notebook show the progress. An interrupt ends the
+        waiting, and nothing else.
+        """
+        with following(self.run, on_tick) as tick:
+            return cast(dict[str, Any], wait_for(self.run, tick))
+
+    def rows(self) -> Iterator[RunRow]:
+        """The rows in input order, each shard's as soon as it is published.
+
+        A row has `index`, `error`, which is None for a good one, and its columns: `row["text"]`. SlurmGPUError at the
+        end if rows are missing.
+        """
+        return follow_rows(self.run)
+
+    def results(self) -> Merged:
+        """The merged file, open, once the run has ended; SlurmGPUError if it lacks rows."""
+        if not is_complete(self.run) or not is_over(self.run.submissions()):
+            self.wait()
+        if not is_complete(self.run):
+            raise SlurmGPUError(incomplete(self.run))
+        return open_merged(self.run.merged)
 
     def resubmit(
         self,
@@ -96,8 +132,13 @@ class RunHandle:
         return liveness.cancel(self.run)
 
 
+def open_run(folder: str | Path) -> RunHandle:
+    """The run in a run directory, whoever submitted it: for rows, status and results, also while it works."""
+    return RunHandle(Run.open(Path(folder)))
+
+
 def submit(
-    run_file: str | Path = "slurmgpu.toml",
+    run_file: str | Path | Mapping[str, Any] = "slurmgpu.toml",
     *,
     run_dir: str | Path | None = None,
     settings: Mapping[str, Any] | None = None,
@@ -114,24 +155,26 @@ def submit(
 ) -> RunHandle:
     """Plan a run file, make its run directory, and submit it.
 
-    `resources` are keys of [resources]: gpus, array, gpus_per_task and so on. `overrides` are values of any keys of the
-    run file, as in `{"slurm.partition": "a100", "input": "other.jsonl"}`, and `profile` is one of the site file. With
-    `limit` or `items`, such as "10:20,35", it is a run of these items only, in RUN-look. `extend` is a run of an input
-    that has more items since, of which only these are computed. With the executors local and debug, the run is computed
-    and merged when this returns. `inject` are faults on demand, such as `crash@17`; `RunHandle.rehearsed` returns their
+    `run_file` is the path of one, or a mapping with its keys and tables, whose relative paths start at the working
+    directory: `submit({"input": "items.jsonl", "workload": {"use": "embed"}}, gpus=4)`. `resources` are keys of
+    [resources]: gpus, array, gpus_per_task and so on. `overrides` are values of any keys of the run file, as in
+    `{"slurm.partition": "a100", "input": "other.jsonl"}`, and `profile` is one of the site file. With `limit` or
+    `items`, such as "10:20,35", it is a run of these items only, in RUN-look. `extend` is a run of an input that has
+    more items since, of which only these are computed. With the executors local and debug, the run is computed and
+    merged when this returns. `inject` are faults on demand, such as `crash@17`; `RunHandle.rehearsed` returns their
     outcome. Notes on the run file, such as a misspelt member of the workload, are logged as warnings.
     """
     other = Run.open(Path(after)) if after is not None else None
-    values = _overrides(settings, image, resources, overrides, profile)
+    values = overrides_of(settings, image, resources, overrides, profile)
     old, look = None if extend is None else Run.open(Path(extend)), look_at(items, limit)
-    with draft_run(Path(run_file), values, _path(run_dir), after=other, look=look, extends=old) as draft:
+    with draft_run(_source(run_file), values, _path(run_dir), after=other, look=look, extends=old) as draft:
         for note in draft.notes:
             log.warning("%s", note)
         return submit_draft(draft, other, on_tick, inject)
 
 
 def probe(
-    run_file: str | Path = "slurmgpu.toml",
+    run_file: str | Path | Mapping[str, Any] = "slurmgpu.toml",
     n_items: int = 1,
     *,
     run_dir: str | Path | None = None,
@@ -147,24 +190,29 @@ def probe(
     The arguments are those of `submit`. The keys are those of `slurmgpu submit --probe --json` without `submitted`;
     `failure` is None if the probe succeeded.
     """
-    values = _overrides(settings, image, resources, overrides, profile)
-    with draft_run(Path(run_file), values, _path(run_dir)) as draft:
+    values = overrides_of(settings, image, resources, overrides, profile)
+    with draft_run(_source(run_file), values, _path(run_dir)) as draft:
         return probe_draft(draft, n_items, on_tick)
 
 
-def _overrides(
+def overrides_of(
     settings: Mapping[str, Any] | None,
     image: str | Path | None,
     resources: Mapping[str, Any],
     keys: Mapping[str, Any] | None,
     profile: str | None,
 ) -> Overrides:
+    """The values over a run file that `submit` is given; `keys` are those of any of its keys."""
     found = Overrides()
     put_profile(found, profile)
     container = {} if image is None else {"image": str(Path(image).expanduser().absolute())}
     found.put({"settings": settings or {}, "resources": resources, "container": container})
     found.assign_keys(keys or {})
     return found
+
+
+def _source(run_file: str | Path | Mapping[str, Any]) -> RunFileSource:
+    return GivenRunFile(run_file, Path.cwd()) if isinstance(run_file, Mapping) else Path(run_file)
 
 
 def _path(run_dir: str | Path | None) -> Path | None:
@@ -179,29 +227,46 @@ def probe_draft(
 ) -> dict[str, Any]:
     """Probe a draft; the keys of `slurmgpu submit --probe --json`. An exception cancels the probe."""
     small = probes.draft_probe(draft, n_items)
-    first = submission_of(small)
-    executor = executor_named(first.executor)
-    executor.check(first, small.plan.container)
+    submission = submission_of(draft)
+    run, report = compute_probe(small, on_tick, on_status)
+    head = {"run_dir": str(draft.run_dir), "probe_dir": str(run.folder)}
+    failed, seen = probes.why_failed(run, report), observe(run.attempts())
+    if failed is not None or seen is None:
+        failed = failed or probes.Failed("lost", "no record of a task has its batches", str(run.logs))
+        return {"format": FORECAST_FORMAT, "version": FORECAST_VERSION, **head, "failure": failed.to_json()}
+    found = forecast(
+        draft.plan, submission, seen, resumes=draft.resumes, queues=executor_named(submission.executor).queues
+    )
+    return {**found, **head, "failure": None, "errors": report["errors"][: probes.SHOWN_ERRORS]}
+
+
+def compute_probe(
+    small: Draft,
+    on_tick: Callable[[Run], None] = lambda run: None,
+    on_status: Callable[[Status], None] | None = None,
+) -> tuple[Run, Report]:
+    """The run of a small draft beside a run, which takes the place of an earlier one, and its report.
+
+    Without `on_status` the progress is shown as by `RunHandle.wait`. An exception cancels the run.
+    """
+    submission = submission_of(small)
+    executor = executor_named(submission.executor)
+    executor.check(submission, small.plan.container)
     probes.make_room(small.run_dir)
-    submission, run = submission_of(draft), None
+    run = None
     try:
         handle = submit_draft(small, None, on_tick)
         run = handle.run
         report = handle.outcome.report if handle.outcome else None
-        report = report or wait_for(run, on_status)
+        if report is None:
+            report = wait_for(run, on_status) if on_status is not None else cast(Report, handle.wait())
+        return run, report
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and small.run_dir.exists():
             run = Run.open(small.run_dir)  # it may be queued although no tick has reported it
         if run is not None and executor.queues:
             liveness.cancel(run)
         raise
-    head = {"run_dir": str(draft.run_dir), "probe_dir": str(run.folder)}
-    failed, seen = probes.why_failed(run, report), observe(run.attempts())
-    if failed is not None or seen is None:
-        failed = failed or probes.Failed("lost", "no record of a task has its batches", str(run.logs))
-        return {"format": FORECAST_FORMAT, "version": FORECAST_VERSION, **head, "failure": failed.to_json()}
-    found = forecast(draft.plan, submission, seen, resumes=draft.resumes, queues=executor.queues)
-    return {**found, **head, "failure": None, "errors": report["errors"][: probes.SHOWN_ERRORS]}
 
 
 def plan_draft(draft: Draft) -> tuple[Run, list[str], list[str]]:
@@ -220,14 +285,21 @@ def submit_draft(
     after: Run | None = None,
     on_tick: Callable[[Run], None] = lambda run: None,
     inject: Sequence[str] = (),
+    *,
+    detach: bool = False,
 ) -> RunHandle:
-    """Make the run directory of a draft and submit it; `inject` are faults on demand."""
+    """Make the run directory of a draft and submit it; `inject` are faults on demand.
+
+    With `detach` an executor that computes on this machine does so in the background, if it can.
+    """
     submission = submission_of(draft, after, inject)
     executor_named(submission.executor).check(submission, draft.plan.container)
     run = create_run(draft.run_dir, draft.plan, draft.items.files)
     try:
         draft.fill(run)
         notes = [*draft.code.left_out, *resubmission.fewer_tasks(submission, draft.n_missing)]
+        if detach and executor_named(submission.executor).detaches:
+            return RunHandle(run, detached.start(run, submission, notes))
         return RunHandle(run, submitting.start(run, lambda _: (submission, notes), lambda: on_tick(run)))
     except BaseException:
         remove_unused(run)
@@ -346,9 +418,53 @@ def _nothing_to_compute(run: Run, failed: bool) -> str:
 
 def wait_for(run: Run, on_tick: Callable[[Status], None] = lambda status: None) -> Report:
     """Wait until no task of the run is queued or alive, and return the report. Asks Slurm at most every 5 s."""
-    reader, asked, alive = StatusReader(run), 0.0, True
-    while alive:
+    reader = StatusReader(run)
+    for _ in _while_alive(run):
         on_tick(reader.read(gpus_of=()))
+    report = last_report(run)
+    if report["submissions"][-1]["submission"] != run.last_submission()["submission"]:
+        raise SlurmGPUError(
+            f"The merge of {run.folder} did not finish. `slurmgpu logs {run.typed} --merge` may say why; "
+            f"`slurmgpu merge {run.typed}` merges what there is."
+        )
+    return report
+
+
+def follow_rows(run: Run) -> Iterator[RunRow]:
+    """The rows of a run as `RunHandle.rows` gives them."""
+    at = 0
+    for _ in _while_alive(run):
+        with RunRows(run) as present:
+            for row in present.rows(at):
+                if row.index != at:
+                    break  # its shard is not published yet
+                yield row
+                at += 1
+        if at == run.plan.n_items:
+            return
+    n_missing = run.plan.n_items - at
+    with RunRows(run) as present:
+        for row in present.rows(at):
+            n_missing -= 1
+            yield row
+    if n_missing:
+        raise SlurmGPUError(incomplete(run, n_missing))
+
+
+def incomplete(run: Run, n_missing: int | None = None) -> str:
+    """A sentence on the rows that a run lacks after its end."""
+    some = "rows" if n_missing is None else count_of(n_missing, "row")
+    return (
+        f"{run.folder} lacks {some} of its {run.plan.n_items:,}: `slurmgpu resubmit {run.typed}`, or resubmit() of its "
+        f"handle, computes them. `slurmgpu report {run.typed}` says why."
+    )
+
+
+def _while_alive(run: Run) -> Iterator[None]:
+    """A look every 0.2 s, the last one after everything of the run has ended. Asks Slurm at most every 5 s."""
+    asked, alive = 0.0, True
+    while alive:
+        yield
         if is_over(run.submissions()) or time.monotonic() - asked > 5:
             asked = time.monotonic()
             try:
@@ -357,10 +473,3 @@ def wait_for(run: Run, on_tick: Callable[[Status], None] = lambda status: None) 
                 log.warning("%s", error)
         if alive:
             time.sleep(0.2)
-    report = last_report(run)
-    if report["submissions"][-1]["submission"] != run.last_submission()["submission"]:
-        raise SlurmGPUError(
-            f"The merge of {run.folder} did not finish. `slurmgpu logs {run.typed} --merge` may say why; "
-            f"`slurmgpu merge {run.typed}` merges what there is."
-        )
-    return report

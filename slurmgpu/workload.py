@@ -150,9 +150,6 @@ class Workload(Protocol):
     columns: Mapping[str, Column]
     batch_size: int
 
-    def load(self, task: TaskContext) -> None:
-        """Load the model on the GPU; called once for each worker."""
-
     def __call__(self, items: Sequence[Item]) -> Sequence[Row | ItemError]:
         """One row, or ItemError, for each item, in order."""
 
@@ -181,12 +178,21 @@ class Adapted:
         return found
 
     def load(self, task: TaskContext) -> None:
-        """Let the workload load its model; called once for each worker."""
-        self.user.load(task)
+        """Let the workload load its model, if it has a `load`; called once for each worker."""
+        if (load := self._read_method("load", "task")) is not None:
+            load(task)
 
     def check(self) -> None:
         """Raise SlurmGPUError for a bad member that planning does not use but jobs do."""
-        _ = self.sort_key, self.resumes, self.summarize, self.exports, self.fetch, self.default_items
+        _ = (
+            self._read_method("load", "task"),
+            self.sort_key,
+            self.resumes,
+            self.summarize,
+            self.exports,
+            self.fetch,
+            self.default_items,
+        )
 
     @cached_property
     def batch_size(self) -> int | None:
@@ -275,6 +281,11 @@ class Adapted:
         return self._read_method("summarize", "merged")
 
     @cached_property
+    def explain_misfit(self) -> Callable[[Any], str] | None:
+        """A sentence to add to the error of an item whose row does not fit the columns."""
+        return self._read_method("explain_misfit", "row")
+
+    @cached_property
     def fetch(self) -> Callable[[], object] | None:
         """Downloads what tasks need and says what it downloaded; `check --fetch` calls it."""
         return self._read_method("fetch")
@@ -304,9 +315,9 @@ def near_misses(workload: Adapted) -> list[str]:
     cls = type(workload.user)
     classes = [each for each in cls.__mro__ if each.__module__ == cls.__module__]
     known = {name for name, value in vars(Adapted).items() if isinstance(value, cached_property)}
-    known |= {"texts", "template", "from_args", "columns"}
+    known |= {"texts", "template", "from_args", "columns", "load"}
     found = {name for each in classes for name in vars(each) if not name.startswith("_")}
-    found -= {*known, "load", *inspect.signature(cls).parameters}
+    found -= {*known, *inspect.signature(cls).parameters}
     close = {name: difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.7) for name in sorted(found)}
     if not any(close.values()):
         return []
@@ -458,11 +469,8 @@ def load_class(full_name: str, search_path: Path) -> type:
     if not isinstance(found, type):
         classes = [name for name, value in vars(module).items() if isinstance(value, type)]
         raise SlurmGPUError(f"{module_name} has no class {class_name!r}." + did_you_mean(class_name, classes))
-    for needed in ("load", "__call__"):
-        if not callable(getattr(found, needed, None)) or (needed == "__call__" and "__call__" not in _members(found)):
-            raise SlurmGPUError(
-                f"Workload {full_name}: the class has no method {needed!r}, which every workload needs."
-            )
+    if "__call__" not in _members(found):
+        raise SlurmGPUError(f"Workload {full_name}: the class has no method '__call__', which every workload needs.")
     return found
 
 

@@ -32,7 +32,7 @@ MANY_FILES = 2000
 """A package with more files is not the user's own, such as PyTorch built from source."""
 MANY_NAMED = 5
 LONG_TEXT = 4096
-NAMED = re.compile(r"([^\s:][^:]*):[A-Za-z_]\w*")
+NAMED = re.compile(r"([^\s:][^:]*):[A-Za-z_][\w.]*")
 """A setting that names a class or a function in a module or a file: `digits.py:Digits`."""
 _GIT_PATIENCE_S = 20
 

@@ -86,6 +86,8 @@ class Executor(ABC):
     """Its name in sentences."""
     queues: ClassVar[bool] = False
     """Whether its tasks are jobs, which have a walltime and do not need the process that submitted them."""
+    detaches: ClassVar[bool] = False
+    """Whether another process than the user's can submit, and wait for its tasks."""
     not_in_paths: ClassVar[str] = ""
     """Characters that the path of a run directory must not have."""
 

@@ -20,6 +20,7 @@ class Local(Here):
     """Slots of this machine."""
 
     name = "local"
+    detaches = True
 
     def check(self, submission: Submission, container: ContainerRecord | None) -> None:
         """Refuse also a container runtime that is not here."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -64,8 +64,13 @@ def draft_probe(draft: Draft, n_items: int) -> Draft:
             f"{spec.files[0].path} does not exist yet, so none of its items can be probed. "
             f"Wait for the run that makes it, or submit without --probe."
         )
-    target = probe_dir(draft.run_dir)
-    taken = spec.taking(spread(plan.n_items, plan.batch_size, n_items))
+    return draft_part(draft, spread(plan.n_items, plan.batch_size, n_items))
+
+
+def draft_part(draft: Draft, ranges: Sequence[tuple[int, int]]) -> Draft:
+    """The draft of a run of one task beside the run, of some ranges of its items."""
+    plan, target = draft.plan, probe_dir(draft.run_dir)
+    taken = draft.items.spec.taking(ranges)
     copies = draft.items.files[0].parent / "probe"
     copies.mkdir(exist_ok=True)
     # copy2: keeps the time of modification, by which tasks recognise an input that slurmgpu made.

@@ -13,7 +13,7 @@ from slurmgpu.containers.registry import DEFAULT, runtime_named
 from slurmgpu.containers.settings import Bind, Container, ContainerRecord, Identity, check_env, home_folder, whole_path
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.run_file import ContainerTable
-from slurmgpu.plan.site_file import origins, read_run_file
+from slurmgpu.plan.site_file import RunFileSource, origins, path_of, read_run_file
 
 
 def image_path(table: ContainerTable, base: Path) -> Path | None:
@@ -23,7 +23,9 @@ def image_path(table: ContainerTable, base: Path) -> Path | None:
     return (base / Path(table.image).expanduser()).resolve()
 
 
-def identify_image(image: Path, runtime: str, run_file: Path, overrides: Mapping[str, Any] | None = None) -> Identity:
+def identify_image(
+    image: Path, runtime: str, run_file: RunFileSource, overrides: Mapping[str, Any] | None = None
+) -> Identity:
     """The identity of a run file's image; a SlurmGPUError also says where it is named."""
     try:
         return runtime_named(runtime).identify(image)
@@ -34,10 +36,10 @@ def identify_image(image: Path, runtime: str, run_file: Path, overrides: Mapping
 
 
 def contain(
-    table: ContainerTable, full_name: str, run_file: Path, overrides: Mapping[str, Any] | None
+    table: ContainerTable, full_name: str, run_file: RunFileSource, overrides: Mapping[str, Any] | None
 ) -> Container | None:
     """The container to freeze, checked without starting anything; None if tasks run without one."""
-    base = run_file.parent
+    base = path_of(run_file).parent
     image = image_path(table, base)
     if image is None and (overrides or {}).get("container", {}).get("image"):
         found = origins(run_file, overrides or {})["container"]

@@ -96,12 +96,15 @@ def items_of(
     after: Run | None = None,
     progress: Callable[[int, int], None] | None = None,
     look: Look | None = None,
+    *,
+    made: Path | None = None,
 ) -> Items:
     """The items of the run file at `path`, checked for the workload; files about them are made in `folder`.
 
-    `after` is a run whose merged file may be the input before it exists. With `look`, only some of the items.
+    `after` is a run whose merged file may be the input before it exists. With `look`, only some of the items. `made` is
+    a file of items that is to move into the run directory.
     """
-    items = _all_items_of(config, path, workload, stride, folder, after, progress)
+    items = _all_items_of(config, path, workload, stride, folder, after, progress, made)
     if look is None:
         return items
     spec = items.spec.taking(look.ranges(items.spec.n_items))
@@ -123,8 +126,12 @@ def _all_items_of(
     folder: Path,
     after: Run | None,
     progress: Callable[[int, int], None] | None,
+    made: Path | None,
 ) -> Items:
     index = folder / "input.idx"
+    if made is not None:
+        found, lines = _scan_made(made, index, stride, workload, path, None)
+        return Items(found, [index, made], lines=lines)
     if config.input is not None:
         if config.sweep is not None:
             raise SlurmGPUError(f"{path}: input and [sweep] both say what the items are. Remove one of them.")
@@ -133,20 +140,28 @@ def _all_items_of(
         lines = _check(spec, index, workload, path)
         return Items(spec, [index], lines=lines)
     configurations = None if config.sweep is None else sweeps.expand(config.sweep, config.seed)
-    own, made = configurations or workload.default_items, folder / sweeps.FILE
+    own = configurations or workload.default_items
     if not own:
         raise SlurmGPUError(
             f'{path}: input is missing. Name the files with the items, as in input = "items.jsonl", '
             f"or give configurations under [sweep]."
         )
+    made = folder / sweeps.FILE
     sweeps.write(own, made)
-    spec = inputs.scan([made], index, stride=stride)
-    lines = _check(spec, index, workload, path, called="[sweep]" if configurations else None)
-    # Relative to the run directory, which may be moved.
-    spec = replace(spec, files=tuple(replace(file, path=made.name) for file in spec.files))
+    spec, lines = _scan_made(made, index, stride, workload, path, "[sweep]" if configurations else None)
     count = f"{len(own)} item{'' if len(own) == 1 else 's'} of the workload's own"
     said = sweeps.headline(config.sweep, len(own)) if config.sweep else count
     return Items(spec, [index, made], said, configurations, lines)
+
+
+def _scan_made(
+    made: Path, index: Path, stride: int, workload: Adapted, path: Path, called: str | None
+) -> tuple[inputs.InputSpec, Sequence[str]]:
+    """The spec of a file that moves into the run directory, and the workload's notes on its items."""
+    spec = inputs.scan([made], index, stride=stride)
+    lines = _check(spec, index, workload, path, called=called)
+    # Relative to the run directory, which may be moved.
+    return replace(spec, files=tuple(replace(file, path=made.name) for file in spec.files)), lines
 
 
 def _check(

@@ -10,7 +10,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from slurmgpu.plan.items import Items, Look, items_of
 from slurmgpu.plan.overrides import TABLES, Overrides
 from slurmgpu.plan.placement import place
 from slurmgpu.plan.run_file import Resources, RunFile, table_of
-from slurmgpu.plan.site_file import read_run_file, substitutions
+from slurmgpu.plan.site_file import GivenRunFile, RunFileSource, path_of, read_run_file, substitutions
 from slurmgpu.run.directory import Plan, Provenance, Run, refuse_existing
 from slurmgpu.shards.columns import check_columns, columns_to_json
 from slurmgpu.util.atomic_files import working_folder
@@ -93,7 +93,7 @@ class Allocation:
 
 @contextlib.contextmanager
 def draft_run(
-    run_file: Path,
+    run_file: RunFileSource,
     overrides: Mapping[str, Any] | None = None,
     run_dir: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -103,12 +103,13 @@ def draft_run(
 ) -> Iterator[Draft]:
     """The plan of a run file, while the `with` block lasts; SlurmGPUError if anything in it cannot work.
 
-    `after` is a run that this one waits for: its merged file may be the input before it exists. A `look` is a run of
-    some of the items, beside the directory that the run of all would have. `extends` is a run of fewer items, whose
-    shards are taken.
+    `run_file` is its path, or a `GivenRunFile`. `after` is a run that this one waits for: its merged file may be the
+    input before it exists. A `look` is a run of some of the items, beside the directory that the run of all would have.
+    `extends` is a run of fewer items, whose shards are taken.
     """
-    path = run_file.expanduser().resolve()
-    config = read_run_file(path, overrides)
+    source = run_file.expanduser().resolve() if isinstance(run_file, Path) else run_file
+    path, config = path_of(source), read_run_file(source, overrides)
+    given = source if isinstance(source, GivenRunFile) else GivenRunFile({}, path.parent)
     gpus_per_task = allocate(config.resources, n_shards=None).gpus_per_task
     named = Path(config.run_dir or f"runs/{path.stem}").expanduser()
     if look is not None:
@@ -127,8 +128,8 @@ def draft_run(
         settings |= workload.frozen_settings
         paths, environ = workload.paths, workload.environ
         workload.check()
-    notes = substitutions(path) + hidden_by_built_in(config.workload.use) + near_misses(workload)
-    container = contain(config.container, full_name, path, overrides)
+    notes = substitutions(source) + hidden_by_built_in(config.workload.use) + near_misses(workload)
+    container = contain(config.container, full_name, source, overrides)
     if container is None and workload.check_here is not None:
         with working_folder(path.parent):
             workload.check_here()
@@ -136,7 +137,8 @@ def draft_run(
     batch_size = _batch_size(config, workload)
     shard_items = _shard_items(config, batch_size) or (None if extends is None else extends.plan.shard_items)
     with tempfile.TemporaryDirectory(prefix="slurmgpu-") as scratch:
-        items = items_of(config, path, workload, batch_size, Path(scratch), after, progress, look)
+        items = items_of(config, path, workload, batch_size, Path(scratch), after, progress, look, made=given.items)
+        items = replace(items, files=[*items.files, *given.files])
         spec = items.spec
         plan = Plan(
             name=target.name,
@@ -172,7 +174,7 @@ def draft_run(
         )
         extension = None if extends is None else extend(extends, plan, Path(scratch))
         notes += [extension.describe(plan)] if extension else []
-        code = snapshot_of(plan, plan.container, plan.provenance["git"], also=imported)
+        code = snapshot_of(plan, plan.container, plan.provenance["git"], also=[*imported, *given.modules])
         yield Draft(plan, target, items, config.resources, code, workload.resumes, tuple(notes), extension)
 
 

@@ -8,7 +8,8 @@ docs/how-to/site-file.md shows one; `slurmgpu init --site` writes one.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +39,30 @@ NO_RUN_FILE = "slurmgpu run"
 
 TABLES = ("resources", "container", "slurm", "merge")
 """The tables that a site file may have."""
+
+
+@dataclass(frozen=True)
+class GivenRunFile:
+    """A run file as a mapping instead of TOML. Relative paths in it start at `folder`, an absolute path.
+
+    `items` is a file that is the input and moves into the run directory, as do `files`. `modules` are modules of the
+    user's that tasks import although no setting names them.
+    """
+
+    tables: Mapping[str, Any]
+    folder: Path
+    items: Path | None = None
+    files: Sequence[Path] = ()
+    modules: Sequence[str] = ()
+
+    @property
+    def path(self) -> Path:
+        """The path, at which there is no file, that stands for it in messages and in the plan."""
+        return self.folder / "slurmgpu.submit"
+
+
+RunFileSource = Path | GivenRunFile
+"""The path of a run file, or its tables."""
 
 Origins = Mapping[str, Mapping[str, Mapping[str, Any]]]
 """By table and key: the `value`, and `from` where it was set, a flag or a file's name."""
@@ -116,24 +141,30 @@ def _tables(model: type[Table], value: Mapping[str, Any], where: str) -> dict[st
     return tables
 
 
-def read_run_file(path: Path, overrides: Mapping[str, Any] | None = None) -> RunFile:
-    """The run file at `path`, which overrides the site file; `overrides`, by table and key, override both."""
-    below = merge_tables(read_site(), _read(path))
-    where = f"{path} with the options over it" if any((overrides or {}).values()) else str(path)
+def path_of(source: RunFileSource) -> Path:
+    """The path of a run file; one at which there is no file for a mapping."""
+    return source.path if isinstance(source, GivenRunFile) else source
+
+
+def read_run_file(source: RunFileSource, overrides: Mapping[str, Any] | None = None) -> RunFile:
+    """A run file, which overrides the site file; `overrides`, by table and key, override both."""
+    below = merge_tables(read_site(), _read(source))
+    where = f"{_named(source)} with the options over it" if any((overrides or {}).values()) else _named(source)
     return parse_table(RunFile, merge_tables(below, overrides or {}), where)
 
 
-def substitutions(path: Path) -> list[str]:
+def substitutions(source: RunFileSource) -> list[str]:
     """A line for each text of a run file, and of the site file, that has variables of the environment."""
     site = {table: keys for table, keys in _read_site().items() if table in TABLES}
-    own = {} if path.name == NO_RUN_FILE else read_toml(path)
-    return [line for file, tables in ((site_path(), site), (path, own)) for line in substitute(tables, file.name)[1]]
+    own = {} if isinstance(source, GivenRunFile) or source.name == NO_RUN_FILE else read_toml(source)
+    files = (site_path(), site), (path_of(source), own)
+    return [line for file, tables in files for line in substitute(tables, file.name)[1]]
 
 
-def origins(path: Path, overrides: Mapping[str, Any]) -> Origins:
+def origins(source: RunFileSource, overrides: Mapping[str, Any]) -> Origins:
     """Every value in TABLES that was set, and where."""
-    site, own = read_site(), _read(path)
-    values = read_run_file(path, overrides).model_dump()
+    site, own, path = read_site(), _read(source), path_of(source)
+    values = read_run_file(source, overrides).model_dump()
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for table in TABLES:
         sources = dict.fromkeys(site.get(table, {}), site_path().name)
@@ -144,16 +175,31 @@ def origins(path: Path, overrides: Mapping[str, Any]) -> Origins:
     return found
 
 
-def _read(path: Path) -> dict[str, Any]:
-    if path.name == NO_RUN_FILE:
+def _read(source: RunFileSource) -> dict[str, Any]:
+    if isinstance(source, GivenRunFile):
+        value: dict[str, Any] = _plain(source.tables)
+    elif source.name == NO_RUN_FILE:
         return {}
-    try:
-        value = read_toml(path)
-    except FileNotFoundError:
-        raise SlurmGPUError(f"There is no run file {path}. `slurmgpu init` writes one.") from None
-    value, _ = substitute(value, str(path))
-    parse_table(RunFile, value, str(path))  # by itself, so that errors name this file
+    else:
+        try:
+            value, _ = substitute(read_toml(source), str(source))
+        except FileNotFoundError:
+            raise SlurmGPUError(f"There is no run file {source}. `slurmgpu init` writes one.") from None
+    parse_table(RunFile, value, _named(source))  # by itself, so that errors name this file
     return {**value, **{table: plain_names(value[table]) for table in ("slurm", "merge") if table in value}}
+
+
+def _named(source: RunFileSource) -> str:
+    return "the given run file" if isinstance(source, GivenRunFile) else str(source)
+
+
+def _plain(value: Any) -> Any:
+    """A value as TOML has it: paths are text, tuples are lists, and keys without a value are left out."""
+    if isinstance(value, Mapping):
+        return {name: _plain(inner) for name, inner in value.items() if inner is not None}
+    if isinstance(value, list | tuple):
+        return list(map(_plain, value))
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _absolute(container: Mapping[str, Any], folder: Path) -> dict[str, Any]:

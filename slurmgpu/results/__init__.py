@@ -3,7 +3,7 @@
 The file's bytes are mapped into memory at the places that its user block lists, without libhdf5. So indexing is
 NumPy's, reading needs no lock, and an open file survives a fork, e.g. into workers of a torch DataLoader.
 
-May import: code, shards.
+May import: code, run, shards, util.
 """
 
 from __future__ import annotations

@@ -351,10 +351,6 @@ class Run:
         """The record of one attempt, or why it cannot be used."""
         return _read_record(self.tasks / f"{name}.json")
 
-    def damaged_records(self) -> list[str]:
-        """The attempts whose records are damaged, by a dying node or a full disk."""
-        return [name for name, why in self.read_attempts()[1].items() if why is Unread.DAMAGED]
-
     def read_attempts(self) -> tuple[list[Record], dict[str, Unread]]:
         """The records by start; and by attempt, in order, why a record is left out."""
         records, left_out = [], {}

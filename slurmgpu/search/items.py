@@ -29,9 +29,9 @@ from slurmgpu.search.excerpts import (
     excerpt_of_death,
     failure_of,
     part_between,
+    pick,
     workers_of,
 )
-from slurmgpu.search.picking import pick
 from slurmgpu.util.shared_files import exists
 
 N_RANGES = 8

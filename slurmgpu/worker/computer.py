@@ -260,7 +260,10 @@ class Computer:
                 raise ValueError(f"a row is a mapping of column to value, not {type(row).__name__}")
             return convert_row(self.columns, row)
         except ValueError as error:
-            failure = Failure("item_error", f"workload {self.name}, item {item.index}: {error}", ("row", str(error)))
+            message = f"workload {self.name}, item {item.index}: {error}"
+            if (explain := self.workload.explain_misfit) is not None and (more := explain(row)):
+                message += f". {more}"
+            failure = Failure("item_error", message, ("row", str(error)))
             self._log(item.index, failure)
             return failure
 

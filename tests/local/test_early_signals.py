@@ -10,6 +10,7 @@ from submitit.core.utils import DelayedSubmission
 
 from slurmgpu.executors import job_entry
 from slurmgpu.executors.resubmission import first_submission
+from slurmgpu.executors.submission import merge_behind
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.report.attempts import Life, attempts_of
 from slurmgpu.run.directory import create_run
@@ -140,6 +141,19 @@ def test_a_job_of_another_cluster_with_the_same_id_is_a_submission_of_its_own(ru
     lives = {"7_0": [Life("FAILED", "crash", True, 5, 1, "n1")] * 2}
     rows = {row["attempt"]: row["slurm_state"] for row in attempts_of(run, lives)}
     assert rows == {"7_0.0": "FAILED", "7_0.0@there": None, "7_0.1": "FAILED"}
+
+
+def test_a_merge_job_ends_the_submission_of_its_own_cluster(run, tmp_path, monkeypatch):
+    """As an older slurmgpu queued it: without the number of its submission."""
+    for number, cluster in enumerate(("there", "here", "elsewhere"), 1):
+        line = run.submissions()[0] | {"submission": number, "cluster": cluster, "merge_job": "9"}
+        run.record_submission(line)
+    (tmp_path / "squeue").write_text("#!/bin/sh\n")  # nothing is queued
+    (tmp_path / "squeue").chmod(0o755)
+    for name, value in {"PATH": str(tmp_path), "SLURM_JOB_ID": "9", "SLURM_CLUSTER_NAME": "here"}.items():
+        monkeypatch.setenv(name, value)
+    assert merge_behind(run) == 3
+    assert [line["state"] for line in run.submissions()] == ["queued", "ended", "queued"]
 
 
 # When its walltime ends

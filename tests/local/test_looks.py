@@ -8,6 +8,7 @@ import slurmgpu as package
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.items import Look
 from slurmgpu.plan.planner import draft_run
+from slurmgpu.results.published import RunRows
 
 LOCAL = ("submit", "--executor", "local", "--gpus", "0")
 
@@ -38,6 +39,20 @@ def test_a_look_has_the_rows_of_the_full_run_under_their_numbers(project, slurmg
     with package.open(folder / "run-look" / "merged.h5") as look:
         assert (look.index.tolist(), look.errors) == (indices, {})
         assert look["double"][:].tolist() == [2.0 * index for index in indices]
+
+
+def test_the_rows_of_a_look_are_found_by_their_numbers(project):
+    run = package.submit(project(100) / "slurmgpu.toml", items="8:22,35", executor="debug", gpus=0).run
+
+    def indices(*span):
+        with RunRows(run) as rows:
+            return [row.index for row in rows.rows(*span)]
+
+    assert (indices(), indices(19, 36)) == ([*range(8, 22), 35], [19, 20, 21, 35])
+    run.merged.unlink()
+    assert (indices(), indices(19, 36)) == ([*range(8, 22), 35], [19, 20, 21, 35])
+    run.shard_path(0).unlink()
+    assert (indices(), indices(10, 18)) == ([*range(16, 22), 35], [16, 17])
 
 
 def test_a_look_at_a_sweep_has_its_configurations(project):

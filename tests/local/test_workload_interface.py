@@ -121,7 +121,7 @@ def test_attributes_may_be_absent_none_properties_and_iterators(having, tmp_path
     assert (plain.batch_size, plain.paths, plain.environ, plain.exports, plain.summarizes) == (4, (), {}, [], False)
     names = [name for name in vars(Adapted) if name not in ("batch_size", "columns") and not name.startswith("_")]
     optional = [name for name in names if name not in ("user", "name", "call", "load", "check")]
-    assert len(optional) == 16
+    assert len(optional) == 17
     nothing = "\n".join(f"{name} = None" for name in (*optional, "texts"))
     assert having(nothing).plan.fingerprint == plain.fingerprint
     more = "environ = {'A': 1}\n@cached_property\ndef paths(self):\n    return Path('.').glob('items.*')\n"
@@ -143,7 +143,13 @@ def test_an_attribute_that_is_not_used_is_not_read():
 
 
 def test_a_name_that_is_nearly_one_that_is_looked_for_is_told_once(having, tmp_path, slurmgpu):
-    names = {"summarise": "summarize", "sortkey": "sort_key", "sort_keys": "sort_key", "takes_item": "takes_one"}
+    names = {
+        "summarise": "summarize",
+        "sortkey": "sort_key",
+        "sort_keys": "sort_key",
+        "takes_item": "takes_one",
+        "lod": "load",
+    }
     names |= {"export": "exports", "sortKey": "sort_key"}
     for name, meant in names.items():
         [note] = having(f"{name} = None").notes

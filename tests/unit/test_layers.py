@@ -20,12 +20,12 @@ FLOORS = {
     3: ["run"],
     4: ["code", "logs"],
     5: ["report", "results", "workload", "llm"],
-    6: ["slurm", "search", "inputs", "faults"],
+    6: ["slurm", "search", "inputs", "faults", "progress"],
     7: ["plan", "worker", "page", "workloads"],
     8: ["task", "merge"],
     9: ["executors"],
     10: ["api"],
-    11: ["cli"],
+    11: ["cli", "mapping"],
     12: ["__main__"],
 }
 FLOOR = {name: number for number, names in FLOORS.items() for name in names}
@@ -36,7 +36,9 @@ LIBRARIES = {"influence", "training", "llm"}
 FOREIGN = {
     "submitit": {"executors"},
     "typer": {"cli"},
-    "rich": {"cli"},
+    "rich": {"cli", "progress"},
+    "IPython": {"progress"},
+    "cloudpickle": {"code.functions"},
     "pydantic": {"plan"},
     "torch": {"workloads", "llm", "influence", "training", "merge.export", "worker.groups"},
     "transformers": {"workloads", "llm"},

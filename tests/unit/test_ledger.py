@@ -225,7 +225,7 @@ def test_whatever_is_written_into_a_record_costs_its_row_at_most(run, caplog):
             if wrong is not ...:
                 changed[key] = wrong
             path.write_text(json.dumps(changed))
-            damaged = run.damaged_records()
+            damaged = list(run.read_attempts()[1])
             assert damaged in ([], [names[1]])
             n_refused += bool(damaged)
             if not damaged or dice.random() < 0.05:  # what passes must be of use

@@ -6,7 +6,8 @@ import pytest
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.planner import Allocation, allocate, default_shard_items, draft_run
-from slurmgpu.plan.run_file import Resources
+from slurmgpu.plan.run_file import Resources, read_toml
+from slurmgpu.plan.site_file import GivenRunFile
 
 
 def plan(folder, **overrides):
@@ -168,11 +169,11 @@ def test_columns_that_cannot_be_stored_are_refused(project, columns, said):
     assert said in refused(folder)
 
 
-def test_a_workload_without_load_is_refused(project):
+def test_a_workload_without_call_is_refused(project):
     folder = project(workload="Broken")
-    source = (folder / "workloads.py").read_text().replace("def load(", "def lod(")
+    source = (folder / "workloads.py").read_text().replace("def __call__(", "def call(")
     (folder / "workloads.py").write_text(source)
-    assert "no method 'load'" in refused(folder)
+    assert "no method '__call__'" in refused(folder)
 
 
 @pytest.mark.parametrize(
@@ -353,3 +354,31 @@ def test_spaces_and_quotes_in_a_path_do_what_they_say_on_this_machine(project, s
     name = 'it\'s a "run" of $HOME & ünïcode'
     slurmgpu("submit", "--executor", "local", "--device", "cpu", "--run-dir", name, cwd=folder, expect=0)
     assert (folder / name / "merged.h5").exists()
+
+
+def test_a_mapping_plans_what_the_run_file_plans(project):
+    folder = project(20, resources={"gpus": 2, "array": True}, slurm={"--cpus-per-task": 2})
+    tables = {**read_toml(folder / "slurmgpu.toml"), "run_dir": folder / "run", "on_end": None}
+    with draft_run(GivenRunFile(tables, folder)) as draft:
+        given = draft.plan
+    named = plan(folder)
+    assert given.fingerprint == named.fingerprint
+    assert (given.resources, given.slurm, given.search_path) == (named.resources, named.slurm, named.search_path)
+    assert given.provenance["run_file"] == str(folder / "slurmgpu.submit")
+
+
+@pytest.mark.parametrize(
+    ("tables", "sentence"),
+    [
+        ({"resources": {"gpu": 1}}, r"the given run file: unknown key \[resources\] gpu\. Did you mean 'gpus'\?"),
+        ({"input": None}, r"slurmgpu\.submit: input is missing"),
+        ({"input": 3}, "the given run file: input: should be a valid string; found 3"),
+    ],
+)
+def test_a_mapping_is_refused_as_a_run_file_is(project, tables, sentence):
+    folder = project(20)
+    with (
+        pytest.raises(SlurmGPUError, match=sentence),
+        draft_run(GivenRunFile({**read_toml(folder / "slurmgpu.toml"), **tables}, folder)),
+    ):
+        pass

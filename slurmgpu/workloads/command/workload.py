@@ -16,10 +16,10 @@ from itertools import groupby
 from pathlib import Path
 
 from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.shards.column_types import columns_of
 from slurmgpu.util.logging import mark_of
 from slurmgpu.util.out_of_memory import MEMORY_TEXTS
 from slurmgpu.workload import Item, Placement, Row, Share, TaskContext
-from slurmgpu.workloads.command.column_types import columns_of
 from slurmgpu.workloads.command.outputs import Collected, Values, check_format, in_order, parse_object, read_output
 from slurmgpu.workloads.command.placeholders import END, IN, OUT, START, as_json, parse
 from slurmgpu.workloads.command.process import (
@@ -68,7 +68,7 @@ class Command:
         self._program = run[0]
         self._timeout_s, self._env = timeout_s, env or {}
         self._stream: Stream | None = None
-        self.columns = columns_of(columns)
+        self.columns = columns_of(columns, "command")
         self.batch_size = BATCH_SIZES[self._mode]
         self.fields = self._line.fields
         if self._line.out is not None:

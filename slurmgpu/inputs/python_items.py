@@ -1,0 +1,117 @@
+"""Items from Python as a file of the run directory, and how a function gets them back."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path, PurePath
+from typing import Any
+
+from slurmgpu.errors import SlurmGPUError
+
+VALUE = "value"
+"""The field of an item that is no mapping."""
+UNWRAP: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+    "mapping": lambda data: data,
+    "value": lambda data: data[VALUE],
+    "tuple": lambda data: tuple(data[VALUE]),
+    "path": lambda data: Path(data[VALUE]),
+}
+"""An item as it was given, from the data in the file, by its kind."""
+GROUP_ROWS = 2048
+"""Rows of a row group of Parquet, which is what a worker reads at once."""
+EXPECTED = "expected text, numbers, booleans, None, and lists and mappings of these"
+
+
+def is_table(items: Any) -> bool:
+    """Whether items are a table: of Arrow, or a data frame of pandas, polars or others that speak Arrow."""
+    return hasattr(items, "__arrow_c_stream__") or hasattr(items, "to_arrow") or hasattr(items, "__dataframe__")
+
+
+def write_table(items: Any, folder: Path) -> Path:
+    """Write a table to a file of Parquet; each row is an item."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise SlurmGPUError(
+            f"A {type(items).__name__} as items needs pyarrow: pip install 'slurmgpu[parquet]'. "
+            f"A list of mappings does not."
+        ) from error
+    try:
+        if isinstance(items, pa.Table):
+            table = items
+        elif hasattr(items, "to_arrow"):
+            table = items.to_arrow()
+        elif hasattr(items, "iloc"):  # pandas: without the index, which stands for the order of rows
+            table = pa.Table.from_pandas(items, preserve_index=False)
+        else:
+            table = pa.table(items)
+        path = folder / "items.parquet"
+        pq.write_table(table, path, row_group_size=GROUP_ROWS)
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        raise SlurmGPUError(f"The {type(items).__name__} cannot be written as Parquet: {error}.") from error
+    if not table.num_rows:
+        raise SlurmGPUError("There are no items: the table has no rows.")
+    return _dated(path)
+
+
+def write_values(items: Iterable[Any], folder: Path) -> tuple[Path, str]:
+    """Write items, one after the other, as JSON lines; and of which kind all are, as the first one.
+
+    They are `mapping`, `path` (a pathlib.Path), `tuple`, or `value`. SlurmGPUError for an item of another kind, and for
+    one that JSON changes.
+    """
+    path, kind, n_items = folder / "items.jsonl", "", 0
+    with open(path, "w", encoding="utf-8") as file:
+        for n_items, item in enumerate(items, 1):
+            kind = kind or _kind_of(item)
+            if _kind_of(item) != kind:
+                raise SlurmGPUError(
+                    f"Item {n_items - 1} is a {_kind_of(item)}, and item 0 a {kind}: expected one kind."
+                )
+            file.write(_line(item, kind, n_items - 1) + "\n")
+    if not n_items:
+        raise SlurmGPUError("There are no items: expected one at least.")
+    return _dated(path), kind
+
+
+def _kind_of(item: Any) -> str:
+    if isinstance(item, Mapping):
+        return "mapping"
+    if isinstance(item, tuple):
+        return "tuple"
+    return "path" if isinstance(item, PurePath) else "value"
+
+
+def _line(item: Any, kind: str, number: int) -> str:
+    value = str(item) if kind == "path" else list(item) if kind == "tuple" else item
+    where = f"Item {number}"
+    data = _plain(value, where) if kind == "mapping" else {VALUE: _plain(value, where)}
+    return json.dumps(data)
+
+
+def _plain(value: Any, where: str) -> Any:
+    """A value that JSON gives back as it was; numbers of NumPy are Python's."""
+    if isinstance(value, Mapping):
+        if odd := [name for name in value if not isinstance(name, str)]:
+            raise SlurmGPUError(f"{where} has the key {odd[0]!r}; expected text.")
+        return {name: _plain(inner, f"{where}[{name!r}]") for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner, where) for inner in value]
+    if hasattr(value, "dtype") and getattr(value, "shape", None) == ():
+        value = value.item()
+    if value is None or type(value) in (str, bool, int, float):
+        return value  # NaN and infinities, too: what reads them knows them
+    how = "Give an Arrow table, or files that the function opens."
+    if isinstance(value, tuple):
+        how = "Give a list: a tuple within an item does not come back as one."
+    raise SlurmGPUError(f"{where} has a value of type {type(value).__name__}; {EXPECTED}. {how}")
+
+
+def _dated(path: Path) -> Path:
+    now = int(time.time())  # whole seconds, which any copy keeps
+    os.utime(path, (now, now))
+    return path

@@ -1,0 +1,230 @@
+"""The rows of a run as they are now, also while it is at work: those of merged.h5, and of shards that it lacks.
+
+    rows = RunRows(run)                 # one look; what is published later needs another one
+    for row in rows.rows(10, 20):       # the items 10 to 19, in input order, without those that have no row yet
+        print(row.index, row.error or row["text"])
+
+`blocks` has the same rows as ranges of open files, for those that read columns. `open_shard` opens one shard, for those
+that wait for it. Every byte is verified before it is returned. A damaged shard counts as missing until a merge or
+another task replaces it, and is named in `problems`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.results import Merged
+from slurmgpu.run.directory import Run
+from slurmgpu.shards.columns import Column, columns_from_json
+from slurmgpu.shards.shard_file import Shapes, examine
+from slurmgpu.shards.userblock import DamagedShardError, Reader
+from slurmgpu.util.shared_files import exists
+
+BLOCK_BYTES = 4 << 20
+"""About the bytes of a block of rows; ten times as many as Python objects."""
+_MISSING, _MERGED, _FILE = range(3)
+
+
+@dataclass(frozen=True)
+class Row:
+    """The row of an item: `row["score"]` is a column's value, None if the item failed; `error` says why it did."""
+
+    index: int
+    error: str | None
+    values: Mapping[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name]
+
+
+class Block(NamedTuple):
+    """The rows `start` to `stop` - 1 of an open file, by their places in it; ascending in `file["index"]`."""
+
+    file: Merged
+    start: int
+    stop: int
+
+    @property
+    def failed(self) -> npt.NDArray[np.bool_]:
+        """A mask of the rows of failed items."""
+        return np.diff(self.file["error"].offsets[self.start : self.stop + 1]) > 0  # type: ignore[union-attr]
+
+    def rows(self) -> list[Row]:
+        """The rows, with values as Python numbers, strings and arrays."""
+        file, start, stop = self
+        columns = {name: file[name].python_values(start, stop) for name in file.columns}
+        indices, errors = file["index"].python_values(start, stop), file["error"].python_values(start, stop)
+        blank = dict.fromkeys(columns)
+        return [
+            Row(index, error or None, blank if error else {name: values[place] for name, values in columns.items()})
+            for place, (index, error) in enumerate(zip(indices, errors, strict=True))
+        ]
+
+
+@dataclass
+class RunRows:
+    """The rows that a run has at this moment, in input order; a context manager.
+
+    A shard of which merged.h5 has the first revision, or a later one that cannot be read, is read there; others from
+    their newest whole file. `problems` names the damaged files that were met. SlurmGPUError if merged.h5 is damaged;
+    with `verify` every byte of it is compared at once, else those of a block before it is returned.
+    """
+
+    run: Run
+    verify: bool = False
+    problems: list[str] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        plan = self.run.plan
+        self.columns: dict[str, Column] = columns_from_json(plan.columns)
+        self.merged = _open_merged(self.run, self.verify)
+        self._files = self.run.shard_files() if exists(self.run.shards) else {}
+        self._kinds = np.zeros(plan.n_shards, np.int8)
+        self._kinds[list(self._files)] = _FILE
+        if self.merged is not None:
+            index, starts = self._index, np.arange(plan.n_shards, dtype=np.int64) * plan.shard_items
+            places = np.searchsorted(index, starts)
+            is_there = places < len(index)
+            is_there[is_there] = index[places[is_there]] == starts[is_there]
+            is_there[[shard for shard, revisions in self._files.items() if revisions[-1]]] = False
+            self._kinds[is_there] = _MERGED
+
+    def __enter__(self) -> RunRows:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close merged.h5; rows that were read stay valid."""
+        if self.merged is not None:
+            self.merged.close()
+
+    def __len__(self) -> int:
+        plan, shards = self.run.plan, np.flatnonzero(self._kinds)
+        n_rows = len(shards) * plan.shard_items
+        if self._kinds[-1:].any():
+            first, stop = plan.bounds(plan.n_shards - 1)
+            n_rows += stop - first - plan.shard_items
+        return n_rows
+
+    def blocks(self, start: int = 0, stop: int | None = None, n_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+        """The rows of the items `start` to `stop` - 1, as blocks of about `n_bytes`.
+
+        A block's file is open until the next block is asked for.
+        """
+        plan = self.run.plan
+        if self._numbers is not None:
+            start, stop = np.searchsorted(
+                self._numbers, (start, self._numbers[-1] + 1 if stop is None else stop)
+            ).tolist()
+        start, stop, _ = slice(start, stop).indices(plan.n_items)
+        shards = range(start // plan.shard_items, -(-stop // plan.shard_items) if start < stop else 0)
+        for kind, group in groupby(shards, key=lambda shard: int(self._kinds[shard])):
+            if kind == _MERGED and self.merged is not None:
+                its = list(group)
+                yield from self._merged_blocks(
+                    max(start, plan.bounds(its[0])[0]), plan.bounds(its[-1])[1], stop, n_bytes
+                )
+            elif kind == _FILE:
+                for shard in group:
+                    yield from self._shard_blocks(shard, start, stop, n_bytes)
+
+    def rows(self, start: int = 0, stop: int | None = None) -> Iterator[Row]:
+        """The rows of the items `start` to `stop` - 1."""
+        for block in self.blocks(start, stop):
+            yield from block.rows()
+
+    @cached_property
+    def _numbers(self) -> npt.NDArray[np.int64] | None:
+        """The indices of all items of a look, in order; None for a run whose items count from 0 without gaps."""
+        plan = self.run.plan
+        return np.array(plan.indices(0, plan.n_items), np.int64) if plan.look else None
+
+    @cached_property
+    def _index(self) -> npt.NDArray[np.int64]:
+        """The places of merged.h5's rows among the run's items."""
+        assert self.merged is not None
+        index: npt.NDArray[np.int64] = self.merged["index"].values
+        return index if self._numbers is None else np.searchsorted(self._numbers, index)
+
+    def _merged_blocks(self, start: int, stop: int, end: int, n_bytes: int) -> Iterator[Block]:
+        assert self.merged is not None
+        first, last = np.searchsorted(self._index, (start, min(stop, end))).tolist()
+        for block in _cut(self.merged, first, last, n_bytes):
+            self.merged.check_rows(block.start, block.stop)
+            yield block
+
+    def _shard_blocks(self, shard: int, start: int, stop: int, n_bytes: int) -> Iterator[Block]:
+        first, last = self.run.plan.bounds(shard)
+        newest, *older = self._files[shard][::-1]
+        file = open_shard(self.run, shard, newest, self.problems)
+        if file is None and self.merged is not None:
+            places = np.searchsorted(self._index, (first, last))
+            if places[0] < places[1]:
+                yield from self._merged_blocks(max(start, first), last, stop, n_bytes)
+                return
+        for revision in older:
+            file = file or open_shard(self.run, shard, revision, self.problems)
+        if file is not None:
+            with file:
+                yield from _cut(file, max(start, first) - first, min(stop, last) - first, n_bytes)
+
+
+def open_shard(run: Run, shard: int, revision: int = 0, problems: list[str] | None = None) -> Merged | None:
+    """A published shard whose every byte is verified; None if it is missing, or damaged, which `problems` gets."""
+    path = run.revision_path(shard, revision)
+    try:
+        _verify(path, run, shard)
+        return Merged(path)
+    except FileNotFoundError:
+        return None  # set aside by a merge meanwhile
+    except DamagedShardError as error:
+        if problems is not None:
+            problems.append(f"{path.name} is damaged, and its rows count as missing: {error}")
+        return None
+    except OSError as error:
+        raise SlurmGPUError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def _verify(path: Path, run: Run, shard: int) -> None:
+    """DamagedShardError if two readings find the file damaged, or of another plan."""
+    start, stop = run.plan.bounds(shard)
+    with Reader(path) as reader:
+
+        def read() -> None:
+            directory = examine(reader, fingerprint=run.plan.fingerprints, start=start, stop=stop)
+            Shapes(columns_from_json(run.plan.columns)).check(directory)
+            directory.verify(reader)
+
+        try:
+            read()
+        except DamagedShardError:
+            reader.forget_cache()
+            read()
+
+
+def _open_merged(run: Run, verify: bool) -> Merged | None:
+    if not exists(run.merged):
+        return None
+    merged = Merged(run.merged, verify=verify)
+    if merged.attributes.get("fingerprint") != run.plan.fingerprint:
+        raise SlurmGPUError(
+            f"{run.merged} is of another plan than {run.folder / 'run.json'}."
+            f" `slurmgpu merge {run.typed}` writes it again from the run's shards."
+        )
+    return merged
+
+
+def _cut(file: Merged, start: int, stop: int, n_bytes: int) -> Iterator[Block]:
+    step = max(1, len(file) * n_bytes // max(1, file.path.stat().st_size))
+    return (Block(file, first, min(first + step, stop)) for first in range(start, stop, step))

@@ -1,0 +1,128 @@
+"""Columns by their types as text: `float32`, `float32[384]`, `int32[]`, `text`, `json`; and the types of values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.shards.columns import Array, Column, Json, Ragged, Text, check_columns, columns_from_json
+from slurmgpu.shards.numbers import as_array
+
+WORDS = ("text", "json", "bool", "int8", "int16", "int32", "int64", "uint8", "float16", "float32", "float64")
+RESULT = "result"
+"""The column of a function that returns no row, but one value."""
+_TYPE = re.compile(r"(\w+)(?:\[( *(?:\d{1,9} *(?:, *\d{1,9} *)*)?)\])?")
+
+
+def columns_of(types: Mapping[str, str], owner: str) -> dict[str, Column]:
+    """The columns with these types; SlurmGPUError, which begins with `owner`, where a type is unknown."""
+    if not types:
+        raise SlurmGPUError(
+            f'{owner}: columns is empty; expected a type for each column, as in {{score = "float32", label = "text"}}.'
+        )
+    return check_columns({name: _column(name, text, owner) for name, text in types.items()}, owner)
+
+
+def columns_of_types(types: Mapping[str, Any], owner: str) -> dict[str, Column]:
+    """The columns with these types, which are texts, or descriptions as in run.json."""
+    texts = {name: kind for name, kind in types.items() if isinstance(kind, str)}
+    found = columns_from_json({name: kind for name, kind in types.items() if name not in texts})
+    found |= columns_of(texts, owner) if texts or not types else {}
+    return check_columns({name: found[name] for name in types}, owner)
+
+
+def _column(name: str, text: str, owner: str) -> Column:
+    match = _TYPE.fullmatch(text.strip())
+    word, shape = (match[1], match[2]) if match else (text, None)
+    try:
+        if word in ("text", "json"):
+            if shape is None:
+                return Text() if word == "text" else Json()
+            raise SlurmGPUError('"json" holds lists of any kind.')
+        if shape is None:
+            return Array(word)
+        return Array(word, tuple(int(size) for size in shape.split(","))) if shape.strip() else Ragged(word)
+    except SlurmGPUError as error:
+        hint = "" if word in WORDS else did_you_mean(word, WORDS)
+        raise SlurmGPUError(
+            f"{owner}: the column {name!r} has the type {text!r}, which is none: {error}{hint} "
+            f"An array of a fixed shape is float32[3,4], one of any length int32[]."
+        ) from error
+
+
+def type_of(value: Any) -> str | None:
+    """The type of the column that can hold a value; None if the value fits several: None, and an empty list.
+
+    A list of numbers is of any length, an array has a fixed shape. SlurmGPUError for a value that no column can hold.
+    """
+    if value is None or (isinstance(value, list | tuple) and not value):
+        return None
+    if isinstance(value, str):
+        return "text"
+    if isinstance(value, list | tuple):
+        kinds = {type(each) for each in value}
+        if kinds <= {bool} or kinds <= {int, float} or all(issubclass(kind, np.number | np.bool_) for kind in kinds):
+            return _of_numbers(value, is_list=True)
+        return "json"
+    return "json" if isinstance(value, Mapping) else _of_numbers(value, is_list=False)
+
+
+def _of_numbers(value: Any, *, is_list: bool) -> str:
+    try:
+        found = as_array(value)
+    except ValueError as error:
+        if isinstance(value, int) or is_list:
+            return "json"  # integers of more than 64 bits
+        raise SlurmGPUError(f"{error}; expected text, a number, an array of numbers, or what JSON can hold") from error
+    if found.dtype.kind == "S":
+        raise SlurmGPUError(f"found {type(value).__name__}; expected text, numbers, arrays, or what JSON can hold")
+    return f"{found.dtype.name}[]" if is_list else _as_text(found.dtype, found.shape)
+
+
+def _as_text(dtype: np.dtype[Any], shape: Sequence[int]) -> str:
+    return str(dtype.name) + (f"[{','.join(map(str, shape))}]" if shape else "")
+
+
+def type_for_both(one: str | None, other: str | None) -> str | None:
+    """The type of a column that can hold the values of two types."""
+    if one is None or other is None or one == other:
+        return one or other
+    (first, shape), (second, another) = (text.partition("[")[::2] for text in (one, other))
+    if not {first, second} & {"text", "json"}:
+        numbers = {np.dtype(first).kind, np.dtype(second).kind}
+        dtype = str(np.result_type(first, second).name)
+        if "b" not in numbers or numbers == {"b"}:
+            if shape == another:
+                return dtype + (f"[{shape}" if shape else "")
+            if shape and another and "," not in shape + another:
+                return f"{dtype}[]"
+    return "json"
+
+
+def type_of_column(column: Column) -> str | None:
+    """The type of a column as text; None for one of another kind."""
+    if isinstance(column, Json):
+        return "json"
+    if type(column) is Text:
+        return "text"
+    if type(column) is Ragged:
+        return f"{column.dtype.name}[]"
+    if type(column) is Array:
+        return _as_text(column.dtype, column.shape)
+    return None
+
+
+def types_of_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, str | None]:
+    """The types of the columns that can hold these rows, in the order in which the rows have them."""
+    found: dict[str, str | None] = {}
+    for row in rows:
+        for name, value in row.items():
+            try:
+                found[name] = type_for_both(found.get(name), type_of(value))
+            except SlurmGPUError as error:
+                raise SlurmGPUError(f"column {name!r}: {error}") from error
+    return found

@@ -1,0 +1,107 @@
+"""A function as a workload: one call for each item, or for each batch; `slurmgpu.map` writes its settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from slurmgpu.code.functions import import_named, unpack
+from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.inputs.python_items import UNWRAP
+from slurmgpu.shards.column_types import RESULT, columns_of_types, type_for_both, type_of_column, types_of_rows
+from slurmgpu.shards.columns import Column, Json
+from slurmgpu.workload import Item, Row, TaskContext
+
+
+class Function:
+    """The rows that a function returns.
+
+    `function` and `load` are names, `package.module:function`; `load` is called once in each worker, and what it
+    returns is the function's second argument. With `pickled`, the functions lie in the run directory, in a pickle of
+    that digest and that version of Python. `columns` has a type for each column, or its description in run.json. With
+    `batched` the function takes and returns lists. With `learn` rows are the types of their columns.
+    """
+
+    def __init__(
+        self,
+        *,
+        function: str,
+        load: str | None = None,
+        pickled: dict[str, str] | None = None,
+        columns: dict[str, Any] | None = None,
+        items: str = "mapping",
+        batched: bool = False,
+        learn: bool = False,
+    ) -> None:
+        if items not in UNWRAP:
+            raise SlurmGPUError(f"function: items is {items!r}; expected one of {', '.join(UNWRAP)}.")
+        self.columns: Mapping[str, Column] = {"types": Json()} if learn else columns_of_types(columns or {}, "function")
+        self.takes_one = not batched
+        self._names, self._pickled, self._learns = (function, load), pickled, learn
+        self._batched, self._unwrap = batched, UNWRAP[items]
+
+    def load(self, task: TaskContext) -> None:
+        """Import or unpickle the function, and call `load`."""
+        name, load_name = self._names
+        if self._pickled is not None:
+            functions = unpack(task.run_dir, self._pickled["sha256"], self._pickled["python"])
+            function, load = functions["function"], functions["load"]
+        else:
+            function, load = import_named(name), import_named(load_name) if load_name else None
+        assert function is not None
+        self._function, self._loaded = function, () if load is None else (_called(load, task),)
+
+    def __call__(self, items: Sequence[Item]) -> list[Row | ItemError] | Any:
+        """The rows that the function returns."""
+        data = [self._unwrap(item.data) for item in items]
+        if not self._batched:
+            return [self._row(self._function(data[0], *self._loaded))]
+        returned = self._function(data, *self._loaded)
+        if not isinstance(returned, Iterable) or isinstance(returned, str | bytes | Mapping):
+            return returned  # the worker says what is wrong with it
+        return [self._row(value) for value in returned]
+
+    def explain_misfit(self, row: Any) -> str:
+        """A sentence for a row that does not fit the columns: the line that would make it fit."""
+        if not isinstance(row, Mapping):
+            return ""
+        try:
+            types: dict[str, str | None] = {name: type_of_column(column) for name, column in self.columns.items()}
+            for name, kind in types_of_rows([row]).items():
+                types[name] = type_for_both(types.get(name), kind) if kind or name in types else "json"
+        except SlurmGPUError:
+            return ""
+        # None, and a missing value, fit a column of JSON alone.
+        types |= {name: "json" for name in types if row.get(name) is None}
+        line = ", ".join(f"{name!r}: {kind!r}" for name, kind in types.items())
+        return f"If it is right, submit with columns={{{line}}}."
+
+    def _row(self, value: Any) -> Any:
+        if isinstance(value, Exception):
+            return value  # ItemError, or one that the worker knows as well
+        row = as_row(value)
+        return {"types": types_of_rows([row])} if self._learns else row
+
+
+def as_row(value: Any) -> Row:
+    """What a function returned as a row: a mapping, the fields of a dataclass or a named tuple, else one column."""
+    if isinstance(value, Mapping):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        found: Row = value._asdict()
+        return found
+    return {RESULT: value}
+
+
+def _called(load: Callable[..., Any], task: TaskContext) -> Any:
+    """What `load` returns; it gets the task if it has a parameter that must be given."""
+    try:
+        parameters = inspect.signature(load).parameters.values()
+    except ValueError:  # some of C
+        return load()
+    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    return load(task) if positional and positional[0].default is inspect.Parameter.empty else load()

@@ -1,0 +1,103 @@
+"""The rows of a run at work: those of merged.h5, and of shards that it lacks."""
+
+import tracemalloc
+
+import pytest
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.merge.merge import merge
+from slurmgpu.results.published import RunRows, open_shard
+from slurmgpu.shards.columns import Array, Text
+from slurmgpu.shards.userblock import Reader, read_userblock
+from tests.support.published_runs import publish, published_run
+from tests.support.shard_files import changed
+
+COLUMNS = {"twice": Array("int64"), "word": Text()}
+N_ITEMS = 23
+
+
+def row(index, sign=1):
+    return f"item {index} failed" if index % 7 == 3 else {"twice": 2 * index * sign, "word": "ü" * (index % 4)}
+
+
+ROWS = [row(index) for index in range(N_ITEMS)]
+
+
+def told(run, start=0, stop=None):
+    with RunRows(run) as rows:
+        found = list(rows.rows(start, stop))
+        return [each.index for each in found], [each.error or dict(each.values) for each in found], rows.problems
+
+
+def test_rows_of_merged_file_and_of_later_shards_come_in_input_order(tmp_path):
+    run = published_run(tmp_path / "run", COLUMNS, ROWS, shards=[0, 3])
+    merge(run)
+    for shard in (1, 4):
+        publish(run, shard, ROWS[slice(*run.plan.bounds(shard))])
+    (run.shards / "00000.h5").unlink()  # as users do who need the space
+    there = [*range(10), *range(15, 23)]
+    assert told(run) == (there, [ROWS[index] for index in there], [])
+    with RunRows(run) as rows:
+        assert len(rows) == len(there)
+    for start, stop in [(3, 17), (0, 1), (22, 23), (9, 16), (10, 15), (-3, None), (5, 5), (20, 999)]:
+        expected = [index for index in there if index in range(N_ITEMS)[start:stop]]
+        assert told(run, start, stop)[0] == expected
+
+
+def test_a_later_revision_counts_and_a_damaged_one_gives_way_to_the_rows_before_it(tmp_path):
+    run = published_run(tmp_path / "run", COLUMNS, ROWS)
+    merge(run)
+    again = [{"twice": -1, "word": "again"} if isinstance(each, str) else each for each in ROWS[:5]]
+    path = publish(run, 0, again, revision=1)
+    assert told(run) == (list(range(N_ITEMS)), [*again, *ROWS[5:]], [])
+    with changed(path, path.stat().st_size - 1, b"\xff" if path.read_bytes()[-1:] != b"\xff" else b"\0"):
+        indices, values, problems = told(run)
+        assert (indices, values) == (list(range(N_ITEMS)), ROWS)
+        assert len(problems) == 1
+        assert "00000.r1.h5 is damaged" in problems[0]
+        run.merged.unlink()
+        assert told(run)[1] == ROWS
+
+
+def test_a_damaged_shard_is_named_and_costs_its_own_rows_alone(tmp_path):
+    run = published_run(tmp_path / "run", COLUMNS, ROWS)
+    path = run.shards / "00002.h5"
+    path.write_bytes(path.read_bytes()[:-10])
+    (run.shards / "00003.h5").write_bytes((run.shards / "00001.h5").read_bytes())
+    indices, _, problems = told(run)
+    assert indices == [*range(10), *range(20, 23)]
+    assert [problem[:8] for problem in problems] == ["00002.h5", "00003.h5"]
+    assert open_shard(run, 2) is None
+    assert "belongs to another plan" in problems[1]
+
+
+def test_a_run_without_rows_has_none_and_a_foreign_merged_file_is_refused(tmp_path):
+    run = published_run(tmp_path / "run", COLUMNS, ROWS, shards=[])
+    assert told(run) == ([], [], [])
+    other = published_run(tmp_path / "other", COLUMNS, ROWS, seed=1)
+    merge(other)
+    run.merged.write_bytes(other.merged.read_bytes())
+    with pytest.raises(SlurmGPUError, match="is of another plan"):
+        RunRows(run)
+
+
+def test_a_changed_byte_of_merged_file_is_found_before_its_row_is_returned(tmp_path):
+    run = published_run(tmp_path / "run", COLUMNS, ROWS)
+    merge(run)
+    with Reader(run.merged) as reader:
+        [twice] = [region for region in read_userblock(reader)[0]["datasets"] if region[0] == "twice"]
+    at = twice[3] + 6 * 8
+    with changed(run.merged, at, b"\x0d"), pytest.raises(SlurmGPUError, match="checksum of twice of shard 1"):
+        told(run, 5, 8)
+
+
+def test_memory_is_bounded_by_a_block_not_by_the_run(tmp_path):
+    wide = {"vector": Array("float32", (4096,))}
+    run = published_run(tmp_path / "run", wide, [{"vector": [index] * 4096} for index in range(400)], shard_items=200)
+    tracemalloc.start()
+    with RunRows(run) as rows:
+        n_rows = sum(block.stop - block.start for block in rows.blocks(n_bytes=1 << 18) if block.rows())
+        peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert n_rows == 400
+    assert peak < 3 << 20  # the file has 6.5 MB

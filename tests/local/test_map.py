@@ -1,0 +1,191 @@
+"""`slurmgpu.map` by the local executor: what a user writes in a script or a notebook, and what outlives it."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import pytest
+
+import slurmgpu
+from slurmgpu import ItemError, SlurmGPUError
+from tests.support.runs import wait_until
+
+HERE = {"executor": "local", "gpus": 0, "overrides": {"html": False, "lease_s": 4.0}}
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def values(run):
+    return [(row.index, row.error, row.values) for row in run.rows()]
+
+
+def test_a_closure_is_mapped_and_its_columns_are_learnt_from_the_first_item():
+    scale = 3
+
+    def triple(item, words):
+        if item["n"] == 3:
+            raise ValueError("three is not wanted")
+        if item["n"] == 4:
+            return {"n": "four", "text": "x"}
+        if item["n"] == 5:
+            return ItemError("five is said to fail")
+        return {"n": item["n"] * scale, "text": words[item["n"] % 2]}
+
+    run = slurmgpu.map(triple, [{"n": n} for n in range(20)], load=lambda: ["even", "odd"], **HERE)
+    assert run.folder.name == "triple"
+    found = values(run)
+    assert [index for index, _, _ in found] == list(range(20))
+    assert [(e, v) for _, e, v in found if e is None] == [
+        (None, {"n": n * 3, "text": "odd" if n % 2 else "even"}) for n in range(20) if n not in (3, 4, 5)
+    ]
+    assert "three is not wanted (test_map.py, line" in found[3][1]
+    assert found[4][1].endswith(
+        "column 'n': found text, expected int64. If it is right, submit with columns={'n': 'json', 'text': 'text'}."
+    )
+    assert found[5][1] == "item_error: five is said to fail"
+    assert run["n"][:3].tolist() == [0, 3, 6]
+    assert run["n"].dtype == "int64"
+    again = slurmgpu.open_run(run.folder)
+    assert again["text"][:2] == ["even", "odd"]
+    assert (run.folder / "function.pkl").stat().st_mode & 0o777 == 0o600
+    assert "def triple(item, words):" in (run.folder / "function.py").read_text()
+    # Of the same name, the next run has a directory of its own.
+    assert slurmgpu.map(triple, [{"n": 1}], load=lambda: "ab", **HERE).folder.name == "triple-2"
+
+
+def test_batches_of_a_functions_lists_are_annotated_and_kept_apart_by_failures():
+    def lengths(texts) -> list[int]:
+        if "bad" in texts:
+            raise ValueError("a batch with a bad text")
+        return [len(text) for text in texts]
+
+    run = slurmgpu.map(lengths, ["a", "bb", "bad", "cccc", "d"], batch_size=2, **HERE)
+    assert [(error is None, v["result"]) for _, error, v in values(run)] == [
+        (True, 1),
+        (True, 2),
+        (False, None),
+        (True, 4),
+        (True, 1),
+    ]
+    assert not (run.folder.parent / "lengths-probe").exists()  # the annotation said the columns
+
+
+def test_a_first_item_that_fails_ends_the_call_with_its_error(tmp_path):
+    def fails(item):
+        raise RuntimeError("not with this item")
+
+    with pytest.raises(SlurmGPUError, match=r"Item 0 failed, so that .* nothing was submitted: .*not with this item"):
+        slurmgpu.map(fails, [1, 2, 3], **HERE)
+    with pytest.raises(SlurmGPUError, match=r"nothing in the column 'a' .* columns=\{'a': 'text', 'b': 'int64'\}"):
+        slurmgpu.map(lambda item: {"a": None, "b": item}, [1, 2, 3], name="none", **HERE)
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["fails-probe", "none-probe"]
+
+
+SCRIPT = """
+import os, sys, time
+import slurmgpu
+
+def slow(item):
+    while item >= 8 and os.path.exists("held"):
+        time.sleep(0.01)
+    return item * item
+
+if __name__ == "__main__":
+    run = slurmgpu.map(slow, range(16), columns="int64", executor="local", gpus=0, tasks=1,
+                       overrides={"html": False, "lease_s": 4.0})
+    print(run.folder, flush=True)
+    if sys.argv[1:] == ["wait"]:
+        run.wait()
+"""
+
+
+def test_a_run_outlives_the_script_that_mapped_and_an_interrupt_of_it(tmp_path):
+    (tmp_path / "held").touch()
+    (tmp_path / "script.py").write_text(SCRIPT)
+    script = subprocess.Popen([sys.executable, "script.py", "wait"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert script.stdout.readline() == f"{tmp_path}/runs/slow\n".encode()
+    os.kill(script.pid, signal.SIGINT)
+    assert b"KeyboardInterrupt" in script.communicate(timeout=60)[1]
+    assert script.returncode != 0
+    run = slurmgpu.open_run("runs/slow")
+    rows = run.rows()
+    assert [next(rows)["result"] for _ in range(8)] == [n * n for n in range(8)]  # while the run works
+    assert run.status()["state"] == "running"
+    (tmp_path / "held").unlink()
+    assert [row["result"] for row in rows] == [n * n for n in range(8, 16)]
+    assert run["result"][:].tolist() == [n * n for n in range(16)]
+
+
+def test_a_run_that_was_cancelled_says_what_is_missing_and_goes_on_with_the_same_function(tmp_path):
+    (tmp_path / "held").touch()
+    (tmp_path / "script.py").write_text(SCRIPT)
+    subprocess.run([sys.executable, "script.py"], check=True, stdout=subprocess.PIPE)
+    run = slurmgpu.open_run("runs/slow")
+    rows = run.rows()
+    assert next(rows)["result"] == 0
+    (tmp_path / "script.py").write_text("def slow(item):\n    return -1\n")  # the pickle is frozen
+    run.cancel()
+    with pytest.raises(SlurmGPUError, match=r"lacks \d+ rows of its 16: `slurmgpu resubmit"):
+        list(rows)
+    with pytest.raises(SlurmGPUError, match="lacks rows of its 16"):
+        _ = run["result"]
+    (tmp_path / "held").unlink()
+    run.resubmit()
+    assert [row["result"] for row in run.rows()] == [n * n for n in range(16)]
+    with h5py.File(run.folder / "merged.h5") as file:
+        assert file["result"][:].tolist() == [n * n for n in range(16)]
+
+
+def test_an_importable_function_is_imported_from_the_snapshot_of_its_module(tmp_path, monkeypatch):
+    (tmp_path / "mapped_module.py").write_text("FACTOR = 2\n\ndef double(item) -> int:\n    return item * FACTOR\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import mapped_module
+
+    run = slurmgpu.map(mapped_module.double, range(4), **HERE)
+    assert run["result"][:].tolist() == [0, 2, 4, 6]
+    assert run.run.plan.settings["function"] == "mapped_module:double"
+    assert not (run.folder / "function.pkl").exists()
+    [kept] = (run.folder / "code").rglob("mapped_module.py")
+    assert "FACTOR = 2" in kept.read_text()
+
+
+def test_what_is_refused_leaves_nothing_behind(tmp_path):
+    async def coroutine(item): ...
+
+    held = [
+        ({"function": "text", "items": [1]}, "is no function"),
+        ({"function": coroutine, "items": [1]}, "is a coroutine"),
+        ({"function": len, "items": {"a": 1}}, "items is a dict; expected a list"),
+        ({"function": len, "items": "none.jsonl"}, "none.jsonl does not exist"),
+        (
+            {"function": len, "items": ["a"], "columns": {"n": "int7"}},
+            "has the type 'int7', which is none",
+        ),
+        ({"function": len, "items": ["a"], "columns": {}}, "columns is empty"),
+        ({"function": len, "items": ["a"], "columns": "int64", "gpu": 1}, r"unknown key \[resources\] gpu"),
+    ]
+    for given, sentence in held:
+        with pytest.raises(SlurmGPUError, match=sentence):
+            slurmgpu.map(**{**HERE, **given})
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_debug_executor_calls_the_function_in_this_process():
+    def remember(item) -> int:
+        return os.getpid()
+
+    run = slurmgpu.map(remember, [1, 2], **{**HERE, "executor": "debug"})
+    assert run["result"][:].tolist() == [os.getpid()] * 2
+
+
+def test_no_zombie_is_left_of_a_run_in_the_background():
+    run = slurmgpu.map(len, ["a"], columns="int64", **HERE)
+    run.wait()
+    [line] = run.run.submissions()
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in line["pids"]), "the end of the processes")

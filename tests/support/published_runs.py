@@ -1,0 +1,22 @@
+"""Run directories with published shards and nothing at work, for the tests of what is read from them."""
+
+from slurmgpu.errors import ItemError
+from slurmgpu.run.revisions import publish_rows
+from slurmgpu.shards.columns import columns_from_json, columns_to_json, convert_row
+from tests.support.runs import planned_run
+
+
+def published_run(folder, columns, rows, shards=None, shard_items=5, **values):
+    """A run of these rows, of which only `shards` are published; a text in place of a row is the item's error."""
+    empty = {"format": "jsonl", "files": [], "columns": None, "n_items": len(rows), "stride": 1}
+    plan = {"n_items": len(rows), "shard_items": shard_items, "columns": columns_to_json(columns), "input": empty}
+    run = planned_run(folder, **{**plan, "html": False, "name": folder.name, **values})
+    for shard in range(run.plan.n_shards) if shards is None else shards:
+        publish(run, shard, rows[slice(*run.plan.bounds(shard))])
+    return run
+
+
+def publish(run, shard, rows, revision=0):
+    columns = columns_from_json(run.plan.columns)
+    stored = [ItemError(row) if isinstance(row, str) else convert_row(columns, row) for row in rows]
+    return publish_rows(run, shard, revision, columns, stored, {}, {})

@@ -1,0 +1,272 @@
+"""What `slurmgpu.map` makes of a function, of items and of types before anything runs."""
+
+import dataclasses
+import functools
+import json
+import threading
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, TypedDict
+
+import numpy as np
+import pytest
+
+from slurmgpu import Array, Json, Ragged, SlurmGPUError, Text
+from slurmgpu.code import functions
+from slurmgpu.inputs.lines import Jsonl
+from slurmgpu.inputs.python_items import UNWRAP, write_table, write_values
+from slurmgpu.inputs.tables import Parquet
+from slurmgpu.mapping.annotations import annotated_types
+from slurmgpu.shards.column_types import columns_of, type_for_both, type_of, type_of_column
+
+LARGE = np.zeros(2_000_000)
+LOCK = threading.Lock()
+
+
+def reads_large(item):
+    return float(LARGE[item])
+
+
+def by_value(function):
+    """The function as that of a notebook: it has no module that tasks could import."""
+    function.__module__ = "__main__"
+    return function
+
+
+def test_a_function_of_a_module_goes_by_name_and_others_by_value():
+    assert functions.name_of(reads_large) == f"{__name__}:reads_large"
+    assert functions.name_of(json.dumps) == "json:dumps"
+    assert functions.name_of(np.linalg.norm) is not None
+    assert functions.import_named(functions.name_of(np.linalg.norm)) is np.linalg.norm
+    others = [lambda item: item, by_value(lambda item: item), functools.partial(reads_large, 1), "text".upper]
+    assert [functions.name_of(other) for other in others] == [None] * 4
+
+
+def test_a_pickle_calls_the_function_with_what_it_captured(tmp_path):
+    scale, table = 3, {"a": 1}
+    packed = functions.pack({"function": by_value(lambda item: item * scale + table["a"]), "load": None}, tmp_path)
+    (tmp_path / functions.PICKLE).write_bytes(packed.content)
+    found = functions.unpack(tmp_path, packed.sha256, functions.minor_version())
+    assert found["function"](2) == 7
+    assert "item * scale" in packed.source
+
+
+def test_modules_of_the_users_that_a_function_needs_are_named(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("import deeper\nfactor = 2\n")
+    (tmp_path / "deeper.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import mine
+
+    def function(item):
+        import late
+
+        return late.f(item) * mine.factor
+
+    packed = functions.pack({"function": by_value(function), "load": None}, tmp_path)
+    assert {"mine", "deeper", "late"} <= {*packed.modules}
+
+
+def captures_lock():
+    inner = threading.Lock()
+    return by_value(lambda item: inner)
+
+
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        (by_value(lambda item: LARGE[item]), "the variable 'LARGE' has more than 10 MB"),
+        (by_value(lambda item, table=LARGE: table[item]), "the variable 'table' has more than 10 MB"),
+        (by_value(lambda item: LOCK), "the variable 'LOCK' cannot be pickled"),
+        (captures_lock(), "the variable 'inner' cannot be pickled"),
+        (functools.partial(by_value(lambda item, table: item), table=LARGE), "the variable 'table' has more than"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_by_the_name_of_the_variable(tmp_path, function, sentence):
+    with pytest.raises(SlurmGPUError, match=sentence):
+        functions.pack({"function": function, "load": None}, tmp_path)
+
+
+def test_a_function_that_a_fresh_process_cannot_read_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "fleeting.py").write_text("x = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import fleeting
+
+    function = by_value(lambda item: fleeting.x)
+    (tmp_path / "fleeting.py").unlink()
+    with pytest.raises(SlurmGPUError, match="fresh process, as tasks do: ModuleNotFoundError: No module named 'fleet"):
+        functions.pack({"function": function, "load": None}, tmp_path)
+
+
+def test_a_pickle_is_loaded_only_if_digest_owner_and_python_agree(tmp_path):
+    packed = functions.pack({"function": by_value(lambda item: item), "load": None}, tmp_path)
+    path, python = tmp_path / functions.PICKLE, functions.minor_version()
+    evil = f"cos\nsystem\n(Vtouch {tmp_path}/ran\ntR.".encode()
+    path.write_bytes(evil)
+    with pytest.raises(SlurmGPUError, match="is not the function that the run was planned with"):
+        functions.unpack(tmp_path, packed.sha256, python)
+    assert not (tmp_path / "ran").exists()
+    path.write_bytes(packed.content)
+    with pytest.raises(SlurmGPUError, match=r"has a function of Python 3\.1, and this is Python 3"):
+        functions.unpack(tmp_path, packed.sha256, "3.1")
+    path.chmod(0o666)
+    with pytest.raises(SlurmGPUError, match="others than its owner may write it"):
+        functions.unpack(tmp_path, packed.sha256, python)
+    path.chmod(0o600)
+    assert functions.unpack(tmp_path, packed.sha256, python)["function"](5) == 5
+    path.unlink()
+    with pytest.raises(SlurmGPUError, match="is not used: No such file"):
+        functions.unpack(tmp_path, packed.sha256, python)
+
+
+def items_back(path, kind):
+    its_format = Parquet() if path.suffix == ".parquet" else Jsonl()
+    return [UNWRAP[kind](data) for data in its_format.items(path)]
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        [{"a": 1, "b": [1.5, None, "é\n"]}, {"c": {"d": True}}],
+        [1, "two", None, 3.0, 10**30, [1, {"x": []}], True],
+        [(1, "a"), (2, "b")],
+        [Path("a/b.wav"), Path("c")],
+        range(3),
+    ],
+)
+def test_items_come_back_as_they_were(tmp_path, items):
+    path, kind = write_values(iter(items), tmp_path)
+    back = items_back(path, kind)
+    assert back == list(items)
+    assert [type(each) for each in back] == [type(each) for each in items]
+
+
+def test_nan_and_numpys_numbers_come_back_as_pythons(tmp_path):
+    path, kind = write_values([np.float64(0.1), np.int32(7), float("nan"), float("-inf")], tmp_path)
+    assert repr(items_back(path, kind)) == "[0.1, 7, nan, -inf]"
+
+
+def test_tables_become_items_of_their_rows(tmp_path):
+    import pandas as pd
+    import pyarrow as pa
+
+    frame = pd.DataFrame({"n": [1, 2], "text": ["a", None]}, index=[5, 6])
+    rows = [{"n": 1, "text": "a"}, {"n": 2, "text": None}]
+    for table in (frame, pa.table({"n": [1, 2], "text": ["a", None]})):
+        assert items_back(write_table(table, tmp_path), "mapping") == rows
+
+
+@pytest.mark.parametrize(
+    ("items", "sentence"),
+    [
+        ([], "There are no items"),
+        ([{"a": {"b": (1, 2)}}], r"Item 0\['a'\]\['b'\] has a value of type tuple; .* Give a list"),
+        ([1, b"x"], "Item 1 has a value of type bytes; expected text"),
+        ([{1: 2}], "Item 0 has the key 1; expected text"),
+        ([{"a": 1}, 2], "Item 1 is a value, and item 0 a mapping"),
+    ],
+)
+def test_items_that_would_come_back_as_others_are_refused(tmp_path, items, sentence):
+    with pytest.raises(SlurmGPUError, match=sentence):
+        write_values(items, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([1, 2], "int64"),
+        ([1, 2.5], "float64"),
+        ([None, True], "bool"),
+        ([None], None),
+        ([1, "a"], "json"),
+        ([True, 1], "json"),
+        ([10**30], "json"),
+        ([np.float32(1), np.float16(1)], "float32"),
+        ([np.zeros((2, 3), "float32")], "float32[2,3]"),
+        ([np.zeros(2, "int8"), np.zeros(3, "int8")], "int8[]"),
+        ([[1, 2], []], "int64[]"),
+        ([[1, 2.5]], "float64[]"),
+        ([["a", 1]], "json"),
+        ([[[1], [2]]], "json"),
+        ([{"a": 1}], "json"),
+    ],
+)
+def test_the_type_of_a_column_is_learnt_from_values_and_holds_them(values, expected):
+    found = functools.reduce(type_for_both, map(type_of, values), None)
+    assert found == expected
+    if found is not None:
+        column = columns_of({"x": found}, "test")["x"]
+        assert type_of_column(column) == found
+        for value in values:
+            if value is not None:
+                column.convert(value)
+
+
+def test_a_value_that_no_column_can_hold_has_no_type():
+    with pytest.raises(SlurmGPUError, match=r"found object .*expected text, a number"):
+        type_of(object())
+
+
+class Typed(TypedDict):
+    text: str
+    n: int
+    lengths: list[int]
+    more: dict[str, int]
+    maybe: float | None
+    emb: Annotated[np.ndarray, Array("float32", 4)]
+    unknown: np.ndarray
+
+
+class Named(NamedTuple):
+    score: np.float32
+    is_good: bool
+
+
+@dataclasses.dataclass
+class Both:
+    a: "float"
+    b: Any
+
+
+@pytest.mark.parametrize(
+    ("hint", "expected"),
+    [
+        (
+            Typed,
+            {
+                "text": "text",
+                "n": "int64",
+                "lengths": "int64[]",
+                "more": "json",
+                "maybe": "json",
+                "emb": "float32[4]",
+                "unknown": None,
+            },
+        ),
+        (Named, {"score": "float32", "is_good": "bool"}),
+        (Both, {"a": "float64", "b": None}),
+        (str, {"result": "text"}),
+        (list[float], {"result": "float64[]"}),
+        (Annotated[list, Ragged("int8")], {"result": "int8[]"}),
+        (Annotated[dict, Json()], {"result": "json"}),
+        (dict, {}),
+        (dict[str, float], {}),
+        (np.ndarray, {}),
+        (Any, {}),
+    ],
+)
+def test_an_annotation_says_the_columns(hint, expected):
+    def function(item): ...
+
+    function.__annotations__["return"] = hint
+    if hint == Annotated[dict, Json()]:
+        expected = {}  # a mapping is a row
+    assert annotated_types(function, batched=False) == expected
+    function.__annotations__["return"] = list[hint]
+    assert annotated_types(function, batched=True) == expected
+
+
+def test_a_function_without_an_annotation_that_can_be_read_says_nothing():
+    def function(item) -> "Unheard": ...  # noqa: F821
+
+    assert annotated_types(function, batched=False) == {}
+    assert annotated_types(len, batched=False) == {}
+    assert type_of_column(Text()) == "text"
