@@ -105,6 +105,8 @@ def submit(run_file: options.RunFileArgument = options.DEFAULT_RUN_FILE, **given
       slurmgpu submit --gpus 8 --gpus-per-task 4 --array       two tasks of four GPUs
       slurmgpu submit --executor local --gpus 0 --tasks 2      on this machine's CPUs
       slurmgpu submit --gpus 64 --array --probe 256            estimate it, then ask
+      slurmgpu submit --executor local --limit 20              a look at the first items
+      slurmgpu submit -s slurm.time=01:00:00 -s lr=1e-4        other keys and settings
       slurmgpu submit --executor local --inject crash@17       a rehearsal: item 17 kills workers
     """  # noqa: D301 - \b keeps the lines of a paragraph apart
     from slurmgpu.cli.commands import submit as submitting

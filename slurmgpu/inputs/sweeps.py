@@ -8,7 +8,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ MOST = 1_000_000
 """The largest grid; larger ones are usually mistakes."""
 
 RANDOM = "random"
+ZIP = "zip"
 DISTRIBUTIONS = ("uniform", "loguniform", "int", "logint")
 VALUES = "text, true or false, finite numbers, and lists and tables of them"
 TABLES = ("settings", "arguments")
@@ -60,10 +61,17 @@ def expand(table: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
     """The configurations of [sweep], in order; they depend only on the table and the run's seed.
 
     Without `random` they are the grid, its last key varying fastest. With `random` they are drawn; if all keys are
-    lists, without repetition and at most the whole grid. SlurmGPUError for an invalid table.
+    lists, without repetition and at most the whole grid. Keys that `zip` names together vary as one. SlurmGPUError for
+    an invalid table.
     """
-    n_random = _n_random(table)
-    axes = {key: _axis(key, value) for key, value in table.items() if key != RANDOM}
+    n_random, groups = _n_random(table), _groups(table)
+    axes = {
+        key: _axis(key, value, is_zipped=any(key in group for group in groups))
+        for key, value in table.items()
+        if key != RANDOM and not (key == ZIP and groups)
+    }
+    _check_lengths(groups, axes)
+    leads = _leads(groups, axes)
     if not axes:
         raise SlurmGPUError("[sweep] has no key to vary; expected at least one, such as lr = [0.1, 0.01].")
     drawn = [key for key, axis in axes.items() if isinstance(axis, Distribution)]
@@ -72,26 +80,38 @@ def expand(table: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
             f"[sweep] {drawn[0]} is a distribution, so the number of configurations must be given. "
             f"Add random = 20, for example, to [sweep], or give a list of values."
         )
-    values = [axis for axis in axes.values() if isinstance(axis, list)]
+    values = [axis for key, axis in axes.items() if isinstance(axis, list) and leads[key] == key]
     size = math.prod(map(len, values))
     if n_random is not None and (drawn or n_random < size):
-        return list(itertools.islice(_drawn(axes, seed, distinct=not drawn), n_random))
+        return list(itertools.islice(_drawn(axes, leads, seed, distinct=not drawn), n_random))
     if size > MOST:
         raise SlurmGPUError(
             f"[sweep] stands for {size:,} configurations; expected at most {MOST:,}. "
             f"Shorten its lists, or draw from them with random = 100, for example."
         )
-    return [dict(zip(axes, each, strict=True)) for each in itertools.product(*values)]
+    lists = {key: axis for key, axis in axes.items() if isinstance(axis, list)}
+    free = [key for key in axes if leads[key] == key]
+    found = []
+    for each in itertools.product(*(range(len(lists[key])) for key in free)):
+        places = dict(zip(free, each, strict=True))
+        found.append({key: values[places[leads[key]]] for key, values in lists.items()})
+    return found
 
 
 def headline(table: Mapping[str, Any], n_configurations: int) -> str:
-    """A sweep in one line: "6 configurations: lr × width"."""
+    """A sweep in one line: "6 configurations: lr × width"; keys that vary together are "(lr, width)"."""
+    groups = _groups(table)
+    leads = _leads(groups, table)
     varied = [
         key
         for key, value in table.items()
-        if isinstance(value, Mapping) or (isinstance(value, list) and len(value) > 1)
+        if leads[key] == key
+        and not (key == ZIP and groups)
+        and (isinstance(value, Mapping) or (isinstance(value, list) and len(value) > 1))
     ]
     counts = [len(table[key]) if isinstance(table[key], list) else math.inf for key in varied]
+    together = {group[0]: f"({', '.join(group)})" for group in groups}
+    varied = [together.get(key, key) for key in varied]
     is_grid = math.prod(counts) == n_configurations
     how = ", drawn" if not is_grid else ", which is the whole grid" if RANDOM in table else ""
     what = f": {(' × ' if is_grid else ', ').join(varied)}" if varied else ""
@@ -124,14 +144,16 @@ def write(configurations: Sequence[Mapping[str, Any]], path: Path) -> None:
     os.utime(path, (now, now))
 
 
-def _drawn(axes: Mapping[str, list[Any] | Distribution], seed: int, *, distinct: bool) -> Iterator[dict[str, Any]]:
+def _drawn(
+    axes: Mapping[str, list[Any] | Distribution], leads: Mapping[str, str], seed: int, *, distinct: bool
+) -> Iterator[dict[str, Any]]:
     """Endless configurations, by `random()`, the only method that stays the same in later versions of Python."""
     numbers = random.Random(seed)
     met: set[tuple[int, ...]] = set()
     single = {key for key, axis in axes.items() if isinstance(axis, list) and len(axis) == 1}
     while True:
-        us = {key: 0.0 if key in single else numbers.random() for key in axes}
-        places = {key: int(us[key] * len(axis)) for key, axis in axes.items() if isinstance(axis, list)}
+        us = {key: 0.0 if key in single else numbers.random() for key in axes if leads[key] == key}
+        places = {key: int(us[leads[key]] * len(axis)) for key, axis in axes.items() if isinstance(axis, list)}
         if distinct:
             if tuple(places.values()) in met:
                 continue
@@ -150,7 +172,42 @@ def _n_random(table: Mapping[str, Any]) -> int | None:
     return found
 
 
-def _axis(key: str, value: Any) -> list[Any] | Distribution:
+def _groups(table: Mapping[str, Any]) -> list[list[str]]:
+    """The names in `zip`, each group in the table's order; empty if `zip` is a key that is varied, as any other."""
+    found = table.get(ZIP)
+    if not (isinstance(found, list) and found and all(isinstance(group, list) and group for group in found)):
+        return []
+    names = [name for group in found for name in group]
+    if not all(isinstance(name, str) for name in names) or not any(name in table for name in names):
+        return []
+    for name in names:
+        if name not in table or name in (ZIP, RANDOM):
+            raise SlurmGPUError(
+                f"[sweep] zip names {name!r}, which [sweep] does not vary."
+                f"{did_you_mean(name, table.keys() - {ZIP, RANDOM})}"
+            )
+        if names.count(name) > 1:
+            raise SlurmGPUError(f"[sweep] zip names {name!r} twice; expected each key in one group.")
+    return [[key for key in table if key in group] for group in found]
+
+
+def _check_lengths(groups: Sequence[Sequence[str]], axes: Mapping[str, list[Any] | Distribution]) -> None:
+    for group in groups:
+        lengths = [len(axis) if isinstance(axis := axes[key], list) else 0 for key in group]
+        if len(set(lengths)) > 1 or not lengths[0]:
+            said = ", ".join(
+                f"{key} has {count_of(length, 'value') if length else 'a distribution'}"
+                for key, length in zip(group, lengths, strict=True)
+            )
+            raise SlurmGPUError(f"[sweep] zip: {said}; expected lists of one length, whose values belong together.")
+
+
+def _leads(groups: Sequence[Sequence[str]], keys: Iterable[str]) -> dict[str, str]:
+    """The key by whose place each key's value is chosen: the first of its group, or itself."""
+    return {key: next((group[0] for group in groups if key in group), key) for key in keys}
+
+
+def _axis(key: str, value: Any, *, is_zipped: bool) -> list[Any] | Distribution:
     if isinstance(value, Mapping):
         return _distribution(key, value)
     values = value if isinstance(value, list) else [value]
@@ -165,7 +222,7 @@ def _axis(key: str, value: Any) -> list[Any] | Distribution:
                 f"[sweep] {key} has a distribution in a list; expected it alone: {key} = {_shown(each)}."
             )
         text = json.dumps(each, sort_keys=True)
-        if text in texts:
+        if text in texts and not is_zipped:
             raise SlurmGPUError(f"[sweep] {key} has the value {_shown(each)} twice; expected each once.")
         texts.add(text)
     return values

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
-from slurmgpu.plan.run_file import Part, RunFile, fitting, merge_tables, plain_names, table_of
+from slurmgpu.plan.run_file import Part, RunFile, merge_tables, plain_names, read_value, table_of, takes
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -54,8 +53,8 @@ class Overrides(dict[str, Any]):
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
             raise SlurmGPUError(f"-s {text!r} is not of the form KEY=VALUE, as in -s resources.gpus=4.")
-        path = self._path(key.strip())
-        self.assign(path, fitting(path, _read_value(value), value))
+        path, found = self._path(key.strip()), read_value(value)
+        self.assign(path, value if takes(path, found) is False and takes(path, value) else found)
 
     def assign_keys(self, values: Mapping[str, Any]) -> None:
         """Assign values by key, as `-s` names them."""
@@ -111,13 +110,3 @@ def _parts(key: str) -> list[str]:
         [(name, value)] = value.items()
         parts.append(name)
     return parts
-
-
-def _read_value(text: str) -> Any:
-    try:
-        # In an inline table, nothing can follow the value: no comment, no other key.
-        value = tomllib.loads(f"table = {{ value = {text} }}")["table"]
-    except (tomllib.TOMLDecodeError, RecursionError):
-        return text
-    is_text = value.keys() != {"value"} or isinstance(value["value"], (datetime.date, datetime.time))
-    return text if is_text else value["value"]

@@ -32,7 +32,7 @@ from slurmgpu.plan.items import Items, Look, items_of, some_of
 from slurmgpu.plan.overrides import TABLES, Overrides
 from slurmgpu.plan.placement import place
 from slurmgpu.plan.run_file import Resources, RunFile, table_of
-from slurmgpu.plan.site_file import GivenRunFile, RunFileSource, path_of, read_run_file
+from slurmgpu.plan.site_file import GivenRunFile, RunFileSource, path_of, read_run_file, substitutions
 from slurmgpu.run.directory import Plan, Provenance, Run, refuse_existing
 from slurmgpu.shards.columns import check_columns, columns_to_json
 from slurmgpu.util.atomic_files import working_folder
@@ -133,7 +133,7 @@ def draft_run(
         settings |= workload.frozen_settings
         paths, environ, scripts = workload.paths, workload.environ, workload.scripts
         workload.check()
-    notes = hidden_by_built_in(config.workload.use) + near_misses(workload)
+    notes = substitutions(source) + hidden_by_built_in(config.workload.use) + near_misses(workload)
     container = contain(config.container, full_name, source, overrides)
     if container is None and workload.check_here is not None:
         try:

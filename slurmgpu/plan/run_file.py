@@ -220,19 +220,28 @@ def table_of(path: Sequence[str], model: type[BaseModel] = RunFile) -> type[Base
     return model
 
 
-def fitting(path: Sequence[str], value: Any, text: str) -> Any:
-    """`value`, or the `text` that it was read from where a key of the run file takes text only."""
+def takes(path: Sequence[str], value: Any) -> bool | None:
+    """Whether a key of the run file takes a value of this type; None for a key that is not in it by its name."""
     field = None if (table := table_of(path[:-1])) is None else table.model_fields.get(path[-1])
-    if field is None or field.annotation is None or isinstance(value, str):
-        return value
+    if field is None or field.annotation is None:
+        return None
     adapter: TypeAdapter[Any] = TypeAdapter(field.annotation, config=None if table_of(path) else Table.model_config)
-    for each in (value, text):
-        try:
-            adapter.validate_python(each)
-        except ValidationError:
-            continue
-        return each
-    return value
+    try:
+        adapter.validate_python(value)
+    except ValidationError:
+        return False
+    return True
+
+
+def read_value(text: str) -> Any:
+    """The value that a text is in TOML; the text itself if it is none, or a date."""
+    try:
+        # In an inline table, nothing can follow the value: no comment, no other key.
+        value = tomllib.loads(f"table = {{ value = {text} }}")["table"]
+    except (tomllib.TOMLDecodeError, RecursionError):
+        return text
+    is_text = value.keys() != {"value"} or isinstance(value["value"], (datetime.date, datetime.time))
+    return text if is_text else value["value"]
 
 
 def read_toml(path: Path) -> dict[str, Any]:

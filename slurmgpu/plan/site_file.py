@@ -34,6 +34,7 @@ from slurmgpu.plan.run_file import (
     plain_names,
     read_toml,
 )
+from slurmgpu.plan.variables import substitute
 
 NO_RUN_FILE = "slurmgpu run"
 """The file name of a run file that is not read: the command line gave all of it."""
@@ -104,9 +105,7 @@ def site_path() -> Path:
 
 def read_site() -> dict[str, Any]:
     """The tables of the site file, with only the keys that it sets; empty without a site file."""
-    tables = _tables(SiteFile, _read_site(), str(site_path()))
-    tables.pop("profiles", None)
-    return tables
+    return _tables(SiteFile, _read_site(), str(site_path()))
 
 
 def profile_names() -> list[str]:
@@ -137,7 +136,8 @@ def _read_site() -> dict[str, Any]:
 
 
 def _tables(model: type[Table], value: Mapping[str, Any], where: str) -> dict[str, Any]:
-    tables = parse_table(model, value, where).model_dump(exclude_unset=True)
+    own = {key: table for key, table in value.items() if key != "profiles"}
+    tables = parse_table(model, substitute(own, where)[0], where).model_dump(exclude_unset=True)
     if "container" in tables:
         tables["container"] = _absolute(tables["container"], site_path().parent)
     return tables
@@ -156,6 +156,14 @@ def read_run_file(source: RunFileSource, overrides: Mapping[str, Any] | None = N
     if "resources" in tables:
         tables["resources"] = counted(tables["resources"])
     return parse_table(RunFile, tables, where)
+
+
+def substitutions(source: RunFileSource) -> list[str]:
+    """A line for each text of a run file, and of the site file, that has variables of the environment."""
+    site = {table: keys for table, keys in _read_site().items() if table in TABLES}
+    own = {} if isinstance(source, GivenRunFile) or source.name == NO_RUN_FILE else read_toml(source)
+    files = (site_path(), site), (path_of(source), own)
+    return [line for file, tables in files for line in substitute(tables, file.name)[1]]
 
 
 def origins(source: RunFileSource, overrides: Mapping[str, Any]) -> Origins:
@@ -179,7 +187,7 @@ def _read(source: RunFileSource) -> dict[str, Any]:
         return {}
     else:
         try:
-            value = read_toml(source)
+            value, _ = substitute(read_toml(source), str(source))
         except FileNotFoundError:
             raise SlurmGPUError(f"There is no run file {source}. `slurmgpu init` writes one.") from None
     alone = value

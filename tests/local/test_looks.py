@@ -6,8 +6,10 @@ import pytest
 
 import slurmgpu as package
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.executors.probe import draft_probe
 from slurmgpu.plan.items import Look
 from slurmgpu.plan.planner import draft_run
+from slurmgpu.results.published import RunRows
 
 LOCAL = ("submit", "--executor", "local", "--gpus", "0")
 
@@ -38,6 +40,27 @@ def test_a_look_has_the_rows_of_the_full_run_under_their_numbers(project, slurmg
     with package.open(folder / "run-look" / "merged.h5") as look:
         assert (look.index.tolist(), look.errors) == (indices, {})
         assert look["double"][:].tolist() == [2.0 * index for index in indices]
+
+
+def test_the_rows_of_a_look_are_found_by_their_numbers(project):
+    run = package.submit(project(100) / "slurmgpu.toml", items="8:22,35", executor="debug", gpus=0).run
+
+    def indices(*span):
+        with RunRows(run) as rows:
+            return [row.index for row in rows.rows(*span)]
+
+    assert (indices(), indices(19, 36)) == ([*range(8, 22), 35], [19, 20, 21, 35])
+    run.merged.unlink()
+    assert (indices(), indices(19, 36)) == ([*range(8, 22), 35], [19, 20, 21, 35])
+    run.shard_path(0).unlink()
+    assert (indices(), indices(10, 18)) == ([*range(16, 22), 35], [16, 17])
+
+
+def test_a_look_can_be_probed(project):
+    with draft_run(project(100) / "slurmgpu.toml", look=Look("10:30,50:70")) as draft:
+        small = draft_probe(draft, 12)
+    assert (small.plan.look, small.run_dir.name) == ("probe", "run-look-probe")
+    assert small.plan.indices(0, small.plan.n_items) == [*range(14, 18), *range(50, 54), *range(62, 66)]
 
 
 def test_a_look_at_a_sweep_has_its_configurations(project):

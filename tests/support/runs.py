@@ -168,7 +168,7 @@ def workers(folder, module="slurmgpu.worker.main"):
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
         if module in line and str(folder) in line:

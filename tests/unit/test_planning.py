@@ -133,8 +133,8 @@ def test_a_workload_that_cannot_be_found_is_refused_with_a_hint(project, use, sa
     ("settings", "said"),
     [
         ({"item_z": 1.0}, "no setting 'item_z'. Did you mean 'item_s'?"),
-        ({"seed": 5}, "seed is a key at the top of the run file, above its tables: set it there"),
-        ({"gpus": 5}, "gpus is a key of [resources] in the run file: set it there"),
+        ({"seed": 5}, "seed is a key at the top of the run file, above its tables: set it there, or with -s .seed=…."),
+        ({"gpus": 5}, "gpus is a key of [resources] in the run file: set it there, or with -s resources.gpus=…."),
         ({"faults.x": False}, "A table is set whole: faults={x=false}."),
         ({"item_s": "long"}, "'item_s' should be a valid number; found 'long'"),
         ({"faults": 3}, "setting 'faults'"),

@@ -63,6 +63,46 @@ def test_a_grid_has_every_combination_once_in_the_order_of_the_lists(table, seed
     assert len(set(names(found))) == math.prod(map(len, table.values()))
 
 
+def test_keys_of_a_zip_vary_together_where_the_first_of_them_stands():
+    table = {"zip": [["warmup", "lr"]], "lr": [3, 2, 1], "width": [16, 32], "warmup": [5, 5, 6], "name": "a"}
+    pairs = [(3, 5), (2, 5), (1, 6)]
+    grid = [{"lr": lr, "width": width, "warmup": warmup, "name": "a"} for lr, warmup in pairs for width in (16, 32)]
+    assert expand(table, 0) == grid
+    assert headline(table, 6) == "6 configurations: (lr, warmup) × width"
+    drawn = expand({**table, "random": 5}, seed=1)
+    assert len(set(names(drawn))) == 5
+    assert all(each in grid for each in drawn)
+    mixed = expand({**table, "random": 50, "width": {"uniform": [0, 1]}}, seed=1)
+    assert {(each["lr"], each["warmup"]) for each in mixed} == set(pairs)
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        (
+            {"zip": [["a", "b"]], "a": [1, 2], "b": [1]},
+            "zip: a has 2 values, b has 1 value; expected lists of one length",
+        ),
+        ({"zip": [["a", "b"]], "a": [1], "b": {"int": [1, 2]}, "random": 2}, "b has a distribution"),
+        (
+            {"zip": [["a", "lrr"]], "a": [1], "lr": [2]},
+            "zip names 'lrr', which [sweep] does not vary. Did you mean 'lr'?",
+        ),
+        ({"zip": [["a", "b"], ["b"]], "a": [1], "b": [2]}, "zip names 'b' twice"),
+    ],
+)
+def test_keys_that_cannot_vary_together_are_refused(table, said):
+    with pytest.raises(SlurmGPUError) as caught:
+        expand(table, 0)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["gzip", ["gzip", "bzip2"], [["a"], ["b"]], [[1, 2]], True])
+def test_a_key_of_the_name_zip_is_varied_as_before(value):
+    values = value if isinstance(value, list) else [value]
+    assert expand({"zip": value, "x": 1}, 0) == [{"zip": each, "x": 1} for each in values]
+
+
 @UNHURRIED
 @given(tables, seeds, st.integers(1, 300))
 def test_what_is_drawn_of_lists_is_of_the_grid_and_never_comes_twice(table, seed, n):

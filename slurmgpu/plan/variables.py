@@ -1,0 +1,81 @@
+"""Variables of the environment in run files and site files: `${NAME}` and `${NAME:-default}`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.plan.run_file import read_value, takes
+from slurmgpu.util.redact import NAMED, hide_in
+
+VARIABLE = re.compile(r"\$(\$?)\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^{}]*))?\}")
+"""A variable; with two dollar signs it stands for the text with one."""
+
+LITERAL = {
+    ("on_end",),
+    ("settings", "run"),
+    ("slurm", "setup"),
+    ("merge", "setup"),
+    ("container", "binds"),
+    ("container", "env"),
+    ("container", "scratch"),
+}
+"""Keys whose texts are left alone: a shell, a program or the node has variables of its own there."""
+
+SHOWN = 120
+"""How many characters of a text are told."""
+
+
+def substitute(tables: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
+    """The tables of a file with the values of variables in their texts, and a line for each text that changed.
+
+    SlurmGPUError for a variable that is not set, or that looks like a secret; `where` names the file.
+    """
+    told: list[str] = []
+
+    def each(path: tuple[str, ...], value: Any) -> Any:
+        if path in LITERAL:
+            return value
+        if isinstance(value, Mapping):
+            return {key: each((*path, key), inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [each(path, inner) for inner in value]
+        if (
+            not isinstance(value, str)
+            or (text := VARIABLE.sub(lambda match: _value(match, path, where), value)) == value
+        ):
+            return value
+        told.append(f"{'.'.join(path)} is {_shown(text)}, from {_shown(value)} in {where}")
+        # A number, where a key takes no text.
+        return read_value(text) if takes(path, text) is False else text
+
+    return each((), tables), told
+
+
+def _shown(text: str) -> str:
+    return json.dumps(text if len(text) <= SHOWN else f"{text[:SHOWN]}…", ensure_ascii=False)
+
+
+def _value(match: re.Match[str], path: tuple[str, ...], where: str) -> str:
+    escape, name, default = match.groups()
+    if escape:
+        return match[0][1:]
+    value = os.environ.get(name)
+    if default is not None and not value:
+        return default
+    key = ".".join(path)
+    if value is None:
+        raise SlurmGPUError(
+            f"{where}: {key} has ${{{name}}}, and the environment has no {name}. Set it, give a default as in "
+            f"${{{name}:-value}}, or write $${{{name}}} for the text itself."
+        )
+    if NAMED.search(name) or hide_in(value) != value:
+        raise SlurmGPUError(
+            f"{where}: {key} has ${{{name}}}, which looks like a secret, and run.json, in which values are frozen, can "
+            f"be read by others. Leave it out: tasks have the environment in which you submit."
+        )
+    return value

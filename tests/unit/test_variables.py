@@ -1,0 +1,96 @@
+"""`${NAME}` in run files and in the site file."""
+
+import json
+
+import pytest
+
+from slurmgpu.errors import SlurmGPUError
+from slurmgpu.plan.overrides import Overrides
+from slurmgpu.plan.planner import draft_run
+from slurmgpu.plan.site_file import read_profile, read_run_file
+from slurmgpu.plan.variables import substitute
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    for name, value in {
+        "DATA": "/data",
+        "EMPTY": "",
+        "N": "4",
+        "T": "4090",
+        "HF_TOKEN": "x",
+        "LEAK": "hf_" + "a" * 30,
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("UNSET", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "becomes"),
+    [
+        ("${DATA}/a.jsonl", "/data/a.jsonl"),
+        ("${UNSET:-b}, ${EMPTY:-c}, ${EMPTY}, ${UNSET:-}", "b, c, , "),
+        ("$${DATA}", "${DATA}"),
+        ("$DATA $(x) ${} ${1} ${a+b} $${} cost $5", "$DATA $(x) ${} ${1} ${a+b} $${} cost $5"),
+    ],
+)
+def test_a_variable_is_the_environments(text, becomes):
+    tables, told = substitute({"settings": {"x": [{"y": text}]}}, "a.toml")
+    assert tables == {"settings": {"x": [{"y": becomes}]}}
+    assert told == ([] if text == becomes else [f'settings.x.y is "{becomes}", from "{text}" in a.toml'])
+
+
+def test_what_a_shell_a_program_or_the_node_reads_is_left_alone():
+    tables = {
+        "on_end": "echo ${UNSET}",
+        "settings": {"run": ["bash", "-c", "echo ${UNSET}"]},
+        "slurm": {"setup": ["cd ${UNSET}"]},
+        "merge": {"setup": "cd ${UNSET}"},
+        "container": {"binds": ["${UNSET}"], "env": {"A": "${UNSET}"}, "scratch": "${UNSET}"},
+    }
+    assert substitute(tables, "a.toml") == (tables, [])
+
+
+def test_values_are_frozen_and_told_and_those_of_options_are_left_alone(project, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (tmp_path / "slurmgpu").mkdir()
+    (tmp_path / "slurmgpu" / "site.toml").write_text(
+        '[slurm]\naccount = "${N}x"\n[profiles.a.slurm]\nqos = "${UNSET}"\n[profiles.b.slurm]\nqos = "${T}"\n'
+    )
+    folder = project(resources={"gpus": "${N}", "gpu_type": "${T}", "executor": "local"}, settings={"marks": "${DATA}"})
+    overrides = Overrides()
+    overrides.assign_text("settings.held=${UNSET}")
+    with draft_run(folder / "slurmgpu.toml", overrides) as draft:
+        plan, notes = draft.plan, draft.notes
+    assert (plan.resources["gpus"], plan.resources["gpu_type"], plan.slurm) == (4, "4090", {"account": "4x"})
+    assert plan.settings == {"marks": "/data", "held": "${UNSET}"}
+    assert 'settings.marks is "/data", from "${DATA}" in slurmgpu.toml' in notes
+    assert 'slurm.account is "4x", from "${N}x" in site.toml' in notes
+    assert "${N}" not in json.dumps(plan.to_json())
+    assert read_profile("b") == {"slurm": {"qos": "4090"}}
+    with pytest.raises(SlurmGPUError, match=r"profile a: slurm\.qos has \$\{UNSET\}, and the environment has no UNSET"):
+        read_profile("a")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "${UNSET}",
+            "and the environment has no UNSET. Set it, give a default as in ${UNSET:-value}, or write $${UNSET}",
+        ),
+        ("${HF_TOKEN}", "marks has ${HF_TOKEN}, which looks like a secret"),
+        ("${LEAK}", "marks has ${LEAK}, which looks like a secret"),
+    ],
+)
+def test_an_unset_variable_and_a_secret_are_refused(project, text, said):
+    with pytest.raises(SlurmGPUError) as caught:
+        read_run_file(project(settings={"marks": text}) / "slurmgpu.toml")
+    assert said in str(caught.value)
+    assert "hf_a" not in str(caught.value)
+
+
+def test_a_number_from_a_variable_is_checked_as_one(project, monkeypatch):
+    monkeypatch.setenv("N", "many")
+    with pytest.raises(SlurmGPUError, match=r"\[resources\] gpus: should be a valid integer; found 'many'"):
+        read_run_file(project(resources={"gpus": "${N}"}) / "slurmgpu.toml")
