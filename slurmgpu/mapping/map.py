@@ -22,6 +22,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import probe
 from slurmgpu.executors.detached import Background
 from slurmgpu.executors.registry import executor_named
+from slurmgpu.inputs.kept import columns_kept, with_kept
 from slurmgpu.inputs.python_items import is_table, without_index, write_values
 from slurmgpu.mapping.annotations import Type, annotated_types, described
 from slurmgpu.plan.planner import TARGET_SHARDS, Draft, allocate, draft_run
@@ -232,6 +233,9 @@ def _with_columns(draft: Draft, types: Mapping[str, Type]) -> Draft:
             f"Say it, as in columns={{{line}}}."
         )
     columns = columns_of_types(types, "The function's result")
-    settings = {name: value for name, value in draft.plan.settings.items() if name != "learn"}
-    plan = replace(draft.plan, columns=columns_to_json(columns), settings={**settings, "columns": dict(types)})
+    plan = draft.plan
+    columns_kept([*plan.keep.values()], {field: name for name, field in plan.keep.items() if name != field}, columns)
+    settings = {name: value for name, value in plan.settings.items() if name != "learn"}
+    columns = with_kept(columns, plan.keep)
+    plan = replace(plan, columns=columns_to_json(columns), settings={**settings, "columns": dict(types)})
     return replace(draft, plan=plan)

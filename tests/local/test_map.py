@@ -158,7 +158,15 @@ def test_an_importable_function_is_imported_from_the_snapshot_of_its_module(tmp_
 
 def test_a_row_of_a_table_is_an_item():
     frame = pd.DataFrame({"n": [1, 2, 3], "text": ["a", None, "c"]}, index=[5, 6, 7])
-    run = slurmgpu.map(lambda row: {"n": row["n"] + 1, "all": row}, frame, name="frame", **HERE)
+    here = {**HERE, "overrides": {**HERE["overrides"], "keep": ["text"]}}
+
+    def add(row):
+        return {"n": row["n"] + 1, "all": row}
+
+    run = slurmgpu.map(add, frame, **here)
+    assert run["text"][:] == ["a", None, "c"]
+    with pytest.raises(SlurmGPUError, match="keep has 'text', which is a column of the workload"):
+        slurmgpu.map(lambda row: {"text": "x"}, frame, **here)
     assert run["all"][:] == [{"n": 1, "text": "a"}, {"n": 2, "text": None}, {"n": 3, "text": "c"}]
     assert run["n"][:].tolist() == [2, 3, 4]
 
