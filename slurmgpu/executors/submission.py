@@ -23,6 +23,7 @@ from slurmgpu.report.attempts import Lives
 from slurmgpu.report.build import Report, retriable
 from slurmgpu.run import owners
 from slurmgpu.run.directory import Run, protect
+from slurmgpu.run.liveness import is_orphaned
 from slurmgpu.run.lock import Lock, run_lock
 from slurmgpu.run.submissions import Submission, SubmissionLine
 from slurmgpu.util.early_signals import heeded
@@ -191,6 +192,20 @@ def _merge_and_end(run: Run, lives: Lives | None, lock: Lock) -> tuple[Report, b
     for line in open_ones:
         run.record_submission({"submission": line["submission"], "state": "ended"})
     return report, any(line["state"] != "refused" for line in open_ones)
+
+
+def merge_orphaned(run: Run, number: int) -> None:
+    """Merge a submission whose process was killed, once no task lives; all of its tasks may call this at their ends.
+
+    `auto_resubmit` is not honoured: a task has a part of this machine's GPUs only.
+    """
+    with heeded(), _locked_when_over(run, lambda: others_alive(run, None)) as lock:
+        if not is_orphaned(run, number):
+            return  # another task has merged
+        report, has_ended = _merge_and_end(run, lives_of(run, settled=True), lock)
+    log.info("%s", _in_words(report))
+    if has_ended:
+        _tell_end(run, report)
 
 
 def merge_behind(run: Run, submission: int | None = None) -> int:
