@@ -381,7 +381,10 @@ class Worker:
             # After a failure write all again: it is unknown which bytes arrived.
             won = _once_more_if_full(lambda: retried(lambda: self._write(one, seconds), self.run.plan.lease_s))
         except OSError as error:
-            raise WorkerFailedError(class_of(error, FILES), f"shard {shard} cannot be written: {error}") from error
+            where = "" if error.filename else f" in {self.run.shards}"
+            raise WorkerFailedError(
+                class_of(error, FILES), f"shard {shard} cannot be written{where}: {error}"
+            ) from error
         self._former.pop(shard, None)
         self._report_used()
         self.slowest_s = max(self.slowest_s, seconds)
