@@ -96,8 +96,8 @@ def spent(record: BriefRecord, seconds: float, failure: str | None, counts: Coun
         done["lost"] += _in_hand(record)
     done["loading"] = _loading(record)
     span = _ms(last_sign(record) - record["started"])
-    if record["waited_s"] is not None:  # an older slurmgpu did not count it
-        done["overhead"] = max(0, span - sum(done.values()) - _ms(record["waited_s"]))
+    if record["idle_s"] is not None:  # an older slurmgpu did not count it
+        done["overhead"] = max(0, span - sum(done.values()) - _ms(record["idle_s"]))
     if record["ended"] is None:
         done["lost"] += total - span
     return _in_seconds(total, done)

@@ -143,7 +143,7 @@ class BriefRecord(Computed, _Heard):
     progress: str | None
     kept_s: float
     lost_s: float
-    waited_s: float | None
+    idle_s: float | None
     deaths: list[Death]
     takeovers: list[Takeover]
     version: int
@@ -348,7 +348,7 @@ FIELDS: Mapping[str, Field] = {
     "published": Field(_list_of(_is_published), []),
     "kept_s": Field(_is_number, 0.0, True),
     "lost_s": Field(_is_number, 0.0, True),
-    "waited_s": Field(_or_none(_is_number), None, True),
+    "idle_s": Field(_or_none(_is_number), None, True),
     "deaths": Field(_list_of(_IS_DEATH), []),
     "takeovers": Field(_list_of(_object_of({"shard": _is_count, "from": _is_text, "host": _is_text})), []),
     "version": Field(lambda value: value == 1, 1),

@@ -46,7 +46,7 @@ class Recording:
         now = clock()
         self.record = new_record(attempt, node_name(), os.getpid(), gpus.visible_ids() or [], now)
         self.record["phases"].append([round(now, 3), "starting"])
-        self.record["waited_s"] = 0.0
+        self.record["idle_s"] = 0.0
         self._path = run.tasks / f"{attempt.name}.json"
         self._usage = usage
         self._due = time.monotonic() + PROGRESS_S
@@ -70,8 +70,8 @@ class Recording:
     def hear(self, event: Mapping[str, Any]) -> None:
         """Record an event of the worker."""
         record = self.record
-        if waited_s := event.get("waited_s"):
-            self.wait(waited_s)
+        if idle_s := event.get("idle_s"):
+            self.wait(idle_s)
         match event["event"]:
             case "loading":
                 self.enter("loading")
@@ -102,7 +102,7 @@ class Recording:
 
     def wait(self, seconds: float) -> None:
         """Count seconds in which the attempt waited for other tasks."""
-        self.record["waited_s"] = round((self.record["waited_s"] or 0.0) + seconds, 3)
+        self.record["idle_s"] = round((self.record["idle_s"] or 0.0) + seconds, 3)
 
     def leave(self, is_kept: bool) -> None:
         """The current shard was left for later; `is_kept` if its progress is kept."""

@@ -169,7 +169,7 @@ class Task:
             others.meet()
             claimer = Claimer(self.run, self._claim(), pause=signals.pause)
             found = claimer.look()
-            self.recording.wait(claimer.waited_s)
+            self.recording.wait(claimer.idle_s)
             if found != "work":
                 self._ended_early(found)  # nothing to load a model for
                 return 0

@@ -180,7 +180,7 @@ class Worker:
             found = None
             if self.group.leads and (shard := self.next_shard()) is not None:
                 self._shard = shard
-                self.report({"event": "claim", "shard": shard, "waited_s": self._waited_s()})
+                self.report({"event": "claim", "shard": shard, "idle_s": self._idle_s()})
                 start, stop = self.run.plan.bounds(shard)
                 log.info("shard %d: items %d..%d", shard, start, stop - 1)
                 # Read by rank 0 only: a network file system may show ranks different files.
@@ -238,12 +238,12 @@ class Worker:
         found = over or _once_more_if_full(self._claimer.next)
         if isinstance(found, int):
             return found
-        self.report({"event": "done", "reason": found, "waited_s": self._waited_s()})
+        self.report({"event": "done", "reason": found, "idle_s": self._idle_s()})
         return None
 
-    def _waited_s(self) -> float:
+    def _idle_s(self) -> float:
         """Seconds that it waited for what other tasks hold since the last call."""
-        waited, self._claimer.waited_s = self._claimer.waited_s, 0.0
+        waited, self._claimer.idle_s = self._claimer.idle_s, 0.0
         return waited
 
     def _shall_leave(self) -> bool:

@@ -90,7 +90,7 @@ class Claimer:
     """Claims shards of `run` for the attempt of `claim`.
 
     `on_takeover(shard, former)` is called for each claim taken from a dead owner; `pause` waits between looks. `held`
-    are the shards that the attempt knows it holds; others with its claim were left by a worker that died. `waited_s` is
+    are the shards that the attempt knows it holds; others with its claim were left by a worker that died. `idle_s` is
     how long it has waited for what others hold.
     """
 
@@ -99,7 +99,7 @@ class Claimer:
     on_takeover: Callable[[int, Claim], None] = lambda shard, former: None
     pause: Callable[[float], None] = time.sleep
     held: set[int] = field(default_factory=set)
-    waited_s: float = 0.0
+    idle_s: float = 0.0
     _ahead: deque[int] = field(default_factory=deque)
     _last: int = 0
     _n_surveys: int = 0
@@ -272,7 +272,7 @@ class Claimer:
         try:
             self.pause(min(lease_s / 4, max(min(1.0, lease_s / 20), work_s)))
         finally:
-            self.waited_s += time.monotonic() - begun
+            self.idle_s += time.monotonic() - begun
 
 
 def _rotated(place: int, shards: list[int]) -> list[int]:

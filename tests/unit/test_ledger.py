@@ -50,15 +50,15 @@ AGAIN = [*LOADED, [40.0, "starting"], [42.0, "loading"], [47.5, "running"]]
         (record(**RUNNING, shard=1, shard_started=50.0, shard_kept=80.0, kept_s=30.0), 100, "lost", of(30, 10, 40, 20)),
         (record(load_s=None, phases=LOADED[:2]), 100, "workload_error", of(loading=0, lost=100)),
         (record(load_s=None, phases=LOADED[:1]), 100, None, of(loading=0, idle=100)),  # nothing was left to do
-        (record([[0, 12.0, 60.0, True]], waited_s=0.0), 100, None, of(60, overhead=30)),
-        (record([[0, 12.0, 60.0, True]], waited_s=25.0), 103, None, of(60, idle=28, overhead=5)),
+        (record([[0, 12.0, 60.0, True]], idle_s=0.0), 100, None, of(60, overhead=30)),
+        (record([[0, 12.0, 60.0, True]], idle_s=25.0), 103, None, of(60, idle=28, overhead=5)),
         (
-            record(ended=None, updated=90.0, shard=1, shard_started=70.0, waited_s=8.0),
+            record(ended=None, updated=90.0, shard=1, shard_started=70.0, idle_s=8.0),
             100,
             "lost",
             of(lost=30, idle=8, overhead=52),
         ),
-        (record([[0, 12.0, 60.0, True]], waited_s=70.0), 100, None, of(60, idle=30)),
+        (record([[0, 12.0, 60.0, True]], idle_s=70.0), 100, None, of(60, idle=30)),
         (record([[0, 12.0, 600.0, True]], lost_s=50.0), 100, None, of(100, 0)),  # a clock that was set
         (record([[0, 12.0, -5.0, True]], started=30.0), 70, None, of(idle=60)),
     ],
