@@ -16,6 +16,7 @@ from slurmgpu.run import owners
 from slurmgpu.run.directory import Run
 from slurmgpu.run.failures import blaming
 from slurmgpu.run.heartbeats import beating
+from slurmgpu.run.liveness import is_orphaned
 from slurmgpu.run.records import Attempt, node_name
 from slurmgpu.run.submissions import SubmissionLine, abroad
 from slurmgpu.slurm import commands
@@ -209,5 +210,10 @@ def run_local_task(
         attempt = Attempt(job, slot, submission=submission, executor="local", n_gpus=len(gpu_ids), device=device)
         with beating(folder, attempt.name, job):
             code = work(run, attempt)
+        if is_orphaned(run, submission):
+            from slurmgpu.executors.submission import merge_orphaned  # which imports this module
+
+            log.warning("the process that has submitted the run is gone: its last task merges")
+            merge_orphaned(run, submission)
     if code:
         sys.exit(code)

@@ -23,8 +23,10 @@ from slurmgpu.report.attempts import Lives
 from slurmgpu.report.build import Report, retriable
 from slurmgpu.run import owners
 from slurmgpu.run.directory import Run, protect
+from slurmgpu.run.liveness import is_orphaned
 from slurmgpu.run.lock import Lock, run_lock
 from slurmgpu.run.submissions import Submission, SubmissionLine
+from slurmgpu.util.atomic_files import FULL
 from slurmgpu.util.early_signals import heeded
 
 log = logging.getLogger(__name__)
@@ -81,7 +83,7 @@ def start(run: Run, prepare: Prepare, on_tick: Callable[[], None] = lambda: None
         lives = _wait(run, submission.submission, started.wait, on_tick)
         if submission.inject:
             damage_shards(run, parse_faults(submission.inject))
-        with heeded(), run_lock(run.folder, "merging", patient=True) as lock:
+        with heeded(), run_lock(run.folder, "merging", patient=True) as lock, _naming_room(run):
             report = merge.merge(run, lives, lock.check)
             forget_dead_tasks(run)
         if _goes_on(run, report, submission.round):
@@ -182,15 +184,45 @@ def _alive_as_far_as_known(run: Run, own_job: str) -> str | None:
         return f"it is not known what is alive; {error}"
 
 
+@contextlib.contextmanager
+def _naming_room(run: Run) -> Iterator[None]:
+    """Turn a full disk into a SlurmGPUError with the path, and the command that goes on."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        verb = "merge" if len(run.published()) == run.plan.n_shards else "resubmit"
+        raise SlurmGPUError(
+            f"{error.filename or run.merged}: {error.strerror}. What is published stays. Free space there, then: "
+            f"slurmgpu {verb} {run.typed}"
+        ) from error
+
+
 def _merge_and_end(run: Run, lives: Lives | None, lock: Lock) -> tuple[Report, bool]:
     """The report, and whether a submission ends with it that had not ended."""
-    report = merge.merge(run, lives, lock.check)
+    with _naming_room(run):
+        report = merge.merge(run, lives, lock.check)
     lock.check()
     forget_dead_tasks(run)
     open_ones = [line for line in run.submissions() if line["state"] != "ended"]
     for line in open_ones:
         run.record_submission({"submission": line["submission"], "state": "ended"})
     return report, any(line["state"] != "refused" for line in open_ones)
+
+
+def merge_orphaned(run: Run, number: int) -> None:
+    """Merge a submission whose process was killed, once no task lives; all of its tasks may call this at their ends.
+
+    `auto_resubmit` is not honoured: a task has a part of this machine's GPUs only.
+    """
+    with heeded(), _locked_when_over(run, lambda: others_alive(run, None)) as lock:
+        if not is_orphaned(run, number):
+            return  # another task has merged
+        report, has_ended = _merge_and_end(run, lives_of(run, settled=True), lock)
+    log.info("%s", _in_words(report))
+    if has_ended:
+        _tell_end(run, report)
 
 
 def merge_behind(run: Run, submission: int | None = None) -> int:
@@ -201,7 +233,7 @@ def merge_behind(run: Run, submission: int | None = None) -> int:
     """
     last = _submission_of(run, submission)
     over, lives = True, lives_of(run, settled=True)
-    with _locked_when_over(run, lambda: others_alive(run, last.get("array_job"))) as lock:
+    with _locked_when_over(run, lambda: others_alive(run, last.get("array_job"))) as lock, _naming_room(run):
         report = merge.merge(run, lives, lock.check)
         forget_dead_tasks(run)
     log.info("%s", _in_words(report))

@@ -43,7 +43,8 @@ MAX_ROWS, MAX_COLUMNS = 200, 20
 MEANINGS = {
     "useful": "shards that are in the result",
     "loading": "workers loading the workload",
-    "idle": "starting, ending, and waiting for others",
+    "overhead": "starting, claiming, publishing and ending",
+    "idle": "waiting for others",
     "lost": "work lost with its worker or its attempt, and shards that were damaged or set aside",
     "repeated": "shards that were computed more than once",
 }
@@ -209,7 +210,7 @@ def _ledger(report: Report) -> dict[str, Any] | None:
         {
             "name": name,
             "key": f"ledger.{name}",
-            "amount": ledger[name],
+            "amount": ledger.get(name, 0.0),
             "text": shown.texts[name],
             "share": shown.shares[name],
             "meaning": MEANINGS[name],

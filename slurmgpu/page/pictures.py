@@ -24,7 +24,7 @@ LEAST_LEFT = 56
 TICK_GAP = 1.5
 """Ticks of shards that are closer, in pixels, are drawn as one."""
 N_BINS = 160
-PARTS = ("useful", "loading", "idle", "lost", "repeated")
+PARTS = ("useful", "loading", "overhead", "idle", "lost", "repeated")
 OF_SHARDS = ("useful", "repeated", "lost")
 """Kinds of shard computations, from bottom to top."""
 

@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 SVG = "http://www.w3.org/2000/svg"
 LINK = "{http://www.w3.org/1999/xlink}href"
 NAMES = (
-    "ink", "muted", "line", "cut", "surface", "starting", "loading", "running", "bad", "useful", "idle", "lost",
-    "repeated", "band", "chosen", "ended",
+    "ink", "muted", "line", "cut", "surface", "starting", "loading", "running", "bad", "useful", "overhead", "idle",
+    "lost", "repeated", "band", "chosen", "ended",
 )  # fmt: skip
 COLOURS = {name: f"#0a0b{number:02x}" for number, name in enumerate(NAMES, 0x10)}
 """Placeholder colours: each becomes the page's CSS variable of that name, in light and dark mode."""

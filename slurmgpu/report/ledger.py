@@ -1,6 +1,6 @@
-"""Use of the hours: each second of each attempt is useful, loading, idle, lost or repeated.
+"""Use of the hours: each second of each attempt is useful, loading, overhead, idle, lost or repeated.
 
-docs/reference/report.md defines the five; they are computed in whole milliseconds, so that they add up.
+docs/reference/report.md defines the six; they are computed in whole milliseconds, so that they add up.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any, Literal, TypedDict, cast
 
 from slurmgpu.run.records import BriefRecord, Computed, Usage
 
-Kind = Literal["useful", "loading", "idle", "lost", "repeated"]
-_Amount = Literal["allocated", "useful", "loading", "idle", "lost", "repeated"]
-KINDS: tuple[Kind, ...] = ("useful", "loading", "idle", "lost", "repeated")
+Kind = Literal["useful", "loading", "overhead", "idle", "lost", "repeated"]
+_Amount = Literal["allocated", "useful", "loading", "overhead", "idle", "lost", "repeated"]
+KINDS: tuple[Kind, ...] = ("useful", "loading", "overhead", "idle", "lost", "repeated")
 
 Counting = Mapping[int, Set[tuple[str, float]]]
 """For each shard the computations that count, one for each revision: attempt and start."""
@@ -34,8 +34,12 @@ class Charged(_Charges):
     n_gpus: int
 
 
-class Ledger(TypedDict):
-    """The use of the hours of all attempts, as in report.json."""
+class _Overhead(TypedDict, total=False):
+    overhead: float
+
+
+class Ledger(_Overhead):
+    """The use of the hours of all attempts, as in report.json; that of an older slurmgpu has no `overhead`."""
 
     unit: str
     allocated: float
@@ -49,7 +53,7 @@ class Ledger(TypedDict):
 
 @dataclass(frozen=True)
 class Amounts:
-    """A ledger as texts: amounts in `unit`, and the shares of the five kinds."""
+    """A ledger as texts: amounts in `unit`, and the shares of the kinds."""
 
     unit: str
     texts: Mapping[_Amount, str]
@@ -89,8 +93,14 @@ def spent(record: BriefRecord, seconds: float, failure: str | None, counts: Coun
     done["useful"] += _ms(record["kept_s"])
     done["lost"] += _ms(record["lost_s"])
     if record["ended"] is None:
-        done["lost"] += _in_hand(record) + total - _ms(last_sign(record) - record["started"])
-    return _in_seconds(total, {**done, "loading": _loading(record)})
+        done["lost"] += _in_hand(record)
+    done["loading"] = _loading(record)
+    span = _ms(last_sign(record) - record["started"])
+    if record["idle_s"] is not None:  # an older slurmgpu did not count it
+        done["overhead"] = max(0, span - sum(done.values()) - _ms(record["idle_s"]))
+    if record["ended"] is None:
+        done["lost"] += total - span
+    return _in_seconds(total, done)
 
 
 def last_sign(record: BriefRecord) -> float:
@@ -112,7 +122,7 @@ def ledger(attempts: Sequence[Charged]) -> Ledger:
     for attempt in attempts:
         weight = attempt["n_gpus"] * attempt["n_nodes"] if has_gpus else 1
         for kind in KINDS:
-            sums[kind] += weight * _ms(attempt["spent"][kind])
+            sums[kind] += weight * _ms(attempt["spent"].get(kind, 0.0))
     energies = [energy for a in attempts if (energy := a["usage"].get("energy_j")) is not None]
     found: dict[str, Any] = {
         "unit": "GPU-hours" if has_gpus else "task-hours",
@@ -129,8 +139,8 @@ def in_words(ledger: Ledger) -> Amounts:
     names: tuple[_Amount, ...] = ("allocated", *KINDS)
     return Amounts(
         unit=str(ledger.get("unit") or "GPU-hours").replace("hours", word),
-        texts={name: f"{factor * ledger[name]:,.2f}" for name in names},
-        shares=_shares({kind: ledger[kind] for kind in KINDS}),
+        texts={name: f"{factor * ledger.get(name, 0.0):,.2f}" for name in names},
+        shares=_shares({kind: ledger.get(kind, 0.0) for kind in KINDS}),
     )
 
 
@@ -187,7 +197,7 @@ def _loading(record: BriefRecord) -> int:
 def _in_seconds(total: int, wanted: Mapping[Kind, int]) -> dict[Kind, float]:
     """Seconds by kind: each gets what it wants while some is left; the rest is idle."""
     left, found = total, dict.fromkeys(KINDS, 0)
-    order: tuple[Kind, ...] = ("useful", "repeated", "lost", "loading")
+    order: tuple[Kind, ...] = ("useful", "repeated", "lost", "loading", "overhead")
     for kind in order:
         found[kind] = min(wanted.get(kind, 0), left)
         left -= found[kind]

@@ -1,7 +1,8 @@
 """A run's progress as a text file for Prometheus, read by node_exporter's textfile collector. Stdlib only.
 
 The text is valid in both formats, Prometheus' own and OpenMetrics (https://prometheus.io/docs/specs/om/open_metrics_spec/),
-so every metric is a gauge, none carries a timestamp, and the last line is `# EOF`.
+so every metric is a gauge, none carries a timestamp, and the last line is `# EOF`. Units are Prometheus' base units, as
+`promtool check metrics` asks.
 docs/how-to/notify.md lists the metrics.
 """
 
@@ -60,6 +61,8 @@ def metrics_of(status: Status) -> dict[str, tuple[str, Samples]]:
     attempts, state = status["attempts"], status["state"]
     counts = Counter(attempt["state"] for attempt in attempts)
 
+    gpu_s = None if (hours := status["gpu_hours"]) is None else 3600 * hours
+
     def one(value: float | None) -> Samples:
         return [({}, value)]
 
@@ -81,7 +84,7 @@ def metrics_of(status: Status) -> dict[str, tuple[str, Samples]]:
         "tasks_pending": ("Tasks that wait in Slurm's queue.", one(_pending(status["queue"]))),
         "items_per_second": ("Items computed per second over the last minutes.", one(status["pace"]["items_per_s"])),
         "left_seconds": ("Estimated seconds until all items are computed.", one(status["pace"]["left_s"])),
-        "gpu_hours": ("GPUs times hours of all attempts, used or not.", one(status["gpu_hours"])),
+        "gpu_seconds": ("GPUs times seconds of all attempts, used or not.", one(gpu_s)),
         "gpu_utilisation_ratio": ("Mean GPU utilisation of running tasks.", one(_utilisation(attempts))),
         "updated_timestamp_seconds": ("Time of the status, in seconds since the epoch.", one(status["time"])),
     }

@@ -7,6 +7,7 @@ import platform
 import time
 from pathlib import Path
 
+from slurmgpu.run.directory import Run
 from slurmgpu.run.records import BriefRecord
 from slurmgpu.run.submissions import SubmissionLine
 from slurmgpu.util.pids import DEAD, are_numbered_here, is_there, look
@@ -61,6 +62,15 @@ def processes_here(submission: SubmissionLine) -> list[int] | None:
     lives = {pid: _lives(pid, submission["time"]) for pid in submission["pids"]}
     living = [pid for pid, is_there in lives.items() if is_there]
     return None if not living and None in lives.values() else living
+
+
+def is_orphaned(run: Run, number: int) -> bool:
+    """Whether a submission to this machine goes on without its process, which would have merged; False if unknown."""
+    line = next((line for line in run.submissions() if line["submission"] == number), None)
+    if line is None or line["state"] == "ended" or line.get("cancelled"):
+        return False
+    living = processes_here(line)
+    return living is not None and line["pids"][0] not in living
 
 
 def are_seen_here(submission: SubmissionLine) -> bool:

@@ -145,6 +145,7 @@ class BriefRecord(Computed, _Heard):
     lost_s: float
     n_retried: int
     waited_s: float
+    idle_s: float | None
     deaths: list[Death]
     takeovers: list[Takeover]
     version: int
@@ -351,6 +352,7 @@ FIELDS: Mapping[str, Field] = {
     "lost_s": Field(_is_number, 0.0, True),
     "n_retried": Field(_is_count, 0, True),
     "waited_s": Field(_is_number, 0.0, True),
+    "idle_s": Field(_or_none(_is_number), None, True),
     "deaths": Field(_list_of(_IS_DEATH), []),
     "takeovers": Field(_list_of(_object_of({"shard": _is_count, "from": _is_text, "host": _is_text})), []),
     "version": Field(lambda value: value == 1, 1),

@@ -47,6 +47,7 @@ class Recording:
         now = clock()
         self.record = new_record(attempt, node_name(), os.getpid(), gpus.visible_ids() or [], now)
         self.record["phases"].append([round(now, 3), "starting"])
+        self.record["idle_s"] = 0.0
         self._path = run.tasks / f"{attempt.name}.json"
         self._usage = usage
         self._due = time.monotonic() + PROGRESS_S
@@ -71,6 +72,8 @@ class Recording:
     def hear(self, event: Mapping[str, Any]) -> None:
         """Record an event of the worker."""
         record = self.record
+        if idle_s := event.get("idle_s"):
+            self.wait(idle_s)
         match event["event"]:
             case "loading":
                 self.enter("loading")
@@ -106,6 +109,10 @@ class Recording:
                 self._publish(event)
             case "takeover":
                 record["takeovers"].append({"shard": event["shard"], "from": event["from"], "host": event["host"]})
+
+    def wait(self, seconds: float) -> None:
+        """Count seconds in which the attempt waited for other tasks."""
+        self.record["idle_s"] = round((self.record["idle_s"] or 0.0) + seconds, 3)
 
     def leave(self, is_kept: bool) -> None:
         """The current shard was left for later; `is_kept` if its progress is kept."""

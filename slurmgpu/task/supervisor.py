@@ -168,7 +168,9 @@ class Task:
             signals.pause(0.0)  # raises if a signal came before this task listened
             others.meet()
             claimer = Claimer(self.run, self._claim(), pause=signals.pause)
-            if (found := claimer.look()) != "work":
+            found = claimer.look()
+            self.recording.wait(claimer.idle_s)
+            if found != "work":
                 self._ended_early(found)  # nothing to load a model for
                 return 0
             self._launcher.prepare(signals.pause)

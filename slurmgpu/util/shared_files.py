@@ -315,6 +315,10 @@ def move(source: Path, target: Path) -> None:
         except FileNotFoundError:
             if not exists(target, 0.0):
                 raise
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                error.filename, error.filename2 = str(target), None  # of a copy both are named, the source first
+            raise
         with open(target, "rb") as moved:  # a copy, if it comes from another file system
             os.fsync(moved.fileno())
 

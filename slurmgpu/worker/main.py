@@ -188,7 +188,7 @@ class Worker:
             found = None
             if self.group.leads and (shard := self.next_shard()) is not None:
                 self._shard = shard
-                self.report({"event": "claim", "shard": shard})
+                self.report({"event": "claim", "shard": shard, "idle_s": self._idle_s()})
                 indices = self.run.plan.indices(*self.run.plan.bounds(shard))
                 log.info("shard %d: items %d..%d", shard, indices[0], indices[-1])
                 # Read by rank 0 only: a network file system may show ranks different files.
@@ -246,7 +246,7 @@ class Worker:
         found = over or _once_more_if_full(self._claimer.next)
         if isinstance(found, int):
             return found
-        self.report({"event": "done", "reason": found})
+        self.report({"event": "done", "reason": found, "idle_s": self._idle_s()})
         return None
 
     def _pause(self, seconds: float, n_items: int) -> bool:
@@ -259,6 +259,11 @@ class Worker:
         while (left := until - time.monotonic()) > 0 and not self._deadline.over(left):
             self.stopping.wait(min(left, 1.0))
         return not self._deadline.over()
+
+    def _idle_s(self) -> float:
+        """Seconds that it waited for what other tasks hold since the last call."""
+        waited, self._claimer.idle_s = self._claimer.idle_s, 0.0
+        return waited
 
     def _shall_leave(self) -> bool:
         """Whether a resumable workload shall leave the present item, since others do or will compute it."""
@@ -403,7 +408,10 @@ class Worker:
             # After a failure write all again: it is unknown which bytes arrived.
             won = _once_more_if_full(lambda: retried(lambda: self._write(one, seconds), self.run.plan.lease_s))
         except OSError as error:
-            raise WorkerFailedError(class_of(error, FILES), f"shard {shard} cannot be written: {error}") from error
+            where = "" if error.filename else f" in {self.run.shards}"
+            raise WorkerFailedError(
+                class_of(error, FILES), f"shard {shard} cannot be written{where}: {error}"
+            ) from error
         self._former.pop(shard, None)
         self._report_used()
         self.slowest_s = max(self.slowest_s, seconds)

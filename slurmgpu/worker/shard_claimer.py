@@ -90,7 +90,8 @@ class Claimer:
     """Claims shards of `run` for the attempt of `claim`.
 
     `on_takeover(shard, former)` is called for each claim taken from a dead owner; `pause` waits between looks. `held`
-    are the shards that the attempt knows it holds; others with its claim were left by a worker that died.
+    are the shards that the attempt knows it holds; others with its claim were left by a worker that died. `idle_s` is
+    how long it has waited for what others hold.
     """
 
     run: Run
@@ -98,6 +99,7 @@ class Claimer:
     on_takeover: Callable[[int, Claim], None] = lambda shard, former: None
     pause: Callable[[float], None] = time.sleep
     held: set[int] = field(default_factory=set)
+    idle_s: float = 0.0
     _ahead: deque[int] = field(default_factory=deque)
     _last: int = 0
     _n_surveys: int = 0
@@ -266,7 +268,11 @@ class Claimer:
         """
         lease_s = self.run.plan.lease_s
         work_s = n_claims / CLAIMS_A_SECOND + self._n_names / NAMES_A_SECOND
-        self.pause(min(lease_s / 4, max(min(1.0, lease_s / 20), work_s)))
+        begun = time.monotonic()
+        try:
+            self.pause(min(lease_s / 4, max(min(1.0, lease_s / 20), work_s)))
+        finally:
+            self.idle_s += time.monotonic() - begun
 
 
 def _rotated(place: int, shards: list[int]) -> list[int]:

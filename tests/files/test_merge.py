@@ -10,6 +10,7 @@ import pytest
 
 from slurmgpu import results
 from slurmgpu.errors import ItemError, SlurmGPUError
+from slurmgpu.executors.submission import merge_by_hand
 from slurmgpu.merge import join as joins
 from slurmgpu.merge import merge as merging
 from slurmgpu.merge.merge import failed_again, merge
@@ -583,3 +584,18 @@ def test_a_copy_that_fails_leaves_no_thread_at_work_on_a_closed_file(run, monkey
     with pytest.raises(OSError, match="full"):
         merge(run)
     assert after == []
+
+
+def test_a_full_disk_is_named_with_the_command_that_goes_on(run, monkeypatch):
+    publish_all(run)
+
+    def full(fd, size):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(joins, "_allocate", full)
+        with pytest.raises(SlurmGPUError) as caught:
+            merge_by_hand(run)
+    said = f"{run.merged}: No space left on device. What is published stays. Free space there, then: "
+    assert str(caught.value) == f"{said}slurmgpu merge {run.typed}"
+    assert merge_by_hand(run)["complete"]

@@ -70,13 +70,31 @@ def test_what_is_not_known_is_left_out_and_what_is_known_is_there(tmp_path, pars
     status = {**read_status(run), "pace": {"items_per_s": None, "left_s": None}, "gpu_hours": None}
     status["attempts"] = [{**attempt, "gpu": None} for attempt in status["attempts"]]
     values, _ = read(metrics_text(status), parser)
-    known = {"items_per_second", "left_seconds", "gpu_hours", "gpu_utilisation_ratio"}
+    known = {"gpu_seconds", "gpu_utilisation_ratio", "items_per_second", "left_seconds"}
     assert not {key[0] for key in values} & {*known, "tasks_pending"}
     status |= {"pace": {"items_per_s": 2.5, "left_s": 90.0}, "gpu_hours": 0.75}
     for attempt, used in zip(status["attempts"], (100, 50, None), strict=False):
         attempt["gpu"] = {"utilisation": used}
     values, _ = read(metrics_text(status), parser)
-    assert [values[name,] for name in sorted(known)] == [0.75, 0.75, 2.5, 90.0]
+    assert [values[name,] for name in sorted(known)] == [2700.0, 0.75, 2.5, 90.0]
+
+
+NOT_BASE_UNITS = {
+    *("milliseconds", "minutes", "hours", "days", "weeks", "percent", "kelvin", "fahrenheit", "celsius"),
+    *("kilobytes", "megabytes", "gigabytes", "bits", "kilowatts", "milliwatts", "watts", "kilojoules"),
+}
+NOT_OF_GAUGES = ("_total", "_count", "_sum", "_bucket", "_info")
+
+
+def test_names_and_helps_keep_to_the_rules_of_promtool_check_metrics(tmp_path):
+    """https://github.com/prometheus/client_golang/blob/main/prometheus/testutil/promlint/validations."""
+    run = pretend_run(tmp_path / "run", 400, n_tasks=4)
+    for name, (text, _) in metrics_of(read_status(run)).items():
+        assert re.fullmatch(r"[a-z][a-z_]*", name), name
+        assert not {*name.split("_")} & NOT_BASE_UNITS, name
+        assert not name.endswith(NOT_OF_GAUGES), name
+        assert "gauge" not in name
+        assert text.endswith(".")
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077])
@@ -101,7 +119,7 @@ def test_status_writes_the_file_and_prints_what_it_always_does(tmp_path, slurmgp
     values, _ = read((tmp_path / "run.prom").read_text(), "openmetrics")
     status = json.loads(done.stdout)
     assert values["items_done",] == status["n_items_done"]
-    assert values["gpu_hours",] == status["gpu_hours"]
+    assert values["gpu_seconds",] == pytest.approx(3600 * status["gpu_hours"])
     done = slurmgpu("status", run.folder, "--metrics", tmp_path / "no" / "run.prom", expect=2)
     assert f"there is no folder {tmp_path / 'no'}." in done.stderr
     done = slurmgpu("status", run.folder, "--metrics", tmp_path / "run.txt", expect=0)

@@ -30,6 +30,7 @@ from tests.support.runs import (
     report,
     shard_times,
     start,
+    submissions,
     wait_until,
     wait_until_held,
     workers,
@@ -175,6 +176,23 @@ def test_a_killed_run_leaves_no_worker_and_resubmit_computes_only_what_is_missin
     computed = {int(path.name): path.read_text().count("\n") for path in marks.iterdir()}
     done_before = {item for name in kept for item in range(int(name[:5]) * 8, int(name[:5]) * 8 + 8)}
     assert all(computed[item] == 1 for item in done_before)
+
+
+def test_a_run_whose_submit_was_killed_is_merged_by_its_last_task(project):
+    folder = project(100, held_from=24, on_end="echo $SLURMGPU_STATE >> told.txt")
+    process = start(*LOCAL, "--tasks", "2", cwd=folder)
+    wait_until_held(folder, 3, 2)
+    process.kill()
+    process.wait()
+    let_go(folder)
+    wait_until(lambda: submissions(folder)[-1]["state"] == "ended", "the merge")
+    check_rows(folder, 100)
+    assert report(folder)["complete"]
+    wait_until((folder / "told.txt").exists, "on_end")
+    wait_until(lambda: not workers(folder) and not list((folder / "run" / "tasks").glob("*.alive")), "the tasks")
+    assert (folder / "told.txt").read_text() == "complete\n"
+    logs = b"".join(path.read_bytes() for path in (folder / "run" / "logs").iterdir())
+    assert b"its last task merges" in logs
 
 
 def test_ctrl_c_gives_the_shards_back_and_says_how_to_go_on(project, slurmgpu):

@@ -190,6 +190,23 @@ def test_a_report_ends_with_the_command_that_computes_the_rest_or_the_failed_ite
     assert capsys.readouterr().out.endswith(f"recompute failed items with: slurmgpu resubmit {run.typed} --failed\n")
     show_report({**complete, "errors": [], "n_errors": 0})
     assert "resubmit" not in capsys.readouterr().out
+    for attempt in report["attempts"]:
+        attempt |= {"failure": "workload_error", "message": "KeyError", "submission": 1}
+    show_report(report)
+    assert (
+        f"\nafter fixing the cause, compute the rest with: slurmgpu resubmit {run.typed}\n" in capsys.readouterr().out
+    )
+
+
+def test_where_every_item_failed_the_advice_is_to_change_something_first(tmp_path, capsys):
+    run = pretend_run(tmp_path / "run", 300.0)
+    report = reported(run, errors=[(3, "item_error: no"), (4, "item_error: no")])
+    show_report({**report, "complete": True, "missing": [], "resubmit": None, "n_rows": report["n_errors"]})
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        f"Every item failed: slurmgpu logs {run.typed} --item 3 shows where.",
+        f"after a change of the code, recompute them with: slurmgpu resubmit {run.typed} --failed",
+        "after a change of the settings or the input, which a run keeps: slurmgpu submit --run-dir ANOTHER",
+    ]
 
 
 def test_gpus_of_a_tasks_other_nodes_count(tmp_path, capsys):

@@ -118,7 +118,7 @@ def check_ledger(outcome):
         assert round(sum(attempt["spent"].values()), 3) == attempt["seconds"]
         assert min(attempt["spent"].values()) >= 0
     ledger = outcome["ledger"]
-    parts = sum(ledger[kind] for kind in ("useful", "loading", "idle", "lost", "repeated"))
+    parts = sum(ledger[kind] for kind in ("useful", "loading", "overhead", "idle", "lost", "repeated"))
     assert abs(parts - ledger["allocated"]) < 1e-9
     task_hours = sum(a["seconds"] for a in outcome["attempts"]) / 3600
     hours = outcome["gpu_hours"] if ledger["unit"] == "GPU-hours" else task_hours

@@ -22,12 +22,13 @@ LOADED = [[0.0, "starting"], [2.0, "loading"], [12.0, "running"]]
 def record(published=(), **more):
     """What an attempt wrote that began at 0, loaded from 2 to 12, and ended at 100."""
     given = {"started": 0.0, "ended": 100.0, "updated": 100.0, "state": "ended", "load_s": 10.0, "phases": LOADED}
-    own = new_record(Attempt("7", 0, executor="slurm", n_gpus=1), "gpu1", 1, [], 0.0)
+    own = new_record(Attempt("7", 0, executor="slurm", n_gpus=1), "gpu1", 1, [], 0.0)  # as of an older slurmgpu
     return {**own, **given, "published": [list(entry) for entry in published], **more}
 
 
-def of(useful=0.0, loading=10.0, idle=0.0, lost=0.0, repeated=0.0):
-    return {"useful": useful, "loading": loading, "idle": idle, "lost": lost, "repeated": repeated}
+def of(useful=0.0, loading=10.0, idle=0.0, lost=0.0, repeated=0.0, overhead=0.0):
+    return {**dict.fromkeys(KINDS, 0.0), "useful": useful, "loading": loading, "idle": idle, "lost": lost,
+            "repeated": repeated, "overhead": overhead}  # fmt: skip
 
 
 RUNNING = {"ended": None, "state": "running"}
@@ -49,11 +50,20 @@ AGAIN = [*LOADED, [40.0, "starting"], [42.0, "loading"], [47.5, "running"]]
         (record(**RUNNING, shard=1, shard_started=50.0, shard_kept=80.0, kept_s=30.0), 100, "lost", of(30, 10, 40, 20)),
         (record(load_s=None, phases=LOADED[:2]), 100, "workload_error", of(loading=0, lost=100)),
         (record(load_s=None, phases=LOADED[:1]), 100, None, of(loading=0, idle=100)),  # nothing was left to do
+        (record([[0, 12.0, 60.0, True]], idle_s=0.0), 100, None, of(60, overhead=30)),
+        (record([[0, 12.0, 60.0, True]], idle_s=25.0), 103, None, of(60, idle=28, overhead=5)),
+        (
+            record(ended=None, updated=90.0, shard=1, shard_started=70.0, idle_s=8.0),
+            100,
+            "lost",
+            of(lost=30, idle=8, overhead=52),
+        ),
+        (record([[0, 12.0, 60.0, True]], idle_s=70.0), 100, None, of(60, idle=30)),
         (record([[0, 12.0, 600.0, True]], lost_s=50.0), 100, None, of(100, 0)),  # a clock that was set
         (record([[0, 12.0, -5.0, True]], started=30.0), 70, None, of(idle=60)),
     ],
 )
-def test_each_second_of_an_attempt_goes_into_one_of_five(given, seconds, failure, expected):
+def test_each_second_of_an_attempt_goes_into_one_of_six(given, seconds, failure, expected):
     counts = counting([given, record([[0, 90.0, 5.0, True]], attempt="7_1.0", submission=0)], {0, 1})
     assert spent(given, seconds, failure, counts) == expected
 
@@ -89,6 +99,7 @@ def test_the_ledger_weighs_hours_with_gpus_and_sums_the_energy_that_is_known():
         "allocated": 17.0,
         "useful": 8.0,
         "loading": 0.0,
+        "overhead": 0.0,
         "idle": 1.0,
         "lost": 8.0,
         "repeated": 0.0,
@@ -100,19 +111,22 @@ def test_the_ledger_weighs_hours_with_gpus_and_sums_the_energy_that_is_known():
     assert ledger([])["allocated"] == 0.0
 
 
-def hours(useful, loading, idle, lost, repeated):
-    amounts = dict(zip(KINDS, (useful, loading, idle, lost, repeated), strict=True))
+def hours(*amounts):
+    amounts = dict(zip(KINDS, amounts, strict=True))
     return {"unit": "GPU-hours", "allocated": sum(amounts.values()), **amounts}
 
 
 def test_the_shares_of_a_ledger_add_up_to_all_of_it():
-    shares = in_words(hours(2.0, 2.0, 2.0, 0.0, 0.0)).shares
-    assert shares == {"useful": "33.4%", "loading": "33.3%", "idle": "33.3%", "lost": "0.0%", "repeated": "0.0%"}
+    shares = in_words(hours(2.0, 2.0, 0.0, 2.0, 0.0, 0.0)).shares
+    assert shares == dict(zip(KINDS, ("33.4%", "33.3%", "0.0%", "33.3%", "0.0%", "0.0%"), strict=True))
+    of_older = {**hours(2.0, 0.0, 0.0, 2.0, 0.0, 0.0)}
+    del of_older["overhead"]
+    assert (in_words(of_older).shares["idle"], in_words(of_older).texts["overhead"]) == ("50.0%", "0.00")
     rng = random.Random(1)
     for _ in range(100):
         found = in_words(hours(*(rng.random() ** 9 for _ in KINDS))).shares
         assert sum(round(10 * float(share.rstrip("%"))) for share in found.values()) == 1000
-    assert set(in_words(hours(0, 0, 0, 0, 0)).shares.values()) == {"–"}
+    assert set(in_words(hours(0, 0, 0, 0, 0, 0)).shares.values()) == {"–"}
 
 
 @pytest.mark.parametrize(
@@ -120,7 +134,7 @@ def test_the_shares_of_a_ledger_add_up_to_all_of_it():
     [(12_345.0, "GPU-hours", "12,345.00"), (0.5, "GPU-minutes", "30.00"), (0.01, "GPU-seconds", "36.00")],
 )
 def test_the_hours_of_a_short_run_are_shown_in_minutes_or_seconds(allocated, unit, text):
-    shown = in_words(hours(allocated, 0, 0, 0, 0))
+    shown = in_words(hours(allocated, 0, 0, 0, 0, 0))
     assert (shown.unit, shown.texts["allocated"], shown.texts["useful"]) == (unit, text, text)
 
 

@@ -25,6 +25,7 @@ from slurmgpu.report.attempts import IDLE_PERCENT, AttemptRow, in_task_order, no
 from slurmgpu.report.build import Hole, Report, faults_of, last_death
 from slurmgpu.report.ledger import KINDS, Ledger, energy_in_words, in_words
 from slurmgpu.report.status import Status, StatusAttempt
+from slurmgpu.run.failures import POLICIES
 from slurmgpu.util.amounts import share_of, span_of, wide_clock
 from slurmgpu.util.plurals import count_of
 
@@ -146,11 +147,24 @@ def show_report(report: Report) -> None:
         result(f"record could not be read: tasks/{name}.json; run `slurmgpu merge` once it can be read")
     for trace in {a["traceback"] for a in report["attempts"] if a["traceback"]}:
         result(f"\n{trace.rstrip()}")
+    _show_next(report)
+
+
+def _show_next(report: Report) -> None:
+    """Print the command that goes on; where the same would fail again, what to change first."""
+    folder = shlex.quote(report["run_dir"])
+    again = f"slurmgpu resubmit {folder} --failed"
     if report["resubmit"]:
-        result(f"\nto compute the rest: {report['resubmit']}")
+        policies = [POLICIES.get(attempt["failure"]) for attempt in report["attempts"] if attempt["failure"]]
+        same = policies and not any(each is None or each.retriable or each.on_purpose for each in policies)
+        words = "after fixing the cause, compute the rest with" if same else "to compute the rest"
+        result(f"\n{words}: {report['resubmit']}")
+    elif report["n_errors"] == report["n_rows"] > 1 and report["errors"]:
+        result(f"\nEvery item failed: slurmgpu logs {folder} --item {report['errors'][0]['index']} shows where.")
+        result(f"after a change of the code, recompute them with: {again}")
+        result("after a change of the settings or the input, which a run keeps: slurmgpu submit --run-dir ANOTHER")
     elif report["n_errors"]:
-        command = f"slurmgpu resubmit {shlex.quote(report['run_dir'])} --failed"
-        result(f"\nafter fixing the cause, recompute failed items with: {command}")
+        result(f"\nafter fixing the cause, recompute failed items with: {again}")
 
 
 def _not_finite(columns: Mapping[str, Mapping[str, int]]) -> str:
