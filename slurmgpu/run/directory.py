@@ -52,7 +52,8 @@ from slurmgpu.util.shared_files import (
 log = logging.getLogger(__name__)
 
 RUN_FORMAT = "slurmgpu run"
-RUN_VERSION = 1
+RUN_VERSIONS = (1, 2)
+"""2 has `keep`: a reader that knows 1 alone would take the fingerprint, and so each shard, for another plan's."""
 RECORDING_S = 20.0
 """A process takes less time to append a line; one that holds the lock longer is dead."""
 N_APPENDED = 3
@@ -201,7 +202,8 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The content of run.json."""
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return {"format": RUN_FORMAT, "version": RUN_VERSION, "fingerprint": self.fingerprint, **fields}
+        version = RUN_VERSIONS[1 if self.keep else 0]
+        return {"format": RUN_FORMAT, "version": version, "fingerprint": self.fingerprint, **fields}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Plan:
@@ -238,10 +240,10 @@ class Run:
             raise SlurmGPUError(f"{folder / 'run.json'} is damaged: {error}.") from error
         if not isinstance(value, dict):
             raise SlurmGPUError(f"{folder / 'run.json'} is damaged: it is no JSON object.")
-        if value.get("format") != RUN_FORMAT or value.get("version") != RUN_VERSION:
+        if value.get("format") != RUN_FORMAT or value.get("version") not in RUN_VERSIONS:
             raise SlurmGPUError(
                 f"{folder / 'run.json'} is of format {value.get('format')!r} version {value.get('version')}; "
-                f"this slurmgpu reads {RUN_FORMAT!r} version {RUN_VERSION}. Use the slurmgpu that made the run."
+                f"this slurmgpu reads {RUN_FORMAT!r} to version {RUN_VERSIONS[-1]}. Use the slurmgpu that made the run."
             )
         return cls(folder, Plan.from_json(private.reveal(folder, private.PLAN, value)), status=status)
 

@@ -91,6 +91,13 @@ def test_a_field_that_no_item_has_is_refused(project, slurmgpu):
         assert "Did you mean 'id'?" in refused.stderr
 
 
+def test_an_older_slurmgpu_refuses_a_run_whose_fingerprint_it_cannot_compute(tmp_path):
+    run = planned_run(tmp_path / "run", keep={"id": "id"})
+    assert json.loads((run.folder / "run.json").read_text())["version"] == 2
+    assert Run.open(run.folder).plan.keep == {"id": "id"}
+    assert json.loads((planned_run(tmp_path / "other").folder / "run.json").read_text())["version"] == 1
+
+
 def test_a_plan_of_an_older_slurmgpu_keeps_its_fingerprint(tmp_path):
     run = planned_run(tmp_path / "run")
     value = json.loads((run.folder / "run.json").read_text())
