@@ -50,7 +50,13 @@ EXCEPTIONS = {
     **dict.fromkeys(
         ("cli/completion.py", "cli/views/follow.py", "cli/views/polling.py", "cli/views/run_list.py"), COSTS_NOTHING
     ),
-    "workload.py": NOT_OF_A_RUN,
+    **dict.fromkeys(
+        ("workload.py", "code/importer.py", "executors/probe.py", "plan/planner.py", "trackers/tensorboard.py"),
+        NOT_OF_A_RUN,
+    ),
+    "plan/extension.py": "it reads the input; the shards of the former run within `retried`",
+    "executors/detached.py": "pipes, and the log of the process that submits, which is refused without one",
+    "executors/tracking.py": "where trackers are started, the run directory or the folder of the run file",
     "util/shared_files.py": "it is what tries again",
     "run/heartbeats.py": "a beat that fails is followed by the next one",
     "run/rendezvous.py": "a node that does not find its leader looks again",
