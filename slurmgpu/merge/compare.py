@@ -115,7 +115,7 @@ def compare(
 
     Rows belong together by their index, or by `key`: a column, or a field of the input, with another value in each
     row. `columns` are those to compare, by default all that both have, and `error`. Numbers x and y are the same if
-    |x - y| <= tolerance * max(1, |x|, |y|); NaN is the same as NaN.
+    `|x - y| <= tolerance * max(1, |x|, |y|)`; NaN is the same as NaN.
 
     By index, memory is bounded by a block of rows; a key takes 40 bytes for each row as well.
     """
