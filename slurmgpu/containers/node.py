@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import pwd
 import shutil
@@ -23,7 +22,7 @@ from slurmgpu.containers.runtime import Runtime
 from slurmgpu.containers.settings import Bind, Container, ContainerError, expand, home_folder
 from slurmgpu.containers.unpacking import Pause
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.util.atomic_files import FULL, write_json
+from slurmgpu.util.atomic_files import FULL
 
 INFINIBAND = "/dev/infiniband"
 
@@ -52,7 +51,7 @@ def prepare(
         runtime = runtime_named(container.runtime)
     except SlurmGPUError as error:
         raise ContainerError(str(error)) from error
-    version = runtime_version(runtime, environ, scratch)
+    version = _runtime_version(runtime, environ)
     of_user = set(container.binds)
     wanted = [bind.expanded(environ) if bind in of_user else bind for bind in (*binds, *container.binds)]
     wanted += _folder_binds(container, environ, runtime.shared)
@@ -136,11 +135,8 @@ def _check_binds(binds: Sequence[Bind]) -> None:
             raise ContainerError(f"{sources[bind.dst]} and {bind.src} are both to be bound to {bind.dst}")
 
 
-def runtime_version(runtime: Runtime, environ: Mapping[str, str], scratch: Path) -> str:
-    """The runtime's version here; ContainerError if it is absent, broken or too old.
-
-    Asking takes 20 ms, so `scratch` remembers the answer for each program file.
-    """
+def _runtime_version(runtime: Runtime, environ: Mapping[str, str]) -> str:
+    """The runtime's version here; ContainerError if it is absent, broken or too old."""
     found = shutil.which(runtime.program, path=environ.get("PATH", os.defpath))
     if found is None:
         raise ContainerError(
@@ -148,23 +144,8 @@ def runtime_version(runtime: Runtime, environ: Mapping[str, str], scratch: Path)
             f'[slurm] setup = ["module load {runtime.program}"]',
             node_at_fault=True,
         )
-    program, memory = Path(found).resolve(), scratch / "runtime.json"
-    status = program.stat()
-    key = f"{program}|{status.st_size}|{status.st_mtime_ns}|{status.st_ino}"
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # no cache, or a damaged one
-        known = json.loads(memory.read_bytes())
-        if known["key"] == key:
-            return str(known["version"])
-    version = _ask(found, runtime, environ)
-    if _is_binary(program):  # a script may call another program later
-        with contextlib.suppress(OSError):
-            write_json(memory, {"key": key, "version": version}, durable=False)
-    return version
-
-
-def _ask(program: str, runtime: Runtime, environ: Mapping[str, str]) -> str:
     done = subprocess.run(
-        [program, *runtime.version_arguments],
+        [found, *runtime.version_arguments],
         env=dict(environ),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -178,8 +159,3 @@ def _ask(program: str, runtime: Runtime, environ: Mapping[str, str]) -> str:
         command = " ".join((runtime.program, *runtime.version_arguments))
         raise ContainerError(f"`{command}` does not work on this node: {text!r}", node_at_fault=True)
     return version
-
-
-def _is_binary(program: Path) -> bool:
-    with open(program, "rb") as file:
-        return file.read(4) == b"\x7fELF"

@@ -135,18 +135,6 @@ def test_a_runtime_that_is_too_old_is_refused(container, tmp_path, name, words, 
     assert caught.value.node_at_fault
 
 
-def test_the_version_is_asked_for_once_unless_the_program_is_a_script(container, tmp_path):
-    scratch = prepare(container(), [], os.environ).scratch
-    memory = scratch / "runtime.json"
-    memory.write_text(memory.read_text().replace("version 1.", "version 99."))
-    assert prepare(container(), [], os.environ).runtime_version.startswith("apptainer version 99.")
-    script = runtime(tmp_path / "bin", "apptainer", "apptainer version 1.1.0")
-    assert prepare(container(), [], script).runtime_version == "apptainer version 1.1.0"
-    for damaged in ("{", "[]", "{}"):
-        memory.write_text(damaged)
-        assert prepare(container(), [], os.environ).runtime_version != "apptainer version 1.1.0"
-
-
 def test_a_runtime_that_fails_is_refused(container, tmp_path):
     environ = runtime(tmp_path / "bin", "apptainer", "apptainer version 1.4.5", code=1)
     with pytest.raises(ContainerError, match="does not work on this node"):
