@@ -167,7 +167,7 @@ class MyWorkload:
 @pytest.fixture(scope="module")
 def complete(call):
     """A run of the file that `init` writes."""
-    assert "slurmgpu.toml is written" in call("init")
+    assert "written: my_workload.py, items.jsonl, slurmgpu.toml" in call("init")
     (call.folder / "my_workload.py").write_text(WORKLOAD)
     (call.folder / "items.jsonl").write_text("".join(json.dumps({"text": "a" * n}) + "\n" for n in range(40)))
     assert "40 of 40 rows" in call("submit", "--executor", "local", "--gpus", "0", "--tasks", "2")

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 from pathlib import Path
 
@@ -247,15 +248,18 @@ def test_a_package_says_what_init_writes_and_what_the_arguments_of_a_script_mean
     package = tmp_path / "site" / "theirs"
     (package / "template.toml").write_text("loud = true\n")
     beside = 'Path(__file__).with_name("template.toml")'
-    written = {}
+    (tmp_path / "sbatch").write_text("#!/bin/sh\n")  # a machine of a cluster, wherever this runs
+    (tmp_path / "sbatch").chmod(0o755)
+    written, path = {}, f"{tmp_path}:{os.environ['PATH']}"
     for name, template in (("path", beside), ("whole", f"Template({beside}, input=None, gpus=1, array=False)")):
         source = CLASS.format(more=f"template = {template}\n{FROM_ARGS}")
         (package / "__init__.py").write_text(f"from slurmgpu.workload import Template, Translated\n{source}")
-        assert installed("init", "theirs", "-o", f"{name}.toml").returncode == 0
+        assert installed("init", "theirs", "-o", f"{name}.toml", PATH=path).returncode == 0
         written[name] = read_toml(tmp_path / f"{name}.toml")
     assert written["path"]["settings"] == written["whole"]["settings"] == {"loud": True}
-    assert (written["path"]["input"], written["path"]["resources"].pop("array")) == ("items.jsonl", True)
-    assert ("input" in written["whole"], written["whole"]["resources"]) == (False, written["path"]["resources"])
+    on_slurm = {"executor": "slurm", "gpus": 4, "array": True}
+    assert (written["path"]["input"], written["path"]["resources"]) == ("items.jsonl", on_slurm)
+    assert ("input" in written["whole"], written["whole"]["resources"]) == (False, {"executor": "slurm", "gpus": 1})
 
     done = installed("init", "theirs", "--from-args", "--loud yes", "-o", tmp_path / "new.toml")
     assert f"--loud  {tmp_path.name} new\n" in done.stdout
