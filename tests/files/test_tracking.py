@@ -1,5 +1,6 @@
 """What `task.log` writes, and how it is replayed to trackers."""
 
+import json
 import math
 
 import numpy as np
@@ -9,9 +10,10 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.trackers import TRACKERS, Destination, parse_destination
 from slurmgpu.run.metric_log import MetricReader, MetricWriter
-from slurmgpu.run.records import Attempt
+from slurmgpu.run.records import Attempt, new_record
 from slurmgpu.trackers.interface import Tracker
 from slurmgpu.trackers.replay import Replay
+from slurmgpu.util.atomic_files import write_bytes
 from slurmgpu.worker.logged_values import BURST, RATE, LoggedValues
 from tests.support.pretend_runs import pretend_run
 
@@ -137,6 +139,14 @@ def tracker(monkeypatch):
 KEPT = Destination("kept", "here")
 
 
+def unstarted_run(folder):
+    """A run whose tasks are queued."""
+    run = pretend_run(folder / "run", 0)
+    for path in run.tasks.iterdir():
+        path.unlink()
+    return run
+
+
 def attempt(run, name, submission=1):
     return MetricWriter(run.folder, Attempt(name, 0, submission=submission))
 
@@ -163,7 +173,7 @@ def test_the_last_attempt_wins_a_step_and_a_tracker_goes_on_at_its_last_one(tmp_
 
 
 def test_a_step_to_which_a_living_task_may_add_is_held_back_while_it_is_followed(tmp_path, tracker):
-    run = pretend_run(tmp_path / "run", 0)
+    run = unstarted_run(tmp_path)
     replay, writers = Replay(run, [KEPT]), [attempt(run, "a"), attempt(run, "b")]
     assert replay.is_empty
     writers[0].write([(1.0, None, step, {"loss": step}) for step in (0, 1, 2)])
@@ -178,6 +188,45 @@ def test_a_step_to_which_a_living_task_may_add_is_held_back_while_it_is_followed
     assert [step for step, _ in tracker.kept["run"]] == [0, 1, 2, 3, 10, 11]
     assert tracker.kept["run"][2] == (2, {"accuracy": 1.0, "loss": 2.0})
     assert tracker.closed == [("run", True)]
+
+
+def test_a_living_task_that_has_not_logged_yet_holds_all_back_and_an_ended_one_nothing(tmp_path, tracker):
+    run = unstarted_run(tmp_path)
+    records = [new_record(Attempt(name, 0, submission=1), "n1", 1, [], 1.0) for name in ("a", "b")]
+
+    def write(record, ended=None):
+        path = run.tasks / f"{record['attempt']}.json"
+        write_bytes(path, json.dumps({**record, "ended": ended}).encode())
+
+    for record in records:
+        write(record)
+    attempt(run, "a").write([(1.0, None, step, {"loss": step}) for step in (10, 11)])
+    replay = Replay(run, [KEPT])
+    replay.look(final=False)
+    assert (tracker.kept["run"], replay.n_held) == ([], 2)
+    attempt(run, "b").write([(1.0, None, step, {"loss": step}) for step in (0, 1)])
+    write(records[1], ended=2.0)
+    replay.look(final=False)
+    assert [step for step, _ in tracker.kept["run"]] == [0, 1, 10]
+    assert (replay.n_held, replay.n_late) == (1, 0)
+    run.record_submission({"submission": 1, "state": "ended"})  # a was killed, so its record has no end
+    replay.look(final=False)
+    assert [step for step, _ in tracker.kept["run"]] == [0, 1, 10, 11]
+    assert replay.n_held == 0
+
+
+def test_steps_that_come_after_later_ones_were_sent_are_counted(tmp_path, tracker):
+    run = unstarted_run(tmp_path)
+    writer, replay = attempt(run, "a"), Replay(run, [KEPT])
+    writer.write([(1.0, None, step, {"loss": step}) for step in (1, 5, 6)])
+    replay.look(final=False)
+    assert [step for step, _ in tracker.kept["run"]] == [1, 5]
+    # Of a task that starts late: 1 is as it was, 2 and 3 are new, 5 has another value, and 6 is not sent yet.
+    values = [(1, 1.0), (2, math.nan), (2, math.nan), (3, 3.0), (5, 4.0), (6, 6.0)]
+    attempt(run, "b").write([(2.0, None, step, {"loss": value}) for step, value in values])
+    replay.look(final=True)
+    assert replay.n_late == 3
+    assert [step for step, _ in tracker.kept["run"]] == [1, 5, 6]
 
 
 def test_a_tracker_that_fails_keeps_nothing_from_another_one(tmp_path, tracker):
