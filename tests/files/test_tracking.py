@@ -8,6 +8,7 @@ import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.plan.run_file import TrackTable, parse_table
 from slurmgpu.plan.trackers import TRACKERS, Destination, parse_destination
 from slurmgpu.run.metric_log import MetricReader, MetricWriter
 from slurmgpu.run.records import Attempt, new_record
@@ -275,13 +276,37 @@ def test_tensorboard_reads_what_was_logged_and_gets_the_rest_later(tmp_path):
     [
         ("tensorbord:tb", "Did you mean 'tensorboard'"),
         ("tensorboard", "write tensorboard:DIR"),
-        ("mlflow:https://ada:pw@host/x", "holds a password"),
     ],
 )
 def test_a_destination_that_cannot_be_used_is_a_sentence(text, sentence):
     with pytest.raises(SlurmGPUError, match=sentence):
         parse_destination(text)
-    assert str(parse_destination("mlflow:sqlite:///a.db")) == "mlflow:sqlite:///a.db"
+    for where in ("mlflow:sqlite:///a.db", "mlflow:postgresql://ada@db/x?ssl_key=/k.pem", "wandb:lab/token-loss"):
+        assert str(parse_destination(where)) == where
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "https://ada:pw0@host/x",
+        "https://pw0@host",
+        "postgresql://ada:pw0@db",
+        "https://host/?password=pw0",
+        "https://host/?a=1&api_key=pw0",
+        "https://host/?X-Auth-Token=pw0",
+        "https://host?key=pw0",
+        "hf_pw0aaaaaaaaaaaaaaaaaaaaa",
+    ],
+)
+def test_a_destination_with_a_secret_is_refused_and_not_shown(where):
+    for read in (
+        parse_destination,
+        lambda text: parse_table(TrackTable, {"to": text}, "run.toml"),
+        lambda text: parse_table(TrackTable, {"to": ["tensorbord:tb", text]}, "run.toml"),
+    ):
+        with pytest.raises(SlurmGPUError, match="holds a password or a token") as caught:
+            read(f"mlflow:{where}")
+        assert "pw0" not in str(caught.value)
 
 
 def test_a_package_that_is_missing_is_a_sentence_that_names_the_extra(monkeypatch):
