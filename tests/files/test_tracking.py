@@ -86,6 +86,22 @@ def test_a_loop_that_logs_too_fast_is_thinned_and_keeps_its_last_step(collected,
     assert caplog.text.count("some steps are left out") == 1
 
 
+def test_a_loop_that_logs_for_days_is_thinned_ever_more(collected, monkeypatch):
+    monkeypatch.setattr("slurmgpu.worker.logged_values.HALVING_BYTES", 100_000)
+    logged, events, clock = collected
+    kept = []
+    for hour in range(4):
+        before = len(events)
+        for step in range(int(3600 * RATE / 20)):
+            clock.now += 20 / RATE
+            logged.log(hour << 20 | step, loss=0.5)
+        logged.flush()
+        kept.append(len(steps(events[before:])))
+    assert kept == sorted(kept, reverse=True)
+    assert 0 < 2 * kept[3] < kept[0]
+    assert steps(events)[-1] == 3 << 20 | step
+
+
 def test_a_write_that_fails_in_the_middle_of_a_line_costs_nothing(tmp_path, monkeypatch):
     (tmp_path / "telemetry").mkdir()
     writer, reader = MetricWriter(tmp_path, Attempt("7", 0, submission=2)), MetricReader(tmp_path)
