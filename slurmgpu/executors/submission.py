@@ -257,8 +257,8 @@ def merge_behind(run: Run, submission: int | None = None) -> int:
 
 
 def _tell_end(run: Run, report: Report) -> None:
-    tracking.track(run)
     on_end.run_on_end(run, report)
+    tracking.track(run)  # after: a tracker may take half an hour, or the rest of the job's time
 
 
 def _submission_of(run: Run, number: int | None) -> SubmissionLine:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from slurmgpu.plan.run_file import RunFile
 from slurmgpu.report.build import is_complete
 from slurmgpu.run.directory import Run
 from slurmgpu.util.atomic_files import working_folder
+from slurmgpu.util.item_ranges import parse_item_ranges
 from slurmgpu.util.plurals import count_of
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, cause_raised, retried
 from slurmgpu.workload import Adapted
@@ -55,13 +55,7 @@ class Look:
         left = n_items if self.limit is None else self.limit
         if left < 1:
             raise SlurmGPUError(f"--limit {self.limit}: expected how many items to compute, 1 at least.")
-        found: list[tuple[int, int]] = []
-        for start, stop in sorted(_range(part, n_items) for part in (self.items or "0:").split(",")):
-            start = max(start, found[-1][1] if found else 0)
-            if found and found[-1][1] == start:
-                start = found.pop()[0]
-            if start < stop:
-                found.append((start, stop))
+        found = parse_item_ranges(self.items or "0:", n_items, "input")
         for place, (start, stop) in enumerate(found):
             if left <= stop - start:
                 return [*found[:place], (start, start + left)]
@@ -72,20 +66,6 @@ class Look:
 def look_at(items: str | None, limit: int | None) -> Look | None:
     """The look that these options ask for; None if they ask for all items."""
     return None if items is None and limit is None else Look(items, limit)
-
-
-def _range(text: str, n_items: int) -> tuple[int, int]:
-    """The items of `10:20`, `10:`, `:20` or `35`, counted from 0, without the end, as in Python."""
-    if (match := re.fullmatch(r"\s*(?:(\d*):(\d*)|(\d+))\s*", text, re.ASCII)) is None:
-        raise SlurmGPUError(f"--items {text!r}: expected items and ranges of them, such as 10:20,35 or 90: or :10.")
-    start = int(match[3] or match[1] or 0)
-    stop = start + 1 if match[3] else int(match[2] or n_items)
-    if not start < stop <= n_items:
-        what = (
-            "is empty" if stop <= start < n_items else f"is not within the input, whose items are 0 to {n_items - 1:,}"
-        )
-        raise SlurmGPUError(f"--items {text.strip()} {what}. The end of a range is the first item that is not in it.")
-    return start, stop
 
 
 def items_of(

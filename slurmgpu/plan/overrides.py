@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -57,8 +58,8 @@ class Overrides(dict[str, Any]):
         self.assign(path, value if takes(path, found) is False and takes(path, value) else found)
 
     def assign_keys(self, values: Mapping[str, Any]) -> None:
-        """Assign values by key, as `-s` names them."""
-        for key, value in values.items():
+        """Assign values by key, as `-s` names them; SlurmGPUError for a key that is no text."""
+        for key, value in plain(values, "overrides").items():
             self.assign(self._path(key), value)
 
     def _path(self, key: str) -> tuple[str, ...]:
@@ -82,6 +83,22 @@ class Overrides(dict[str, Any]):
                 f"-s {key}=… may be the key of the run file or the setting of workload {full_name}. "
                 f"Write -s .{key}=… for the former, or -s settings.{key}=… for the latter."
             )
+
+
+def plain(value: Any, where: str) -> Any:
+    """A value as TOML has it: paths are text, tuples are lists, and keys without a value are left out.
+
+    SlurmGPUError for a key that is no text; `where` names the value in it.
+    """
+    if isinstance(value, Mapping):
+        if odd := [name for name in value if not isinstance(name, str)]:
+            raise SlurmGPUError(
+                f"{where}: the key {odd[0]!r:.80} is {type(odd[0]).__name__!r}; expected text, as in a run file."
+            )
+        return {name: plain(inner, f"{where}, {name}") for name, inner in value.items() if inner is not None}
+    if isinstance(value, list | tuple):
+        return [plain(inner, where) for inner in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def source_of(overrides: Mapping[str, Any], table: str, key: str) -> str:

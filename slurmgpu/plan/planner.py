@@ -288,17 +288,22 @@ def allocate(resources: Resources, n_shards: int | None) -> Allocation:
 
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+NOT_UTF8 = re.compile(r"[\ud800-\udfff]")
+"""How Python has the bytes of a path that are no UTF-8."""
 
 
 def refuse_odd_path(run_dir: Path, not_in_paths: str) -> None:
-    """Raise SlurmGPUError for a run directory whose path Slurm would change; the executor refuses `not_in_paths`.
+    """Raise SlurmGPUError for a run directory whose path Slurm would change, or that is no UTF-8.
 
-    Submitit and Slurm replace %j and other patterns anywhere in the path of a log; a backslash turns that off. A line
-    break ends a line of #SBATCH, and versions of sbatch differ in how they read a quote in one.
+    The executor refuses `not_in_paths`. Submitit and Slurm replace %j and other patterns anywhere in the path of a log;
+    a backslash turns that off. A line break ends a line of #SBATCH, and versions of sbatch differ in how they read a
+    quote in one.
     """
     path = str(run_dir)
     if found := CONTROL.search(path):
         what = f"the control character {found[0]!a}"
+    elif found := NOT_UTF8.search(path):
+        what = f"{found[0]!a}, a byte that is no UTF-8, as the files of a run and Slurm's messages are"
     elif "%" in path:
         what = "a %, which Slurm replaces by numbers of jobs in the paths of logs"
     elif odd := sorted({each for each in path if each in not_in_paths}):

@@ -18,7 +18,7 @@ from slurmgpu.containers import registry
 from slurmgpu.containers.registry import RUNTIMES
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.plan.executors import DEFAULT, EXECUTORS
-from slurmgpu.plan.trackers import parse_destination
+from slurmgpu.plan.trackers import CredentialError, parse_destination
 from slurmgpu.util import gpus
 from slurmgpu.util.plugins import Plugins
 from slurmgpu.util.shared_files import BRIEF_PATIENCE_S, retried
@@ -167,12 +167,15 @@ class ContainerTable(Table):
 def _destinations(value: Any) -> Any:
     """Texts such as "tensorboard:DIR", each checked."""
     texts = [value] if isinstance(value, str) else value
-    if isinstance(texts, list):
-        for text in texts:
-            try:
-                parse_destination(str(text))
-            except SlurmGPUError as error:
-                raise ValueError(str(error).removesuffix(".")) from error
+    errors = []
+    for text in texts if isinstance(texts, list) else ():
+        try:
+            parse_destination(str(text))
+        except SlurmGPUError as error:
+            errors.append(error)
+    # A secret first: the message about any other of them would show all.
+    for cause in sorted(errors, key=lambda error: not isinstance(error, CredentialError)):
+        raise ValueError(str(cause).removesuffix(".")) from cause
     return texts
 
 
@@ -335,4 +338,6 @@ def _first_problem(error: ValidationError, model: type[BaseModel] | None = None)
     if problem["type"] == "missing":
         return f"{place} is missing."
     text = str(problem["msg"]).removeprefix("Value error, ").removeprefix("Input ")
+    if isinstance(getattr(problem.get("ctx", {}).get("error"), "__cause__", None), CredentialError):
+        return f"{place}: {text}."
     return f"{place}: {text}; found {problem['input']!r}.".removeprefix(": ")

@@ -18,7 +18,7 @@ from pydantic import Field
 from slurmgpu.containers.settings import whole_path
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.plan.executors import DEFAULT
-from slurmgpu.plan.overrides import Overrides, source_of
+from slurmgpu.plan.overrides import Overrides, plain, source_of
 from slurmgpu.plan.run_file import (
     ALL,
     ContainerTable,
@@ -182,7 +182,7 @@ def origins(source: RunFileSource, overrides: Mapping[str, Any]) -> Origins:
 
 def _read(source: RunFileSource) -> dict[str, Any]:
     if isinstance(source, GivenRunFile):
-        value: dict[str, Any] = _plain(source.tables)
+        value: dict[str, Any] = plain(source.tables, _named(source))
     elif source.name == NO_RUN_FILE:
         return {}
     else:
@@ -199,15 +199,6 @@ def _read(source: RunFileSource) -> dict[str, Any]:
 
 def _named(source: RunFileSource) -> str:
     return "the given run file" if isinstance(source, GivenRunFile) else str(source)
-
-
-def _plain(value: Any) -> Any:
-    """A value as TOML has it: paths are text, tuples are lists, and keys without a value are left out."""
-    if isinstance(value, Mapping):
-        return {name: _plain(inner) for name, inner in value.items() if inner is not None}
-    if isinstance(value, list | tuple):
-        return list(map(_plain, value))
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _absolute(container: Mapping[str, Any], folder: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.util.plugins import Plugins
+from slurmgpu.util.redact import NAME, hide_in
 
 TRACKERS = Plugins(
     "slurmgpu.trackers",
@@ -23,7 +24,16 @@ TRACKERS = Plugins(
     },
 )
 WHERE = {"tensorboard": "DIR", "wandb": "PROJECT", "mlflow": "URI", "trackio": "PROJECT"}
-WITH_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")
+CREDENTIALS = re.compile(
+    r"://[^/@\s]*:[^/@\s]+@|https?://[^/@\s]+@"
+    rf"|[?&;](?:(?:[^=&;\s]*[_.-])?(?:{NAME}s?|pwd|sig(?:nature)?)|key)=[^&;\s]",
+    re.IGNORECASE,
+)
+"""Passwords, and what stands for one before a web server's name or among a query's parameters."""
+
+
+class CredentialError(SlurmGPUError):
+    """A value that must not be shown, not even in the message about it."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +48,20 @@ class Destination:
 
 
 def parse_destination(text: str) -> Destination:
-    """The destination in TRACKER:WHERE; SlurmGPUError for anything else, and for one that holds a password."""
+    """The destination in TRACKER:WHERE; SlurmGPUError for anything else.
+
+    One that holds a secret is refused by a CredentialError, whose text does not have it.
+    """
+    if CREDENTIALS.search(text) or hide_in(text) != text:
+        raise CredentialError(
+            "The address of the tracker holds a password or a token, which files and process lists would show. Leave "
+            "it out, and set the tracker's own variable in the environment, such as MLFLOW_TRACKING_PASSWORD or "
+            "MLFLOW_TRACKING_TOKEN."
+        )
     tracker, _, where = text.partition(":")
     if tracker not in TRACKERS.built_in and tracker not in (names := TRACKERS.names()):
         known = ", ".join(f"{name}:{WHERE.get(name, 'WHERE')}" for name in names)
         raise SlurmGPUError(f"There is no tracker {tracker!r}; expected one of {known}.{did_you_mean(tracker, names)}")
     if not where:
         raise SlurmGPUError(f"{text!r} does not say where to: write {tracker}:{WHERE.get(tracker, 'WHERE')}.")
-    if WITH_PASSWORD.search(where):
-        raise SlurmGPUError(
-            f"The address for {tracker} holds a password, which files and process lists would show. Leave it out, and "
-            f"set the tracker's own variable in the environment, such as MLFLOW_TRACKING_PASSWORD."
-        )
     return Destination(tracker, where)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -180,32 +179,6 @@ class Selection:
         from slurmgpu.results.arrow import empty
 
         return empty(columns, self._types_of(columns))
-
-
-def parse_spans(text: str, n_items: int) -> list[tuple[int, int]]:
-    """The items in a text such as `10:20,35,90:`, ascending; SlurmGPUError for other texts and items there are not."""
-    spans = []
-    for part in text.split(","):
-        found = re.fullmatch(r"\s*(\d*)(:?)(\d*)\s*", part)
-        if not found or not any(found.groups()):
-            raise SlurmGPUError(
-                f"--items {text}: {part.strip()!r} is neither an item, such as 35, nor items, as 10:20."
-            )
-        first, colon, last = found.groups()
-        start = int(first or 0)
-        stop = (int(last) if last else n_items) if colon else start + 1
-        if start >= min(stop, n_items):
-            raise SlurmGPUError(
-                f"--items {text}: {part.strip()} names no item; the run has the items 0 to {n_items - 1}."
-            )
-        spans.append((start, min(stop, n_items)))
-    merged: list[tuple[int, int]] = []
-    for start, stop in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
-        else:
-            merged.append((start, stop))
-    return merged
 
 
 def _condition(text: str, names: Mapping[str, Column]) -> Condition:

@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 RUN_FORMAT = "slurmgpu run"
 RUN_VERSIONS = (1, 2)
-"""2 has `keep`: a reader that knows 1 alone would take the fingerprint, and so each shard, for another plan's."""
+"""2 has `keep` or `look`: a reader of 1 alone would take the fingerprint, and so each shard, for another plan's."""
 RECORDING_S = 20.0
 """A process takes less time to append a line; one that holds the lock longer is dead."""
 N_APPENDED = 3
@@ -180,6 +180,7 @@ class Plan:
         parts += [self.batch_size, self.shard_items, self.seed]
         parts += [self.keep] if self.keep else []  # which plans of an older slurmgpu lack
         parts += [self.input["ranges"]] if self.look else []
+        parts = json.loads(json.dumps(parts))  # as run.json gives them back: keys are text, which sorts otherwise
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
     @property
@@ -202,7 +203,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The content of run.json."""
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        version = RUN_VERSIONS[1 if self.keep else 0]
+        version = RUN_VERSIONS[1 if self.keep or self.look else 0]
         return {"format": RUN_FORMAT, "version": version, "fingerprint": self.fingerprint, **fields}
 
     @classmethod
@@ -225,7 +226,7 @@ class Run:
 
     @classmethod
     def open(cls, folder: Path) -> Run:
-        """The run in `folder`; SlurmGPUError if there is none, or one of a newer slurmgpu."""
+        """The run in `folder`; SlurmGPUError if there is none, or one of a newer slurmgpu, or of a changed plan."""
         folder = folder.expanduser().absolute()
         try:
             content, status = read_with_status(folder / "run.json")
@@ -245,7 +246,14 @@ class Run:
                 f"{folder / 'run.json'} is of format {value.get('format')!r} version {value.get('version')}; "
                 f"this slurmgpu reads {RUN_FORMAT!r} to version {RUN_VERSIONS[-1]}. Use the slurmgpu that made the run."
             )
-        return cls(folder, Plan.from_json(private.reveal(folder, private.PLAN, value)), status=status)
+        plan = Plan.from_json(private.reveal(folder, private.PLAN, value))
+        if value.get("fingerprint", plan.fingerprint) != plan.fingerprint:
+            raise SlurmGPUError(
+                f"{folder / 'run.json'} has the fingerprint {value['fingerprint']!r:.80}, and its values give "
+                f"{plan.fingerprint!r}: a newer slurmgpu made it, or what the rows depend on was edited. Use the "
+                f"slurmgpu that made the run, or undo the edit; for other values, submit another run."
+            )
+        return cls(folder, plan, status=status)
 
     @property
     def name(self) -> str:

@@ -24,8 +24,10 @@ from slurmgpu.report.build import read_report
 from slurmgpu.run.directory import Run
 from slurmgpu.run.metric_log import Logged, MetricReader
 from slurmgpu.run.records import Unread
+from slurmgpu.run.submissions import ENDS
 from slurmgpu.trackers.interface import TrackedRun, Tracker
 from slurmgpu.util.redact import hidden
+from slurmgpu.util.shared_files import list_names
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +40,8 @@ SCHEMA = """
 create table points (
     item integer, step integer, name text, value real, time real, submission integer,
     primary key (item, step, name)
-) without rowid
+) without rowid;
+create table late (item integer, step integer, primary key (item, step)) without rowid;
 """
 INSERT = """
 insert into points values (?, ?, ?, ?, ?, ?)
@@ -48,6 +51,12 @@ where (excluded.submission, excluded.time) >= (submission, time)
 SELECT = """
 select step, name, value, time from points where item = ? and step > ? and (? is null or step < ?) order by step, name
 """
+LATE = """
+insert or ignore into late select ?1, ?2 where not exists (
+    select 1 from points where item = ?1 and step = ?2 and name = ?3 and value is ?4
+)
+"""
+HELD = "select count(*) from (select distinct step from points where item = ? and step >= ?)"
 
 
 @dataclass(frozen=True)
@@ -60,23 +69,43 @@ class Sent:
 
 
 class Points:
-    """What was logged, by item, step and name; the last attempt wins."""
+    """What was logged, by item, step and name; the last attempt wins.
+
+    `passed` has the last step that was sent of an item: what is logged for it or a step before it from then on is late.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._reader = MetricReader(run.folder)
         self._database = sqlite3.connect("")  # on disk, and gone with this process
-        self._database.execute(SCHEMA)
+        self._database.executescript(SCHEMA)
+        self.passed: dict[int, int] = {}
         # For each item and attempt: when it was heard last, and of which step.
         self._heard: dict[int, dict[str, tuple[tuple[int, float], int]]] = {}
+        self._living: set[str] = set()
         self._ended: set[str] = set()
 
     def look(self) -> None:
         """Read what is new."""
+        self._find_living()  # before the points: all is read then of those that have ended
         news = self._reader.news()
         while points := list(itertools.islice(news, BATCH)):
+            rows = [row for point in points for row in self._rows(point)]
             with self._database:
-                self._database.executemany(INSERT, (row for point in points for row in self._rows(point)))
+                self._database.executemany(LATE, (row[:4] for row in rows if row[1] <= self.passed.get(row[0], -1)))
+                self._database.executemany(INSERT, rows)
+
+    @property
+    def n_late(self) -> int:
+        """Steps for which something else was logged after they were sent, or after later ones were."""
+        return int(self._database.execute("select count(*) from late").fetchone()[0])
+
+    @property
+    def n_held(self) -> int:
+        """Steps that are not sent yet, as a living task may add to them."""
+        opened = ((item, self._open_step(item)) for item in self._heard)
+        found = (self._database.execute(HELD, each).fetchone() for each in opened if each[1] is not None)
+        return sum(int(count) for (count,) in found)
 
     def items(self) -> list[int]:
         """The items that something was logged of; WHOLE for what was logged of none."""
@@ -101,15 +130,18 @@ class Points:
     def _open_step(self, item: int) -> int | None:
         """The first step that may still change: an item is one attempt's at a time, a run that of all attempts."""
         heard = self._heard[item]
-        names = [max(heard, key=lambda name: heard[name])] if item != WHOLE else list(heard)
-        return min((heard[name][1] for name in names if not self._has_ended(name)), default=None)
+        # One that has not logged yet may begin anywhere.
+        names = [max(heard, key=lambda name: heard[name])] if item != WHOLE else heard.keys() | self._living
+        return min((heard[name][1] if name in heard else 0 for name in names if name not in self._ended), default=None)
 
-    def _has_ended(self, attempt: str) -> bool:
-        if attempt not in self._ended:
-            record = self._run.attempt(attempt)
-            if not isinstance(record, Unread) and record["ended"] is not None:
-                self._ended.add(attempt)
-        return attempt in self._ended
+    def _find_living(self) -> None:
+        over = {line["submission"] for line in self._run.submissions() if line["state"] in ENDS}
+        names = {name.removesuffix(".json") for name in list_names(self._run.tasks) if name.endswith(".json")}
+        for name in names - self._ended:
+            record = self._run.attempt(name)
+            if not isinstance(record, Unread) and (record["ended"] is not None or record["submission"] in over):
+                self._ended.add(name)
+        self._living = {name for name in names if not name.startswith(".")} - self._ended
 
 
 @dataclass
@@ -141,8 +173,18 @@ class Replay:
         """Whether nothing was logged so far."""
         return not self._points.items()
 
+    @property
+    def n_late(self) -> int:
+        """Steps for which something was logged after this process had sent them, or later ones."""
+        return self._points.n_late
+
+    @property
+    def n_held(self) -> int:
+        """Steps that a look without `final` leaves for later, as living tasks may add to them."""
+        return self._points.n_held
+
     def look(self, *, final: bool) -> None:
-        """Send what is new; with `final` the last steps, too."""
+        """Send what is new; with `final`, when the run is over, also the steps to which a task could add."""
         self._points.look()
         for destination in self.destinations:
             with self._guarded(destination):
@@ -186,6 +228,7 @@ class Replay:
             opened.last = step
             n_sent += 1
         self._sent[key] = opened.last, n_sent
+        self._points.passed[item] = max(opened.last, self._points.passed.get(item, -1))
         if final:
             self._close(destination, item, finished=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import operator
@@ -20,6 +21,8 @@ FLUSH_S = 1.0
 BURST = 2000
 RATE = 100.0
 """After a burst, so many points a second are kept; of others only the last one before the next event."""
+HALVING_BYTES = 16 << 20
+"""Each time that a process has kept so much, it keeps half as many points a second from then on."""
 LARGEST_STEP = 2**63 - 1
 
 
@@ -35,7 +38,7 @@ class LoggedValues:
         self._lock = threading.Lock()
         self._points: list[Point] = []
         self._last: Point | None = None  # beyond the rate, and not sent yet
-        self._n_left_out = 0
+        self._n_left_out = self._n_bytes = 0
         self._room, self._counted = float(BURST), clock()
         self._flushed = -math.inf
 
@@ -44,18 +47,19 @@ class LoggedValues:
         point = (round(time.time(), 3), self.item, _checked(step), _numbers(values))
         with self._lock:
             now = self._clock()
-            self._room = min(BURST, self._room + RATE * (now - self._counted))
+            rate = RATE / 2.0 ** (self._n_bytes // HALVING_BYTES)
+            self._room = min(BURST, self._room + rate * (now - self._counted))
             self._counted = now
             if self._last is not None:
                 self._n_left_out += 1
                 if self._n_left_out == 1:
-                    log.warning("task.log is called more than %.0f times a second: some steps are left out", RATE)
+                    log.warning("task.log is called more than %.3g times a second: some steps are left out", rate)
             if self._room < 1:
                 self._last = point
                 return
             self._room -= 1
             self._last = None
-            self._points.append(point)
+            self._keep(point)
             points = self._take() if now - self._flushed >= FLUSH_S else []
         self._send(points)
 
@@ -63,7 +67,7 @@ class LoggedValues:
         """Send what was logged so far."""
         with self._lock:
             if self._last is not None:
-                self._points.append(self._last)
+                self._keep(self._last)
                 self._last = None
             points = self._take()
         self._send(points)
@@ -76,6 +80,10 @@ class LoggedValues:
             report(event)
 
         return send
+
+    def _keep(self, point: Point) -> None:
+        self._points.append(point)
+        self._n_bytes += len(json.dumps(point))
 
     def _take(self) -> list[Point]:
         points, self._points = self._points, []

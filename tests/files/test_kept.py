@@ -95,6 +95,8 @@ def test_an_older_slurmgpu_refuses_a_run_whose_fingerprint_it_cannot_compute(tmp
     run = planned_run(tmp_path / "run", keep={"id": "id"})
     assert json.loads((run.folder / "run.json").read_text())["version"] == 2
     assert Run.open(run.folder).plan.keep == {"id": "id"}
+    look = planned_run(tmp_path / "look", look="look", input={**run.plan.input, "ranges": [[0, run.plan.n_items]]})
+    assert json.loads((look.folder / "run.json").read_text())["version"] == 2
     assert json.loads((planned_run(tmp_path / "other").folder / "run.json").read_text())["version"] == 1
 
 
@@ -106,3 +108,18 @@ def test_a_plan_of_an_older_slurmgpu_keeps_its_fingerprint(tmp_path):
     older = Plan.from_json(value)
     assert (older.keep, older.key, older.retries) == ({}, None, 0)
     assert older.fingerprint == Run.open(run.folder).plan.fingerprint == value["fingerprint"]
+
+
+def test_a_plan_whose_values_give_another_fingerprint_is_refused_before_its_shards_are_taken_for_damaged(tmp_path):
+    path = planned_run(tmp_path / "run").folder / "run.json"
+    value = json.loads(path.read_text())
+    path.write_text(json.dumps({**value, "lease_s": 7.0}))
+    assert Run.open(path.parent).plan.lease_s == 7.0
+    path.write_text(json.dumps({**value, "seed": 1}))
+    with pytest.raises(SlurmGPUError, match=f"has the fingerprint '{value['fingerprint']}', and its values give"):
+        Run.open(path.parent)
+
+
+def test_settings_whose_keys_are_numbers_have_the_same_fingerprint_before_and_after_run_json(tmp_path):
+    planned = planned_run(tmp_path / "run", settings={"weights": {2: 0.5, 10: 1.0}})
+    assert Run.open(planned.folder).plan.fingerprint == planned.plan.fingerprint

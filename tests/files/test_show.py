@@ -104,10 +104,11 @@ def test_a_run_without_rows_says_so(slurmgpu, tmp_path):
     [
         (["--columns", "scoer"], "There is no column 'scoer'. Did you mean 'score'?"),
         (["--where", "scoer > 1"], "there is no column 'scoer'. Did you mean 'score'?"),
-        (["--items", "5:x"], "'5:x' is neither an item, such as 35, nor items, as 10:20."),
-        (["--items", "30"], "30 names no item; the run has the items 0 to 29."),
-        (["--items", "7:7"], "7:7 names no item"),
-        (["--items", ""], "'' is neither an item"),
+        (["--items", "5:x"], "'5:x': expected items and ranges of them, such as 10:20,35"),
+        (["--items", "30"], "30 is not within the run, whose items are 0 to 29."),
+        (["--items", "7:7"], "7:7 is empty."),
+        (["--items", "29:29"], "29:29 is empty."),
+        (["--items", ""], "'': expected items and ranges"),
     ],
 )
 def test_what_cannot_be_chosen_is_refused_in_a_sentence(slurmgpu, run, argv, sentence):

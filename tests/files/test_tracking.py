@@ -1,5 +1,6 @@
 """What `task.log` writes, and how it is replayed to trackers."""
 
+import json
 import math
 
 import numpy as np
@@ -7,11 +8,13 @@ import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.plan.run_file import TrackTable, parse_table
 from slurmgpu.plan.trackers import TRACKERS, Destination, parse_destination
 from slurmgpu.run.metric_log import MetricReader, MetricWriter
-from slurmgpu.run.records import Attempt
+from slurmgpu.run.records import Attempt, new_record
 from slurmgpu.trackers.interface import Tracker
 from slurmgpu.trackers.replay import Replay
+from slurmgpu.util.atomic_files import write_bytes
 from slurmgpu.worker.logged_values import BURST, RATE, LoggedValues
 from tests.support.pretend_runs import pretend_run
 
@@ -83,6 +86,22 @@ def test_a_loop_that_logs_too_fast_is_thinned_and_keeps_its_last_step(collected,
     assert caplog.text.count("some steps are left out") == 1
 
 
+def test_a_loop_that_logs_for_days_is_thinned_ever_more(collected, monkeypatch):
+    monkeypatch.setattr("slurmgpu.worker.logged_values.HALVING_BYTES", 100_000)
+    logged, events, clock = collected
+    kept = []
+    for hour in range(4):
+        before = len(events)
+        for step in range(int(3600 * RATE / 20)):
+            clock.now += 20 / RATE
+            logged.log(hour << 20 | step, loss=0.5)
+        logged.flush()
+        kept.append(len(steps(events[before:])))
+    assert kept == sorted(kept, reverse=True)
+    assert 0 < 2 * kept[3] < kept[0]
+    assert steps(events)[-1] == 3 << 20 | step
+
+
 def test_a_write_that_fails_in_the_middle_of_a_line_costs_nothing(tmp_path, monkeypatch):
     (tmp_path / "telemetry").mkdir()
     writer, reader = MetricWriter(tmp_path, Attempt("7", 0, submission=2)), MetricReader(tmp_path)
@@ -137,6 +156,14 @@ def tracker(monkeypatch):
 KEPT = Destination("kept", "here")
 
 
+def unstarted_run(folder):
+    """A run whose tasks are queued."""
+    run = pretend_run(folder / "run", 0)
+    for path in run.tasks.iterdir():
+        path.unlink()
+    return run
+
+
 def attempt(run, name, submission=1):
     return MetricWriter(run.folder, Attempt(name, 0, submission=submission))
 
@@ -163,7 +190,7 @@ def test_the_last_attempt_wins_a_step_and_a_tracker_goes_on_at_its_last_one(tmp_
 
 
 def test_a_step_to_which_a_living_task_may_add_is_held_back_while_it_is_followed(tmp_path, tracker):
-    run = pretend_run(tmp_path / "run", 0)
+    run = unstarted_run(tmp_path)
     replay, writers = Replay(run, [KEPT]), [attempt(run, "a"), attempt(run, "b")]
     assert replay.is_empty
     writers[0].write([(1.0, None, step, {"loss": step}) for step in (0, 1, 2)])
@@ -178,6 +205,45 @@ def test_a_step_to_which_a_living_task_may_add_is_held_back_while_it_is_followed
     assert [step for step, _ in tracker.kept["run"]] == [0, 1, 2, 3, 10, 11]
     assert tracker.kept["run"][2] == (2, {"accuracy": 1.0, "loss": 2.0})
     assert tracker.closed == [("run", True)]
+
+
+def test_a_living_task_that_has_not_logged_yet_holds_all_back_and_an_ended_one_nothing(tmp_path, tracker):
+    run = unstarted_run(tmp_path)
+    records = [new_record(Attempt(name, 0, submission=1), "n1", 1, [], 1.0) for name in ("a", "b")]
+
+    def write(record, ended=None):
+        path = run.tasks / f"{record['attempt']}.json"
+        write_bytes(path, json.dumps({**record, "ended": ended}).encode())
+
+    for record in records:
+        write(record)
+    attempt(run, "a").write([(1.0, None, step, {"loss": step}) for step in (10, 11)])
+    replay = Replay(run, [KEPT])
+    replay.look(final=False)
+    assert (tracker.kept["run"], replay.n_held) == ([], 2)
+    attempt(run, "b").write([(1.0, None, step, {"loss": step}) for step in (0, 1)])
+    write(records[1], ended=2.0)
+    replay.look(final=False)
+    assert [step for step, _ in tracker.kept["run"]] == [0, 1, 10]
+    assert (replay.n_held, replay.n_late) == (1, 0)
+    run.record_submission({"submission": 1, "state": "ended"})  # a was killed, so its record has no end
+    replay.look(final=False)
+    assert [step for step, _ in tracker.kept["run"]] == [0, 1, 10, 11]
+    assert replay.n_held == 0
+
+
+def test_steps_that_come_after_later_ones_were_sent_are_counted(tmp_path, tracker):
+    run = unstarted_run(tmp_path)
+    writer, replay = attempt(run, "a"), Replay(run, [KEPT])
+    writer.write([(1.0, None, step, {"loss": step}) for step in (1, 5, 6)])
+    replay.look(final=False)
+    assert [step for step, _ in tracker.kept["run"]] == [1, 5]
+    # Of a task that starts late: 1 is as it was, 2 and 3 are new, 5 has another value, and 6 is not sent yet.
+    values = [(1, 1.0), (2, math.nan), (2, math.nan), (3, 3.0), (5, 4.0), (6, 6.0)]
+    attempt(run, "b").write([(2.0, None, step, {"loss": value}) for step, value in values])
+    replay.look(final=True)
+    assert replay.n_late == 3
+    assert [step for step, _ in tracker.kept["run"]] == [1, 5, 6]
 
 
 def test_a_tracker_that_fails_keeps_nothing_from_another_one(tmp_path, tracker):
@@ -226,13 +292,37 @@ def test_tensorboard_reads_what_was_logged_and_gets_the_rest_later(tmp_path):
     [
         ("tensorbord:tb", "Did you mean 'tensorboard'"),
         ("tensorboard", "write tensorboard:DIR"),
-        ("mlflow:https://ada:pw@host/x", "holds a password"),
     ],
 )
 def test_a_destination_that_cannot_be_used_is_a_sentence(text, sentence):
     with pytest.raises(SlurmGPUError, match=sentence):
         parse_destination(text)
-    assert str(parse_destination("mlflow:sqlite:///a.db")) == "mlflow:sqlite:///a.db"
+    for where in ("mlflow:sqlite:///a.db", "mlflow:postgresql://ada@db/x?ssl_key=/k.pem", "wandb:lab/token-loss"):
+        assert str(parse_destination(where)) == where
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "https://ada:pw0@host/x",
+        "https://pw0@host",
+        "postgresql://ada:pw0@db",
+        "https://host/?password=pw0",
+        "https://host/?a=1&api_key=pw0",
+        "https://host/?X-Auth-Token=pw0",
+        "https://host?key=pw0",
+        "hf_pw0aaaaaaaaaaaaaaaaaaaaa",
+    ],
+)
+def test_a_destination_with_a_secret_is_refused_and_not_shown(where):
+    for read in (
+        parse_destination,
+        lambda text: parse_table(TrackTable, {"to": text}, "run.toml"),
+        lambda text: parse_table(TrackTable, {"to": ["tensorbord:tb", text]}, "run.toml"),
+    ):
+        with pytest.raises(SlurmGPUError, match="holds a password or a token") as caught:
+            read(f"mlflow:{where}")
+        assert "pw0" not in str(caught.value)
 
 
 def test_a_package_that_is_missing_is_a_sentence_that_names_the_extra(monkeypatch):

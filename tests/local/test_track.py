@@ -20,13 +20,15 @@ class Logs(Rows):
 def test_no_published_row_lacks_what_was_logged_with_it_whoever_was_killed(project, slurmgpu):
     settings = {"faults": {"17": "kill_once", "30": "item_error"}, "marks": "marks"}
     resources = {"gpus": 0, "tasks": 2, "executor": "local"}
-    folder = project(60, "Logs", settings=settings, resources=resources, track={"to": ["tensorboard:tb", "wandb:none"]})
+    track = {"to": ["tensorboard:tb", "wandb:none"]}
+    folder = project(60, "Logs", settings=settings, resources=resources, track=track, on_end="ls > at_end")
     (folder / "marks").mkdir()
     with (folder / "workloads.py").open("a") as file:
         file.write(LOGS)
     done = slurmgpu("submit", cwd=folder, expect=0)  # a tracker that fails costs a warning
     logged = {each.step: each.values for each in MetricReader(Run.open(folder / "run").folder).news()}
     assert logged == {step: {"square": step**2} for step in range(60) if step != 30}
+    assert "tb" not in (folder / "at_end").read_text().split()  # a slow tracker delays nobody who waits to be told
     [found] = scalars(folder / "tb").values()
     assert found == [(step, "square", step**2) for step in range(60) if step != 30]
     assert "not everything was sent to trackers (exit code 2)" in done.stderr

@@ -1,6 +1,7 @@
 """Values over a run file: `-s KEY=VALUE` for any key, options of their own, and profiles of the site file."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -8,7 +9,7 @@ from slurmgpu.errors import SlurmGPUError
 from slurmgpu.plan.overrides import Overrides
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.plan.run_file import merge_tables
-from slurmgpu.plan.site_file import origins, put_profile, read_run_file
+from slurmgpu.plan.site_file import GivenRunFile, origins, put_profile, read_run_file
 
 
 def given(*texts):
@@ -100,6 +101,19 @@ def test_an_option_and_s_for_the_same_key_are_refused():
     overrides.assign_text("resources.tasks=2")
     with pytest.raises(SlurmGPUError, match=r"--gpus and -s resources\.gpus set the same key"):
         overrides.assign_text("resources.gpus=8")
+
+
+def test_values_from_python_are_taken_as_a_mapping_for_a_run_file_takes_them():
+    overrides = Overrides()
+    overrides.assign_keys(
+        {"input": Path("a.jsonl"), "key": None, "slurm": {"nice": 3}, "opts": {"files": (Path("b"),)}}
+    )
+    assert overrides == {"input": "a.jsonl", "slurm": {"nice": 3}, "settings": {"opts": {"files": ["b"]}}}
+    for odd, where in (({3: 4}, "overrides: the key 3"), ({"slurm": {1: 2}}, "overrides, slurm: the key 1")):
+        with pytest.raises(SlurmGPUError, match=rf"^{where} is 'int'; expected text, as in a run file\.$"):
+            Overrides().assign_keys(odd)
+    with pytest.raises(SlurmGPUError, match=r"^the given run file, slurm: the key 1 is 'int'"):
+        read_run_file(GivenRunFile({"slurm": {1: 2}}, Path("/")))
 
 
 def test_a_profile_goes_over_the_run_file_and_options_over_the_profile(project, tmp_path, monkeypatch):

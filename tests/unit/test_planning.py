@@ -337,6 +337,7 @@ def test_an_image_that_is_named_but_would_not_be_used_is_refused(project):
         ("100%", "slurm", "has a %, which Slurm replaces by numbers"),
         ("a\n#SBATCH --wrap=id", "local", r"has the control character '\\n'"),
         ("it's", "slurm", "has ', which versions of Slurm read"),
+        ("caf\udce9", "local", r"has '\\udce9', a byte that is no UTF-8"),
         ('a "b" \\ c', "slurm", r'has " and \\, which versions of Slurm read'),
     ],
 )

@@ -14,9 +14,10 @@ from slurmgpu.cli.views.rows import show_rows
 from slurmgpu.errors import ItemError
 from slurmgpu.inputs import InputSpec, Reader
 from slurmgpu.results.published import RunRows
-from slurmgpu.results.selection import Selection, parse_spans
+from slurmgpu.results.selection import Selection
 from slurmgpu.run.directory import Run
 from slurmgpu.util.atomic_files import working_folder
+from slurmgpu.util.item_ranges import parse_item_ranges
 from slurmgpu.util.plurals import count_of
 
 ROWS_FORMAT = "slurmgpu rows"
@@ -40,7 +41,7 @@ class Wanted:
 def show(run: Run, wanted: Wanted, *, as_json: bool) -> None:
     """Print rows of a run; what is missing goes to stderr."""
     plan, stop = run.plan, run.plan.ranges[-1][1]
-    spans = parse_spans(wanted.items, stop) if wanted.items is not None else [(0, stop)]
+    spans = [(0, stop)] if wanted.items is None else parse_item_ranges(wanted.items, stop, "run", clip=True)
     asked = list(plan.columns) if not wanted.columns else wanted.columns
     names = [name for name in asked if name not in ("index", "error")]
     with RunRows(run) as rows:

@@ -38,6 +38,7 @@ def track(
 
     Tasks write what task.log gets into the run directory, and never speak to a tracker.
     A tracker that has a part already gets the rest.
+    A step to which a living task may still add is sent later.
     """  # noqa: D301
     from slurmgpu.cli.console import result, result_json, say
     from slurmgpu.executors import tracking
@@ -57,7 +58,7 @@ def track(
     replay = Replay(run, list(dict.fromkeys(map(parse_destination, texts))))
     over = is_over(run.submissions())
     try:
-        replay.look(final=over or not follow)
+        replay.look(final=over)
         while follow and not over:
             time.sleep(LOOK_S)
             over = is_over(run.submissions())  # before the look, which then reads all that was written
@@ -67,6 +68,16 @@ def track(
         say(f"Not followed any more; the run goes on. The rest: slurmgpu track {run.typed}{given}")
     finally:
         sent = replay.close(finished=over)
+    if not (over or follow) and (n_held := replay.n_held):
+        say(
+            f"{count_of(n_held, 'step')} left for later, as tasks may still add to them: the same command sends them "
+            f"once the run has ended."
+        )
+    if n_late := replay.n_late:
+        say(
+            f"{count_of(n_late, 'step')} came too late: something was logged after they, or later steps, were sent. "
+            f"{run.folder} has everything, and so does another DIR or PROJECT that is sent to once the run has ended."
+        )
     if replay.is_empty:
         say(f"Nothing was logged in {run.folder} yet. A workload logs by task.log(step, loss=…).")
     if as_json:
