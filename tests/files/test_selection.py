@@ -307,3 +307,19 @@ def test_a_table_of_several_json_columns_verifies_each_shard_once_and_again_afte
         with changed(path, path.stat().st_size - 1, b"\xff"):
             assert sum(map(len, selection.tables(1 << 20))) == sum(each in GOOD and 1 != each < 15 for each in THERE)
         assert "00003.h5 is damaged" in rows.problems[0]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_a_number_in_a_condition_has_the_precision_of_the_column(tmp_path, dtype):
+    rows = [{"s": value} for value in (-0.1, 0.1, 0.3, math.inf)]
+    made = published_run(tmp_path / "run", {"s": Array(dtype)}, rows)
+    for where, expected in {
+        "s == 0.1": [1], "0.1 == s": [1], "s != 0.1": [0, 2, 3], "s > 0.1": [2, 3], "s >= 0.1": [1, 2, 3],
+        "s < 0.1": [0], "s <= 0.1": [0, 1], "0.1 < s < 0.3": [], "s in [0.1, 7]": [1], "s not in [0.1]": [0, 2, 3],
+        "s == -0.1": [0], "abs(s) == 0.1": [0, 1], "-s == 0.1": [0], "isnan(s)": [],
+        "s <= 1e300": [0, 1, 2], "s in [1e300]": [], "s < 16777217": [0, 1, 2], "s == 1e999": [3],
+        "s / 1 == 0.1 and 1 * s + 0 <= 0.1": [] if dtype == "float16" else [1],  # computed as float32
+    }.items():  # fmt: skip
+        assert chosen(made, where) == expected, where
+    with pytest.raises(SlurmGPUError, match="does not fit the columns"):
+        chosen(made, "s in ['x']")
