@@ -135,10 +135,9 @@ class Condition:
         except ValueError:
             raise self._wrong("a list may hold numbers and texts alone.") from None
         if value.type in _SHORT:
-            rounded = [_rounded(pa.scalar(choice), value.type) for choice in choices]
-            found = pc.is_in(pc.cast(value, pa.float64()), value_set=pa.array([each.as_py() for each in rounded]))
-        else:
-            found = pc.is_in(value, value_set=pc.cast(pa.array(choices), value.type))
+            choices = [_rounded(pa.scalar(choice), value.type).as_py() for choice in choices]
+            value = pc.cast(value, pa.float64())
+        found = pc.is_in(value, value_set=pc.cast(pa.array(choices), value.type))
         return pc.if_else(pc.is_valid(value), found, pa.scalar(None, pa.bool_()))
 
     def _call(self, name: str, arguments: list[ast.expr], table: pa.Table) -> Any:
