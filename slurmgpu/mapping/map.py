@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from slurmgpu.executors.registry import executor_named
 from slurmgpu.inputs.kept import columns_kept, with_kept
 from slurmgpu.inputs.python_items import is_table, without_index, write_values
 from slurmgpu.mapping.annotations import Type, annotated_types, described
-from slurmgpu.plan.planner import TARGET_SHARDS, Draft, allocate, draft_run
+from slurmgpu.plan.planner import TARGET_SHARDS, Draft, draft_run
 from slurmgpu.plan.site_file import GivenRunFile, read_run_file
 from slurmgpu.results import open as open_merged
 from slurmgpu.shards.column_types import RESULT, columns_of_types, type_for_both
@@ -38,8 +39,11 @@ from slurmgpu.util.shared_files import status_of
 log = logging.getLogger(__name__)
 
 WORKLOAD = "slurmgpu.workloads.function:Function"
-FEWEST_SHARDS, SHARDS_OF_TASK, ITEMS_OF_SHARD = 64, 16, 256
-"""A run has at least so many shards, if it has as many items, also for each task, and more only of so many items."""
+FEWEST_SHARDS, ITEMS_OF_SHARD = 512, 256
+"""A run has at least so many shards, if it has as many items, and more only of so many items."""
+
+PROBE_ENDS_S = 3
+"""How long the job that merged the probe may take to end."""
 
 Columns = Column | str | Mapping[str, Column | str]
 
@@ -103,6 +107,8 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
         if known is None:
             draft = _with_columns(draft, {**_learnt(draft), **{k: v for k, v in declared.items() if v is not None}})
         handle = api.submit_draft(draft, None, inject=inject, background=background)
+        if known is None:
+            _remove_probe(probe.probe_dir(draft.run_dir))
     for note in handle.outcome.notes if handle.outcome else ():
         log.warning("%s", note)
     if wait:
@@ -192,12 +198,15 @@ def _declared(columns: Columns | None) -> dict[str, Type]:
 
 
 def _with_larger_shards(draft: Draft, values: Mapping[str, Any]) -> Draft:
-    """The draft with fewer shards than by default: calls of a function may take a millisecond each."""
+    """The draft with fewer shards than by default: calls of a function may take a millisecond each.
+
+    Their size depends on the number of items alone, so that the same call with other resources has the same rows, from
+    the same shards.
+    """
     plan = draft.plan
     if values.get("shard_items") is not None:
         return draft
-    n_tasks = allocate(draft.resources, n_shards=None).n_tasks
-    n_shards = min(TARGET_SHARDS, max(FEWEST_SHARDS, SHARDS_OF_TASK * n_tasks, plan.n_items // ITEMS_OF_SHARD))
+    n_shards = min(TARGET_SHARDS, max(FEWEST_SHARDS, plan.n_items // ITEMS_OF_SHARD))
     n_batches = -(-plan.n_items // (plan.batch_size * n_shards))
     return replace(draft, plan=replace(plan, shard_items=plan.batch_size * n_batches))
 
@@ -222,6 +231,19 @@ def _learnt(draft: Draft) -> dict[str, Type]:
             known = types.get(name)
             types[name] = type_for_both(known if isinstance(known, str) else None, kind)
     return types
+
+
+def _remove_probe(folder: Path) -> None:
+    """Remove the probe of which the columns were learnt, unless its jobs take long to end."""
+    for left in range(PROBE_ENDS_S, -1, -1):
+        try:
+            probe.make_room(folder)
+            return
+        except (SlurmGPUError, OSError) as error:  # the run is submitted: what stays does no harm
+            if not left:
+                log.info("%s stays: %s", folder, error)
+            else:
+                time.sleep(1)
 
 
 def _with_columns(draft: Draft, types: Mapping[str, Type]) -> Draft:

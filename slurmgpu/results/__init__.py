@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -178,9 +178,10 @@ class Merged:
     def _value_types(self) -> Mapping[str, pa.DataType | None]:
         from slurmgpu.results.arrow import value_types
 
-        return value_types(
-            self.columns, lambda name: (self[name].python_values(*rows) for rows in self.ranges(_BLOCK_BYTES))
-        )
+        def of(rows: tuple[int, int]) -> Callable[[str], Sequence[Any]]:
+            return lambda name: self[name].python_values(*rows)
+
+        return value_types(self.columns, map(of, self.ranges(_BLOCK_BYTES)))
 
     def _dataset(self, path: str) -> npt.NDArray[Any]:
         if not self._data:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from slurmgpu.results.json_types import common_type
+from slurmgpu.results.json_types import common_types
 from slurmgpu.results.views import ArrayData, ColumnData, ListData
 from slurmgpu.shards.columns import Column
 from slurmgpu.shards.numbers import OFFSET_DTYPE
@@ -33,10 +33,10 @@ def to_arrow(
 
 
 def value_types(
-    columns: Mapping[str, Column], parts: Callable[[str], Iterable[Sequence[Any]]]
+    columns: Mapping[str, Column], parts: Iterable[Callable[[str], Sequence[Any]]]
 ) -> dict[str, pa.DataType | None]:
-    """The types that the values of columns have in common, of those that declare none; `parts` reads one by parts."""
-    return {name: common_type(parts(name)) for name, column in columns.items() if column.typed_by_values}
+    """The types that the values of columns have in common, of those that declare none; `parts` as in `common_types`."""
+    return common_types([name for name, column in columns.items() if column.typed_by_values], parts)
 
 
 def empty(columns: Mapping[str, Column], types: Types) -> pa.Table:

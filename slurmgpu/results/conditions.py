@@ -2,7 +2,8 @@
 
 The grammar is a part of Python's expressions, read by Python's parser; each operation is one of Arrow's, and nothing is
 evaluated as Python. docs/reference/cli.md lists what may be written. As in SQL, a comparison with null is null, and a
-row is chosen only if the condition is true; a comparison with NaN is false, except `!=`.
+row is chosen only if the condition is true; a comparison with NaN is false, except `!=`. As in NumPy, a number that is
+written has the precision of the float32 or float16 values beside it, so that 0.1 equals a stored 0.1.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ _ARITHMETIC: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: pc.add_checked,
     ast.Sub: pc.subtract_checked,
     ast.Mult: pc.multiply_checked,
-    ast.Div: lambda one, other: pc.divide(pc.cast(one, pa.float64()), other),
+    ast.Div: lambda one, other: pc.divide(one if _is_float(one.type) else pc.cast(one, pa.float64()), other),
 }
+_SHORT = (pa.float16(), pa.float32())
 _FUNCTIONS = ("abs", "col", "isnan", "len", "lower", "matches")
 
 _ALLOWED = (
@@ -92,7 +94,7 @@ class Condition:
             case ast.UnaryOp(ast.USub(), operand):
                 return pc.negate_checked(self._value(operand, table))
             case ast.BinOp(left, op, right) if type(op) in _ARITHMETIC:
-                return _ARITHMETIC[type(op)](self._value(left, table), self._value(right, table))
+                return _ARITHMETIC[type(op)](*_alike(self._value(left, table), self._value(right, table)))
             case ast.Compare(left, ops, comparators):
                 return self._comparison([left, *comparators], ops, table)
             case ast.Subscript(value, ast.Constant(str() as key)):
@@ -110,7 +112,7 @@ class Condition:
 
     def _compared(self, left: ast.expr, op: ast.cmpop, right: ast.expr, table: pa.Table) -> Any:
         if compare := _COMPARISONS.get(type(op)):
-            return compare(self._value(left, table), self._value(right, table))
+            return compare(*_alike(self._value(left, table), self._value(right, table)))
         if isinstance(op, ast.Is | ast.IsNot):
             if not (isinstance(right, ast.Constant) and right.value is None):
                 raise self._wrong(f"'is' takes None alone, as in error is None; found {ast.unparse(right)}.")
@@ -132,6 +134,9 @@ class Condition:
             choices = [ast.literal_eval(element) for element in elements]
         except ValueError:
             raise self._wrong("a list may hold numbers and texts alone.") from None
+        if value.type in _SHORT:
+            choices = [_rounded(pa.scalar(choice), value.type).as_py() for choice in choices]
+            value = pc.cast(value, pa.float64())
         found = pc.is_in(value, value_set=pc.cast(pa.array(choices), value.type))
         return pc.if_else(pc.is_valid(value), found, pa.scalar(None, pa.bool_()))
 
@@ -142,13 +147,40 @@ class Condition:
             case "len", [value]:
                 found = self._value(value, table)
                 return pc.list_value_length(found) if pa.types.is_nested(found.type) else pc.utf8_length(found)
-            case "abs" | "isnan" | "lower", [value]:
-                function = {"abs": pc.abs_checked, "isnan": pc.is_nan, "lower": pc.utf8_lower}[name]
-                return function(self._value(value, table))
+            case "abs", [value]:
+                found = self._value(value, table)
+                return pc.cast(pc.abs_checked(_computable(found)), found.type)
+            case "isnan" | "lower", [value]:
+                return {"isnan": pc.is_nan, "lower": pc.utf8_lower}[name](self._value(value, table))
         raise self._wrong(f"{name}(…) does not take {', '.join(map(ast.unparse, arguments)) or 'nothing'}.{_ALLOWED}")
 
     def _wrong(self, what: str) -> SlurmGPUError:
         return SlurmGPUError(f"The condition {self.text!r} cannot be used: {what}")
+
+
+def _alike(one: Any, other: Any) -> tuple[Any, Any]:
+    """Two operands, of which a number that is written has the precision of the values beside it."""
+    return _computable(_rounded(one, other.type)), _computable(_rounded(other, one.type))
+
+
+def _rounded(value: Any, kind: pa.DataType) -> Any:
+    """A number that is written, rounded to a short float type unless it is beyond that; anything else as it is."""
+    if kind not in _SHORT or not isinstance(value, pa.Scalar):
+        return value
+    if not (pa.types.is_integer(value.type) or _is_float(value.type)):
+        return value
+    with np.errstate(over="ignore"):
+        number = kind.to_pandas_dtype()(value.as_py())
+    return pa.scalar(float(number), pa.float32()) if np.isfinite(number) else pc.cast(value, pa.float64())
+
+
+def _computable(value: Any) -> Any:
+    """The value, as float32 if it is float16, with which Arrow does not compute."""
+    return pc.cast(value, pa.float32()) if value.type == pa.float16() else value
+
+
+def _is_float(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_floating(kind))
 
 
 def _column_of(node: ast.AST) -> str | None:

@@ -6,7 +6,7 @@ mappings fields of one type each; what a value lacks is null. Any other column h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import pyarrow as pa
@@ -46,15 +46,24 @@ def type_of(kind: Kind) -> pa.DataType | None:
     return pa.struct(list(fields.items())) if fields and None not in fields.values() else None
 
 
-def common_type(parts: Iterable[Sequence[Any]]) -> pa.DataType | None:
-    """The Arrow type of all values of a column, read part by part; None if they have none in common."""
-    kind: Kind = None
-    try:
-        for values in parts:
-            kind = common_kind(kind, values)
-    except MixedError:
-        return None
-    return type_of(kind)
+def common_types(
+    names: Collection[str], parts: Iterable[Callable[[str], Sequence[Any]]]
+) -> dict[str, pa.DataType | None]:
+    """The Arrow type of all values of each of these columns; None if they have none in common.
+
+    Each of `parts` returns the values of a column in some rows, by name. They are gone through once, and not at all
+    without columns.
+    """
+    kinds: dict[str, Kind] = dict.fromkeys(names)
+    for values_of in parts if kinds else ():
+        for name in list(kinds):
+            try:
+                kinds[name] = common_kind(kinds[name], values_of(name))
+            except MixedError:
+                del kinds[name]
+        if not kinds:
+            break
+    return {name: type_of(kinds[name]) if name in kinds else None for name in names}
 
 
 def _kind_of(value: Any, level: int) -> Kind:

@@ -25,7 +25,7 @@ from slurmgpu.results import Merged
 from slurmgpu.run.directory import Plan, Run
 from slurmgpu.shards.columns import Column, columns_from_json
 from slurmgpu.shards.shard_file import Shapes, examine
-from slurmgpu.shards.userblock import DamagedShardError, Reader
+from slurmgpu.shards.userblock import DamagedShardError, Identity, Reader
 from slurmgpu.util.shared_files import exists
 
 BLOCK_BYTES = 4 << 20
@@ -57,11 +57,14 @@ class Block(NamedTuple):
         """A mask of the rows of failed items."""
         return np.diff(self.file["error"].offsets[self.start : self.stop + 1]) > 0  # type: ignore[union-attr]
 
+    def values_of(self, name: str) -> list[Any]:
+        """The values of a column, as Python numbers, strings and arrays."""
+        return self.file[name].python_values(self.start, self.stop)
+
     def rows(self, names: Sequence[str] | None = None) -> list[Row]:
         """The rows, with the values of all columns or of `names` as Python numbers, strings and arrays."""
-        file, start, stop = self
-        columns = {name: file[name].python_values(start, stop) for name in (file.columns if names is None else names)}
-        indices, errors = file["index"].python_values(start, stop), file["error"].python_values(start, stop)
+        columns = {name: self.values_of(name) for name in (self.file.columns if names is None else names)}
+        indices, errors = self.values_of("index"), self.values_of("error")
         blank = dict.fromkeys(columns)
         return [
             Row(index, error or None, blank if error else {name: values[place] for name, values in columns.items()})
@@ -83,7 +86,7 @@ class RunRows:
     problems: list[str] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        plan = self.run.plan
+        plan, self._verified = self.run.plan, dict[Path, Identity]()
         self.columns: dict[str, Column] = columns_from_json(plan.columns)
         self.merged = _open_merged(self.run, self.verify)
         self._files = self.run.shard_files() if exists(self.run.shards) else {}
@@ -168,14 +171,14 @@ class RunRows:
     def _shard_blocks(self, shard: int, start: int, stop: int, n_bytes: int) -> Iterator[Block]:
         first, last = self.run.plan.bounds(shard)
         newest, *older = self._files[shard][::-1]
-        file = open_shard(self.run, shard, newest, self.problems)
+        file = open_shard(self.run, shard, newest, self.problems, self._verified)
         if file is None and self.merged is not None:
             places = np.searchsorted(self._items, (first, last))
             if places[0] < places[1]:
                 yield from self._merged_blocks(max(start, first), last, stop, n_bytes)
                 return
         for revision in older:
-            file = file or open_shard(self.run, shard, revision, self.problems)
+            file = file or open_shard(self.run, shard, revision, self.problems, self._verified)
         if file is not None:
             with file:
                 yield from _cut(file, max(start, first) - first, min(stop, last) - first, n_bytes)
@@ -207,11 +210,20 @@ class FileRows:
         return first, last
 
 
-def open_shard(run: Run, shard: int, revision: int = 0, problems: list[str] | None = None) -> Merged | None:
-    """A published shard whose every byte is verified; None if it is missing, or damaged, which `problems` gets."""
+def open_shard(
+    run: Run,
+    shard: int,
+    revision: int = 0,
+    problems: list[str] | None = None,
+    verified: dict[Path, Identity] | None = None,
+) -> Merged | None:
+    """A published shard whose every byte is verified; None if it is missing, or damaged, which `problems` gets.
+
+    Files in `verified` are not verified again; those that are get into it.
+    """
     path = run.revision_path(shard, revision)
     try:
-        _verify(path, run, shard)
+        _verify(path, run, shard, {} if verified is None else verified)
         return Merged(path)
     except FileNotFoundError:
         return None  # set aside by a merge meanwhile
@@ -223,10 +235,12 @@ def open_shard(run: Run, shard: int, revision: int = 0, problems: list[str] | No
         raise SlurmGPUError(f"{path} cannot be read: {error.strerror}.") from error
 
 
-def _verify(path: Path, run: Run, shard: int) -> None:
+def _verify(path: Path, run: Run, shard: int, verified: dict[Path, Identity]) -> None:
     """DamagedShardError if two readings find the file damaged, or of another plan."""
     start, stop = run.plan.bounds(shard)
     with Reader(path) as reader:
+        if verified.get(path) == (identity := reader.identity):
+            return
 
         def read() -> None:
             directory = examine(reader, fingerprint=run.plan.fingerprints, start=start, stop=stop)
@@ -238,6 +252,7 @@ def _verify(path: Path, run: Run, shard: int) -> None:
         except DamagedShardError:
             reader.forget_cache()
             read()
+    verified[path] = identity
 
 
 def _open_merged(run: Run, verify: bool) -> Merged | None:

@@ -162,11 +162,8 @@ class Selection:
         """The types that the values of JSON columns have in common, over all rows of the spans."""
         from slurmgpu.results.arrow import value_types
 
-        def parts(name: str) -> Iterator[Sequence[Any]]:
-            return (each.file[name].python_values(each.start, each.stop) for each in self._all_blocks(BLOCK_BYTES))
-
         new = {name: column for name, column in columns.items() if name not in self._types}
-        self._types |= value_types(new, parts)
+        self._types |= value_types(new, (block.values_of for block in self._all_blocks(BLOCK_BYTES)))
         return self._types
 
     def _table_of(self, block: Block, columns: Mapping[str, Column]) -> pa.Table:

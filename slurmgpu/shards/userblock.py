@@ -11,7 +11,7 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from slurmgpu.util.shared_files import PATIENCE_S, UnusableFileError, is_transient, naming, open_regular, retried
 
@@ -28,6 +28,10 @@ _BUFFER_BYTES = 1 << 20  # fits the L2 cache, so checksum and copy find the byte
 _PAGE_BYTES = 4096
 _SMALL_USERBLOCK = 1 << 20
 _LARGEST_USERBLOCK = 1 << 31  # a merged file of a million shards and a hundred columns needs less
+
+
+Identity: TypeAlias = tuple[int, int, int, int]
+"""A file's device, inode, size, and time of change in nanoseconds."""
 
 
 class DamagedShardError(Exception):
@@ -86,6 +90,12 @@ class Reader:
     def close(self) -> None:
         """Close the file."""
         os.close(self._fd)
+
+    @property
+    def identity(self) -> Identity:
+        """What tells the open file from another one at its path, and from itself after a change."""
+        found = os.fstat(self._fd)
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
     def chunks(self, start: int, stop: int) -> Iterator[memoryview]:
         """The bytes from `start` to `stop`; each chunk is valid until the next one is requested.

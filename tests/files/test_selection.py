@@ -19,7 +19,9 @@ from slurmgpu.merge.merge import merge
 from slurmgpu.results.published import RunRows
 from slurmgpu.results.selection import Selection
 from slurmgpu.shards.columns import Array, Json, Ragged, Text
+from slurmgpu.shards.shard_file import Directory
 from tests.support.published_runs import publish, published_run
+from tests.support.shard_files import changed
 
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -222,10 +224,11 @@ json_values = st.recursive(
 @settings(max_examples=200)
 @given(st.lists(json_values, min_size=1, max_size=6), st.integers(1, 6))
 def test_a_type_loses_no_value_and_does_not_depend_on_the_blocks(values, size):
-    from slurmgpu.results.json_types import common_type
+    from slurmgpu.results.json_types import common_types
 
-    kind = common_type([values])
-    assert common_type(values[at : at + size] for at in range(0, len(values), size)) == kind
+    kind = common_types(["it"], [{"it": values}.__getitem__])["it"]
+    parts = [{"it": values[at : at + size]}.__getitem__ for at in range(0, len(values), size)]
+    assert common_types(["it"], parts)["it"] == kind
     if kind is not None:
         for found, value in zip(pa.array(values, kind).to_pylist(), values, strict=True):
             assert without_nulls(found) == without_nulls(value)
@@ -281,3 +284,42 @@ def test_a_large_data_set_has_several_files_and_every_row(run, tmp_path, monkeyp
     assert len(names) > 3
     assert names[1] == "train-00001.parquet"
     assert parquet.read_table(tmp_path / "set" / "data")["index"].to_pylist() == THERE
+
+
+def test_a_table_of_several_json_columns_verifies_each_shard_once_and_again_after_a_change(run, monkeypatch):
+    verified = []
+
+    def counted(directory, reader):
+        verified.append(directory.start)
+        return verify(directory, reader)
+
+    verify = Directory.verify
+    monkeypatch.setattr(Directory, "verify", counted)
+    run.merged.unlink()
+    with RunRows(run) as rows:
+        selection = Selection(rows, (), "id != 'q1'")
+        opened = []
+        monkeypatch.setattr(rows, "blocks", lambda *args, blocks=rows.blocks: opened.append(args) or blocks(*args))
+        assert sum(map(len, selection.tables(1 << 20))) == sum(each in GOOD and each != 1 for each in THERE)
+        assert verified == [0, 10, 15]
+        assert len(opened) == 2  # the type of the other JSON column, then the rows
+        path = run.shards / "00003.h5"
+        with changed(path, path.stat().st_size - 1, b"\xff"):
+            assert sum(map(len, selection.tables(1 << 20))) == sum(each in GOOD and 1 != each < 15 for each in THERE)
+        assert "00003.h5 is damaged" in rows.problems[0]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_a_number_in_a_condition_has_the_precision_of_the_column(tmp_path, dtype):
+    rows = [{"s": value} for value in (-0.1, 0.1, 0.3, math.inf)]
+    made = published_run(tmp_path / "run", {"s": Array(dtype)}, rows)
+    for where, expected in {
+        "s == 0.1": [1], "0.1 == s": [1], "s != 0.1": [0, 2, 3], "s > 0.1": [2, 3], "s >= 0.1": [1, 2, 3],
+        "s < 0.1": [0], "s <= 0.1": [0, 1], "0.1 < s < 0.3": [], "s in [0.1, 7]": [1], "s not in [0.1]": [0, 2, 3],
+        "s == -0.1": [0], "abs(s) == 0.1": [0, 1], "-s == 0.1": [0], "isnan(s)": [],
+        "s <= 1e300": [0, 1, 2], "s in [1e300]": [], "s in []": [], "s < 16777217": [0, 1, 2], "s == 1e999": [3],
+        "s / 1 == 0.1 and 1 * s + 0 <= 0.1": [] if dtype == "float16" else [1],  # computed as float32
+    }.items():  # fmt: skip
+        assert chosen(made, where) == expected, where
+    with pytest.raises(SlurmGPUError, match="does not fit the columns"):
+        chosen(made, "s in ['x']")

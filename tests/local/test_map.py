@@ -56,6 +56,7 @@ def test_a_closure_is_mapped_and_its_columns_are_learnt_from_the_first_item():
     assert again["text"][:2] == ["even", "odd"]
     assert (run.folder / "function.pkl").stat().st_mode & 0o777 == 0o600
     assert "def triple(item, words):" in (run.folder / "function.py").read_text()
+    assert not (run.folder.parent / "triple-probe").exists()
     # Of the same name, the next run has a directory of its own.
     assert slurmgpu.map(triple, [{"n": 1}], load=lambda: "ab", **HERE).folder.name == "triple-2"
 
@@ -192,6 +193,17 @@ def test_what_is_refused_leaves_nothing_behind(tmp_path):
         with pytest.raises(SlurmGPUError, match=sentence):
             slurmgpu.map(**{**HERE, **given})
     assert not (tmp_path / "runs").exists()
+
+
+def test_other_resources_have_the_same_plan_and_the_same_bytes():
+    def square(item) -> int:
+        return item * item
+
+    few = slurmgpu.map(square, range(100), wait=True, **{**HERE, "tasks": 2})
+    many = slurmgpu.map(square, range(100), wait=True, **{**HERE, "tasks": 7, "executor": "debug"})
+    assert few.run.plan.fingerprint == many.run.plan.fingerprint
+    with h5py.File(few.run.merged) as here, h5py.File(many.run.merged) as there:
+        assert here["result"][:].tobytes() == there["result"][:].tobytes()
 
 
 def test_the_debug_executor_calls_the_function_in_this_process():
