@@ -205,7 +205,7 @@ def test_where_every_item_failed_the_advice_is_to_change_something_first(tmp_pat
     assert capsys.readouterr().out.splitlines()[-3:] == [
         f"Every item failed: slurmgpu logs {run.typed} --item 3 shows where.",
         f"after a change of the code, recompute them with: slurmgpu resubmit {run.typed} --failed",
-        "after a change of the settings or the input, which a run keeps: slurmgpu submit --run-dir ANOTHER",
+        "after a change of the settings or the input, which a run keeps: submit again, with another --run-dir",
     ]
 
 

@@ -162,7 +162,7 @@ def _show_next(report: Report) -> None:
     elif report["n_errors"] == report["n_rows"] > 1 and report["errors"]:
         result(f"\nEvery item failed: slurmgpu logs {folder} --item {report['errors'][0]['index']} shows where.")
         result(f"after a change of the code, recompute them with: {again}")
-        result("after a change of the settings or the input, which a run keeps: slurmgpu submit --run-dir ANOTHER")
+        result("after a change of the settings or the input, which a run keeps: submit again, with another --run-dir")
     elif report["n_errors"]:
         result(f"\nafter fixing the cause, recompute failed items with: {again}")
 
