@@ -196,6 +196,8 @@ def test_a_report_ends_with_the_command_that_computes_the_rest_or_the_failed_ite
     assert (
         f"\nafter fixing the cause, compute the rest with: slurmgpu resubmit {run.typed}\n" in capsys.readouterr().out
     )
+    show_report({**report, "n_rows": 0})
+    assert capsys.readouterr().out.endswith("submit again, with another --run-dir\n")
 
 
 def test_where_every_item_failed_the_advice_is_to_change_something_first(tmp_path, capsys):
