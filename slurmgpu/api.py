@@ -413,7 +413,8 @@ def _nothing_to_compute(run: Run, failed: bool) -> str:
         return f"{run.folder} has every shard, and no item failed: there is nothing to compute."
     return (
         f"{run.folder} has every shard: there is nothing to compute. "
-        f"`slurmgpu resubmit --failed {run.typed}` computes its failed items again."
+        f"`slurmgpu resubmit --failed {run.typed}` computes its failed items again; items that were added to its input "
+        f"take another run: submit again with --extend {run.typed} and another --run-dir."
     )
 
 

@@ -157,6 +157,12 @@ def is_compressed(path: Path, its_format: Format) -> bool:
     return suffix_of(path) is not None and not its_format.recognises(path)
 
 
+def _query_of(path: Path, suffix: str) -> str:
+    """A sentence that says how a database is an input, if the suffix is one of databases."""
+    kind = {".db": "sqlite", ".sqlite": "sqlite", ".sqlite3": "sqlite", ".duckdb": "duckdb"}.get(suffix.lower())
+    return f" Of a database write a query: '{kind}:{path}?SELECT … ORDER BY …'." if kind else ""
+
+
 def format_of(paths: Sequence[Path]) -> Format:
     """The one format that all file names stand for."""
     formats: dict[str, tuple[Path, Format]] = {}
@@ -168,7 +174,7 @@ def format_of(paths: Sequence[Path]) -> Format:
             raise SlurmGPUError(
                 f"Input {path} has the suffix {suffix!r}: expected {', '.join(others)} or {last}."
                 f"{did_you_mean(suffix.lower().removeprefix('.'), names)} If each file is an item, write 'files:' "
-                f"before the path or the pattern."
+                f"before the path or the pattern.{_query_of(path, suffix)}"
             )
         if is_compressed(path, found) and not found.may_be_compressed:
             raise SlurmGPUError(

@@ -65,6 +65,7 @@ def expand(table: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
     an invalid table.
     """
     n_random, groups = _n_random(table), _groups(table)
+    _refuse_flat_zip(table)
     axes = {
         key: _axis(key, value, is_zipped=any(key in group for group in groups))
         for key, value in table.items()
@@ -189,6 +190,14 @@ def _groups(table: Mapping[str, Any]) -> list[list[str]]:
         if names.count(name) > 1:
             raise SlurmGPUError(f"[sweep] zip names {name!r} twice; expected each key in one group.")
     return [[key for key in table if key in group] for group in found]
+
+
+def _refuse_flat_zip(table: Mapping[str, Any]) -> None:
+    found, keys = table.get(ZIP), table.keys() - {ZIP, RANDOM}
+    if isinstance(found, list) and found and all(isinstance(name, str) and name in keys for name in found):
+        raise SlurmGPUError(
+            f"[sweep] zip is a list of keys; expected a list of groups of them: write zip = {json.dumps([found])}."
+        )
 
 
 def _check_lengths(groups: Sequence[Sequence[str]], axes: Mapping[str, list[Any] | Distribution]) -> None:

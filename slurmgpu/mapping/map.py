@@ -19,7 +19,7 @@ from slurmgpu import api
 from slurmgpu.api import RunHandle
 from slurmgpu.code import functions
 from slurmgpu.containers.registry import runtime_named
-from slurmgpu.errors import SlurmGPUError
+from slurmgpu.errors import SlurmGPUError, did_you_mean
 from slurmgpu.executors import probe
 from slurmgpu.executors.detached import Background
 from slurmgpu.executors.registry import executor_named
@@ -27,6 +27,7 @@ from slurmgpu.inputs.kept import columns_kept, with_kept
 from slurmgpu.inputs.python_items import is_table, without_index, write_values
 from slurmgpu.mapping.annotations import Type, annotated_types, described
 from slurmgpu.plan.planner import TARGET_SHARDS, Draft, draft_run
+from slurmgpu.plan.run_file import Resources
 from slurmgpu.plan.site_file import GivenRunFile, read_run_file
 from slurmgpu.results import open as open_merged
 from slurmgpu.shards.column_types import RESULT, columns_of_types, type_for_both
@@ -79,6 +80,7 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
     `overrides` and `profile` as in `submit`. The run works in the background: on Slurm, or with executor="local" in
     processes that outlive this one; with `wait` it has ended, and is merged, when this returns.
     """
+    _refuse_unknown(resources)
     base, is_batched = Path.cwd(), batch_size is not None
     declared = _declared(columns) or annotated_types(function, batched=is_batched)
     known = None if not declared or None in declared.values() else declared
@@ -114,6 +116,13 @@ def map(  # noqa: A001 - slurmgpu.map, as the built-in map and multiprocessing's
     if wait:
         handle.wait()
     return handle
+
+
+def _refuse_unknown(resources: Mapping[str, Any]) -> None:
+    own = inspect.signature(map).parameters.keys() - {"resources"}
+    if unknown := [name for name in resources if name not in Resources.model_fields]:
+        suggestion = did_you_mean(unknown[0], own | Resources.model_fields.keys())
+        raise SlurmGPUError(f"slurmgpu.map has no argument {unknown[0]!r}.{suggestion}")
 
 
 def _function(
@@ -169,7 +178,9 @@ def _written(items: Any, scratch: Path) -> tuple[Path | None, str]:
     if isinstance(items, str | os.PathLike) or is_table(items):
         return None, "mapping"
     if isinstance(items, Mapping) or not isinstance(items, Iterable):
-        raise SlurmGPUError(f"items is a {type(items).__name__}; expected a list, a table, or the path of an input.")
+        raise SlurmGPUError(
+            f"items has the type {type(items).__name__}; expected a list, a table, or the path of an input."
+        )
     try:
         return write_values(items, scratch)
     except OSError as error:
@@ -194,6 +205,12 @@ def _declared(columns: Columns | None) -> dict[str, Type]:
     given = columns if isinstance(columns, Mapping) else {} if columns is None else {RESULT: columns}
     if columns is not None and not given:
         raise SlurmGPUError('columns is empty; expected a type for each column, as in {"score": "float32"}.')
+    for name, column in given.items():
+        if not isinstance(column, str | Column):
+            raise SlurmGPUError(
+                f"The column {name!r} has the type {column!r}; expected text, as in {{{name!r}: 'float32'}}, or a "
+                f"column such as slurmgpu.Text()."
+            )
     return {name: described(column) if isinstance(column, Column) else column for name, column in given.items()}
 
 
@@ -219,10 +236,12 @@ def _learnt(draft: Draft) -> dict[str, Type]:
     said = "so that the columns are not known, and nothing was submitted"
     if report["complete"] and (errors := report["errors"]):
         raise SlurmGPUError(
-            f"Item {errors[0]['index']} failed, {said}: {errors[0]['message']} Its log is in {run.logs}."
+            f"Item {errors[0]['index']} failed, {said}: {errors[0]['message'].rstrip('.')}. Its log is in {run.logs}."
         )
     if (failed := probe.why_failed(run, report)) is not None:
-        raise SlurmGPUError(f"The first item failed, {said}: {failed.failure}: {failed.message} Its log: {failed.log}")
+        raise SlurmGPUError(
+            f"The first item failed, {said}: {failed.failure}: {failed.message.rstrip('.')}. Its log: {failed.log}"
+        )
     with open_merged(run.merged) as merged:
         rows: list[dict[str, str | None]] = merged["types"][:]
     types: dict[str, Type] = {}

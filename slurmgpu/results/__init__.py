@@ -27,6 +27,7 @@ from slurmgpu.shards.columns import Column, columns_from_json, stored_columns
 from slurmgpu.shards.piece_table import pieces_of
 from slurmgpu.shards.userblock import MERGED, SHARD, DamagedShardError, Reader, read_userblock
 from slurmgpu.shards.userblock import verify as differences
+from slurmgpu.util.shared_files import is_folder
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -198,6 +199,10 @@ def _code(directory: Mapping[str, Any]) -> list[Stretch]:
 
 def _open(path: Path, verify: bool) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]], Checking | None]:
     """The directory, read-only arrays over the datasets' bytes, and the checker of a merged file."""
+    if is_folder(path):
+        raise SlurmGPUError(
+            f"{path} is a folder; expected a merged file or a shard: of a run, open({str(path / 'merged.h5')!r})."
+        )
     try:
         with Reader(path) as reader:
             directory, table, size = read_userblock(reader)

@@ -103,6 +103,13 @@ def test_rows_that_one_side_lacks_are_counted_and_named(slurmgpu, tmp_path, one)
     assert "13 rows of A alone, without a partner in B: items 5, 6," in done.stdout
 
 
+def test_runs_without_a_common_column_are_not_said_to_agree_without_a_word(slurmgpu, tmp_path, one):
+    other = published_run(tmp_path / "other", {"n": Array("int64")}, [{"n": 1}], [0])
+    said = "No column is in both: only errors were compared."
+    assert said in slurmgpu("compare", one, other.folder, expect=1).stdout
+    assert said not in slurmgpu("compare", one, one, expect=0).stdout
+
+
 def test_summaries_stand_beside_each_other(slurmgpu, tmp_path, one):
     other = made(tmp_path / "other", [row(number) for number in range(N_ITEMS)])
     for folder, accuracy in ((one, 0.25), (other, 0.5)):

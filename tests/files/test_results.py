@@ -270,6 +270,11 @@ def test_a_file_that_is_not_ours_is_refused(tmp_path, content):
         results.open(tmp_path / "a.h5")
 
 
+def test_a_run_directory_is_refused_with_the_file_to_open(tmp_path):
+    with pytest.raises(SlurmGPUError, match=r"is a folder; expected a merged file .* open\('.*/merged\.h5'\)"):
+        results.open(tmp_path)
+
+
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(SlurmGPUError, match=r"a\.h5 cannot be read: No such file"):
         results.open(tmp_path / "a.h5")

@@ -82,7 +82,9 @@ def test_a_first_item_that_fails_ends_the_call_with_its_error(tmp_path):
     def fails(item):
         raise RuntimeError("not with this item")
 
-    with pytest.raises(SlurmGPUError, match=r"Item 0 failed, so that .* nothing was submitted: .*not with this item"):
+    with pytest.raises(
+        SlurmGPUError, match=r"Item 0 failed, so that .* nothing was submitted: .*not with this item .*\. Its log"
+    ):
         slurmgpu.map(fails, [1, 2, 3], **HERE)
     with pytest.raises(SlurmGPUError, match=r"nothing in the column 'a' .* columns=\{'a': 'text', 'b': 'int64'\}"):
         slurmgpu.map(lambda item: {"a": None, "b": item}, [1, 2, 3], name="none", **HERE)
@@ -179,7 +181,7 @@ def test_what_is_refused_leaves_nothing_behind(tmp_path):
         ({"function": "text", "items": [1]}, "is no function"),
         ({"function": coroutine, "items": [1]}, "is a coroutine"),
         ({"function": len, "items": [1], "load": dict}, r"len cannot be called as function\(item, loaded\): too many"),
-        ({"function": len, "items": {"a": 1}}, "items is a dict; expected a list"),
+        ({"function": len, "items": {"a": 1}}, "items has the type dict; expected a list"),
         ({"function": len, "items": "none.jsonl"}, "none.jsonl does not exist"),
         (
             {"function": len, "items": ["a"], "columns": {"n": "int7"}},
@@ -187,7 +189,12 @@ def test_what_is_refused_leaves_nothing_behind(tmp_path):
         ),
         ({"function": len, "items": ["a"], "columns": "int64", "processes": "per-gpu"}, "For a call on each GPU"),
         ({"function": len, "items": ["a"], "columns": {}}, "columns is empty"),
-        ({"function": len, "items": ["a"], "columns": "int64", "gpu": 1}, r"unknown key \[resources\] gpu"),
+        ({"function": len, "items": ["a"], "columns": int}, "'result' has the type <class 'int'>; expected text"),
+        ({"function": len, "items": ["a"], "colums": "int64"}, "map has no argument 'colums'. Did you mean 'columns'"),
+        (
+            {"function": len, "items": ["a"], "columns": "int64", "gpu": 1},
+            "map has no argument 'gpu'. Did you mean 'gpus'",
+        ),
     ]
     for given, sentence in held:
         with pytest.raises(SlurmGPUError, match=sentence):

@@ -196,6 +196,8 @@ def test_a_report_ends_with_the_command_that_computes_the_rest_or_the_failed_ite
     assert (
         f"\nafter fixing the cause, compute the rest with: slurmgpu resubmit {run.typed}\n" in capsys.readouterr().out
     )
+    show_report({**report, "n_rows": 0})
+    assert capsys.readouterr().out.endswith("submit again, with another --run-dir\n")
 
 
 def test_where_every_item_failed_the_advice_is_to_change_something_first(tmp_path, capsys):
@@ -205,7 +207,7 @@ def test_where_every_item_failed_the_advice_is_to_change_something_first(tmp_pat
     assert capsys.readouterr().out.splitlines()[-3:] == [
         f"Every item failed: slurmgpu logs {run.typed} --item 3 shows where.",
         f"after a change of the code, recompute them with: slurmgpu resubmit {run.typed} --failed",
-        "after a change of the settings or the input, which a run keeps: slurmgpu submit --run-dir ANOTHER",
+        "after a change of the settings or the input, which a run keeps: submit again, with another --run-dir",
     ]
 
 

@@ -31,6 +31,8 @@ def show_comparison(found: Comparison) -> None:
         if found.n_different
         else f"\nNo row of {found.n_common:,} in both differs."
     )
+    if list(found.columns) == ["error"] and (found.a.only_columns or found.b.only_columns):
+        result("No column is in both: only errors were compared.")
     if differing := {name: each for name, each in found.columns.items() if each.n_rows}:
         table = _table("column", "rows that differ", "largest difference")
         for name, each in differing.items():

@@ -39,6 +39,7 @@ MAX_ODD = 8
 """The most columns with NaN or infinities that are named."""
 MIN_HOURS = 0.05
 """The ledger of fewer hours is not printed: some minutes are not representative."""
+OTHER_RUN = "after a change of the settings or the input, which a run keeps: submit again, with another --run-dir"
 
 
 def show_status(status: Status, max_rows: int | None = None) -> None:
@@ -159,10 +160,12 @@ def _show_next(report: Report) -> None:
         same = policies and not any(each is None or each.retriable or each.on_purpose for each in policies)
         words = "after fixing the cause, compute the rest with" if same else "to compute the rest"
         result(f"\n{words}: {report['resubmit']}")
+        if same and not report["n_rows"]:
+            result(OTHER_RUN)
     elif report["n_errors"] == report["n_rows"] > 1 and report["errors"]:
         result(f"\nEvery item failed: slurmgpu logs {folder} --item {report['errors'][0]['index']} shows where.")
         result(f"after a change of the code, recompute them with: {again}")
-        result("after a change of the settings or the input, which a run keeps: slurmgpu submit --run-dir ANOTHER")
+        result(OTHER_RUN)
     elif report["n_errors"]:
         result(f"\nafter fixing the cause, recompute failed items with: {again}")
 
