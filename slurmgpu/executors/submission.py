@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import cast
 
 from slurmgpu.errors import NoAnswerError, SlurmGPUError
-from slurmgpu.executors import manual_jobs, on_end, tracking
+from slurmgpu.executors import on_end, tracking
 from slurmgpu.executors.interface import Executor, Started
 from slurmgpu.executors.liveness import alive, forget_dead_tasks, others_alive, refuse_alive
 from slurmgpu.executors.registry import executor_named, lives_of
-from slurmgpu.executors.resubmission import next_submission
 from slurmgpu.faults import parse_faults
 from slurmgpu.faults.striking import damage_shards
 from slurmgpu.merge import merge
@@ -88,12 +87,19 @@ def start(run: Run, prepare: Prepare, on_tick: Callable[[], None] = lambda: None
             forget_dead_tasks(run)
         if _goes_on(run, report, submission.round):
             log.warning("incomplete; resubmitting, %d of %d times", submission.round + 1, run.plan.auto_resubmit)
-            return start(run, lambda _: next_submission(run, round=submission.round + 1), on_tick, patient=True)
+            return start(run, lambda _: _next(run, submission.round + 1), on_tick, patient=True)
     finally:
         # After the next submission is recorded: a second shell would take the run for ended.
         run.record_submission({"submission": submission.submission, "state": "ended"})
     _tell_end(run, report)
     return Outcome(submission, {}, (*notes, *fitted), report)
+
+
+def _next(run: Run, number: int) -> tuple[Submission, list[str]]:
+    """The submission of a round of `auto_resubmit`."""
+    from slurmgpu.executors.resubmission import next_submission  # pydantic: the tasks of a local run wait for imports
+
+    return next_submission(run, round=number)
 
 
 def _start(run: Run, submission: Submission, executor: Executor) -> Started:
@@ -133,6 +139,8 @@ def merge_when_over(run: Run) -> Report:
 
     The run file's `auto_resubmit` is not honoured: users who submit by hand decide what comes next.
     """
+    from slurmgpu.executors import manual_jobs  # which imports pydantic, as `_next` does
+
     owners.refuse_unwritable(run, "merge it", merges=True)
     own_job = os.environ.get("SLURM_JOB_ID", "")
     with heeded(), manual_jobs.log_beside(run, own_job) if own_job else contextlib.nullcontext():
@@ -239,7 +247,7 @@ def merge_behind(run: Run, submission: int | None = None) -> int:
     log.info("%s", _in_words(report))
     try:
         if _goes_on(run, report, last["round"]):
-            outcome = start(run, lambda _: next_submission(run, round=last["round"] + 1), patient=True)
+            outcome = start(run, lambda _: _next(run, last["round"] + 1), patient=True)
             over = False
             log.warning("resubmitted as %s. %s", ", ".join(outcome.jobs_in_words), " ".join(outcome.notes))
             executor_named(last["executor"]).hand_over(last, outcome.jobs)

@@ -30,6 +30,8 @@ OBSERVED = 32
 """How many claims of others to watch while there is free work."""
 LOOKED_UP = 1000
 """How many shards missing from a listing to look up by name before the run counts as complete."""
+FIRST_PAUSE_S = 0.05
+"""An idle task's first pause; each is twice the one before, up to what the lease allows."""
 CLAIMS_A_SECOND, NAMES_A_SECOND = 100, 20_000
 """Average limits of an idle task for reading claims and listing names: there may be a thousand such tasks."""
 
@@ -102,6 +104,7 @@ class Claimer:
     idle_s: float = 0.0
     _ahead: deque[int] = field(default_factory=deque)
     _last: int = 0
+    _n_pauses: int = 0
     _n_surveys: int = 0
     _n_names: int = 0
     _observed: float = 0.0
@@ -116,6 +119,7 @@ class Claimer:
     def next(self) -> int | str:
         """A claimed shard; else "complete" (all published) or "others" (the rest has owners)."""
         self._observe()
+        self._n_pauses = 0
         doubted = False
         while True:
             if (shard := self._take_ahead()) is not None:
@@ -264,13 +268,16 @@ class Claimer:
     def _wait(self, n_claims: int) -> None:
         """Pause so that each of the six renewals in a lease is seen; longer if there is much to read.
 
+        The first pauses are shorter: mostly others are about to publish the last shards, and the merge waits for all.
         Looking every quarter of a lease finds a stale one within one and a half leases.
         """
         lease_s = self.run.plan.lease_s
         work_s = n_claims / CLAIMS_A_SECOND + self._n_names / NAMES_A_SECOND
+        pause_s = max(min(1.0, lease_s / 20, FIRST_PAUSE_S * 2 ** min(self._n_pauses, 8)), work_s)
+        self._n_pauses += 1
         begun = time.monotonic()
         try:
-            self.pause(min(lease_s / 4, max(min(1.0, lease_s / 20), work_s)))
+            self.pause(min(lease_s / 4, pause_s))
         finally:
             self.idle_s += time.monotonic() - begun
 

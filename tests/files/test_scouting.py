@@ -93,6 +93,22 @@ def test_what_living_owners_hold_is_left_to_them(run, clock):
     assert len(claims) > 2  # each had to see it
 
 
+def test_an_idle_task_looks_again_soon_then_less_often(run, clock):
+    """The merge waits for the ends of idle tasks, which others' last shards keep for milliseconds or for hours."""
+    publish(run, *range(4))
+    run.claims.take(4, OTHER)
+    pauses = []
+
+    def others_compute(seconds):
+        clock.go(seconds)
+        pauses.append(seconds)
+        if len(pauses) == 7:
+            publish(run, 4)
+
+    assert Claimer(run, ME, pause=others_compute).next() == "complete"
+    assert pauses == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0], rel=0.1)  # and time for its listings
+
+
 def test_the_claim_of_a_dead_owner_is_taken_over(run, clock):
     publish(run, *range(4))
     run.claims.take(4, OTHER)

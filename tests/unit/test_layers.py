@@ -225,6 +225,19 @@ def test_a_task_needs_the_standard_library_alone():
     assert not loaded_after("import slurmgpu.executors.job_entry") & {*FOREIGN, "numpy", "pandas", "pydantic_core"}
 
 
+def test_submitit_which_starts_tasks_brings_no_numpy_with_it_and_leaves_it_to_jobs_that_need_it():
+    start = "from slurmgpu.executors.begin import import_submitit\nimport_submitit()\nimport submitit.core._submit"
+    task = loaded_after(f"{start}\nimport slurmgpu.executors.job_entry")
+    assert "submitit" in task
+    assert "numpy" not in task
+    assert "numpy" in loaded_after(f"{start}\nimport numpy\nnumpy.zeros(1)")
+    assert "numpy" in loaded_after(f"import numpy\n{start}\nnumpy.zeros(1)")
+
+
+def test_what_submits_in_the_background_and_merges_imports_no_pydantic_before_the_tasks_start():
+    assert not loaded_after("import slurmgpu.executors.detached") & {"pydantic", "pydantic_core", "submitit", "torch"}
+
+
 def test_help_and_status_import_nothing_that_takes_long(tmp_path):
     folder = pretend_run(tmp_path / "run", 300, n_tasks=2, executor="local").folder
     run = "from slurmgpu.cli.app import app\napp(%r, standalone_mode=False)"
