@@ -56,7 +56,8 @@ ENDING_S = 15.0
 class RunHandle:
     """A submitted run. It holds no resources; any number of handles may refer to the same run.
 
-    `run["text"][:]` waits for the merge, and reads a column.
+    `run["text"][:]` waits for the merge, and reads a column; a warning says how many of its values are blank, as their
+    items failed.
     """
 
     run: Run
@@ -66,7 +67,11 @@ class RunHandle:
         return f"<run {self.folder}: {count_of(self.run.plan.n_items, 'item')}>"
 
     def __getitem__(self, name: str) -> ColumnData:
-        return self.results()[name]
+        merged = self.results()
+        if n_failed := int(merged.failed.sum()):
+            failed = count_of(n_failed, "item")
+            log.warning("%s: %s failed, whose values in %r are blank. results().errors says why.", self, failed, name)
+        return merged[name]
 
     @property
     def folder(self) -> Path:

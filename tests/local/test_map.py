@@ -26,7 +26,7 @@ def values(run):
     return [(row.index, row.error, row.values) for row in run.rows()]
 
 
-def test_a_closure_is_mapped_and_its_columns_are_learnt_from_the_first_item():
+def test_a_closure_is_mapped_and_its_columns_are_learnt_from_the_first_item(caplog):
     scale = 3
 
     def triple(item, words):
@@ -51,6 +51,7 @@ def test_a_closure_is_mapped_and_its_columns_are_learnt_from_the_first_item():
     )
     assert found[5][1] == "item_error: five is said to fail"
     assert run["n"][:3].tolist() == [0, 3, 6]
+    assert "triple: 20 items>: 3 items failed, whose values in 'n' are blank." in caplog.text
     assert run["n"].dtype == "int64"
     again = slurmgpu.open_run(run.folder)
     assert again["text"][:2] == ["even", "odd"]

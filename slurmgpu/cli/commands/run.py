@@ -56,6 +56,9 @@ def run(
     \b
       slurmgpu run --each clips.jsonl --col text:text --gpus 4 --array -- whisper {audio} --json
       slurmgpu run --each a.jsonl --col n:int64 -- python count.py --in {in} --out {out}
+
+    {text} is a field of an item. {in} is a file with a line {"index": …, "seed": …, "data": ITEM} for each item of a
+    slice, and {out} takes a line {"index": …, COLUMN: VALUE} for each.
     """  # noqa: D301 - \b keeps the lines of a paragraph apart
     from slurmgpu.cli.commands import submit as submitting
     from slurmgpu.cli.console import result
