@@ -26,7 +26,7 @@ nightly: packages lint types
 	$(BIN)/python -m pytest -n 4 -m '' --hypothesis-profile=nightly
 
 check: lint types
-	$(BIN)/python -m pytest -n 2 tests/unit tests/files
+	$(BIN)/python -m pytest -n 3 tests/unit tests/files
 
 packages:
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then bash tests/cluster/install.sh && bash tests/install_browser.sh; fi

@@ -31,6 +31,7 @@ from slurmgpu.inputs import InputSpec, Reader, find, query_in, repack_query, rep
 from slurmgpu.inputs.repacking import GROUP_ITEMS
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.run.directory import Run, create_run
+from tests.support.nightly import by_night
 
 ROWS: list[dict[str, Any]] = [
     {"id": i, "täxt": f"wörd {i}", "at": {"x": i / 7, "tags": ["a"] * (i % 3)}} for i in range(5000)
@@ -39,7 +40,6 @@ DATED: list[dict[str, Any]] = [{"id": i, "on": datetime.date(2024, 1, 1 + i % 9)
 
 WORKLOAD = """
 from slurmgpu import Text
-
 class Texts:
     columns = {"text": Text()}
     batch_size = 4
@@ -88,7 +88,7 @@ def read_plan(path: Path) -> tuple[Any, list[str]] | str:
 JSONL = [f'{{"id": {i}, "text": "tëxt {i % 9}"}}'.encode() for i in range(3000)]
 
 
-@pytest.mark.parametrize("compressed", COMPRESSORS)
+@pytest.mark.parametrize("compressed", ["gz", "zst", by_night("bz2"), by_night("xz")])
 @pytest.mark.parametrize(
     ("suffix", "content"),
     [
@@ -100,7 +100,7 @@ JSONL = [f'{{"id": {i}, "text": "tëxt {i % 9}"}}'.encode() for i in range(3000)
         ("jsonl", b"\n" * 100),
         ("jsonl", b""),
         ("csv", b'id,text\r\n1,"a\r\nb"\r\n2,"say ""x"""\r\n\r\n'),
-        ("csv", b"id,text\n" + b'7,"two\nlines"\n' * 60_000 + b"8\n" + b"9,x\n" * 20_000),
+        ("csv", b"id,text\n" + b'7,"two\nlines"\n' * 30_000 + b"8\n" + b"9,x\n" * 10_000),
         ("csv", b"id,text\n" + b"1,x\n" * 30_000 + b'2,x"y\n'),
         ("csv", b"id,text\n\n"),
         ("txt", b"a\n\nb\n\n"),
@@ -154,6 +154,7 @@ PLAN = """
 import resource, sys
 from pathlib import Path
 from slurmgpu.inputs import scan
+from tests.support.nightly import by_night
 import pyarrow.parquet
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 scan([Path(sys.argv[1])], Path(sys.argv[2]), stride=16)

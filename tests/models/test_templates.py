@@ -8,6 +8,7 @@ import pytest
 
 from slurmgpu import results
 from slurmgpu.workload import BUILT_IN, template_of
+from tests.support.nightly import by_night
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 LANGUAGE_MODELS = ("generate", "classify", "judge", "collect")
@@ -33,7 +34,7 @@ def test_every_built_in_workload_is_run_here_or_beside_the_others():
     assert {*LANGUAGE_MODELS, "embed", "train", "tracin"} | WITHOUT_TORCH == BUILT_IN.keys()
 
 
-@pytest.mark.parametrize("name", LANGUAGE_MODELS)
+@pytest.mark.parametrize("name", [LANGUAGE_MODELS[0], *map(by_night, LANGUAGE_MODELS[1:])])
 def test_the_template_of_a_language_model_runs_with_another_model(slurmgpu, tmp_path, adder, name):
     assert initialized(slurmgpu, tmp_path, name)[0] == "  slurmgpu check --fetch slurmgpu.toml"
     folder = f"model={adder}"
