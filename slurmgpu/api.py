@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -439,21 +440,24 @@ def wait_for(run: Run, on_tick: Callable[[Status], None] = lambda status: None) 
 
 def follow_rows(run: Run) -> Iterator[RunRow]:
     """The rows of a run as `RunHandle.rows` gives them."""
-    at = 0
+    left = deque(run.plan.ranges)  # of the items without a row yet
     for _ in _while_alive(run):
-        if not exists(run.revision_path(at // run.plan.shard_items, 0)):
+        if not exists(run.revision_path(run.plan.shard_of(left[0][0]), 0)):
             continue
         with RunRows(run) as present:
-            for row in present.rows(at):
-                if row.index != at:
+            for row in present.rows(left[0][0]):
+                start, stop = left[0]
+                if row.index != start:
                     break  # its shard is not published yet
                 yield row
-                at += 1
-        if at == run.plan.n_items:
-            return
-    n_missing = run.plan.n_items - at
+                left.popleft()
+                if start + 1 < stop:
+                    left.appendleft((start + 1, stop))
+                if not left:
+                    return
+    n_missing = sum(stop - start for start, stop in left)
     with RunRows(run) as present:
-        for row in present.rows(at):
+        for row in present.rows(left[0][0]):
             n_missing -= 1
             yield row
     if n_missing:

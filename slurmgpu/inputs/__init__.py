@@ -1,16 +1,18 @@
 """The items of a run: the files that hold them, and random access to ranges of items.
 
 `find` expands the paths of a run file, `list_files` lists files that are items themselves, `scan` reads the files
-once at planning, `Reader` reads items later, `repack_records` writes items of Python where they can be read so, and
-`promise` describes the output of a run that has not finished. docs/reference/inputs.md has the formats.
+once at planning, `Reader` reads items later, `open_items` those of a run by their indices, `repack_records` writes
+items of Python where they can be read so, and `promise` describes the output of a run that has not finished.
+docs/reference/inputs.md has the formats.
 
-May import: results, shards, util.
+May import: results, run, shards, util.
 """
 
 from slurmgpu.inputs.databases import query_in, repack_query
 from slurmgpu.inputs.fields import check_fields
 from slurmgpu.inputs.finding import fetch, find, is_of_hub
 from slurmgpu.inputs.listing import list_files
+from slurmgpu.inputs.of_runs import open_items
 from slurmgpu.inputs.reader import Reader
 from slurmgpu.inputs.repacking import FOLDER, repack_records
 from slurmgpu.inputs.scanning import promise, scan
@@ -26,6 +28,7 @@ __all__ = [
     "find",
     "is_of_hub",
     "list_files",
+    "open_items",
     "promise",
     "query_in",
     "repack_query",

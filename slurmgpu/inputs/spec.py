@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from slurmgpu.util.item_ranges import spans_within
+
 PROMISED = -1
 """The size and time of a file that does not exist yet; in place of its SHA-256 stands the fingerprint of its plan."""
 
@@ -76,12 +78,7 @@ class InputSpec:
 
     def spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """The ranges (start, stop) of items start..stop-1 among the items of all files."""
-        n_before = 0
-        for first, end in self.ranges if self.ranges is not None else [(0, self.n_items)]:
-            low, high = first + max(start - n_before, 0), min(end, first + stop - n_before)
-            if low < high:
-                yield low, high
-            n_before += end - first
+        return spans_within(self.ranges if self.ranges is not None else [(0, self.n_items)], start, stop)
 
     def to_json(self) -> dict[str, Any]:
         """The spec as JSON values, for run.json."""

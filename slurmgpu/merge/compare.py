@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from slurmgpu import inputs, results
+from slurmgpu import results
 from slurmgpu.errors import ItemError, SlurmGPUError, did_you_mean
+from slurmgpu.inputs import open_items
 from slurmgpu.report.build import read_report
 from slurmgpu.results.published import Block, FileRows, Row, RunRows
 from slurmgpu.run.directory import Run
 from slurmgpu.run.recompute import spans_of
-from slurmgpu.util.atomic_files import working_folder
 from slurmgpu.util.json_values import json_value
 from slurmgpu.util.shared_files import is_folder
 
@@ -314,14 +314,8 @@ def _key_reader(path: str, source: Source, key: str) -> KeyReader:
 def _of_input(source: Source, key: str, indices: Sequence[int]) -> list[Any]:
     """The field of the input for items, ascending; None where there is none."""
     assert isinstance(source, RunRows)
-    run, found = source.run, list[Any]()
-    with (
-        working_folder(Path(run.plan.search_path)),
-        inputs.Reader(inputs.InputSpec.from_json(run.input), run.index) as reader,
-    ):
-        for first, stop in spans_of(list(map(run.plan.n_before, indices))):
-            found += [None if isinstance(data, ItemError) else data.get(key) for data in reader.read(first, stop)]
-    return found
+    with open_items(source.run) as read:
+        return [None if isinstance(data, ItemError) else data.get(key) for data in read(indices)]
 
 
 def _text(value: Any) -> str | None:

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slurmgpu import inputs
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.inputs import sweeps
+from slurmgpu.inputs import InputSpec, open_items, sweeps
 from slurmgpu.inputs.keys import items_named, name_by
 from slurmgpu.report.build import FailedItem
 from slurmgpu.run.directory import Run
@@ -34,19 +33,15 @@ def name_items(run: Run, items: Sequence[FailedItem]) -> None:
         return
     until = time.monotonic() + MAX_S
     try:
-        with working_folder(Path(run.plan.search_path)):
-            spec = inputs.InputSpec.from_json(run.input)
-            is_sweep = any(Path(file.path).name == sweeps.FILE for file in spec.files)
-            with inputs.Reader(spec, run.index) as reader:
-                for item in items[:MAX_NAMED]:
-                    if time.monotonic() > until:
-                        break
-                    place = run.plan.place(item["index"])
-                    assert place is not None
-                    [data] = reader.read(place, place + 1)
-                    if not isinstance(data, ItemError):
-                        by_key = name_by(run.plan.key, data) if run.plan.key else None
-                        item["name"] = by_key or name_of(data, None if is_sweep else N_FIELDS)
+        is_sweep = any(Path(file.path).name == sweeps.FILE for file in InputSpec.from_json(run.input).files)
+        with open_items(run) as read:
+            for item in items[:MAX_NAMED]:
+                if time.monotonic() > until:
+                    break
+                [data] = read([item["index"]])
+                if not isinstance(data, ItemError):
+                    by_key = name_by(run.plan.key, data) if run.plan.key else None
+                    item["name"] = by_key or name_of(data, None if is_sweep else N_FIELDS)
     except (OSError, SlurmGPUError, ValueError) as error:
         log.info("failed items are listed without names: %s", error)
 
@@ -63,7 +58,8 @@ def find_item(run: Run, asked: str) -> int:
         )
     name = " ".join(asked.removeprefix(f"{key}=").split())
     with working_folder(Path(run.plan.search_path)):
-        found = items_named(inputs.InputSpec.from_json(run.input), run.index, key, name)
+        places = items_named(InputSpec.from_json(run.input), run.index, key, name)
+    found = [index for place in places for index in run.plan.indices(place, place + 1)]
     if not found:
         raise SlurmGPUError(f"{run.folder} has no item whose {key} is {name!r}.")
     if len(found) > 1:
@@ -75,14 +71,11 @@ def find_item(run: Run, asked: str) -> int:
 
 def name_by_key(run: Run, index: int) -> str | None:
     """The name of an item by the run's key; None without one, or if its input cannot be read."""
-    if run.plan.key is None or not 0 <= index < run.plan.n_items:
+    if run.plan.key is None or run.plan.place(index) is None:
         return None
     try:
-        with (
-            working_folder(Path(run.plan.search_path)),
-            inputs.Reader(inputs.InputSpec.from_json(run.input), run.index) as reader,
-        ):
-            [data] = reader.read(index, index + 1)
+        with open_items(run) as read:
+            [data] = read([index])
     except (OSError, SlurmGPUError, ValueError) as error:
         log.info("item %d goes by its index: %s", index, error)
         return None

@@ -31,6 +31,7 @@ from slurmgpu.run.records import Record, Unread, read_record
 from slurmgpu.run.submissions import ENDS, Git, Place, SubmissionLine, as_seen_at, place_of
 from slurmgpu.shards.names import shard_name
 from slurmgpu.util.atomic_files import beside, fsync_dir, write_bytes
+from slurmgpu.util.item_ranges import spans_within
 from slurmgpu.util.shared_files import (
     BRIEF_PATIENCE_S,
     OTHERS_WRITE,
@@ -146,12 +147,7 @@ class Plan:
 
     def spans(self, start: int, stop: int) -> list[tuple[int, int]]:
         """The indices in the input of the run's items `start` to `stop` - 1, as (start, stop)."""
-        found, n_before = [], 0
-        for first, end in self.ranges:
-            low, high = first + max(start - n_before, 0), min(end, first + stop - n_before)
-            found += [(low, high)] if low < high else []
-            n_before += end - first
-        return found
+        return list(spans_within(self.ranges, start, stop))
 
     def indices(self, start: int, stop: int) -> Sequence[int]:
         """The indices of the run's items `start` to `stop` - 1 in the input."""

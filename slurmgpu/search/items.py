@@ -70,8 +70,8 @@ def story_of_item(run: Run, index: int, max_lines: int = N_LINES) -> Story:
     """The outcome of an item and its place in the logs, during the run and after."""
     plan = run.plan
     if plan.place(index) is None:
-        there = plan.input["ranges"] if plan.look else [(0, plan.n_items)]
-        has = ", ".join(f"{start} to {stop - 1}" for start, stop in there[:N_RANGES]) + ", …" * (len(there) > N_RANGES)
+        has = ", ".join(f"{start} to {stop - 1}" for start, stop in plan.ranges[:N_RANGES])
+        has += ", …" * (len(plan.ranges) > N_RANGES)
         raise SlurmGPUError(f"There is no item {index}: {run.folder} has the items {has}.")
     return _Search(run, index, max_lines).story()
 

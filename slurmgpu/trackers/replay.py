@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.inputs import InputSpec, Reader
+from slurmgpu.inputs import open_items
 from slurmgpu.plan.trackers import TRACKERS, Destination
 from slurmgpu.report.build import read_report
 from slurmgpu.run.directory import Run
@@ -261,8 +261,8 @@ class Replay:
 
     def _item(self, item: int) -> Mapping[str, Any]:
         try:
-            with Reader(InputSpec.from_json(self.run.input), self.run.index) as reader:
-                [data] = reader.read(item, item + 1)
+            with open_items(self.run) as read:
+                [data] = read([item])
         except (OSError, SlurmGPUError) as error:  # the input may have been moved since
             log.warning("item %d cannot be read, so its tracker run lacks it: %s", item, error)
             return {}

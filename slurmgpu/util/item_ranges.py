@@ -1,10 +1,21 @@
-"""Items as users name them: `10:20,35`."""
+"""Items as users name them, `10:20,35`, and as ranges (start, stop)."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 
 from slurmgpu.errors import SlurmGPUError
+
+
+def spans_within(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Of the items in `ranges`, counted from 0 in their order, those from `start` to `stop` - 1, as ranges."""
+    n_before = 0
+    for first, end in ranges:
+        low, high = first + max(start - n_before, 0), min(end, first + stop - n_before)
+        if low < high:
+            yield low, high
+        n_before += end - first
 
 
 def parse_item_ranges(text: str, n_items: int, of: str, *, clip: bool = False) -> list[tuple[int, int]]:

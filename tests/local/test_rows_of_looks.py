@@ -5,6 +5,8 @@ import json
 import pytest
 
 import slurmgpu
+from slurmgpu import api
+from slurmgpu.merge.item_names import find_item, name_by_key
 from slurmgpu.results.published import RunRows
 from slurmgpu.run.directory import Run
 
@@ -15,7 +17,7 @@ INDICES = [0, 1, 2, 10, 11, 12, 20]
 def folder(tmp_path_factory):
     from tests.support.runs import make_project
 
-    folder = make_project(tmp_path_factory.mktemp("looks") / "project", 24, shard_items=4)
+    folder = make_project(tmp_path_factory.mktemp("looks") / "project", 24, shard_items=4, key="x")
     options = {"executor": "debug", "gpus": 0}
     slurmgpu.submit(folder / "slurmgpu.toml", items="10:13,0:3,20", **options)
     slurmgpu.submit(folder / "slurmgpu.toml", **options)
@@ -54,3 +56,19 @@ def test_they_are_shown_with_their_items_and_exported(slurmgpu, folder):
 def test_they_equal_those_of_the_run_of_all_items(folder, key):
     found = slurmgpu.compare(folder / "run-look", folder / "run", key=key)
     assert (found.n_common, found.n_different, found.a.n_only, found.b.n_only) == (7, 0, 0, 17)
+
+
+def test_they_are_followed_while_the_run_is_at_work(folder, monkeypatch):
+    def one_look(run):
+        yield
+        raise AssertionError("rows that are published were left for later")
+
+    monkeypatch.setattr(api, "_while_alive", one_look)
+    assert [row.index for row in slurmgpu.open_run(folder / "run-look").rows()] == INDICES
+
+
+def test_their_items_go_by_their_key(folder):
+    run = Run.open(folder / "run-look")
+    assert [name_by_key(run, index) for index in (2, 11, 20)] == ["2", "11", "20"]
+    assert [find_item(run, f"x={index}") for index in (2, 11, 20)] == [2, 11, 20]
+    assert name_by_key(run, 3) is None

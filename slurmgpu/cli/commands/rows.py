@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from slurmgpu.cli.commands.export import tell_missing
 from slurmgpu.cli.console import result_json, say
 from slurmgpu.cli.views.rows import show_rows
 from slurmgpu.errors import ItemError
-from slurmgpu.inputs import InputSpec, Reader
+from slurmgpu.inputs import open_items
 from slurmgpu.results.published import RunRows
 from slurmgpu.results.selection import Selection
 from slurmgpu.run.directory import Run
-from slurmgpu.util.atomic_files import working_folder
 from slurmgpu.util.item_ranges import parse_item_ranges
 from slurmgpu.util.plurals import count_of
 
@@ -77,11 +75,6 @@ def _as_json(names: Sequence[str], row: Sequence[Any], data: Mapping[int, Any]) 
 
 def items_of(run: Run, indices: Sequence[int]) -> Mapping[int, Any]:
     """The input's data of items; an error's text for an item that could not be read."""
-    found: dict[int, Any] = {}
-    # Paths of the input may be relative to the run file's folder.
-    with working_folder(Path(run.plan.search_path)), Reader(InputSpec.from_json(run.input), run.index) as reader:
-        for index in indices:
-            place = run.plan.n_before(index)
-            [data] = reader.read(place, place + 1)
-            found[index] = str(data) if isinstance(data, ItemError) else data
-    return found
+    with open_items(run) as read:
+        found = zip(indices, read(indices), strict=True)
+        return {index: str(data) if isinstance(data, ItemError) else data for index, data in found}
