@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.shards.userblock import DamagedShardError, Reader
-from slurmgpu.util.shared_files import PATIENCE_S, is_transient, retried
+from slurmgpu.util.shared_files import PATIENCE_S, is_transient, naming, retried
 
 _PART_BYTES = 1 << 20
 _NEAR_BYTES = 1 << 14  # between two rows, are read too, rather than by another call
@@ -49,7 +49,9 @@ class OpenFile:
         try:
             while n_found < n_bytes:
                 rest, place = found[n_found:], start + n_found
-                if not (n_read := retried(lambda: self._read(rest, place), PATIENCE_S)):  # noqa: B023  (called at once)
+                with naming(self._path):
+                    n_read = retried(lambda: self._read(rest, place), PATIENCE_S)  # noqa: B023  (called at once)
+                if not n_read:
                     raise SlurmGPUError(
                         f"{self._path} was cut while it was open: it ends before byte {start + n_bytes}."
                         f" {how_to_go_on(self._path)}"
