@@ -260,7 +260,7 @@ def test_what_cannot_be_judged_is_its_items_error(nothing):
 @pytest.mark.parametrize(
     ("value", "verdict"),
     [
-        *[(value, "correct") for value in (True, 1.0, "Correct", "TRUE", " true", "1", "1.0")],
+        *[(value, "correct") for value in (True, 1.0, "Correct", "TRUE", " true", "1", "1.0", "one")],
         *[(value, "incorrect") for value in (0, "incorrect", "False", "0")],
         *[(None, ""), (7, "7"), ("7", "7"), ("maybe", "maybe"), (["correct"], '["correct"]')],
     ],

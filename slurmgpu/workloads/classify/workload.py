@@ -127,6 +127,8 @@ class Classify(LanguageModelWorkload):
                 if field is not None:
                     value = take(item.data, field)
                     values[name] = "" if value is None else text_of(value)
+            if values.get("truth", "") not in ("", *self.labels):
+                values["truth"] = self._finder.exactly(values["truth"]) or values["truth"]
             return self.prompts.of(item.data, self.given), values
         except ItemError as error:
             return error
