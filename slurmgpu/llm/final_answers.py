@@ -51,30 +51,11 @@ _BEHIND = re.compile(
 _WORD = re.compile("[A-Za-z]{2,}")
 _N_WORDS_OF_AN_ANSWER = 3
 
-_NAMES = [
-    "zero",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-    "thirteen",
-    "fourteen",
-    "fifteen",
-    "sixteen",
-    "seventeen",
-    "eighteen",
-    "nineteen",
-    "twenty",
-]
-_ANY = "|".join(_NAMES)
+_ANY = (
+    "zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen|seventeen"
+    "|eighteen|nineteen|twenty"
+)
+_NAMES = _ANY.split("|")
 # Not a part of a larger number (twenty-one, two hundred, one half), and not the pronoun "one".
 _NAMED = re.compile(
     rf"(?<![\w-])(?<!no )(?<!(?:this|that|each|eith|noth) )(?:(?P<minus>minus|negative)\s)?(?P<name>{_ANY})(?![\w-])"
