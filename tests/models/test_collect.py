@@ -132,6 +132,18 @@ def test_a_beginning_that_paths_share_is_completed_once(nothing):
     assert {(request.sampling.max_tokens, request.sampling.fit) for request in completions} == {(512, True)}
 
 
+def test_rollouts_go_on_from_the_beginning_that_a_chat_gives(nothing):
+    def answer(request):
+        text = "a\n#7" if request.prompt.answer == "So " else "#7"
+        return Output(request.id, text, tokens=np.arange(3))
+
+    chat = [{"role": "user", "content": "1+6"}, {"role": "assistant", "content": "So "}]
+    settings = {"prompt": None, "messages": "chat", "last": "continue", "paths": 1, "rollouts": 1}
+    workload, [row] = collect(nothing, answer, [{"chat": chat, "answer": 7}], **settings)
+    assert [[each.prompt.answer for each in wave] for wave in workload.engine.waves] == [["So "], ["So a\n"]]
+    assert (row["prompt"], row["n_correct"]) == (b"1+6", 1)
+
+
 def test_a_cut_path_is_wrong_and_counted_and_has_no_vote(nothing):
     answer = says("#7", "#7", "#8", cut=["#7"])
     _, [row] = collect(nothing, answer, [{"question": "1+6", "answer": 7}], paths=3)

@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.llm.engine import Output, Prompt, Request
 from slurmgpu.llm.metrics import ratio, wilson_interval
-from slurmgpu.llm.prompts import Prompts
+from slurmgpu.llm.prompts import Last, Prompts
 from slurmgpu.llm.sampling import mix
 from slurmgpu.llm.settings import SamplingSettings, sampling
 from slurmgpu.llm.steps import ROOT, Path, Tree, prefix_key
@@ -79,6 +79,7 @@ class Collect(LanguageModelWorkload):
         model: str,
         prompt: str | None = None,
         messages: str | None = None,
+        last: Last | None = None,
         system: str | None = None,
         paths: int | None = None,
         tree: Sequence[int] = (),
@@ -93,7 +94,7 @@ class Collect(LanguageModelWorkload):
         keep: Sequence[str] = (),
         **settings: Unpack[SamplingSettings],
     ) -> None:
-        self.prompts = Prompts(prompt, messages, system)
+        self.prompts = Prompts(prompt, messages, system, last=last)
         self.tree = tuple(tree)
         _check_shape(self.tree, paths, rollouts)
         self.n_paths = 8 if paths is None else paths
@@ -150,7 +151,7 @@ class Collect(LanguageModelWorkload):
         for number, draw in enumerate(draws):
             start = draw.search.tree.nodes[draw.node]
             key = mix(mix(draw.search.item.seed, prefix_key(start.prefix)), draw.number)
-            prompt = dataclasses.replace(draw.search.prompt, answer=start.prefix)
+            prompt = dataclasses.replace(draw.search.prompt, answer=draw.search.prompt.answer + start.prefix)
             # A question needs room for a whole answer; a continued path uses what is left of the context.
             sampling = dataclasses.replace(self.sampling, fit=bool(start.prefix))
             requests.append(Request(number, prompt, sampling, key))
