@@ -33,6 +33,10 @@ class NodeError(Exception):
     """The node can compute no item, whatever the item: the task ends, and other nodes compute what it leaves."""
 
 
+class GPUFaultError(Exception):
+    """A GPU was allocated but cannot be used; the text says why."""
+
+
 class WorkerBrokenError(Exception):
     """The process can compute no more, as after it lost its CUDA context or its group; a new worker can go on."""
 

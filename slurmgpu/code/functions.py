@@ -25,6 +25,7 @@ from typing import Any
 
 from slurmgpu.code.locator import own_modules
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.util.packages import own_python_path
 from slurmgpu.util.shared_files import UnusableFileError, read_own
 
 PICKLE = "function.pkl"
@@ -248,9 +249,7 @@ def _imported_in(code: CodeType) -> Iterator[str]:
 def _read_in_fresh_process(content: bytes, folder: Path) -> list[str]:
     """The user's modules that unpickling imports; SlurmGPUError if a fresh process cannot unpickle."""
     command = [sys.executable, "-m", "slurmgpu.code.functions", json.dumps([str(folder), *sys.path])]
-    own = str(Path(__file__).parents[2])
-    path = os.pathsep.join([own, *filter(None, [os.environ.get("PYTHONPATH")])])
-    environ = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+    environ = {**os.environ, "PYTHONPATH": own_python_path(), "PYTHONSAFEPATH": "1"}
     try:
         done = subprocess.run(command, input=content, capture_output=True, env=environ, cwd=folder, timeout=CHECK_S)
     except subprocess.TimeoutExpired as error:

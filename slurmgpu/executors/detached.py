@@ -15,7 +15,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.executors import submission as submitting
@@ -24,6 +23,7 @@ from slurmgpu.executors.submission import Outcome
 from slurmgpu.run.directory import Run
 from slurmgpu.run.submissions import Submission
 from slurmgpu.util.logging import log_to_stderr
+from slurmgpu.util.packages import own_python_path
 
 LOG = "submit.log"
 """The log of that process, in the run's logs/."""
@@ -35,7 +35,6 @@ class Background:
     """A process that waits for a submission while it imports its modules; leaving the `with` block ends an idle one."""
 
     def __enter__(self) -> Background:
-        path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
         answers, given = os.pipe()
         self._answers, self._errors = open(answers, encoding="utf-8"), tempfile.TemporaryFile()
         try:
@@ -45,7 +44,7 @@ class Background:
                     stdin=subprocess.PIPE,
                     stdout=self._errors,
                     stderr=self._errors,
-                    env={**os.environ, "PYTHONPATH": path},
+                    env={**os.environ, "PYTHONPATH": own_python_path()},
                     pass_fds=[given],
                     start_new_session=True,
                 )

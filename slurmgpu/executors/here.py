@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from slurmgpu.containers.settings import ContainerRecord
-from slurmgpu.errors import SlurmGPUError
+from slurmgpu.errors import GPUFaultError, SlurmGPUError
 from slurmgpu.executors.interface import Executor, Lines, Sight
 from slurmgpu.run.directory import Run
 from slurmgpu.run.liveness import are_seen_here, processes_here
@@ -78,7 +78,7 @@ def gpu_ids(submission: Submission) -> list[list[str]]:
     elif ids is None:
         try:
             ids = [str(number) for number in range(len(gpus.probe(n_slots * per_slot)))]
-        except gpus.GPUFaultError as error:
+        except GPUFaultError as error:
             raise SlurmGPUError(
                 f"{error}. To compute on this machine's CPUs: --gpus 0, and --tasks for the number of tasks."
             ) from error

@@ -1,8 +1,8 @@
 """The items of a run: the files that hold them, and random access to ranges of items.
 
 `find` expands the paths of a run file, `list_files` lists files that are items themselves, `scan` reads the files
-once at planning, `Reader` reads items later, `open_items` those of a run by their indices, `repack_records` writes
-items of Python where they can be read so, and `promise` describes the output of a run that has not finished.
+once at planning, `Reader` reads items later, `open_items` those of a run by their indices, `repack_table` writes
+a table that lies in memory where it can be read so, and `promise` describes the output of a run that has not finished.
 docs/reference/inputs.md has the formats.
 
 May import: results, run, shards, util.
@@ -14,7 +14,7 @@ from slurmgpu.inputs.finding import fetch, find, is_of_hub
 from slurmgpu.inputs.listing import list_files
 from slurmgpu.inputs.of_runs import open_items
 from slurmgpu.inputs.reader import Reader
-from slurmgpu.inputs.repacking import FOLDER, repack_records
+from slurmgpu.inputs.repacking import FOLDER, repack_table
 from slurmgpu.inputs.scanning import promise, scan
 from slurmgpu.inputs.spec import InputFile, InputSpec
 
@@ -32,6 +32,6 @@ __all__ = [
     "promise",
     "query_in",
     "repack_query",
-    "repack_records",
+    "repack_table",
     "scan",
 ]

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.inputs.tables import Groups, Tables, check_pyarrow, damage, raise_if_disk_failed
+from slurmgpu.inputs.tables import Groups, Tables, damage, raise_if_disk_failed
+from slurmgpu.util.packages import check_pyarrow
 
 MOST_BYTES = 1 << 31
 """The most memory for a compressed stream, which has to be unpacked from its beginning on."""
@@ -22,7 +23,7 @@ class ArrowRows(Groups):
     unit, kind = "record batch", "Arrow"
 
     def __init__(self, path: str) -> None:
-        check_pyarrow(path)
+        check_pyarrow(f"Reading {path} needs")
         import pyarrow as pa
 
         try:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.util.packages import check_pyarrow
 
 _CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
@@ -52,10 +53,9 @@ def decompressing(file: BinaryIO, path: Path) -> Iterator[BinaryIO]:
 
 
 def _arrow_stream(file: BinaryIO, path: Path, codec: str) -> BinaryIO:
-    try:
-        import pyarrow as pa
-    except ImportError as error:
-        raise SlurmGPUError(f"Reading {path} needs pyarrow: pip install 'slurmgpu[parquet]'.") from error
+    check_pyarrow(f"Reading {path} needs")
+    import pyarrow as pa
+
     # Unlike the modules gzip and bz2, it refuses what stands behind the last member, which may be a damaged one.
     stream: Any = pa.CompressedInputStream(pa.PythonFile(file, mode="r"), codec)
     return cast(BinaryIO, stream)

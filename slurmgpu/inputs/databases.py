@@ -13,9 +13,10 @@ from urllib.parse import quote
 
 from slurmgpu.errors import SlurmGPUError
 from slurmgpu.inputs.formats import Preview, refuse_changed
-from slurmgpu.inputs.repacking import FOLDER, RowGroups, check_pyarrow, even, hash_file, publish
+from slurmgpu.inputs.repacking import FOLDER, RowGroups, even, hash_file, publish
 from slurmgpu.inputs.spec import InputFile, InputSpec, Source
 from slurmgpu.inputs.tables import Parquet
+from slurmgpu.util.packages import check_pyarrow
 
 PREFIXES = ("sqlite:", "duckdb:")
 """What the name of a query begins with."""
@@ -70,7 +71,7 @@ def repack_query(
 
     The database is read only. SlurmGPUError for a query that fails, gives no rows, or a column of several types.
     """
-    check_pyarrow(f"A query of {query.path} is repacked, which needs")
+    check_pyarrow(f"A query of {query.path} is repacked, which needs", in_tasks=True)
     try:
         status = query.path.stat()
     except OSError as error:

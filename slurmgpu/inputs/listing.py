@@ -6,7 +6,6 @@ import glob
 import json
 import os
 import stat
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from slurmgpu.inputs.finding import globbed, is_data_set
 from slurmgpu.inputs.formats import Find, Preview, Rows, recognised
 from slurmgpu.inputs.lines import Lines, json_object
 from slurmgpu.util.amounts import size_of
+from slurmgpu.util.atomic_files import date_in_whole_seconds
 from slurmgpu.util.plurals import count_of
 from slurmgpu.util.shared_files import is_transient
 
@@ -60,8 +60,7 @@ class Listing:
                     folders |= dict.fromkeys(others)
                     line = {"path": name, "key": key, "size_bytes": size, "mtime_ns": mtime}
                     file.write(json.dumps(line) + "\n")
-        now = int(time.time())
-        os.utime(path, (now, now))  # in whole seconds, which any copy keeps
+        date_in_whole_seconds(path)
         about = f"{count_of(len(self.members), 'file')} of {' and '.join(self.roots[:3])}, {size_of(total)}"
         if shared := {key: n for key, n in Counter(key for _, key in self.members).items() if n > 1}:
             about += f"; {sum(shared.values())} of them share their key with another, as {next(iter(shared))!r}"

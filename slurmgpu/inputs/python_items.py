@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError
+from slurmgpu.util.atomic_files import date_in_whole_seconds
 
 VALUE = "value"
 """The field of an item that is no mapping."""
@@ -54,7 +53,8 @@ def write_values(items: Iterable[Any], folder: Path) -> tuple[Path, str]:
             file.write(_line(item, kind, n_items - 1) + "\n")
     if not n_items:
         raise SlurmGPUError("There are no items: expected one at least.")
-    return _dated(path), kind
+    date_in_whole_seconds(path)
+    return path, kind
 
 
 def _kind_of(item: Any) -> str:
@@ -88,9 +88,3 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, tuple):
         how = "Give a list: a tuple within an item does not come back as one."
     raise SlurmGPUError(f"{where} has a value of type {type(value).__name__}; {EXPECTED}. {how}")
-
-
-def _dated(path: Path) -> Path:
-    now = int(time.time())  # whole seconds, which any copy keeps
-    os.utime(path, (now, now))
-    return path

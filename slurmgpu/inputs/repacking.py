@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,10 +23,12 @@ from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs.compression import decompressing
 from slurmgpu.inputs.formats import CHUNK_BYTES, Preview, refuse_changed
 from slurmgpu.inputs.index import IndexWriter
-from slurmgpu.inputs.lines import Jsonl, LineParser, Lines, sampling_distance
+from slurmgpu.inputs.lines import LineParser, Lines, sampling_distance
 from slurmgpu.inputs.records import MAX_RECORD_BYTES, RecordFinder, split
 from slurmgpu.inputs.spec import InputFile, InputSpec, Source
 from slurmgpu.inputs.tables import Parquet, ParquetRows
+from slurmgpu.util.atomic_files import date_in_whole_seconds
+from slurmgpu.util.packages import check_pyarrow
 from slurmgpu.util.shared_files import naming
 
 FOLDER = "input"
@@ -93,8 +93,7 @@ class RowGroups:
             self._writer.close()
             self._file.flush()
             os.fsync(self._file.fileno())
-        now = int(time.time())
-        os.utime(self.path, (now, now))
+        date_in_whole_seconds(self.path)
         status = self.path.stat()
         digest = sha256 or hash_file(self.path)
         return InputFile(str(self.path), status.st_size, status.st_mtime_ns, digest, self.n_items, source)
@@ -131,29 +130,26 @@ class LineRows:
         ]
 
 
-def repack_records(records: Any, folder: Path, index: Path, *, stride: int) -> InputSpec:
-    """The spec of items that lie in memory, which are written to `folder`; their index, to `index`.
+def repack_table(table: Any, folder: Path, index: Path, *, stride: int) -> InputSpec:
+    """The spec of the rows of a table that lies in memory, which are written to `folder`; their index, to `index`.
 
-    `records` are mappings, or a table with an Arrow form: of pyarrow, pandas, polars and others. Mappings of JSON's
-    types are kept as JSON, exactly; other mappings become a table, and must have the same keys. SlurmGPUError names the
-    first record that cannot be stored.
+    The table has an Arrow form: one of pyarrow, pandas, polars and others.
     """
-    check_pyarrow("Items from Python need")
-    path = folder / FOLDER / "00000.parquet"
-    if hasattr(records, "__arrow_c_stream__"):
-        return _repack_table(records, path, index, stride)
-    rows = list(records)
-    for number, row in enumerate(rows):
-        if not isinstance(row, Mapping):
-            raise SlurmGPUError(
-                f"Item {number} is of type {type(row).__name__}: expected a mapping, such as {{'text': 'hello'}}."
-            )
-    if not rows:
-        raise SlurmGPUError("There are no items: expected at least one.")
-    if all(map(_is_json, rows)):
-        file = _repack_json(rows, path)
-        return publish(InputSpec(Jsonl.name, (file,), file.n_items, stride, None, repacked=True), index)
-    return _repack_table(_table(rows), path, index, stride)
+    check_pyarrow("Items from Python need", in_tasks=True)
+    import pyarrow as pa
+
+    reader = pa.RecordBatchReader.from_stream(table)
+    with RowGroups(folder / FOLDER / "00000.parquet", reader.schema) as groups:
+        for piece in even(pa.Table.from_batches([batch]) for batch in reader):
+            groups.add(piece.replace_schema_metadata(None))
+        if not groups.n_items:
+            raise SlurmGPUError("The table has no rows: expected at least one item.")
+        file = groups.close()
+    columns = tuple(reader.schema.names)
+    doubled = sorted({name for name in columns if columns.count(name) > 1})
+    if doubled:
+        raise SlurmGPUError(f"{doubled[0]!r} names two columns of the table: expected a name of its own for each.")
+    return publish(InputSpec(Parquet.name, (file,), file.n_items, stride, columns, repacked=True), index)
 
 
 def pack_lines(its_format: Lines, found: Preview, path: Path, advance: Callable[[int], None]) -> InputFile:
@@ -269,57 +265,11 @@ def hash_file(path: Path, progress: Callable[[int], None] | None = None) -> str:
     return checksum.hexdigest()
 
 
-def check_pyarrow(what: str) -> None:
-    """Raise SlurmGPUError if pyarrow is missing; `what` begins the sentence."""
-    try:
-        import pyarrow.parquet  # noqa: F401
-    except ImportError as error:
-        raise SlurmGPUError(f"{what} pyarrow, here and where tasks run: pip install 'slurmgpu[parquet]'.") from error
-
-
 def line_schema() -> Any:
     """The Arrow schema of repacked lines."""
     import pyarrow as pa
 
     return pa.schema([pa.field("line", pa.binary(), nullable=False)])
-
-
-def _repack_json(rows: Sequence[Mapping[str, Any]], path: Path) -> InputFile:
-    import pyarrow as pa
-
-    schema, checksum = line_schema(), hashlib.sha256()
-    with RowGroups(path, schema) as groups:
-        for start in range(0, len(rows), _STEP):
-            lines = [json.dumps(row).encode() + b"\n" for row in rows[start : start + _STEP]]
-            checksum.update(b"".join(lines))
-            groups.add(pa.table([pa.array(lines, pa.binary())], schema=schema))
-        return groups.close(checksum.hexdigest())
-
-
-def _is_json(value: Any) -> bool:
-    """Whether a value is read from JSON as it was, but for tuples, which become lists."""
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_json, value))
-    if isinstance(value, Mapping):
-        return isinstance(value, dict) and all(type(key) is str for key in value) and all(map(_is_json, value.values()))
-    return value is None or type(value) in (str, int, float, bool)
-
-
-def _repack_table(records: Any, path: Path, index: Path, stride: int) -> InputSpec:
-    import pyarrow as pa
-
-    reader = pa.RecordBatchReader.from_stream(records)
-    with RowGroups(path, reader.schema) as groups:
-        for table in even(pa.Table.from_batches([batch]) for batch in reader):
-            groups.add(table.replace_schema_metadata(None))
-        if not groups.n_items:
-            raise SlurmGPUError("The table has no rows: expected at least one item.")
-        file = groups.close()
-    columns = tuple(reader.schema.names)
-    doubled = sorted({name for name in columns if columns.count(name) > 1})
-    if doubled:
-        raise SlurmGPUError(f"{doubled[0]!r} names two columns of the table: expected a name of its own for each.")
-    return publish(InputSpec(Parquet.name, (file,), file.n_items, stride, columns, repacked=True), index)
 
 
 def even(tables: Iterable[Any]) -> Iterator[Any]:
@@ -339,28 +289,3 @@ def even(tables: Iterable[Any]) -> Iterator[Any]:
                 pending, missing = [], _STEP
     if pending:
         yield pa.concat_tables(pending)
-
-
-def _table(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """An Arrow table of mappings with the same keys; SlurmGPUError names what cannot be stored."""
-    import pyarrow as pa
-
-    keys = list(rows[0])
-    for number, row in enumerate(rows):
-        if row.keys() != rows[0].keys():
-            raise SlurmGPUError(
-                f"Item {number} has the keys {', '.join(map(repr, row))}, and item 0 {', '.join(map(repr, keys))}: "
-                f"expected the same keys in all, as some values are not of JSON's types and are stored as columns."
-            )
-    columns = []
-    for key in keys:
-        if type(key) is not str:
-            raise SlurmGPUError(f"{key!r} is a key of item 0: expected text, as it names a column.")
-        try:
-            columns.append(pa.array([row[key] for row in rows]))
-        except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-            raise SlurmGPUError(
-                f"The values of {key!r} cannot be stored in one column: {error}. Give all items values of one type: "
-                f"text, bytes, numbers, booleans, dates, NumPy arrays of one dimension, or lists and dicts of these."
-            ) from error
-    return pa.table(columns, names=keys)

@@ -16,9 +16,10 @@ from slurmgpu.inputs.formats import CHUNK_BYTES, Format, Preview, format_of, is_
 from slurmgpu.inputs.hub import origin
 from slurmgpu.inputs.index import IndexWriter
 from slurmgpu.inputs.lines import Lines
-from slurmgpu.inputs.repacking import FOLDER, check_pyarrow, pack_lines, publish
+from slurmgpu.inputs.repacking import FOLDER, pack_lines, publish
 from slurmgpu.inputs.spec import PROMISED, InputFile, InputSpec, Source
 from slurmgpu.inputs.tables import Merged
+from slurmgpu.util.packages import check_pyarrow
 
 
 def scan(
@@ -41,7 +42,7 @@ def scan(
     its_format = of_format or format_of(paths)
     compressed = [path for path in paths if is_compressed(path, its_format)]
     if compressed:
-        check_pyarrow(f"{compressed[0]} is repacked, which needs")
+        check_pyarrow(f"{compressed[0]} is repacked, which needs", in_tasks=True)
     previews = [_preview(path, its_format) for path in paths]
     _refuse_mixed(previews)
     total, done = sum(found.size_bytes for found in previews), 0

@@ -5,15 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import random
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.util.atomic_files import date_in_whole_seconds
 from slurmgpu.util.plurals import count_of
 
 FILE = "sweep.jsonl"
@@ -141,8 +140,7 @@ def place_of(file: Path, number: int, data: Mapping[str, Any]) -> str:
 def write(configurations: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Write the configurations as JSON lines; the modification time is whole seconds, which any copy keeps."""
     path.write_text("".join(f"{json.dumps(each, allow_nan=False)}\n" for each in configurations), "utf-8")
-    now = int(time.time())
-    os.utime(path, (now, now))
+    date_in_whole_seconds(path)
 
 
 def _drawn(

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, ClassVar, Protocol
 
 from slurmgpu.errors import ItemError, SlurmGPUError
 from slurmgpu.inputs.formats import Find, Format, Preview, Rows
+from slurmgpu.util.packages import check_pyarrow
 
 AFTERWARDS = (
     "Then plan this run again, as its input was written again; one that was submitted with --after goes on by "
@@ -75,7 +76,7 @@ class ParquetRows(Groups):
     unit, kind = "row group", "Parquet"
 
     def __init__(self, path: str) -> None:
-        check_pyarrow(path)
+        check_pyarrow(f"Reading {path} needs")
         import pyarrow.parquet as pq
 
         try:
@@ -180,14 +181,6 @@ class Merged(Tables, format="h5"):
     def table(self, path: str, *, verify: bool = False) -> MergedRows:
         """The rows of a file; with `verify`, every byte is checked first."""
         return MergedRows(path, verify=verify)
-
-
-def check_pyarrow(path: str) -> None:
-    """SlurmGPUError if pyarrow, which reads a file, is not installed."""
-    try:
-        import pyarrow  # noqa: F401
-    except ImportError as error:
-        raise SlurmGPUError(f"Reading {path} needs pyarrow: pip install 'slurmgpu[parquet]'.") from error
 
 
 def damage() -> tuple[type[Exception], ...]:

@@ -26,7 +26,7 @@ from slurmgpu import results
 from slurmgpu.code import importer
 from slurmgpu.code.snapshots import code_digest
 from slurmgpu.errors import SlurmGPUError, did_you_mean
-from slurmgpu.results import Merged
+from slurmgpu.results import BLOCK_BYTES, Merged
 from slurmgpu.results.published import FileRows, RunRows
 from slurmgpu.results.selection import Selection
 from slurmgpu.results.views import ArrayData
@@ -48,7 +48,6 @@ from slurmgpu.workload import build
 
 log = logging.getLogger(__name__)
 
-_BLOCK_BYTES = 4 << 20  # about ten times as much in Python objects
 _ROW_GROUP_BYTES = 32 << 20
 
 
@@ -176,7 +175,7 @@ def _written(
 
 def _write_jsonl(selection: Selection, file: IO[bytes]) -> int:
     n_rows = 0
-    for row in selection.plain_rows(_BLOCK_BYTES):
+    for row in selection.plain_rows(BLOCK_BYTES):
         line = json.dumps(dict(zip(selection.columns, row, strict=True)), ensure_ascii=False, allow_nan=False)
         file.write(f"{line}\n".encode())
         n_rows += 1
@@ -188,7 +187,7 @@ def _write_csv(selection: Selection, file: IO[bytes]) -> int:
     text, n_rows = io.TextIOWrapper(file, encoding="utf-8", newline=""), 0
     writer = csv.writer(text)
     writer.writerow(selection.columns)
-    for row in selection.plain_rows(_BLOCK_BYTES, as_cells=True):
+    for row in selection.plain_rows(BLOCK_BYTES, as_cells=True):
         writer.writerow(json.dumps(value) if isinstance(value, list | bool) else value for value in row)
         n_rows += 1
     text.detach()

@@ -85,7 +85,7 @@ def items_of(
     """The items of the run file at `path`, checked for the workload; files about them are made in `folder`.
 
     `after` is a run whose merged file may be the input before it exists. `kept` are fields that rows keep. `records`
-    are items from Python, in place of `input`; `made` is a file of items that is to move into the run directory. What
+    is a table from Python, in place of `input`; `made` is a file of items that is to move into the run directory. What
     is repacked, and may be large, is made in the folder that `room` gives.
     """
     index = folder / "input.idx"
@@ -94,7 +94,7 @@ def items_of(
         lines = _check(found, index, workload, path, config.key, kept, "items")
         return Items(_in_run(found), [index, made], lines=lines)
     if records is not None:
-        packed = inputs.repack_records(records, room(), index, stride=stride)
+        packed = inputs.repack_table(records, room(), index, stride=stride)
         return _repacked(packed, index, workload, path, config.key, kept)
     if config.input is not None:
         if config.sweep is not None:

@@ -110,7 +110,7 @@ def draft_run(
     `run_file` is its path, or a `GivenRunFile`.
     `after` is a run that this one waits for: its merged file may be the input before it exists. A `look` is a run of
     some of the items, beside the directory that the run of all would have. `extends` is a run of fewer items, whose
-    shards are taken. `records` are items from Python, mappings or a table with an Arrow form, in place of `input`.
+    shards are taken. `records` is a table from Python with an Arrow form, in place of `input`.
     """
     source = run_file.expanduser().resolve() if isinstance(run_file, Path) else run_file
     path, config = path_of(source), read_run_file(source, overrides)

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from slurmgpu.containers import registry
 from slurmgpu.containers.registry import RUNTIMES
-from slurmgpu.errors import SlurmGPUError, did_you_mean
+from slurmgpu.errors import GPUFaultError, SlurmGPUError, did_you_mean
 from slurmgpu.plan.executors import DEFAULT, EXECUTORS
 from slurmgpu.plan.trackers import CredentialError, parse_destination
 from slurmgpu.util import gpus
@@ -281,7 +281,7 @@ def counted(resources: Mapping[str, Any]) -> Mapping[str, Any]:
         )
     try:
         return {**resources, "gpus": gpus.count()}
-    except gpus.GPUFaultError as error:
+    except GPUFaultError as error:
         raise SlurmGPUError(f'gpus = "{ALL}": {error}. To compute on CPUs: --gpus 0.') from error
 
 

@@ -27,6 +27,7 @@ from slurmgpu.shards.columns import Column, columns_from_json, stored_columns
 from slurmgpu.shards.piece_table import pieces_of
 from slurmgpu.shards.userblock import MERGED, SHARD, DamagedShardError, Reader, read_userblock
 from slurmgpu.shards.userblock import verify as differences
+from slurmgpu.util.packages import check_pyarrow
 from slurmgpu.util.shared_files import is_folder
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 
 
 _MOST_PROBLEMS = 3
-_BLOCK_BYTES = 4 << 20  # about ten times as much in Python objects
+BLOCK_BYTES = 4 << 20
+"""About the bytes of a block of rows; ten times as many as Python objects."""
 
 
 def open(  # noqa: A001 - slurmgpu.open, as h5py and gzip do it
@@ -161,10 +163,9 @@ class Merged:
 
         A JSON column has the type that all of its values in the file have in common, else it is JSON text.
         """
-        try:
-            from slurmgpu.results.arrow import to_arrow
-        except ImportError as error:
-            raise SlurmGPUError("to_arrow() needs pyarrow: pip install 'slurmgpu[parquet]'") from error
+        check_pyarrow("to_arrow() needs")
+        from slurmgpu.results.arrow import to_arrow
+
         start, stop, _ = slice(start, stop).indices(len(self))
         columns = {name: self[name] for name in ("index", *self.columns, "error")}
         return to_arrow(columns, self.failed[start : max(start, stop)], start, max(start, stop), self._value_types)
@@ -182,7 +183,7 @@ class Merged:
         def of(rows: tuple[int, int]) -> Callable[[str], Sequence[Any]]:
             return lambda name: self[name].python_values(*rows)
 
-        return value_types(self.columns, map(of, self.ranges(_BLOCK_BYTES)))
+        return value_types(self.columns, map(of, self.ranges(BLOCK_BYTES)))
 
     def _dataset(self, path: str) -> npt.NDArray[Any]:
         if not self._data:

@@ -21,15 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 from slurmgpu.errors import SlurmGPUError
-from slurmgpu.results import Merged
+from slurmgpu.results import BLOCK_BYTES, Merged
 from slurmgpu.run.directory import Plan, Run
 from slurmgpu.shards.columns import Column, columns_from_json
 from slurmgpu.shards.shard_file import Shapes, examine
 from slurmgpu.shards.userblock import DamagedShardError, Identity, Reader
 from slurmgpu.util.shared_files import exists
 
-BLOCK_BYTES = 4 << 20
-"""About the bytes of a block of rows; ten times as many as Python objects."""
 _MISSING, _MERGED, _FILE = range(3)
 
 

@@ -13,8 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from slurmgpu.errors import SlurmGPUError, did_you_mean
-from slurmgpu.results.published import BLOCK_BYTES, Block, Row
+from slurmgpu.results import BLOCK_BYTES
+from slurmgpu.results.published import Block, Row
 from slurmgpu.shards.columns import Column, stored_columns
+from slurmgpu.util.packages import check_pyarrow
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -179,8 +181,7 @@ class Selection:
 
 
 def _condition(text: str, names: Mapping[str, Column]) -> Condition:
-    try:
-        from slurmgpu.results.conditions import Condition
-    except ImportError as error:
-        raise SlurmGPUError("A condition needs pyarrow: pip install 'slurmgpu[parquet]'") from error
+    check_pyarrow("A condition needs")
+    from slurmgpu.results.conditions import Condition
+
     return Condition(text, names)

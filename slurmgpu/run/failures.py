@@ -9,9 +9,8 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from slurmgpu.errors import NodeError
+from slurmgpu.errors import GPUFaultError, NodeError
 from slurmgpu.util.atomic_files import FULL
-from slurmgpu.util.gpus import GPUFaultError
 from slurmgpu.util.out_of_memory import is_out_of_memory
 from slurmgpu.util.shared_files import is_transient
 

@@ -11,7 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 
-import slurmgpu
 from slurmgpu.containers.command import exec_command, package_binds, python_path
 from slurmgpu.containers.folders import leave_task_folders
 from slurmgpu.containers.node import Prepared, prepare
@@ -20,6 +19,7 @@ from slurmgpu.containers.settings import Container, ContainerError
 from slurmgpu.plan.binds import container_binds
 from slurmgpu.run.directory import Run
 from slurmgpu.run.records import Attempt
+from slurmgpu.util.packages import own_python_path
 from slurmgpu.worker.assignment import Assignment
 
 # Only now is it known which Python an image has: one that is too old gets a sentence instead of a SyntaxError.
@@ -86,9 +86,7 @@ class Launcher:
         own = {"PYTHONUNBUFFERED": "1", "HDF5_USE_FILE_LOCKING": "FALSE", **self.run.plan.environ, **environ}
         if self.container is None:
             # The worker runs the same slurmgpu as this task, wherever that was imported from.
-            home = str(Path(slurmgpu.__file__).resolve().parent.parent)
-            path = os.pathsep.join(part for part in (home, os.environ.get("PYTHONPATH")) if part)
-            return [sys.executable, *inner], {**os.environ, **own, "PYTHONPATH": path}
+            return [sys.executable, *inner], {**os.environ, **own, "PYTHONPATH": own_python_path()}
         assert self._prepared is not None, "prepare() comes first"
         return exec_command(
             self.container,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmgpu.containers.settings import ContainerError
+from slurmgpu.errors import GPUFaultError
 from slurmgpu.run.directory import Run
 from slurmgpu.run.records import Attempt
 from slurmgpu.run.rendezvous import Line, join_rendezvous
@@ -128,7 +129,7 @@ class _Follower:
             if self._attempt.uses_gpus:
                 gpus.check_visible(self._attempt.n_gpus)
             self._launcher.prepare()
-        except (gpus.GPUFaultError, ContainerError, OSError) as error:
+        except (GPUFaultError, ContainerError, OSError) as error:
             log.error("%s", error)
             return self._as_problem(error)
         return None

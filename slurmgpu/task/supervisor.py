@@ -20,6 +20,7 @@ from typing import Any
 from slurmgpu.code import importer
 from slurmgpu.code.snapshots import code_digest
 from slurmgpu.containers.settings import ContainerError
+from slurmgpu.errors import GPUFaultError
 from slurmgpu.report.attempts import TOO_LARGE
 from slurmgpu.run.claims import RENEWALS_PER_LEASE, UNREADABLE, Claim
 from slurmgpu.run.directory import Run
@@ -100,7 +101,7 @@ class Task:
                 gpus.check_visible(self.attempt.n_gpus)
             self._drop_earlier()
             return work()
-        except gpus.GPUFaultError as error:
+        except GPUFaultError as error:
             return self._fail("gpu_fault", str(error))
         except ContainerError as error:
             self.record["bad_node"] = self.record["node"] if error.node_at_fault else None

@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,12 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 """What a disk, or a quota, that is full answers."""
 _CANNOT_SYNC_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 _NUMBERS = itertools.count()
+
+
+def date_in_whole_seconds(path: Path) -> None:
+    """Set a file's time of modification to now, in whole seconds, which any copy keeps."""
+    now = int(time.time())
+    os.utime(path, (now, now))
 
 
 def fsync_dir(path: Path) -> None:

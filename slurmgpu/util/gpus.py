@@ -16,6 +16,8 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from slurmgpu.errors import GPUFaultError
+
 MIN_FREE = 0.1
 """The share of a GPU's memory that must be free before a workload is loaded."""
 FREE_PATIENCE_S = 10.0
@@ -24,10 +26,11 @@ AGAIN_S = 60.0
 """How long a new process may take to look at the GPUs."""
 LOOK = """
 import sys
+from slurmgpu.errors import GPUFaultError
 from slurmgpu.util import gpus
 try:
     gpus.probe(int(sys.argv[1]))
-except gpus.GPUFaultError as error:
+except GPUFaultError as error:
     print(error)
 """
 
@@ -45,10 +48,6 @@ class GPU:
     free_bytes: int | None = None
     cuda: str = ""
     driver: str | None = None
-
-
-class GPUFaultError(Exception):
-    """A GPU was allocated but cannot be used; the text says why."""
 
 
 NO_DEVICE = 100

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from slurmgpu.errors import Interrupted, ItemError, NodeError, Retry, WorkerBrokenError
+from slurmgpu.errors import GPUFaultError, Interrupted, ItemError, NodeError, Retry, WorkerBrokenError
 from slurmgpu.inputs.kept import check_kept, kept_values
 from slurmgpu.inputs.keys import name_by
 from slurmgpu.run.crash_history import History
 from slurmgpu.run.failures import FILES, ITEM, POLICIES, class_of
 from slurmgpu.shards.columns import Column, convert_row
-from slurmgpu.util.gpus import GPUFaultError
 from slurmgpu.util.plurals import count_of
 from slurmgpu.worker.assignment import WorkerFailedError
 from slurmgpu.workload import Adapted, Item

@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 from slurmgpu.code import importer
 from slurmgpu.containers import image_name
-from slurmgpu.errors import Interrupted, ItemError, SlurmGPUError, WorkerBrokenError
+from slurmgpu.errors import GPUFaultError, Interrupted, ItemError, SlurmGPUError, WorkerBrokenError
 from slurmgpu.inputs import InputSpec, Reader
 from slurmgpu.run.claims import Claim
 from slurmgpu.run.crash_history import History, read_history
@@ -320,7 +320,7 @@ class Worker:
         if given.n_gpus and given.device != "cpu":
             try:
                 found = gpus.probe(given.n_gpus, mine=group.local_rank if group.world_size > 1 else None)
-            except gpus.GPUFaultError as error:
+            except GPUFaultError as error:
                 raise WorkerFailedError("gpu_fault", str(error)) from error
             self.report({"event": "gpus", "names": [gpu.name for gpu in found], "uuids": [gpu.uuid for gpu in found]})
             device = f"cuda:{group.local_rank}"

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from slurmgpu.containers import image_name
+from slurmgpu.errors import GPUFaultError
 from slurmgpu.util import env_info, gpus
 
 NEEDED = ("numpy", "h5py")
@@ -39,7 +40,7 @@ def probe(n_gpus: int) -> Found:
             found["problems"].append(["container", f"torch {torch} is built for CPUs alone; take an image with CUDA"])
         try:
             found["gpus"] = [asdict(gpu) for gpu in gpus.probe(n_gpus)]
-        except gpus.GPUFaultError as error:
+        except GPUFaultError as error:
             found["problems"].append(["gpu_fault", str(error)])
     return found
 

@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
-import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from slurmgpu.errors import ItemError, SlurmGPUError
-from slurmgpu.inputs import InputSpec, Reader, find, query_in, repack_query, repack_records, scan
+from slurmgpu.inputs import InputSpec, Reader, find, query_in, repack_query, repack_table, scan
 from slurmgpu.inputs.repacking import GROUP_ITEMS
 from slurmgpu.plan.planner import draft_run
 from slurmgpu.run.directory import Run, create_run
@@ -58,9 +57,9 @@ COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-def repacked(records: Any, folder: Path) -> InputSpec:
+def repacked(table: Any, folder: Path) -> InputSpec:
     folder.mkdir(exist_ok=True)
-    return repack_records(records, folder, folder / "index", stride=4)
+    return repack_table(table, folder, folder / "index", stride=4)
 
 
 def all_items(spec: InputSpec, index: Path) -> list[Any]:
@@ -170,19 +169,13 @@ def test_repacking_300_mb_takes_less_than_150_mb_of_memory(tmp_path: Path) -> No
     assert grown_mb < 150
 
 
-@pytest.mark.parametrize("records", [ROWS, DATED], ids=["json", "columns"])
-def test_items_from_python_are_read_as_they_were(tmp_path: Path, records: list[dict[str, Any]]) -> None:
-    spec = repacked(records, tmp_path)
-    assert all_items(spec, tmp_path / "index") == records
-    again = repacked(iter(records), tmp_path / "again")
-    assert again.digest == spec.digest, "the same items planned twice are the same input"
-    assert Path(again.files[0].path).read_bytes() == Path(spec.files[0].path).read_bytes()
-
-
 def test_tables_and_data_frames_are_read_as_their_rows(tmp_path: Path) -> None:
     table = pa.Table.from_pylist(DATED)
     spec = repacked(table, tmp_path / "table")
     assert (spec.columns, all_items(spec, tmp_path / "table" / "index")) == (("id", "on", "raw"), DATED)
+    again = repacked(table, tmp_path / "again")
+    assert again.digest == spec.digest, "the same table planned twice is the same input"
+    assert Path(again.files[0].path).read_bytes() == Path(spec.files[0].path).read_bytes()
     pieces = [table.slice(i, 17) for i in range(0, 300, 17)]
     assert repacked(pa.concat_tables(pieces), tmp_path / "pieces").digest == spec.digest
     frame = repacked(pd.DataFrame(DATED), tmp_path / "frame")
@@ -190,9 +183,9 @@ def test_tables_and_data_frames_are_read_as_their_rows(tmp_path: Path) -> None:
 
 
 def test_row_groups_are_bounded_in_rows_and_in_bytes(tmp_path: Path) -> None:
-    about = pq.ParquetFile(repacked(ROWS, tmp_path / "rows").files[0].path).metadata
+    about = pq.ParquetFile(repacked(pa.Table.from_pylist(ROWS), tmp_path / "rows").files[0].path).metadata
     assert [about.row_group(i).num_rows for i in range(about.num_row_groups)] == [GROUP_ITEMS, GROUP_ITEMS, 904]
-    wide = [{"x": "a" * 200_000} for _ in range(600)]
+    wide = pa.table({"x": ["a" * 200_000] * 600})
     about = pq.ParquetFile(repacked(wide, tmp_path / "wide").files[0].path).metadata
     assert [about.row_group(i).num_rows for i in range(about.num_row_groups)] == [256, 256, 88]
 
@@ -202,33 +195,28 @@ def test_a_disk_without_room_is_named(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
         with pytest.raises(OSError) as caught:
-            repacked([{"x": os.urandom(9000)} for _ in range(5000)], tmp_path)
+            repacked(pa.table({"x": [os.urandom(9000) for _ in range(5000)]}), tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert caught.value.filename == str(tmp_path / "input" / "00000.parquet")
 
 
 @pytest.mark.parametrize(
-    ("records", "words"),
+    ("table", "words"),
     [
-        ([], "There are no items"),
-        ([{"x": 1}, "text"], "Item 1 is of type str: expected a mapping"),
-        ([{"x": b"a"}, {"y": b"b"}], "Item 1 has the keys 'y', and item 0 'x'"),
-        ([{"x": np.arange(3)}, {"x": "text"}], "The values of 'x' cannot be stored in one column"),
-        ([{"x": object()}], "The values of 'x' cannot be stored in one column"),
         (pa.table({"x": []}), "The table has no rows"),
         (pa.table([[1], [2]], names=["x", "x"]), "'x' names two columns"),
     ],
 )
-def test_items_that_cannot_be_stored_are_refused(tmp_path: Path, records: Any, words: str) -> None:
+def test_tables_that_cannot_be_an_input_are_refused(tmp_path: Path, table: Any, words: str) -> None:
     with pytest.raises(SlurmGPUError, match=words):
-        repacked(records, tmp_path)
+        repacked(table, tmp_path)
 
 
 def test_repacked_items_move_with_the_run_directory(tmp_path: Path) -> None:
     (tmp_path / "texts.py").write_text(WORKLOAD)
     (tmp_path / "run.toml").write_text('[workload]\nuse = "texts.py:Texts"\n')
-    with draft_run(tmp_path / "run.toml", records=ROWS) as draft:
+    with draft_run(tmp_path / "run.toml", records=pa.Table.from_pylist(ROWS)) as draft:
         plan = create_run(draft.run_dir, draft.plan, draft.items.files).plan
     assert plan.input["files"][0]["path"] == "input/00000.parquet"
     (tmp_path / "runs" / "run").rename(tmp_path / "moved")

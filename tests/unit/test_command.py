@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from slurmgpu import Array, Item, ItemError, Json, Ragged, Retry, SlurmGPUError, TaskContext, Text
-from slurmgpu.errors import NodeError, WorkerBrokenError
+from slurmgpu.errors import GPUFaultError, NodeError, WorkerBrokenError
 from slurmgpu.util import gpus
 from slurmgpu.workload import Share
 from slurmgpu.workloads.command import Command, outputs, process, workload
@@ -398,14 +398,14 @@ def test_a_gpu_that_is_lost_is_no_items_error(one, monkeypatch):
 
     def check(n_gpus):
         asked.append(n_gpus)
-        raise gpus.GPUFaultError("cuInit failed with code 999: unknown error")
+        raise GPUFaultError("cuInit failed with code 999: unknown error")
 
     monkeypatch.setattr(gpus, "check_again", check)
     command = one("import sys; sys.exit('RuntimeError: CUDA error: GPU is lost')")
     [error] = command(items("a"))
     assert (error.failure, asked) == ("item_error", [])  # a task without GPUs
     command._n_gpus = 2
-    with pytest.raises(gpus.GPUFaultError, match="unknown error"):
+    with pytest.raises(GPUFaultError, match="unknown error"):
         command(items("a"))
     assert asked == [2]
 

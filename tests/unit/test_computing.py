@@ -3,12 +3,11 @@ import re
 
 import pytest
 
-from slurmgpu.errors import Interrupted, ItemError, NodeError, Retry, WorkerBrokenError
+from slurmgpu.errors import GPUFaultError, Interrupted, ItemError, NodeError, Retry, WorkerBrokenError
 from slurmgpu.run.crash_history import History
 from slurmgpu.run.failures import ITEM, POLICIES, Policy
 from slurmgpu.shards.columns import Array, Json
 from slurmgpu.shards.shard_file import read_directory
-from slurmgpu.util.gpus import GPUFaultError
 from slurmgpu.worker.assignment import WorkerFailedError
 from slurmgpu.worker.computer import LONGEST_PAUSE_S, Computer, Failure
 from slurmgpu.workload import Item, adapt

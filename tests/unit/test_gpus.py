@@ -6,10 +6,10 @@ import uuid
 
 import pytest
 
-from slurmgpu.errors import SlurmGPUError
+from slurmgpu.errors import GPUFaultError, SlurmGPUError
 from slurmgpu.plan.run_file import parse_resources
 from slurmgpu.util import gpus
-from slurmgpu.util.gpus import GPUFaultError, probe
+from slurmgpu.util.gpus import probe
 
 GB = 10**9
 IDS = [uuid.UUID(int=n) for n in range(4)]
